@@ -1,0 +1,234 @@
+// CPU kernels of pagoda::attention and pagoda::paged_attention. Plain C interface: one struct of pointers,
+// sizes and strides per operator (their Python twins are in attention.py and paged_attention.py; keep them in
+// step). Nothing of torch is included, which keeps the build at a few seconds.
+
+#include <omp.h>
+
+#include "plan.h"
+
+struct AttentionArguments {
+  const char* query;
+  const char* key;
+  const char* value;
+  const char* mask;  // or null, like sinks and slopes
+  const char* sinks;
+  const char* slopes;
+  char* out;
+  int64_t dtype, mask_dtype, sinks_dtype, slopes_dtype;
+  int64_t batch, heads, kv_heads, queries, keys, dim, value_dim;
+  int64_t query_batch, query_head, query_token, query_dim;
+  int64_t key_batch, key_head, key_token, key_dim;
+  int64_t value_batch, value_head, value_token, value_dim_stride;
+  int64_t mask_batch, mask_head, mask_query, mask_key;
+  int64_t sinks_stride, slopes_stride;
+  int64_t is_causal, window, chunk, threads;
+  double scale, softcap;
+};
+
+struct PagedAttentionArguments {
+  const char* query;
+  const char* key;
+  const char* value;
+  char* key_cache;
+  char* value_cache;
+  const int64_t* slots;
+  const int32_t* block_table;
+  const int32_t* query_starts;
+  const int32_t* context_lengths;
+  const char* sinks;  // or null, like slopes
+  const char* slopes;
+  char* out;
+  int64_t dtype, cache_dtype, sinks_dtype, slopes_dtype;
+  int64_t heads, kv_heads, tokens, sequences, table_width, num_blocks, block_size, dim, value_dim;
+  int64_t query_head, query_token, query_dim;
+  int64_t key_head, key_token, key_dim;
+  int64_t value_head, value_token, value_dim_stride;
+  int64_t key_block, key_row, key_cache_head, key_cache_dim;
+  int64_t value_block, value_row, value_cache_head, value_cache_dim;
+  int64_t sinks_stride, slopes_stride;
+  int64_t window, chunk, threads;
+  double scale, softcap;
+};
+static_assert(sizeof(AttentionArguments) == 42 * 8, "attention.py packs 40 integers and 2 doubles");
+static_assert(sizeof(PagedAttentionArguments) == 49 * 8,
+              "paged_attention.py packs 47 integers and 2 doubles");
+
+// What a kernel returns: 0, or one of these in the low byte and the index of the culprit above it.
+enum Failure : int64_t { kBadSlot = 1, kBadQueryStart = 2, kBadLength = 3, kBadBlock = 4 };
+
+static inline int64_t failure(Failure what, int64_t index) { return what | index << 8; }
+
+namespace {
+
+// Runs `before` for n indices and then the tiles, in one parallel region. Threads meet as seldom as possible:
+// where another program runs on one of our cores, every meeting can cost a time slice.
+template <class Before>
+void run(const Problem& p, const std::vector<Sequence>& sequences, const Plan& plan, int64_t threads,
+         int64_t n, const Before& before) {
+  static thread_local Scratch own;
+  constexpr int64_t kFewWrites = 64;  // tokens whose keys and values one thread copies in microseconds
+  const int64_t tiles = (int64_t)plan.tiles.size(), splits = (int64_t)plan.splits.size();
+#if defined(PAGODA_BF16)
+  const bool bf16 = p.query_dtype == kBFloat16 && p.key_dtype == kBFloat16 && p.dim % 2 == 0;
+#endif
+  const bool alone = n <= kFewWrites || threads == 1;
+  for (int64_t i = 0; alone && i < n; ++i) before(i);
+#pragma omp parallel num_threads((int)threads) if (threads > 1)
+  {
+    Scratch& scratch = own;
+    if (!alone) {
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < n; ++i) before(i);
+    }
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t i = 0; i < tiles; ++i) {
+      const Tile& t = plan.tiles[i];
+      if (t.rows == 0) continue;
+#if defined(PAGODA_BF16)
+      if (bf16) {
+        attend_tile<Bf16>(p, sequences[t.sequence], t, scratch);
+        continue;
+      }
+#endif
+      attend_tile<Float>(p, sequences[t.sequence], t, scratch);
+    }
+    if (splits > 0) {
+#pragma omp barrier
+#pragma omp for schedule(dynamic, 1) nowait
+      for (int64_t i = 0; i < splits; ++i) {
+        const Tile* first = plan.tiles.data() + plan.splits[i].first_tile;
+        merge_split(p, sequences[first->sequence], first, plan.splits[i].count, scratch);
+      }
+    }
+  }
+}
+
+// Below this many multiply-adds, waking the other threads costs more than they save.
+constexpr double kSmallWork = 1e6;
+
+int64_t check(const PagedAttentionArguments& a) {
+  for (int64_t t = 0; t < a.tokens; ++t)
+    if (a.slots[t] >= a.num_blocks * a.block_size) return failure(kBadSlot, t);
+  if (a.query_starts[0] != 0) return failure(kBadQueryStart, 0);
+  for (int64_t s = 0; s < a.sequences; ++s) {
+    const int64_t tokens = (int64_t)a.query_starts[s + 1] - a.query_starts[s], keys = a.context_lengths[s];
+    if (tokens < 0 || a.query_starts[s + 1] > a.tokens) return failure(kBadQueryStart, s + 1);
+    if (tokens == 0) continue;
+    if (keys < tokens || keys > a.table_width * a.block_size) return failure(kBadLength, s);
+  }
+  return 0;
+}
+
+void write_cache(const PagedAttentionArguments& a, int64_t token, Scratch& scratch) {
+  const int64_t slot = a.slots[token];
+  if (slot < 0) return;
+  const int64_t block = slot / a.block_size, row = slot % a.block_size;
+  const int64_t size = bytes_of(a.dtype), cache_size = bytes_of(a.cache_dtype);
+  const auto copy = [&](const char* from, int64_t stride, char* to, int64_t to_stride, int64_t n) {
+    if (a.dtype == a.cache_dtype && stride == 1 && to_stride == 1) {
+      std::memcpy(to, from, n * size);
+      return;
+    }
+    float* floats = scratch.take<float>(n);
+    load_floats(floats, from, a.dtype, n, stride);
+    if (to_stride == 1) store_floats(to, a.cache_dtype, floats, n);
+    else
+      for (int64_t i = 0; i < n; ++i) store_scalar(to + i * to_stride * cache_size, a.cache_dtype, floats[i]);
+    scratch.used = 0;
+  };
+  scratch.reserve((a.dim + a.value_dim) * 4 + 128);
+  for (int64_t head = 0; head < a.kv_heads; ++head) {
+    copy(a.key + (head * a.key_head + token * a.key_token) * size, a.key_dim,
+         a.key_cache + (block * a.key_block + row * a.key_row + head * a.key_cache_head) * cache_size,
+         a.key_cache_dim, a.dim);
+    copy(a.value + (head * a.value_head + token * a.value_token) * size, a.value_dim_stride,
+         a.value_cache + (block * a.value_block + row * a.value_row + head * a.value_cache_head) * cache_size,
+         a.value_cache_dim, a.value_dim);
+  }
+}
+
+}  // namespace
+
+extern "C" int64_t pagoda_attention(const AttentionArguments* arguments) {
+  const AttentionArguments& a = *arguments;
+  static thread_local Plan plan;
+  static thread_local std::vector<Sequence> sequences;
+  static thread_local std::vector<int32_t> ids;
+  Problem p{};
+  p.query = a.query;
+  p.query_dtype = p.key_dtype = a.dtype;
+  p.query_batch = a.query_batch, p.query_head = a.query_head;
+  p.query_token = a.query_token, p.query_dim = a.query_dim;
+  p.out = a.out;
+  p.out_batch = a.queries * a.heads * a.value_dim;
+  p.key = a.key, p.value = a.value;
+  p.key_row = a.key_token, p.key_head = a.key_head, p.key_dim = a.key_dim;
+  p.value_row = a.value_token, p.value_head = a.value_head, p.value_dim_stride = a.value_dim_stride;
+  p.block_size = a.keys + 1;  // dense keys are one big block per batch entry
+  p.heads = a.heads, p.kv_heads = a.kv_heads, p.group = a.heads / a.kv_heads;
+  p.dim = a.dim, p.value_dim = a.value_dim, p.columns = round_up(a.value_dim, 16);
+  p.mask = a.mask, p.mask_dtype = a.mask_dtype;
+  p.mask_batch = a.mask_batch, p.mask_head = a.mask_head;
+  p.mask_query = a.mask_query, p.mask_key = a.mask_key;
+  p.sinks = a.sinks, p.sinks_dtype = a.sinks_dtype, p.sinks_stride = a.sinks_stride;
+  p.slopes = a.slopes, p.slopes_dtype = a.slopes_dtype, p.slopes_stride = a.slopes_stride;
+  p.scale = (float)a.scale, p.softcap = (float)a.softcap;
+  p.is_causal = a.is_causal, p.window = a.window, p.chunk = a.chunk;
+
+  p.key_block = a.key_batch, p.value_block = a.value_batch;
+
+  ids.resize(a.batch);
+  sequences.clear();
+  for (int64_t b = 0; b < a.batch; ++b) {
+    ids[b] = (int32_t)b;
+    sequences.push_back(Sequence{b, 0, a.queries, 0, a.keys, &ids[b]});
+  }
+  plan_tiles(p, sequences, a.threads, plan);
+  run(p, sequences, plan, plan.work < kSmallWork ? 1 : a.threads, 0, [](int64_t) {});
+  return 0;
+}
+
+extern "C" int64_t pagoda_paged_attention(const PagedAttentionArguments* arguments) {
+  const PagedAttentionArguments& a = *arguments;
+  static thread_local Plan plan;
+  static thread_local std::vector<Sequence> sequences;
+  if (const int64_t failed = check(a)) return failed;
+  Problem p{};
+  p.query = a.query;
+  p.query_dtype = a.dtype, p.key_dtype = a.cache_dtype;
+  p.query_head = a.query_head, p.query_token = a.query_token, p.query_dim = a.query_dim;
+  p.out = a.out;
+  p.key = a.key_cache, p.value = a.value_cache;
+  p.key_block = a.key_block, p.key_row = a.key_row;
+  p.key_head = a.key_cache_head, p.key_dim = a.key_cache_dim;
+  p.value_block = a.value_block, p.value_row = a.value_row;
+  p.value_head = a.value_cache_head, p.value_dim_stride = a.value_cache_dim;
+  p.block_size = a.block_size;
+  p.heads = a.heads, p.kv_heads = a.kv_heads, p.group = a.heads / a.kv_heads;
+  p.dim = a.dim, p.value_dim = a.value_dim, p.columns = round_up(a.value_dim, 16);
+  p.sinks = a.sinks, p.sinks_dtype = a.sinks_dtype, p.sinks_stride = a.sinks_stride;
+  p.slopes = a.slopes, p.slopes_dtype = a.slopes_dtype, p.slopes_stride = a.slopes_stride;
+  p.scale = (float)a.scale, p.softcap = (float)a.softcap;
+  p.is_causal = 1, p.window = a.window, p.chunk = a.chunk;
+
+  sequences.clear();
+  for (int64_t s = 0; s < a.sequences; ++s) {
+    const int64_t tokens = a.query_starts[s + 1] - a.query_starts[s], keys = a.context_lengths[s];
+    if (tokens == 0) continue;
+    const int32_t* blocks = a.block_table + s * a.table_width;
+    int64_t low, high;
+    seen_keys(p, keys - tokens, keys, &low, &high);
+    for (int64_t b = low / a.block_size; b * a.block_size < keys; ++b)
+      if (blocks[b] < 0 || blocks[b] >= a.num_blocks) return failure(kBadBlock, s);
+    sequences.push_back(Sequence{0, a.query_starts[s], tokens, keys - tokens, keys, blocks});
+  }
+  const int64_t token_bytes = a.heads * a.value_dim * bytes_of(a.dtype), used = a.query_starts[a.sequences];
+  std::memset(a.out + used * token_bytes, 0, (a.tokens - used) * token_bytes);
+
+  plan_tiles(p, sequences, a.threads, plan);
+  run(p, sequences, plan, plan.work < kSmallWork ? 1 : a.threads, a.tokens, [&a](int64_t token) {
+    static thread_local Scratch scratch;
+    write_cache(a, token, scratch);
+  });
+  return 0;
+}

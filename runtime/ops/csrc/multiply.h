@@ -1,0 +1,144 @@
+// Register-blocked products of a few query rows with a packed block of keys or values, accumulated in fp32.
+//
+// Two kinds of arithmetic share one shape. Float: A is [rows][K] floats, B is [K][N] floats. Bf16: A is
+// [rows][K/2] pairs and B is [K/2][N] pairs of bf16 that lie in one 32-bit lane, as vdpbf16ps wants them.
+#pragma once
+
+#include "vector.h"
+
+struct Float {
+  typedef float element;  // what one step of the inner dimension reads
+  static constexpr int kPerElement = 1;
+  typedef vfloat vector;
+  static inline vector read(const element* p) { return load(p); }
+  static inline vector spread(const element* p) { return splat(*p); }
+  static inline vfloat fma(vfloat sum, vector a, vector b) { return sum + a * b; }
+};
+
+#if defined(PAGODA_BF16)
+struct Bf16 {
+  typedef uint32_t element;
+  static constexpr int kPerElement = 2;
+  typedef __m512i vector;
+  static inline vector read(const element* p) { return _mm512_loadu_si512(p); }
+  static inline vector spread(const element* p) { return _mm512_set1_epi32((int)*p); }
+  static inline vfloat fma(vfloat sum, vector a, vector b) {
+    return (vfloat)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+  }
+};
+#endif
+
+// Asks for the cache lines that will be needed next, a few at a time: a burst of requests is dropped or
+// stalls the processor, spread over the arithmetic they cost little. The lines come as runs of bytes.
+struct Prefetcher {
+  struct Run {
+    const char* at;
+    const char* end;
+  };
+  static constexpr int kMaxRuns = 128;
+  Run runs[kMaxRuns];
+  int count, next_run, lines_per_step;
+  Run current;
+
+  void clear() {
+    count = next_run = lines_per_step = 0;
+    current = Run{nullptr, nullptr};
+  }
+  void add(const char* from, int64_t bytes) {
+    if (count < kMaxRuns) runs[count++] = Run{from, from + bytes};
+  }
+  // Share out what was added over `steps` steps of the inner loops to come.
+  void spread(int64_t steps) {
+    int64_t lines = 0;
+    for (int i = 0; i < count; ++i) lines += (runs[i].end - runs[i].at + 63) / 64;
+    lines_per_step = (int)((lines + steps - 1) / steps);
+    if (count) current = runs[next_run++];
+  }
+  Run next() {
+    return next_run < count ? runs[next_run++] : Run{nullptr, nullptr};
+  }
+};
+
+constexpr int kMaxRows = 6;                          // rows x vectors of accumulators fill the register file
+constexpr int kMaxVectors = kLanes == 16 ? 4 : 2;
+
+template <class Kind, int R, int V>
+static void multiply_block(const typename Kind::element* a, int64_t a_stride, const typename Kind::element* b,
+                           int64_t b_stride, float* c, int64_t c_stride, int64_t steps, const float* decay,
+                           Prefetcher& ahead) {
+  vfloat sum[R][V];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) sum[r][v] = vfloat{};
+  // Copies, because the compiler would write the members back at every step.
+  Prefetcher::Run lines = ahead.current;
+  const int lines_per_step = ahead.lines_per_step;
+  for (int64_t k = 0; k < steps; ++k) {
+    if (lines.at != lines.end) {
+      for (int i = 0; i < lines_per_step; ++i) __builtin_prefetch(lines.at + i * 64, 0, 2);
+      lines.at += lines_per_step * 64;
+      if (lines.at >= lines.end) lines = ahead.next();
+    }
+    typename Kind::vector row[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) row[v] = Kind::read(b + k * b_stride + v * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const typename Kind::vector x = Kind::spread(a + r * a_stride + k);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) sum[r][v] = Kind::fma(sum[r][v], x, row[v]);
+    }
+  }
+  ahead.current = lines;
+  // What was there is added last: a long chain of additions would gather rounding errors.
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) {
+      float* to = c + r * c_stride + v * kLanes;
+      store(to, decay ? load(to) * decay[r] + sum[r][v] : sum[r][v]);
+    }
+}
+
+template <class Kind, int R>
+static void multiply_rows(const typename Kind::element* a, int64_t a_stride, const typename Kind::element* b,
+                          int64_t b_stride, float* c, int64_t c_stride, int64_t steps, const float* decay,
+                          int vectors, Prefetcher& ahead) {
+  switch (vectors) {
+    case 1: return multiply_block<Kind, R, 1>(a, a_stride, b, b_stride, c, c_stride, steps, decay, ahead);
+    case 2: return multiply_block<Kind, R, 2>(a, a_stride, b, b_stride, c, c_stride, steps, decay, ahead);
+#if defined(PAGODA_AVX512)
+    case 3: return multiply_block<Kind, R, 3>(a, a_stride, b, b_stride, c, c_stride, steps, decay, ahead);
+    case 4: return multiply_block<Kind, R, 4>(a, a_stride, b, b_stride, c, c_stride, steps, decay, ahead);
+#endif
+  }
+}
+
+// Equal pieces: 8 rows as 4 + 4, not 6 + 2, which would leave the multipliers waiting for each other.
+static inline int row_pieces(int rows) { return (rows + kMaxRows - 1) / kMaxRows; }
+
+// Steps of the inner loop that `multiply` takes.
+static inline int64_t multiply_steps(int rows, int64_t columns, int64_t steps) {
+  return row_pieces(rows) * ((columns + kMaxVectors * kLanes - 1) / (kMaxVectors * kLanes)) * steps;
+}
+
+// c[r][n] = (decay ? decay[r] * c[r][n] : 0) + sum_k a[r][k] b[k][n] for n < columns, a multiple of 16.
+template <class Kind>
+static void multiply(const typename Kind::element* a, int64_t a_stride, const typename Kind::element* b,
+                     int64_t b_stride, float* c, int64_t c_stride, int64_t steps, const float* decay,
+                     int rows, int columns, Prefetcher& ahead) {
+  static constexpr decltype(&multiply_rows<Kind, 1>) by_rows[kMaxRows] = {
+      multiply_rows<Kind, 1>, multiply_rows<Kind, 2>, multiply_rows<Kind, 3>,
+      multiply_rows<Kind, 4>, multiply_rows<Kind, 5>, multiply_rows<Kind, 6>};
+  const int pieces = row_pieces(rows);
+  for (int n = 0; n < columns; n += kMaxVectors * kLanes) {
+    const int left = (columns - n) / kLanes;
+    const int vectors = left < kMaxVectors ? left : kMaxVectors;
+    for (int piece = 0, r = 0; piece < pieces; ++piece) {
+      const int count = (rows - r + pieces - piece - 1) / (pieces - piece);
+      const auto* a_r = a + r * a_stride;
+      const auto* b_n = b + n;
+      float* c_r = c + r * c_stride + n;
+      const float* decay_r = decay ? decay + r : nullptr;
+      by_rows[count - 1](a_r, a_stride, b_n, b_stride, c_r, c_stride, steps, decay_r, vectors, ahead);
+      r += count;
+    }
+  }
+}

@@ -1,0 +1,180 @@
+// From scores to softmax weights: which keys a position sees, what its scores get added, the running maximum.
+#pragma once
+
+#include <cmath>
+
+#include "multiply.h"
+
+constexpr int kBlockKeys = 64;  // keys per block
+
+// What holds for the whole call. Strides are in elements.
+struct Problem {
+  const char* query;
+  int64_t query_dtype, query_batch, query_head, query_token, query_dim;
+  char* out;
+  int64_t out_batch;  // one token of the result is heads * value_dim contiguous elements
+  const char* key;
+  const char* value;
+  int64_t key_dtype, key_block, key_row, key_head, key_dim;
+  int64_t value_block, value_row, value_head, value_dim_stride;
+  int64_t block_size;
+  int64_t heads, kv_heads, group, dim, value_dim, columns;
+  const char* mask;
+  int64_t mask_dtype, mask_batch, mask_head, mask_query, mask_key;
+  const char* sinks;
+  int64_t sinks_dtype, sinks_stride;
+  const char* slopes;
+  int64_t slopes_dtype, slopes_stride;
+  float scale, softcap;
+  int64_t is_causal, window, chunk;
+};
+
+static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// The keys that a position sees are one interval, whatever the combination of causal, window and chunk.
+static inline void seen_keys(const Problem& p, int64_t position, int64_t keys, int64_t* low, int64_t* high) {
+  *low = p.window > 0 ? greater(0, position - p.window + 1) : 0;
+  *high = p.is_causal ? lesser(keys, position + 1) : keys;
+  if (p.chunk > 0) {
+    const int64_t start = position / p.chunk * p.chunk;
+    *low = greater(*low, start);
+    *high = lesser(*high, start + p.chunk);
+  }
+}
+
+// What the mask adds to n scores, -inf where it hides the key; true if it hides all.
+static bool load_mask(const Problem& p, const char* row, int64_t first, int n, float* to) {
+  const int64_t size = bytes_of(p.mask_dtype), stride = p.mask_key;
+  const char* from = row + first * stride * size;
+  bool hidden = true;
+  if (p.mask_dtype == kBool) {
+    for (int i = 0; i < n; ++i) {
+      const bool seen = from[i * stride] != 0;
+      to[i] = seen ? 0.f : -INFINITY;
+      hidden &= !seen;
+    }
+    return hidden;
+  }
+  // The lowest finite value of the mask's type means "hidden", as in transformers.
+  const float lowest = p.mask_dtype == kFloat32 ? -3.4028234663852886e38f
+                       : p.mask_dtype == kBFloat16 ? bf16_to_float(0xFF7F) : -65504.f;
+  load_floats(to, from, p.mask_dtype, n, stride);
+  for (int i = 0; i < n; ++i) {
+    const bool unseen = to[i] <= lowest;
+    to[i] = unseen ? -INFINITY : to[i];
+    hidden &= unseen;
+  }
+  return hidden;
+}
+
+// Turns 2^(score - maximum) of up to 64 keys into what `multiply` reads.
+static inline void store_weights(Float, float* to, const vfloat* weights, int vectors) {
+  for (int v = 0; v < vectors; ++v) store(to + v * kLanes, weights[v]);
+}
+#if defined(PAGODA_BF16)
+static inline void store_weights(Bf16, uint32_t* to, const vfloat* weights, int vectors) {
+  for (int v = 0; v < vectors; v += 2) {
+    const __m512 high = v + 1 < vectors ? (__m512)weights[v + 1] : _mm512_setzero_ps();
+    _mm512_storeu_si512(to + v * 8, (__m512i)_mm512_cvtne2ps_pbh(high, (__m512)weights[v]));
+  }
+}
+#endif
+
+// Everything that the softmax knows about one row of the tile. Scores are held as multiples of ln 2, so that
+// weights are powers of two: `maximum` is log2 of e^(highest score).
+struct Row {
+  int64_t token, head, position, low, high;
+  float maximum, slope;
+  const float* mask;
+  vfloat sum;  // of the weights, not yet added up over the lanes
+};
+
+// What to subtract from the scores. A row that saw nothing yet has the maximum -inf, and -inf - -inf is no
+// number; weights are computed even then, because a NaN among the scores must reach the result.
+static inline float finite_maximum(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
+
+// Scores to weights for a full block that the row sees entirely, with nothing but a positive scale to apply.
+// Returns the factor that the row's earlier results decay by.
+template <class Kind>
+static inline float weigh_plain_row(float scale, Row& row, const float* scores,
+                                    typename Kind::element* weights) {
+  constexpr int kVectors = kBlockKeys / kLanes;
+  vfloat x[kVectors];
+  for (int v = 0; v < kVectors; ++v) x[v] = load(scores + v * kLanes);
+  vfloat top = x[0];
+  for (int v = 1; v < kVectors; ++v) top = larger(top, x[v]);
+  const float best = largest_lane(top) * scale;
+  const float maximum = row.maximum > best ? row.maximum : best;
+  const float shift = finite_maximum(maximum);
+  const float decay = row.maximum == maximum ? 1.f : power_of_two(row.maximum - maximum);
+  vfloat total = row.sum * decay;
+  for (int v = 0; v < kVectors; ++v) {
+    x[v] = power_of_two(x[v] * scale - shift);
+    total += x[v];
+  }
+  store_weights(Kind{}, weights, x, kVectors);
+  row.sum = total;
+  row.maximum = maximum;
+  return decay;
+}
+
+// The same for n keys from `first` on and everything that can happen to a score.
+template <class Kind>
+static float weigh_row(const Problem& p, Row& row, const float* scores, typename Kind::element* weights,
+                       int64_t first, int n) {
+  constexpr int kVectors = kBlockKeys / kLanes;
+  const int vectors = (int)round_up(n, 16) / kLanes;
+  const int64_t begin = greater(row.low - first, 0), end = lesser(row.high - first, n);
+  vfloat x[kVectors];
+  float maximum = row.maximum;
+  if (begin < end) {
+    const vfloat lane = iota();
+    vfloat top = splat(-INFINITY);
+    for (int v = 0; v < vectors; ++v) {
+      const vfloat key = lane + (float)(v * kLanes);
+      vfloat s = load(scores + v * kLanes) * p.scale;
+      if (p.softcap > 0.f) s = hyperbolic_tangent(s / p.softcap) * p.softcap;
+      if (p.slopes) s += (key + (float)(first - row.position)) * row.slope;
+      if (row.mask) s += load(row.mask + v * kLanes);
+      s *= kLog2E;
+      s = key < splat((float)begin) ? splat(-INFINITY) : s;
+      s = key < splat((float)end) ? s : splat(-INFINITY);
+      top = larger(top, s);
+      x[v] = s;
+    }
+    const float best = largest_lane(top);
+    maximum = maximum > best ? maximum : best;
+  }
+  if (begin >= end) {
+    for (int v = 0; v < vectors; ++v) x[v] = vfloat{};
+    store_weights(Kind{}, weights, x, vectors);
+    return 1.f;
+  }
+  const float shift = finite_maximum(maximum);
+  const float decay = row.maximum == maximum ? 1.f : power_of_two(row.maximum - maximum);
+  vfloat total = row.sum * decay;
+  for (int v = 0; v < vectors; ++v) {
+    x[v] = power_of_two(x[v] - shift);
+    total += x[v];
+  }
+  store_weights(Kind{}, weights, x, vectors);
+  row.sum = total;
+  row.maximum = maximum;
+  return decay;
+}
+
+// Divides by the softmax denominator, the sink included, and writes one head of one token.
+static void finish_row(const Problem& p, char* out, int64_t head, float* values, float maximum, float sum) {
+  float factor = 1.f;
+  if (p.sinks) {
+    const float sink = load_entry(p.sinks, head * p.sinks_stride, p.sinks_dtype) * kLog2E;
+    const float top = maximum > sink ? maximum : sink;
+    factor = maximum == -INFINITY ? 0.f : power_of_two(maximum - top);
+    sum = sum * factor + power_of_two(sink - top);
+  }
+  // Nothing seen: `sum` is 0 and so are the values.
+  factor = sum == 0.f ? 0.f : factor / sum;
+  for (int64_t d = 0; d < p.columns; d += kLanes) store(values + d, load(values + d) * factor);
+  store_floats(out, p.query_dtype, values, p.value_dim);
+}

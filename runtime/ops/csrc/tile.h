@@ -1,0 +1,219 @@
+// Attention of one tile: some query rows of one (sequence, KV head) over a range of its keys, in one pass
+// with the online softmax of FlashAttention (Dao et al. 2022). The rows of a tile are (token, head of the
+// group) pairs, so that a block of keys is read once for all query heads that share it (GQA).
+#pragma once
+
+#include <cstdlib>
+
+#include "pack.h"
+#include "softmax.h"
+
+// A sequence of the call: its new tokens and where its keys are.
+struct Sequence {
+  int64_t batch;           // index along the query's batch dimension
+  int64_t first_token;     // along the query's token dimension
+  int64_t tokens;
+  int64_t first_position;  // of first_token
+  int64_t keys;            // context length
+  const int32_t* blocks;
+};
+
+struct Tile {
+  int64_t sequence, kv_head;
+  int64_t first_row, rows;  // row = token * group + head within the group
+  int64_t first_key, end_key;
+  float* partial;  // null: normalise and write the result; else: (weighted values, maximum, sum) per row
+};
+
+struct Scratch {
+  char* memory = nullptr;
+  size_t bytes = 0;
+  size_t used = 0;
+  ~Scratch() { std::free(memory); }
+  void reserve(size_t need) {
+    if (need > bytes) {
+      std::free(memory);
+      memory = (char*)std::aligned_alloc(64, round_up(need, 64));
+      bytes = memory ? need : 0;
+      if (!memory) std::abort();
+    }
+    used = 0;
+  }
+  template <class T>
+  T* take(int64_t n) {
+    T* p = (T*)(memory + used);
+    used += round_up(n * sizeof(T), 64);
+    return p;
+  }
+};
+
+static inline void note_rows(Prefetcher& ahead, const char* row, int rows, int64_t stride, int64_t bytes) {
+  if (stride == bytes) ahead.add(row, rows * bytes);
+  else for (int i = 0; i < rows; ++i) ahead.add(row + i * stride, bytes);
+}
+
+// One pointer per key and per value of [first, first + n), padded with `zeros` to full groups of 16. What
+// they point to is noted in `ahead`.
+static void point_rows(const Problem& p, const Sequence& s, int64_t kv_head, int64_t first, int n,
+                       const char* zeros, const char** keys, const char** values, Prefetcher& ahead) {
+  const int64_t size = bytes_of(p.key_dtype);
+  const int64_t key_row = p.key_row * size, value_row = p.value_row * size;
+  int64_t block = first / p.block_size, offset = first % p.block_size;
+  ahead.clear();
+  for (int i = 0; i < n; ++block, offset = 0) {
+    const int run = (int)lesser(n - i, p.block_size - offset);
+    const int64_t id = s.blocks[block];
+    const char* key = p.key + (id * p.key_block + kv_head * p.key_head) * size + offset * key_row;
+    const char* value = p.value + (id * p.value_block + kv_head * p.value_head) * size + offset * value_row;
+    for (int j = 0; j < run; ++j) {
+      keys[i + j] = key + j * key_row;
+      values[i + j] = value + j * value_row;
+    }
+    note_rows(ahead, key, run, key_row, p.dim * size);
+    note_rows(ahead, value, run, value_row, p.value_dim * size);
+    i += run;
+  }
+  for (int i = n; i % 16; ++i) keys[i] = values[i] = zeros;
+}
+
+// Copies rows whose elements are `stride` apart to contiguous ones and points to those.
+static void straighten_rows(const char** rows, int n, int64_t dim, int64_t size, int64_t stride,
+                            char* spare) {
+  for (int i = 0; i < n; ++i, spare += dim * size) {
+    if (size == 4)
+      for (int64_t d = 0; d < dim; ++d) ((uint32_t*)spare)[d] = ((const uint32_t*)rows[i])[d * stride];
+    else
+      for (int64_t d = 0; d < dim; ++d) ((uint16_t*)spare)[d] = ((const uint16_t*)rows[i])[d * stride];
+    rows[i] = spare;
+  }
+}
+
+// Points each row to what the mask adds to its n scores; false if the mask hides all of them from all rows.
+static bool load_tile_mask(const Problem& p, const Sequence& s, Row* row, int rows, int64_t first, int n,
+                           float* mask) {
+  bool hidden = true;
+  const char* last = nullptr;
+  for (int r = 0; r < rows; ++r) {
+    const int64_t at = s.batch * p.mask_batch + row[r].head * p.mask_head + row[r].token * p.mask_query;
+    const char* from = p.mask + at * bytes_of(p.mask_dtype);
+    if (from == last) {  // heads that share a mask
+      row[r].mask = row[r - 1].mask;
+      continue;
+    }
+    float* to = mask + r * kBlockKeys;
+    for (int i = n; i % 16; ++i) to[i] = 0.f;
+    hidden &= load_mask(p, from, first, n, to);
+    row[r].mask = to;
+    last = from;
+  }
+  return !hidden;
+}
+
+static inline char* out_row(const Problem& p, const Sequence& s, int64_t token, int64_t head) {
+  const int64_t at = s.batch * p.out_batch + ((s.first_token + token) * p.heads + head) * p.value_dim;
+  return p.out + at * bytes_of(p.query_dtype);
+}
+
+static inline size_t scratch_bytes(const Problem& p, int64_t rows) {
+  const int64_t floats = rows * (p.dim + 2 * kBlockKeys + p.columns + kBlockKeys + 32) +
+                         kBlockKeys * (2 * p.dim + p.columns + p.value_dim + 32) + 8 * (p.dim + p.columns);
+  return floats * 4 + 65536;
+}
+
+template <class Kind>
+static void attend_tile(const Problem& p, const Sequence& s, const Tile& t, Scratch& scratch) {
+  typedef typename Kind::element element;
+  const int64_t steps = p.dim / Kind::kPerElement;
+  const int64_t size = bytes_of(p.key_dtype);
+  const int rows = (int)t.rows;
+
+  scratch.reserve(scratch_bytes(p, rows));
+  Row* row = scratch.take<Row>(rows);
+  float* decay = scratch.take<float>(rows);
+  element* query = scratch.take<element>(rows * steps);
+  element* keys = scratch.take<element>(steps * kBlockKeys);
+  element* values = scratch.take<element>(kBlockKeys / Kind::kPerElement * p.columns);
+  float* scores = scratch.take<float>(rows * kBlockKeys);
+  element* weights = scratch.take<element>(rows * kBlockKeys / Kind::kPerElement);
+  float* result = scratch.take<float>(rows * p.columns);
+  float* mask = p.mask ? scratch.take<float>(rows * kBlockKeys) : nullptr;
+  float* spare = scratch.take<float>(4 * (p.dim + 4));
+  char* straight_keys = p.key_dim != 1 ? scratch.take<char>(kBlockKeys * p.dim * size) : nullptr;
+  char* straight_values =
+      p.value_dim_stride != 1 ? scratch.take<char>(kBlockKeys * p.value_dim * size) : nullptr;
+  char* zeros = scratch.take<char>((p.dim + p.columns) * 4);
+  std::memset(zeros, 0, (p.dim + p.columns) * 4);
+
+  for (int r = 0; r < rows; ++r) {
+    Row& x = row[r];
+    const int64_t flat = t.first_row + r;
+    x.token = flat / p.group;
+    x.head = t.kv_head * p.group + flat % p.group;
+    x.position = s.first_position + x.token;
+    x.maximum = -INFINITY;
+    x.sum = vfloat{};
+    x.mask = nullptr;
+    x.slope = p.slopes ? load_entry(p.slopes, x.head * p.slopes_stride, p.slopes_dtype) : 0.f;
+    seen_keys(p, x.position, s.keys, &x.low, &x.high);
+    x.low = greater(x.low, t.first_key);
+    x.high = lesser(x.high, t.end_key);
+    const int64_t at =
+        s.batch * p.query_batch + x.head * p.query_head + (s.first_token + x.token) * p.query_token;
+    pack_query(Kind{}, query + r * steps, p.query + at * bytes_of(p.query_dtype), p.dim, p.query_dtype,
+               p.query_dim);
+  }
+
+  const bool plain = p.scale > 0.f && !(p.softcap > 0.f) && !p.slopes && !p.mask;
+  bool fresh = true;  // nothing in `result` yet
+  const char* key_rows[2][kBlockKeys];
+  const char* value_rows[2][kBlockKeys];
+  int now = 0;
+  Prefetcher ahead;
+  const auto point = [&](int at, int64_t first) {
+    const int n = (int)lesser(kBlockKeys, t.end_key - first);
+    if (n > 0) point_rows(p, s, t.kv_head, first, n, zeros, key_rows[at], value_rows[at], ahead);
+    else ahead.clear();
+    return n;
+  };
+  int n = point(now, t.first_key), next_n;
+  for (int64_t first = t.first_key; first < t.end_key; first += kBlockKeys, now = 1 - now, n = next_n) {
+    next_n = point(1 - now, first + kBlockKeys);
+    ahead.spread(multiply_steps(rows, kBlockKeys, steps) +
+                 multiply_steps(rows, p.columns, kBlockKeys / Kind::kPerElement));
+    if (mask && !load_tile_mask(p, s, row, rows, first, n, mask)) continue;
+    if (straight_keys) straighten_rows(key_rows[now], n, p.dim, size, p.key_dim, straight_keys);
+    if (straight_values)
+      straighten_rows(value_rows[now], n, p.value_dim, size, p.value_dim_stride, straight_values);
+
+    const int groups = (n + 15) / 16;
+    pack_keys(Kind{}, keys, key_rows[now], groups, p.dim, p.key_dtype, spare);
+    multiply<Kind>(query, steps, keys, kBlockKeys, scores, kBlockKeys, steps, nullptr, rows, groups * 16,
+                   ahead);
+    for (int r = 0; r < rows; ++r) {
+      const float* from = scores + r * kBlockKeys;
+      element* to = weights + r * (kBlockKeys / Kind::kPerElement);
+      if (plain && n == kBlockKeys && row[r].low <= first && row[r].high >= first + kBlockKeys)
+        decay[r] = weigh_plain_row<Kind>(p.scale * kLog2E, row[r], from, to);
+      else
+        decay[r] = weigh_row<Kind>(p, row[r], from, to, first, n);
+    }
+    pack_values(Kind{}, values, value_rows[now], n, p.value_dim, p.columns, p.key_dtype);
+    multiply<Kind>(weights, kBlockKeys / Kind::kPerElement, values, p.columns, result, p.columns,
+                   (n + Kind::kPerElement - 1) / Kind::kPerElement, fresh ? nullptr : decay, rows,
+                   (int)p.columns, ahead);
+    fresh = false;
+  }
+  if (fresh) std::memset(result, 0, rows * p.columns * sizeof(float));
+
+  for (int r = 0; r < rows; ++r) {
+    if (t.partial) {
+      float* to = t.partial + r * (p.columns + 2);
+      std::memcpy(to, result + r * p.columns, p.columns * 4);
+      to[p.columns] = row[r].maximum;
+      to[p.columns + 1] = sum_lanes(row[r].sum);
+    } else {
+      finish_row(p, out_row(p, s, row[r].token, row[r].head), row[r].head, result + r * p.columns,
+                 row[r].maximum, sum_lanes(row[r].sum));
+    }
+  }
+}

@@ -1,0 +1,225 @@
+// Fixed-width float vectors on top of the compiler's vector extensions, number formats, exp and tanh.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define PAGODA_AVX512 1
+#include <immintrin.h>
+#if defined(__AVX512BF16__)
+#define PAGODA_BF16 1
+#endif
+#elif defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#if defined(PAGODA_AVX512)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float vfloat __attribute__((vector_size(kLanes * 4)));
+typedef int32_t vint __attribute__((vector_size(kLanes * 4)));
+
+static inline vfloat load(const float* p) {
+  vfloat v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+static inline void store(float* p, vfloat v) { std::memcpy(p, &v, sizeof v); }
+static inline vfloat splat(float x) { return x - vfloat{}; }
+static inline vfloat iota() {
+  vfloat v;
+  for (int i = 0; i < kLanes; ++i) v[i] = (float)i;
+  return v;
+}
+// A NaN in `a` is not dropped: clamping must not turn a bad score into a good weight.
+static inline vfloat at_least(vfloat a, float floor) { return a < splat(floor) ? splat(floor) : a; }
+static inline vfloat larger(vfloat a, vfloat b) { return a > b ? a : b; }
+
+static inline float largest_lane(vfloat v) {
+#if defined(PAGODA_AVX512)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float best = v[0];
+  for (int i = 1; i < kLanes; ++i) best = v[i] > best ? v[i] : best;
+  return best;
+#endif
+}
+static inline float sum_lanes(vfloat v) {
+#if defined(PAGODA_AVX512)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float sum = 0.f;
+  for (int i = 0; i < kLanes; ++i) sum += v[i];
+  return sum;
+#endif
+}
+
+// 2^x to 1.5 ulp for x <= 127, where the softmax lives; below -126 the weight of a masked key, exactly 0 from
+// -150 on. NaN stays NaN.
+static inline vfloat power_of_two(vfloat x) {
+#if defined(PAGODA_AVX512)
+  // vmaxps returns its second operand when one is NaN.
+  const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-200.f), (__m512)x);
+  const __m512 n = _mm512_roundscale_ps(bounded, 8);
+  const vfloat r = (vfloat)bounded - (vfloat)n;
+#else
+  const vfloat bounded = at_least(x, -127.f);
+  const float rounder = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
+  const vfloat shifted = bounded + rounder;
+  const vfloat r = bounded - (shifted - rounder);
+#endif
+  // Relative error at most 9.2e-8 for |r| <= 0.5 (Lawson's algorithm, constant term fixed at 1).
+  vfloat p = splat(1.326472731307149e-3f);
+  p = p * r + 9.671512991189957e-3f;
+  p = p * r + 5.550733581185341e-2f;
+  p = p * r + 2.4022242426872253e-1f;
+  p = p * r + 6.931470036506653e-1f;
+  p = p * r + 1.f;
+#if defined(PAGODA_AVX512)
+  return (vfloat)_mm512_scalef_ps((__m512)p, n);
+#else
+  vint exponent;
+  std::memcpy(&exponent, &shifted, sizeof exponent);
+  exponent = (exponent + (127 - 0x4B400000)) << 23;
+  vfloat power;
+  std::memcpy(&power, &exponent, sizeof power);
+  return x < splat(-126.f) ? vfloat{} : p * power;
+#endif
+}
+
+static inline float power_of_two(float x) { return power_of_two(splat(x))[0]; }
+
+constexpr float kLog2E = 1.44269504088896341f;
+
+// tanh to a few ulp: odd polynomial near 0 (Cephes' tanhf), 1 - 2 / (e^2|x| + 1) elsewhere.
+static inline vfloat hyperbolic_tangent(vfloat x) {
+  const vfloat size = x < vfloat{} ? -x : x;
+  const vfloat square = x * x;
+  vfloat p = splat(-5.70498872745e-3f);
+  p = p * square + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  const vfloat near = x + x * square * p;
+  const vfloat bounded = size > splat(10.f) ? splat(10.f) : size;
+  const vfloat far = 1.f - 2.f / (power_of_two(bounded * (2.f * kLog2E)) + 1.f);
+  return size < splat(0.625f) ? near : (x < vfloat{} ? -far : far);
+}
+
+static inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+enum DType : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kBool = 3 };
+
+static inline int64_t bytes_of(int64_t dtype) { return dtype == kFloat32 ? 4 : dtype == kBool ? 1 : 2; }
+
+static inline float from_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+static inline uint32_t to_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+static inline float bf16_to_float(uint16_t h) { return from_bits((uint32_t)h << 16); }
+static inline uint16_t float_to_bf16(float x) {
+  const uint32_t bits = to_bits(x);
+  const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  return x != x ? (uint16_t)0x7FC0 : (uint16_t)rounded;
+}
+static inline float f16_to_float(uint16_t h) {
+#if defined(__F16C__)
+  return _cvtsh_ss(h);
+#else
+  // The exponent is moved by a multiplication, which also takes care of denormals.
+  const uint32_t sign = (uint32_t)(h & 0x8000u) << 16;
+  const uint32_t rest = (uint32_t)(h & 0x7FFFu) << 13;
+  const bool special = (h & 0x7C00u) == 0x7C00u;
+  const float size = from_bits(rest) * 5.192296858534828e+33f;  // 2^112
+  return from_bits(sign | (special ? (rest | 0x7F800000u) : to_bits(size)));
+#endif
+}
+static inline uint16_t float_to_f16(float x) {
+#if defined(__F16C__)
+  return _cvtss_sh(x, 0);
+#else
+  const uint32_t bits = to_bits(x);
+  const uint16_t sign = (uint16_t)((bits >> 16) & 0x8000u);
+  const uint32_t size = bits & 0x7FFFFFFFu;
+  if (size > 0x7F800000u) return sign | 0x7E00u;
+  if (size >= 0x477FF000u) return sign | 0x7C00u;
+  if (size < 0x38800000u) {  // denormal: adding 0.5 lines the result up with the lowest mantissa bits
+    return sign | (uint16_t)(to_bits(from_bits(size) + 0.5f) - 0x3F000000u);
+  }
+  return sign | (uint16_t)((size - 0x38000000u + 0xFFFu + ((size >> 13) & 1u)) >> 13);
+#endif
+}
+
+static inline float load_entry(const char* p, int64_t index, int64_t dtype) {
+  p += index * bytes_of(dtype);
+  if (dtype == kFloat32) {
+    float x;
+    std::memcpy(&x, p, 4);
+    return x;
+  }
+  uint16_t h;
+  std::memcpy(&h, p, 2);
+  return dtype == kBFloat16 ? bf16_to_float(h) : f16_to_float(h);
+}
+static inline void store_scalar(char* p, int64_t dtype, float x) {
+  if (dtype == kFloat32) {
+    std::memcpy(p, &x, 4);
+    return;
+  }
+  const uint16_t h = dtype == kBFloat16 ? float_to_bf16(x) : float_to_f16(x);
+  std::memcpy(p, &h, 2);
+}
+
+// n elements, `stride` elements apart, as floats.
+static inline void load_floats(float* to, const char* from, int64_t dtype, int64_t n, int64_t stride) {
+  if (dtype == kFloat32) {
+    const float* p = (const float*)from;
+    if (stride == 1) std::memcpy(to, p, n * 4);
+    else for (int64_t i = 0; i < n; ++i) to[i] = p[i * stride];
+    return;
+  }
+  const uint16_t* p = (const uint16_t*)from;
+  int64_t i = 0;
+  if (dtype == kBFloat16) {
+    if (stride == 1) for (; i < n; ++i) to[i] = bf16_to_float(p[i]);
+    else for (; i < n; ++i) to[i] = bf16_to_float(p[i * stride]);
+    return;
+  }
+#if defined(PAGODA_AVX512)
+  if (stride == 1)
+    for (; i + 16 <= n; i += 16)
+      _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(p + i))));
+#endif
+  for (; i < n; ++i) to[i] = f16_to_float(p[i * stride]);
+}
+
+// n contiguous floats into n contiguous elements of `dtype`, rounded to nearest even.
+static inline void store_floats(char* to, int64_t dtype, const float* from, int64_t n) {
+  if (dtype == kFloat32) {
+    std::memcpy(to, from, n * 4);
+    return;
+  }
+  uint16_t* p = (uint16_t*)to;
+  int64_t i = 0;
+  if (dtype == kBFloat16) {
+    for (; i < n; ++i) p[i] = float_to_bf16(from[i]);
+    return;
+  }
+#if defined(PAGODA_AVX512)
+  for (; i + 16 <= n; i += 16)
+    _mm256_storeu_si256((__m256i*)(p + i), _mm512_cvtps_ph(_mm512_loadu_ps(from + i), 0));
+#endif
+  for (; i < n; ++i) p[i] = float_to_f16(from[i]);
+}

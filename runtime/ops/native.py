@@ -1,0 +1,173 @@
+"""Builds the C++ kernels with the machine's g++ on first use, keeps them on disk, loads them by ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+_logger = logging.getLogger(__name__)
+
+_SOURCES = Path(__file__).parent / "csrc"
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+    "-std=c++17",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-Wno-psabi",
+)
+
+# The kernels' names for dtypes; what is missing here runs on the reference.
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
+
+
+class KernelBuildError(RuntimeError):
+    """The C++ kernels could not be built or loaded; the message says why."""
+
+
+@functools.cache
+def load_kernels() -> ctypes.CDLL | None:
+    """The library of C++ kernels, built if need be; None, after one warning, where that is impossible.
+
+    The library lies in ``$TORCH_PAGODA_CACHE/kernels`` (``~/.cache/torch_pagoda/kernels``) under a name that
+    hashes sources, flags, compiler and processor. Processes that need it at once build it once.
+    """
+    try:
+        return _load_or_build(cache_directory())
+    except (KernelBuildError, OSError) as error:
+        warnings.warn(
+            f"torch-pagoda runs attention without its C++ kernels, many times slower, because {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+@functools.cache
+def kernel_function(name: str) -> Callable[[bytes], int] | None:
+    """The C function ``name`` (packed argument struct → status); None where there are no kernels."""
+    library = load_kernels()
+    return None if library is None else bind_function(library, name)
+
+
+def bind_function(library: ctypes.CDLL, name: str) -> Callable[[bytes], int]:
+    """The function ``name`` of a library of kernels, which takes its packed arguments as bytes."""
+    function = getattr(library, name)
+    function.argtypes = [ctypes.c_char_p]
+    function.restype = ctypes.c_int64
+    return function
+
+
+def cache_directory() -> Path:
+    """Where built kernels are kept: ``kernels`` in ``$TORCH_PAGODA_CACHE`` or ``~/.cache/torch_pagoda``."""
+    root = os.environ.get("TORCH_PAGODA_CACHE")
+    return (Path(root) if root else Path.home() / ".cache" / "torch_pagoda") / "kernels"
+
+
+def _load_or_build(directory: Path) -> ctypes.CDLL:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise KernelBuildError("there is no g++ on PATH; install it (for instance: apt install g++)")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        writable = os.access(directory, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        directory = Path(tempfile.mkdtemp(prefix="torch_pagoda_kernels_"))
+        _logger.warning("kernel cache %s is not writable; building in %s", cache_directory(), directory)
+    library = directory / f"attention-{_fingerprint(compiler)}.so"
+    if library.exists():
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError as error:  # cut short by a full disk, for instance
+            _logger.warning("rebuilding %s, which does not load: %s", library, error)
+    with _locked(library.with_suffix(".lock")):
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError:
+            build_library(compiler, library)
+    return ctypes.CDLL(str(library))
+
+
+def build_library(compiler: str, library: Path, flags: Sequence[str] = FLAGS) -> None:
+    """Compile the kernels into a neighbouring file and rename it: nobody ever sees half a library.
+
+    Raises:
+        KernelBuildError: the compiler refuses; what it printed is logged.
+    """
+    handle, unfinished = tempfile.mkstemp(suffix=".so", prefix=library.stem, dir=library.parent)
+    os.close(handle)
+    command = [compiler, *flags, str(_SOURCES / "attention.cpp"), "-o", unfinished, *_openmp_of_torch()]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            _logger.warning("%s failed:\n%s", " ".join(command), result.stderr)
+            errors = [line for line in result.stderr.splitlines() if "error" in line] or ["no message"]
+            raise KernelBuildError(f"{compiler} failed: {errors[0]}")
+        os.chmod(unfinished, 0o755)
+        os.replace(unfinished, library)
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
+    _logger.info("built %s", library)
+
+
+def _openmp_of_torch() -> list[str]:
+    """Link arguments that make the kernels share torch's OpenMP threads.
+
+    Where torch ships libgomp under its usual name, the loader gives it to us anyway. Some wheels rename it
+    (``libgomp-<hash>.so.1``); then we link that very file, and ``--as-needed`` leaves the system's out.
+    """
+    root = Path(torch.__file__).parent
+    for folder in (root / "lib", root.parent / "torch.libs"):
+        for path in sorted(folder.glob("libgomp*.so*")):
+            if path.name != "libgomp.so.1":
+                return ["-Wl,--as-needed", str(path), f"-Wl,-rpath,{folder}"]
+    return []
+
+
+def _fingerprint(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    parts = [version, " ".join(FLAGS), _processor(), " ".join(_openmp_of_torch())]
+    parts += [path.read_text() for path in sorted(_SOURCES.iterdir()) if path.suffix in (".h", ".cpp")]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+def _processor() -> str:
+    """What ``-march=native`` depends on: a home directory may be shared by different machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    wanted = ("flags", "Features", "model name", "cpu family", "model", "CPU part", "CPU implementer")
+    found = {line.split(":")[0].strip(): line for line in reversed(lines) if ":" in line}
+    return platform.machine() + "".join(found.get(name, "") for name in wanted)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock between processes, where the system has one; renaming is safe without it."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

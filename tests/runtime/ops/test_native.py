@@ -1,0 +1,153 @@
+"""Building, caching and loading the C++ kernels, and life without a compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_pagoda.runtime.ops import attention, attention_reference, native, paged_attention
+from torch_pagoda.runtime.ops.huge_pages import advise_huge_pages
+from torch_pagoda.runtime.ops.reference import paged_attention_reference
+
+USE = """
+import sys, torch, warnings
+from torch_pagoda.runtime.ops import attention_reference
+q = torch.randn(1, 2, 5, 8)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        result = torch.ops.pagoda.attention(q, q, q, None, None, None, 1.0, True, 0, 0, 0.0)
+torch.testing.assert_close(result, attention_reference(q, q, q, None, None, None, 1.0, True, 0, 0, 0.0))
+print([str(w.message) for w in caught])
+"""
+
+
+def run_python(code: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def output(process: subprocess.Popen[str]) -> str:
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+    return out
+
+
+def test_without_a_compiler_the_reference_runs_and_one_warning_says_so(tmp_path):
+    out = output(run_python(USE, PATH=str(tmp_path), TORCH_PAGODA_CACHE=str(tmp_path)))
+    assert out.count("without its C++ kernels") == 1
+    assert "no g++ on PATH" in out and "many times slower" in out
+
+
+def test_a_compiler_that_fails_is_reported(tmp_path):
+    compiler = tmp_path / "g++"
+    compiler.write_text(
+        "#!/bin/sh\n[ \"$1\" = --version ] || { echo 'x.cpp:1: error: no such thing' >&2; exit 1; }\n"
+    )
+    compiler.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    out = output(run_python(USE, PATH=path, TORCH_PAGODA_CACHE=str(tmp_path / "cache")))
+    assert out.count("without its C++ kernels") == 1 and "error: no such thing" in out
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+@pytest.fixture
+def counting_compiler(tmp_path, monkeypatch):
+    """A g++ that counts its builds and hands out the library that this process has built: no waiting."""
+    built = Path(native.load_kernels()._name)
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    script = f"""#!{sys.executable}
+import shutil, sys, time
+if "--version" in sys.argv:
+    print("g++ 1.0")
+else:
+    open({str(tmp_path / "builds")!r}, "a").write("build\\n")
+    time.sleep(1)
+    shutil.copy({str(built)!r}, sys.argv[sys.argv.index("-o") + 1])
+"""
+    (folder / "g++").write_text(script)
+    (folder / "g++").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path / "cache"))
+    return lambda: (tmp_path / "builds").read_text().count("build")
+
+
+def test_two_processes_build_once(counting_compiler, tmp_path):
+    processes = [run_python(USE) for _ in range(2)]
+    assert [output(process).strip() for process in processes] == ["[]", "[]"]
+    assert counting_compiler() == 1
+    assert len(list((tmp_path / "cache" / "kernels").glob("*.so"))) == 1
+
+
+def test_a_broken_library_is_built_again(counting_compiler, tmp_path):
+    directory = tmp_path / "cache" / "kernels"
+    directory.mkdir(parents=True)
+    broken = directory / f"attention-{native._fingerprint(shutil.which('g++'))}.so"
+    broken.write_bytes(b"half a library")
+    assert native._load_or_build(directory).pagoda_attention
+    assert counting_compiler() == 1 and broken.stat().st_size > 1000
+
+
+def test_an_unwritable_cache_is_no_obstacle(counting_compiler, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    assert native._load_or_build(tmp_path / "file" / "kernels").pagoda_attention
+    assert "is not writable" in caplog.text
+
+
+def test_sources_flags_and_compiler_name_the_library(counting_compiler, monkeypatch):
+    compiler = shutil.which("g++")
+    before = native._fingerprint(compiler)
+    assert native._fingerprint(compiler) == before
+    monkeypatch.setattr(native, "FLAGS", ("-O1",))
+    assert native._fingerprint(compiler) != before
+
+
+def test_kernels_share_the_openmp_runtime_of_torch():
+    native.load_kernels()
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("needs /proc")
+    loaded = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
+    assert len(loaded) == 1
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="names x86 instruction sets")
+@pytest.mark.parametrize("architecture", ["x86-64-v2", pytest.param("x86-64-v3", marks=pytest.mark.slow)])
+def test_kernels_without_avx512(architecture, tmp_path, monkeypatch, paged_case, assert_close):
+    """The portable code compiles and is right on processors with less."""
+    flags = [f"-march={architecture}" if flag == "-march=native" else flag for flag in native.FLAGS]
+    flags = ["-O1" if flag == "-O3" else flag for flag in flags]
+    native.build_library("g++", tmp_path / "portable.so", flags)
+    library = ctypes.CDLL(str(tmp_path / "portable.so"))
+    for module in (attention, paged_attention):
+        monkeypatch.setattr(module, "kernel_function", lambda name: native.bind_function(library, name))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for options in ({"dim": 40}, {"dim": 7, "value_dim": 18, "window": 20, "sinks": True, "softcap": 3.0}):
+            case = paged_case([(3, 90), (70, 70), (1, 700)], dtype=dtype, **options)
+            ours, theirs = case.copy(), case.copy()
+            assert_close(torch.ops.pagoda.paged_attention(*ours), paged_attention_reference(*theirs))
+            assert torch.equal(ours[3], theirs[3])
+        query, key = torch.randn(1, 4, 70, 20).to(dtype), torch.randn(1, 2, 70, 20).to(dtype)
+        mask = torch.randn(70, 70).masked_fill(torch.rand(70, 70) > 0.5, -torch.inf)
+        arguments = (query, key, key, mask, None, torch.rand(4), 0.2, True, 0, 0, 0.0)
+        assert_close(torch.ops.pagoda.attention(*arguments), attention_reference(*arguments))
+
+
+def test_huge_pages_are_only_advice():
+    big = torch.empty(1 << 22)
+    assert advise_huge_pages(big) in (True, False)
+    assert not advise_huge_pages(torch.empty(4, device="meta"))
+    assert not advise_huge_pages(torch.empty(1))
