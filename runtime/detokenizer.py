@@ -1,0 +1,166 @@
+"""Text of a growing list of tokens, piece by piece, and the stop strings in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+_REPLACEMENT = "\ufffd"
+_CONTEXT = 6
+"""Tokens before the new ones that are decoded with them, for spacing and for characters in parts."""
+_WINDOW = 24
+"""Tokens after which the decoded window is cut back to ``_CONTEXT``."""
+_MAX_CHARACTER_TOKENS = 3
+"""A character whose UTF-8 is incomplete has at most 3 bytes, hence at most so many byte tokens."""
+
+
+class Tokenizer(Protocol):
+    """What the runtime needs of a HuggingFace tokenizer."""
+
+    def __call__(self, text: str) -> Any:
+        """Encode; the result has ``input_ids``."""
+
+    def decode(self, token_ids: Any, **kwargs: Any) -> Any:
+        """Text of the tokens."""
+
+
+class Detokenizer:
+    """Turns one completion's tokens into text as they come, at a constant cost per token.
+
+    New tokens are decoded together with a few before them, and what that adds to the text of those is new: so
+    spaces come out as they do within a sentence, and a character made of several tokens appears once it is
+    complete. (The idea is that of vLLM's ``detokenize_incrementally`` and HuggingFace's ``TextStreamer``.)
+
+    Args:
+        tokenizer: a HuggingFace tokenizer.
+        prompt_token_ids: the tokens before the completion; the last few are read.
+        stop: strings that end the text; the earliest occurrence counts, the text ends before it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._longest_stop = max(map(len, self._stop), default=0)
+        self._start_window = [int(token) for token in prompt_token_ids[-_CONTEXT:]]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything after the prompt."""
+        self.num_tokens = 0
+        """Tokens taken so far."""
+        self.stop_string: str | None = None
+        """The stop string that ended the text."""
+        self._text: list[str] = []
+        self._length = 0
+        self._tail = ""  # the last characters of the text, as many as a stop string may begin in
+        self._window = list(self._start_window)
+        self._window_text = self._decode(self._window)
+        self._held: list[int] = []  # tokens whose last character is incomplete
+
+    @property
+    def text(self) -> str:
+        """The text up to now: whole characters only, nothing from a stop string on."""
+        if len(self._text) > 1:
+            self._text = ["".join(self._text)]
+        return self._text[0] if self._text else ""
+
+    @property
+    def stable_length(self) -> int:
+        """Characters of ``text`` that no later token takes back: all but what may begin a stop string."""
+        if self.stop_string is not None or not self._stop:
+            return self._length
+        tail = self._tail
+        for size in range(min(len(tail), self._longest_stop - 1), 0, -1):
+            end = tail[-size:]
+            if any(stop.startswith(end) for stop in self._stop):
+                return self._length - size
+        return self._length
+
+    def append(self, token_ids: Sequence[int], check_stop: bool = True) -> bool:
+        """Take the next tokens; no-op once a stop string was found.
+
+        Args:
+            token_ids: one or more new tokens.
+            check_stop: look for stop strings in (or ending in) the text that they add.
+
+        Returns:
+            Whether a stop string was found.
+        """
+        if self.stop_string is not None:
+            return True
+        self.num_tokens += len(token_ids)
+        self._held.extend(token_ids)
+        return self._add(self._take(), check_stop)
+
+    def finish(self, check_stop: bool = True) -> bool:
+        """No token follows: an incomplete character at the end becomes U+FFFD. Returns as ``append`` does."""
+        if self.stop_string is not None or not self._held:
+            return self.stop_string is not None
+        return self._add(self._commit(len(self._held), self._decode(self._window + self._held)), check_stop)
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token by itself, special tokens included."""
+        return str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+
+    def _decode(self, token_ids: list[int]) -> str:
+        if not token_ids:
+            return ""
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def _take(self) -> str:
+        """Text of the held tokens as far as its characters are complete."""
+        held = self._held
+        for waiting in range(_MAX_CHARACTER_TOKENS + 1):
+            count = len(held) - waiting
+            if count < 1:
+                return ""
+            decoded = self._decode(self._window + held[:count] if waiting else self._window + held)
+            # After three more tokens that did not complete it, it is not the beginning of a character.
+            if not decoded.endswith(_REPLACEMENT) or waiting == _MAX_CHARACTER_TOKENS:
+                return self._commit(count, decoded)
+        raise AssertionError("unreachable")
+
+    def _commit(self, count: int, decoded: str) -> str:
+        """Move ``count`` held tokens to the window, whose text is now ``decoded``; returns what it adds."""
+        before = self._window_text
+        if decoded.startswith(before):
+            added = decoded[len(before) :]
+        else:
+            # The prompt ended within a character, which is complete now.
+            same = 0
+            for old, new in zip(before, decoded, strict=False):
+                if old != new:
+                    break
+                same += 1
+            added = decoded[same:]
+        self._window += self._held[:count]
+        del self._held[:count]
+        if len(self._window) > _WINDOW:
+            self._window = self._window[-_CONTEXT:]
+            decoded = self._decode(self._window)
+        self._window_text = decoded
+        return added
+
+    def _add(self, added: str, check_stop: bool) -> bool:
+        if not added:
+            return False
+        if self._stop:
+            known = len(self._tail)
+            recent = self._tail + added
+            if check_stop:
+                # (end, start): the stop string that is complete first, and of those the longest.
+                ends = [
+                    (at + len(stop), at, stop)
+                    for stop in self._stop
+                    if (at := recent.find(stop, max(0, known - len(stop) + 1))) >= 0
+                ]
+                if ends:
+                    _, at, self.stop_string = min(ends)
+                    self._length += at - known
+                    self._text = [(self.text + added)[: self._length]]
+                    return True
+            self._tail = recent[-self._longest_stop :] if self._longest_stop > 1 else ""
+        self._text.append(added)
+        self._length += len(added)
+        return False

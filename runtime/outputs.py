@@ -1,0 +1,181 @@
+"""What a caller gets back: completions, metrics, pieces of a stream, progress, figures of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from .request import FinishReason
+
+if TYPE_CHECKING:
+    from .sampler import Logprob
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One completion of a prompt, up to now.
+
+    Attributes:
+        index: which of the ``n`` completions.
+        text: the new text, without stop string and end-of-sequence token; "" without a tokenizer.
+        token_ids: generated ids, including the token that ended the text.
+        logprobs: per token, id → log-probability and rank; None unless asked for.
+        finish_reason: "stop" (EOS, stop token or string), "length", "cancelled", "error"; None while it runs.
+        stop_reason: the stop string or stop token id that ended it; None for EOS and for other reasons.
+        error: one line that says why, when ``finish_reason`` is "error".
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether no more tokens will come."""
+        return self.finish_reason is not None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the generated tokens' log-probabilities; None unless logprobs were asked for."""
+        if self.logprobs is None:
+            return None
+        return sum(entry[token].logprob for token, entry in zip(self.token_ids, self.logprobs, strict=True))
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of ``time.perf_counter``; None: not yet.
+
+    Attributes:
+        arrival_time: when it was handed in.
+        first_scheduled_time: when its first step was planned.
+        first_token_time: when its first token was there.
+        finished_time: when it (the last of its ``n`` completions) ended.
+        num_generated_tokens: of all completions.
+        num_preemptions: times that a completion lost its blocks and was recomputed.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds from arrival to the first step."""
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token, seconds."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def e2e_latency(self) -> float | None:
+        """Seconds from arrival to the end."""
+        return None if self.finished_time is None else self.finished_time - self.arrival_time
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per generated token after the first; completions of one prompt count together."""
+        if self.finished_time is None or self.first_token_time is None or self.num_generated_tokens < 2:
+            return None
+        return (self.finished_time - self.first_token_time) / (self.num_generated_tokens - 1)
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt and what has been generated for it up to now.
+
+    Attributes:
+        request_id: what ``submit`` returned.
+        prompt: its text; None when token ids were given.
+        prompt_token_ids: its tokens.
+        outputs: the ``n`` completions, by index.
+        finished: whether all of them have ended.
+        metrics: times and counts.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+
+
+@dataclass(frozen=True)
+class StreamPiece:
+    """What is new in one completion since the piece before.
+
+    Attributes:
+        text: new text; may be "" while a character or a possible stop string is incomplete.
+        token_ids: new tokens.
+        finished: no more pieces of this completion come.
+        finish_reason, stop_reason, error: as in ``CompletionOutput``; set with the last piece.
+        index: which of the ``n`` completions.
+        logprobs: of the new tokens; None unless asked for.
+        request_id: of the request, for ``cancel``.
+    """
+
+    text: str
+    token_ids: list[int]
+    finished: bool
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    error: str | None
+    index: int
+    logprobs: list[dict[int, Logprob]] | None
+    request_id: str
+
+
+class Progress(NamedTuple):
+    """How far a ``generate`` call is.
+
+    Attributes:
+        finished: prompts that are done.
+        total: prompts.
+        generated_tokens: tokens generated up to now, of all prompts and completions.
+    """
+
+    finished: int
+    total: int
+    generated_tokens: int
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Figures of an engine since it was made.
+
+    Attributes:
+        num_running, num_waiting: sequences that hold blocks, and that queue for them.
+        num_blocks, num_free_blocks, peak_used_blocks: of the KV cache.
+        block_size: tokens per block.
+        num_steps: model steps.
+        num_computed_tokens: tokens that went through the model, recomputed ones included.
+        num_generated_tokens: tokens sampled.
+        num_preemptions: times that a sequence lost its blocks and was recomputed.
+        num_failed: sequences that ended with an error.
+        model_seconds: spent in packing and in the model.
+        total_seconds: spent in steps altogether.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    peak_used_blocks: int
+    block_size: int
+    num_steps: int
+    num_computed_tokens: int
+    num_generated_tokens: int
+    num_preemptions: int
+    num_failed: int
+    model_seconds: float
+    total_seconds: float

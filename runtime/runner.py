@@ -1,0 +1,191 @@
+"""Packs what the batcher planned into one flat step and runs the compiled model on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .batcher import ScheduledRequest
+from .program import KVCache, Program
+from .request import Request
+from .step import StepMetadata
+
+_Int = TypeVar("_Int", bound=np.integer)
+
+_FIRST_COLUMNS = 256
+
+
+class Runner:
+    """Keeps each running request's tokens and block table in one row of arrays that live as long as it does.
+
+    A step is packed by indexing these arrays, without Python work per token; per sequence only its row, start
+    and length are read from the schedule.
+
+    Args:
+        program: the compiled model; it gets ``kv_cache`` here.
+        kv_cache: as ``allocate_kv_cache`` makes it.
+        block_size: tokens per block.
+        max_num_seqs: rows.
+        max_model_len: most tokens per row.
+    """
+
+    def __init__(
+        self, program: Program, kv_cache: KVCache, block_size: int, max_num_seqs: int, max_model_len: int
+    ) -> None:
+        self.program = program
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self._device = torch.device(program.device)
+        self._on_host = self._device.type == "cpu"
+        # The columns grow with the longest request: max_model_len can be millions.
+        columns = min(_FIRST_COLUMNS, max_model_len)
+        self._tokens: npt.NDArray[np.int64] = np.zeros((max_num_seqs, columns), np.int64)
+        self._blocks: npt.NDArray[np.int32] = np.zeros((max_num_seqs, -(-columns // block_size)), np.int32)
+        self._num_tokens = np.zeros(max_num_seqs, np.int64)
+        self._num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
+        self._num_blocks = [0] * max_num_seqs
+        self._requests: list[Request | None] = [None] * max_num_seqs
+        program.bind(kv_cache)
+
+    def add(self, request: Request) -> None:
+        """Give the request a row with its prompt and output tokens, and an empty block table.
+
+        Raises:
+            RuntimeError: every row is taken.
+        """
+        try:
+            row = self._requests.index(None)
+        except ValueError:
+            raise RuntimeError(
+                f"request {request.request_id!r} finds no row, max_num_seqs={self.max_num_seqs} are taken; "
+                "remove one first"
+            ) from None
+        prompt, total = request.num_prompt_tokens, request.num_tokens
+        self._reserve(total)
+        self._tokens[row, :prompt] = request.prompt_token_ids
+        self._tokens[row, prompt:total] = request.output_token_ids
+        self._num_prompt_tokens[row] = prompt
+        self._num_tokens[row] = total
+        self._num_blocks[row] = 0
+        self._requests[row] = request
+        request.row = row
+
+    def remove(self, request: Request) -> None:
+        """Take the request's row away; nothing happens when it has none."""
+        row = request.row
+        request.row = None
+        if row is not None and self._requests[row] is request:
+            self._requests[row] = None
+
+    def reset(self) -> None:
+        """Take every row away, whatever state an interrupted call left behind."""
+        for row, request in enumerate(self._requests):
+            if request is not None:
+                request.row = None
+                self._requests[row] = None
+
+    def append_blocks(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Add blocks to the end of the request's table."""
+        row = _row(request)
+        first = self._num_blocks[row]
+        end = first + len(block_ids)
+        if end > self._blocks.shape[1]:
+            self._blocks = _widened(self._blocks, end)
+        self._blocks[row, first:end] = block_ids
+        self._num_blocks[row] = end
+
+    def append_tokens(self, requests: Sequence[Request], token_ids: Sequence[int]) -> None:
+        """Add one sampled token to each of the requests."""
+        if not requests:
+            return
+        rows = np.array([_row(request) for request in requests])
+        ends = self._num_tokens[rows]
+        self._reserve(int(ends.max()) + 1)
+        self._tokens[rows, ends] = token_ids
+        self._num_tokens[rows] = ends + 1
+
+    def run(self, scheduled: Sequence[ScheduledRequest]) -> torch.Tensor:
+        """Compute the planned tokens of each request as one flat step.
+
+        Args:
+            scheduled: what to run; each request has a row whose tokens and blocks reach that far.
+
+        Returns:
+            Logits ``[R, vocab_size]``, one row per entry with ``is_last_chunk``, in their order.
+        """
+        input_ids, positions, step = self.pack(scheduled)
+        sampling = sum(item.is_last_chunk for item in scheduled)
+        with torch.inference_mode():
+            logits = self.program(input_ids, positions, step)
+        if logits.shape[0] != len(step.logits_rows):
+            raise RuntimeError(
+                f"the program returned logits {list(logits.shape)} for {len(step.logits_rows)} asked rows; "
+                "it breaks the contract of runtime/program.py"
+            )
+        return logits[:sampling]
+
+    def pack(self, scheduled: Sequence[ScheduledRequest]) -> tuple[torch.Tensor, torch.Tensor, StepMetadata]:
+        """Token ids and positions ``[1, T]`` int64 and metadata of one flat step; see ``StepMetadata``.
+
+        When no entry samples, the last token's logits are asked for all the same: R is never 0.
+        """
+        size = self.block_size
+        plan = np.array(
+            [(_row(item.request), item.start, item.num_tokens, item.is_last_chunk) for item in scheduled],
+            np.int64,
+        )
+        rows, starts, counts = plan[:, 0], plan[:, 1], plan[:, 2]
+        lens = starts + counts
+        ends = np.cumsum(counts)
+        total = int(ends[-1])
+        if total == len(scheduled):
+            token_rows, positions = rows, np.ascontiguousarray(starts)
+        else:
+            token_rows = np.repeat(rows, counts)
+            positions = np.arange(total) + np.repeat(lens - ends, counts)
+        block_of, offset = np.divmod(positions, size)
+        slots = self._blocks[token_rows, block_of] * np.int64(size) + offset
+        bounds = np.zeros(len(scheduled) + 1, np.int32)
+        bounds[1:] = ends
+        asked = ends[plan[:, 3] != 0] - 1
+        if not len(asked):
+            asked = ends[-1:] - 1
+        width = -(-int(lens.max()) // size)
+        return (
+            self._tensor(self._tokens[token_rows, positions][None]),
+            self._tensor(positions[None]),
+            StepMetadata(
+                slot_mapping=self._tensor(slots),
+                block_table=self._tensor(self._blocks[rows, :width]),
+                query_start_loc=self._tensor(bounds),
+                seq_lens=self._tensor(lens.astype(np.int32)),
+                logits_rows=self._tensor(asked),
+                token_lengths=self._tensor(np.maximum(self._num_prompt_tokens[token_rows], positions + 1)),
+            ),
+        )
+
+    def _tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._on_host else tensor.to(self._device)
+
+    def _reserve(self, num_tokens: int) -> None:
+        if num_tokens > self._tokens.shape[1]:
+            self._tokens = _widened(self._tokens, num_tokens)
+
+
+def _row(request: Request) -> int:
+    if request.row is None:
+        raise RuntimeError(f"request {request.request_id!r} has no row; add it to the runner first")
+    return request.row
+
+
+def _widened(array: npt.NDArray[_Int], columns: int) -> npt.NDArray[_Int]:
+    """A copy with at least that many columns, and at least twice as many as before."""
+    wider = np.zeros((array.shape[0], max(columns, 2 * array.shape[1])), array.dtype)
+    wider[:, : array.shape[1]] = array
+    return wider

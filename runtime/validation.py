@@ -1,0 +1,164 @@
+"""Checks what a caller hands to the engine, before anything runs: prompts and their sampling parameters."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from .detokenizer import Tokenizer
+from .sampling_params import SamplingParams
+
+Prompt: TypeAlias = "str | Sequence[int] | np.ndarray[Any, Any] | torch.Tensor"
+"""Text, or token ids in any 1-D container of whole numbers."""
+
+
+@dataclass(frozen=True)
+class PromptLimits:
+    """What a prompt must respect.
+
+    Attributes:
+        vocab_size: ids are below it.
+        max_model_len: prompt and generated tokens together.
+        reason: where ``max_model_len`` comes from, with the remedy; ends the message about a long prompt.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class CheckedPrompt:
+    """A prompt that can run.
+
+    Attributes:
+        text: None when token ids were given.
+        token_ids: at least one, all within the vocabulary, leaving room for one more.
+    """
+
+    text: str | None
+    token_ids: list[int]
+
+
+def check_prompt(
+    prompt: Prompt, tokenizer: Tokenizer | None, limits: PromptLimits, name: str = "prompt"
+) -> CheckedPrompt:
+    """Tokenise the prompt if it is text, and check that it can run.
+
+    Raises:
+        ValueError: one line with ``name``, the value and the remedy.
+    """
+    text = None
+    if isinstance(prompt, str):
+        text = prompt
+        if tokenizer is None:
+            raise ValueError(f"{name}={_short(prompt)} is text; give token ids, or a tokenizer to the engine")
+        if not prompt:
+            raise ValueError(f'{name}="" is empty; give at least one character')
+        token_ids = [int(token) for token in tokenizer(prompt).input_ids]
+        if not token_ids:
+            raise ValueError(f"{name}={_short(prompt)} has no tokens after tokenising; give other text")
+    else:
+        token_ids = _whole_numbers(prompt, name)
+        if not token_ids:
+            raise ValueError(f"{name}=[] is empty; give at least one token id")
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= limits.vocab_size:
+        bad = low if low < 0 else high
+        raise ValueError(
+            f"{name}[{token_ids.index(bad)}]={bad} is outside the vocabulary [0, {limits.vocab_size}); "
+            + ("use the model's own tokenizer" if text is not None else "use ids of the model's tokenizer")
+        )
+    if len(token_ids) >= limits.max_model_len:
+        raise ValueError(
+            f"{name} has {len(token_ids)} tokens, which leaves no room for a new one within "
+            f"max_model_len={limits.max_model_len}; shorten it or {limits.reason}"
+        )
+    return CheckedPrompt(text, token_ids)
+
+
+def check_params(params: object, tokenizer: Tokenizer | None, name: str = "params") -> SamplingParams:
+    """The parameters, or the default ones for None.
+
+    Raises:
+        ValueError: they are not ``SamplingParams``, or ask for what needs a tokenizer where there is none.
+    """
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"{name}={_short(params)} is not SamplingParams; use SamplingParams(max_tokens=..., ...)")
+    if params.stop_strings and tokenizer is None:
+        raise ValueError(
+            f"{name}.stop={list(params.stop_strings)} needs text; use stop_token_ids, or give a tokenizer"
+        )
+    return params
+
+
+def check_batch(
+    prompts: object, params: object, tokenizer: Tokenizer | None, limits: PromptLimits
+) -> list[tuple[CheckedPrompt, SamplingParams]]:
+    """Check a whole batch: one prompt or a list of them, one ``SamplingParams`` or one per prompt.
+
+    Raises:
+        ValueError: the message names the index of the first bad prompt or parameters.
+    """
+    batch = _as_batch(prompts)
+    if isinstance(params, (list, tuple)):
+        if len(params) != len(batch):
+            raise ValueError(
+                f"params has {len(params)} entries for {len(batch)} prompts; give one, or one per prompt"
+            )
+        each = [check_params(entry, tokenizer, f"params[{i}]") for i, entry in enumerate(params)]
+    else:
+        each = [check_params(params, tokenizer)] * len(batch)
+    return [
+        (check_prompt(prompt, tokenizer, limits, f"prompts[{i}]"), entry)
+        for i, (prompt, entry) in enumerate(zip(batch, each, strict=True))
+    ]
+
+
+def _as_batch(prompts: object) -> list[Any]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, (torch.Tensor, np.ndarray)):
+        return list(prompts) if prompts.ndim > 1 else [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, dict)):
+        raise ValueError(f"prompts={_short(prompts)} is not a prompt or a list of prompts; use [prompt, ...]")
+    batch = list(prompts)
+    if batch and all(isinstance(entry, (int, np.integer)) for entry in batch):
+        return [batch]
+    return batch
+
+
+def _whole_numbers(prompt: object, name: str) -> list[int]:
+    """The entries as ints; bools and floats are refused, even 1.0."""
+    if isinstance(prompt, torch.Tensor):
+        if prompt.dtype.is_floating_point or prompt.dtype.is_complex:
+            raise ValueError(f"{name} has dtype {prompt.dtype}; give token ids as integers")
+        prompt = prompt.cpu().numpy()
+    if isinstance(prompt, np.ndarray):
+        if prompt.ndim != 1:
+            raise ValueError(f"{name} has shape {list(prompt.shape)}; give a 1-D list of token ids per prompt")
+        if not np.issubdtype(prompt.dtype, np.integer):
+            raise ValueError(f"{name} has dtype {prompt.dtype}; give token ids as integers")
+        result: list[int] = prompt.tolist()
+        return result
+    if not isinstance(prompt, Iterable) or isinstance(prompt, (bytes, bytearray, dict)):
+        raise ValueError(f"{name}={_short(prompt)} is not a prompt; give text or a list of token ids")
+    entries = list(prompt)
+    if set(map(type, entries)) <= {int}:
+        return entries
+    for i, entry in enumerate(entries):
+        if isinstance(entry, (bool, np.bool_)) or not hasattr(entry, "__index__"):
+            raise ValueError(f"{name}[{i}]={_short(entry)} is not a token id; give whole numbers")
+    return [operator.index(entry) for entry in entries]
+
+
+def _short(value: object) -> str:
+    shown = repr(value).replace("\n", " ")
+    return shown if len(shown) <= 60 else shown[:57] + "..."
