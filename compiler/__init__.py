@@ -1,0 +1,11 @@
+"""Capture, pass pipeline, verification and linking: from a HuggingFace model to a Program."""
+
+from __future__ import annotations
+
+from ..passes.traced import UnsupportedModel
+from .build import build_program
+from .options import CompileOptions
+from .report import CompileReport
+from .weights import WeightGuard
+
+__all__ = ["CompileOptions", "CompileReport", "UnsupportedModel", "WeightGuard", "build_program"]

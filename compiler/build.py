@@ -1,0 +1,196 @@
+"""From a model to a Program: capture, passes, proof, code, self-check."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..passes import Pass, Rejection, TracedGraph, UnsupportedModel
+from ..passes.attention_node import attention_nodes, paged_attention_nodes
+from ..passes.fx_nodes import callee, module_path
+from ..passes.token_axis import mixers
+from .capture import Captured, capture
+from .linker import LinkedProgram
+from .options import CompileOptions
+from .pipeline import run_passes, selected_passes
+from .report import CompileReport, Verdict
+from .shrink import check_long_windows
+from .targets.cpu import generate_code
+from .verify import Reference, check, reference_of_model
+
+log = logging.getLogger(__name__)
+
+
+class _Clock:
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.seconds, self.start = seconds, time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.start
+        self.start = now
+
+
+def build_program(model: nn.Module, options: CompileOptions, *, owns_weights: bool = False) -> LinkedProgram:
+    """Compile ``model`` into a paged program.
+
+    The program's ``report`` attribute is the ``CompileReport``.
+
+    Args:
+        model: a HuggingFace causal LM in eval mode; it is not changed.
+        options: see ``CompileOptions``.
+        owns_weights: nobody else runs the model, so weights that get packed may be freed.
+
+    Raises:
+        UnsupportedModel: the model cannot be served exactly; the message says which part and why.
+    """
+    report = CompileReport(type(model).__name__)
+    clock = _Clock(report.seconds)
+    # The reference comes first: some models settle into their final form at the first call.
+    reference = reference_of_model(model) if options.verify != "off" else None
+    clock.lap("reference")
+    captured = capture(model)
+    clock.lap("capture")
+    passes = selected_passes(options)
+    original = captured.traced.copy() if reference else captured.traced
+    traced = _rewrite(captured.traced, passes, report)
+    clock.lap("passes")
+    if reference is not None:
+        interpreted = LinkedProgram(traced, traced.module)
+        verdict = check(interpreted, reference)
+        if options.verify == "every-pass" or not verdict.ok:
+            traced, verdict = _without_culprit(original, passes, reference, report)
+        report.verdict = verdict
+        long_windows = check_long_windows(original, traced, reference)
+        if long_windows is not None and not long_windows.ok:
+            raise UnsupportedModel(f"{report.model}: a long window is not exact ({long_windows.reason})")
+        clock.lap("verify")
+    program = _link(captured, traced, options, model, reference, report, clock)
+    if options.pack_weights:
+        _pack(program, reference, report, owns_weights)
+        clock.lap("pack")
+    return program
+
+
+def _pack(program: LinkedProgram, reference: Reference | None, report: CompileReport, release: bool) -> None:
+    """Pack the weights of a verified program and compare it once more.
+
+    Raises:
+        UnsupportedModel: the packed program is not exact.
+    """
+    size = program.pack_weights(release=release)
+    kept = "in place of" if release else "beside"
+    log.info("%.2f GiB of weights are packed %s the model's own", size / 2**30, kept)
+    if reference is not None and size:
+        verdict = check(program, reference)
+        if not verdict.ok:
+            raise UnsupportedModel(f"{report.model}: with packed weights {verdict.reason}; give pack_weights=False")
+        report.verdict = verdict
+
+
+def _rewrite(traced: TracedGraph, passes: Sequence[Pass], report: CompileReport) -> TracedGraph:
+    report.passes = run_passes(traced, list(passes))
+    report.attention_recognised = len(list(paged_attention_nodes(traced)))
+    left = _left_over(traced, report)
+    report.attention_total = report.attention_recognised + len(left)
+    if left:
+        raise UnsupportedModel(f"{report.model}: {len(left)} attention calls cannot be paged: {left[0]}")
+    if not report.attention_recognised:
+        recognisers = [record for record in report.passes if record.name.startswith("recognise_")]
+        near_misses = [r for record in recognisers for r in record.rejections] + mixers(traced)
+        why = f"; {_say(near_misses[0])}" if near_misses else ""
+        raise UnsupportedModel(f"{report.model} has no attention that a pass recognises{why}")
+    found = mixers(traced)
+    if found:
+        raise UnsupportedModel(f"{report.model} cannot run many sequences in one step: {_say(found[0])}")
+    return traced
+
+
+def _say(rejection: Rejection) -> str:
+    where = f" in {rejection.module}" if rejection.module else ""
+    return f"{rejection.reason} ({rejection.node}{where})"
+
+
+def _left_over(traced: TracedGraph, report: CompileReport) -> list[str]:
+    """Attention that does not read the paged cache, with the reason that a pass gave for it."""
+    reasons: dict[str, Rejection] = {}
+    for record in report.passes:
+        for rejection in record.rejections:
+            reasons.setdefault(rejection.node, rejection)
+    attention = set(attention_nodes(traced))
+    left = []
+    for node in traced.graph.nodes:
+        if callee(node) == "scaled_dot_product_attention" or node in attention:
+            why = reasons.get(node.name)
+            left.append(_say(why) if why else f"{node.name} in {module_path(node)} was not rewritten")
+    return left
+
+
+def _without_culprit(
+    original: TracedGraph,
+    passes: Sequence[Pass],
+    reference: Reference,
+    report: CompileReport,
+) -> tuple[TracedGraph, Verdict]:
+    """Find the optional pass that breaks the numbers by adding the optional ones back one at a time.
+
+    Raises:
+        UnsupportedModel: the numbers are wrong with the required passes alone.
+    """
+    kept = [p for p in passes if p.required]
+    traced, good = _try(original, kept, reference, report)
+    if not good.ok:
+        raise UnsupportedModel(
+            f"{report.model}: the paged program is not exact ({good.reason}); the self-check refuses it. "
+            "Please report the model; verify='off' serves it regardless"
+        )
+    for entry in passes:
+        if entry.required:
+            continue
+        candidate = [p for p in passes if p in kept or p is entry]
+        attempt, outcome = _try(original, candidate, reference, report)
+        if outcome.ok:
+            kept, traced, good = candidate, attempt, outcome
+        else:
+            report.dropped_passes.append((entry.name, outcome.reason))
+            log.warning("pass %s is left out: with it, %s", entry.name, outcome.reason)
+    _rewrite(original.copy(), kept, report)
+    return traced, good
+
+
+def _try(
+    original: TracedGraph, passes: Sequence[Pass], reference: Reference, report: CompileReport
+) -> tuple[TracedGraph, Verdict]:
+    traced = _rewrite(original.copy(), passes, report)
+    return traced, check(LinkedProgram(traced, traced.module), reference)
+
+
+def _link(
+    captured: Captured,
+    traced: TracedGraph,
+    options: CompileOptions,
+    model: nn.Module,
+    reference: Reference | None,
+    report: CompileReport,
+    clock: _Clock,
+) -> LinkedProgram:
+    if not options.uses_inductor(sum(p.numel() for p in model.parameters())):
+        return LinkedProgram(traced, traced.module, report)
+    run: Callable[..., Sequence[Any]] = generate_code(traced, captured.context)
+    program = LinkedProgram(traced, run, report)
+    clock.lap("codegen")
+    report.codegen = "inductor"
+    if reference is not None:
+        verdict = check(program, reference)
+        clock.lap("verify")
+        if not verdict.ok:
+            log.warning("inductor's code is not used: %s; the rewritten graph runs as it is", verdict.reason)
+            report.dropped_passes.append(("inductor", verdict.reason))
+            report.codegen = "none"
+            return LinkedProgram(traced, traced.module, report)
+        report.verdict = verdict
+    return program

@@ -1,0 +1,169 @@
+"""Trace a causal LM once, as one flat step of T tokens without a cache."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..passes.fx_nodes import callee, shape, value
+from ..passes.traced import TracedGraph, UnsupportedModel
+
+SHORTEST_TRACE = 40
+_LOGGING = {getattr(logging.Logger, level) for level in ("debug", "info", "warning", "error")}
+
+
+@dataclass
+class Captured:
+    """A traced model.
+
+    Attributes:
+        traced: the graph, with parameters as inputs.
+        context: the tracing context that code generation has to run in.
+    """
+
+    traced: TracedGraph
+    context: TracingContext
+
+
+class _Stop(Exception):
+    """Raised instead of running the traced graph: capturing must not execute the model."""
+
+
+def capture(model: nn.Module) -> Captured:
+    """Trace ``model(input_ids[1, T], position_ids[1, T], use_cache=False).logits`` with T dynamic.
+
+    T stands above every window of the model while tracing, so that no branch for short inputs is taken; the graph
+    is then driven directly and never meets Dynamo's guards.
+
+    Raises:
+        UnsupportedModel: Dynamo cannot trace it into one graph, or it yields no logits per token.
+    """
+    caught: dict[str, Any] = {}
+
+    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        caught.update(gm=gm, inputs=list(example_inputs), context=TracingContext.get())
+
+        def stop(*args: Any) -> Any:
+            raise _Stop
+
+        return stop
+
+    has_positions = takes_positions(model)
+    tokens = trace_length(model)
+    device = next(model.parameters()).device
+    input_ids = torch.ones(1, tokens, dtype=torch.int64, device=device)
+    positions = torch.arange(tokens, device=device)[None]
+    torch._dynamo.mark_dynamic(input_ids, 1)
+    torch._dynamo.mark_dynamic(positions, 1)
+    step = _step_function(model, has_positions)
+    try:
+        with (
+            torch._dynamo.config.patch(specialize_float=True, ignore_logging_functions=_LOGGING),
+            torch.no_grad(),
+        ):
+            torch.compile(step, backend=backend, fullgraph=True, dynamic=True)(input_ids, positions)
+    except _Stop:
+        pass
+    except Exception as error:
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot be traced into one graph: {first_line(error)}"
+        ) from error
+    if "gm" not in caught:
+        raise UnsupportedModel(f"{type(model).__name__} does nothing that can be traced")
+    traced = _traced_graph(model, caught["gm"], caught["inputs"], input_ids, positions)
+    # Dynamo hands backends a context with a fresh fake mode; the recorded values belong to the one it traced with.
+    caught["context"].fake_mode = traced.fake_mode
+    return Captured(traced, caught["context"])
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Whether the model's forward names ``position_ids``."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def trace_length(model: nn.Module) -> int:
+    """Number of tokens to trace at: above every window and chunk, within the positions that the model has."""
+    longest = SHORTEST_TRACE
+    limit = max_positions(model)
+    for config in _configs(model):
+        for name in ("sliding_window", "attention_chunk_size", "window_size", "local_attention"):
+            size = getattr(config, name, None)
+            if isinstance(size, int) and not isinstance(size, bool):
+                longest = max(longest, 2 * size + 9)
+    return max(4, min(longest, limit)) if limit else longest
+
+
+def max_positions(model: nn.Module) -> int | None:
+    """The model's maximum number of positions, or None when its config does not say."""
+    for config in _configs(model):
+        for name in (
+            "max_position_embeddings",
+            "n_positions",
+            "max_sequence_length",
+            "max_seq_len",
+            "seq_length",
+        ):
+            size = getattr(config, name, None)
+            if isinstance(size, int) and size > 0:
+                return size
+    return None
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    config = getattr(model, "config", None)
+    if config is None:
+        return []
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    return [text] if text is config else [text, config]
+
+
+def _step_function(model: nn.Module, has_positions: bool) -> Callable[..., torch.Tensor]:
+    def step(input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        torch._check(input_ids.shape[1] == position_ids.shape[1])  # one symbol for both
+        if has_positions:
+            output = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, return_dict=True)
+        else:
+            output = model(input_ids=input_ids, use_cache=False, return_dict=True)
+        # The clone marks which of the graph's outputs the logits are.
+        return output.logits.clone()
+
+    # Dynamo counts recompiles per code object; every capture gets its own.
+    return types.FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
+
+
+def _traced_graph(
+    model: nn.Module, gm: fx.GraphModule, inputs: list[Any], input_ids: torch.Tensor, positions: torch.Tensor
+) -> TracedGraph:
+    fake_mode = next(value(n).fake_mode for n in gm.graph.nodes if isinstance(value(n), FakeTensor))
+    traced = TracedGraph(gm, fake_mode, {}, max_positions=max_positions(model))
+    for node, given in zip(traced.placeholders, inputs, strict=True):
+        if given is input_ids:
+            traced.input_ids = node.name
+        elif given is positions:
+            traced.position_ids = node.name
+        elif isinstance(given, torch.Tensor):
+            traced.constants[node.name] = given
+    if not traced.input_ids:
+        raise UnsupportedModel(f"{type(model).__name__} does not read input_ids")
+    logits = [n for n in traced.output.args[0] if callee(n) == "clone"]  # type: ignore[union-attr]
+    if len(logits) != 1 or len(shape(logits[0])) != 3:
+        shapes = [tuple(shape(n)) for n in logits]
+        raise UnsupportedModel(f"{type(model).__name__} yields logits of shapes {shapes}, not one [1, T, vocab]")
+    clone = logits[0]
+    traced.output.args = ((clone.args[0],),)
+    return traced
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says, cut to a length that fits into another message."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return text[:300]

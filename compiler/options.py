@@ -1,0 +1,92 @@
+"""The options that LLM(...), pagoda.compile(...) and torch.compile(options={...}) share."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ..passes import PASSES, Pass
+
+VERIFY = ("model", "off", "every-pass")
+CODEGEN = ("inductor", "none", "auto")
+TARGETS = ("auto", "cpu")
+AUTO_CODEGEN_PARAMETERS = 50_000_000
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """How a model is compiled.
+
+    Attributes:
+        passes: ``{"skip": [names]}`` or ``{"only": [names]}``; {} runs all of them.
+        verify: "model" compares the finished program with the model on a few tokens; "every-pass" also after
+            each pass; "off" trusts.
+        codegen: "inductor"; "none" runs the rewritten graph as it is; "auto" takes inductor above 50 M parameters.
+        target: "cpu", or "auto" for what the model's device asks for.
+        pack_weights: keep the matrices of a paged program in the layout of the CPU's matrix kernels, beside the
+            model's own (``LLM(path)`` lets go of those).
+    """
+
+    passes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    verify: str = "model"
+    codegen: str = "inductor"
+    target: str = "auto"
+    pack_weights: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("verify", self.verify, VERIFY)
+        _one_of("codegen", self.codegen, CODEGEN)
+        _one_of("target", self.target, TARGETS)
+        _one_of("pack_weights", self.pack_weights, (True, False))
+        if not isinstance(self.passes, Mapping) or len(self.passes) > 1 or set(self.passes) - {"skip", "only"}:
+            raise ValueError(
+                f'passes={self.passes!r} is not understood; give {{"skip": [names]}} or {{"only": [names]}}'
+            )
+        known = [p.name for p in PASSES]
+        for names in self.passes.values():
+            if isinstance(names, str) or not isinstance(names, Sequence):
+                raise ValueError(f"passes={self.passes!r} needs a list of pass names")
+            for name in names:
+                if name not in known:
+                    raise ValueError(f"passes names an unknown pass {name!r}{_hint(str(name), known)}")
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any] | None) -> CompileOptions:
+        """Options from a plain dict.
+
+        Raises:
+            ValueError: an unknown key or a value that an option does not take.
+        """
+        options = dict(options or {})
+        known = [f.name for f in fields(cls)]
+        for key in options:
+            if key not in known:
+                raise ValueError(f"unknown option {key!r}{_hint(str(key), known)}")
+        if options.get("passes") is None:
+            options.pop("passes", None)
+        return cls(**options)
+
+    def selects(self, entry: Pass) -> bool:
+        """Whether a pass is to run."""
+        if entry.option and not getattr(self, entry.option):
+            return False
+        if "only" in self.passes:
+            return entry.name in self.passes["only"]
+        return entry.name not in self.passes.get("skip", ())
+
+    def uses_inductor(self, parameters: int) -> bool:
+        """Whether a model of that many parameters goes through inductor."""
+        return self.codegen == "inductor" or (self.codegen == "auto" and parameters > AUTO_CODEGEN_PARAMETERS)
+
+
+def _one_of(option: str, given: object, allowed: Sequence[str]) -> None:
+    if given not in allowed:
+        hint = " (the npu target is not built yet; run on cpu)" if option == "target" and given == "npu" else ""
+        raise ValueError(f"{option}={given!r} is not one of {', '.join(map(repr, allowed))}{hint}")
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"

@@ -1,0 +1,68 @@
+"""Run the passes over a traced graph, check the graph after each, and keep the records."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ..passes import PASSES, Pass, PassRecord, TracedGraph, UnsupportedModel
+from ..passes.fx_nodes import is_tensor, value
+from .capture import first_line
+from .options import CompileOptions
+
+
+class PassError(UnsupportedModel):
+    """A pass failed or left a graph that is not well-formed. The message names the pass."""
+
+
+def selected_passes(options: CompileOptions) -> list[Pass]:
+    """The passes that ``options`` asks for, in order."""
+    return [p for p in PASSES if options.selects(p)]
+
+
+def run_passes(
+    traced: TracedGraph, passes: list[Pass], after_each: Callable[[Pass, TracedGraph], None] | None = None
+) -> list[PassRecord]:
+    """Apply ``passes`` in order.
+
+    After each pass that changed something the graph is linted and its fake tensors are computed anew.
+
+    Raises:
+        PassError: a pass failed, left a malformed graph, or left a node whose dtype or rank is not as recorded.
+    """
+    records = []
+    for entry in passes:
+        start = time.perf_counter()
+        try:
+            record = entry.apply(traced)
+        except UnsupportedModel:
+            raise
+        except Exception as error:
+            raise PassError(f"pass {entry.name} failed: {first_line(error)}") from error
+        if record.matches:
+            try:
+                traced.graph.lint()
+                propagate(traced)
+            except Exception as error:
+                raise PassError(f"pass {entry.name} left a broken graph: {first_line(error)}") from error
+            if after_each is not None:
+                after_each(entry, traced)
+        record.seconds = time.perf_counter() - start
+        records.append(record)
+    traced.recompile()
+    return records
+
+
+def propagate(traced: TracedGraph) -> None:
+    """Recompute every fake value from the placeholders and compare it with what the passes recorded."""
+    for node in traced.graph.nodes:
+        if node.op not in ("call_function", "call_method") or not is_tensor(node):
+            continue
+        recorded = value(node)
+        traced.propagate(node)
+        found = value(node)
+        if found.dtype != recorded.dtype or found.dim() != recorded.dim():
+            raise ValueError(
+                f"{node.name} is {found.dtype} of rank {found.dim()}, "
+                f"recorded as {recorded.dtype} of rank {recorded.dim()}"
+            )

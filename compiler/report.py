@@ -1,0 +1,51 @@
+"""What compiling a model did, for people and for tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..passes import PassRecord
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Outcome of a self-check.
+
+    Attributes:
+        ok: every compared row is within tolerance (half precision: nine rows of ten, for routers flip on ties).
+        error: the largest ``max|Δlogit| / std(logits)`` over the compared rows.
+        tolerance: what ``error`` was held against.
+        rows: rows compared.
+        reason: one line when not ok.
+    """
+
+    ok: bool
+    error: float
+    tolerance: float
+    rows: int
+    reason: str = ""
+
+
+@dataclass
+class CompileReport:
+    """What compiling a model did.
+
+    Attributes:
+        model: class name.
+        passes: one record per pass, in order.
+        attention_recognised: attention calls that read the paged cache.
+        attention_total: those and the ones that were left over.
+        verdict: of the self-check on the finished program; None when it was off.
+        dropped_passes: passes that the self-check took out, with the reason.
+        codegen: "inductor" or "none", what the program really runs.
+        seconds: wall time by phase (capture, passes, reference, codegen, verify).
+    """
+
+    model: str
+    passes: list[PassRecord] = field(default_factory=list)
+    attention_recognised: int = 0
+    attention_total: int = 0
+    verdict: Verdict | None = None
+    dropped_passes: list[tuple[str, str]] = field(default_factory=list)
+    codegen: str = "none"
+    seconds: dict[str, float] = field(default_factory=dict)

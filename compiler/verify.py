@@ -1,0 +1,156 @@
+"""The numeric self-check: the program against the model run by HuggingFace, sequence by sequence, without a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..passes import TracedGraph, UnsupportedModel
+from ..runtime.kv_cache import allocate_kv_cache
+from ..runtime.program import Program
+from ..runtime.step import StepMetadata
+from .capture import first_line, max_positions, takes_positions
+from .report import Verdict
+
+TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6, torch.bfloat16: 0.3, torch.float16: 0.05}
+_LENGTHS = (7, 23, 44)
+_DECODE_STEPS = 4
+_BLOCK = 4
+
+
+@dataclass
+class Reference:
+    """Sequences of tokens and the logits that are right for them. Made once, used for every check.
+
+    Attributes:
+        tokens: one ``[length]`` int64 tensor per sequence.
+        logits: one ``[length, vocab]`` float32 tensor per sequence.
+        dtype: that the model computes in; it sets the tolerance.
+    """
+
+    tokens: list[torch.Tensor]
+    logits: list[torch.Tensor]
+    dtype: torch.dtype
+
+    @property
+    def prompts(self) -> list[int]:
+        """How many tokens of each sequence are prefilled; the rest is decoded."""
+        return [len(t) - _DECODE_STEPS for t in self.tokens]
+
+
+def reference_of_model(model: nn.Module) -> Reference:
+    """What the model says when HuggingFace runs it, each sequence alone and without a cache.
+
+    Raises:
+        UnsupportedModel: the model does not run on ``input_ids`` alone.
+    """
+    limit = max_positions(model) or 1 << 30
+    table = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
+    if table is None:
+        raise UnsupportedModel(f"{type(model).__name__} has no single table of token embeddings")
+    lengths = [max(1, min(n, limit - _DECODE_STEPS)) for n in _LENGTHS]
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(0, table.shape[0], (n + _DECODE_STEPS,), generator=generator) for n in lengths]
+    logits = []
+    names_positions = takes_positions(model)
+    for sequence in tokens:
+        ids = sequence[None].to(device)
+        extra = {"position_ids": torch.arange(len(sequence), device=device)[None]} if names_positions else {}
+        try:
+            with torch.no_grad():
+                output = model(input_ids=ids, use_cache=False, return_dict=True, **extra)
+        except Exception as error:
+            raise UnsupportedModel(
+                f"{type(model).__name__} does not run on input_ids alone: {first_line(error)}"
+            ) from error
+        logits.append(output.logits[0].float())
+    return Reference(tokens, logits, next(p.dtype for p in model.parameters() if p.is_floating_point()))
+
+
+def reference_of_graph(traced: TracedGraph, like: Reference) -> Reference:
+    """What a graph without caches says for the sequences of another reference."""
+    traced.recompile()
+    logits = []
+    for sequence in like.tokens:
+        positions = torch.arange(len(sequence))[None]
+        given = {**traced.constants, traced.input_ids: sequence[None], traced.position_ids: positions}
+        with torch.no_grad():
+            results = traced.module(*[given.get(n.name, len(sequence)) for n in traced.placeholders])
+        logits.append(results[0][0].float())
+    return Reference(like.tokens, logits, like.dtype)
+
+
+def check(program: Program, reference: Reference) -> Verdict:
+    """Run the reference's sequences through ``program`` as a runtime would, and compare every row of logits.
+
+    All prompts but one token each share the first steps, cut into chunks that cross blocks; then the sequences
+    decode together, and at last one of them alone.
+    """
+    state = _PagedState(program, reference)
+    first = [(s, min(n, prompt)) for s, (n, prompt) in enumerate(zip((3, 9, 6), reference.prompts, strict=True))]
+    rest = [(s, prompt - first[s][1]) for s, prompt in enumerate(reference.prompts) if prompt > first[s][1]]
+    schedule = [first, rest]
+    schedule += [[(s, 1) for s in range(len(reference.prompts))] for _ in range(_DECODE_STEPS - 1)]
+    schedule += [[(s, 1)] for s in range(len(reference.prompts))]
+    errors: list[float] = []
+    for step in schedule:
+        if not step:
+            continue
+        logits, expected = state.run(step)
+        spread = expected.std(dim=-1).clamp_min(1e-6)
+        error = (logits - expected).abs().amax(dim=-1) / spread
+        errors += torch.nan_to_num(error, nan=float("inf")).tolist()
+    tolerance = TOLERANCE.get(reference.dtype, 0.3)
+    ordered = sorted(errors)
+    half = reference.dtype in (torch.bfloat16, torch.float16)
+    judged = ordered[int(0.9 * (len(ordered) - 1))] if half else ordered[-1]
+    ok = judged <= tolerance
+    reason = "" if ok else f"logits differ from the model's by {judged:.3g} standard deviations (limit {tolerance})"
+    return Verdict(ok, ordered[-1], tolerance, len(errors), reason)
+
+
+class _PagedState:
+    """Three sequences in interleaved blocks of a small cache of their own."""
+
+    def __init__(self, program: Program, reference: Reference) -> None:
+        self.program = program
+        self.reference = reference
+        count = len(reference.tokens)
+        width = max(-(-len(t) // _BLOCK) for t in reference.tokens)
+        self.table = np.arange(width * count, dtype=np.int32).reshape(width, count).T[:, ::-1].copy()
+        self.done = [0] * count
+        program.bind(allocate_kv_cache(program.caches, width * count, _BLOCK, program.device))
+
+    def run(self, step: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run ``(sequence, tokens)`` pairs; return the program's logits and the model's, one row per token."""
+        ids, positions, slots, lengths, expected = [], [], [], [], []
+        for s, n in step:
+            at = np.arange(self.done[s], self.done[s] + n)
+            ids.append(self.reference.tokens[s][at[0] : at[-1] + 1])
+            positions.append(at)
+            slots.append(self.table[s][at // _BLOCK].astype(np.int64) * _BLOCK + at % _BLOCK)
+            lengths.append(np.full(n, len(self.reference.tokens[s])))
+            expected.append(self.reference.logits[s][at[0] : at[-1] + 1])
+            self.done[s] += n
+        counts = [n for _, n in step]
+        device = self.program.device
+
+        def tensor(a: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(a)).to(dtype).to(device)
+
+        metadata = StepMetadata(
+            slot_mapping=tensor(np.concatenate(slots), torch.int64),
+            block_table=tensor(self.table[[s for s, _ in step]], torch.int32),
+            query_start_loc=tensor(np.cumsum([0, *counts]), torch.int32),
+            seq_lens=tensor(np.array([self.done[s] for s, _ in step]), torch.int32),
+            logits_rows=torch.arange(sum(counts), device=device),
+            token_lengths=tensor(np.concatenate(lengths), torch.int64),
+        )
+        position_ids = tensor(np.concatenate(positions), torch.int64)[None]
+        logits = self.program(torch.cat(ids)[None].to(device), position_ids, metadata)
+        return logits.float(), torch.cat(expected)

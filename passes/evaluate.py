@@ -1,0 +1,132 @@
+"""Run a part of a traced graph for real, at a chosen number of tokens.
+
+Masks and head layouts are not guessed from how they are spelled: they are run on a few tokens and looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from .fx_nodes import METADATA_CALLS, callee, closure, mutated_argument, storage_key, value
+from .traced import TracedGraph
+
+
+class DependsOnData(Exception):
+    """The value asked for depends on what the tokens are, not only on where they stand."""
+
+
+def at_sizes(item: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
+    """Replace every symbolic size in ``item`` (nested in tuples, lists, slices) by its number."""
+
+    def one(x: Any) -> Any:
+        if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            expr = x.node.expr.subs(dict(sizes))
+            if isinstance(x, torch.SymBool):
+                return bool(expr)
+            return int(expr) if isinstance(x, torch.SymInt) else float(expr)
+        return x
+
+    return pytree.tree_map(one, item)
+
+
+def small_sizes(node: fx.Node, first: int = 5) -> dict[sympy.Symbol, int]:
+    """Distinct small numbers for every free symbol in the sizes of ``node``'s tensor."""
+    symbols: set[sympy.Symbol] = set()
+    v = value(node)
+    if isinstance(v, torch.Tensor):
+        for s in (*v.shape, *v.stride(), v.storage_offset()):
+            if isinstance(s, torch.SymInt):
+                symbols |= s.node.expr.free_symbols
+    return {s: first + 2 * i for i, s in enumerate(sorted(symbols, key=str))}
+
+
+class Evaluation:
+    """Evaluates nodes of ``traced`` with sizes fixed and some nodes' values given.
+
+    Args:
+        traced: the graph.
+        sizes: number for each symbol.
+        given: values of nodes, taken instead of computing them.
+        substitute: integer constant → integer used in its place, everywhere in the evaluated part.
+    """
+
+    def __init__(
+        self,
+        traced: TracedGraph,
+        sizes: Mapping[sympy.Symbol, int],
+        given: Mapping[fx.Node, Any] | None = None,
+        substitute: Mapping[int, int] | None = None,
+    ) -> None:
+        self.traced = traced
+        self.sizes = sizes
+        self.given = dict(given or {})
+        self.substitute = dict(substitute or {})
+
+    def __call__(self, node: fx.Node) -> Any:
+        """The value of ``node``.
+
+        Raises:
+            DependsOnData: the node reads token ids or any input that is neither constant nor a position.
+        """
+        env: dict[fx.Node, Any] = dict(self.given)
+        needed = closure(node, self.reads)
+        written = {storage_key(t) for n in needed if (t := mutated_argument(n)) is not None}
+        for n in needed:
+            if n not in env:
+                env[n] = self._run(n, env)
+                if n.op == "placeholder" and storage_key(n) in written:
+                    env[n] = env[n].clone()
+        return env[node]
+
+    def reads(self, user: fx.Node, node: fx.Node) -> bool:
+        """Whether ``user`` needs the elements of ``node``, not only its shape (see ``closure``)."""
+        if user in self.given or is_size(user):
+            return False
+        return not (callee(user) in METADATA_CALLS and user.args and user.args[0] is node)
+
+    def _run(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        if is_size(node):
+            return at_sizes(value(node), self.sizes)
+        if node.op == "placeholder":
+            return self._input(node)
+        if node.op == "get_attr":
+            return getattr(self.traced.module, str(node.target))
+
+        def lookup(n: fx.Node) -> Any:
+            if n in env:
+                return env[n]
+            v = value(n)
+            if isinstance(v, torch.Tensor):
+                return torch.zeros(at_sizes(tuple(v.shape), self.sizes), dtype=v.dtype)
+            return at_sizes(v, self.sizes)
+
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lookup)
+        if self.substitute:
+            args, kwargs = pytree.tree_map(self._swap, (args, kwargs))
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        target: Callable[..., Any] = node.target  # type: ignore[assignment]
+        return target(*args, **kwargs)
+
+    def _swap(self, x: Any) -> Any:
+        return self.substitute.get(x, x) if type(x) is int else x
+
+    def _input(self, node: fx.Node) -> Any:
+        if node.name in self.traced.constants:
+            return self.traced.constants[node.name]
+        if node.name == self.traced.position_ids:
+            shape = at_sizes(tuple(value(node).shape), self.sizes)
+            return torch.arange(shape[-1]).expand(shape).contiguous()
+        raise DependsOnData(node.name)
+
+
+def is_size(node: fx.Node) -> bool:
+    """True for a node that yields numbers known from the shapes of the inputs alone."""
+    v = value(node)
+    return v is not None and not any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(v))

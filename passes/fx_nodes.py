@@ -1,0 +1,187 @@
+"""Questions that every pass asks of an FX node traced by Dynamo: what it calls, what it yields, what it mutates."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+_INPLACE_OPERATORS = {
+    operator.setitem,
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+    operator.ifloordiv,
+    operator.imod,
+    operator.ipow,
+    operator.iand,
+    operator.ior,
+    operator.ixor,
+    operator.imatmul,
+}
+
+# Calls whose result depends on an argument's shape, dtype or device but never on its elements.
+METADATA_CALLS = frozenset(
+    "size dim ndimension numel getattr stride new_ones new_zeros new_full new_empty new_tensor "
+    "ones_like zeros_like full_like empty_like sym_size is_floating_point element_size get_device".split()
+)
+
+
+def callee(node: Any) -> str:
+    """Name of what ``node`` calls, functions and methods alike ("softmax" for F.softmax and Tensor.softmax);
+    the node kind for placeholders and outputs; "" for what is no node."""
+    if not isinstance(node, fx.Node):
+        return ""
+    if node.op == "call_function":
+        name = getattr(node.target, "__name__", str(node.target))
+        return name.removesuffix(".default")
+    if node.op == "call_method":
+        return str(node.target)
+    return node.op
+
+
+def value(node: Any) -> Any:
+    """The fake value that the tracer recorded for ``node``; anything that is no node is its own value."""
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else node
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(value(node), torch.Tensor)
+
+
+def shape(node: Any) -> tuple[Any, ...]:
+    """Sizes of the node's tensor; () when it is none."""
+    v = value(node)
+    return tuple(v.shape) if isinstance(v, torch.Tensor) else ()
+
+
+def is_dynamic(size: Any) -> bool:
+    """True for a size that varies from call to call."""
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
+
+
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument of a call, whether it was given by position or by name."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def mutated_argument(node: fx.Node) -> fx.Node | None:
+    """The node whose tensor ``node`` writes into, or None when it writes into nothing."""
+    if node.op == "call_function":
+        target = node.target
+        if target in _INPLACE_OPERATORS:
+            first = node.args[0]
+            return first if isinstance(first, fx.Node) and is_tensor(first) else None
+        out = node.kwargs.get("out")
+        if isinstance(out, fx.Node):
+            return out
+        name = getattr(target, "__name__", "")
+        if name.endswith("_") and not name.endswith("__") and node.args and isinstance(node.args[0], fx.Node):
+            return node.args[0]
+    if node.op == "call_method":
+        name = str(node.target)
+        inplace = name.endswith("_") and not name.endswith("__")
+        if (inplace or name == "__setitem__") and isinstance(node.args[0], fx.Node):
+            return node.args[0] if name != "requires_grad_" else None
+    return None
+
+
+def storage_key(node: fx.Node) -> int | None:
+    """Identity of the storage behind the node's tensor; nodes that alias share it."""
+    v = value(node)
+    if not isinstance(v, torch.Tensor):
+        return None
+    try:
+        return v.untyped_storage()._cdata
+    except NotImplementedError:  # tensors inside vmap have none
+        return None
+
+
+def module_path(node: Any) -> str:
+    """Qualified name of the innermost module that ``node`` was traced in, "" when unknown."""
+    stack = node.meta.get("nn_module_stack") if isinstance(node, fx.Node) else None
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    return path.split("].", 1)[-1] if "]." in path else path
+
+
+def writers_by_storage(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """In-place nodes, grouped by the storage that they write into."""
+    writers: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        target = mutated_argument(node)
+        if target is not None and (key := storage_key(target)) is not None:
+            writers.setdefault(key, []).append(node)
+    return writers
+
+
+def closure(root: fx.Node, reads: Callable[[fx.Node, fx.Node], bool] = lambda user, node: True) -> list[fx.Node]:
+    """Everything that ``root`` is computed from, itself included, in graph order.
+
+    In-place writes into a tensor of the closure belong to it when they come before ``root``.
+
+    Args:
+        root: the node asked about.
+        reads: ``reads(user, node)`` says whether ``user`` needs ``node``; edges that it refuses are not followed.
+    """
+    order = {n: i for i, n in enumerate(root.graph.nodes)}
+    writers = writers_by_storage(root.graph)
+    seen: set[fx.Node] = set()
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        pending.extend(n for n in node.all_input_nodes if reads(node, n))
+        if (key := storage_key(node)) is not None:
+            pending.extend(w for w in writers.get(key, ()) if order[w] < order[root])
+    return sorted(seen, key=order.__getitem__)
+
+
+def eliminate_dead_code(graph: fx.Graph) -> int:
+    """Remove nodes that cannot be observed; return how many.
+
+    Unlike ``Graph.eliminate_dead_code`` an in-place write is kept exactly when its tensor can still be seen: it
+    aliases a live value or a graph input. Writes into dead temporaries (masks) go with them.
+    """
+    nodes = list(graph.nodes)
+    writers = writers_by_storage(graph)
+    input_storages = {storage_key(n) for n in nodes if n.op in ("placeholder", "get_attr")} - {None}
+    live: set[fx.Node] = set()
+    pending = [n for n in nodes if n.op in ("placeholder", "output")]
+    for n in nodes:
+        target = mutated_argument(n)
+        key = storage_key(target) if target is not None else None
+        if key in input_storages or (key is None and _has_effects(n)):
+            pending.append(n)
+    while pending:
+        n = pending.pop()
+        if n in live:
+            continue
+        live.add(n)
+        pending.extend(n.all_input_nodes)
+        key = storage_key(n)
+        if key is not None:
+            pending.extend(writers.get(key, ()))
+    dead = [n for n in reversed(nodes) if n not in live]
+    for n in dead:
+        graph.erase_node(n)
+    return len(dead)
+
+
+def _has_effects(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def users_through_views(node: fx.Node) -> Iterator[fx.Node]:
+    """Users of ``node`` other than shape queries."""
+    return (u for u in node.users if callee(u) not in METADATA_CALLS)

@@ -1,0 +1,1 @@
+"""Lowering: canonical operators to the ones that a target runs fastest."""

@@ -1,0 +1,173 @@
+"""The object that passes rewrite: a traced graph with its real inputs and what the runtime must feed it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import LocalSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+from ..runtime.program import CacheSpec
+from .fx_nodes import value
+
+
+class UnsupportedModel(ValueError):
+    """A model that cannot be served exactly. The message says which part of it and why."""
+
+
+@dataclass
+class TracedGraph:
+    """A Dynamo graph whose parameters are graph inputs.
+
+    Attributes:
+        module: the graph module; passes edit its graph in place.
+        fake_mode: the mode of all recorded example values.
+        constants: placeholder name → real tensor (parameters, buffers, tensors that passes add).
+        input_ids: name of the token placeholder; "" in drop-in graphs.
+        position_ids: name of the position placeholder; "" when the model takes none.
+        caches: per cache pair inserted so far, what it stores.
+        step_inputs: names of the step-metadata placeholders that were inserted.
+        max_positions: positions that the model supports, or None.
+        paged: the graph is a flat ``[1, T]`` step over paged caches (else: the user's own call).
+        notes: facts that one pass leaves for later ones and for the self-check. ``followed_literals``: literal →
+            names of the nodes in which it is a window or chunk that was too large to run.
+    """
+
+    module: fx.GraphModule
+    fake_mode: FakeTensorMode
+    constants: dict[str, torch.Tensor]
+    input_ids: str = ""
+    position_ids: str = ""
+    caches: list[CacheSpec] = field(default_factory=list)
+    step_inputs: list[str] = field(default_factory=list)
+    max_positions: int | None = None
+    paged: bool = True
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return [n for n in self.graph.nodes if n.op == "placeholder"]
+
+    def placeholder(self, name: str) -> fx.Node:
+        return next(n for n in self.placeholders if n.name == name)
+
+    @property
+    def token_symbol(self) -> sympy.Symbol:
+        """The symbol of T, the number of tokens of a flat step."""
+        return value(self.placeholder(self.input_ids)).shape[1].node.expr
+
+    @property
+    def output(self) -> fx.Node:
+        return next(n for n in reversed(self.graph.nodes) if n.op == "output")
+
+    def copy(self) -> TracedGraph:
+        """An independent graph over the same constants."""
+        nodes: dict[fx.Node, fx.Node] = {}
+        graph = fx.Graph()
+        for node in self.graph.nodes:
+            nodes[node] = graph.node_copy(node, nodes.__getitem__)
+        return replace(
+            self,
+            module=fx.GraphModule(self.module, graph),
+            constants=dict(self.constants),
+            caches=list(self.caches),
+            step_inputs=list(self.step_inputs),
+            notes=dict(self.notes),
+        )
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert a function call at the graph's insertion point, with its fake value computed."""
+        node = self.graph.call_function(target, args, kwargs)
+        self.propagate(node)
+        return node
+
+    def method(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert a method call at the graph's insertion point, with its fake value computed."""
+        node = self.graph.call_method(name, args, kwargs)
+        self.propagate(node)
+        return node
+
+    def propagate(self, node: fx.Node) -> None:
+        """Compute the fake value of ``node`` from those of its inputs."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+        with self.fake_mode, enable_python_dispatcher(), torch.no_grad():
+            if node.op == "call_method":
+                result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                result = node.target(*args, **kwargs)  # type: ignore[operator]
+        node.meta["example_value"] = result
+
+    def add_constant(self, name: str, tensor: torch.Tensor) -> fx.Node:
+        """A new graph input that always receives ``tensor``."""
+        self.constants[name] = tensor
+        return self._add_placeholder(name, tensor, dynamic=())
+
+    def add_position_input(self) -> fx.Node:
+        """A ``position_ids`` placeholder for a model that takes none."""
+        tokens = value(self.placeholder(self.input_ids))
+        with self.fake_mode:
+            example = torch.empty(tokens.shape, dtype=torch.int64, device=tokens.device)
+        node = self._add_placeholder("position_ids", example, ())
+        self.position_ids = node.name
+        return node
+
+    def step_input(self, name: str) -> fx.Node:
+        """The placeholder of a ``StepMetadata`` field; made on first use."""
+        for node in self.placeholders:
+            if node.name == name:
+                return node
+        device = value(self.placeholder(self.input_ids)).device
+        tokens = value(self.placeholder(self.input_ids)).shape[1]
+        with self.fake_mode:
+            per_token = torch.empty((tokens,), dtype=torch.int64, device=device)
+        examples: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {
+            "slot_mapping": (per_token, ()),
+            "token_lengths": (per_token, ()),
+            "block_table": (torch.zeros(5, 7, dtype=torch.int32, device=device), (0, 1)),
+            "query_start_loc": (torch.zeros(6, dtype=torch.int32, device=device), (0,)),
+            "seq_lens": (torch.zeros(5, dtype=torch.int32, device=device), (0,)),
+            "logits_rows": (torch.zeros(3, dtype=torch.int64, device=device), (0,)),
+        }
+        example, dynamic = examples[name]
+        self.step_inputs.append(name)
+        return self._add_placeholder(name, example, dynamic)
+
+    def add_cache(self, spec: CacheSpec) -> tuple[fx.Node, fx.Node]:
+        """Two new graph inputs, the key and the value cache ``[num_blocks, block_size, heads, dim]``."""
+        index = len(self.caches)
+        self.caches.append(spec)
+        device = value(self.placeholder(self.input_ids)).device
+        nodes = []
+        for kind, dim in (("key", spec.key_dim), ("value", spec.value_dim)):
+            storage = torch.empty(11, spec.num_kv_heads, 13, dim, dtype=spec.dtype, device=device)
+            name = f"{kind}_cache_{index}"
+            nodes.append(self._add_placeholder(name, storage.transpose(1, 2), dynamic=(0, 1)))
+        return nodes[0], nodes[1]
+
+    def _add_placeholder(self, name: str, example: torch.Tensor, dynamic: tuple[int, ...]) -> fx.Node:
+        last = self.placeholders[-1]
+        source = LocalSource(name)
+        if example.__class__.__name__ != "FakeTensor":
+            sizes = [DimDynamic.DYNAMIC if i in dynamic else DimDynamic.STATIC for i in range(example.dim())]
+            context: StatelessSymbolicContext = StatelessSymbolicContext(dynamic_sizes=sizes)
+            example = self.fake_mode.from_tensor(example, source=source, symbolic_context=context)
+        with self.graph.inserting_after(last):
+            node = self.graph.placeholder(name)
+        node.meta["example_value"] = example
+        node._dynamo_source = source  # type: ignore[attr-defined]
+        return node
+
+    def recompile(self) -> None:
+        self.graph.lint()
+        self.module.recompile()

@@ -1,0 +1,124 @@
+"""torch.compile(model, backend="pagoda"): any call with the user's own cache, and training left alone."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from torch_pagoda.compiler import backend as backend_module
+
+from tiny_models import build_tiny_model
+
+OPTIONS = {"codegen": "none"}
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(3, 200, (2, 11), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def rewritten_graphs(monkeypatch):
+    """Collect the graphs that the backend returns."""
+    graphs = []
+    original = backend_module._rewrite
+
+    def spy(gm, example_inputs, options):
+        result = original(gm, example_inputs, options)
+        graphs.append(result)
+        return result
+
+    monkeypatch.setattr(backend_module, "_rewrite", spy)
+    return graphs
+
+
+def attention_calls(graph):
+    return [n for n in graph.graph.nodes if n.target is torch.ops.pagoda.attention.default]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bloom"])
+def test_forward_by_entry_point(name, ids, monkeypatch):
+    graphs = rewritten_graphs(monkeypatch)
+    model = build_tiny_model(name)
+    with torch.no_grad():
+        expected = model(ids).logits
+        found = torch.compile(model, backend="pagoda", options=OPTIONS)(ids).logits
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    if name != "bloom":
+        assert len(attention_calls(graphs[0])) == model.config.num_hidden_layers
+
+
+def test_forward_through_inductor(ids):
+    model = build_tiny_model("llama")
+    with torch.no_grad():
+        expected = model(ids).logits
+        found = torch.compile(model, backend="pagoda")(ids).logits
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate_with_the_users_cache(cache, ids, monkeypatch):
+    graphs = rewritten_graphs(monkeypatch)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    if cache == "static":
+        settings["cache_implementation"] = "static"
+    model = build_tiny_model("llama")
+    expected = model.generate(ids, attention_mask=mask, **settings)
+    model.compile(backend="pagoda", options=OPTIONS)
+    found = model.generate(ids, attention_mask=mask, **settings)
+    assert torch.equal(found, expected)
+    assert graphs and all(len(attention_calls(g)) == model.config.num_hidden_layers for g in graphs)
+
+
+def test_training_goes_to_inductor_unrewritten_with_one_warning(ids, monkeypatch):
+    graphs = rewritten_graphs(monkeypatch)
+    monkeypatch.setattr(backend_module, "_warned_of_training", False)
+    model = build_tiny_model("llama").requires_grad_(True)
+    reference = build_tiny_model("llama").requires_grad_(True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled = torch.compile(model, backend="pagoda")
+        compiled(ids, labels=ids).loss.backward()
+        compiled(ids[:, :7], labels=ids[:, :7])
+    ours = [w for w in caught if "torch.inference_mode()" in str(w.message)]
+    assert len(ours) == 1
+    assert not graphs
+    reference(ids, labels=ids).loss.backward()
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        if b.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, atol=1e-3, rtol=1e-2)
+
+
+def test_a_module_in_train_mode_is_not_rewritten_under_no_grad(ids, monkeypatch):
+    graphs = rewritten_graphs(monkeypatch)
+    monkeypatch.setattr(backend_module, "_warned_of_training", False)
+    model = build_tiny_model("llama").train()
+    with pytest.warns(UserWarning, match=r"train\(\)"), torch.no_grad():
+        torch.compile(model, backend="pagoda")(ids)
+    assert not graphs
+
+
+def test_unknown_options_are_named(ids):
+    compiled = torch.compile(build_tiny_model("llama"), backend="pagoda", options={"verfy": "off"})
+    with pytest.raises(Exception, match="did you mean 'verify'"), torch.no_grad():
+        compiled(ids)
+
+
+def test_a_rewrite_that_changes_the_numbers_is_not_used(ids, monkeypatch, caplog):
+    model = build_tiny_model("llama")
+    monkeypatch.setattr(backend_module, "_difference", lambda *a: "its outputs differ")
+    graphs = rewritten_graphs(monkeypatch)
+    with torch.no_grad():
+        torch.compile(model, backend="pagoda", options=OPTIONS)(ids)
+    assert not attention_calls(graphs[0])
+    assert "not used" in caplog.text

@@ -1,0 +1,188 @@
+"""build_program: exact programs, refusals with a reason, and the self-check's fallback."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from torch_pagoda import passes
+from torch_pagoda.compiler import CompileOptions, UnsupportedModel, build_program, pipeline
+from torch_pagoda.compiler.linker import LinkedProgram
+from torch_pagoda.compiler.pipeline import PassError
+from torch_pagoda.compiler.shrink import check_long_windows
+from torch_pagoda.compiler.verify import check, reference_of_model
+from torch_pagoda.passes import PASSES, Pass, PassRecord
+from torch_pagoda.passes.attention_node import paged_attention_nodes
+from torch_pagoda.passes.fx_nodes import callee
+
+from toy_lm import HIDDEN, ToyLM, causal_mask, repeat_kv, sdpa, traced
+
+PLAIN = CompileOptions(codegen="none")
+
+
+@pytest.fixture
+def extra_pass(monkeypatch):
+    """Append a pass to the pipeline for one test."""
+
+    def add(name, apply, required):
+        entry = Pass(name, apply, required=required)
+        monkeypatch.setattr(pipeline, "PASSES", (*PASSES, entry))
+        return entry
+
+    return add
+
+
+def scale_attention(graph):
+    """A rewrite that is wrong: every attention's scale is 5 % off. Tokens alone would hardly show it."""
+    for node in paged_attention_nodes(graph):
+        node.args = (*node.args[:11], node.args[11] * 1.05, *node.args[12:])
+    return PassRecord("wrong_scale", matches=1)
+
+
+def test_report_says_what_was_done():
+    program = build_program(ToyLM(sdpa), PLAIN)
+    report = program.report
+    assert (report.attention_recognised, report.attention_total) == (1, 1)
+    assert report.verdict is not None and report.verdict.ok
+    assert [r.name for r in report.passes] == [p.name for p in PASSES]
+    assert report.codegen == "none"
+    assert not report.dropped_passes
+
+
+def test_inductor_gives_the_same_program():
+    program = build_program(ToyLM(sdpa), CompileOptions(codegen="inductor"))
+    assert program.report.codegen == "inductor"
+    assert program.report.verdict is not None and program.report.verdict.ok
+
+
+def test_every_pass_verification_keeps_good_passes():
+    report = build_program(ToyLM(sdpa), CompileOptions(codegen="none", verify="every-pass")).report
+    assert not report.dropped_passes
+    assert {r.name for r in report.passes if r.matches} >= {"insert_paged_cache", "gather_logits"}
+
+
+def test_a_wrong_optional_pass_is_found_and_left_out(extra_pass, caplog):
+    extra_pass("wrong_scale", scale_attention, required=False)
+    program = build_program(ToyLM(sdpa), PLAIN)
+    assert [name for name, _ in program.report.dropped_passes] == ["wrong_scale"]
+    assert program.report.verdict is not None and program.report.verdict.ok
+    assert "wrong_scale" in caplog.text
+
+
+def test_a_wrong_required_pass_refuses_the_model(extra_pass):
+    extra_pass("wrong_scale", scale_attention, required=True)
+    with pytest.raises(UnsupportedModel, match="not exact"):
+        build_program(ToyLM(sdpa), PLAIN)
+
+
+def test_verify_off_trusts(extra_pass):
+    extra_pass("wrong_scale", scale_attention, required=True)
+    assert build_program(ToyLM(sdpa), dataclasses.replace(PLAIN, verify="off")).report.verdict is None
+
+
+def test_a_pass_that_breaks_the_graph_is_named(extra_pass):
+    def change_type(graph):
+        head = next(n for n in reversed(graph.graph.nodes) if callee(n) == "linear")
+        with graph.graph.inserting_after(head):
+            cast = graph.graph.call_method("double", (head,))
+        cast.meta["example_value"] = head.meta["example_value"]
+        head.replace_all_uses_with(cast, delete_user_cb=lambda u: u is not cast)
+        return PassRecord("change_type", matches=1)
+
+    extra_pass("change_type", change_type, required=True)
+    with pytest.raises(PassError, match="change_type"):
+        build_program(ToyLM(sdpa), PLAIN)
+
+
+def unmasked(m, q, k, v, pos):
+    return F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v))
+
+
+def masked_by_data(m, q, k, v, pos):
+    mask = causal_mask(pos) & (q[..., :1] > -100)
+    return F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), attn_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: ToyLM(unmasked), "not causal"),
+        (lambda: ToyLM(masked_by_data), "depends on the tokens"),
+        (lambda: ToyLM(lambda m, q, k, v, pos: q), "no attention that a pass recognises"),
+        (lambda: ToyLM(sdpa, before=lambda m, h, pos: h.cumsum(1)), "cumsum runs over the tokens"),
+        (
+            lambda: ToyLM(sdpa, before=lambda m, h, pos: h if float(h.sum()) > 0 else -h),
+            "cannot be traced into one graph",
+        ),
+    ],
+    ids=["bidirectional", "data mask", "no attention", "recurrence", "graph break"],
+)
+def test_models_that_cannot_be_exact_are_refused_in_one_line(model, reason):
+    with pytest.raises(UnsupportedModel, match=reason) as error:
+        build_program(model(), PLAIN)
+    assert "\n" not in str(error.value)
+
+
+def test_skipping_a_required_pass_refuses_the_model():
+    options = CompileOptions(codegen="none", passes={"skip": ["classify_masks"]})
+    with pytest.raises(UnsupportedModel, match="mask was not classified"):
+        build_program(ToyLM(sdpa), options)
+
+
+def test_window_larger_than_the_check_is_kept():
+    def windowed(m, q, k, v, pos):
+        return F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), attn_mask=causal_mask(pos, 4096))
+
+    program = build_program(ToyLM(windowed), PLAIN)
+    assert program.caches[0].sliding_window == 4096
+
+
+@pytest.mark.parametrize("offset", [0, 1, -1])
+def test_long_windows_are_checked_shrunk(offset):
+    """A window that is one off in 4096 shows in no short sequence; on the shrunk copies it does."""
+
+    def windowed(m, q, k, v, pos):
+        return F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), attn_mask=causal_mask(pos, 4096))
+
+    model = ToyLM(windowed)
+    original = traced(model)
+    rewritten = original.copy()
+    for entry in PASSES:
+        entry.apply(rewritten)
+    for node in paged_attention_nodes(rewritten):
+        node.args = (*node.args[:12], node.args[12] + offset, *node.args[13:])
+    reference = reference_of_model(model)
+    rewritten.recompile()
+    assert check(LinkedProgram(rewritten, rewritten.module), reference).ok
+    shrunk = check_long_windows(original, rewritten, reference)
+    assert shrunk is not None
+    assert shrunk.ok == (offset == 0)
+
+
+def test_short_windows_need_no_second_check():
+    original = traced(ToyLM(sdpa))
+    rewritten = original.copy()
+    for entry in PASSES:
+        entry.apply(rewritten)
+    assert check_long_windows(original, rewritten, reference_of_model(ToyLM(sdpa))) is None
+
+
+def test_program_refuses_caches_that_do_not_fit():
+    program = build_program(ToyLM(sdpa), PLAIN)
+    wrong = [(torch.zeros(4, 4, 3, 8), torch.zeros(4, 4, 3, 8))]
+    with pytest.raises(ValueError, match=r"kv_cache\[0\] key"):
+        program.bind(wrong)
+    with pytest.raises(ValueError, match="needs 1"):
+        program.bind([])
+
+
+def test_the_model_is_not_changed():
+    model = ToyLM(sdpa)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    build_program(model, PLAIN)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert passes.PASSES is PASSES
+    assert model.q.in_features == HIDDEN

@@ -1,0 +1,56 @@
+"""Options: one set of keys, unknown ones refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torch_pagoda.compiler import CompileOptions
+from torch_pagoda.compiler.backend import pagoda
+from torch_pagoda.passes import PASSES
+
+from toy_lm import ToyLM, sdpa
+
+
+def test_defaults_select_every_pass():
+    options = CompileOptions.from_dict(None)
+    assert [p.name for p in PASSES if not options.selects(p)] == ["pack_linears"]
+    assert (options.verify, options.codegen) == ("model", "inductor")
+
+
+def test_skip_and_only():
+    skipping = CompileOptions.from_dict({"passes": {"skip": ["gather_logits"]}, "pack_weights": True})
+    assert [p.name for p in PASSES if not skipping.selects(p)] == ["gather_logits"]
+    only = CompileOptions.from_dict({"passes": {"only": ["recognise_sdpa"]}})
+    assert [p.name for p in PASSES if only.selects(p)] == ["recognise_sdpa"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"verfy": "off"}, "did you mean 'verify'"),
+        ({"verify": "yes"}, "verify='yes' is not one of"),
+        ({"codegen": "triton"}, "codegen='triton'"),
+        ({"target": "tpu"}, "target='tpu'"),
+        ({"passes": {"skip": ["gather_logit"]}}, "did you mean 'gather_logits'"),
+        ({"passes": {"skip": "gather_logits"}}, "needs a list"),
+        ({"passes": {"skip": [], "only": []}}, "is not understood"),
+        ({"passes": ["gather_logits"]}, "is not understood"),
+    ],
+)
+def test_mistakes_are_named(given, message):
+    with pytest.raises(ValueError, match=message):
+        CompileOptions.from_dict(given)
+
+
+def test_auto_codegen_goes_by_size():
+    options = CompileOptions(codegen="auto")
+    assert not options.uses_inductor(1_000_000)
+    assert options.uses_inductor(1_000_000_000)
+
+
+def test_other_modes_are_refused():
+    model = ToyLM(sdpa)
+    compiled = torch.compile(model, backend=pagoda, mode="max-autotune")
+    with pytest.raises(Exception, match="mode='max-autotune' is not supported"), torch.no_grad():
+        compiled(torch.ones(1, 4, dtype=torch.long), torch.arange(4)[None])
