@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from torch_pagoda import LLM, SamplingParams, cli
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def code_blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_two_commands_come_first() -> None:
+    blocks = code_blocks("bash")
+    assert blocks[0].strip() == 'pip install -e ".[test]" && python examples/quickstart.py'
+    assert blocks[1].strip() == 'pip install -e ".[test]" && pytest'
+    assert (ROOT / "examples" / "quickstart.py").is_file()
+
+
+def test_python_blocks_parse() -> None:
+    blocks = code_blocks("python")
+    assert blocks
+    for block in blocks:
+        ast.parse(block)
+
+
+def test_named_files_and_folders_exist() -> None:
+    named = set(
+        re.findall(r"`((?:examples|benchmarks|torch_pagoda|compiler|passes|runtime|tests|\.ci)/[\w./-]*)`", README)
+    )
+    assert named
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+def test_options_table_is_the_signature() -> None:
+    table = README.split("## Options")[1].split("## ")[0]
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*?) \|", table, re.MULTILINE)
+    documented = [name for names, _ in rows for name in re.findall(r"\w+", names)]
+    parameters = inspect.signature(LLM).parameters
+    assert set(documented) == set(parameters) - {"model"}
+    for names, default in rows:
+        literal = re.fullmatch(r"`(.*)`", default)
+        if literal and literal[1] != "None":
+            name = names.strip("`")
+            assert ast.literal_eval(literal[1]) == parameters[name].default, name
+    sampling = table.split("`SamplingParams` takes")[1].split("`")[1]
+    assert set(sampling.split(", ")) <= set(inspect.signature(SamplingParams).parameters)
+
+
+@pytest.mark.parametrize("block", [b for b in code_blocks("bash") if "pagoda generate" in b])
+def test_commands_use_options_that_exist(block: str) -> None:
+    command = typer.main.get_command(cli.app)
+    known = {option for parameter in command.commands["generate"].params for option in parameter.opts}  # type: ignore[attr-defined]
+    used = set(re.findall(r"(?<!\S)(--[a-z-]+)", block)) - {"--help"}
+    assert used and used <= known

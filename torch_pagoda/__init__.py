@@ -1,0 +1,48 @@
+"""torch-pagoda: a ``torch.compile`` backend that serves unmodified HuggingFace causal LMs, paged and batched.
+
+Three ways in: ``torch.compile(model, backend="pagoda")`` for any forward call, :func:`compile` for the
+model's own ``generate``, and :class:`LLM` for an offline engine with vLLM's names.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .generation import compile, restore
+    from .llm import LLM
+    from .runtime.outputs import CompletionOutput, RequestOutput
+    from .runtime.sampling_params import SamplingParams
+
+try:
+    __version__ = version("torch-pagoda")
+except PackageNotFoundError:  # the sources lie on sys.path without being installed
+    __version__ = "0+unknown"
+
+# Where each public name lives. They are imported on first use, so that `pagoda --help` and the compile
+# backend, which torch loads by entry point, do not pay for transformers and the engine.
+_HOME = {
+    "LLM": ".llm",
+    "SamplingParams": ".runtime.sampling_params",
+    "RequestOutput": ".runtime.outputs",
+    "CompletionOutput": ".runtime.outputs",
+    "compile": ".generation",
+    "restore": ".generation",
+}
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__", "compile", "restore"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home, __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,225 @@
+"""Loading a causal LM and its tokenizer from a folder or the hub, and checking a live module."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+logger = logging.getLogger(__name__)
+
+Loaded = TypeVar("Loaded")
+
+_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+}
+
+
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """A dtype from its name; None for ``"auto"``.
+
+    Raises:
+        ValueError: not one of float32, bfloat16, float16.
+    """
+    if isinstance(dtype, torch.dtype) and dtype in _DTYPES.values():
+        return dtype
+    name = str(dtype).removeprefix("torch.")
+    if name == "auto":
+        return None
+    if name not in _DTYPES:
+        raise ValueError(f"dtype={name!r} is not supported; use 'auto', 'float32', 'bfloat16' or 'float16'")
+    return _DTYPES[name]
+
+
+def load_model(
+    source: str | os.PathLike[str], dtype: str | torch.dtype, trust_remote_code: bool, device: torch.device
+) -> PreTrainedModel:
+    """Load a causal LM for inference: eval mode, no parameter asks for gradients.
+
+    Args:
+        source: a folder written by ``save_pretrained``, or a hub id.
+        dtype: ``"auto"`` for the checkpoint's own.
+        trust_remote_code: run model code that comes with the checkpoint.
+        device: where the weights go.
+
+    Raises:
+        ValueError: nothing there, not a causal LM, quantised, or weights that are missing or broken.
+    """
+    name = check_source(source)
+    wanted = resolve_dtype(dtype)
+    config = _one_line(
+        f"model={name!r}: could not read its config",
+        lambda: AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code),
+    )
+    check_config(config, name, trust_remote_code)
+
+    def load() -> Any:
+        return AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            dtype=wanted if wanted is not None else "auto",
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+
+    model, report = _one_line(f"model={name!r}: could not load its weights", load)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        # transformers would initialise them at random and only say so in a report.
+        raise ValueError(
+            f"model={name!r} lacks {len(missing)} weights of {type(model).__name__}, {missing[0]!r} first; "
+            "pass a complete causal-LM checkpoint"
+        )
+    return model.to(device).eval().requires_grad_(False)
+
+
+def load_tokenizer(
+    source: str | os.PathLike[str], trust_remote_code: bool, required: bool
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a folder or hub id; None when there is none and it is not ``required``."""
+    name = check_source(source, argument="tokenizer")
+
+    def load() -> PreTrainedTokenizerBase:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+
+    if required:
+        return _one_line(f"tokenizer={name!r}: could not load it", load)
+    try:
+        return load()
+    except Exception as error:
+        # Most checkpoints without a tokenizer simply have no such file; one that is there but fails is worth
+        # a word.
+        is_there = any(Path(name).glob("tokenizer*")) or not Path(name).is_dir()
+        level = logging.WARNING if is_there else logging.INFO
+        logger.log(level, "no tokenizer from %s (%s): prompts must be token ids", name, first_line(error))
+        return None
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase | None:
+    """Return a tokenizer object, or None, as it is.
+
+    Raises:
+        TypeError: neither.
+    """
+    if tokenizer is None or (callable(tokenizer) and hasattr(tokenizer, "decode")):
+        return tokenizer
+    kind = type(tokenizer).__name__
+    raise TypeError(f"tokenizer is a {kind}; pass a transformers tokenizer, a folder or a hub id")
+
+
+def check_source(source: str | os.PathLike[str], argument: str = "model") -> str:
+    """The folder or hub id as a string, after the checks that need no download.
+
+    Raises:
+        ValueError: a path that does not exist, is not a folder, or holds no config.json.
+    """
+    name = os.path.expanduser(os.fspath(source))
+    path = Path(name)
+    if name and path.is_dir():
+        if argument == "model" and not (path / "config.json").is_file():
+            raise ValueError(f"model={name!r} has no config.json; pass a folder written by save_pretrained")
+        return name
+    if name and path.exists():
+        raise ValueError(f"{argument}={name!r} is a file; pass the folder that holds it, or a hub id")
+    looks_like_path = not name or name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
+    if looks_like_path:
+        raise ValueError(f"{argument}={name!r} does not exist; pass an existing checkpoint folder or a hub id")
+    return name
+
+
+def check_config(config: Any, name: str, trust_remote_code: bool) -> None:
+    """Refuse what is not a float causal LM by its config alone, before any weight is read."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"model={name!r} is an encoder-decoder ({config.model_type}), not a causal LM; pass a decoder-only model"
+        )
+    has_remote_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not (has_remote_code and trust_remote_code):
+        remedy = (
+            "pass trust_remote_code=True to run the checkpoint's own code"
+            if has_remote_code
+            else "pass a checkpoint that AutoModelForCausalLM loads"
+        )
+        raise ValueError(f"model={name!r} has model_type {config.model_type!r}, which is not a causal LM; {remedy}")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"model={name!r} is quantised, which is not supported; pass its float checkpoint")
+
+
+def check_module(model: object, dtype: str | torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Check a live module and return it (a ``torch.compile`` wrapper is taken off).
+
+    Raises:
+        TypeError: not a HuggingFace model.
+        ValueError: not a causal LM, in train(), on another device, or of another dtype than asked for.
+    """
+    model = getattr(model, "_orig_mod", model)
+    kind = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        if isinstance(model, nn.Module) and isinstance(getattr(model, "base_model", None), nn.Module):
+            raise TypeError(
+                f"model is a {kind}, a wrapper; merge its adapters and pass the transformers model inside"
+            )
+        raise TypeError(f"model is a {kind}; pass a transformers causal LM, a checkpoint folder or a hub id")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"model is a {kind}, an encoder-decoder; pass a decoder-only causal LM")
+    if not is_causal_lm(model):
+        raise ValueError(f"model is a {kind}, which is not a causal LM; load it with AutoModelForCausalLM")
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError(f"model is a quantised {kind}, which is not supported; load it in float")
+    if model.training:
+        raise ValueError(
+            f"model is a {kind} in train() mode and the engine is for inference; call model.eval() first"
+        )
+    if model.device.type != device.type:
+        raise ValueError(
+            f"model is on {model.device} and device={str(device)!r}; call model.to({device.type!r}) first"
+        )
+    wanted = resolve_dtype(dtype)
+    if wanted is not None and wanted != model.dtype:
+        raise ValueError(
+            f"dtype={str(wanted).removeprefix('torch.')!r} differs from the live module's "
+            f"{str(model.dtype).removeprefix('torch.')}; call model.to({wanted}) first, or leave dtype='auto'"
+        )
+    return model
+
+
+def is_causal_lm(model: PreTrainedModel) -> bool:
+    """Whether a module's class is a language-model head that predicts the next token."""
+    names = {base.__name__ for base in type(model).__mro__}
+    return bool(names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())) or (
+        type(model).__name__.endswith("ForCausalLM") and model.get_output_embeddings() is not None
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, or its class name."""
+    text = str(error).strip()
+    return text.splitlines()[0].rstrip() if text else type(error).__name__
+
+
+def _one_line(what: str, load: Callable[[], Loaded]) -> Loaded:
+    """Run a loader of transformers and turn whatever it raises into one line."""
+    try:
+        return load()
+    except Exception as error:
+        raise ValueError(f"{what}: {first_line(error)}") from error

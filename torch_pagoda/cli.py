@@ -1,0 +1,316 @@
+"""The ``pagoda`` command."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from . import __version__
+
+if TYPE_CHECKING:
+    from .runtime.outputs import Progress as EngineProgress
+    from .runtime.outputs import RequestOutput
+
+USER_ERROR = 2
+REQUEST_FAILED = 1
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="pagoda",
+    help=(
+        "Serve unmodified HuggingFace causal LMs: compiled, with a paged KV cache, many prompts in a batch."
+        "\n\n"
+        "The model is traced, rewritten and checked against the original before it produces a token; it runs "
+        "on an Ascend NPU where torch_npu finds one, else on the CPU."
+    ),
+    epilog="Start with:  pagoda generate examples/tiny-pydoc --prompt 'Return the'",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pagoda {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(
+    epilog=(
+        "Examples:  pagoda generate ./my-model --prompt 'Once upon a time'  |  "
+        "pagoda generate ./my-model --prompts-file prompts.txt --max-tokens 128 --json > out.jsonl"
+    )
+)
+def generate(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder, or hub id.", metavar="MODEL")],
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="A prompt; give it several times for several prompts."),
+    ] = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts-file", "-f", help="UTF-8 text, one prompt per line, blank lines skipped; '-': stdin."
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="New tokens per prompt at most.", rich_help_panel="Sampling")] = 64,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token.", rich_help_panel="Sampling")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0: off.", rich_help_panel="Sampling")] = 0,
+    top_p: Annotated[float, typer.Option(help="1: off.", rich_help_panel="Sampling")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="0: off.", rich_help_panel="Sampling")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1: off.", rich_help_panel="Sampling")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel="Sampling")] = None,
+    n: Annotated[int, typer.Option("--n", "-n", help="Completions per prompt.", rich_help_panel="Sampling")] = 1,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Stop before this text; repeatable.", rich_help_panel="Sampling")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after the end token.", rich_help_panel="Sampling")
+    ] = False,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder or hub id; by default the model's.", rich_help_panel="Engine")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel="Engine")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or npu.", rich_help_panel="Engine")] = "auto",
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens per KV-cache block.", rich_help_panel="Engine")
+    ] = None,
+    num_blocks: Annotated[int | None, typer.Option(help="Blocks in the KV cache.", rich_help_panel="Engine")] = None,
+    kv_cache_memory: Annotated[
+        str | None, typer.Option(help="The same as memory, e.g. 4GiB.", rich_help_panel="Engine")
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Sequences at the same time.", rich_help_panel="Engine")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Tokens per step.", rich_help_panel="Engine")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens per sequence, prompt included.", rich_help_panel="Engine")
+    ] = None,
+    verify: Annotated[str, typer.Option(help="model, every-pass or off.", rich_help_panel="Compiler")] = "model",
+    codegen: Annotated[str, typer.Option(help="inductor, none or auto.", rich_help_panel="Compiler")] = "inductor",
+    skip_pass: Annotated[
+        list[str] | None, typer.Option(help="Leave this pass out; repeatable.", rich_help_panel="Compiler")
+    ] = None,
+    only_pass: Annotated[
+        list[str] | None, typer.Option(help="Run only this pass; repeatable.", rich_help_panel="Compiler")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="One JSON object per prompt and line, token ids and times included."),
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is done, to stderr.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Continue one prompt or many, all in one continuous batch.
+
+    Text goes to stdout; a progress bar (on a terminal only), the summary and errors go to stderr. Exit
+    status: 0, 1 if a prompt failed while it ran, 2 for a mistake in the arguments.
+    """
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s")
+    engine_options = {
+        "tokenizer": tokenizer,
+        "block_size": block_size,
+        "num_blocks": num_blocks,
+        "kv_cache_memory": kv_cache_memory,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "verify": verify,
+        "codegen": codegen,
+        "passes": _pass_selection(skip_pass, only_pass),
+    }
+    sampling = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "n": n,
+        "stop": list(stop) if stop else None,
+        "ignore_eos": ignore_eos,
+    }
+    with _one_line_errors(debug):
+        prompts = _read_prompts(prompt, prompts_file)
+        # Imported here, so that --help and --version answer at once.
+        from transformers.utils import logging as transformers_logging
+
+        from .llm import LLM
+        from .runtime.sampling_params import SamplingParams
+
+        if not sys.stderr.isatty():
+            transformers_logging.disable_progress_bar()
+        params = SamplingParams(**sampling)  # type: ignore[arg-type]
+        given: dict[str, Any] = {name: value for name, value in engine_options.items() if value is not None}
+        llm = LLM(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, **given)
+        begin = time.perf_counter()
+        with _progress_bar(len(prompts)) as advance:
+            outputs = llm.generate(prompts, params, on_progress=advance)
+        seconds = time.perf_counter() - begin
+    _print_outputs(outputs, as_json)
+    _print_summary(outputs, seconds)
+    if any(c.finish_reason == "error" for output in outputs for c in output.outputs):
+        raise typer.Exit(REQUEST_FAILED)
+
+
+def _pass_selection(skip: list[str] | None, only: list[str] | None) -> dict[str, list[str]] | None:
+    selection = {name: list(passes) for name, passes in (("skip", skip), ("only", only)) if passes}
+    return selection or None
+
+
+def _read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]:
+    """The prompts of both options, in that order.
+
+    Raises:
+        ValueError: none at all, or a file that is not UTF-8 text.
+    """
+    found = list(prompts or [])
+    if file is not None:
+        try:
+            text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--prompts-file {file} is not UTF-8 text: {error}") from error
+        lines = [line for line in text.splitlines() if line.strip()]
+        if not lines:
+            raise ValueError(f"--prompts-file {file} holds no prompt; write one per line")
+        found += lines
+    if not found:
+        raise ValueError("no prompt given; use --prompt TEXT or --prompts-file FILE")
+    return found
+
+
+@contextmanager
+def _one_line_errors(debug: bool) -> Iterator[None]:
+    """Report what a user can mend as one line on stderr; let everything through when debugging."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
+        if debug or isinstance(error, BrokenPipeError):
+            raise
+        text = " ".join(str(error).split()) or type(error).__name__
+        typer.echo(f"pagoda: error: {text}", err=True)
+        raise typer.Exit(USER_ERROR) from None
+
+
+@contextmanager
+def _progress_bar(total: int) -> Iterator[Callable[[EngineProgress], None] | None]:
+    """A callback for ``LLM.generate`` that draws a bar on stderr; None where stderr is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("prompts  {task.fields[tokens]} tokens"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("generating", total=total, tokens=0)
+
+        def advance(done: EngineProgress) -> None:
+            bar.update(task, completed=done.finished, total=done.total, tokens=done.generated_tokens)
+
+        yield advance
+
+
+def _print_outputs(outputs: Sequence[RequestOutput], as_json: bool) -> None:
+    if as_json:
+        for index, output in enumerate(outputs):
+            print(json.dumps(_as_dict(index, output), ensure_ascii=False))
+        return
+    for index, output in enumerate(outputs):
+        if index:
+            print()
+        for completion in output.outputs:
+            prompt = output.prompt or ""
+            print((typer.style(prompt, dim=True) if sys.stdout.isatty() else prompt) + completion.text)
+            if completion.finish_reason == "error":
+                typer.echo(f"pagoda: prompt {index} failed: {completion.error}", err=True)
+
+
+def _as_dict(index: int, output: RequestOutput) -> dict[str, Any]:
+    metrics = output.metrics
+    return {
+        "index": index,
+        "prompt": output.prompt,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "outputs": [
+            {
+                "text": completion.text,
+                "token_ids": list(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "stop_reason": completion.stop_reason,
+                "error": completion.error,
+            }
+            for completion in output.outputs
+        ],
+        "time_to_first_token": metrics.ttft,
+        "latency": metrics.e2e_latency,
+    }
+
+
+def _print_summary(outputs: Sequence[RequestOutput], seconds: float) -> None:
+    tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    rate = tokens / seconds if seconds else 0.0
+    noun = "prompt" if len(outputs) == 1 else "prompts"
+    typer.echo(f"{len(outputs)} {noun}, {tokens} tokens in {seconds:.1f} s ({rate:.1f} tok/s)", err=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; ``arguments`` default to the process's own. Always ends in :class:`SystemExit`."""
+    command = typer.main.get_command(app)
+    try:
+        status = command.main(
+            args=None if arguments is None else list(arguments), prog_name="pagoda", standalone_mode=False
+        )
+        sys.stdout.flush()
+    except (KeyboardInterrupt, typer.Abort):
+        typer.echo("pagoda: interrupted", err=True)
+        raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:
+        # The reader of our output is gone; keep the interpreter from complaining when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except Exception as error:
+        # A wrong option is click's own exception, which knows its text; typer brings its own copy of click,
+        # so it is told by what it can do and not by its class.
+        if not hasattr(error, "format_message"):
+            raise
+        typer.echo(f"pagoda: error: {error.format_message()} (see pagoda --help)", err=True)
+        raise SystemExit(USER_ERROR) from None
+    raise SystemExit(status if isinstance(status, int) else 0)
