@@ -1,0 +1,331 @@
+"""Which causal LMs of transformers are served exactly: one tiny random model and one process each.
+
+Every entry of transformers' MODEL_FOR_CAUSAL_LM_MAPPING, and the variants of ``tiny_models.LLAMA_VARIANTS``,
+is built with a tiny configuration and served greedily: four prompts of different lengths in one continuous
+batch, prompts cut into chunks, blocks of four tokens. Tokens and log-probabilities are compared with the
+module run by transformers, each prompt alone.
+
+    python benchmarks/coverage.py --json coverage.json --markdown coverage.md
+    python benchmarks/coverage.py --only 'llama,qwen*' --codegen inductor
+
+Results: ``exact``; ``refused`` (``LLM(...)`` raised, before any token); ``silently wrong`` (other tokens, or
+log-probabilities further off than 5e-4); ``failed`` (an error after ``LLM(...)`` had accepted the model);
+``build failed`` (transformers cannot build it here); ``timeout``. The exit status is 1 if anything is
+silently wrong or failed, or if an architecture of ``EXPECTED_EXACT`` is not exact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import inspect
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+PROMPT_LENGTHS = (5, 9, 14, 40)
+MAX_TOKENS = 12
+TOP_LOGPROBS = 5
+TOLERANCE = 5e-4
+"""Largest error of a float32 log-probability that counts as the same result."""
+
+_PROTOTYPE = """
+    afmoe apertus arcee aria_text axk1 bart beam bert bert-generation big_bird bigbird_pegasus biogpt
+    bitnet blenderbot blenderbot-small bloom camembert codegen cohere cohere2 cohere2_moe
+    cohere_compass_text cwm data2vec-text deepseek_v2 deepseek_v3 diffllama dots1 electra emu3 ernie
+    ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text
+    gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite
+    got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granitemoe granitemoeshared
+    helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe
+    kolibri1 laguna lfm2 llama llama4 llama4_text marian mbart megatron-bert mellum mimo_v2_flash
+    minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral mllama
+    modernbert-decoder moshi moss_transcribe_diarize mpt mvp nanochat nemotron olmo olmo2 olmo3 olmoe
+    opt pegasus persimmon phi phi3 phi4_multimodal phimoe plbart qwen2 qwen2_moe qwen3 qwen3_moe rembert
+    roberta roberta-prelayernorm roc_bert roformer seed_oss smollm3 solar_open stablelm starcoder2 trocr
+    vaultgemma xglm xlm-roberta xlm-roberta-xl xmod youtu
+"""
+EXPECTED_EXACT = frozenset(_PROTOTYPE.split())
+"""Architectures that must be exact: those that a first prototype of the graph rewriting served exactly."""
+
+
+PROCESSES = multiprocessing.get_context("forkserver")
+"""Children are forked from a server that has the libraries loaded: nothing else is shared between them."""
+
+
+@dataclasses.dataclass
+class Row:
+    """What happened to one architecture."""
+
+    name: str
+    result: str
+    model_class: str = ""
+    traces: bool | None = None
+    attention_recognised: int | None = None
+    attention_total: int | None = None
+    logprob_error: float | None = None
+    dropped_passes: list[str] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    reason: str = ""
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    """The token ids of the four prompts, the same for all models of one vocabulary."""
+    import torch
+
+    high = min(200, vocab_size - 1)
+    return [torch.randint(3, high, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in PROMPT_LENGTHS]
+
+
+def one_line(error: BaseException) -> str:
+    """``Type: message`` without line breaks, cut at 200 characters."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:200]
+
+
+def traces_in_one_graph(model: Any) -> bool:
+    """Whether Dynamo captures the forward pass of a flat batch as one graph with a dynamic length."""
+    import torch
+
+    inputs = {"input_ids": torch.randint(3, 200, (1, 40))}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        inputs["position_ids"] = torch.arange(40)[None]
+    for tensor in inputs.values():
+        torch._dynamo.mark_dynamic(tensor, 1)
+    torch._dynamo.reset()
+    try:
+        with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
+            torch.compile(model, backend="eager", fullgraph=True, dynamic=True)(**inputs, use_cache=False)
+    except Exception:
+        return False
+    return True
+
+
+def examine(name: str, codegen: str, verify: str) -> Row:
+    """Build, serve and judge one architecture or variant, in this process."""
+    import torch
+
+    from torch_pagoda import LLM, SamplingParams
+
+    from hf_reference import greedy_with_cache, greedy_without_cache
+    from tiny_models import LLAMA_VARIANTS, Variant, build_tiny_model
+
+    torch.set_num_threads(1)
+    row = Row(name, "build failed")
+    variant = LLAMA_VARIANTS.get(name, Variant(name, {}))
+    try:
+        model = build_tiny_model(variant.model_type, **variant.overrides)
+    except Exception as error:
+        row.reason = one_line(error)
+        return row
+    row.model_class = type(model).__name__
+    try:
+        llm = LLM(
+            model,
+            codegen=codegen,
+            verify=verify,
+            block_size=4,
+            num_blocks=48,
+            max_num_seqs=3,
+            max_num_batched_tokens=11,
+        )
+    except Exception as error:
+        row.result, row.reason = "refused", one_line(error)
+        row.traces = traces_in_one_graph(model)
+        return row
+    row.traces = True
+    report = llm.compile_report
+    row.attention_recognised, row.attention_total = report.attention_recognised, report.attention_total
+    row.dropped_passes = [name for name, _ in report.dropped_passes]
+
+    batch = prompts(int(model.config.get_text_config().vocab_size))
+    row.result = "failed"
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=TOP_LOGPROBS)
+    try:
+        completions = [output.outputs[0] for output in llm.generate(batch, params)]
+    except Exception as error:
+        row.reason = one_line(error)
+        return row
+    if errors := [c for c in completions if c.finish_reason != "length"]:
+        row.reason = f"finish_reason={errors[0].finish_reason}: {errors[0].error}"[:200]
+        return row
+
+    reference = greedy_with_cache if variant.depends_on_length else greedy_without_cache
+    row.logprob_error, wrong = 0.0, []
+    for prompt, completion in zip(batch, completions, strict=True):
+        try:  # a fresh model each time: rotary modules that follow the length keep state between calls
+            expected = reference(build_tiny_model(variant.model_type, **variant.overrides), prompt, MAX_TOKENS)
+        except Exception as error:
+            row.reason = f"no reference: {one_line(error)}"
+            return row
+        served = list(completion.token_ids)
+        assert completion.logprobs is not None
+        row.logprob_error = max(row.logprob_error, expected.largest_error(served, completion.logprobs))
+        if served != expected.tokens:
+            pairs = enumerate(zip(served, expected.tokens, strict=False))
+            first = next((i for i, (a, b) in pairs if a != b), "count")
+            wrong.append(f"prompt of {len(prompt)}: token {first} differs")
+    row.result = "silently wrong" if wrong or row.logprob_error > TOLERANCE else "exact"
+    if row.dropped_passes:
+        wrong.append(f"without {', '.join(row.dropped_passes)}")
+    row.reason = "; ".join(wrong)
+    return row
+
+
+def _child(name: str, codegen: str, verify: str, answer: Path, log: Path) -> None:
+    """``examine`` with all output in ``log`` and the row as JSON in ``answer``."""
+    os.setsid()  # so that whatever this process starts can be killed with it
+    with log.open("wb") as sink:
+        os.dup2(sink.fileno(), sys.stdout.fileno())
+        os.dup2(sink.fileno(), sys.stderr.fileno())
+    warnings.filterwarnings("ignore")
+    answer.write_text(json.dumps(dataclasses.asdict(examine(name, codegen, verify))))
+
+
+def _kill(child: BaseProcess) -> None:
+    """End a child and what it has started."""
+    assert child.pid is not None
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:  # it has not come to make a group of its own, or is gone
+        child.kill()
+    child.join()
+
+
+def examine_in_subprocess(name: str, args: argparse.Namespace) -> Row:
+    """``examine`` in a process of its own, which is killed after ``args.timeout`` seconds."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        answer, log = Path(folder, "row.json"), Path(folder, "log")
+        child = PROCESSES.Process(target=_child, args=(name, args.codegen, args.verify, answer, log))
+        child.start()
+        child.join(args.timeout)
+        if child.exitcode is None:
+            _kill(child)
+            return Row(name, "timeout", seconds=args.timeout, reason=f"longer than {args.timeout:g} s")
+        if answer.exists():
+            row = Row(**json.loads(answer.read_text()))
+        else:
+            tail = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
+            row = Row(name, "failed", reason=f"exit status {child.exitcode}: {' '.join(tail)[:200]}")
+    row.seconds = round(time.perf_counter() - started, 1)
+    return row
+
+
+def markdown(rows: list[Row]) -> str:
+    """The table of all rows, with a heading line of counts."""
+    lines = [
+        summary(rows),
+        "",
+        "| architecture | result | traces | attention | log-prob error | seconds | reason |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        traces = "" if row.traces is None else "yes" if row.traces else "no"
+        attention = "" if row.attention_total is None else f"{row.attention_recognised}/{row.attention_total}"
+        error = "" if row.logprob_error is None else f"{row.logprob_error:.1e}"
+        reason = row.reason.replace("|", "\\|")
+        lines.append(f"| {row.name} | {row.result} | {traces} | {attention} | {error} | {row.seconds} | {reason} |")
+    return "\n".join(lines) + "\n"
+
+
+def summary(rows: list[Row]) -> str:
+    """One line of counts, architectures and variants apart."""
+    parts = []
+    for kind, members in (
+        ("architectures", [row for row in rows if "/" not in row.name]),
+        ("variants", [row for row in rows if "/" in row.name]),
+    ):
+        if members:
+            counts = Counter(row.result for row in members)
+            counted = ", ".join(f"{count} {result}" for result, count in counts.most_common())
+            parts.append(f"{len(members)} {kind}: {counted}")
+    return "; ".join(parts)
+
+
+def write_tables(rows: list[Row], json_path: Path | None, markdown_path: Path | None) -> None:
+    """Write what is known up to now, so that an interrupted run leaves something."""
+    if json_path:
+        json_path.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+    if markdown_path:
+        markdown_path.write_text(markdown(rows))
+
+
+def selected_names(only: str | None) -> list[str]:
+    """Architectures and variants whose names match one of the comma-separated patterns of ``only``."""
+    from tiny_models import LLAMA_VARIANTS, causal_lm_types
+
+    names = [*causal_lm_types(), *LLAMA_VARIANTS]
+    if only is None:
+        return names
+    patterns = only.split(",")
+    chosen = [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+    if not chosen:
+        raise SystemExit(f"--only {only!r} matches no architecture; give names such as llama or llama/*")
+    return chosen
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", help="comma-separated names or patterns, such as 'llama*,gpt2'")
+    parser.add_argument("--json", type=Path, help="write all rows there")
+    parser.add_argument("--markdown", type=Path, help="write the table there")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time (default 2)")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds per architecture (default 120)")
+    parser.add_argument("--codegen", default="none", help="as in LLM(...) (default none)")
+    parser.add_argument("--verify", default="model", help="as in LLM(...) (default model)")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run all selected architectures; the exit status."""
+    args = parse_arguments()
+    names = selected_names(args.only)
+    os.environ |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}  # for the children
+    PROCESSES.set_forkserver_preload(["torch._dynamo", "transformers", "torch_pagoda", "tiny_models"])
+    rows: list[Row] = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        try:
+            for done in as_completed([pool.submit(examine_in_subprocess, name, args) for name in names]):
+                row = done.result()
+                rows.append(row)
+                error = "" if row.logprob_error is None else f" error {row.logprob_error:.1e}"
+                print(f"[{len(rows)}/{len(names)}] {row.name}: {row.result}{error} {row.reason}", flush=True)
+                rows.sort(key=lambda row: names.index(row.name))
+                write_tables(rows, args.json, args.markdown)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                _kill(child)
+            raise SystemExit(130) from None
+
+    bad = [row for row in rows if row.result in ("silently wrong", "failed")]
+    lost = [row for row in rows if row.name in EXPECTED_EXACT and row.result != "exact"]
+    gained = [row.name for row in rows if row.result == "exact" and "/" not in row.name]
+    gained = sorted(set(gained) - EXPECTED_EXACT)
+    if bad:
+        print("wrong or failed:", ", ".join(row.name for row in bad))
+    if lost:
+        print("expected exact, but not:", ", ".join(f"{row.name} ({row.result})" for row in lost))
+    if gained:
+        print("exact beyond the expected ones:", ", ".join(gained))
+    expected_here = EXPECTED_EXACT & set(names)
+    print(f"{len(expected_here) - len(lost)} of {len(expected_here)} expected ones exact; {summary(rows)}")
+    return 1 if bad or lost else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
