@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+from transformers import GenerationMixin
 
 from ..passes import Pass, Rejection, TracedGraph, UnsupportedModel
 from ..passes.attention_node import attention_nodes, paged_attention_nodes
@@ -58,6 +59,7 @@ def build_program(model: nn.Module, options: CompileOptions, *, owns_weights: bo
     passes = selected_passes(options)
     original = captured.traced.copy() if reference else captured.traced
     traced = _rewrite(captured.traced, passes, report)
+    _cap_at_rope_switch(model, traced)
     clock.lap("passes")
     if reference is not None:
         interpreted = LinkedProgram(traced, traced.module)
@@ -74,6 +76,26 @@ def build_program(model: nn.Module, options: CompileOptions, *, owns_weights: bo
         _pack(program, reference, report, owns_weights)
         clock.lap("pack")
     return program
+
+
+def _cap_at_rope_switch(model: nn.Module, traced: TracedGraph) -> None:
+    """Keep sequences below the length at which the model's own generate would start its cache anew.
+
+    Phi-3 and its kin drop the cache there and recompute every key with the other rotary table; a paged cache keeps
+    the keys that it has. Below the switch the two are the same.
+    """
+    switch = traced.notes.get("rope_switch")
+    prepare = getattr(type(model), "prepare_inputs_for_generation", GenerationMixin.prepare_inputs_for_generation)
+    if switch is None or prepare is GenerationMixin.prepare_inputs_for_generation:
+        return
+    traced.max_positions = min(switch, traced.max_positions or switch)
+    log.warning(
+        "%s changes its rotary table beyond %d tokens and recomputes its cache there, which is not built yet: "
+        "sequences are limited to %d tokens",
+        type(model).__name__,
+        switch,
+        switch,
+    )
 
 
 def _pack(program: LinkedProgram, reference: Reference | None, report: CompileReport, release: bool) -> None:

@@ -54,6 +54,8 @@ def choose_rope_per_sequence(traced: TracedGraph) -> PassRecord:
             record.rejections.append(Rejection(node.name, reason, module_path(node)))
         else:
             record.matches += 1
+            comparison, number = limit
+            traced.notes["rope_switch"] = int(number) - (comparison in ("ge", "lt"))
     if record.matches:
         eliminate_dead_code(traced.graph)
     return record
