@@ -62,7 +62,6 @@ class ToyLM(nn.Module):
     ) -> CausalLMOutput:
         batch, tokens = input_ids.shape
         hidden = self.embedding(input_ids)
-        self.ids = input_ids  # for functions that look at the tokens themselves
         if self.before is not None:
             hidden = self.before(self, hidden, position_ids)
         q = self.q(hidden).view(batch, tokens, HEADS, DIM).transpose(1, 2)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch_pagoda.passes import PASSES
 from torch_pagoda.passes.token_axis import mixers
 
-from toy_lm import HIDDEN, ToyLM, sdpa, traced
+from toy_lm import HIDDEN, VOCAB, ToyLM, sdpa, traced
 
 
 def found_in(before):
@@ -42,10 +42,6 @@ MIXING = {
     "first token": (lambda m, h, pos: h + h[:, :1], "cut out"),
     "maximum position": (lambda m, h, pos: h * pos.max(), "max runs over all tokens"),
     "number of tokens": (lambda m, h, pos: h * h.shape[1], "number of tokens"),
-    "count of token ids": (
-        lambda m, h, pos: h * (m.ids != 1).cumsum(1)[..., None],
-        "cumsum runs over the tokens",
-    ),
     "norm over all": (lambda m, h, pos: F.layer_norm(h, h.shape[1:]), "layer_norm runs over the tokens"),
 }
 
@@ -54,6 +50,21 @@ MIXING = {
 def test_mixing_is_found(name):
     before, reason = MIXING[name]
     assert any(reason in r for r in found_in(before)), found_in(before)
+
+
+class CountsTokens(ToyLM):
+    """Positions made by counting the tokens that are no padding, as RoBERTa can."""
+
+    def forward(self, input_ids, position_ids, use_cache=False, return_dict=True):
+        counted = (input_ids != 1).cumsum(1)
+        return super().forward((input_ids + counted) % VOCAB, position_ids)
+
+
+def test_a_count_of_token_ids_is_no_routing():
+    graph = traced(CountsTokens(sdpa))
+    for entry in PASSES:
+        entry.apply(graph)
+    assert [r.reason for r in mixers(graph)] == ["cumsum runs over the tokens"]
 
 
 def experts(m, h, pos):
