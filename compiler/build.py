@@ -59,7 +59,6 @@ def build_program(model: nn.Module, options: CompileOptions, *, owns_weights: bo
     passes = selected_passes(options)
     original = captured.traced.copy() if reference else captured.traced
     traced = _rewrite(captured.traced, passes, report)
-    _cap_at_rope_switch(model, traced)
     clock.lap("passes")
     if reference is not None:
         interpreted = LinkedProgram(traced, traced.module)
@@ -71,6 +70,7 @@ def build_program(model: nn.Module, options: CompileOptions, *, owns_weights: bo
         if long_windows is not None and not long_windows.ok:
             raise UnsupportedModel(f"{report.model}: a long window is not exact ({long_windows.reason})")
         clock.lap("verify")
+    _cap_at_rope_switch(model, traced)
     program = _link(captured, traced, options, model, reference, report, clock)
     if options.pack_weights:
         _pack(program, reference, report, owns_weights)

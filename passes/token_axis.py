@@ -127,11 +127,7 @@ class _Check:
         if name in _INDEXING:
             return self._indexing(node, name)
         if name in _SHAPES or name in _ROW_OPERATORS or name in _EXPERTS:
-            return (
-                self._last_dim_operator(node, name)
-                if name in ("layer_norm", "rms_norm", "linear", "packed_linear")
-                else ""
-            )
+            return self._last_dim_operator(node, name)
         return f"{name} is not known to work token by token"
 
     def _scalar_reason(self, node: fx.Node, name: str) -> str:

@@ -189,12 +189,13 @@ def test_the_model_is_not_changed():
     assert model.q.in_features == HIDDEN
 
 
-def test_sequences_end_where_a_model_would_restart_its_cache(caplog):
+@pytest.mark.parametrize("verify", ["model", "every-pass", "off"])
+def test_sequences_end_where_a_model_would_restart_its_cache(verify, caplog):
     """Phi-3 recomputes every key with the long table when a sequence crosses the switch; llama keeps its keys."""
     variants = {name: LLAMA_VARIANTS[name] for name in ("phi3/rope-longrope", "llama/rope-longrope")}
     limits = {}
     for name, variant in variants.items():
         model = build_tiny_model(variant.model_type, **variant.overrides)
-        limits[name] = build_program(model, PLAIN).max_model_len
+        limits[name] = build_program(model, dataclasses.replace(PLAIN, verify=verify)).max_model_len
     assert limits == {"phi3/rope-longrope": 16, "llama/rope-longrope": 512}
     assert "limited to 16 tokens" in caplog.text

@@ -67,7 +67,9 @@ def test_bad_values_are_refused_in_one_line_that_names_them(name, values):
     ],
 )
 def test_edge_values_are_accepted(good):
-    SamplingParams(**good)
+    params = SamplingParams(**good)
+    for name, given in good.items():
+        assert list(np.ravel(getattr(params, name))) == list(np.ravel(given))
 
 
 def test_stop_becomes_a_tuple():
