@@ -50,9 +50,9 @@ _POINTWISE = frozenset(
 )
 _SHAPES = frozenset(
     "view reshape transpose permute unsqueeze squeeze expand expand_as view_as reshape_as flatten unflatten "
-    "movedim swapaxes swapdims chunk split tensor_split unbind stack repeat repeat_interleave tile "
-    "broadcast_to t mT numpy_T getattr T H mH narrow select broadcast_tensors atleast_2d ravel hstack "
-    "split_with_sizes unsafe_chunk meshgrid swapaxes_ unsqueeze_ squeeze_ transpose_ adjoint as_tensor".split()
+    "movedim swapaxes swapdims stack repeat repeat_interleave tile "
+    "broadcast_to t mT numpy_T getattr T H mH broadcast_tensors atleast_2d ravel hstack "
+    "meshgrid swapaxes_ unsqueeze_ squeeze_ transpose_ adjoint as_tensor".split()
 )
 _FACTORIES = frozenset(
     "zeros ones empty full arange tensor new_zeros new_ones new_empty new_full zeros_like ones_like "
@@ -67,6 +67,17 @@ _INDEXING = frozenset(
     "index_copy_ index_put index_put_ take_along_dim masked_scatter scatter_reduce scatter_reduce_ "
     "masked_scatter_ index".split()
 )
+# Cuts along one dim: where the dim stands among the arguments, and its default.
+_CUTS = {
+    "chunk": (2, 0),
+    "unsafe_chunk": (2, 0),
+    "split": (2, 0),
+    "split_with_sizes": (2, 0),
+    "tensor_split": (2, 0),
+    "unbind": (1, 0),
+    "narrow": (1, 0),
+    "select": (1, 0),
+}
 _EXPERTS = frozenset("grouped_mm_fallback _grouped_mm grouped_mm _grouped_linear grouped_linear".split())
 
 
@@ -126,6 +137,8 @@ class _Check:
             return self._pad(node)
         if name in _INDEXING:
             return self._indexing(node, name)
+        if name in _CUTS:
+            return "" if routed else self._cut(node, name)
         if name in _SHAPES or name in _ROW_OPERATORS or name in _EXPERTS:
             return self._last_dim_operator(node, name)
         return f"{name} is not known to work token by token"
@@ -266,6 +279,17 @@ class _Check:
         ):
             return ""
         return f"{name} moves rows by an index computed from positions or tokens"
+
+    def _cut(self, node: fx.Node, name: str) -> str:
+        """Why cutting along a dim (chunk, split, narrow, select, unbind, repeat) moves tokens, or ""."""
+        position, default = _CUTS[name]
+        source = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("tensor"))
+        dim = argument(node, position, "dim", default)
+        if not isinstance(dim, int):
+            return f"{name} along a computed dim"
+        if dim % max(len(shape(source)), 1) in self.token_dims(source):
+            return f"{name} cuts the step's tokens apart"
+        return ""
 
     def _last_dim_operator(self, node: fx.Node, name: str) -> str:
         if name not in ("layer_norm", "rms_norm", "linear", "packed_linear"):

@@ -42,6 +42,9 @@ MIXING = {
     "first token": (lambda m, h, pos: h + h[:, :1], "cut out"),
     "maximum position": (lambda m, h, pos: h * pos.max(), "max runs over all tokens"),
     "number of tokens": (lambda m, h, pos: h * h.shape[1], "number of tokens"),
+    "halves": (lambda m, h, pos: h + h.narrow(1, 0, 1), "narrow cuts the step's tokens apart"),
+    "one token": (lambda m, h, pos: h + h.select(1, 0)[:, None], "select cuts the step's tokens apart"),
+    "chunks": (lambda m, h, pos: h + h.chunk(1, dim=1)[0].sum(-1, keepdim=True), "chunk cuts"),
     "norm over all": (lambda m, h, pos: F.layer_norm(h, h.shape[1:]), "layer_norm runs over the tokens"),
 }
 
