@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
-from transformers import GenerationMixin
 
 from ..passes import Pass, Rejection, TracedGraph, UnsupportedModel
 from ..passes.attention_node import attention_nodes, paged_attention_nodes
 from ..passes.fx_nodes import callee, module_path
 from ..passes.token_axis import mixers
+from .cache_restart import restart_length
 from .capture import Captured, capture
 from .linker import LinkedProgram
 from .options import CompileOptions
@@ -70,32 +70,13 @@ def build_program(model: nn.Module, options: CompileOptions, *, owns_weights: bo
         if long_windows is not None and not long_windows.ok:
             raise UnsupportedModel(f"{report.model}: a long window is not exact ({long_windows.reason})")
         clock.lap("verify")
-    _cap_at_rope_switch(model, traced)
     program = _link(captured, traced, options, model, reference, report, clock)
+    switch = traced.notes.get("rope_switch")
+    program.restart_length = None if switch is None else restart_length(model, switch)
     if options.pack_weights:
         _pack(program, reference, report, owns_weights)
         clock.lap("pack")
     return program
-
-
-def _cap_at_rope_switch(model: nn.Module, traced: TracedGraph) -> None:
-    """Keep sequences below the length at which the model's own generate would start its cache anew.
-
-    Phi-3 and its kin drop the cache there and recompute every key with the other rotary table; a paged cache keeps
-    the keys that it has. Below the switch the two are the same.
-    """
-    switch = traced.notes.get("rope_switch")
-    prepare = getattr(type(model), "prepare_inputs_for_generation", GenerationMixin.prepare_inputs_for_generation)
-    if switch is None or prepare is GenerationMixin.prepare_inputs_for_generation:
-        return
-    traced.max_positions = min(switch, traced.max_positions or switch)
-    log.warning(
-        "%s changes its rotary table beyond %d tokens and recomputes its cache there, which is not built yet: "
-        "sequences are limited to %d tokens",
-        type(model).__name__,
-        switch,
-        switch,
-    )
 
 
 def _pack(program: LinkedProgram, reference: Reference | None, report: CompileReport, release: bool) -> None:

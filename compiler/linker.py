@@ -31,6 +31,7 @@ class LinkedProgram:
         self.report = report if report is not None else CompileReport("")
         self.caches: list[CacheSpec] = list(traced.caches)
         self.max_model_len = traced.max_positions
+        self.restart_length: int | None = None
         self.vocab_size = int(shape(traced.output.args[0][0])[-1])  # type: ignore[index,arg-type]
         self.device: torch.device = value(traced.placeholder(traced.input_ids)).device
         self._run = run

@@ -245,7 +245,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
-    parser.add_argument("--steps", type=int, default=3000, help="optimiser steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=5000, help="optimiser steps (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=30, help="stop after so long (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences a step (default: %(default)s)")

@@ -199,6 +199,12 @@ class Batcher:
             )
         request.num_computed_tokens = computed
 
+    def restart(self, request: Request) -> None:
+        """Compute all tokens of a running request anew; it keeps its blocks and its place."""
+        if self._running.get(request.request_id) is not request:
+            raise ValueError(f"request {request.request_id!r} is {request.status.value}; only running ones restart")
+        request.num_computed_tokens = 0
+
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a waiting or running request and free its blocks; does nothing if it has ended already."""
         if self._requests.get(request.request_id) is not request:

@@ -191,6 +191,8 @@ class EngineCore:
                 if reason is None:
                     going_on.append(request)
                     tokens.append(outcome.token)
+                    if self._outgrows_its_keys(request):
+                        self.batcher.restart(request)
                 else:
                     self.end(completion, reason)
             completion.num_settled = len(request.output_token_ids)
@@ -199,6 +201,10 @@ class EngineCore:
                 self.news[owner.request_id] = owner
         self.runner.append_tokens(going_on, tokens)
         return progressed
+
+    def _outgrows_its_keys(self, request: Request) -> bool:
+        limit = self.runner.program.restart_length
+        return limit is not None and request.num_prompt_tokens <= limit and request.num_tokens == limit + 1
 
     def _drop_quickly(self) -> None:
         for submission in self._dropped:

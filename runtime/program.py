@@ -38,12 +38,15 @@ class Program(Protocol):
         caches: one entry per (key, value) pair of caches, in the order that ``bind`` expects.
         vocab_size: columns of the logits.
         max_model_len: positions that the model supports, or None when it does not say.
+        restart_length: a sequence that grows beyond so many tokens is computed anew from its first one, because
+            all of its keys change (longrope in Phi-3); None when that never happens.
         device: where inputs must live.
     """
 
     caches: list[CacheSpec]
     vocab_size: int
     max_model_len: int | None
+    restart_length: int | None
     device: torch.device
 
     def bind(self, kv_cache: KVCache) -> None:

@@ -156,6 +156,9 @@ class Runner:
         if not len(asked):
             asked = ends[-1:] - 1
         width = -(-int(lens.max()) // size)
+        lengths = self._num_prompt_tokens
+        if (limit := self.program.restart_length) is not None:
+            lengths = np.where(self._num_tokens > limit, np.maximum(lengths, limit + 1), lengths)
         return (
             self._tensor(self._tokens[token_rows, positions][None]),
             self._tensor(positions[None]),
@@ -165,7 +168,7 @@ class Runner:
                 query_start_loc=self._tensor(bounds),
                 seq_lens=self._tensor(lens.astype(np.int32)),
                 logits_rows=self._tensor(asked),
-                token_lengths=self._tensor(np.maximum(self._num_prompt_tokens[token_rows], positions + 1)),
+                token_lengths=self._tensor(np.maximum(lengths[token_rows], positions + 1)),
             ),
         )
 

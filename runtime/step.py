@@ -19,7 +19,8 @@ class StepMetadata:
         logits_rows: ``[R]`` int64. Indices of the tokens whose logits are returned.
         token_lengths: ``[T]`` int64. For each token, the length that its sequence has when it is run alone and
             with a cache: ``max(prompt length, position + 1)``. It does not depend on how the scheduler cut the
-            prompt into chunks; models whose position encoding depends on the length read it (longrope).
+            prompt into chunks; models whose position encoding depends on the length read it (longrope). A
+            sequence that was computed anew (``Program.restart_length``) counts what it had then as its prompt.
     """
 
     slot_mapping: torch.Tensor

@@ -32,6 +32,7 @@ class ToyProgram:
         self.caches = [CacheSpec(KV_HEADS, DIM, DIM, torch.float32)] * LAYERS
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
+        self.restart_length: int | None = None
         self.device = torch.device("cpu")
         self.steps: list[tuple[int, int, int]] = []
         self.before_call: Callable[[torch.Tensor], None] | None = None

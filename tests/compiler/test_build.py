@@ -18,7 +18,6 @@ from torch_pagoda.passes import PASSES, Pass, PassRecord
 from torch_pagoda.passes.attention_node import paged_attention_nodes
 from torch_pagoda.passes.fx_nodes import callee
 
-from tiny_models import LLAMA_VARIANTS, build_tiny_model
 from toy_lm import HIDDEN, ToyLM, causal_mask, repeat_kv, sdpa, traced
 
 PLAIN = CompileOptions(codegen="none")
@@ -187,15 +186,3 @@ def test_the_model_is_not_changed():
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert passes.PASSES is PASSES
     assert model.q.in_features == HIDDEN
-
-
-@pytest.mark.parametrize("verify", ["model", "every-pass", "off"])
-def test_sequences_end_where_a_model_would_restart_its_cache(verify, caplog):
-    """Phi-3 recomputes every key with the long table when a sequence crosses the switch; llama keeps its keys."""
-    variants = {name: LLAMA_VARIANTS[name] for name in ("phi3/rope-longrope", "llama/rope-longrope")}
-    limits = {}
-    for name, variant in variants.items():
-        model = build_tiny_model(variant.model_type, **variant.overrides)
-        limits[name] = build_program(model, dataclasses.replace(PLAIN, verify=verify)).max_model_len
-    assert limits == {"phi3/rope-longrope": 16, "llama/rope-longrope": 512}
-    assert "limited to 16 tokens" in caplog.text
