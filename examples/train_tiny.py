@@ -41,7 +41,8 @@ MODEL_README = """\
 
 A Llama of {parameters:,} parameters that continues English text in the manner of Python's
 documentation. It exists so that examples and tests have a real, trained model that needs no download.
-It knows nothing and answers nothing.
+It knows nothing and answers nothing: it has read the same small text many times, much of it by heart, as
+the two losses below show.
 
 - Architecture: `LlamaForCausalLM`, 4 layers, hidden size 256, 4 query heads and 2 key/value heads of
   size 128, MLP 576, tied embeddings, byte-level BPE with 2,048 tokens. Weights are stored in bf16
