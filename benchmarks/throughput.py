@@ -157,6 +157,7 @@ def measure(shape: str, rounds: int, settings: dict[str, Any]) -> dict[str, Any]
     generated = {"decode": DECODE_TOKENS - 1, "prefill": PREFILL_PROMPT, "offline": sum(OUTPUT_LENGTHS)}
     result: dict[str, Any] = {
         "shape": shape,
+        "pack_weights": settings["pack_weights"],
         "read_gb_per_s": bandwidth,
         "weight_gb_per_token": per_token / 1e9,
     }
@@ -228,6 +229,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
                 f"first token, {kind}: {start['seconds']:.1f} s, peak RSS {start['peak_rss_mb']:.0f} MB "
                 f"({start['rss_before_mb']:.0f} MB before the engine)"
             )
+    console.print(f"peak RSS of the run above, both sides in one process: {result['peak_rss_mb']:.0f} MB")
     console.print()
 
 

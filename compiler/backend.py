@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..passes import TracedGraph
+from ..passes import PassRecord, TracedGraph, UnsupportedModel
 from ..passes.fx_nodes import value
 from .options import CompileOptions
 from .pipeline import run_passes, selected_passes
@@ -51,6 +51,11 @@ def pagoda(
     if mode not in (None, "default"):
         raise ValueError(f"mode={mode!r} is not supported by backend 'pagoda'; leave it out or use options={{...}}")
     parsed = CompileOptions.from_dict(options)
+    if parsed.pack_weights:
+        raise ValueError(
+            "pack_weights=True is not for backend 'pagoda', where the weights stay the caller's; leave it out, or "
+            "use torch_pagoda.compile or torch_pagoda.LLM"
+        )
     why = _training_reason(example_inputs)
     if why:
         _warn_of_training(why)
@@ -66,20 +71,23 @@ def _training_reason(example_inputs: list[Any]) -> str:
     """Why this is a training graph, or ""."""
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
         return "has grad mode on and an input or parameter that requires grad"
-    if any(module.training for module in _traced_modules()):
+    if any(part.training for module in _traced_modules() for part in module.modules()):
         return "comes from a module in train()"
     return ""
 
 
 def _traced_modules() -> list[nn.Module]:
-    """The modules that the frame being compiled can name: the model itself."""
+    """The modules that the frame being compiled can name: the model, or what a function calls."""
     from torch._dynamo.symbolic_convert import tls
 
     translator = getattr(tls, "current_tx", None)
     if translator is None:
         return []
-    frame_values = list(getattr(translator, "f_locals", {}).values())
-    return [v for v in frame_values if isinstance(v, nn.Module)]
+    visible = dict(getattr(translator, "f_locals", {}))
+    names = getattr(getattr(translator, "f_code", None), "co_names", ())
+    module_globals = getattr(translator, "f_globals", {})
+    visible |= {name: module_globals[name] for name in names if name in module_globals}
+    return [v for v in visible.values() if isinstance(v, nn.Module)]
 
 
 def _warn_of_training(why: str) -> None:
@@ -90,12 +98,29 @@ def _warn_of_training(why: str) -> None:
 
 
 def _rewrite(gm: fx.GraphModule, example_inputs: list[Any], options: CompileOptions) -> fx.GraphModule:
-    """The rewritten graph module; ``gm`` itself when nothing matched or the check refuses the rewrite."""
+    """The rewritten graph module; ``gm`` itself when nothing matched or the check refuses the rewrite.
+
+    A pass that fails is left out; with verify="every-pass" so is one that changes the numbers.
+    """
     fakes = [v for n in gm.graph.nodes if isinstance(v := value(n), FakeTensor)]
     if not fakes:
         return gm
     traced = TracedGraph(gm, fakes[0].fake_mode, {}, paged=False).copy()
-    records = run_passes(traced, selected_passes(options))
+    records: list[PassRecord] = []
+    for entry in selected_passes(options):
+        before, reason = traced.copy(), ""
+        try:
+            applied = run_passes(traced, [entry])
+            if options.verify == "every-pass" and applied[0].matches:
+                reason = _difference(gm, traced.module, example_inputs)
+        except UnsupportedModel as error:
+            reason = str(error)
+        if reason:
+            log.warning("pass %s is left out: %s", entry.name, reason)
+            traced = before
+        else:
+            records += applied
+    traced.recompile()
     for record in records:
         log.debug("%s: %d matches, %d near misses", record.name, record.matches, len(record.rejections))
         for rejection in record.rejections:

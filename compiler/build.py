@@ -14,11 +14,11 @@ from ..passes.attention_node import attention_nodes, paged_attention_nodes
 from ..passes.fx_nodes import callee, module_path
 from ..passes.token_axis import mixers
 from .cache_restart import restart_length
-from .capture import Captured, capture
+from .capture import Captured, capture, first_line
 from .linker import LinkedProgram
 from .options import CompileOptions
-from .pipeline import run_passes, selected_passes
-from .report import CompileReport, Verdict
+from .pipeline import PassError, run_passes, selected_passes
+from .report import CompileReport
 from .shrink import check_long_windows
 from .targets.cpu import generate_code
 from .verify import Reference, check, reference_of_model
@@ -56,20 +56,7 @@ def build_program(model: nn.Module, options: CompileOptions, *, owns_weights: bo
     clock.lap("reference")
     captured = capture(model)
     clock.lap("capture")
-    passes = selected_passes(options)
-    original = captured.traced.copy() if reference else captured.traced
-    traced = _rewrite(captured.traced, passes, report)
-    clock.lap("passes")
-    if reference is not None:
-        interpreted = LinkedProgram(traced, traced.module)
-        verdict = check(interpreted, reference)
-        if options.verify == "every-pass" or not verdict.ok:
-            traced, verdict = _without_culprit(original, passes, reference, report)
-        report.verdict = verdict
-        long_windows = check_long_windows(original, traced, reference)
-        if long_windows is not None and not long_windows.ok:
-            raise UnsupportedModel(f"{report.model}: a long window is not exact ({long_windows.reason})")
-        clock.lap("verify")
+    traced = _rewritten(captured.traced, options, reference, report, clock)
     program = _link(captured, traced, options, model, reference, report, clock)
     switch = traced.notes.get("rope_switch")
     program.restart_length = None if switch is None else restart_length(model, switch)
@@ -95,8 +82,97 @@ def _pack(program: LinkedProgram, reference: Reference | None, report: CompileRe
         report.verdict = verdict
 
 
-def _rewrite(traced: TracedGraph, passes: Sequence[Pass], report: CompileReport) -> TracedGraph:
-    report.passes = run_passes(traced, list(passes))
+def _rewritten(
+    original: TracedGraph,
+    options: CompileOptions,
+    reference: Reference | None,
+    report: CompileReport,
+    clock: _Clock,
+) -> TracedGraph:
+    """The graph after the passes, proven and, with a reference, compared with the model.
+
+    Raises:
+        UnsupportedModel: something of the model has no exact counterpart in a paged program.
+    """
+    passes = selected_passes(options)
+    traced: TracedGraph | None = None
+    if options.verify != "every-pass":
+        try:
+            traced = original.copy()
+            report.passes = run_passes(traced, passes)
+        except PassError as error:
+            log.warning("%s; applying the passes one by one", error)
+            traced = None
+        else:
+            _prove(traced, report)
+            clock.lap("passes")
+            if reference is not None:
+                report.verdict = check(LinkedProgram(traced, traced.module), reference)
+                clock.lap("verify")
+    if traced is None or (report.verdict is not None and not report.verdict.ok):
+        traced = _one_by_one(original.copy(), passes, reference, report)
+        _prove(traced, report)
+        clock.lap("passes")
+        if reference is not None:
+            report.verdict = check(LinkedProgram(traced, traced.module), reference)
+            clock.lap("verify")
+    if report.verdict is not None and not report.verdict.ok:
+        raise UnsupportedModel(
+            f"{report.model}: the paged program is not exact ({report.verdict.reason}), though each pass is for "
+            "sequences that run alone; the self-check refuses it. Please report the model; verify='off' serves it "
+            "regardless"
+        )
+    if reference is not None:
+        long_windows = check_long_windows(original, traced, reference)
+        if long_windows is not None and not long_windows.ok:
+            raise UnsupportedModel(f"{report.model}: a long window is not exact ({long_windows.reason})")
+        clock.lap("verify")
+    return traced
+
+
+def _one_by_one(
+    traced: TracedGraph, passes: Sequence[Pass], reference: Reference | None, report: CompileReport
+) -> TracedGraph:
+    """Apply the passes one at a time, comparing after each; leave out optional ones that fail or break the numbers.
+
+    Until all required passes have run the graph is compared on sequences that run alone.
+
+    Raises:
+        UnsupportedModel: a required pass fails (PassError) or breaks the numbers; the message names it.
+    """
+    report.passes = []
+    for i, entry in enumerate(passes):
+        before = traced.copy()
+        alone = any(p.required for p in passes[i + 1 :])
+        reason = ""
+        try:
+            records = run_passes(traced, [entry])
+            if reference is not None and records[0].matches:
+                reason = check(LinkedProgram(traced, traced.module), reference, alone=alone).reason
+        except PassError as error:
+            if entry.required:
+                raise
+            reason = str(error)
+        if not reason:
+            report.passes += records
+        elif entry.required:
+            raise UnsupportedModel(
+                f"{report.model}: pass {entry.name} is not exact on it ({reason}); the self-check refuses it. "
+                "Please report the model; verify='off' serves it regardless"
+            )
+        else:
+            report.dropped_passes.append((entry.name, reason))
+            log.warning("pass %s is left out: with it, %s", entry.name, reason)
+            traced = before
+    return traced
+
+
+def _prove(traced: TracedGraph, report: CompileReport) -> None:
+    """Count the attention, and refuse what does not read the paged cache or lets tokens see each other.
+
+    Raises:
+        UnsupportedModel: the message says which node and why.
+    """
     report.attention_recognised = len(list(paged_attention_nodes(traced)))
     left = _left_over(traced, report)
     report.attention_total = report.attention_recognised + len(left)
@@ -110,7 +186,6 @@ def _rewrite(traced: TracedGraph, passes: Sequence[Pass], report: CompileReport)
     found = mixers(traced)
     if found:
         raise UnsupportedModel(f"{report.model} cannot run many sequences in one step: {_say(found[0])}")
-    return traced
 
 
 def _say(rejection: Rejection) -> str:
@@ -133,45 +208,6 @@ def _left_over(traced: TracedGraph, report: CompileReport) -> list[str]:
     return left
 
 
-def _without_culprit(
-    original: TracedGraph,
-    passes: Sequence[Pass],
-    reference: Reference,
-    report: CompileReport,
-) -> tuple[TracedGraph, Verdict]:
-    """Find the optional pass that breaks the numbers by adding the optional ones back one at a time.
-
-    Raises:
-        UnsupportedModel: the numbers are wrong with the required passes alone.
-    """
-    kept = [p for p in passes if p.required]
-    traced, good = _try(original, kept, reference, report)
-    if not good.ok:
-        raise UnsupportedModel(
-            f"{report.model}: the paged program is not exact ({good.reason}); the self-check refuses it. "
-            "Please report the model; verify='off' serves it regardless"
-        )
-    for entry in passes:
-        if entry.required:
-            continue
-        candidate = [p for p in passes if p in kept or p is entry]
-        attempt, outcome = _try(original, candidate, reference, report)
-        if outcome.ok:
-            kept, traced, good = candidate, attempt, outcome
-        else:
-            report.dropped_passes.append((entry.name, outcome.reason))
-            log.warning("pass %s is left out: with it, %s", entry.name, outcome.reason)
-    _rewrite(original.copy(), kept, report)
-    return traced, good
-
-
-def _try(
-    original: TracedGraph, passes: Sequence[Pass], reference: Reference, report: CompileReport
-) -> tuple[TracedGraph, Verdict]:
-    traced = _rewrite(original.copy(), passes, report)
-    return traced, check(LinkedProgram(traced, traced.module), reference)
-
-
 def _link(
     captured: Captured,
     traced: TracedGraph,
@@ -183,7 +219,12 @@ def _link(
 ) -> LinkedProgram:
     if not options.uses_inductor(sum(p.numel() for p in model.parameters())):
         return LinkedProgram(traced, traced.module, report)
-    run: Callable[..., Sequence[Any]] = generate_code(traced, captured.context)
+    try:
+        run: Callable[..., Sequence[Any]] = generate_code(traced, captured.context)
+    except Exception as error:  # no C++ compiler, no room on the disk, a bug of inductor
+        log.warning("inductor fails, the rewritten graph runs as it is, slower: %s", first_line(error))
+        report.dropped_passes.append(("inductor", first_line(error)))
+        return LinkedProgram(traced, traced.module, report)
     program = LinkedProgram(traced, run, report)
     clock.lap("codegen")
     report.codegen = "inductor"

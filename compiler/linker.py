@@ -23,6 +23,10 @@ class LinkedProgram:
         traced: the rewritten graph that ``run`` was made from.
         run: function of the graph's placeholders, in order.
         report: how it was compiled.
+
+    Attributes:
+        copied_weights: the module's tensors that the program holds packed copies of; a change of their values
+            does not reach it.
     """
 
     def __init__(
@@ -52,9 +56,11 @@ class LinkedProgram:
                 self._cache_at[node.name] = i
             elif node.name not in traced.constants:
                 self._sizes.append(self._token_count_only(traced, node, i))
+        self._gathers = "logits_rows" in traced.step_inputs
         self._bound = not self.caches
         packed: set[str] = traced.notes.get("packed", set())
         self._packable = [i for i, node in enumerate(traced.placeholders) if node.name in packed]
+        self.copied_weights: list[torch.Tensor] = []
 
     @staticmethod
     def _token_count_only(traced: TracedGraph, node: Any, index: int) -> int:
@@ -95,7 +101,9 @@ class LinkedProgram:
             source = self._args[i]
             self._args[i] = pack_weight(source)
             size += source.numel() * source.element_size()
-            if release and not any(other is source for other in self._args):
+            if not release:
+                self.copied_weights.append(source)
+            elif not any(other is source for other in self._args):
                 source.data = source.new_empty(0)
         self._packable = []
         return size
@@ -113,5 +121,6 @@ class LinkedProgram:
         for i in self._sizes:
             args[i] = input_ids.shape[1]
         with torch.no_grad():
-            logits = self._run(*args)[0]
-        return logits[0]
+            logits: torch.Tensor = self._run(*args)[0][0]
+        # Without the pass that gathers the asked rows in front of the head they are taken from all.
+        return logits if self._gathers else logits[step.logits_rows]

@@ -63,7 +63,7 @@ class CompileOptions:
         known = [f.name for f in fields(cls)]
         for key in options:
             if key not in known:
-                raise ValueError(f"unknown option {key!r}{_hint(str(key), known)}")
+                raise ValueError(f"unknown option {key!r} (given {options[key]!r}){_hint(str(key), known)}")
         if options.get("passes") is None:
             options.pop("passes", None)
         return cls(**options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from ..passes import PASSES, Pass, PassRecord, TracedGraph, UnsupportedModel
 from ..passes.fx_nodes import is_tensor, value
@@ -20,9 +20,7 @@ def selected_passes(options: CompileOptions) -> list[Pass]:
     return [p for p in PASSES if options.selects(p)]
 
 
-def run_passes(
-    traced: TracedGraph, passes: list[Pass], after_each: Callable[[Pass, TracedGraph], None] | None = None
-) -> list[PassRecord]:
+def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
     """Apply ``passes`` in order.
 
     After each pass that changed something the graph is linted and its fake tensors are computed anew.
@@ -45,8 +43,6 @@ def run_passes(
                 propagate(traced)
             except Exception as error:
                 raise PassError(f"pass {entry.name} left a broken graph: {first_line(error)}") from error
-            if after_each is not None:
-                after_each(entry, traced)
         record.seconds = time.perf_counter() - start
         records.append(record)
     traced.recompile()

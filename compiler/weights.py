@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -12,27 +12,43 @@ class WeightGuard:
     """Remembers where every parameter and buffer of ``model`` lives.
 
     A program reads the tensors that the module had when it was compiled. Values may change in place (an optimiser
-    step, ``copy_``); a tensor that was replaced or moved would silently be ignored, so that raises instead.
+    step, ``copy_``); a tensor that was replaced or moved would silently be ignored, so that raises instead, and so
+    does an in-place change of a weight that the program holds a copy of. (Writes through ``.data`` go unseen.)
+
+    Args:
+        model: the module that was compiled.
+        copied: its tensors that the program does not read itself (packed weights).
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, copied: Iterable[torch.Tensor] = ()) -> None:
         self._model = model
-        self._known = {name: (id(tensor), _place(tensor)) for name, tensor in _tensors(model)}
+        self._known = self._now()
+        self._copied = [(tensor, tensor._version) for tensor in copied if not tensor.is_inference()]
 
     def check(self) -> None:
         """Compare with what the module holds now.
 
         Raises:
-            RuntimeError: a parameter or buffer was replaced, moved, converted, added or removed.
+            RuntimeError: a parameter or buffer was replaced, moved, converted, added or removed; or one that is
+                packed was written to.
         """
-        now = {name: (id(tensor), _place(tensor)) for name, tensor in _tensors(self._model)}
-        if now == self._known:
-            return
-        changed = next(name for name in {**self._known, **now} if now.get(name) != self._known.get(name))
-        raise RuntimeError(
-            f"{changed!r} of {type(self._model).__name__} was replaced or moved after the model was compiled "
-            "(.to(), load_state_dict(assign=True), an adapter); compile it again"
-        )
+        now = self._now()
+        if now != self._known:
+            changed = next(name for name in {**self._known, **now} if now.get(name) != self._known.get(name))
+            raise RuntimeError(
+                f"{changed!r} of {type(self._model).__name__} was replaced or moved after the model was compiled "
+                "(.to(), load_state_dict(assign=True), an adapter); compile it again"
+            )
+        for tensor, version in self._copied:
+            if tensor._version != version:
+                name = next(name for name, other in _tensors(self._model) if other is tensor)
+                raise RuntimeError(
+                    f"{name!r} of {type(self._model).__name__} was written to after its packed copy was made; "
+                    "compile the model again, or with pack_weights=False"
+                )
+
+    def _now(self) -> dict[str, tuple[int, tuple[int, torch.dtype, torch.device]]]:
+        return {name: (id(tensor), _place(tensor)) for name, tensor in _tensors(self._model)}
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import torch_pagoda as pagoda
 
@@ -32,7 +32,7 @@ def read_prompts(path: Path) -> list[str]:
 def transformers_tokens(model_id: str, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
     """What transformers generates greedily for each prompt by itself, end tokens ignored."""
     model = AutoModelForCausalLM.from_pretrained(model_id, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
+    model.generation_config = GenerationConfig(pad_token_id=0)  # nothing but the greedy choice, without an end
     tokens = []
     for prompt in prompts:
         ids = torch.tensor([prompt])

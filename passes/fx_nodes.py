@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -180,8 +180,3 @@ def eliminate_dead_code(graph: fx.Graph) -> int:
 def _has_effects(node: fx.Node) -> bool:
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-
-
-def users_through_views(node: fx.Node) -> Iterator[fx.Node]:
-    """Users of ``node`` other than shape queries."""
-    return (u for u in node.users if callee(u) not in METADATA_CALLS)

@@ -10,6 +10,7 @@ tokens and permutes rows by them, which changes the order of the work but no tok
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ from .dependence import Depends, dependences
 from .evaluate import is_size
 from .fx_nodes import METADATA_CALLS, argument, callee, is_tensor, module_path, shape, value
 from .record import Rejection
+from .step_place import is_every_row, place_dependent, token_dims
 from .traced import TracedGraph
 
 _REDUCTIONS = frozenset(
     "sum mean max min amax amin argmax argmin prod var std norm logsumexp any all softmax log_softmax cumsum cumprod "
     "sort argsort topk flip roll median cummax cummin logcumsumexp unique unique_consecutive diff vector_norm "
-    "count_nonzero aminmax kthvalue mode quantile std_mean var_mean nansum nanmean".split()
+    "count_nonzero aminmax kthvalue mode quantile std_mean var_mean nansum nanmean "
+    "normalize cosine_similarity glu linalg_vector_norm".split()
 )
 _FLAT_REDUCTIONS = frozenset("histc bincount nonzero masked_select multinomial".split())
 _CONTRACTIONS = frozenset("matmul bmm mm baddbmm addmm __matmul__ mv dot".split())
@@ -51,7 +54,7 @@ _POINTWISE = frozenset(
 _SHAPES = frozenset(
     "view reshape transpose permute unsqueeze squeeze expand expand_as view_as reshape_as flatten unflatten "
     "movedim swapaxes swapdims stack repeat repeat_interleave tile "
-    "broadcast_to t mT numpy_T getattr T H mH broadcast_tensors atleast_2d ravel hstack "
+    "broadcast_to t mT numpy_T getattr T H mH broadcast_tensors atleast_2d ravel "
     "meshgrid swapaxes_ unsqueeze_ squeeze_ transpose_ adjoint as_tensor".split()
 )
 _FACTORIES = frozenset(
@@ -59,8 +62,7 @@ _FACTORIES = frozenset(
     "empty_like full_like eye linspace scalar_tensor new_tensor".split()
 )
 _ROW_OPERATORS = frozenset(
-    "linear packed_linear embedding layer_norm rms_norm normalize glu one_hot attention paged_attention "
-    "cosine_similarity linalg_vector_norm local_response_norm_lastdim".split()
+    "linear packed_linear embedding layer_norm rms_norm one_hot attention paged_attention".split()
 )
 _INDEXING = frozenset(
     "index_select gather scatter scatter_ scatter_add scatter_add_ index_add index_add_ index_copy "
@@ -78,6 +80,22 @@ _CUTS = {
     "narrow": (1, 0),
     "select": (1, 0),
 }
+# Run along one or more dims: where these stand among the arguments, and their default (None: all).
+_ALONG = {
+    "normalize": (2, 1),
+    "cosine_similarity": (2, 1),
+    "glu": (1, -1),
+    "linalg_vector_norm": (2, None),
+    "norm": (2, None),
+    "vector_norm": (2, None),
+    "roll": (2, None),
+    "quantile": (2, None),
+    "topk": (2, -1),
+    "kthvalue": (2, -1),
+    "diff": (2, -1),
+    "sort": (1, -1),
+    "argsort": (1, -1),
+}
 _EXPERTS = frozenset("grouped_mm_fallback _grouped_mm grouped_mm _grouped_linear grouped_linear".split())
 
 
@@ -94,11 +112,13 @@ def mixers(traced: TracedGraph) -> list[Rejection]:
 
 class _Check:
     def __init__(self, traced: TracedGraph) -> None:
+        self.traced = traced
         self.symbol = traced.token_symbol
         self.depends = dependences(traced)
+        self.places = place_dependent(traced, self.depends)
 
     def token_dims(self, node: Any) -> list[int]:
-        return [i for i, s in enumerate(shape(node)) if self._varies(s)]
+        return token_dims(self.traced, node)
 
     def _varies(self, size: Any) -> bool:
         return isinstance(size, torch.SymInt) and self.symbol in size.node.expr.free_symbols
@@ -107,6 +127,8 @@ class _Check:
         """Why ``node`` mixes tokens, or ""."""
         if node.op in ("placeholder", "output", "get_attr") or is_size(node):
             return ""
+        if node in self.places:
+            return self.places[node]
         name = callee(node)
         if name in METADATA_CALLS or name in _FACTORIES or name.startswith("_assert") or name.startswith("_check"):
             return ""
@@ -139,6 +161,8 @@ class _Check:
             return self._indexing(node, name)
         if name in _CUTS:
             return "" if routed else self._cut(node, name)
+        if name in ("view", "reshape", "unflatten"):
+            return "" if routed else self._regrouped(node, name)
         if name in _SHAPES or name in _ROW_OPERATORS or name in _EXPERTS:
             return self._last_dim_operator(node, name)
         return f"{name} is not known to work token by token"
@@ -162,12 +186,8 @@ class _Check:
             return ""
         if name in ("max", "min") and len(node.args) > 1 and isinstance(node.args[1], fx.Node):
             return ""  # elementwise maximum of two tensors
-        position = {"topk": 2, "norm": 2, "roll": 2, "diff": 2, "vector_norm": 2, "quantile": 2, "kthvalue": 2}.get(
-            name, 1
-        )
-        over = argument(node, position, "dim", node.kwargs.get("dims", node.kwargs.get("axis")))
-        if name in ("topk", "sort", "argsort", "diff", "kthvalue") and over is None:
-            over = -1
+        position, default = _ALONG.get(name, (1, None))
+        over = argument(node, position, "dim", node.kwargs.get("dims", node.kwargs.get("axis", default)))
         rank = len(shape(source))
         if over is None:
             return f"{name} runs over all tokens"
@@ -218,13 +238,21 @@ class _Check:
                 continue
             if dim in dims and not self._whole(item, shape(source)[dim]):
                 if isinstance(item, fx.Node) and is_tensor(item):
-                    if self.depends[item] in (Depends.ROUTING, Depends.CONSTANT):
+                    if self._permutes_rows(item):
                         dim += 1
                         continue
                     return "rows of the step are picked by an index computed from positions or tokens"
                 return "a part of the step's tokens is cut out, which shifts them against each other"
             dim += 1
         return ""
+
+    def _permutes_rows(self, index: fx.Node) -> bool:
+        """A router's order of the rows, the rows that the step asks for, or a constant that takes all alike."""
+        if index.op == "placeholder" and index.name in self.traced.step_inputs:
+            return True
+        if self.depends[index] is Depends.CONSTANT:
+            return is_every_row(self.traced, index)
+        return self.depends[index] is Depends.ROUTING
 
     def _whole(self, item: Any, size: Any) -> bool:
         if not isinstance(item, slice):
@@ -252,6 +280,8 @@ class _Check:
     def _cat(self, node: fx.Node) -> str:
         parts = argument(node, 0, "tensors")
         dim = argument(node, 1, "dim", node.kwargs.get("axis", 0))
+        if callee(node) == "hstack":
+            dim = min(1, len(shape(parts[0])) - 1)
         for part in parts:
             if dim % max(len(shape(part)), 1) in self.token_dims(part) and len(parts) > 1:
                 if max(self.depends[p] for p in parts) is Depends.ROUTING:
@@ -274,9 +304,7 @@ class _Check:
         if isinstance(dim, int) and dims and dim % len(shape(source)) not in dims:
             return ""
         indices = [n for n in node.all_input_nodes if is_tensor(n) and value(n).dtype in (torch.int64, torch.int32)]
-        if not dims or all(
-            self.depends[i] in (Depends.ROUTING, Depends.CONSTANT) for i in indices if i is not source
-        ):
+        if not dims or all(self._permutes_rows(i) for i in indices if i is not source):
             return ""
         return f"{name} moves rows by an index computed from positions or tokens"
 
@@ -290,6 +318,25 @@ class _Check:
         if dim % max(len(shape(source)), 1) in self.token_dims(source):
             return f"{name} cuts the step's tokens apart"
         return ""
+
+    def _regrouped(self, node: fx.Node, name: str) -> str:
+        """Why a new shape puts elements of several tokens into one row, or ""."""
+        source, token = node.args[0], self.symbol
+        for size in shape(node):
+            if self._varies(size) and not (size.node.expr / token).is_integer:
+                return f"{name} puts several tokens into one row"
+        before, after = (self._elements_before_tokens(n) for n in (source, node))
+        if before is not None and after is not None and before != after:
+            return f"{name} reads the elements of one token as those of several"
+        return ""
+
+    def _elements_before_tokens(self, node: Any) -> Any:
+        """Product of the sizes in front of the token dim; None unless there is one of exactly T."""
+        dims = self.token_dims(node)
+        sizes = shape(node)
+        if len(dims) != 1 or sizes[dims[0]].node.expr != self.symbol:
+            return None
+        return math.prod(sizes[: dims[0]])
 
     def _last_dim_operator(self, node: fx.Node, name: str) -> str:
         if name not in ("layer_norm", "rms_norm", "linear", "packed_linear"):

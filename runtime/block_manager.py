@@ -63,10 +63,6 @@ class BlockManager:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._tables
 
-    def can_allocate(self, num_tokens: int) -> bool:
-        """Whether a new table of ``num_tokens`` tokens would fit now."""
-        return -(-num_tokens // self.block_size) <= len(self._free)
-
     def blocks_needed(self, request_id: str, num_tokens: int) -> int:
         """Blocks to add so that the request's table (empty when it has none) holds ``num_tokens`` tokens."""
         held = len(self._tables.get(request_id, ()))

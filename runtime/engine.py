@@ -104,7 +104,9 @@ class Engine:
         """Most tokens of prompt and output together."""
         return self.limits.max_model_len
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
+    def submit(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> str:
         """Queue a prompt; ``step`` runs it.
 
         Returns:
@@ -114,7 +116,9 @@ class Engine:
             ValueError: the prompt, the parameters or the id is refused; nothing else is affected.
         """
         checked = check_prompt(prompt, self.tokenizer, self.limits)
-        submission = self._prepare(checked, check_params(params, self.tokenizer), request_id, is_private=False)
+        submission = self._prepare(
+            checked, check_params(sampling_params, self.tokenizer), request_id, is_private=False
+        )
         self._core.add([submission])
         return submission.request_id
 
@@ -154,14 +158,14 @@ class Engine:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_step: Callable[[Progress], None] | None = None,
     ) -> list[RequestOutput]:
         """Complete a batch of prompts.
 
         Args:
             prompts: a prompt or a list of them; every one is checked before any runs.
-            params: for all prompts, or one per prompt.
+            sampling_params: for all prompts, or one per prompt.
             on_step: called after each model step.
 
         Returns:
@@ -172,7 +176,7 @@ class Engine:
             ValueError: a prompt or its parameters are refused; the message names the index.
         """
         core = self._core
-        checked = check_batch(prompts, params, self.tokenizer, self.limits)
+        checked = check_batch(prompts, sampling_params, self.tokenizer, self.limits)
         batch = [self._prepare(prompt, entry, None, is_private=True) for prompt, entry in checked]
         try:
             core.add(batch)
@@ -190,7 +194,7 @@ class Engine:
         finally:
             core.drop(batch)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
         """Complete one prompt and yield its tokens as they come; leaving the loop early cancels it.
 
         Other requests in the engine progress with it.
@@ -199,7 +203,7 @@ class Engine:
             ValueError: the prompt or the parameters are refused, at once and not with the first piece.
         """
         checked = check_prompt(prompt, self.tokenizer, self.limits)
-        return self._stream(checked, check_params(params, self.tokenizer))
+        return self._stream(checked, check_params(sampling_params, self.tokenizer))
 
     def stats(self) -> EngineStats:
         """Figures since the engine was made."""

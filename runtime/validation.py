@@ -82,7 +82,7 @@ def check_prompt(
     return CheckedPrompt(text, token_ids)
 
 
-def check_params(params: object, tokenizer: Tokenizer | None, name: str = "params") -> SamplingParams:
+def check_params(params: object, tokenizer: Tokenizer | None, name: str = "sampling_params") -> SamplingParams:
     """The parameters, or the default ones for None.
 
     Raises:
@@ -111,9 +111,9 @@ def check_batch(
     if isinstance(params, (list, tuple)):
         if len(params) != len(batch):
             raise ValueError(
-                f"params has {len(params)} entries for {len(batch)} prompts; give one, or one per prompt"
+                f"sampling_params has {len(params)} entries for {len(batch)} prompts; give one, or one per prompt"
             )
-        each = [check_params(entry, tokenizer, f"params[{i}]") for i, entry in enumerate(params)]
+        each = [check_params(entry, tokenizer, f"sampling_params[{i}]") for i, entry in enumerate(params)]
     else:
         each = [check_params(params, tokenizer)] * len(batch)
     return [

@@ -194,13 +194,22 @@ def check_module(model: object, dtype: str | torch.dtype, device: torch.device) 
         raise ValueError(
             f"model is on {model.device} and device={str(device)!r}; call model.to({device.type!r}) first"
         )
+    check_dtype(model, dtype)
+    return model
+
+
+def check_dtype(model: PreTrainedModel, dtype: str | torch.dtype) -> None:
+    """Refuse a dtype that is not the live module's own.
+
+    Raises:
+        ValueError: it is another, or no float dtype.
+    """
     wanted = resolve_dtype(dtype)
     if wanted is not None and wanted != model.dtype:
         raise ValueError(
             f"dtype={str(wanted).removeprefix('torch.')!r} differs from the live module's "
             f"{str(model.dtype).removeprefix('torch.')}; call model.to({wanted}) first, or leave dtype='auto'"
         )
-    return model
 
 
 def is_causal_lm(model: PreTrainedModel) -> bool:

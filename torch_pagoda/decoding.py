@@ -20,6 +20,7 @@ from transformers.generation.stopping_criteria import (
 
 from .runtime.engine import Engine
 from .runtime.sampling_params import SamplingParams
+from .runtime.validation import check_prompt
 
 # What transformers' `generate` puts into model_kwargs by itself, and the engine has its own of.
 _KNOWN_MODEL_KWARGS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
@@ -129,8 +130,11 @@ def decode_rows(engine: Engine, plan: DecodingPlan, streamer: Any | None) -> tor
     Whatever happens, no request of the plan is left in the engine.
 
     Raises:
+        ValueError: a row holds a token id that the model does not have; the message names it.
         RuntimeError: a row ended in an error.
     """
+    for row, prompt in enumerate(plan.prompts):
+        check_prompt(prompt, None, engine.limits, f"input_ids[{row}]")
     columns = _Columns(plan)
     rows: dict[str, int] = {}
     ended: set[str] = set()
@@ -273,4 +277,6 @@ def _sampling_arguments(processors: list[Any], width: int, do_sample: bool) -> d
             arguments["min_p"] = processor.min_p
         else:
             raise Unsupported(f"the engine has no counterpart of transformers' {kind.__name__}")
+    if "min_p" in arguments and "top_p" in arguments:
+        raise Unsupported("transformers applies min_p after top_p, and the engine before it")
     return arguments

@@ -22,7 +22,7 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .checkpoint import is_causal_lm
+from .checkpoint import check_dtype, is_causal_lm
 from .decoding import Unsupported, decode_rows, plan_decoding
 from .llm import LLM, check_options
 
@@ -35,7 +35,8 @@ def compile(model: Model, **options: Any) -> Model:
     """Make ``model.generate`` run on the paged engine; returns the same object.
 
     The engine is built on the first call that needs it. Calling this again with the same options, or with
-    none, changes nothing; with other options the engine is built anew. :func:`restore` undoes it.
+    none, changes nothing, unless the weights were replaced or moved since (``generate`` then raises): that, and
+    other options, build the engine anew. :func:`restore` undoes it.
 
     Args:
         model: a transformers causal LM. Its weights stay its own.
@@ -43,7 +44,7 @@ def compile(model: Model, **options: Any) -> Model:
 
     Raises:
         TypeError: not a transformers model.
-        ValueError: not a causal LM, or an unknown option.
+        ValueError: not a causal LM, quantised, an unknown option, or a value that cannot be.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model is a {type(model).__name__}; pass a transformers causal LM")
@@ -51,12 +52,15 @@ def compile(model: Model, **options: Any) -> Model:
         raise ValueError(
             f"model is a {type(model).__name__}, which is not a causal LM; load it with AutoModelForCausalLM"
         )
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError(f"model is a quantised {type(model).__name__}, which is not supported; load it in float")
     check_options(options)
+    check_dtype(model, options.get("dtype", "auto"))
     current = paged_generation(model)
     if current is None:
         PagedGeneration(model, options, original=model.__dict__.get("generate")).install()
-    elif options and options != current.options:
-        PagedGeneration(model, options, original=current.original).install()
+    elif (options and options != current.options) or current.is_stale:
+        PagedGeneration(model, options or current.options, original=current.original).install()
     return cast(Model, model)
 
 
@@ -123,6 +127,17 @@ class PagedGeneration:
                     self._llm = LLM(self.model, **self.options)
             return self._llm
 
+    @property
+    def is_stale(self) -> bool:
+        """An engine was built, and the model's weights are no longer those it was built on."""
+        if self._llm is None:
+            return False
+        try:
+            self._llm.check_weights()
+        except RuntimeError:
+            return True
+        return False
+
     def generate(self, *args: Any, **kwargs: Any) -> GenerateDecoderOnlyOutput | torch.LongTensor:
         """``GenerationMixin.generate``, decoding on the paged engine. Same arguments, same result.
 
@@ -132,7 +147,7 @@ class PagedGeneration:
 
         Raises:
             ValueError: an ``attention_mask`` with holes, or right padding; and whatever transformers raises.
-            RuntimeError: a row failed while it ran.
+            RuntimeError: a row failed while it ran; or a weight was replaced or moved since the engine was built.
         """
         signature = inspect.signature(type(self.model).generate)
         call = signature.bind(self.model, *args, **kwargs).arguments
@@ -187,6 +202,7 @@ class PagedGeneration:
                     **model_kwargs,
                 )
             with self._lock:
+                self.llm.check_weights()
                 sequences = decode_rows(self.llm.engine, plan, streamer)
             if generation_config.return_dict_in_generate:
                 return GenerateDecoderOnlyOutput(sequences=sequences)

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .checkpoint import check_module, check_tokenizer, load_model, load_tokenizer, resolve_dtype
-from .compiler import CompileOptions, CompileReport, WeightGuard, build_program
+from .compiler import CompileOptions, CompileReport, UnsupportedModel, WeightGuard, build_program
 from .device import resolve_device
 from .runtime.engine import Engine
 from .runtime.kv_cache import num_blocks_in, parse_memory
@@ -98,12 +98,7 @@ class LLM:
             "max_model_len": max_model_len,
         }
         check_limits(limits)
-        if num_blocks is not None and kv_cache_memory is not None:
-            raise ValueError(
-                f"num_blocks={num_blocks} and kv_cache_memory={kv_cache_memory!r} both size the KV cache; "
-                "give one of them"
-            )
-        memory = None if kv_cache_memory is None else parse_memory(kv_cache_memory)
+        memory = check_cache_size(num_blocks, kv_cache_memory)
         resolved = resolve_device(device)
         loads = isinstance(model, str | os.PathLike)
         options = CompileOptions.from_dict(
@@ -127,8 +122,15 @@ class LLM:
         else:
             self.tokenizer = check_tokenizer(tokenizer)
 
-        program = build_program(module, options, owns_weights=loads)
-        self._weights = WeightGuard(module)
+        try:
+            program = build_program(module, options, owns_weights=loads)
+        except UnsupportedModel as error:
+            name = f"{os.fspath(model)!r}" if isinstance(model, str | os.PathLike) else type(model).__name__
+            raise UnsupportedModel(
+                f"model={name} cannot be served: {error}; use transformers' own generate, which "
+                'torch.compile(model, backend="pagoda") can speed up'
+            ) from error
+        self._weights = WeightGuard(module, program.copied_weights)
         self.program: Program = program
         self.compile_report: CompileReport = program.report
         if memory is not None:
@@ -164,22 +166,31 @@ class LLM:
 
         Raises:
             TypeError, ValueError: a bad prompt, named by its index, before any prompt runs.
-            RuntimeError: a weight was replaced or moved since the model was compiled.
+            RuntimeError: a weight was replaced or moved since the model was compiled (see
+                :meth:`check_weights`).
         """
-        self._weights.check()
+        self.check_weights()
         return self.engine.generate(prompts, sampling_params, on_step=on_progress)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
         """Run one prompt, yielding text and tokens as they come; closing the iterator cancels the request."""
-        self._weights.check()
+        self.check_weights()
         return self.engine.stream(prompt, sampling_params)
 
     def submit(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> str:
         """Queue one prompt for :meth:`step`; returns its request id."""
-        self._weights.check()
+        self.check_weights()
         return self.engine.submit(prompt, sampling_params, request_id)
+
+    def check_weights(self) -> None:
+        """Compare the module's weights with those that were compiled.
+
+        Raises:
+            RuntimeError: one was replaced, moved, or written to after it was packed.
+        """
+        self._weights.check()
 
     def step(self) -> list[RequestOutput]:
         """Run one step of the engine; returns the requests that got on."""
@@ -206,12 +217,13 @@ def check_options(options: dict[str, Any]) -> None:
     known = set(inspect.signature(LLM).parameters) - {"model", "tokenizer", "trust_remote_code"}
     for name in options:
         if name not in known:
-            raise ValueError(f"option {name!r} is not known; use one of {', '.join(sorted(known))}")
+            raise ValueError(
+                f"option {name!r} (given {options[name]!r}) is not known; use one of {', '.join(sorted(known))}"
+            )
     check_limits({name: options[name] for name in _LIMITS if name in options})
     resolve_dtype(options.get("dtype", "auto"))
     resolve_device(options.get("device", "auto"))
-    if options.get("kv_cache_memory") is not None:
-        parse_memory(options["kv_cache_memory"])
+    check_cache_size(options.get("num_blocks"), options.get("kv_cache_memory"))
     CompileOptions.from_dict({name: options[name] for name in _COMPILE_OPTIONS if name in options})
 
 
@@ -222,6 +234,16 @@ def check_limits(limits: dict[str, Any]) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r} is not a whole number of at least 1; use one, or leave it out")
+
+
+def check_cache_size(num_blocks: int | None, kv_cache_memory: int | str | None) -> int | None:
+    """Bytes of ``kv_cache_memory``, or None; refuses both sizes together."""
+    if num_blocks is not None and kv_cache_memory is not None:
+        raise ValueError(
+            f"num_blocks={num_blocks} and kv_cache_memory={kv_cache_memory!r} both size the KV cache; "
+            "give one of them"
+        )
+    return None if kv_cache_memory is None else parse_memory(kv_cache_memory)
 
 
 def eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:

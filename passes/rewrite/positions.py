@@ -16,14 +16,16 @@ import torch
 from torch import fx
 
 from ..dependence import Depends, dependences
-from ..evaluate import Evaluation, is_size
+from ..evaluate import Evaluation
 from ..fx_nodes import callee, eliminate_dead_code, is_tensor, module_path, shape, value
 from ..record import PassRecord, Rejection
+from ..step_place import picks_rows, token_dims
 from ..traced import TracedGraph
 
 NAME = "feed_positions"
 
 _TOKENS = 7
+_MORE_TOKENS = 12
 _LARGEST_OFFSET = 16
 
 
@@ -36,23 +38,21 @@ def feed_positions(traced: TracedGraph) -> PassRecord:
     for node in list(traced.graph.nodes):
         if node.op in ("placeholder", "output") or not node.users or not is_tensor(node):
             continue
-        token_dims = _token_dims(traced, node)
-        if depends[node] is not Depends.CONSTANT or not token_dims or _reads_fed(node):
+        dims = token_dims(traced, node)
+        if depends[node] is not Depends.CONSTANT or not dims or _reads_fed(node):
             if _reads_fed(node):
                 node.meta["fed_positions"] = True
             continue
-        if len(token_dims) > 1:
+        if len(dims) > 1:
             continue
         try:
             seen = Evaluation(traced, {traced.token_symbol: _TOKENS})(node)
         except Exception as reason:
             record.rejections.append(Rejection(node.name, f"could not be run: {reason}", module_path(node)))
             continue
-        if seen.shape[token_dims[0]] != _TOKENS or _same_for_all(seen, token_dims[0]) or _only_indexes(traced, node):
+        if seen.shape[dims[0]] != _TOKENS or _same_for_all(seen, dims[0]) or picks_rows(traced, node):
             continue
-        replacement = _positions_like(traced, node, seen, token_dims[0]) or _table_rows(
-            traced, node, seen, token_dims[0]
-        )
+        replacement = _positions_like(traced, node, seen, dims[0]) or _table_rows(traced, node, seen, dims[0])
         if replacement is None:
             continue
         replacement.meta["fed_positions"] = True
@@ -69,58 +69,8 @@ def _reads_fed(node: fx.Node) -> bool:
     return any(n.meta.get("fed_positions") for n in node.all_input_nodes)
 
 
-def _token_dims(traced: TracedGraph, node: fx.Node) -> list[int]:
-    symbol = traced.token_symbol
-    return [
-        i for i, s in enumerate(shape(node)) if isinstance(s, torch.SymInt) and symbol in s.node.expr.free_symbols
-    ]
-
-
 def _same_for_all(seen: torch.Tensor, dim: int) -> bool:
     return bool((seen == seen.narrow(dim, 0, 1)).all())
-
-
-def _only_indexes(traced: TracedGraph, node: fx.Node) -> bool:
-    """True when every use picks rows out of a per-token tensor: a row number, not a position."""
-    pending, seen, indexes = [node], set(), 0
-    while pending:
-        current = pending.pop()
-        for user in current.users:
-            if user in seen:
-                continue
-            seen.add(user)
-            name = callee(user)
-            if name in (
-                "getitem",
-                "index_select",
-                "setitem",
-                "index_put_",
-                "gather",
-                "index_add_",
-                "scatter_",
-            ):
-                source = user.args[0]
-                if source is current:
-                    pending.append(user)
-                elif isinstance(source, fx.Node) and _token_dims(traced, source):
-                    indexes += 1
-                else:
-                    return False
-            elif name in (
-                "to",
-                "view",
-                "reshape",
-                "expand",
-                "unsqueeze",
-                "long",
-                "int",
-                "repeat_interleave",
-                "sort",
-            ):
-                pending.append(user)
-            elif not is_size(user):
-                return False
-    return indexes > 0
 
 
 def _positions(traced: TracedGraph) -> fx.Node:
@@ -138,6 +88,9 @@ def _positions_like(traced: TracedGraph, node: fx.Node, seen: torch.Tensor, dim:
     offset = flat[0].item()
     if not torch.equal(flat, (torch.arange(_TOKENS) + offset).to(seen.dtype)):
         return None
+    longer = Evaluation(traced, {traced.token_symbol: _MORE_TOKENS})(node).reshape(-1)
+    if not torch.equal(longer, (torch.arange(_MORE_TOKENS) + offset).to(seen.dtype)):
+        return None  # counted from the end of the step
     positions = _positions(traced)
     with traced.graph.inserting_before(node):
         new = traced.method("squeeze", positions, 0)
@@ -156,13 +109,19 @@ def _table_rows(traced: TracedGraph, node: fx.Node, seen: torch.Tensor, dim: int
     if callee(node) not in ("getitem", "narrow", "slice") or not isinstance(node.args[0], fx.Node):
         return None
     table = node.args[0]
-    if _token_dims(traced, table) or len(shape(table)) != seen.dim():
+    if token_dims(traced, table) or len(shape(table)) != seen.dim():
         return None
     stored = Evaluation(traced, {traced.token_symbol: _TOKENS})(table)
+    longer = Evaluation(traced, {traced.token_symbol: _MORE_TOKENS})(node)
     rows = stored.shape[dim]
     for offset in range(min(_LARGEST_OFFSET, max(rows - _TOKENS, 0)) + 1):
         index = torch.arange(_TOKENS) + offset
-        if rows >= _TOKENS + offset and torch.equal(stored.index_select(dim, index), seen):
+        more = torch.arange(min(_MORE_TOKENS, rows - offset)) + offset
+        if (
+            rows >= _TOKENS + offset
+            and torch.equal(stored.index_select(dim, index), seen)
+            and torch.equal(stored.index_select(dim, more), longer)
+        ):
             positions = _positions(traced)
             with traced.graph.inserting_before(node):
                 index_node = traced.method("squeeze", positions, 0)

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from torch_pagoda.compiler import backend as backend_module
+from torch_pagoda.compiler import pipeline
+from torch_pagoda.passes import PASSES, Pass, PassRecord
+from torch_pagoda.passes.fx_nodes import callee
 
 from tiny_models import build_tiny_model
 
@@ -106,6 +109,77 @@ def test_a_module_in_train_mode_is_not_rewritten_under_no_grad(ids, monkeypatch)
     with pytest.warns(UserWarning, match=r"train\(\)"), torch.no_grad():
         torch.compile(model, backend="pagoda")(ids)
     assert not graphs
+
+
+def test_a_submodule_in_train_mode_counts(ids, monkeypatch):
+    graphs = rewritten_graphs(monkeypatch)
+    monkeypatch.setattr(backend_module, "_warned_of_training", False)
+    model = build_tiny_model("llama")
+    model.model.layers[0].train()
+    with pytest.warns(UserWarning, match=r"train\(\)"), torch.no_grad():
+        torch.compile(model, backend="pagoda", options=OPTIONS)(ids)
+    assert not graphs
+
+
+GLOBAL_MODEL = None
+
+
+def test_a_global_module_in_train_mode_counts(ids, monkeypatch):
+    graphs = rewritten_graphs(monkeypatch)
+    monkeypatch.setattr(backend_module, "_warned_of_training", False)
+    monkeypatch.setitem(globals(), "GLOBAL_MODEL", build_tiny_model("llama").train())
+
+    @torch.compile(backend="pagoda", options=OPTIONS)
+    def logits(tokens):
+        return GLOBAL_MODEL(tokens, use_cache=False).logits
+
+    with pytest.warns(UserWarning, match=r"train\(\)"), torch.no_grad():
+        logits(ids)
+    assert not graphs
+    GLOBAL_MODEL.eval()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        logits(ids)
+    assert graphs
+
+
+def test_a_pass_that_fails_is_left_out(ids, monkeypatch, caplog):
+    def fail(graph):
+        raise IndexError("out of luck")
+
+    monkeypatch.setattr(pipeline, "PASSES", (*PASSES, Pass("unlucky", fail, required=False)))
+    graphs = rewritten_graphs(monkeypatch)
+    model = build_tiny_model("llama")
+    with torch.no_grad():
+        expected = model(ids).logits
+        found = torch.compile(model, backend="pagoda", options=OPTIONS)(ids).logits
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    assert len(attention_calls(graphs[0])) == model.config.num_hidden_layers
+    assert "pass unlucky is left out" in caplog.text
+
+
+def test_every_pass_leaves_out_the_one_that_changes_the_numbers(ids, monkeypatch, caplog):
+    def scale(graph):
+        head = next(n for n in reversed(graph.graph.nodes) if callee(n) == "linear")
+        with graph.graph.inserting_after(head):
+            wrong = graph.graph.call_function(torch.mul, (head, 2.0))
+        wrong.meta["example_value"] = head.meta["example_value"]
+        head.replace_all_uses_with(wrong, delete_user_cb=lambda u: u is not wrong)
+        return PassRecord("scale", matches=1)
+
+    monkeypatch.setattr(pipeline, "PASSES", (*PASSES, Pass("scale", scale, required=False)))
+    graphs = rewritten_graphs(monkeypatch)
+    model = build_tiny_model("llama")
+    with torch.no_grad():
+        torch.compile(model, backend="pagoda", options={**OPTIONS, "verify": "every-pass"})(ids)
+    assert len(attention_calls(graphs[0])) == model.config.num_hidden_layers
+    assert "pass scale is left out" in caplog.text
+
+
+def test_packed_weights_are_not_for_the_drop_in(ids):
+    compiled = torch.compile(build_tiny_model("llama"), backend="pagoda", options={"pack_weights": True})
+    with pytest.raises(Exception, match="pack_weights=True is not for backend 'pagoda'"), torch.no_grad():
+        compiled(ids)
 
 
 def test_unknown_options_are_named(ids):

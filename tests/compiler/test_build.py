@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from torch_pagoda import passes
-from torch_pagoda.compiler import CompileOptions, UnsupportedModel, build_program, pipeline
+from torch_pagoda.compiler import CompileOptions, UnsupportedModel, build, build_program, pipeline
 from torch_pagoda.compiler.linker import LinkedProgram
 from torch_pagoda.compiler.pipeline import PassError
 from torch_pagoda.compiler.shrink import check_long_windows
@@ -17,6 +17,8 @@ from torch_pagoda.compiler.verify import check, reference_of_model
 from torch_pagoda.passes import PASSES, Pass, PassRecord
 from torch_pagoda.passes.attention_node import paged_attention_nodes
 from torch_pagoda.passes.fx_nodes import callee
+from torch_pagoda.runtime.engine import Engine
+from torch_pagoda.runtime.sampling_params import SamplingParams
 
 from toy_lm import HIDDEN, ToyLM, causal_mask, repeat_kv, sdpa, traced
 
@@ -72,10 +74,66 @@ def test_a_wrong_optional_pass_is_found_and_left_out(extra_pass, caplog):
     assert "wrong_scale" in caplog.text
 
 
-def test_a_wrong_required_pass_refuses_the_model(extra_pass):
+@pytest.mark.parametrize("verify", ["model", "every-pass"])
+def test_a_wrong_required_pass_refuses_the_model_and_is_named(extra_pass, verify):
     extra_pass("wrong_scale", scale_attention, required=True)
-    with pytest.raises(UnsupportedModel, match="not exact"):
-        build_program(ToyLM(sdpa), PLAIN)
+    with pytest.raises(UnsupportedModel, match="pass wrong_scale is not exact"):
+        build_program(ToyLM(sdpa), dataclasses.replace(PLAIN, verify=verify))
+
+
+def test_every_pass_compares_after_each(monkeypatch):
+    compared = []
+
+    def spy(program, reference, *, alone=False):
+        verdict = check(program, reference, alone=alone)
+        compared.append((alone, len(program.caches), verdict.ok))
+        return verdict
+
+    monkeypatch.setattr(build, "check", spy)
+    report = build_program(ToyLM(sdpa), dataclasses.replace(PLAIN, verify="every-pass")).report
+    changed = [record.name for record in report.passes if record.matches]
+    # One comparison per pass that changed something, the last of them on mixed steps, and the finished program's.
+    assert len(compared) == len(changed) + 1 and all(ok for *_, ok in compared)
+    assert compared[0] == (True, 0, True), "recognised attention runs before there is a cache"
+    assert [alone for alone, *_ in compared[-2:]] == [False, False]
+
+
+@pytest.mark.parametrize("verify", ["model", "off"])
+def test_an_optional_pass_that_fails_is_left_out(extra_pass, verify, caplog):
+    def fail(graph):
+        for node in paged_attention_nodes(graph):
+            node.args = (*node.args[:11], 100.0, *node.args[12:])
+        raise IndexError("out of luck")
+
+    extra_pass("unlucky", fail, required=False)
+    program = build_program(ToyLM(sdpa), dataclasses.replace(PLAIN, verify=verify))
+    assert program.report.dropped_passes == [("unlucky", "pass unlucky failed: out of luck")]
+    assert check(program, reference_of_model(ToyLM(sdpa))).ok
+    assert "unlucky is left out" in caplog.text
+
+
+def test_inductor_that_fails_leaves_the_graph_as_it_is(monkeypatch, caplog):
+    def fail(*args):
+        raise RuntimeError("No working C++ compiler found\nin a long list of places")
+
+    monkeypatch.setattr(build, "generate_code", fail)
+    program = build_program(ToyLM(sdpa), CompileOptions(codegen="inductor"))
+    assert program.report.codegen == "none"
+    assert program.report.dropped_passes == [("inductor", "No working C++ compiler found")]
+    assert check(program, reference_of_model(ToyLM(sdpa))).ok
+    assert "runs as it is" in caplog.text
+
+
+def test_without_gather_the_asked_rows_are_taken_at_the_end():
+    program = build_program(ToyLM(sdpa), dataclasses.replace(PLAIN, passes={"skip": ["gather_logits"]}))
+    with_gather = build_program(ToyLM(sdpa), PLAIN)
+    prompts = [[5, 6, 7, 8], [9, 10]]
+    params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    ours, expected = (
+        [o.outputs[0].token_ids for o in Engine(p, num_blocks=16).generate(prompts, params)]
+        for p in (program, with_gather)
+    )
+    assert ours == expected and all(len(tokens) == 5 for tokens in ours)
 
 
 def test_verify_off_trusts(extra_pass):

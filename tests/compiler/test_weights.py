@@ -45,6 +45,17 @@ def untie(model):
     model[2].weight = nn.Parameter(model[0].weight.detach().clone())
 
 
+def test_values_of_copied_weights_may_not_change(model):
+    guard = WeightGuard(model, [model[0].weight])
+    guard.check()
+    with torch.no_grad():
+        model[0].bias.add_(1.0)
+    guard.check()
+    model.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match=r"'0.weight' of Sequential was written to.*pack_weights=False"):
+        guard.check()
+
+
 @pytest.mark.parametrize("change", [convert, assign, replace_buffer, add_adapter, untie])
 def test_moved_weights_are_noticed(model, change):
     guard = WeightGuard(model)

@@ -226,6 +226,7 @@ class AddOne(LogitsProcessor):
         ({"sequence_bias": [[[7], 2.0]]}, "SequenceBias"),
         ({"guidance_scale": 1.5}, "Guidance"),
         ({"do_sample": True, "typical_p": 0.9}, "Typical"),
+        ({"do_sample": True, "min_p": 0.1, "top_p": 0.7}, "min_p after top_p"),
         ({"do_sample": True, "epsilon_cutoff": 0.01}, "Epsilon"),
         ({"prompt_lookup_num_tokens": 2, "one_row": True}, "assisted generation"),
         ({"cache_implementation": "static"}, "cache_implementation"),
@@ -339,6 +340,30 @@ def test_compile_is_idempotent_and_can_be_undone(llama: PreTrainedModel, fast: d
 
 
 @pytest.mark.usefixtures("no_fallback")
+def test_replaced_weights_raise_until_compiled_again(
+    compiled: PreTrainedModel, reference: PreTrainedModel, batch: dict[str, torch.Tensor]
+) -> None:
+    compiled.generate(**batch, max_new_tokens=2)
+    first = paged_generation(compiled)
+    changed = copy.deepcopy(reference)
+    with torch.no_grad():
+        changed.get_output_embeddings().weight.neg_()
+    compiled.load_state_dict({k: v.clone() for k, v in changed.state_dict().items()}, assign=True)
+    with pytest.raises(RuntimeError, match="replaced or moved after the model was compiled"):
+        compiled.generate(**batch, max_new_tokens=3)
+    again = paged_generation(pagoda.compile(compiled))
+    assert first is not None and again is not None and again is not first and again.options == first.options
+    assert torch.equal(compiled.generate(**batch, max_new_tokens=3), changed.generate(**batch, max_new_tokens=3))
+
+
+def test_a_bad_token_id_names_its_row(compiled: PreTrainedModel, batch: dict[str, torch.Tensor]) -> None:
+    batch["input_ids"][1, 5] = 999
+    with pytest.raises(ValueError, match=r"input_ids\[1\]\[4\]=999 is outside the vocabulary"):
+        compiled.generate(**batch, max_new_tokens=2)
+    assert_nothing_left(compiled)
+
+
+@pytest.mark.usefixtures("no_fallback")
 def test_copies_and_pickles_have_an_engine_of_their_own(
     compiled: PreTrainedModel, reference: PreTrainedModel, batch: dict[str, torch.Tensor]
 ) -> None:
@@ -371,7 +396,13 @@ def test_pipeline_and_isinstance(
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [({"blok_size": 3}, "blok_size"), ({"block_size": 0}, "block_size=0"), ({"verify": "x"}, "verify='x'")],
+    [
+        ({"blok_size": 3}, r"'blok_size' \(given 3\)"),
+        ({"block_size": 0}, "block_size=0"),
+        ({"verify": "x"}, "verify='x'"),
+        ({"dtype": "bfloat16"}, "dtype='bfloat16' differs"),
+        ({"num_blocks": 4, "kv_cache_memory": "1MiB"}, "num_blocks=4 and kv_cache_memory='1MiB'"),
+    ],
 )
 def test_bad_options_raise_at_once(llama: PreTrainedModel, options: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):

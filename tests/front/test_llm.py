@@ -17,6 +17,8 @@ from transformers import LlamaModel, PreTrainedModel, PreTrainedTokenizerFast, T
 import torch_pagoda as pagoda
 from torch_pagoda.runtime.outputs import Progress
 
+from tiny_models import build_tiny_model
+
 GREEDY = pagoda.SamplingParams(max_tokens=8, temperature=0)
 
 
@@ -107,6 +109,17 @@ def test_live_module_keeps_its_weights(
     assert live.generate([[4, 5, 6]], GREEDY)[0].outputs[0].token_ids == greedy_tokens(reference, [4, 5, 6], 8)
     after = llama.state_dict()
     assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_packed_weights_that_are_written_to_raise(fast: dict[str, Any]) -> None:
+    model = build_tiny_model("llama", dtype=torch.bfloat16)
+    live = pagoda.LLM(model, **fast, pack_weights=True)
+    if not live.program.copied_weights:  # type: ignore[attr-defined]
+        pytest.skip("no packed bf16 products on this CPU")
+    live.generate([[4, 5, 6]], GREEDY)
+    model.load_state_dict(build_tiny_model("llama", seed=1, dtype=torch.bfloat16).state_dict())
+    with pytest.raises(RuntimeError, match="was written to after its packed copy was made"):
+        live.generate([[4, 5, 6]], GREEDY)
 
 
 def test_eos_of_the_generation_config_ends_a_request(llama: PreTrainedModel, fast: dict[str, Any]) -> None:

@@ -45,6 +45,25 @@ MIXING = {
     "halves": (lambda m, h, pos: h + h.narrow(1, 0, 1), "narrow cuts the step's tokens apart"),
     "one token": (lambda m, h, pos: h + h.select(1, 0)[:, None], "select cuts the step's tokens apart"),
     "chunks": (lambda m, h, pos: h + h.chunk(1, dim=1)[0].sum(-1, keepdim=True), "chunk cuts"),
+    "end of a table": (lambda m, h, pos: h + (torch.arange(90.0) ** 2)[-h.shape[1] :, None], "place in the step"),
+    "end of positions": (lambda m, h, pos: h + torch.arange(90.0)[-h.shape[1] :, None], "place in the step"),
+    "far into a table": (
+        lambda m, h, pos: h + (torch.arange(90.0) ** 2)[30 : 30 + h.shape[1], None],
+        "place in the step",
+    ),
+    "reversed places": (lambda m, h, pos: h + (h.shape[1] - torch.arange(h.shape[1]))[:, None], "number of tokens"),
+    "filled with a count": (lambda m, h, pos: h * torch.full((), h.shape[1]), "number of tokens in the step"),
+    "fixed row": (lambda m, h, pos: h + h[:, torch.tensor([0])], "picked by an index"),
+    "rows before": (lambda m, h, pos: h + h[:, torch.arange(h.shape[1]) - 1], "picked by an index"),
+    "earlier row": (lambda m, h, pos: h.index_select(1, torch.arange(h.shape[1]) // 2), "index_select moves rows"),
+    "unit vectors along tokens": (lambda m, h, pos: F.normalize(h), "normalize runs over the tokens"),
+    "cosine along tokens": (lambda m, h, pos: h * F.cosine_similarity(h, h + 1)[:, None], "cosine_similarity runs"),
+    "length of all": (lambda m, h, pos: h / torch.linalg.vector_norm(h), "linalg_vector_norm runs over all"),
+    "hstack": (lambda m, h, pos: torch.hstack([h, h])[:, : h.shape[1]], "joined along the tokens"),
+    "heads before tokens": (
+        lambda m, h, pos: h + h.view(4, -1, 8).transpose(0, 1).reshape(h.shape),
+        "several",
+    ),
     "norm over all": (lambda m, h, pos: F.layer_norm(h, h.shape[1:]), "layer_norm runs over the tokens"),
 }
 
@@ -87,6 +106,11 @@ PER_TOKEN = {
     "split": lambda m, h, pos: torch.cat([h[..., HIDDEN // 2 :], h.chunk(2, -1)[0]], dim=-1),
     "einsum": lambda m, h, pos: torch.einsum("btd,de->bte", h, m.o.weight),
     "experts": experts,
+    "every row": lambda m, h, pos: h[:, torch.arange(h.shape[1]).repeat_interleave(2)].view(1, -1, 2, HIDDEN).sum(2),
+    "unit vectors": lambda m, h, pos: F.normalize(h, dim=-1) + torch.linalg.vector_norm(h, dim=-1, keepdim=True),
+    "filled": lambda m, h, pos: h + torch.zeros(h.shape[1], 1) + h.new_ones(h.shape),
+    "positions": lambda m, h, pos: h + torch.arange(90.0)[30 : 30 + h.shape[1], None],
+    "table of positions": lambda m, h, pos: h + (torch.arange(90.0) ** 2)[2 : 2 + h.shape[1]][:, None],
 }
 
 

@@ -46,7 +46,6 @@ def test_the_last_block_can_be_taken_and_no_more():
 def test_questions():
     blocks = BlockManager(4, 4)
     blocks.allocate("a", 6)
-    assert blocks.can_allocate(8) and not blocks.can_allocate(9)
     assert [blocks.blocks_needed("a", n) for n in (1, 8, 9, 17)] == [0, 0, 1, 3]
     assert [blocks.blocks_needed("new", n) for n in (1, 4, 5)] == [1, 1, 2]
     assert (blocks.tokens_free("a"), blocks.tokens_free("new")) == (16, 8)
@@ -174,7 +173,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
         count = max(0, -(-num_tokens // size) - len(old))
         free = self.blocks.num_blocks - len(self.used())
         assert self.blocks.blocks_needed(name, num_tokens) == count
-        assert self.blocks.can_allocate(num_tokens) == (-(-num_tokens // size) <= free)
         assert self.blocks.tokens_free(name) == (len(old) + free) * size
         holders = Counter(b for table in self.tables.values() for b in table)
         if num_tokens > tokens and tokens % size and holders[old[-1]] > 1:

@@ -566,11 +566,11 @@ def test_bad_prompts_are_refused_before_anything_runs(bad: Any, message: str) ->
 
 def test_bad_parameters_are_refused() -> None:
     engine = make_engine()
-    with pytest.raises(ValueError, match="params has 1 entries for 2 prompts"):
+    with pytest.raises(ValueError, match="sampling_params has 1 entries for 2 prompts"):
         engine.generate([[1], [2]], [greedy()])
-    with pytest.raises(ValueError, match=r"params\[1\]={'n': 1} is not SamplingParams"):
+    with pytest.raises(ValueError, match=r"sampling_params\[1\]={'n': 1} is not SamplingParams"):
         engine.generate([[1], [2]], [greedy(), {"n": 1}])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match=r"params.stop=\['a'\] needs text"):
+    with pytest.raises(ValueError, match=r"sampling_params.stop=\['a'\] needs text"):
         engine.submit([1], greedy(stop="a"))
     with pytest.raises(ValueError, match="prompts=None is not a prompt"):
         engine.generate(None)  # type: ignore[arg-type]
