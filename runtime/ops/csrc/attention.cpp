@@ -4,6 +4,8 @@
 
 #include <omp.h>
 
+#include <atomic>
+
 #include "plan.h"
 
 struct AttentionArguments {
@@ -72,6 +74,9 @@ void run(const Problem& p, const std::vector<Sequence>& sequences, const Plan& p
   const bool bf16 = p.query_dtype == kBFloat16 && p.key_dtype == kBFloat16 && p.dim % 2 == 0;
 #endif
   const bool alone = n <= kFewWrites || threads == 1;
+  // Of many tiles a thread takes the next one early, to fetch its keys in time; of few that would leave others idle.
+  const bool takes_early = tiles >= 8 * threads;
+  std::atomic<int64_t> taken{0};
   for (int64_t i = 0; alone && i < n; ++i) before(i);
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
   {
@@ -80,18 +85,25 @@ void run(const Problem& p, const std::vector<Sequence>& sequences, const Plan& p
 #pragma omp for schedule(static)
       for (int64_t i = 0; i < n; ++i) before(i);
     }
-#pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t i = 0; i < tiles; ++i) {
-      const Tile& t = plan.tiles[i];
-      if (t.rows == 0) continue;
-#if defined(PAGODA_BF16)
-      if (bf16) {
-        attend_tile<Bf16>(p, sequences[t.sequence], t, scratch);
-        continue;
+    const auto take = [&]() -> const Tile* {
+      for (;;) {
+        const int64_t i = taken.fetch_add(1, std::memory_order_relaxed);
+        if (i >= tiles) return nullptr;
+        if (plan.tiles[i].rows > 0) return &plan.tiles[i];  // else it was split into others
       }
+    };
+    for (const Tile *tile = take(), *next; tile; tile = next) {
+      next = takes_early ? take() : nullptr;
+#if defined(PAGODA_BF16)
+      if (bf16) attend_tile<Bf16>(p, sequences, *tile, next, scratch);
+      else
 #endif
-      attend_tile<Float>(p, sequences[t.sequence], t, scratch);
+        attend_tile<Float>(p, sequences, *tile, next, scratch);
+      if (!takes_early) next = take();
     }
+#if defined(PAGODA_TILES)
+    release_tiles();
+#endif
     if (splits > 0) {
 #pragma omp barrier
 #pragma omp for schedule(dynamic, 1) nowait

@@ -57,7 +57,15 @@ struct Prefetcher {
   Run next() {
     return next_run < count ? runs[next_run++] : Run{nullptr, nullptr};
   }
+  void step() {
+    if (current.at == current.end) return;
+    for (int i = 0; i < lines_per_step; ++i) __builtin_prefetch(current.at + i * 64, 0, 2);
+    current.at += lines_per_step * 64;
+    if (current.at >= current.end) current = next();
+  }
 };
+
+#include "tiles.h"
 
 constexpr int kMaxRows = 6;                          // rows x vectors of accumulators fill the register file
 constexpr int kMaxVectors = kLanes == 16 ? 4 : 2;
@@ -114,14 +122,32 @@ static void multiply_rows(const typename Kind::element* a, int64_t a_stride, con
 // Equal pieces: 8 rows as 4 + 4, not 6 + 2, which would leave the multipliers waiting for each other.
 static inline int row_pieces(int rows) { return (rows + kMaxRows - 1) / kMaxRows; }
 
-// Steps of the inner loop that `multiply` takes.
+// Whether a product goes to the tiles. One or two rows leave them idle.
+template <class Kind>
+static inline bool on_tiles(int rows, int64_t steps) {
+#if defined(PAGODA_TILES)
+  return Kind::kPerElement == 2 && rows >= 4 && steps >= kTilePairs && tiles_allowed();
+#else
+  return false;
+#endif
+}
+
+// Steps of the inner loops that `multiply` takes.
+template <class Kind>
 static inline int64_t multiply_steps(int rows, int64_t columns, int64_t steps) {
-  return row_pieces(rows) * ((columns + kMaxVectors * kLanes - 1) / (kMaxVectors * kLanes)) * steps;
+  const int64_t vector_steps = row_pieces(rows) * ((columns + kMaxVectors * kLanes - 1) / (kMaxVectors * kLanes));
+#if defined(PAGODA_TILES)
+  if (on_tiles<Kind>(rows, steps)) {
+    const int64_t blocks = (int64_t)((rows + kTileRows - 1) / kTileRows) * ((columns + 63) / 64);
+    return blocks * (steps / kTilePairs) + vector_steps * (steps % kTilePairs);
+  }
+#endif
+  return vector_steps * steps;
 }
 
 // c[r][n] = (decay ? decay[r] * c[r][n] : 0) + sum_k a[r][k] b[k][n] for n < columns, a multiple of 16.
 template <class Kind>
-static void multiply(const typename Kind::element* a, int64_t a_stride, const typename Kind::element* b,
+static void multiply_on_vectors(const typename Kind::element* a, int64_t a_stride, const typename Kind::element* b,
                      int64_t b_stride, float* c, int64_t c_stride, int64_t steps, const float* decay,
                      int rows, int columns, Prefetcher& ahead) {
   static constexpr decltype(&multiply_rows<Kind, 1>) by_rows[kMaxRows] = {
@@ -141,4 +167,54 @@ static void multiply(const typename Kind::element* a, int64_t a_stride, const ty
       r += count;
     }
   }
+}
+
+#if defined(PAGODA_TILES)
+// The same; the pairs beyond a multiple of 16 go to the vectors.
+static void multiply_on_tiles(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
+                              int64_t c_stride, int64_t steps, const float* decay, int rows, int columns,
+                              Prefetcher& ahead) {
+  static constexpr decltype(&multiply_tiles<1>) by_vectors[4] = {multiply_tiles<1>, multiply_tiles<2>,
+                                                                 multiply_tiles<3>, multiply_tiles<4>};
+  alignas(64) float sums[kTileRows * 64];
+  const int64_t chunks = steps / kTilePairs, done = chunks * kTilePairs;
+  for (int r = 0; r < rows; r += kTileRows) {
+    const int count = rows - r < kTileRows ? rows - r : kTileRows;
+    configure_tiles(count);
+    for (int n = 0; n < columns; n += 64) {
+      const int vectors = columns - n < 64 ? (columns - n) / kLanes : 4;
+      float* to = c + r * c_stride + n;
+      float* out = decay ? sums : to;
+      const int64_t out_stride = decay ? 64 : c_stride;
+      by_vectors[vectors - 1](a + r * a_stride, a_stride, b + n, b_stride, out, out_stride, chunks, ahead);
+      if (!decay) continue;
+      for (int i = 0; i < count; ++i)
+        for (int v = 0; v < vectors * kLanes; v += kLanes)
+          store(to + i * c_stride + v, load(to + i * c_stride + v) * decay[r + i] + load(sums + i * 64 + v));
+    }
+  }
+  if (done == steps) return;
+  static const struct Ones {
+    float x[64];
+    Ones() {
+      for (float& one : x) one = 1.f;
+    }
+  } ones;
+  multiply_on_vectors<Bf16>(a + done, a_stride, b + done * b_stride, b_stride, c, c_stride, steps - done, ones.x,
+                            rows, columns, ahead);
+}
+#endif
+
+template <class Kind>
+static void multiply(const typename Kind::element* a, int64_t a_stride, const typename Kind::element* b,
+                     int64_t b_stride, float* c, int64_t c_stride, int64_t steps, const float* decay,
+                     int rows, int columns, Prefetcher& ahead) {
+#if defined(PAGODA_TILES)
+  if constexpr (Kind::kPerElement == 2)
+    if (on_tiles<Kind>(rows, steps)) {
+      multiply_on_tiles(a, a_stride, b, b_stride, c, c_stride, steps, decay, rows, columns, ahead);
+      return;
+    }
+#endif
+  multiply_on_vectors<Kind>(a, a_stride, b, b_stride, c, c_stride, steps, decay, rows, columns, ahead);
 }

@@ -1,8 +1,6 @@
 // Cuts a call into tiles of work, splits the biggest over their keys, and merges what was split.
 #pragma once
 
-#include <vector>
-
 #include "tile.h"
 
 // A tile that was split over its keys: the partial results of `count` tiles from `first_tile` on.

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdlib>
+#include <vector>
 
 #include "pack.h"
 #include "softmax.h"
@@ -52,28 +53,43 @@ static inline void note_rows(Prefetcher& ahead, const char* row, int rows, int64
   else for (int i = 0; i < rows; ++i) ahead.add(row + i * stride, bytes);
 }
 
-// One pointer per key and per value of [first, first + n), padded with `zeros` to full groups of 16. What
-// they point to is noted in `ahead`.
-static void point_rows(const Problem& p, const Sequence& s, int64_t kv_head, int64_t first, int n,
-                       const char* zeros, const char** keys, const char** values, Prefetcher& ahead) {
+// Calls each(i, run, key, value) for the runs of keys [first, first + n) that lie in one block: key first + i is
+// at `key`, the `run` - 1 after it follow at the row strides.
+template <class Each>
+static inline void for_each_run(const Problem& p, const Sequence& s, int64_t kv_head, int64_t first, int n,
+                                const Each& each) {
   const int64_t size = bytes_of(p.key_dtype);
-  const int64_t key_row = p.key_row * size, value_row = p.value_row * size;
   int64_t block = first / p.block_size, offset = first % p.block_size;
-  ahead.clear();
   for (int i = 0; i < n; ++block, offset = 0) {
     const int run = (int)lesser(n - i, p.block_size - offset);
     const int64_t id = s.blocks[block];
-    const char* key = p.key + (id * p.key_block + kv_head * p.key_head) * size + offset * key_row;
-    const char* value = p.value + (id * p.value_block + kv_head * p.value_head) * size + offset * value_row;
+    each(i, run, p.key + (id * p.key_block + kv_head * p.key_head + offset * p.key_row) * size,
+         p.value + (id * p.value_block + kv_head * p.value_head + offset * p.value_row) * size);
+    i += run;
+  }
+}
+
+// One pointer per key and per value of [first, first + n), padded with `zeros` to full groups of 16.
+static void point_rows(const Problem& p, const Sequence& s, int64_t kv_head, int64_t first, int n,
+                       const char* zeros, const char** keys, const char** values) {
+  const int64_t key_row = p.key_row * bytes_of(p.key_dtype), value_row = p.value_row * bytes_of(p.key_dtype);
+  for_each_run(p, s, kv_head, first, n, [&](int i, int run, const char* key, const char* value) {
     for (int j = 0; j < run; ++j) {
       keys[i + j] = key + j * key_row;
       values[i + j] = value + j * value_row;
     }
-    note_rows(ahead, key, run, key_row, p.dim * size);
-    note_rows(ahead, value, run, value_row, p.value_dim * size);
-    i += run;
-  }
+  });
   for (int i = n; i % 16; ++i) keys[i] = values[i] = zeros;
+}
+
+// Notes the keys and values of [first, first + n) to be fetched ahead.
+static void note_block(const Problem& p, const Sequence& s, int64_t kv_head, int64_t first, int n,
+                       Prefetcher& ahead) {
+  const int64_t size = bytes_of(p.key_dtype);
+  for_each_run(p, s, kv_head, first, n, [&](int, int run, const char* key, const char* value) {
+    note_rows(ahead, key, run, p.key_row * size, p.dim * size);
+    note_rows(ahead, value, run, p.value_row * size, p.value_dim * size);
+  });
 }
 
 // Copies rows whose elements are `stride` apart to contiguous ones and points to those.
@@ -120,8 +136,14 @@ static inline size_t scratch_bytes(const Problem& p, int64_t rows) {
   return floats * 4 + 65536;
 }
 
+constexpr int kGroupKeys = 16;  // keys that are packed together
+constexpr int kValueKeys = 8;   // values that are packed between two requests
+
+// `next`, if any, is the tile that this thread takes after `t`: its first keys are fetched ahead.
 template <class Kind>
-static void attend_tile(const Problem& p, const Sequence& s, const Tile& t, Scratch& scratch) {
+static void attend_tile(const Problem& p, const std::vector<Sequence>& sequences, const Tile& t, const Tile* next,
+                        Scratch& scratch) {
+  const Sequence& s = sequences[t.sequence];
   typedef typename Kind::element element;
   const int64_t steps = p.dim / Kind::kPerElement;
   const int64_t size = bytes_of(p.key_dtype);
@@ -171,22 +193,33 @@ static void attend_tile(const Problem& p, const Sequence& s, const Tile& t, Scra
   Prefetcher ahead;
   const auto point = [&](int at, int64_t first) {
     const int n = (int)lesser(kBlockKeys, t.end_key - first);
-    if (n > 0) point_rows(p, s, t.kv_head, first, n, zeros, key_rows[at], value_rows[at], ahead);
-    else ahead.clear();
+    ahead.clear();
+    if (n > 0) {
+      point_rows(p, s, t.kv_head, first, n, zeros, key_rows[at], value_rows[at]);
+      note_block(p, s, t.kv_head, first, n, ahead);
+    } else if (next) {
+      const int64_t keys = lesser(kBlockKeys, next->end_key - next->first_key);
+      note_block(p, sequences[next->sequence], next->kv_head, next->first_key, (int)keys, ahead);
+    }
     return n;
   };
   int n = point(now, t.first_key), next_n;
   for (int64_t first = t.first_key; first < t.end_key; first += kBlockKeys, now = 1 - now, n = next_n) {
     next_n = point(1 - now, first + kBlockKeys);
-    ahead.spread(multiply_steps(rows, kBlockKeys, steps) +
-                 multiply_steps(rows, p.columns, kBlockKeys / Kind::kPerElement));
+    // All the work on a block shares the requests for the next one.
+    ahead.spread(multiply_steps<Kind>(rows, kBlockKeys, steps) +
+                 multiply_steps<Kind>(rows, p.columns, kBlockKeys / Kind::kPerElement) + kBlockKeys / kGroupKeys +
+                 rows + kBlockKeys / kValueKeys);
     if (mask && !load_tile_mask(p, s, row, rows, first, n, mask)) continue;
     if (straight_keys) straighten_rows(key_rows[now], n, p.dim, size, p.key_dim, straight_keys);
     if (straight_values)
       straighten_rows(value_rows[now], n, p.value_dim, size, p.value_dim_stride, straight_values);
 
-    const int groups = (n + 15) / 16;
-    pack_keys(Kind{}, keys, key_rows[now], groups, p.dim, p.key_dtype, spare);
+    const int groups = (n + kGroupKeys - 1) / kGroupKeys;
+    for (int i = 0; i < groups * kGroupKeys; i += kGroupKeys) {
+      pack_keys(Kind{}, keys + i, key_rows[now] + i, 1, p.dim, p.key_dtype, spare);
+      ahead.step();
+    }
     multiply<Kind>(query, steps, keys, kBlockKeys, scores, kBlockKeys, steps, nullptr, rows, groups * 16,
                    ahead);
     for (int r = 0; r < rows; ++r) {
@@ -196,8 +229,13 @@ static void attend_tile(const Problem& p, const Sequence& s, const Tile& t, Scra
         decay[r] = weigh_plain_row<Kind>(p.scale * kLog2E, row[r], from, to);
       else
         decay[r] = weigh_row<Kind>(p, row[r], from, to, first, n);
+      ahead.step();
     }
-    pack_values(Kind{}, values, value_rows[now], n, p.value_dim, p.columns, p.key_dtype);
+    for (int i = 0; i < n; i += kValueKeys) {
+      pack_values(Kind{}, values + i / Kind::kPerElement * p.columns, value_rows[now] + i,
+                  (int)lesser(kValueKeys, n - i), p.value_dim, p.columns, p.key_dtype);
+      ahead.step();
+    }
     multiply<Kind>(weights, kBlockKeys / Kind::kPerElement, values, p.columns, result, p.columns,
                    (n + Kind::kPerElement - 1) / Kind::kPerElement, fresh ? nullptr : decay, rows,
                    (int)p.columns, ahead);

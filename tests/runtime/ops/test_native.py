@@ -125,11 +125,18 @@ def test_kernels_share_the_openmp_runtime_of_torch():
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="names x86 instruction sets")
-@pytest.mark.parametrize("architecture", ["x86-64-v2", pytest.param("x86-64-v3", marks=pytest.mark.slow)])
-def test_kernels_without_avx512(architecture, tmp_path, monkeypatch, paged_case, assert_close):
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        ["-march=x86-64-v2"],
+        pytest.param(["-march=x86-64-v3"], marks=pytest.mark.slow),
+        pytest.param(["-march=native", "-mno-amx-bf16"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_kernels_without_newer_instructions(architecture, tmp_path, monkeypatch, paged_case, assert_close):
     """The portable code compiles and is right on processors with less."""
-    flags = [f"-march={architecture}" if flag == "-march=native" else flag for flag in native.FLAGS]
-    flags = ["-O1" if flag == "-O3" else flag for flag in flags]
+    flags = [*(flag for flag in native.FLAGS if flag not in ("-march=native", "-O3")), "-O1", *architecture]
     native.build_library("g++", tmp_path / "portable.so", flags)
     library = ctypes.CDLL(str(tmp_path / "portable.so"))
     for module in (attention, paged_attention):
