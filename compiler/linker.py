@@ -10,7 +10,8 @@ import torch
 from ..passes import TracedGraph
 from ..passes.evaluate import at_sizes
 from ..passes.fx_nodes import shape, value
-from ..runtime.ops.packed_linear import pack_weight
+from ..passes.lower.pack_linears import PackedInputs
+from ..runtime.ops.packed_linear import pack_weights
 from ..runtime.program import CacheSpec, KVCache
 from ..runtime.step import StepMetadata
 from .report import CompileReport
@@ -58,8 +59,9 @@ class LinkedProgram:
                 self._sizes.append(self._token_count_only(traced, node, i))
         self._gathers = "logits_rows" in traced.step_inputs
         self._bound = not self.caches
-        packed: set[str] = traced.notes.get("packed", set())
-        self._packable = [i for i, node in enumerate(traced.placeholders) if node.name in packed]
+        at = {node.name: i for i, node in enumerate(traced.placeholders)}
+        packed: list[PackedInputs] = traced.notes.get("packed", [])
+        self._packable = [([at[w] for w in p.weights], [at[b] for b in p.biases]) for p in packed]
         self.copied_weights: list[torch.Tensor] = []
 
     @staticmethod
@@ -97,16 +99,25 @@ class LinkedProgram:
             bytes of packed weights.
         """
         size = 0
-        for i in self._packable:
-            source = self._args[i]
-            self._args[i] = pack_weight(source)
-            size += source.numel() * source.element_size()
+        for weights, biases in self._packable:
+            sources = [self._args[i] for i in weights]
+            size += sum(source.numel() * source.element_size() for source in sources)
+            self._put(weights, pack_weights(sources))
+            joined = [self._args[i] for i in biases] if len(biases) > 1 else []
+            if joined:
+                self._put(biases, torch.cat(joined))
+            for source in sources:
+                if release and not any(other is source for other in self._args):
+                    source.data = source.new_empty(0)
             if not release:
-                self.copied_weights.append(source)
-            elif not any(other is source for other in self._args):
-                source.data = source.new_empty(0)
+                self.copied_weights += sources + joined
         self._packable = []
         return size
+
+    def _put(self, inputs: Sequence[int], whole: torch.Tensor) -> None:
+        """Hand ``whole`` to the first of the graph inputs and nothing to the others."""
+        for i in inputs:
+            self._args[i] = whole if i == inputs[0] else self._args[i].new_empty(0)
 
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """Run one flat step: ``[1, T]`` ids and positions → ``[R, vocab_size]`` logits of the asked rows."""

@@ -50,8 +50,9 @@ def _of(traced: TracedGraph, node: fx.Node, found: dict[fx.Node, Depends], writt
     if callee(node) in METADATA_CALLS:
         inputs = inputs[1:]
     strongest = max((found[n] for n in inputs), default=Depends.CONSTANT)
-    if (key := storage_key(node)) is not None:
-        strongest = max(strongest, written.get(key, Depends.CONSTANT))
+    for holder in (node, *inputs):  # what an input holds by now, not what it held when it was made
+        if (key := storage_key(holder)) is not None:
+            strongest = max(strongest, written.get(key, Depends.CONSTANT))
     if strongest == Depends.TOKENS and _is_choice(node):
         return Depends.ROUTING
     return strongest

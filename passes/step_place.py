@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from .dependence import Depends
 from .evaluate import Evaluation, is_size
-from .fx_nodes import METADATA_CALLS, argument, callee, is_tensor, shape, value
+from .fx_nodes import METADATA_CALLS, argument, callee, is_tensor, shape, storage_key, value
 from .traced import TracedGraph
 
 _SIZES = (7, 12)
@@ -37,6 +37,8 @@ def place_dependent(traced: TracedGraph, depends: dict[fx.Node, Depends]) -> dic
     """
     found = {}
     reads_size: set[fx.Node] = set()
+    # What such storage holds is written later, by nodes that are looked at themselves.
+    uninitialised = {storage_key(node) for node in traced.graph.nodes if callee(node) in _UNINITIALISED} - {None}
     for node in traced.graph.nodes:
         if not is_tensor(node) or depends[node] is not Depends.CONSTANT or node.op in ("placeholder", "get_attr"):
             continue
@@ -44,7 +46,9 @@ def place_dependent(traced: TracedGraph, depends: dict[fx.Node, Depends]) -> dic
             traced, node
         ):
             reads_size.add(node)
-            if callee(node) not in _UNINITIALISED and _meets_others(node, depends) and not picks_rows(traced, node):
+            if storage_key(node) in uninitialised or not _meets_others(node, depends):
+                continue
+            if not picks_rows(traced, node):
                 reason = _how(traced, node)
                 if reason:
                     found[node] = reason

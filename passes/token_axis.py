@@ -15,10 +15,21 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .dependence import Depends, dependences
 from .evaluate import is_size
-from .fx_nodes import METADATA_CALLS, argument, callee, is_tensor, module_path, shape, value
+from .fx_nodes import (
+    METADATA_CALLS,
+    argument,
+    callee,
+    is_tensor,
+    module_path,
+    mutated_argument,
+    shape,
+    storage_key,
+    value,
+)
 from .record import Rejection
 from .step_place import is_every_row, place_dependent, token_dims
 from .traced import TracedGraph
@@ -116,6 +127,11 @@ class _Check:
         self.symbol = traced.token_symbol
         self.depends = dependences(traced)
         self.places = place_dependent(traced, self.depends)
+        self.written: dict[int, Depends] = {}
+        for node in traced.graph.nodes:
+            target = mutated_argument(node)
+            if target is not None and (key := storage_key(target)) is not None:
+                self.written[key] = max(self.written.get(key, Depends.CONSTANT), self.depends[node])
 
     def token_dims(self, node: Any) -> list[int]:
         return token_dims(self.traced, node)
@@ -250,9 +266,10 @@ class _Check:
         """A router's order of the rows, the rows that the step asks for, or a constant that takes all alike."""
         if index.op == "placeholder" and index.name in self.traced.step_inputs:
             return True
-        if self.depends[index] is Depends.CONSTANT:
-            return is_every_row(self.traced, index)
-        return self.depends[index] is Depends.ROUTING
+        key = storage_key(index)
+        written = Depends.CONSTANT if key is None else self.written.get(key, Depends.CONSTANT)
+        depends = max(self.depends[index], written)
+        return is_every_row(self.traced, index) if depends is Depends.CONSTANT else depends is Depends.ROUTING
 
     def _whole(self, item: Any, size: Any) -> bool:
         if not isinstance(item, slice):
@@ -315,6 +332,9 @@ class _Check:
         dim = argument(node, position, "dim", default)
         if not isinstance(dim, int):
             return f"{name} along a computed dim"
+        sizes = argument(node, 1, "split_size_or_sections", argument(node, 1, "split_sizes"))
+        if name.startswith("split") and isinstance(sizes, (list, tuple)) and all(map(_is_counted, sizes)):
+            return ""  # so many rows per expert
         if dim % max(len(shape(source)), 1) in self.token_dims(source):
             return f"{name} cuts the step's tokens apart"
         return ""
@@ -347,3 +367,9 @@ class _Check:
         if any(d >= rank - width for d in self.token_dims(source)):
             return f"{name} runs over the tokens"
         return ""
+
+
+def _is_counted(size: Any) -> bool:
+    """Whether a size is a count of data, as a router's, rather than of tokens."""
+    number = value(size)
+    return isinstance(number, torch.SymInt) and bool(free_unbacked_symbols(number))

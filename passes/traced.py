@@ -38,7 +38,8 @@ class TracedGraph:
         paged: the graph is a flat ``[1, T]`` step over paged caches (else: the user's own call).
         notes: facts that one pass leaves for later ones and for the self-check. ``followed_literals``: literal →
             names of the nodes in which it is a window or chunk that was too large to run. ``rope_switch``: the
-            longest sequence that still uses the first of two rotary tables. ``packed``: inputs that may be packed.
+            longest sequence that still uses the first of two rotary tables. ``packed``: the inputs of each packed
+            linear.
     """
 
     module: fx.GraphModule

@@ -42,7 +42,8 @@ def register_operator(
     def refuse_autograd(*args: Any) -> Any:
         if torch.is_grad_enabled():
             for argument, given in zip(overload._schema.arguments, args, strict=False):
-                if isinstance(given, torch.Tensor) and given.requires_grad:
+                tensors = given if isinstance(given, list | tuple) else (given,)
+                if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
                     raise RuntimeError(
                         f"{_NAMESPACE}::{name} has no derivative, but {argument.name} requires grad; "
                         "call it under torch.inference_mode()"
