@@ -99,7 +99,16 @@ def experts(m, h, pos):
     return h + (back.view(-1, 2, HIDDEN) * weight[..., None]).sum(1).view(h.shape)
 
 
+def inverse_permutation(m, h, pos):
+    flat = h.view(-1, HIDDEN)
+    order = torch.argsort(flat[:, :4].argmax(-1))
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.shape[0])
+    return (flat[order] * 2.0)[back].view(h.shape)
+
+
 PER_TOKEN = {
+    "inverse permutation": inverse_permutation,
     "norm": lambda m, h, pos: F.layer_norm(h, (HIDDEN,)) * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6),
     "gate": lambda m, h, pos: F.silu(h) * h.sigmoid() + h.clamp(min=-1).softmax(-1),
     "heads": lambda m, h, pos: torch.stack(h.view(1, -1, 4, 8).unbind(2), 2).sum(2).repeat(1, 1, 4),

@@ -62,6 +62,29 @@ def test_a_lone_request_from_prompt_to_end():
     assert (empty.requests, empty.preempted, empty.new_blocks, empty.num_tokens) == ([], [], {}, 0)
 
 
+def test_a_restarted_request_is_computed_again_in_its_own_blocks():
+    batcher = make_batcher(budget=4)
+    request, other = make_request("a", prompt=5, max_tokens=9), make_request("b", prompt=2, max_tokens=9)
+    batcher.add(request)
+    batcher.add(other)
+    with pytest.raises(ValueError, match="'a' is waiting; only running ones restart"):
+        batcher.restart(request)
+    for _ in range(4):
+        run(batcher, batcher.schedule())
+    tokens, table = request.num_tokens, batcher.block_manager.table("a")
+    batcher.restart(request)
+    batcher.check()
+    seen = []
+    while not seen or not seen[-1][3]:
+        schedule = batcher.schedule()
+        seen += [share for share in shares(schedule) if share[0] == "a"]
+        assert any(item.request is other for item in schedule.requests), "decodes go on"
+        run(batcher, schedule)
+    assert [share[1] for share in seen] == list(range(0, tokens, 3)) and sum(share[2] for share in seen) == tokens
+    assert batcher.block_manager.table("a")[: len(table)] == table
+    assert (request.num_tokens, request.num_preemptions) == (tokens + 1, 0)
+
+
 def test_a_long_prompt_is_cut_into_chunks_and_only_the_last_samples():
     batcher = make_batcher(budget=4)
     batcher.add(make_request("a", prompt=10))

@@ -75,6 +75,22 @@ def test_length_of_a_token_does_not_depend_on_chunks() -> None:
     assert meta.token_lengths.tolist() == [6] * 6 + [7, 8]
 
 
+def test_lengths_of_a_sequence_that_was_computed_anew() -> None:
+    program, runner, blocks = make()
+    program.restart_length = 7
+    crossed, below, long_prompt = request("c", *range(6)), request("b", *range(6)), request("p", *range(10))
+    crossed.output_token_ids, below.output_token_ids = [8, 9], [8]
+    for req in (crossed, below, long_prompt):
+        runner.add(req)
+    _, _, meta = runner.pack([planned(runner, blocks, crossed, 0, 8)])
+    assert meta.token_lengths.tolist() == [8] * 8
+    _, _, meta = runner.pack([planned(runner, blocks, below, 0, 7), planned(runner, blocks, long_prompt, 0, 10)])
+    assert meta.token_lengths.tolist() == [6] * 6 + [7] + [10] * 10
+    runner.append_tokens([below], [9])  # grows beyond the length: from now on as if it had started there
+    _, _, meta = runner.pack([planned(runner, blocks, below, 0, 8)])
+    assert meta.token_lengths.tolist() == [8] * 8
+
+
 def test_chunks_and_decodes_give_the_dense_logits() -> None:
     program, runner, blocks = make()
     a, b = request("a", 3, 1, 4, 1, 5, 9, 2), request("b", 6, 5)
