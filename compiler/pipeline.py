@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from ..passes import PASSES, Pass, PassRecord, TracedGraph, UnsupportedModel
-from ..passes.fx_nodes import is_tensor, value
+from ..passes.fx_nodes import VMAP_BOUNDS, callee, is_tensor, value
 from .capture import first_line
 from .options import CompileOptions
 
@@ -50,9 +50,14 @@ def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
 
 
 def propagate(traced: TracedGraph) -> None:
-    """Recompute every fake value from the placeholders and compare it with what the passes recorded."""
+    """Recompute every fake value from the placeholders and compare it with what the passes recorded.
+
+    Nodes between the begin and the end of a vmap keep their values: they cannot be run one at a time.
+    """
+    vmaps = 0
     for node in traced.graph.nodes:
-        if node.op not in ("call_function", "call_method") or not is_tensor(node):
+        vmaps += VMAP_BOUNDS.get(callee(node), 0)
+        if vmaps or node.op not in ("call_function", "call_method") or not is_tensor(node):
             continue
         recorded = value(node)
         traced.propagate(node)

@@ -30,6 +30,8 @@ METADATA_CALLS = frozenset(
     "ones_like zeros_like full_like empty_like sym_size is_floating_point element_size get_device".split()
 )
 
+VMAP_BOUNDS = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
+
 
 def callee(node: Any) -> str:
     """Name of what ``node`` calls, functions and methods alike ("softmax" for F.softmax and Tensor.softmax);
@@ -168,6 +170,8 @@ def eliminate_dead_code(graph: fx.Graph) -> int:
             continue
         live.add(n)
         pending.extend(n.all_input_nodes)
+        if callee(n) == "_remove_batch_dim":  # the result of a vmap, whose begin and end nothing refers to
+            pending.extend(m for m in nodes if callee(m) in VMAP_BOUNDS)
         key = storage_key(n)
         if key is not None:
             pending.extend(writers.get(key, ()))

@@ -282,10 +282,14 @@ def test_embeddings_and_caches_go_to_transformers(
         compiled.generate(**again)
 
 
-def test_train_mode_goes_to_transformers(compiled: PreTrainedModel, batch: dict[str, torch.Tensor]) -> None:
+def test_train_mode_goes_to_transformers(
+    compiled: PreTrainedModel, reference: PreTrainedModel, batch: dict[str, torch.Tensor]
+) -> None:
     compiled.train()
     with pytest.warns(UserWarning, match="torch.inference_mode"):
-        compiled.generate(**batch, max_new_tokens=2)
+        found = compiled.generate(**batch, max_new_tokens=2)
+    assert torch.equal(found, reference.generate(**batch, max_new_tokens=2))
+    assert paged_generation(compiled)._llm is None  # type: ignore[union-attr]
     compiled.eval()
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from torch_pagoda.passes.fx_nodes import callee, eliminate_dead_code
+from torch_pagoda.compiler.pipeline import propagate
+from torch_pagoda.passes.fx_nodes import VMAP_BOUNDS, callee, eliminate_dead_code
 from torch_pagoda.passes.head_layout import find_layout
 
 from toy_lm import ToyLM, run, sdpa, traced
@@ -69,3 +70,24 @@ def test_tiled_heads_are_not_repeated_heads():
     assert layout is not None
     assert (layout.heads, layout.repeats) == (4, 1)
     assert layout.base in (operand, operand.args[0])
+
+
+def mapped(m, hidden, pos):
+    unused = torch.vmap(lambda row: row * 3.0)(hidden)
+    return torch.vmap(lambda row: row * 2.0)(hidden) + 0 * unused.shape[0]
+
+
+def test_a_live_vmap_keeps_its_bounds():
+    graph = traced(ToyLM(sdpa, before=mapped))
+    before = run(graph, 7)
+    assert eliminate_dead_code(graph.graph) > 0
+    propagate(graph)
+    assert sum(VMAP_BOUNDS.get(callee(n), 0) for n in graph.graph.nodes) == 0
+    assert any(callee(n) in VMAP_BOUNDS for n in graph.graph.nodes)
+    torch.testing.assert_close(run(graph, 7), before, atol=0, rtol=0)
+
+
+def test_a_dead_vmap_goes_with_its_bounds():
+    graph = traced(ToyLM(sdpa, before=lambda m, h, pos: h + 0 * torch.vmap(torch.neg)(h).shape[0]))
+    eliminate_dead_code(graph.graph)
+    assert not any(callee(n) in VMAP_BOUNDS for n in graph.graph.nodes)
