@@ -7,6 +7,7 @@ module run by transformers, each prompt alone.
 
     python benchmarks/coverage.py --json coverage.json --markdown coverage.md
     python benchmarks/coverage.py --only 'llama,qwen*' --codegen inductor
+    python benchmarks/coverage.py --fusions --markdown fusions.md      # what the fusion passes recognise instead
 
 Results: ``exact``; ``refused`` (``LLM(...)`` raised, before any token); ``silently wrong`` (other tokens, or
 log-probabilities further off than 5e-4); ``failed`` (an error after ``LLM(...)`` had accepted the model);
@@ -33,6 +34,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from fusions import FusionRow, fusion_tables, fusions_of, unmet
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -184,14 +187,30 @@ def examine(name: str, codegen: str, verify: str) -> Row:
     return row
 
 
-def _child(name: str, codegen: str, verify: str, answer: Path, log: Path) -> None:
-    """``examine`` with all output in ``log`` and the row as JSON in ``answer``."""
+def examine_fusions(name: str) -> FusionRow:
+    """Explain one architecture or variant, in this process."""
+    import torch
+
+    from tiny_models import LLAMA_VARIANTS, Variant, build_tiny_model
+
+    torch.set_num_threads(1)
+    variant = LLAMA_VARIANTS.get(name, Variant(name, {}))
+    try:
+        model = build_tiny_model(variant.model_type, **variant.overrides)
+    except Exception as error:
+        return FusionRow(name, refused=f"build failed: {one_line(error)}")
+    return fusions_of(name, model)
+
+
+def _child(name: str, args: argparse.Namespace, answer: Path, log: Path) -> None:
+    """``examine`` or ``examine_fusions`` with all output in ``log`` and the row as JSON in ``answer``."""
     os.setsid()  # so that whatever this process starts can be killed with it
     with log.open("wb") as sink:
         os.dup2(sink.fileno(), sys.stdout.fileno())
         os.dup2(sink.fileno(), sys.stderr.fileno())
     warnings.filterwarnings("ignore")
-    answer.write_text(json.dumps(dataclasses.asdict(examine(name, codegen, verify))))
+    row = examine_fusions(name) if args.fusions else examine(name, args.codegen, args.verify)
+    answer.write_text(json.dumps(dataclasses.asdict(row)))
 
 
 def _kill(child: BaseProcess) -> None:
@@ -204,22 +223,28 @@ def _kill(child: BaseProcess) -> None:
     child.join()
 
 
-def examine_in_subprocess(name: str, args: argparse.Namespace) -> Row:
-    """``examine`` in a process of its own, which is killed after ``args.timeout`` seconds."""
+def examine_in_subprocess(name: str, args: argparse.Namespace) -> Row | FusionRow:
+    """``examine``, or ``examine_fusions``, in a process of its own that is killed after ``args.timeout`` seconds."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         answer, log = Path(folder, "row.json"), Path(folder, "log")
-        child = PROCESSES.Process(target=_child, args=(name, args.codegen, args.verify, answer, log))
+        child = PROCESSES.Process(target=_child, args=(name, args, answer, log))
         child.start()
         child.join(args.timeout)
         if child.exitcode is None:
             _kill(child)
-            return Row(name, "timeout", seconds=args.timeout, reason=f"longer than {args.timeout:g} s")
+            why = f"longer than {args.timeout:g} s"
+            return FusionRow(name, why) if args.fusions else Row(name, "timeout", seconds=args.timeout, reason=why)
+        if answer.exists() and args.fusions:
+            return FusionRow(**json.loads(answer.read_text()))
         if answer.exists():
             row = Row(**json.loads(answer.read_text()))
         else:
             tail = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
-            row = Row(name, "failed", reason=f"exit status {child.exitcode}: {' '.join(tail)[:200]}")
+            why = f"exit status {child.exitcode}: {' '.join(tail)[:200]}"
+            if args.fusions:
+                return FusionRow(name, why)
+            row = Row(name, "failed", reason=why)
     row.seconds = round(time.perf_counter() - started, 1)
     return row
 
@@ -287,7 +312,29 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds per architecture (default 120)")
     parser.add_argument("--codegen", default="none", help="as in LLM(...) (default none)")
     parser.add_argument("--verify", default="model", help="as in LLM(...) (default model)")
+    parser.add_argument("--fusions", action="store_true", help="count what the fusion passes recognise instead")
     return parser.parse_args()
+
+
+def main_fusions(names: list[str], args: argparse.Namespace) -> int:
+    """Explain all selected architectures; 1 if a target is missed."""
+    rows: list[FusionRow] = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for done in as_completed([pool.submit(examine_in_subprocess, name, args) for name in names]):
+            row = done.result()
+            assert isinstance(row, FusionRow)
+            rows.append(row)
+            said = row.refused or f"{row.layer_before} -> {row.layer_after} operators, {len(row.missed)} missed"
+            print(f"[{len(rows)}/{len(names)}] {row.name}: {said}", flush=True)
+            rows.sort(key=lambda row: names.index(row.name))
+            if args.json:
+                args.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+            if args.markdown:
+                args.markdown.write_text(fusion_tables(rows))
+    print(fusion_tables(rows))
+    for short in unmet(rows):
+        print("below target:", short)
+    return 1 if unmet(rows) else 0
 
 
 def main() -> int:
@@ -296,11 +343,14 @@ def main() -> int:
     names = selected_names(args.only)
     os.environ |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}  # for the children
     PROCESSES.set_forkserver_preload(["torch._dynamo", "transformers", "torch_pagoda", "tiny_models"])
+    if args.fusions:
+        return main_fusions(names, args)
     rows: list[Row] = []
     with ThreadPoolExecutor(args.jobs) as pool:
         try:
             for done in as_completed([pool.submit(examine_in_subprocess, name, args) for name in names]):
                 row = done.result()
+                assert isinstance(row, Row)
                 rows.append(row)
                 error = "" if row.logprob_error is None else f" error {row.logprob_error:.1e}"
                 print(f"[{len(rows)}/{len(names)}] {row.name}: {row.result}{error} {row.reason}", flush=True)

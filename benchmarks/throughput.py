@@ -2,6 +2,7 @@
 
     python benchmarks/throughput.py                          # both shapes
     python benchmarks/throughput.py --shape tinyllama-1.1b --rounds 1
+    python benchmarks/throughput.py --ablate                 # ours alone, without each pass in turn
 
 Models have random weights, made on the spot. HuggingFace runs sdpa attention in bf16 and serves the 32 requests
 as one left-padded static batch, which is what ``generate`` offers. Every repeat uses fresh prompts. Each phase is
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ablation import ablate, show_ablation
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
@@ -245,9 +247,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, action="append", help="default: all")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--codegen", default="inductor", choices=("inductor", "none"))
+    parser.add_argument("--codegen", default="auto", choices=("auto", "inductor", "none"))
     parser.add_argument("--pack-weights", action="store_true", help="LLM(pack_weights=True)")
     parser.add_argument("--no-start", action="store_true", help="skip the cold and warm starts")
+    parser.add_argument("--ablate", action="store_true", help="measure what each pass is worth instead")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--first-token", metavar="SHAPE", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -256,8 +259,13 @@ def main() -> None:
         first_token(args.first_token, settings)
         return
     console = Console()
-    results = []
+    results: list[dict[str, Any]] = []
     for shape in args.shape or list(SHAPES):
+        if args.ablate:
+            rates = ablate(random_model(shape), Prompts(), args.rounds, settings)
+            show_ablation(console, shape, rates)
+            results.append({"shape": shape, "ablation": rates})
+            continue
         starts = {} if args.no_start else cold_and_warm(shape, settings)
         result = measure(shape, args.rounds, settings) | starts
         show(console, result)

@@ -1,4 +1,4 @@
-"""``torch.compile(model, backend="pagoda")``: flash attention inside the user's own call and cache handling."""
+"""``torch.compile(model, backend="pagoda")``: attention and fusions inside the user's own call and cache handling."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from ..passes import PassRecord, TracedGraph, UnsupportedModel
 from ..passes.fx_nodes import value
+from . import dump
+from .merged_weights import MergedArguments, link_merged_weights
 from .options import CompileOptions
 from .pipeline import run_passes, selected_passes
+from .targets.cpu import call_kernels, generate_code
 from .verify import TOLERANCE
 
 log = logging.getLogger(__name__)
@@ -34,7 +39,7 @@ def pagoda(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """The backend: recognise attention in a Dynamo graph and hand the rest to inductor.
+    """The backend: recognise attention in a Dynamo graph, fuse on its ATen graph, and hand that to inductor.
 
     Works with whatever cache the caller keeps (none, DynamicCache, StaticCache): masks stay tensors and cache
     updates stay where they are. For paged caches and batching see ``torch_pagoda.LLM`` and ``torch_pagoda.compile``.
@@ -61,10 +66,16 @@ def pagoda(
         _warn_of_training(why)
         return cast("Callable[..., Any]", compile_fx(gm, example_inputs))
     rewritten = _rewrite(gm, example_inputs, parsed)
-    parameters = sum(x.numel() for x in example_inputs if isinstance(x, nn.Parameter))
-    if not parsed.uses_inductor(parameters):
-        return rewritten.forward
-    return cast("Callable[..., Any]", compile_fx(rewritten, example_inputs))
+
+    def finish(aten: fx.GraphModule, fakes: list[Any]) -> Callable[..., Any]:
+        with unset_fake_temporarily():
+            return make_boxed_func(_fuse(aten, fakes, example_inputs, parsed))
+
+    with torch.no_grad():
+        fused = aot_module_simplified(
+            rewritten, example_inputs, fw_compiler=finish, decompositions={}, keep_inference_input_mutations=True
+        )
+    return cast("Callable[..., Any]", fused)
 
 
 def _training_reason(example_inputs: list[Any]) -> str:
@@ -106,25 +117,12 @@ def _rewrite(gm: fx.GraphModule, example_inputs: list[Any], options: CompileOpti
     if not fakes:
         return gm
     traced = TracedGraph(gm, fakes[0].fake_mode, {}, paged=False).copy()
-    records: list[PassRecord] = []
-    for entry in selected_passes(options):
-        before, reason = traced.copy(), ""
-        try:
-            applied = run_passes(traced, [entry])
-            if options.verify == "every-pass" and applied[0].matches:
-                reason = _difference(gm, traced.module, example_inputs)
-        except UnsupportedModel as error:
-            reason = str(error)
-        if reason:
-            log.warning("pass %s is left out: %s", entry.name, reason)
-            traced = before
-        else:
-            records += applied
-    traced.recompile()
-    for record in records:
-        log.debug("%s: %d matches, %d near misses", record.name, record.matches, len(record.rejections))
-        for rejection in record.rejections:
-            log.info("%s left %s alone: %s", record.name, rejection.module or rejection.node, rejection.reason)
+    dump.begin("drop_in")
+    dump.write_graph(traced, "captured")
+    traced, records = _one_by_one(
+        traced, "dynamo", options, lambda candidate: _difference(gm, candidate.module, example_inputs)
+    )
+    _log(records)
     if not any(record.matches for record in records):
         return gm
     if options.verify != "off":
@@ -135,7 +133,104 @@ def _rewrite(gm: fx.GraphModule, example_inputs: list[Any], options: CompileOpti
     return traced.module
 
 
-def _difference(original: fx.GraphModule, rewritten: fx.GraphModule, example_inputs: list[Any]) -> str:
+def _one_by_one(
+    traced: TracedGraph, stage: str, options: CompileOptions, refusal: Callable[[TracedGraph], str]
+) -> tuple[TracedGraph, list[PassRecord]]:
+    """Apply the passes of one stage, leaving out what fails.
+
+    Args:
+        traced: is edited.
+        stage: "dynamo" or "aten".
+        options: which passes, and whether to compare after each.
+        refusal: what is wrong with the numbers of a graph, or "".
+    """
+    records: list[PassRecord] = []
+    for entry in selected_passes(options, stage):
+        before, reason = traced.copy(), ""
+        try:
+            applied = run_passes(traced, [entry])
+            if options.verify == "every-pass" and applied[0].matches:
+                reason = refusal(traced)
+        except UnsupportedModel as error:
+            reason = str(error)
+        if reason:
+            log.warning("pass %s is left out: %s", entry.name, reason)
+            traced = before
+        else:
+            records += applied
+    traced.recompile()
+    return traced, records
+
+
+def _log(records: list[PassRecord]) -> None:
+    for record in records:
+        log.debug("%s: %d matches, %d near misses", record.name, record.matches, len(record.rejections))
+        for rejection in record.rejections:
+            log.info("%s left %s alone: %s", record.name, rejection.module or rejection.node, rejection.reason)
+
+
+def _fuse(
+    gm: fx.GraphModule, fakes: list[Any], example_inputs: list[Any], options: CompileOptions
+) -> Callable[..., Any]:
+    """Apply the passes on an ATen graph and make it callable.
+
+    Args:
+        gm: AOTAutograd's graph for inference.
+        fakes: its inputs, fake.
+        example_inputs: the real inputs of the graph that it was traced from.
+        options: as given.
+    """
+    for node in gm.graph.nodes:
+        if "val" in node.meta:
+            node.meta["example_value"] = node.meta["val"]
+    mode = next((v.fake_mode for v in fakes if isinstance(v, FakeTensor)), None)
+    parameters = sum(x.numel() for x in example_inputs if isinstance(x, nn.Parameter))
+    if mode is None:
+        return gm.forward
+    original = TracedGraph(gm, mode, {}, paged=False)
+    # AOTAutograd may join inputs that alias: then the inputs behind the placeholders are not known.
+    real = list(example_inputs) if len(original.placeholders) == len(example_inputs) else []
+    if any(isinstance(x, FakeTensor) for x in real):
+        real = []
+    for node, x in zip(original.placeholders, real, strict=False):
+        if isinstance(x, nn.Parameter):
+            original.constants[node.name] = x
+
+    def refusal(candidate: TracedGraph) -> str:
+        return _difference(gm, _with_merged(candidate), real) if real else ""
+
+    traced, records = _one_by_one(original.copy(), "aten", options, refusal)
+    _log(records)
+    if options.verify != "off" and any(record.matches for record in records):
+        reason = refusal(traced)
+        if reason:
+            log.warning("the fused graph is not used: %s", reason)
+            traced = original
+    link_merged_weights(traced)
+    merged = MergedArguments(traced)
+    run = _inductor(traced) if options.uses_inductor(parameters) else call_kernels(traced)
+
+    def fused(*args: Any) -> Any:
+        merged.check(args)
+        return run(*args, *merged.tensors)
+
+    return fused if merged.tensors else run
+
+
+def _inductor(traced: TracedGraph) -> Callable[..., Any]:
+    """Compile with inductor, in a tracing context apart from the one that the caller's graph is traced in."""
+    context = TracingContext(traced.fake_mode)
+    return generate_code(traced, context)
+
+
+def _with_merged(traced: TracedGraph) -> Callable[..., Any]:
+    """The graph as a function of the inputs that it had before weights were merged."""
+    link_merged_weights(traced)
+    tensors = MergedArguments(traced).tensors
+    return lambda *args: traced.module(*args, *tensors)
+
+
+def _difference(original: Callable[..., Any], rewritten: Callable[..., Any], example_inputs: list[Any]) -> str:
     """How the two graphs differ on the example inputs, or ""."""
     if any(isinstance(x, FakeTensor) for x in example_inputs):
         return ""

@@ -13,14 +13,16 @@ from ..passes import Pass, Rejection, TracedGraph, UnsupportedModel
 from ..passes.attention_node import attention_nodes, paged_attention_nodes
 from ..passes.fx_nodes import callee, module_path
 from ..passes.token_axis import mixers
+from . import dump
+from .aten import to_aten
 from .cache_restart import restart_length
 from .capture import Captured, capture, first_line
 from .linker import LinkedProgram
 from .options import CompileOptions
 from .pipeline import PassError, run_passes, selected_passes
-from .report import CompileReport
+from .report import CompileReport, PassCheck
 from .shrink import check_long_windows
-from .targets.cpu import generate_code
+from .targets.cpu import call_kernels, generate_code
 from .verify import Reference, check, reference_of_model
 
 log = logging.getLogger(__name__)
@@ -36,27 +38,37 @@ class _Clock:
         self.start = now
 
 
-def build_program(model: nn.Module, options: CompileOptions, *, owns_weights: bool = False) -> LinkedProgram:
+def build_program(
+    model: nn.Module,
+    options: CompileOptions,
+    *,
+    owns_weights: bool = False,
+    report: CompileReport | None = None,
+) -> LinkedProgram:
     """Compile ``model`` into a paged program.
 
     The program's ``report`` attribute is the ``CompileReport``.
 
     Args:
-        model: a HuggingFace causal LM in eval mode; it is not changed.
+        model: a HuggingFace causal LM in eval mode. Its parameters may become views of merged tensors; names,
+            values and shapes stay.
         options: see ``CompileOptions``.
         owns_weights: nobody else runs the model, so weights that get packed may be freed.
+        report: filled in, so that it can be read when compiling fails; by default a new one.
 
     Raises:
         UnsupportedModel: the model cannot be served exactly; the message says which part and why.
     """
-    report = CompileReport(type(model).__name__)
+    report = CompileReport(type(model).__name__) if report is None else report
+    dump.begin(report.model)
     clock = _Clock(report.seconds)
     # The reference comes first: some models settle into their final form at the first call.
     reference = reference_of_model(model) if options.verify != "off" else None
     clock.lap("reference")
     captured = capture(model)
+    dump.write_graph(captured.traced, "captured")
     clock.lap("capture")
-    traced = _rewritten(captured.traced, options, reference, report, clock)
+    traced = _rewritten(captured, options, reference, report, clock)
     program = _link(captured, traced, options, model, reference, report, clock)
     switch = traced.notes.get("rope_switch")
     program.restart_length = None if switch is None else restart_length(model, switch)
@@ -64,6 +76,17 @@ def build_program(model: nn.Module, options: CompileOptions, *, owns_weights: bo
         _pack(program, reference, report, owns_weights)
         clock.lap("pack")
     return program
+
+
+def rewrite(
+    captured: Captured, options: CompileOptions, reference: Reference | None, report: CompileReport
+) -> TracedGraph:
+    """The graph that code is generated from, proven and, with a reference, compared with the model.
+
+    Raises:
+        UnsupportedModel: something of the model has no exact counterpart in a paged program.
+    """
+    return _rewritten(captured, options, reference, report, _Clock(report.seconds))
 
 
 def _pack(program: LinkedProgram, reference: Reference | None, report: CompileReport, release: bool) -> None:
@@ -83,7 +106,7 @@ def _pack(program: LinkedProgram, reference: Reference | None, report: CompileRe
 
 
 def _rewritten(
-    original: TracedGraph,
+    captured: Captured,
     options: CompileOptions,
     reference: Reference | None,
     report: CompileReport,
@@ -94,25 +117,18 @@ def _rewritten(
     Raises:
         UnsupportedModel: something of the model has no exact counterpart in a paged program.
     """
-    passes = selected_passes(options)
     traced: TracedGraph | None = None
     if options.verify != "every-pass":
         try:
-            traced = original.copy()
-            report.passes = run_passes(traced, passes)
+            traced = _all_at_once(captured, options, report, clock)
         except PassError as error:
             log.warning("%s; applying the passes one by one", error)
-            traced = None
         else:
-            _prove(traced, report)
-            clock.lap("passes")
             if reference is not None:
                 report.verdict = check(LinkedProgram(traced, traced.module), reference)
                 clock.lap("verify")
     if traced is None or (report.verdict is not None and not report.verdict.ok):
-        traced = _one_by_one(original.copy(), passes, reference, report)
-        _prove(traced, report)
-        clock.lap("passes")
+        traced = _one_by_one(captured, options, reference, report, clock)
         if reference is not None:
             report.verdict = check(LinkedProgram(traced, traced.module), reference)
             clock.lap("verify")
@@ -123,24 +139,68 @@ def _rewritten(
             "regardless"
         )
     if reference is not None:
-        long_windows = check_long_windows(original, traced, reference)
+        long_windows = check_long_windows(captured.traced, traced, reference)
         if long_windows is not None and not long_windows.ok:
             raise UnsupportedModel(f"{report.model}: a long window is not exact ({long_windows.reason})")
         clock.lap("verify")
     return traced
 
 
+def _all_at_once(captured: Captured, options: CompileOptions, report: CompileReport, clock: _Clock) -> TracedGraph:
+    """Apply all passes and prove the paged graph between the two stages.
+
+    Raises:
+        PassError: a pass or the conversion to ATen failed.
+    """
+    traced = captured.traced.copy()
+    report.passes = run_passes(traced, selected_passes(options, "dynamo"))
+    _prove(traced, report)
+    clock.lap("passes")
+    try:
+        traced = to_aten(traced, captured.context)
+    except Exception as error:
+        raise PassError(f"AOTAutograd cannot trace the rewritten graph: {first_line(error)}") from error
+    dump.write_graph(traced, "aten")
+    clock.lap("aten")
+    report.passes += run_passes(traced, selected_passes(options, "aten"))
+    clock.lap("passes")
+    return traced
+
+
 def _one_by_one(
-    traced: TracedGraph, passes: Sequence[Pass], reference: Reference | None, report: CompileReport
+    captured: Captured, options: CompileOptions, reference: Reference | None, report: CompileReport, clock: _Clock
 ) -> TracedGraph:
     """Apply the passes one at a time, comparing after each; leave out optional ones that fail or break the numbers.
-
-    Until all required passes have run the graph is compared on sequences that run alone.
 
     Raises:
         UnsupportedModel: a required pass fails (PassError) or breaks the numbers; the message names it.
     """
-    report.passes = []
+    report.passes, report.dropped_passes = [], []
+    traced = _each(captured.traced.copy(), selected_passes(options, "dynamo"), reference, report)
+    _prove(traced, report)
+    clock.lap("passes")
+    try:
+        aten = to_aten(traced, captured.context)
+        dump.write_graph(aten, "aten")
+        reason = check(LinkedProgram(aten, aten.module), reference).reason if reference is not None else ""
+    except Exception as error:
+        reason = first_line(error)
+    clock.lap("aten")
+    if reason:
+        report.dropped_passes.append(("to_aten", reason))
+        log.warning("no pass on the ATen graph is applied: %s", reason)
+        return traced
+    traced = _each(aten, selected_passes(options, "aten"), reference, report)
+    clock.lap("passes")
+    return traced
+
+
+def _each(
+    traced: TracedGraph, passes: Sequence[Pass], reference: Reference | None, report: CompileReport
+) -> TracedGraph:
+    """Apply passes of one stage one at a time. Until all required ones have run, the graph is compared on sequences
+    that run alone.
+    """
     for i, entry in enumerate(passes):
         before = traced.copy()
         alone = any(p.required for p in passes[i + 1 :])
@@ -148,8 +208,13 @@ def _one_by_one(
         try:
             records = run_passes(traced, [entry])
             if reference is not None and records[0].matches:
-                reason = check(LinkedProgram(traced, traced.module), reference, alone=alone).reason
+                verdict = check(LinkedProgram(traced, traced.module), reference, alone=alone)
+                reason = verdict.reason
+                report.checks.append(PassCheck(entry.name, verdict.error, reason))
+                if reason:
+                    dump.write_reproducer(entry.name, before, traced, reference, alone=alone, reason=reason)
         except PassError as error:
+            report.checks.append(PassCheck(entry.name, float("inf"), str(error)))
             if entry.required:
                 raise
             reason = str(error)
@@ -218,13 +283,13 @@ def _link(
     clock: _Clock,
 ) -> LinkedProgram:
     if not options.uses_inductor(sum(p.numel() for p in model.parameters())):
-        return LinkedProgram(traced, traced.module, report)
+        return LinkedProgram(traced, call_kernels(traced), report)
     try:
         run: Callable[..., Sequence[Any]] = generate_code(traced, captured.context)
     except Exception as error:  # no C++ compiler, no room on the disk, a bug of inductor
         log.warning("inductor fails, the rewritten graph runs as it is, slower: %s", first_line(error))
         report.dropped_passes.append(("inductor", first_line(error)))
-        return LinkedProgram(traced, traced.module, report)
+        return LinkedProgram(traced, call_kernels(traced), report)
     program = LinkedProgram(traced, run, report)
     clock.lap("codegen")
     report.codegen = "inductor"
@@ -235,6 +300,6 @@ def _link(
             log.warning("inductor's code is not used: %s; the rewritten graph runs as it is", verdict.reason)
             report.dropped_passes.append(("inductor", verdict.reason))
             report.codegen = "none"
-            return LinkedProgram(traced, traced.module, report)
+            return LinkedProgram(traced, call_kernels(traced), report)
         report.verdict = verdict
     return program

@@ -10,15 +10,19 @@ import torch
 from ..passes import TracedGraph
 from ..passes.evaluate import at_sizes
 from ..passes.fx_nodes import shape, value
-from ..passes.lower.pack_linears import PackedInputs
-from ..runtime.ops.packed_linear import pack_weights
+from ..passes.lower.pack_linears import PackedWeight
+from ..runtime.ops.packed_linear import pack_weight
 from ..runtime.program import CacheSpec, KVCache
 from ..runtime.step import StepMetadata
+from .file_pages import FilePages
+from .merged_weights import link_merged_weights
 from .report import CompileReport
 
 
 class LinkedProgram:
     """A flat step of T tokens as a callable (see ``runtime.program.Program``).
+
+    Linking moves parameters that the graph reads as rows of a merged tensor (see ``merged_weights``).
 
     Args:
         traced: the rewritten graph that ``run`` was made from.
@@ -33,6 +37,7 @@ class LinkedProgram:
     def __init__(
         self, traced: TracedGraph, run: Callable[..., Sequence[Any]], report: CompileReport | None = None
     ) -> None:
+        link_merged_weights(traced)
         self.report = report if report is not None else CompileReport("")
         self.caches: list[CacheSpec] = list(traced.caches)
         self.max_model_len = traced.max_positions
@@ -59,10 +64,17 @@ class LinkedProgram:
                 self._sizes.append(self._token_count_only(traced, node, i))
         self._gathers = "logits_rows" in traced.step_inputs
         self._bound = not self.caches
-        at = {node.name: i for i, node in enumerate(traced.placeholders)}
-        packed: list[PackedInputs] = traced.notes.get("packed", [])
-        self._packable = [([at[w] for w in p.weights], [at[b] for b in p.biases]) for p in packed]
+        self._at = {node.name: i for i, node in enumerate(traced.placeholders)}
+        self._read = [i for i, node in enumerate(traced.placeholders) if node.users]
+        self._merged: dict[str, tuple[str, ...]] = traced.notes.get("merged", {})
+        self._packable: list[PackedWeight] = traced.notes.get("packed", [])
         self.copied_weights: list[torch.Tensor] = []
+
+    @property
+    def merged_weights(self) -> list[torch.Tensor]:
+        """The module's tensors that the program reads as rows of merged ones."""
+        wholes = [(self._args[self._at[name]], sources) for name, sources in self._merged.items()]
+        return [self._args[self._at[s]] for whole, sources in wholes if not whole.is_mkldnn for s in sources]
 
     @staticmethod
     def _token_count_only(traced: TracedGraph, node: Any, index: int) -> int:
@@ -99,25 +111,21 @@ class LinkedProgram:
             bytes of packed weights.
         """
         size = 0
-        for weights, biases in self._packable:
-            sources = [self._args[i] for i in weights]
-            size += sum(source.numel() * source.element_size() for source in sources)
-            self._put(weights, pack_weights(sources))
-            joined = [self._args[i] for i in biases] if len(biases) > 1 else []
-            if joined:
-                self._put(biases, torch.cat(joined))
-            for source in sources:
-                if release and not any(other is source for other in self._args):
-                    source.data = source.new_empty(0)
+        pages = FilePages(self._args[self._at[packed.name]] for packed in self._packable)
+        for packed in self._packable:
+            i, sources = self._at[packed.name], [self._args[self._at[name]] for name in packed.sources]
+            whole = self._args[i]
+            size += whole.numel() * whole.element_size()
+            self._args[i] = pack_weight(whole)
             if not release:
-                self.copied_weights += sources + joined
+                self.copied_weights += sources
+                continue
+            for tensor in (whole, *sources):
+                if not any(self._args[j] is tensor for j in self._read):
+                    pages.drop(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+                    tensor.data = tensor.new_empty(0)
         self._packable = []
         return size
-
-    def _put(self, inputs: Sequence[int], whole: torch.Tensor) -> None:
-        """Hand ``whole`` to the first of the graph inputs and nothing to the others."""
-        for i in inputs:
-            self._args[i] = whole if i == inputs[0] else self._args[i].new_empty(0)
 
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """Run one flat step: ``[1, T]`` ids and positions → ``[R, vocab_size]`` logits of the asked rows."""

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..passes import PASSES, Pass
+from .user_passes import Pattern, with_user_passes
 
 VERIFY = ("model", "off", "every-pass")
 CODEGEN = ("inductor", "none", "auto")
 TARGETS = ("auto", "cpu")
+OPT_LEVELS = (0, 1, 2, 3)
 AUTO_CODEGEN_PARAMETERS = 50_000_000
 
 
@@ -20,22 +22,28 @@ class CompileOptions:
     """How a model is compiled.
 
     Attributes:
-        passes: ``{"skip": [names]}`` or ``{"only": [names]}``; {} runs all of them.
+        opt_level: 0 swaps attention only; 1 adds rewrites that are bitwise equal to level 0 when the graph runs as
+            it is (``codegen="none"``); 2 adds the fusions; 3 all passes.
+        passes: ``{"skip": [names]}`` or ``{"only": [names]}``; {} runs all of the level.
         verify: "model" compares the finished program with the model on a few tokens; "every-pass" also after
             each pass; "off" trusts.
         codegen: "inductor"; "none" runs the rewritten graph as it is; "auto" takes inductor above 50 M parameters.
         target: "cpu", or "auto" for what the model's device asks for.
         pack_weights: keep the matrices of a paged program in the layout of the CPU's matrix kernels, beside the
             model's own (``LLM(path)`` lets go of those).
+        patterns: rewrites of the user's own, see ``Pattern``.
     """
 
+    opt_level: int = 2
     passes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     verify: str = "model"
     codegen: str = "inductor"
     target: str = "auto"
     pack_weights: bool = False
+    patterns: Sequence[Pattern] = ()
 
     def __post_init__(self) -> None:
+        _one_of("opt_level", self.opt_level, OPT_LEVELS)
         _one_of("verify", self.verify, VERIFY)
         _one_of("codegen", self.codegen, CODEGEN)
         _one_of("target", self.target, TARGETS)
@@ -44,7 +52,10 @@ class CompileOptions:
             raise ValueError(
                 f'passes={self.passes!r} is not understood; give {{"skip": [names]}} or {{"only": [names]}}'
             )
-        known = [p.name for p in PASSES]
+        for pattern in self.patterns:
+            if not isinstance(pattern, Pattern):
+                raise ValueError(f"patterns holds {pattern!r}; give torch_pagoda.Pattern(search, replace, inputs)")
+        known = [p.name for p in with_user_passes(PASSES, self.patterns)]
         for names in self.passes.values():
             if isinstance(names, str) or not isinstance(names, Sequence):
                 raise ValueError(f"passes={self.passes!r} needs a list of pass names")
@@ -74,6 +85,8 @@ class CompileOptions:
             return False
         if "only" in self.passes:
             return entry.name in self.passes["only"]
+        if entry.level > self.opt_level:
+            return False
         return entry.name not in self.passes.get("skip", ())
 
     def uses_inductor(self, parameters: int) -> bool:

@@ -5,25 +5,30 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import torch
+
 from ..passes import PASSES, Pass, PassRecord, TracedGraph, UnsupportedModel
 from ..passes.fx_nodes import VMAP_BOUNDS, callee, is_tensor, value
+from . import dump
 from .capture import first_line
 from .options import CompileOptions
+from .user_passes import with_user_passes
 
 
 class PassError(UnsupportedModel):
     """A pass failed or left a graph that is not well-formed. The message names the pass."""
 
 
-def selected_passes(options: CompileOptions) -> list[Pass]:
-    """The passes that ``options`` asks for, in order."""
-    return [p for p in PASSES if options.selects(p)]
+def selected_passes(options: CompileOptions, stage: str = "") -> list[Pass]:
+    """The passes that ``options`` asks for, in order; only those of ``stage`` when it is given."""
+    passes = with_user_passes(PASSES, options.patterns)
+    return [p for p in passes if options.selects(p) and stage in ("", p.stage)]
 
 
 def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
     """Apply ``passes`` in order.
 
-    After each pass that changed something the graph is linted and its fake tensors are computed anew.
+    After each pass that changed something the graph is linted; at the end its fake tensors are computed anew.
 
     Raises:
         PassError: a pass failed, left a malformed graph, or left a node whose dtype or rank is not as recorded.
@@ -40,11 +45,18 @@ def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
         if record.matches:
             try:
                 traced.graph.lint()
-                propagate(traced)
             except Exception as error:
                 raise PassError(f"pass {entry.name} left a broken graph: {first_line(error)}") from error
+            dump.write_graph(traced, entry.name)
         record.seconds = time.perf_counter() - start
         records.append(record)
+    changed = [record.name for record in records if record.matches]
+    if changed:
+        try:
+            propagate(traced)
+        except Exception as error:
+            named = f"pass {changed[0]}" if len(changed) == 1 else f"one of the passes {', '.join(changed)}"
+            raise PassError(f"{named} left a broken graph: {first_line(error)}") from error
     traced.recompile()
     return records
 
@@ -52,6 +64,7 @@ def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
 def propagate(traced: TracedGraph) -> None:
     """Recompute every fake value from the placeholders and compare it with what the passes recorded.
 
+    A view that new strides do not allow becomes a reshape, which copies.
     Nodes between the begin and the end of a vmap keep their values: they cannot be run one at a time.
     """
     vmaps = 0
@@ -60,7 +73,13 @@ def propagate(traced: TracedGraph) -> None:
         if vmaps or node.op not in ("call_function", "call_method") or not is_tensor(node):
             continue
         recorded = value(node)
-        traced.propagate(node)
+        try:
+            traced.propagate(node)
+        except (RuntimeError, ValueError):
+            if node.target not in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+                raise
+            node.target = torch.ops.aten.reshape.default  # what it views has other strides now
+            traced.propagate(node)
         found = value(node)
         if found.dtype != recorded.dtype or found.dim() != recorded.dim():
             raise ValueError(

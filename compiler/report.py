@@ -26,6 +26,21 @@ class Verdict:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class PassCheck:
+    """Outcome of comparing the graph with the model after one pass.
+
+    Attributes:
+        name: the pass.
+        error: as in ``Verdict``; infinite when the pass failed before anything could be compared.
+        reason: why the pass is refused, "" when it is right.
+    """
+
+    name: str
+    error: float
+    reason: str = ""
+
+
 @dataclass
 class CompileReport:
     """What compiling a model did.
@@ -37,6 +52,7 @@ class CompileReport:
         attention_total: those and the ones that were left over.
         verdict: of the self-check on the finished program; None when it was off.
         dropped_passes: passes that the self-check took out, with the reason.
+        checks: comparisons after single passes, in order; empty unless the passes were applied one by one.
         codegen: "inductor" or "none", what the program really runs.
         seconds: wall time by phase (capture, passes, reference, codegen, verify).
     """
@@ -47,5 +63,6 @@ class CompileReport:
     attention_total: int = 0
     verdict: Verdict | None = None
     dropped_passes: list[tuple[str, str]] = field(default_factory=list)
+    checks: list[PassCheck] = field(default_factory=list)
     codegen: str = "none"
     seconds: dict[str, float] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,22 +96,28 @@ def check(program: Program, reference: Reference, *, alone: bool = False) -> Ver
         reference: what to run and what is right.
         alone: run each sequence in one step by itself instead, which a graph that is not finished can do too.
     """
-    state = _PagedState(program, reference)
     # Errors of the steps that are alike are judged together.
-    errors: list[list[float]] = []
-    for group in _alone_schedule(reference) if alone else _mixed_schedule(reference):
-        errors.append([])
-        for step in group:
-            logits, expected = state.run(step)
-            spread = expected.std(dim=-1).clamp_min(1e-6)
-            error = (logits - expected).abs().amax(dim=-1) / spread
-            errors[-1] += torch.nan_to_num(error, nan=float("inf")).tolist()
+    errors: dict[int, list[float]] = {}
+    for group, logits, expected in compared_steps(program, reference, alone=alone):
+        spread = expected.std(dim=-1).clamp_min(1e-6)
+        error = (logits - expected).abs().amax(dim=-1) / spread
+        errors.setdefault(group, []).extend(torch.nan_to_num(error, nan=float("inf")).tolist())
     tolerance = TOLERANCE.get(reference.dtype, 0.3)
     half = reference.dtype in (torch.bfloat16, torch.float16)
-    judged = max(_typical(group) if half else max(group) for group in errors)
+    judged = max(_typical(group) if half else max(group) for group in errors.values())
     ok = judged <= tolerance
     reason = "" if ok else f"logits differ from the model's by {judged:.3g} standard deviations (limit {tolerance})"
-    return Verdict(ok, max(map(max, errors)), tolerance, sum(map(len, errors)), reason)
+    return Verdict(ok, max(map(max, errors.values())), tolerance, sum(map(len, errors.values())), reason)
+
+
+def compared_steps(
+    program: Program, reference: Reference, *, alone: bool = False
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Run the steps of ``check``: for each, the group of steps that are alike, its logits, and the right ones."""
+    state = _PagedState(program, reference)
+    for group, steps in enumerate(_alone_schedule(reference) if alone else _mixed_schedule(reference)):
+        for step in steps:
+            yield group, *state.run(step)
 
 
 _Step = list[tuple[int, int]]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
+
+Place = tuple[int, torch.dtype, torch.device]
+"""Where a tensor's elements are and what they are."""
+
+_guards: weakref.WeakSet[WeightGuard] = weakref.WeakSet()
 
 
 class WeightGuard:
@@ -18,12 +24,17 @@ class WeightGuard:
     Args:
         model: the module that was compiled.
         copied: its tensors that the program does not read itself (packed weights).
+        merged: its tensors that the program reads as rows of a merged one.
     """
 
-    def __init__(self, model: nn.Module, copied: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, copied: Iterable[torch.Tensor] = (), merged: Iterable[torch.Tensor] = ()
+    ) -> None:
         self._model = model
         self._known = self._now()
         self._copied = [(tensor, tensor._version) for tensor in copied if not tensor.is_inference()]
+        self._merged = {id(tensor) for tensor in merged}
+        _guards.add(self)
 
     def check(self) -> None:
         """Compare with what the module holds now.
@@ -47,8 +58,25 @@ class WeightGuard:
                     "compile the model again, or with pack_weights=False"
                 )
 
-    def _now(self) -> dict[str, tuple[int, tuple[int, torch.dtype, torch.device]]]:
-        return {name: (id(tensor), _place(tensor)) for name, tensor in _tensors(self._model)}
+    def follow(self, moves: Mapping[int, tuple[Place, Place]]) -> None:
+        """Accept that tensors (by ``id``) went from one place to another with their values.
+
+        Not those that the program reads as rows of a merged tensor: it would still read the old place.
+        """
+        for name, (identity, place) in self._known.items():
+            before, after = moves.get(identity, (None, place))
+            if place == before and identity not in self._merged:
+                self._known[name] = (identity, after)
+
+    def _now(self) -> dict[str, tuple[int, Place]]:
+        return {name: (id(tensor), place_of(tensor)) for name, tensor in _tensors(self._model)}
+
+
+def weights_moved(moves: Mapping[int, tuple[Place, Place]]) -> None:
+    """Tell all guards that weights were merged: tensor (by ``id``) → its place before and after."""
+    if moves:
+        for guard in list(_guards):
+            guard.follow(moves)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -56,5 +84,5 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.device]:
+def place_of(tensor: torch.Tensor) -> Place:
     return tensor.data_ptr(), tensor.dtype, tensor.device

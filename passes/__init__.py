@@ -6,14 +6,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .lower.pack_linears import pack_linears
+from .recognise.activation import recognise_activation
 from .recognise.eager_attention import recognise_eager_attention
+from .recognise.gated_activation import recognise_gated_activation
+from .recognise.layer_norm import recognise_layer_norm
+from .recognise.linear import recognise_linear
 from .recognise.masks import classify_masks
+from .recognise.moe import recognise_moe
+from .recognise.moe_routing import recognise_moe_routing
+from .recognise.rms_norm import recognise_rms_norm
+from .recognise.rope import recognise_rope
 from .recognise.sdpa import recognise_sdpa
 from .record import PassRecord, Rejection
 from .rewrite.gather_logits import gather_logits
+from .rewrite.group_rope import group_rope
+from .rewrite.merge_linears import merge_linears
 from .rewrite.paged_attention import insert_paged_cache
 from .rewrite.positions import feed_positions
+from .rewrite.remove_noops import remove_noops
+from .rewrite.residual_norm import fuse_residual_norm
 from .rewrite.rope_length import choose_rope_per_sequence
+from .rewrite.share_subexpressions import share_subexpressions
 from .traced import TracedGraph, UnsupportedModel
 
 __all__ = ["PASSES", "Pass", "PassRecord", "Rejection", "TracedGraph", "UnsupportedModel"]
@@ -26,12 +39,18 @@ class Pass:
     Attributes:
         name: what users write in ``passes={"skip": [name]}`` and reports show.
         apply: the pass; edits the graph in place.
+        stage: the graph that it works on: "dynamo" for Dynamo's (torch functions and methods), "aten" for what
+            AOTAutograd makes of it.
+        level: the lowest ``opt_level`` that runs it. 0: attention only. 1: bitwise the numbers of level 0 when the
+            graph runs as it is. 2: the default. 3: what does not pay everywhere.
         required: a paged program cannot be made without it, so the self-check's fallback never drops it.
         option: the boolean option that has to be on for it; "" for none.
     """
 
     name: str
     apply: Callable[[TracedGraph], PassRecord]
+    stage: str = "dynamo"
+    level: int = 0
     required: bool = True
     option: str = ""
 
@@ -48,6 +67,27 @@ PASSES: tuple[Pass, ...] = (
     Pass("feed_positions", feed_positions),
     # After these: it gives the logits a row axis of their own, which the passes above need not know.
     Pass("gather_logits", gather_logits, required=False),
+    # On the ATen graph. First what takes clutter away that would stand between the nodes of a pattern.
+    Pass("remove_noops", remove_noops, "aten", level=1, required=False),
+    Pass("recognise_linear", recognise_linear, "aten", required=False),
+    Pass("share_subexpressions", share_subexpressions, "aten", level=1, required=False),
+    # Before norms and activations, which occur in its blocks too; routing needs the blocks.
+    Pass("recognise_moe", recognise_moe, "aten", level=2, required=False),
+    Pass("recognise_moe_routing", recognise_moe_routing, "aten", level=2, required=False),
+    Pass("recognise_rms_norm", recognise_rms_norm, "aten", level=2, required=False),
+    Pass("recognise_layer_norm", recognise_layer_norm, "aten", level=2, required=False),
+    Pass("recognise_activation", recognise_activation, "aten", level=2, required=False),
+    # Needs the activations.
+    Pass("recognise_gated_activation", recognise_gated_activation, "aten", level=2, required=False),
+    Pass("recognise_rope", recognise_rope, "aten", level=2, required=False),
+    # Once more for the tables that the rotations brought.
+    Pass("share_subexpressions", share_subexpressions, "aten", level=1, required=False),
+    # Needs the norms.
+    Pass("fuse_residual_norm", fuse_residual_norm, "aten", level=2, required=False),
+    # Needs the single rotations.
+    Pass("group_rope", group_rope, "aten", level=2, required=False),
+    # After the recognition of rotations and gates, which read the single products.
+    Pass("merge_linears", merge_linears, "aten", level=2, required=False),
     # Last: the passes above look for plain linears.
-    Pass("pack_linears", pack_linears, required=False, option="pack_weights"),
+    Pass("pack_linears", pack_linears, "aten", required=False, option="pack_weights"),
 )

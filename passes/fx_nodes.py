@@ -77,6 +77,10 @@ def mutated_argument(node: fx.Node) -> fx.Node | None:
     """The node whose tensor ``node`` writes into, or None when it writes into nothing."""
     if node.op == "call_function":
         target = node.target
+        if isinstance(target, torch._ops.OpOverload):
+            first_written = target._schema.arguments[:1]
+            written = target.namespace == "aten" and first_written and first_written[0].is_write
+            return node.args[0] if written and isinstance(node.args[0], fx.Node) else None
         if target in _INPLACE_OPERATORS:
             first = node.args[0]
             return first if isinstance(first, fx.Node) and is_tensor(first) else None

@@ -28,7 +28,7 @@ class PassRecord:
         name: the pass, as in the pipeline list.
         matches: rewritten places.
         rejections: near misses with their reasons.
-        seconds: wall time, fake-tensor propagation included.
+        seconds: wall time.
     """
 
     name: str

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,8 +39,9 @@ class TracedGraph:
         paged: the graph is a flat ``[1, T]`` step over paged caches (else: the user's own call).
         notes: facts that one pass leaves for later ones and for the self-check. ``followed_literals``: literal →
             names of the nodes in which it is a window or chunk that was too large to run. ``rope_switch``: the
-            longest sequence that still uses the first of two rotary tables. ``packed``: the inputs of each packed
-            linear.
+            longest sequence that still uses the first of two rotary tables. ``merged``: graph input →
+            names of the inputs that are its rows; its tensor is among the constants once the graph is linked.
+            ``packed``: the inputs of each packed linear.
     """
 
     module: fx.GraphModule
@@ -52,6 +54,7 @@ class TracedGraph:
     max_positions: int | None = None
     paged: bool = True
     notes: dict[str, Any] = field(default_factory=dict)
+    _origin: fx.Node | None = field(default=None, init=False, repr=False)
 
     @property
     def graph(self) -> fx.Graph:
@@ -79,24 +82,62 @@ class TracedGraph:
         graph = fx.Graph()
         for node in self.graph.nodes:
             nodes[node] = graph.node_copy(node, nodes.__getitem__)
+        return self.over(fx.GraphModule(self.module, graph))
+
+    def over(self, module: fx.GraphModule) -> TracedGraph:
+        """The same inputs and notes over another graph module."""
         return replace(
             self,
-            module=fx.GraphModule(self.module, graph),
+            module=module,
             constants=dict(self.constants),
             caches=list(self.caches),
             step_inputs=list(self.step_inputs),
             notes=dict(self.notes),
         )
 
+    @contextmanager
+    def before(self, node: fx.Node) -> Iterator[None]:
+        """Set the insertion point in front of ``node``; what ``call`` and ``method`` insert comes from its module."""
+        outer = self._origin
+        self._origin = node
+        try:
+            with self.graph.inserting_before(node):
+                yield
+        finally:
+            self._origin = outer
+
+    def substitute(self, old: fx.Node, new: fx.Node) -> None:
+        """Let ``new`` take the place of ``old``, which is erased.
+
+        Raises:
+            ValueError: they differ in dtype or shape.
+        """
+        before, after = value(old), value(new)
+        if before.dtype != after.dtype or str(tuple(before.shape)) != str(tuple(after.shape)):
+            raise ValueError(
+                f"{new.name} ({after.dtype} {tuple(after.shape)}) cannot stand for {old.name} "
+                f"({before.dtype} {tuple(before.shape)})"
+            )
+        if str(before.stride()) != str(after.stride()):
+            for user in old.users:
+                if user.target is torch.ops.aten.view.default:  # may need a copy now
+                    user.target = torch.ops.aten.reshape.default
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Insert a function call at the graph's insertion point, with its fake value computed."""
-        node = self.graph.call_function(target, args, kwargs)
-        self.propagate(node)
-        return node
+        return self._inserted(self.graph.call_function(target, args, kwargs))
 
     def method(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
         """Insert a method call at the graph's insertion point, with its fake value computed."""
-        node = self.graph.call_method(name, args, kwargs)
+        return self._inserted(self.graph.call_method(name, args, kwargs))
+
+    def _inserted(self, node: fx.Node) -> fx.Node:
+        if self._origin is not None:
+            for key in ("nn_module_stack", "stack_trace"):
+                if key in self._origin.meta:
+                    node.meta[key] = self._origin.meta[key]
         self.propagate(node)
         return node
 
@@ -114,6 +155,10 @@ class TracedGraph:
         """A new graph input that always receives ``tensor``."""
         self.constants[name] = tensor
         return self._add_placeholder(name, tensor, dynamic=())
+
+    def add_deferred_constant(self, name: str, example: torch.Tensor) -> fx.Node:
+        """A new graph input that always receives one tensor, which linking makes; ``example`` is its fake."""
+        return self._add_placeholder(name, example, dynamic=())
 
     def add_position_input(self) -> fx.Node:
         """A ``position_ids`` placeholder for a model that takes none."""

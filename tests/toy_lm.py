@@ -9,8 +9,9 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from torch_pagoda.compiler.capture import Captured, capture
-from torch_pagoda.passes import TracedGraph
+from torch_pagoda.passes import PASSES, TracedGraph
 
+DYNAMO_PASSES = [entry for entry in PASSES if entry.stage == "dynamo"]
 VOCAB, HIDDEN, HEADS, KV_HEADS, DIM = 61, 32, 4, 2, 8
 
 Attention = Callable[["ToyLM", torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

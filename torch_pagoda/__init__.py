@@ -11,8 +11,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .compiler.explain import Explanation, explain
+    from .compiler.user_passes import Pattern, register_pass, unregister_pass
     from .generation import compile, restore
     from .llm import LLM
+    from .passes import PassRecord, Rejection, TracedGraph
     from .runtime.outputs import CompletionOutput, RequestOutput
     from .runtime.sampling_params import SamplingParams
 
@@ -30,9 +33,33 @@ _HOME = {
     "CompletionOutput": ".runtime.outputs",
     "compile": ".generation",
     "restore": ".generation",
+    "Explanation": ".compiler.explain",
+    "PassRecord": ".passes",
+    "Pattern": ".compiler.user_passes",
+    "Rejection": ".passes",
+    "TracedGraph": ".passes",
+    "explain": ".compiler.explain",
+    "register_pass": ".compiler.user_passes",
+    "unregister_pass": ".compiler.user_passes",
 }
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__", "compile", "restore"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Explanation",
+    "PassRecord",
+    "Pattern",
+    "Rejection",
+    "RequestOutput",
+    "SamplingParams",
+    "TracedGraph",
+    "__version__",
+    "compile",
+    "explain",
+    "register_pass",
+    "restore",
+    "unregister_pass",
+]
 
 
 def __getattr__(name: str) -> Any:

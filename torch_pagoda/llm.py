@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .checkpoint import check_module, check_tokenizer, load_model, load_tokenizer, resolve_dtype
 from .compiler import CompileOptions, CompileReport, UnsupportedModel, WeightGuard, build_program
+from .compiler.user_passes import Pattern
 from .device import resolve_device
 from .runtime.engine import Engine
 from .runtime.kv_cache import num_blocks_in, parse_memory
@@ -29,7 +30,7 @@ DEFAULT_BLOCK_SIZE = 16
 
 _LIMITS = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
 _MAY_BE_NONE = ("num_blocks", "max_model_len")
-_COMPILE_OPTIONS = ("verify", "passes", "codegen", "target", "pack_weights")
+_COMPILE_OPTIONS = ("verify", "passes", "opt_level", "patterns", "codegen", "target", "pack_weights")
 
 
 class LLM:
@@ -53,6 +54,8 @@ class LLM:
         verify: ``"model"`` checks the compiled model against the original, ``"every-pass"`` after each pass
             too, ``"off"`` not at all.
         passes: ``{"skip": [names]}`` or ``{"only": [names]}``.
+        opt_level: 0 swaps attention only; 1 adds rewrites that change no bit; 2 the fusions; 3 all passes.
+        patterns: rewrites of your own, see :class:`~torch_pagoda.Pattern`.
         codegen: ``"inductor"``, ``"none"`` (run the rewritten graph as it is), or ``"auto"``.
         target: what to lower for; ``"auto"`` is the device's.
         pack_weights: keep bf16 matrices in the layout of the CPU's matrix kernels. By default for a model
@@ -85,6 +88,8 @@ class LLM:
         max_model_len: int | None = None,
         verify: str = "model",
         passes: dict[str, list[str]] | None = None,
+        opt_level: int = 2,
+        patterns: Sequence[Pattern] = (),
         codegen: str = "inductor",
         target: str = "auto",
         pack_weights: bool | None = None,
@@ -105,6 +110,8 @@ class LLM:
             {
                 "verify": verify,
                 "passes": passes,
+                "opt_level": opt_level,
+                "patterns": tuple(patterns),
                 "codegen": codegen,
                 "target": target,
                 "pack_weights": loads if pack_weights is None else pack_weights,
@@ -130,7 +137,7 @@ class LLM:
                 f"model={name} cannot be served: {error}; use transformers' own generate, which "
                 'torch.compile(model, backend="pagoda") can speed up'
             ) from error
-        self._weights = WeightGuard(module, program.copied_weights)
+        self._weights = WeightGuard(module, program.copied_weights, program.merged_weights)
         self.program: Program = program
         self.compile_report: CompileReport = program.report
         if memory is not None:

@@ -13,6 +13,8 @@ Becomes:
 Why it is faster:
     the [heads, tokens, tokens] scores are never stored, nor are repeated keys and values, and later passes can
     give the call a paged cache.
+
+Level 0.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ Becomes:
     pagoda::attention(q, k, v, mask=None, is_causal=True, sliding_window=w, chunk=c, alibi_slopes=s)
 Why it is faster:
     no T×T tensor is made, and a flat step of many sequences has no use for one.
+
+Level 0.
 """
 
 from __future__ import annotations

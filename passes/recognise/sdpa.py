@@ -8,6 +8,8 @@ Becomes:
 Why it is faster:
     the repeated keys and values are never made, and the call no longer hides behind whichever decomposition the
     backend picks for its shapes, so later passes can give it a paged cache.
+
+Level 0.
 """
 
 from __future__ import annotations

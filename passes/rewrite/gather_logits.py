@@ -6,6 +6,8 @@ Becomes:
     output(f(linear(h[:, logits_rows], W)))
 Why it is faster:
     the head is the largest matrix of many models; a prefill step of 512 tokens needs it for one row, not 512.
+
+Level 0.
 """
 
 from __future__ import annotations

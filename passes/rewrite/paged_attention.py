@@ -9,6 +9,8 @@ Why it is faster:
     number of sequences share one pool of.
 
 Caches are numbered by the (k, v) pair, so layers that share keys and values share a cache.
+
+Level 0.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ Becomes:
     index_select(table, position_ids)
 Why:
     in a flat step of many sequences token t of the step is not token t of its sequence.
+
+Level 0.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ Becomes:
 Why:
     in a flat step the longest sequence would choose for its batch mates, and a chunk of a prompt would choose by
     where the chunk ends. ``token_lengths`` is what the sequence has when it runs alone with a cache.
+
+Level 0.
 """
 
 from __future__ import annotations

@@ -1,12 +1,48 @@
 """The `pagoda::` operators: importing this package registers them (schema, fake, reference, CPU kernel).
 
-In graphs they are ``torch.ops.pagoda.attention`` and ``torch.ops.pagoda.paged_attention``; the functions of the
-same names in the modules ``attention`` and ``paged_attention`` add defaults and the documentation.
+In graphs they are ``torch.ops.pagoda.attention`` and so on. The modules ``attention`` and ``paged_attention`` hold
+functions of the same names that add defaults and the documentation; in the others the name is the overload, and the
+documentation is the reference's (``rms_norm.rms_norm`` and ``rms_norm.rms_norm_reference``).
 """
 
 from __future__ import annotations
 
-from . import attention, paged_attention
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import attention, gated_activation, layer_norm, moe, packed_linear, paged_attention, rms_norm, rope
 from .reference import attention_reference, paged_attention_reference
 
-__all__ = ["attention", "attention_reference", "paged_attention", "paged_attention_reference"]
+CPU_FUNCTIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    torch.ops.pagoda.attention.default: attention.attention_cpu,
+    torch.ops.pagoda.paged_attention.default: paged_attention.paged_attention_cpu,
+    packed_linear.packed_linear: packed_linear.packed_linear_reference,
+    moe.moe: moe.moe_cpu,
+    moe.moe_gating: moe.moe_gating_reference,
+    rms_norm.rms_norm: rms_norm.rms_norm_cpu,
+    rms_norm.add_rms_norm: rms_norm.add_rms_norm_cpu,
+    layer_norm.layer_norm: layer_norm.layer_norm_cpu,
+    layer_norm.add_layer_norm: layer_norm.add_layer_norm_cpu,
+    rope.rope: rope.rope_cpu,
+    gated_activation.gated_activation: gated_activation.gated_activation_cpu,
+    gated_activation.activation: gated_activation.activation_cpu,
+}
+"""What each overload runs for CPU tensors, to be called without the dispatcher, which costs more than a small
+kernel. The arguments are the schema's, positional and all of them. Nothing is guarded: the tensors must be on the
+CPU, and an input that requires grad is not refused; the result is simply cut from the autograd graph."""
+
+__all__ = [
+    "CPU_FUNCTIONS",
+    "attention",
+    "attention_reference",
+    "gated_activation",
+    "layer_norm",
+    "moe",
+    "packed_linear",
+    "paged_attention",
+    "paged_attention_reference",
+    "rms_norm",
+    "rope",
+]

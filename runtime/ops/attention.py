@@ -37,7 +37,7 @@ def _attention_fake(
     return query.new_empty((batch, tokens, heads, value.shape[3])).transpose(1, 2)
 
 
-def _attention_cpu(
+def attention_cpu(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -127,7 +127,7 @@ def _attention_cpu(
     return result.transpose(1, 2)
 
 
-_overload = register_operator(_SCHEMA, fake=_attention_fake, reference=attention_reference, cpu=_attention_cpu)
+_overload = register_operator(_SCHEMA, fake=_attention_fake, reference=attention_reference, cpu=attention_cpu)
 
 
 def attention(

@@ -20,7 +20,7 @@ def advise_huge_pages(tensor: torch.Tensor) -> bool:
     Returns:
         Whether the system took the advice; False on systems without ``madvise`` and for other devices.
     """
-    advise = _madvise()
+    advise = madvise()
     if advise is None or tensor.device.type != "cpu":
         return False
     storage = tensor.untyped_storage()
@@ -30,7 +30,7 @@ def advise_huge_pages(tensor: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _madvise() -> Callable[[int, int, int], int] | None:
+def madvise() -> Callable[[int, int, int], int] | None:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     library = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)

@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,7 +35,8 @@ FLAGS = (
 )
 
 # The kernels' names for dtypes; what is missing here runs on the reference.
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
+FLOAT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPE_CODES = {**FLOAT_CODES, torch.bool: 3}
 
 
 class KernelBuildError(RuntimeError):
@@ -52,7 +54,7 @@ def load_kernels() -> ctypes.CDLL | None:
         return _load_or_build(cache_directory())
     except (KernelBuildError, OSError) as error:
         warnings.warn(
-            f"torch-pagoda runs attention without its C++ kernels, many times slower, because {error}",
+            f"torch-pagoda runs without its C++ kernels, many times slower, because {error}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -92,7 +94,7 @@ def _load_or_build(directory: Path) -> ctypes.CDLL:
     if not writable:
         directory = Path(tempfile.mkdtemp(prefix="torch_pagoda_kernels_"))
         _logger.warning("kernel cache %s is not writable; building in %s", cache_directory(), directory)
-    library = directory / f"attention-{_fingerprint(compiler)}.so"
+    library = directory / f"kernels-{_fingerprint(compiler)}.so"
     if library.exists():
         try:
             return ctypes.CDLL(str(library))
@@ -107,25 +109,32 @@ def _load_or_build(directory: Path) -> ctypes.CDLL:
 
 
 def build_library(compiler: str, library: Path, flags: Sequence[str] = FLAGS) -> None:
-    """Compile the kernels into a neighbouring file and rename it: nobody ever sees half a library.
+    """Compile the kernels into a neighbouring folder and rename the result: nobody ever sees half a library.
 
     Raises:
         KernelBuildError: the compiler refuses; what it printed is logged.
     """
-    handle, unfinished = tempfile.mkstemp(suffix=".so", prefix=library.stem, dir=library.parent)
-    os.close(handle)
-    command = [compiler, *flags, str(_SOURCES / "attention.cpp"), "-o", unfinished, *_openmp_of_torch()]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode != 0:
-            _logger.warning("%s failed:\n%s", " ".join(command), result.stderr)
-            errors = [line for line in result.stderr.splitlines() if "error" in line] or ["no message"]
-            raise KernelBuildError(f"{compiler} failed: {errors[0]}")
-        os.chmod(unfinished, 0o755)
+    sources = sorted(_SOURCES.glob("*.cpp"))
+    with tempfile.TemporaryDirectory(prefix=library.stem, dir=library.parent) as folder:
+        objects = [str(Path(folder, source.stem + ".o")) for source in sources]
+        with ThreadPoolExecutor(max_workers=min(len(sources), os.cpu_count() or 1)) as pool:
+            compile_one = functools.partial(_run_compiler, compiler, flags)
+            # The first failure is raised here; the others have finished by then and are not reported.
+            list(pool.map(compile_one, [["-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]))
+        unfinished = Path(folder, library.name)
+        _run_compiler(compiler, flags, [*objects, "-o", str(unfinished), *_openmp_of_torch()])
+        unfinished.chmod(0o755)
         os.replace(unfinished, library)
-    finally:
-        Path(unfinished).unlink(missing_ok=True)
     _logger.info("built %s", library)
+
+
+def _run_compiler(compiler: str, flags: Sequence[str], arguments: Sequence[str]) -> None:
+    command = [compiler, *flags, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        _logger.warning("%s failed:\n%s", " ".join(command), result.stderr)
+        errors = [line for line in result.stderr.splitlines() if "error" in line] or ["no message"]
+        raise KernelBuildError(f"{compiler} failed: {errors[0]}")
 
 
 def _openmp_of_torch() -> list[str]:

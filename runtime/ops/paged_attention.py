@@ -40,7 +40,7 @@ def _paged_attention_fake(
     return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3])).transpose(1, 2)
 
 
-def _paged_attention_cpu(
+def paged_attention_cpu(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -199,7 +199,7 @@ def _raise_failure(
 
 
 _overload = register_operator(
-    _SCHEMA, fake=_paged_attention_fake, reference=paged_attention_reference, cpu=_paged_attention_cpu
+    _SCHEMA, fake=_paged_attention_fake, reference=paged_attention_reference, cpu=paged_attention_cpu
 )
 
 

@@ -196,3 +196,47 @@ def test_a_rewrite_that_changes_the_numbers_is_not_used(ids, monkeypatch, caplog
         torch.compile(model, backend="pagoda", options=OPTIONS)(ids)
     assert not attention_calls(graphs[0])
     assert "not used" in caplog.text
+
+
+def fused_graphs(monkeypatch):
+    """Collect the ATen graphs that the backend runs."""
+    graphs = []
+    original = backend_module.call_kernels
+
+    def spy(traced):
+        graphs.append(traced)
+        return original(traced)
+
+    monkeypatch.setattr(backend_module, "call_kernels", spy)
+    return graphs
+
+
+@pytest.mark.parametrize("opt_level", [0, 2])
+def test_the_aten_graph_is_fused(opt_level, ids, monkeypatch):
+    graphs = fused_graphs(monkeypatch)
+    model = build_tiny_model("llama")
+    layers = model.config.num_hidden_layers
+    with torch.no_grad():
+        expected = model(ids).logits
+        found = torch.compile(model, backend="pagoda", options={**OPTIONS, "opt_level": opt_level})(ids).logits
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    names = [callee(n) for n in graphs[0].graph.nodes]
+    if opt_level == 0:
+        assert not {"add_rms_norm", "rms_norm", "rope", "gated_activation"} & set(names)
+    else:
+        assert names.count("add_rms_norm") == 2 * layers
+        assert names.count("rope") == names.count("gated_activation") == layers
+        assert names.count("linear") == 4 * layers + 1, "q, k, v and gate, up are one each"
+
+
+def test_merged_weights_that_moved_are_noticed(ids):
+    model = build_tiny_model("llama")
+    compiled = torch.compile(model, backend="pagoda", options=OPTIONS)
+    with torch.no_grad():
+        compiled(ids)
+        weight = model.model.layers[0].self_attn.k_proj.weight
+        weight.mul_(2)  # in place: seen
+        torch.testing.assert_close(compiled(ids).logits, model(ids).logits, atol=2e-4, rtol=1e-4)
+        weight.data = weight.data.clone()
+        with pytest.raises(RuntimeError, match="replaced or moved"):
+            compiled(ids)

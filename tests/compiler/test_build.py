@@ -20,7 +20,7 @@ from torch_pagoda.passes.fx_nodes import callee
 from torch_pagoda.runtime.engine import Engine
 from torch_pagoda.runtime.sampling_params import SamplingParams
 
-from toy_lm import HIDDEN, ToyLM, causal_mask, repeat_kv, sdpa, traced
+from toy_lm import DYNAMO_PASSES, HIDDEN, ToyLM, causal_mask, repeat_kv, sdpa, traced
 
 PLAIN = CompileOptions(codegen="none")
 
@@ -93,7 +93,7 @@ def test_every_pass_compares_after_each(monkeypatch):
     report = build_program(ToyLM(sdpa), dataclasses.replace(PLAIN, verify="every-pass")).report
     changed = [record.name for record in report.passes if record.matches]
     # One comparison per pass that changed something, the last of them on mixed steps, and the finished program's.
-    assert len(compared) == len(changed) + 1 and all(ok for *_, ok in compared)
+    assert len(compared) == len(changed) + 2 and all(ok for *_, ok in compared)
     assert compared[0] == (True, 0, True), "recognised attention runs before there is a cache"
     assert [alone for alone, *_ in compared[-2:]] == [False, False]
 
@@ -208,7 +208,7 @@ def test_long_windows_are_checked_shrunk(offset):
     model = ToyLM(windowed)
     original = traced(model)
     rewritten = original.copy()
-    for entry in PASSES:
+    for entry in DYNAMO_PASSES:
         entry.apply(rewritten)
     for node in paged_attention_nodes(rewritten):
         node.args = (*node.args[:12], node.args[12] + offset, *node.args[13:])
@@ -223,7 +223,7 @@ def test_long_windows_are_checked_shrunk(offset):
 def test_short_windows_need_no_second_check():
     original = traced(ToyLM(sdpa))
     rewritten = original.copy()
-    for entry in PASSES:
+    for entry in DYNAMO_PASSES:
         entry.apply(rewritten)
     assert check_long_windows(original, rewritten, reference_of_model(ToyLM(sdpa))) is None
 

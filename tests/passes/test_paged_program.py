@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from torch_pagoda.compiler.linker import LinkedProgram
 from torch_pagoda.compiler.verify import check, reference_of_model
-from torch_pagoda.passes import PASSES
 from torch_pagoda.passes.attention_node import paged_attention_nodes
 from torch_pagoda.passes.fx_nodes import callee, shape
 from torch_pagoda.passes.recognise.masks import classify_masks
@@ -17,12 +16,12 @@ from torch_pagoda.passes.rewrite.gather_logits import gather_logits
 from torch_pagoda.passes.rewrite.paged_attention import insert_paged_cache
 from torch_pagoda.passes.token_axis import mixers
 
-from toy_lm import HIDDEN, KV_HEADS, ToyLM, causal_mask, repeat_kv, sdpa, traced
+from toy_lm import DYNAMO_PASSES, HIDDEN, KV_HEADS, ToyLM, causal_mask, repeat_kv, sdpa, traced
 
 
 def apply_all(graph):
     """Run the whole pipeline; the records by pass name."""
-    return {p.name: p.apply(graph) for p in PASSES}
+    return {p.name: p.apply(graph) for p in DYNAMO_PASSES}
 
 
 def verdict_of(model, graph):
@@ -171,7 +170,7 @@ def test_rope_chosen_by_the_longest_position_is_chosen_per_sequence():
 
 def test_without_the_rope_pass_the_mixing_is_found():
     graph = traced(ToyLM(sdpa, before=longrope(20)))
-    for entry in PASSES:
+    for entry in DYNAMO_PASSES:
         if entry.name != "choose_rope_per_sequence":
             entry.apply(graph)
     assert [r.reason for r in mixers(graph)] == ["max runs over all tokens"]

@@ -6,15 +6,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from torch_pagoda.passes import PASSES
 from torch_pagoda.passes.token_axis import mixers
 
-from toy_lm import HIDDEN, VOCAB, ToyLM, sdpa, traced
+from toy_lm import DYNAMO_PASSES, HIDDEN, VOCAB, ToyLM, sdpa, traced
 
 
 def found_in(before):
     graph = traced(ToyLM(sdpa, before=before))
-    for entry in PASSES:
+    for entry in DYNAMO_PASSES:
         entry.apply(graph)
     return [r.reason for r in mixers(graph)]
 
@@ -84,7 +83,7 @@ class CountsTokens(ToyLM):
 
 def test_a_count_of_token_ids_is_no_routing():
     graph = traced(CountsTokens(sdpa))
-    for entry in PASSES:
+    for entry in DYNAMO_PASSES:
         entry.apply(graph)
     assert [r.reason for r in mixers(graph)] == ["cumsum runs over the tokens"]
 

@@ -32,6 +32,22 @@ def assert_close() -> Callable[[torch.Tensor, torch.Tensor], None]:
     return check
 
 
+@pytest.fixture
+def assert_rounded_alike() -> Callable[..., None]:
+    """Equal but for the last digit: in fp32 within 2e-6; in half precision neighbours, and few of them."""
+
+    def check(actual: torch.Tensor, expected: torch.Tensor, few: float = 0.01) -> None:
+        assert actual.shape == expected.shape and actual.dtype == expected.dtype
+        assert actual.stride() == expected.stride()
+        size = expected.float().abs().max().clamp(min=1.0).item() if expected.numel() else 1.0
+        epsilon = 1e-6 if actual.dtype == torch.float32 else torch.finfo(actual.dtype).eps
+        torch.testing.assert_close(actual.float(), expected.float(), rtol=2 * epsilon, atol=2e-6 * size)
+        if actual.dtype != torch.float32:
+            assert (actual != expected).sum() <= 2 + few * expected.numel()
+
+    return check
+
+
 @dataclass
 class PagedCase:
     """Arguments of one paged_attention call over caches full of noise, blocks scattered at random.

@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_pagoda.runtime.ops import attention, attention_reference, native, paged_attention
+from torch_pagoda.runtime.ops import (
+    attention,
+    attention_reference,
+    gated_activation,
+    layer_norm,
+    native,
+    norm_kernel,
+    paged_attention,
+    rms_norm,
+    rope,
+)
 from torch_pagoda.runtime.ops.huge_pages import advise_huge_pages
 from torch_pagoda.runtime.ops.reference import paged_attention_reference
 
@@ -65,7 +75,7 @@ def test_a_compiler_that_fails_is_reported(tmp_path):
 
 @pytest.fixture
 def counting_compiler(tmp_path, monkeypatch):
-    """A g++ that counts its builds and hands out the library that this process has built: no waiting."""
+    """A g++ that counts what it links and hands out the library that this process has built: no waiting."""
     built = Path(native.load_kernels()._name)
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -73,7 +83,7 @@ def counting_compiler(tmp_path, monkeypatch):
 import shutil, sys, time
 if "--version" in sys.argv:
     print("g++ 1.0")
-else:
+elif "-c" not in sys.argv:
     open({str(tmp_path / "builds")!r}, "a").write("build\\n")
     time.sleep(1)
     shutil.copy({str(built)!r}, sys.argv[sys.argv.index("-o") + 1])
@@ -95,7 +105,7 @@ def test_two_processes_build_once(counting_compiler, tmp_path):
 def test_a_broken_library_is_built_again(counting_compiler, tmp_path):
     directory = tmp_path / "cache" / "kernels"
     directory.mkdir(parents=True)
-    broken = directory / f"attention-{native._fingerprint(shutil.which('g++'))}.so"
+    broken = directory / f"kernels-{native._fingerprint(shutil.which('g++'))}.so"
     broken.write_bytes(b"half a library")
     assert native._load_or_build(directory).pagoda_attention
     assert counting_compiler() == 1 and broken.stat().st_size > 1000
@@ -134,12 +144,14 @@ def test_kernels_share_the_openmp_runtime_of_torch():
     ],
     ids=" ".join,
 )
-def test_kernels_without_newer_instructions(architecture, tmp_path, monkeypatch, paged_case, assert_close):
+def test_kernels_without_newer_instructions(
+    architecture, tmp_path, monkeypatch, paged_case, assert_close, assert_rounded_alike
+):
     """The portable code compiles and is right on processors with less."""
     flags = [*(flag for flag in native.FLAGS if flag not in ("-march=native", "-O3")), "-O1", *architecture]
     native.build_library("g++", tmp_path / "portable.so", flags)
     library = ctypes.CDLL(str(tmp_path / "portable.so"))
-    for module in (attention, paged_attention):
+    for module in (attention, paged_attention, norm_kernel, rope, gated_activation):
         monkeypatch.setattr(module, "kernel_function", lambda name: native.bind_function(library, name))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for options in ({"dim": 40}, {"dim": 7, "value_dim": 18, "window": 20, "sinks": True, "softcap": 3.0}):
@@ -151,6 +163,24 @@ def test_kernels_without_newer_instructions(architecture, tmp_path, monkeypatch,
         mask = torch.randn(70, 70).masked_fill(torch.rand(70, 70) > 0.5, -torch.inf)
         arguments = (query, key, key, mask, None, torch.rand(4), 0.2, True, 0, 0, 0.0)
         assert_close(torch.ops.pagoda.attention(*arguments), attention_reference(*arguments))
+
+        x, weight = torch.randn(3, 75).to(dtype), torch.randn(75).to(dtype)
+        for round_before_scale in (True, False):
+            arguments = (x, x.flip(0), weight, 1e-5, 1.0, round_before_scale)
+            for ours, theirs in zip(
+                rms_norm.add_rms_norm_cpu(*arguments), rms_norm.add_rms_norm_reference(*arguments), strict=True
+            ):
+                assert_rounded_alike(ours, theirs)
+        arguments = (x, weight, weight, 1e-5)
+        assert_rounded_alike(layer_norm.layer_norm_cpu(*arguments), layer_norm.layer_norm_reference(*arguments))
+        for mode in ("half", "interleaved", "interleaved_to_half"):
+            arguments = ([query, key], torch.randn(1, 70, 18), torch.randn(1, 70, 18), mode, 1, True)
+            assert all(map(torch.equal, rope.rope_cpu(*arguments), rope.rope_reference(*arguments)))
+        for kind in ("silu", "gelu", "gelu_tanh", "relu2", "quick_gelu", "clipped_swiglu"):
+            arguments = (x[:, 1:38], x[:, 38:], kind, 1.7, 2.0)
+            ours = gated_activation.gated_activation_cpu(*arguments)
+            theirs = gated_activation.gated_activation_reference(*arguments)
+            assert_rounded_alike(ours, theirs, 0.1)
 
 
 def test_huge_pages_are_only_advice():

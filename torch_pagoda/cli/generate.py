@@ -1,10 +1,9 @@
-"""The ``pagoda`` command."""
+"""``pagoda generate``."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,54 +15,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from . import __version__
+from .errors import REQUEST_FAILED, one_line_errors
 
 if TYPE_CHECKING:
-    from .runtime.outputs import Progress as EngineProgress
-    from .runtime.outputs import RequestOutput
-
-USER_ERROR = 2
-REQUEST_FAILED = 1
-INTERRUPTED = 130
-
-app = typer.Typer(
-    name="pagoda",
-    help=(
-        "Serve unmodified HuggingFace causal LMs: compiled, with a paged KV cache, many prompts in a batch."
-        "\n\n"
-        "The model is traced, rewritten and checked against the original before it produces a token; it runs "
-        "on an Ascend NPU where torch_npu finds one, else on the CPU."
-    ),
-    epilog="Start with:  pagoda generate examples/tiny-pydoc --prompt 'Return the'",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
+    from ..runtime.outputs import Progress as EngineProgress
+    from ..runtime.outputs import RequestOutput
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"pagoda {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
-    ] = False,
-) -> None:
-    pass
-
-
-@app.command(
-    epilog=(
-        "Examples:  pagoda generate ./my-model --prompt 'Once upon a time'  |  "
-        "pagoda generate ./my-model --prompts-file prompts.txt --max-tokens 128 --json > out.jsonl"
-    )
-)
 def generate(
     model: Annotated[str, typer.Argument(help="Checkpoint folder, or hub id.", metavar="MODEL")],
     prompt: Annotated[
@@ -149,7 +107,7 @@ def generate(
         "max_model_len": max_model_len,
         "verify": verify,
         "codegen": codegen,
-        "passes": _pass_selection(skip_pass, only_pass),
+        "passes": pass_selection(skip_pass, only_pass),
     }
     sampling = {
         "max_tokens": max_tokens,
@@ -163,13 +121,13 @@ def generate(
         "stop": list(stop) if stop else None,
         "ignore_eos": ignore_eos,
     }
-    with _one_line_errors(debug):
+    with one_line_errors(debug):
         prompts = _read_prompts(prompt, prompts_file)
         # Imported here, so that --help and --version answer at once.
         from transformers.utils import logging as transformers_logging
 
-        from .llm import LLM
-        from .runtime.sampling_params import SamplingParams
+        from ..llm import LLM
+        from ..runtime.sampling_params import SamplingParams
 
         if not sys.stderr.isatty():
             transformers_logging.disable_progress_bar()
@@ -186,7 +144,8 @@ def generate(
         raise typer.Exit(REQUEST_FAILED)
 
 
-def _pass_selection(skip: list[str] | None, only: list[str] | None) -> dict[str, list[str]] | None:
+def pass_selection(skip: list[str] | None, only: list[str] | None) -> dict[str, list[str]] | None:
+    """The option ``passes`` from what ``--skip-pass`` and ``--only-pass`` were given."""
     selection = {name: list(passes) for name, passes in (("skip", skip), ("only", only)) if passes}
     return selection or None
 
@@ -210,19 +169,6 @@ def _read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]
     if not found:
         raise ValueError("no prompt given; use --prompt TEXT or --prompts-file FILE")
     return found
-
-
-@contextmanager
-def _one_line_errors(debug: bool) -> Iterator[None]:
-    """Report what a user can mend as one line on stderr; let everything through when debugging."""
-    try:
-        yield
-    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
-        if debug or isinstance(error, BrokenPipeError):
-            raise
-        text = " ".join(str(error).split()) or type(error).__name__
-        typer.echo(f"pagoda: error: {text}", err=True)
-        raise typer.Exit(USER_ERROR) from None
 
 
 @contextmanager
@@ -289,28 +235,3 @@ def _print_summary(outputs: Sequence[RequestOutput], seconds: float) -> None:
     rate = tokens / seconds if seconds else 0.0
     noun = "prompt" if len(outputs) == 1 else "prompts"
     typer.echo(f"{len(outputs)} {noun}, {tokens} tokens in {seconds:.1f} s ({rate:.1f} tok/s)", err=True)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; ``arguments`` default to the process's own. Always ends in :class:`SystemExit`."""
-    command = typer.main.get_command(app)
-    try:
-        status = command.main(
-            args=None if arguments is None else list(arguments), prog_name="pagoda", standalone_mode=False
-        )
-        sys.stdout.flush()
-    except (KeyboardInterrupt, typer.Abort):
-        typer.echo("pagoda: interrupted", err=True)
-        raise SystemExit(INTERRUPTED) from None
-    except BrokenPipeError:
-        # The reader of our output is gone; keep the interpreter from complaining when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
-    except Exception as error:
-        # A wrong option is click's own exception, which knows its text; typer brings its own copy of click,
-        # so it is told by what it can do and not by its class.
-        if not hasattr(error, "format_message"):
-            raise
-        typer.echo(f"pagoda: error: {error.format_message()} (see pagoda --help)", err=True)
-        raise SystemExit(USER_ERROR) from None
-    raise SystemExit(status if isinstance(status, int) else 0)

@@ -1,0 +1,266 @@
+"""``explain``: run the compiler up to the point where code is generated, and say what it did."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ...passes import PassRecord, TracedGraph, UnsupportedModel
+from ...passes.fx_nodes import callee, value
+from ...passes.provenance import DecoderLayers, decoder_layers, launches_work, operator_name
+from .. import dump
+from ..aten import to_aten
+from ..build import rewrite
+from ..capture import Captured, capture, first_line, takes_positions
+from ..options import CompileOptions
+from ..pipeline import selected_passes
+from ..report import CompileReport
+from ..verify import reference_of_model
+from .drawing import LayerGraph, layer_graph
+from .drop_in import CAPTURED_WHOLE, DropIn, observe
+from .expected import KINDS, Expected, expected_matches, per_layer
+from .explanation import Explanation, LayerSummary, NearMiss, PassSummary, TargetGraph
+from .recognition import recognition
+from .regions import leftovers
+from .traffic import Traffic, traffic
+
+# What the recognising passes look for, by a part of their names: kinds and spelling ("" for all).
+_LOOKS_FOR: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("sdpa", ("attention",), "sdpa"),
+    ("eager_attention", ("attention",), "eager"),
+    ("rms_norm", ("norm",), "rms"),
+    ("layer_norm", ("norm",), "layer"),
+    ("rope", ("rope",), ""),
+    ("gated", ("gated_mlp",), ""),
+    # A gated MLP has one too.
+    ("activation", ("activation", "gated_mlp"), ""),
+    ("moe", ("moe",), ""),
+)
+_COPIES = re.compile(r"copy_?|clone|index_put|scatter|.*_scatter|index_copy|cat|where|_to_copy|auto_functionalized.*")
+
+
+def explain(
+    model: nn.Module,
+    example: Mapping[str, Any] | Sequence[Any] | torch.Tensor | None = None,
+    target: str | None = None,
+    **options: Any,
+) -> Explanation:
+    """Say what compiling ``model`` does to it: per pass, per decoder layer, and what is left.
+
+    No code is generated, and the values and names of the weights stay. A model that cannot be served is explained as
+    far as it goes.
+
+    Args:
+        model: a transformers causal LM in eval mode.
+        example: inputs of a forward call, to count graph breaks and recompiles under ``torch.compile``: keyword
+            arguments as a dict, positional ones as a tuple, or a tensor. Without one there is nothing to recompile,
+            and a model that is captured as one whole graph has no breaks.
+        target: "cpu"; None for what the model's device asks for.
+        **options: as in ``CompileOptions``. ``verify="off"`` spares the self-check, which runs the model.
+
+    Raises:
+        TypeError: the model is no module, or the example no inputs.
+        ValueError: the model is in train(), does not run on the example, or an option is wrong.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is a {type(model).__name__}; pass a transformers causal LM, or use: pagoda inspect PATH"
+        )
+    if model.training:
+        raise ValueError(f"model is a {type(model).__name__} in train() mode; call model.eval() first")
+    parsed = CompileOptions.from_dict({**options, "codegen": "none", "target": target or "auto"})
+    report = CompileReport(type(model).__name__)
+    refused, captured, reference = "", None, None
+    dump.begin(report.model)
+    try:
+        start = time.perf_counter()
+        if parsed.verify != "off":
+            reference = reference_of_model(model)
+            report.seconds["reference"] = time.perf_counter() - start
+    except UnsupportedModel as error:
+        refused = str(error)
+    try:
+        start = time.perf_counter()
+        captured = capture(model)
+        dump.write_graph(captured.traced, "captured")
+        report.seconds["capture"] = time.perf_counter() - start
+    except UnsupportedModel as error:
+        refused = refused or str(error)
+    drop_in = _drop_in(model, example, captured)
+    start = time.perf_counter()
+    before = _untouched(captured)
+    report.seconds["untouched"] = time.perf_counter() - start
+    after: TracedGraph | None = None
+    if captured is not None and not refused:
+        try:
+            after = rewrite(captured, parsed, reference, report)
+        except UnsupportedModel as error:
+            refused = str(error)
+    return _explained(before, after, report, parsed, drop_in, refused)
+
+
+def _drop_in(model: nn.Module, example: Any, captured: Captured | None) -> DropIn:
+    """Graph breaks on the example; without one, on any tokens if the model cannot be captured whole."""
+    if example is not None:
+        return observe(model, example)
+    if captured is not None:
+        return CAPTURED_WHOLE
+    device = next(model.parameters()).device
+    tokens = {"input_ids": torch.ones(1, 40, dtype=torch.int64, device=device)}
+    if takes_positions(model):
+        tokens["position_ids"] = torch.arange(40, device=device)[None]
+    try:
+        return observe(model, {**tokens, "use_cache": False})
+    except (ValueError, TypeError) as error:
+        return DropIn(True, 0, 0, (first_line(error),), 0)
+
+
+def _untouched(captured: Captured | None) -> TracedGraph | None:
+    """The ATen graph of the model before any pass; None where there is none."""
+    if captured is None:
+        return None
+    try:
+        return to_aten(captured.traced.copy(), captured.context)
+    except Exception:  # masks made under vmap, for instance, which only passes take away
+        return None
+
+
+def _explained(
+    before: TracedGraph | None,
+    after: TracedGraph | None,
+    report: CompileReport,
+    options: CompileOptions,
+    drop_in: DropIn,
+    refused: str,
+) -> Explanation:
+    start = time.perf_counter()
+    layers = _layers(before, None) if before is not None else None
+    layers_after = _layers(after, layers) if after is not None else None
+    expected = expected_matches(before.graph, layers) if before is not None else []
+    drawings: list[tuple[LayerGraph, LayerGraph]] = []
+    if before is not None and layers is not None:
+        for i in range(len(layers.paths)):
+            drawn = layer_graph(before, layers, i)
+            drawings.append(
+                (drawn, layer_graph(after, layers_after, i) if after and layers_after else LayerGraph((), ()))
+            )
+    explanation = Explanation(
+        model=report.model,
+        target="cpu" if options.target == "auto" else options.target,
+        opt_level=options.opt_level,
+        passes=_pass_summaries(report, options, expected, layers),
+        layers=_layer_summaries(before, layers, after, layers_after, expected),
+        recognised=recognition(expected, after.graph, layers_after, report.passes) if after and layers_after else [],
+        leftovers=leftovers(after.graph, layers_after, report.passes) if after and layers_after else [],
+        target_graph=_target_graph(after, layers_after),
+        drop_in=drop_in,
+        verdict=report.verdict,
+        refused=refused,
+        seconds=report.seconds,
+        drawings=drawings,
+    )
+    report.seconds["report"] = time.perf_counter() - start
+    return explanation
+
+
+def _layers(traced: TracedGraph, like: DecoderLayers | None) -> DecoderLayers:
+    return decoder_layers(traced.graph, like, traced.placeholder(traced.input_ids))
+
+
+def _pass_summaries(
+    report: CompileReport, options: CompileOptions, expected: Sequence[Expected], layers: DecoderLayers | None
+) -> list[PassSummary]:
+    levels = {entry.name: entry.level for entry in selected_passes(options)}
+    dropped = dict(report.dropped_passes)
+    summaries = [_pass_summary(record, levels.get(record.name, -1), expected, layers) for record in report.passes]
+    known = {record.name for record in report.passes}
+    for name, reason in dropped.items():
+        if name not in known:
+            summaries.append(PassSummary(name, levels.get(name, -1), 0, None, None, (), 0.0, reason))
+    return summaries
+
+
+def _pass_summary(
+    record: PassRecord, level: int, expected: Sequence[Expected], layers: DecoderLayers | None
+) -> PassSummary:
+    total = each = None
+    wanted = _looked_for(record.name, expected)
+    if wanted is not None and layers is not None:
+        total = len(wanted)
+        each = max(Counter(e.layer for e in wanted if e.layer >= 0).values(), default=0)
+    misses = tuple(NearMiss(r.module, r.reason, r.node) for r in record.rejections)
+    return PassSummary(record.name, level, record.matches, total, each, misses, record.seconds)
+
+
+def _looked_for(name: str, expected: Sequence[Expected]) -> list[Expected] | None:
+    """What a recognising pass should find; None for a pass that recognises nothing that is counted."""
+    if not name.startswith("recognise_"):
+        return None
+    for part, kinds, spelling in _LOOKS_FOR:
+        if part in name:
+            return [e for e in expected if e.kind in kinds and spelling in ("", e.spelling)]
+    return None
+
+
+def _layer_summaries(
+    before: TracedGraph | None,
+    layers: DecoderLayers | None,
+    after: TracedGraph | None,
+    layers_after: DecoderLayers | None,
+    expected: Sequence[Expected],
+) -> list[LayerSummary]:
+    if before is None or layers is None:
+        return []
+    summaries = []
+    counts = per_layer(expected, layers)
+    for i, path in enumerate(layers.paths):
+        nodes = layers.nodes(i)
+        lowered = layers_after.nodes(i) if layers_after is not None else []
+        moved = traffic(after, lowered) if after is not None else Traffic(0.0, 0)
+        found = {kind: counts[i][kind] for kind in KINDS}
+        summaries.append(
+            LayerSummary(i, path, _operators(nodes), _operators(lowered), traffic(before, nodes), moved, found)
+        )
+    return summaries
+
+
+def _operators(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
+    return tuple(operator_name(n) for n in nodes if launches_work(n))
+
+
+def _target_graph(after: TracedGraph | None, layers: DecoderLayers | None) -> TargetGraph:
+    if after is None or layers is None:
+        return TargetGraph({}, 0, 0)
+    counts = Counter(operator_name(n) for n in after.graph.nodes if launches_work(n))
+    most = max((len(_operators(layers.nodes(i))) for i in range(len(layers.paths))), default=0)
+    return TargetGraph(dict(counts.most_common()), most, cache_copies(after.graph))
+
+
+def cache_copies(graph: fx.Graph) -> int:
+    """How many operators of a graph copy a whole key or value cache."""
+    views: dict[fx.Node, fx.Node] = {}
+    copies = 0
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.name.startswith(("key_cache_", "value_cache_")):
+            views[node] = node
+        caches = [views[n] for n in node.all_input_nodes if n in views]
+        if caches and not launches_work(node):
+            views[node] = caches[0]
+        elif caches and _COPIES.fullmatch(callee(node).partition(".")[0]):
+            copies += _is_whole(node, caches[0])
+    return copies
+
+
+def _is_whole(node: fx.Node, cache: fx.Node) -> bool:
+    """Whether a copy is as large as the cache that it reads; what functionalises writes copies the cache always."""
+    result = value(node)
+    if isinstance(result, torch.Tensor):
+        return str(result.numel()) == str(value(cache).numel())
+    return callee(node).startswith("auto_functionalized")

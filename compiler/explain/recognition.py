@@ -1,0 +1,111 @@
+"""How much of what a model holds the passes recognised, and what they missed."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ...passes import PassRecord
+from ...passes.fx_nodes import module_path
+from ...passes.provenance import DecoderLayers, scopes
+from .expected import KINDS, Expected
+from .regions import said_about
+
+# What a canonical operator stands for; a rotation counts each tensor.
+_KIND_OF_OPERATOR = {
+    "attention": "attention",
+    "paged_attention": "attention",
+    "rms_norm": "norm",
+    "add_rms_norm": "norm",
+    "layer_norm": "norm",
+    "add_layer_norm": "norm",
+    "rope": "rope",
+    "gated_activation": "gated_mlp",
+    "activation": "activation",
+    "moe": "moe",
+}
+_EXPERTS = re.compile(r"Experts$")
+
+
+@dataclass(frozen=True)
+class Missed:
+    """Something that no pass recognised.
+
+    Attributes:
+        module: qualified name of the module that computes it.
+        layer: decoder layer, -1 outside of all.
+        reason: a pass's near miss there, or that there is none.
+    """
+
+    module: str
+    layer: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Recognition:
+    """One kind of thing: how many a model holds, and how many the lowered graph has as canonical operators.
+
+    Attributes:
+        kind: one of ``expected.KINDS``.
+        expected: in the untouched graph.
+        matched: at most ``expected``.
+        missed: the others.
+    """
+
+    kind: str
+    expected: int
+    matched: int
+    missed: tuple[Missed, ...]
+
+
+def recognition(
+    expected: Sequence[Expected], graph: fx.Graph, layers: DecoderLayers, records: Iterable[PassRecord]
+) -> list[Recognition]:
+    """Hold what an untouched graph was found to contain against the operators of the lowered one.
+
+    Layer by layer, for fusions may carry an operator from one module into its neighbour.
+
+    Args:
+        expected: from ``expected_matches``.
+        graph: the lowered graph.
+        layers: its decoder layers, numbered as for ``expected``.
+        records: what the passes said, for the reasons.
+    """
+    found: Counter[tuple[str, int]] = Counter()
+    modules: set[tuple[str, str]] = set()
+    for node in graph.nodes:
+        kind, count = canonical(node)
+        if count and not (kind == "gated_mlp" and any(_EXPERTS.search(scope.kind) for scope in scopes(node))):
+            found[kind, layers.of.get(node, -1)] += count
+            modules.add((kind, module_path(node)))
+    said = list(records)
+    result = []
+    for kind in KINDS:
+        wanted = [e for e in expected if e.kind == kind]
+        missed = []
+        for layer in sorted({e.layer for e in wanted}):
+            here = [e for e in wanted if e.layer == layer]
+            # Those whose module has an operator of the kind come first among the recognised.
+            here.sort(key=lambda e: (e.kind, e.module) not in modules)
+            for e in here[found[kind, layer] :]:
+                missed.append(Missed(e.module, layer, said_about(kind, "", e.module, said)))
+        result.append(Recognition(kind, len(wanted), len(wanted) - len(missed), tuple(missed)))
+    return result
+
+
+def canonical(node: fx.Node) -> tuple[str, int]:
+    """The kind that a canonical operator stands for and how many of it; ("", 0) for any other node."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target.namespace != "pagoda":
+        return "", 0
+    kind = _KIND_OF_OPERATOR.get(target._schema.name.partition("::")[2], "")
+    if kind == "rope":
+        tensors = node.args[0]
+        return kind, len(tensors) if isinstance(tensors, list | tuple) else 1
+    return kind, 1 if kind else 0

@@ -1,0 +1,156 @@
+"""Recognise activations of one input.
+
+Matches:
+    silu(x), gelu(x), relu(x), sigmoid(x); relu(x) ** 2; x * sigmoid(x); x * sigmoid(1.702 * x);
+    0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) and every other spelling of these
+Becomes:
+    pagoda::activation(x, kind)
+Why it is faster:
+    a written-out GELU is eight passes over the widest activations of the model; and products with it become gated
+    activations.
+
+Level 2. Written-out forms are recognised by running them on a grid, so their spelling does not matter. In half
+precision they are computed in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...runtime.ops.gated_activation import activation_reference
+from ..fx_nodes import callee, eliminate_dead_code, is_tensor, module_path, shape, value
+from ..record import PassRecord, Rejection
+from ..traced import TracedGraph
+
+NAME = "recognise_activation"
+
+ACTIVATION = torch.ops.pagoda.activation.default
+
+KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "quick_gelu")
+_ANCHORS = frozenset("tanh sigmoid erf relu silu gelu".split())
+_POINTWISE = frozenset(
+    "mul.Tensor add.Tensor sub.Tensor div.Tensor pow.Tensor_Scalar tanh sigmoid erf relu silu gelu neg exp square "
+    "_to_copy reciprocal mul.Scalar add.Scalar rsub.Scalar rsub.Tensor".split()
+)
+_DEEPEST = 6
+_TOLERANCE = 2e-5
+
+
+def recognise_activation(traced: TracedGraph) -> PassRecord:
+    """Replace every known activation by ``pagoda::activation``."""
+    record = PassRecord(NAME)
+    for node in list(traced.graph.nodes):
+        if callee(node) not in _ANCHORS or not node.users or not value(node).is_floating_point():
+            continue
+        found = _largest_known(node)
+        if found is None:
+            if _is_projection(node.args[0]):
+                reason = f"a function around {callee(node)} that is none of {', '.join(KINDS)}"
+                record.rejections.append(Rejection(node.name, reason, module_path(node)))
+            continue
+        x, output, kind = found
+        with traced.before(output):
+            new = traced.call(ACTIVATION, x, kind)
+        traced.substitute(output, new)
+        record.matches += 1
+    if record.matches:
+        eliminate_dead_code(traced.graph)
+    return record
+
+
+def _largest_known(anchor: fx.Node) -> tuple[fx.Node, fx.Node, str] | None:
+    """The input, the output and the kind of the largest known function of one tensor that goes through ``anchor``."""
+    for x in _inputs(anchor):
+        outputs = list(_outputs(anchor, x))
+        for output in reversed(outputs):
+            if value(output).dtype != value(x).dtype or str(shape(output)) != str(shape(x)):
+                continue
+            kind = _kind(x, output)
+            if kind:
+                return x, output, kind
+    return None
+
+
+def _inputs(anchor: fx.Node) -> Iterator[fx.Node]:
+    """Tensors that may be the function's input, farthest first: the larger function is tried before its parts."""
+    found: list[fx.Node] = []
+    pending = [(n, 1) for n in anchor.all_input_nodes]
+    while pending:
+        node, depth = pending.pop(0)
+        if not is_tensor(node) or node in found:
+            continue
+        found.append(node)
+        if callee(node) in _POINTWISE and depth < _DEEPEST:
+            pending += [(n, depth + 1) for n in node.all_input_nodes]
+    yield from reversed(found)
+
+
+def _outputs(anchor: fx.Node, x: fx.Node) -> Iterator[fx.Node]:
+    """``anchor`` and the pointwise nodes below it, each a function of ``x`` alone that nothing else reads into."""
+    if not _is_function_of(anchor, x):
+        return
+    node = anchor
+    yield node
+    for _ in range(_DEEPEST):
+        users = [u for u in node.users if callee(u) in _POINTWISE and _is_function_of(u, x)]
+        if len(node.users) != 1 or len(users) != 1:
+            return
+        node = users[0]
+        yield node
+
+
+def _is_function_of(node: fx.Node, x: fx.Node) -> bool:
+    """Whether ``node`` is computed from ``x`` and numbers by pointwise operators."""
+    pending, seen = [node], {x}
+    reached = False
+    while pending:
+        n = pending.pop()
+        if n in seen:
+            reached = reached or n is x
+            continue
+        if callee(n) not in _POINTWISE or len(seen) > 30:
+            return False
+        seen.add(n)
+        pending += n.all_input_nodes
+    return reached
+
+
+def _kind(x: fx.Node, output: fx.Node) -> str:
+    """The known function that ``output`` is of ``x``, or ""."""
+    grid = _grid()
+    results: dict[fx.Node, Any] = {x: grid}
+
+    def run(node: fx.Node) -> Any:
+        if node not in results:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), run)
+            if "dtype" in kwargs:
+                kwargs = {**kwargs, "dtype": torch.float64}
+            results[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return results[node]
+
+    found = run(output)
+    for kind, expected in _known():
+        if float((found - expected).abs().max()) < _TOLERANCE:
+            return kind
+    return ""
+
+
+@functools.cache
+def _grid() -> torch.Tensor:
+    return torch.linspace(-8, 8, 257, dtype=torch.float64)
+
+
+@functools.cache
+def _known() -> tuple[tuple[str, torch.Tensor], ...]:
+    return tuple((kind, activation_reference(_grid(), kind)) for kind in KINDS)
+
+
+def _is_projection(node: object) -> bool:
+    while callee(node) in ("view", "_unsafe_view", "add.Tensor"):
+        node = node.args[0]  # type: ignore[attr-defined]
+    return callee(node) in ("linear", "mm", "addmm")

@@ -1,0 +1,62 @@
+"""Compute once what is computed several times from the same inputs.
+
+Matches:
+    y1 = f(x, ...); y2 = f(x, ...)         # f without side effects and without randomness
+Becomes:
+    y1 = f(x, ...)
+Why it is faster:
+    every layer casts and unsqueezes the rotary tables for itself; some models compute whole tables per layer.
+
+Level 1: bitwise equal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..fx_nodes import mutated_argument, storage_key
+from ..record import PassRecord
+from ..traced import TracedGraph
+
+NAME = "share_subexpressions"
+
+
+def share_subexpressions(traced: TracedGraph) -> PassRecord:
+    """Merge equal calls of pure operators. What reads a storage that the graph writes into is left alone."""
+    record = PassRecord(NAME)
+    written = {storage_key(n) for node in traced.graph.nodes if (n := mutated_argument(node)) is not None} - {None}
+    first: dict[Any, fx.Node] = {}
+    for node in list(traced.graph.nodes):
+        if node.op != "call_function" or not _is_pure(node.target):
+            continue
+        if written and any(storage_key(n) in written for n in (node, *node.all_input_nodes)):
+            continue
+        key = (node.target, _hashable(node.args), _hashable(node.kwargs))
+        earlier = first.setdefault(key, node)
+        if earlier is not node:
+            node.replace_all_uses_with(earlier)
+            traced.graph.erase_node(node)
+            record.matches += 1
+    return record
+
+
+def _is_pure(target: Any) -> bool:
+    if getattr(target, "__name__", "") == "getitem":
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    return torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _hashable(item: Any) -> Any:
+    """``item`` with containers as tuples, and 1, 1.0 and True told apart."""
+    if isinstance(item, dict):
+        return tuple((k, _hashable(v)) for k, v in sorted(item.items()))
+    if isinstance(item, list | tuple):
+        return tuple(_hashable(x) for x in item)
+    if isinstance(item, slice):
+        return ("slice", _hashable((item.start, item.stop, item.step)))
+    return item if isinstance(item, fx.Node) else (type(item), str(item))

@@ -1,0 +1,354 @@
+"""`pagoda::moe` and `pagoda::moe_gating`: the routed experts of a mixture of experts, and what chooses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+from .gated_activation import (
+    activation_cpu,
+    activation_reference,
+    gated_activation_cpu,
+    gated_activation_reference,
+)
+from .registration import register_operator
+
+_SCHEMA = (
+    "moe(Tensor input, Tensor topk_weights, Tensor topk_ids, Tensor up, Tensor down, Tensor? up_bias, "
+    "Tensor? down_bias, str activation, float alpha, float limit, str layout, bool transposed, bool weight_input) "
+    "-> Tensor"
+)
+_GATING_SCHEMA = (
+    "moe_gating(Tensor logits, Tensor? correction_bias, int top_k, str scoring, int groups, int topk_groups, "
+    "str group_scoring, str weighting, float epsilon, float scaling) -> (Tensor weights, Tensor ids)"
+)
+
+LAYOUTS = ("halves", "interleaved", "plain")
+"""Where the first product of a gated expert holds gate and up; "plain" for experts without a gate."""
+
+SCORINGS = ("softmax", "sigmoid", "sqrt_softplus", "none")
+GROUP_SCORINGS = ("max", "top2")
+WEIGHTINGS = ("none", "sum", "clamped_sum", "softmax", "sigmoid")
+
+Activate = Callable[..., torch.Tensor]
+
+
+def moe_reference(
+    input: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
+    layout: str,
+    transposed: bool,
+    weight_input: bool,
+) -> torch.Tensor:
+    """``sum_k weight[n, k] * expert[ids[n, k]](input[n])``, the routed part of a mixture of experts.
+
+    ``expert(x) = down(act(up(x)))``. In half precision the products, the biases added to them and the weighted
+    terms are rounded one after the other, as transformers does; the sum is taken in float32. Terms are in the wider
+    of the dtypes of ``input`` and ``topk_weights``.
+
+    Args:
+        input: ``[N, H]``, fp32, bf16 or fp16.
+        topk_weights: ``[N, K]`` floating point.
+        topk_ids: ``[N, K]`` int64 or int32, each in ``0 .. E - 1``.
+        up: ``[E, J, H]`` in the dtype of ``input``, or ``[E, H, J]`` if ``transposed``. ``J`` is ``2 I`` for gated
+            experts, else ``I``.
+        down: ``[E, O, I]``, or ``[E, I, O]`` if ``transposed``.
+        up_bias: ``[E, J]``.
+        down_bias: ``[E, O]``.
+        activation: as for ``pagoda::gated_activation``, or ``pagoda::activation`` if ``layout`` is "plain".
+        alpha: read by "clipped_swiglu" only.
+        limit: if positive, the gate is cut above it and the up part on both sides, before the activation; not read
+            if ``layout`` is "plain".
+        layout: "halves": the first ``I`` rows of ``up`` make the gate; "interleaved": the even ones; "plain": there
+            is no gate.
+        transposed: how ``up`` and ``down`` are stored.
+        weight_input: the weight multiplies the expert's input, not its output.
+
+    Returns:
+        ``[N, O]`` in the dtype of ``input``, contiguous.
+
+    Raises:
+        ValueError: shapes that do not fit together; an unknown activation or layout.
+        IndexError: an id that is not below ``E``.
+    """
+    _check(input, topk_weights, topk_ids, up, down, activation, layout, transposed)
+    tokens, count = topk_ids.shape
+    chosen = input.new_zeros(tokens, count, down.shape[2 if transposed else 1])
+    for expert in topk_ids.unique().tolist():
+        token, slot = torch.where(topk_ids == expert)
+        rows = input[token]
+        if weight_input:
+            rows = (rows * topk_weights[token, slot, None]).to(input.dtype)
+        hidden = _product(rows, up[expert], up_bias, expert, transposed)
+        hidden = activate(hidden, activation, alpha, limit, layout)
+        chosen[token, slot] = _product(hidden, down[expert], down_bias, expert, transposed)
+    terms = chosen if weight_input else chosen * topk_weights[..., None]
+    return terms.sum(1).to(input.dtype)
+
+
+def _product(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, expert: int, transposed: bool
+) -> torch.Tensor:
+    result = rows @ (weight if transposed else weight.t())
+    return result if bias is None else result + bias[expert]
+
+
+def _activate(
+    hidden: torch.Tensor,
+    activation: str,
+    alpha: float,
+    limit: float,
+    layout: str,
+    dim: int,
+    gated: Activate,
+    plain: Activate,
+) -> torch.Tensor:
+    """From the first product, whose features lie along ``dim``, to the input of the second."""
+    if layout == "plain":
+        return plain(hidden, activation)
+    if layout == "halves":
+        gate, up = hidden.chunk(2, dim)
+    else:
+        gate, up = hidden.unflatten(dim, (-1, 2)).unbind(dim if dim < 0 else dim + 1)
+    if limit > 0 and activation != "clipped_swiglu":
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return gated(gate, up, activation, alpha, limit)
+
+
+def activate(hidden: torch.Tensor, activation: str, alpha: float, limit: float, layout: str) -> torch.Tensor:
+    """The middle of an expert, from its first product ``[..., J]`` to the input of the second ``[..., I]``."""
+    return _activate(hidden, activation, alpha, limit, layout, -1, gated_activation_reference, activation_reference)
+
+
+def _check(
+    input: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    activation: str,
+    layout: str,
+    transposed: bool,
+) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")
+    if input.dim() != 2 or topk_ids.dim() != 2 or topk_weights.shape != topk_ids.shape:
+        raise ValueError(
+            f"input {tuple(input.shape)}, topk_weights {tuple(topk_weights.shape)} and topk_ids "
+            f"{tuple(topk_ids.shape)} must be [N, H], [N, K] and [N, K]; flatten batch and positions"
+        )
+    if up.dim() != 3 or down.dim() != 3 or up.shape[0] != down.shape[0]:
+        raise ValueError(f"up {tuple(up.shape)} and down {tuple(down.shape)} must be of rank 3, one entry per expert")
+    into, out_of = (1, 2) if transposed else (2, 1)
+    inner = up.shape[out_of] if layout == "plain" else up.shape[out_of] // 2
+    if up.shape[into] != input.shape[1] or down.shape[into] != inner:
+        raise ValueError(
+            f"up {tuple(up.shape)} and down {tuple(down.shape)} do not fit an input of {input.shape[1]} features "
+            f"with layout={layout!r} and transposed={transposed}"
+        )
+
+
+def _fake(
+    input: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
+    layout: str,
+    transposed: bool,
+    weight_input: bool,
+) -> torch.Tensor:
+    return input.new_empty(input.shape[0], down.shape[2 if transposed else 1])
+
+
+def moe_cpu(
+    input: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
+    layout: str,
+    transposed: bool,
+    weight_input: bool,
+) -> torch.Tensor:
+    """:func:`moe_reference` for CPU tensors: rows sorted by expert once, two products per expert that has any.
+
+    Products are accumulated in float32; so are the weighted terms, which are not rounded before they are summed.
+    """
+    _check(input, topk_weights, topk_ids, up, down, activation, layout, transposed)
+    tokens, count = topk_ids.shape
+    experts, order = topk_ids.reshape(-1).sort(stable=True)
+    rows = input.index_select(0, order.div(count, rounding_mode="floor"))
+    if weight_input:
+        rows = (rows * topk_weights.reshape(-1, 1).index_select(0, order)).to(input.dtype)
+    formula = (activation, alpha, limit, layout)
+    chosen = input.new_empty(tokens * count, down.shape[2 if transposed else 1])
+    columns_from = chosen.shape[0] + 1 if transposed else _COLUMNS_FROM.get(input.dtype, chosen.shape[0] + 1)
+    end = 0
+    for expert, number in enumerate(torch.bincount(experts, minlength=up.shape[0]).tolist()):
+        if not number:
+            continue
+        start, end = end, end + number
+        bias = None if up_bias is None else up_bias[expert]
+        if number >= columns_from:
+            hidden = _columns_product(up[expert], rows[start:end].t(), bias)
+            hidden = _activate(hidden, *formula, 0, gated_activation_cpu, activation_cpu)
+            bias = None if down_bias is None else down_bias[expert]
+            chosen[start:end] = _columns_product(down[expert], hidden, bias).t()
+        else:
+            hidden = _rows_product(rows[start:end], up[expert], bias, transposed)
+            hidden = _activate(hidden, *formula, -1, gated_activation_cpu, activation_cpu)
+            bias = None if down_bias is None else down_bias[expert]
+            chosen[start:end] = _rows_product(hidden, down[expert], bias, transposed)
+    terms = torch.empty_like(chosen).index_copy_(0, order, chosen).view(tokens, count, chosen.shape[1])
+    if weight_input:
+        return terms.sum(1)
+    common = torch.promote_types(topk_weights.dtype, input.dtype)
+    return torch.bmm(topk_weights.to(common)[:, None], terms.to(common))[:, 0].to(input.dtype)
+
+
+# Number of rows from which ``weight @ rows.T`` beats ``rows @ weight.T`` for weights [out, in]: oneDNN then streams
+# the weight as it lies, instead of packing it. 10 to 40 % less time on Sapphire Rapids with 2048 to 1536 features.
+_COLUMNS_FROM = {torch.bfloat16: 1, torch.float32: 4}
+
+
+def _columns_product(weight: torch.Tensor, columns: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``weight @ columns + bias``, tokens side by side."""
+    result = torch.mm(weight, columns) if columns.shape[1] > 1 else torch.mv(weight, columns[:, 0])[:, None]
+    return result if bias is None else result + bias[:, None]
+
+
+def _rows_product(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
+) -> torch.Tensor:
+    """``rows @ weight + bias``, tokens below each other."""
+    weight = weight if transposed else weight.t()
+    if len(rows) == 1 and rows.dtype is torch.bfloat16:
+        # One row takes a slower path than two: a third more time.
+        result = torch.mm(rows.expand(2, -1), weight)[:1]
+    else:
+        result = torch.mm(rows, weight)
+    return result if bias is None else result + bias
+
+
+def moe_gating_reference(
+    logits: torch.Tensor,
+    correction_bias: torch.Tensor | None,
+    top_k: int,
+    scoring: str,
+    groups: int,
+    topk_groups: int,
+    group_scoring: str,
+    weighting: str,
+    epsilon: float,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which experts each token goes to, and with which weights.
+
+    ``scores = scoring(logits)``. The ``top_k`` experts with the largest ``scores + correction_bias`` are chosen,
+    out of the ``topk_groups`` best groups of neighbouring experts if there are groups. The weights are made of the
+    chosen scores, without the bias (DeepSeek-V3, section 2.1.2).
+
+    Args:
+        logits: ``[N, E]`` floating point; everything is computed in its dtype.
+        correction_bias: ``[E]`` floating point, or None.
+        top_k: experts per token.
+        scoring: "softmax" (over all experts), "sigmoid", "sqrt_softplus" (square root of softplus), "none".
+        groups: number of equal groups that the experts form; 1 for none.
+        topk_groups: groups that a token chooses from; 1 without groups.
+        group_scoring: what ranks a group: "max", its best expert; "top2", the sum of its best two.
+        weighting: what is done to the chosen scores: "none"; "sum", divided by their sum plus ``epsilon``;
+            "clamped_sum", divided by their sum or ``epsilon``, whichever is larger; "softmax" or "sigmoid" of them.
+        epsilon: see ``weighting``.
+        scaling: multiplies the weights at last.
+
+    Returns:
+        weights: ``[N, top_k]`` in the dtype of ``logits``, contiguous.
+        ids: ``[N, top_k]`` int64, contiguous, best choice first.
+
+    Raises:
+        ValueError: an unknown scoring, group scoring or weighting; experts that do not divide into the groups.
+    """
+    for name, given, known in (
+        ("scoring", scoring, SCORINGS),
+        ("group_scoring", group_scoring, GROUP_SCORINGS),
+        ("weighting", weighting, WEIGHTINGS),
+    ):
+        if given not in known:
+            raise ValueError(f"{name} is {given!r}; it must be one of {', '.join(known)}")
+    experts = logits.shape[1]
+    if experts % groups or not 1 <= topk_groups <= groups:
+        raise ValueError(
+            f"groups={groups} and topk_groups={topk_groups} do not fit {experts} experts: groups must divide them, "
+            "and topk_groups lie between 1 and groups"
+        )
+    scores = _scored(logits, scoring)
+    choice = scores if correction_bias is None else scores + correction_bias
+    if groups > 1:
+        grouped = choice.unflatten(1, (groups, -1))
+        ranks = grouped.amax(-1) if group_scoring == "max" else grouped.topk(2, dim=-1).values.sum(-1)
+        best = ranks.topk(topk_groups, dim=-1, sorted=False).indices
+        dropped = torch.ones_like(ranks, dtype=torch.bool).scatter(1, best, False)
+        choice = grouped.masked_fill(dropped[..., None], float("-inf")).flatten(1)
+    ids = choice.topk(top_k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if weighting == "sum":
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / (total + epsilon if epsilon else total)
+    elif weighting == "clamped_sum":
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=epsilon)
+    elif weighting == "softmax":
+        weights = F.softmax(weights, dim=-1)
+    elif weighting == "sigmoid":
+        weights = torch.sigmoid(weights)
+    return (weights if scaling == 1.0 else weights * scaling), ids
+
+
+def _scored(logits: torch.Tensor, scoring: str) -> torch.Tensor:
+    if scoring == "softmax":
+        return F.softmax(logits, dim=-1)
+    if scoring == "sigmoid":
+        return torch.sigmoid(logits)
+    return F.softplus(logits).sqrt() if scoring == "sqrt_softplus" else logits
+
+
+def _gating_fake(
+    logits: torch.Tensor,
+    correction_bias: torch.Tensor | None,
+    top_k: int,
+    scoring: str,
+    groups: int,
+    topk_groups: int,
+    group_scoring: str,
+    weighting: str,
+    epsilon: float,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (logits.shape[0], top_k)
+    return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
+
+
+moe = register_operator(_SCHEMA, fake=_fake, reference=moe_reference, cpu=moe_cpu)
+moe_gating = register_operator(
+    _GATING_SCHEMA, fake=_gating_fake, reference=moe_gating_reference, cpu=moe_gating_reference
+)

@@ -1,0 +1,76 @@
+"""Calls the C++ kernel that the four norm operators share."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+from .native import FLOAT_CODES, kernel_function
+
+# Field for field the struct NormArguments of csrc/norm.cpp.
+_ARGUMENTS = struct.Struct("=23q2d")
+
+
+def run_norm(
+    input: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    is_layer_norm: bool,
+    eps: float,
+    weight_offset: float,
+    round_before_scale: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """The norm of ``input + residual`` and that sum, or of ``input`` and None; None where the kernel does not run.
+
+    Shapes and dtypes are as the operators' references say and have been checked.
+    """
+    code = FLOAT_CODES.get(input.dtype)
+    kernel = kernel_function("pagoda_norm")
+    if kernel is None or code is None:
+        return None
+    if weight is not None and bias is not None and weight.dtype is not bias.dtype:
+        weight, bias = weight.float(), bias.float()
+    result = torch.empty_like(input, memory_format=torch.contiguous_format)
+    total = None if residual is None else torch.empty_like(result)
+    if input.is_contiguous() and (residual is None or residual.is_contiguous()):
+        dim = input.shape[-1]
+        sizes: tuple[int, ...] = (1, 1, input.numel() // dim if dim else 0, dim)
+        strides: tuple[int, ...] = (0, 0, dim, 1)
+        residual_strides = strides
+    else:
+        if input.dim() > 4:
+            input = input.flatten(0, -2)
+            residual = None if residual is None else residual.flatten(0, -2)
+        sizes = (1, 1, 1, *input.shape)[-4:]
+        strides = (0, 0, 0, *input.stride())[-4:]
+        residual_strides = strides if residual is None else (0, 0, 0, *residual.stride())[-4:]
+    parameter_code = code
+    if weight is not None:
+        weight = weight.contiguous()
+        parameter_code = FLOAT_CODES[weight.dtype]
+    if bias is not None:
+        bias = bias.contiguous()
+        parameter_code = FLOAT_CODES[bias.dtype]
+    kernel(
+        _ARGUMENTS.pack(
+            input.data_ptr(),
+            *strides,
+            0 if residual is None else residual.data_ptr(),
+            *residual_strides,
+            0 if weight is None else weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            result.data_ptr(),
+            0 if total is None else total.data_ptr(),
+            code,
+            parameter_code,
+            *sizes,
+            is_layer_norm,
+            round_before_scale,
+            torch.get_num_threads(),
+            eps,
+            weight_offset,
+        )
+    )
+    return result, total

@@ -1,0 +1,81 @@
+"""The ``pagoda`` command."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from .errors import INTERRUPTED, USER_ERROR
+from .generate import generate
+from .reports import bisect, inspect
+
+app = typer.Typer(
+    name="pagoda",
+    help=(
+        "Serve unmodified HuggingFace causal LMs: compiled, with a paged KV cache, many prompts in a batch."
+        "\n\n"
+        "The model is traced, rewritten and checked against the original before it produces a token; it runs "
+        "on an Ascend NPU where torch_npu finds one, else on the CPU."
+    ),
+    epilog="Start with:  pagoda generate examples/tiny-pydoc --prompt 'Return the'",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pagoda {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+app.command(
+    epilog=(
+        "Examples:  pagoda generate ./my-model --prompt 'Once upon a time'  |  "
+        "pagoda generate ./my-model --prompts-file prompts.txt --max-tokens 128 --json > out.jsonl"
+    )
+)(generate)
+app.command(epilog="Example:  pagoda inspect examples/tiny-pydoc --html report.html")(inspect)
+app.command(epilog="Example:  pagoda bisect examples/tiny-pydoc --codegen none")(bisect)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; ``arguments`` default to the process's own. Always ends in :class:`SystemExit`."""
+    command = typer.main.get_command(app)
+    try:
+        status = command.main(
+            args=None if arguments is None else list(arguments), prog_name="pagoda", standalone_mode=False
+        )
+        sys.stdout.flush()
+    except (KeyboardInterrupt, typer.Abort):
+        typer.echo("pagoda: interrupted", err=True)
+        raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:
+        # The reader of our output is gone; keep the interpreter from complaining when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except Exception as error:
+        # A wrong option is click's own exception, which knows its text; typer brings its own copy of click,
+        # so it is told by what it can do and not by its class.
+        if not hasattr(error, "format_message"):
+            raise
+        typer.echo(f"pagoda: error: {error.format_message()} (see pagoda --help)", err=True)
+        raise SystemExit(USER_ERROR) from None
+    raise SystemExit(status if isinstance(status, int) else 0)

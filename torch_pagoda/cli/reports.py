@@ -1,0 +1,180 @@
+"""``pagoda inspect`` and ``pagoda bisect``: what the compiler does to a model, and which pass breaks it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .errors import one_line_errors
+from .generate import pass_selection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..compiler.report import CompileReport
+
+CULPRIT_FOUND = 1
+
+Model = Annotated[str, typer.Argument(help="Checkpoint folder, or hub id.", metavar="MODEL")]
+Target = Annotated[str, typer.Option(help="auto, cpu or npu.")]
+OptLevel = Annotated[int, typer.Option(help="0 to 3.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+SkipPass = Annotated[list[str] | None, typer.Option(help="Leave this pass out; repeatable.")]
+OnlyPass = Annotated[list[str] | None, typer.Option(help="Run only this pass; repeatable.")]
+RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what is done, to stderr.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def inspect(
+    model: Model,
+    target: Target = "auto",
+    html: Annotated[Path | None, typer.Option(help="Write a page with drawings there.", metavar="FILE")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write everything as JSON there; '-': stdout.", metavar="FILE")
+    ] = None,
+    layer: Annotated[int | None, typer.Option(help="Decoder layer to draw in the page.")] = None,
+    verify: Annotated[str, typer.Option(help="model, every-pass or off.")] = "model",
+    opt_level: OptLevel = 2,
+    dtype: Dtype = "auto",
+    skip_pass: SkipPass = None,
+    only_pass: OnlyPass = None,
+    trust_remote_code: RemoteCode = False,
+    verbose: Verbose = False,
+    debug: Debug = False,
+) -> None:
+    """Show what each pass did to a model, what it left alone and why, and every decoder layer before and after.
+
+    Nothing is generated. Exit status: 0, also for a model that cannot be served (the report says why), 2 for a
+    mistake in the arguments.
+    """
+    _log(verbose)
+    with one_line_errors(debug):
+        from ..compiler.explain import explain
+
+        module = _load(model, dtype, trust_remote_code, target)
+        selection = pass_selection(skip_pass, only_pass)
+        explanation = explain(module, target=target, verify=verify, opt_level=opt_level, passes=selection)
+        if html is not None:
+            explanation.to_html(html, layer)
+        text = json.dumps(explanation.to_dict(), indent=1, allow_nan=False)
+        if json_file is not None and str(json_file) != "-":
+            json_file.write_text(text + "\n", encoding="utf-8")
+    if json_file is not None and str(json_file) == "-":
+        print(text)
+        return
+    Console().print(explanation)
+    for file in (html, json_file):
+        if file is not None:
+            typer.echo(f"written: {file}", err=True)
+
+
+def bisect(
+    model: Model,
+    target: Target = "auto",
+    codegen: Annotated[str, typer.Option(help="inductor, none or auto.")] = "inductor",
+    opt_level: OptLevel = 2,
+    dtype: Dtype = "auto",
+    skip_pass: SkipPass = None,
+    only_pass: OnlyPass = None,
+    trust_remote_code: RemoteCode = False,
+    verbose: Verbose = False,
+    debug: Debug = False,
+) -> None:
+    """Compile a model, compare it with the original after each pass, and name the first pass that breaks it.
+
+    With PAGODA_DUMP=folder in the environment, a script that shows the failure is written there. Exit status: 0 when
+    every pass is right, 1 when one is not, 2 for a mistake in the arguments or a model that cannot be served.
+    """
+    _log(verbose)
+    with one_line_errors(debug):
+        from ..compiler import UnsupportedModel, build_program
+        from ..compiler.options import CompileOptions
+        from ..compiler.report import CompileReport
+
+        options = CompileOptions.from_dict(
+            {
+                "verify": "every-pass",
+                "codegen": codegen,
+                "target": target,
+                "opt_level": opt_level,
+                "passes": pass_selection(skip_pass, only_pass),
+            }
+        )
+        module = _load(model, dtype, trust_remote_code, target)
+        report = CompileReport(type(module).__name__)
+        try:
+            build_program(module, options, owns_weights=True, report=report)
+        except UnsupportedModel:
+            if not _culprit(report):
+                raise
+    Console().print(_checks(report))
+    name, reason = _culprit(report)
+    if name:
+        typer.echo(f"{name} is the first that breaks {report.model}: {reason}")
+        raise typer.Exit(CULPRIT_FOUND)
+    error = "" if report.verdict is None else f" (error {report.verdict.error:.2g}, limit {report.verdict.tolerance})"
+    typer.echo(f"every pass is right, and so is the finished program{error}")
+
+
+def _log(verbose: bool) -> None:
+    logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(name)s: %(message)s")
+
+
+def _load(model: str, dtype: str, trust_remote_code: bool, target: str) -> PreTrainedModel:
+    """The model, after the checks that need no weights."""
+    import sys
+
+    from transformers.utils import logging as transformers_logging
+
+    from ..checkpoint import load_model
+    from ..compiler.options import CompileOptions
+    from ..device import resolve_device
+
+    CompileOptions(target=target)
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    return load_model(model, dtype, trust_remote_code, resolve_device("auto"))
+
+
+def _culprit(report: CompileReport) -> tuple[str, str]:
+    """The first pass, or the code generator, that is wrong, and why; ("", "") when none is."""
+    wrong = [(check.name, check.reason) for check in report.checks if check.reason]
+    return (wrong + report.dropped_passes)[0] if wrong or report.dropped_passes else ("", "")
+
+
+def _checks(report: CompileReport) -> Table:
+    """A row for every pass: its matches and the error after it."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("pass")
+    for name in ("matches", "error"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    checks = list(report.checks)
+    for record in report.passes:
+        while checks and checks[0].reason:
+            _add_wrong(table, checks.pop(0).name, report)
+        compared = checks and checks[0].name == record.name
+        error = f"{checks.pop(0).error:.2g}" if compared else ""
+        table.add_row(Text(record.name, style="" if record.matches else "dim"), str(record.matches), error, "")
+    for check in checks:
+        _add_wrong(table, check.name, report)
+    known = {check.name for check in report.checks}
+    for name, _ in report.dropped_passes:
+        if name not in known:
+            _add_wrong(table, name, report)
+    return table
+
+
+def _add_wrong(table: Table, name: str, report: CompileReport) -> None:
+    check = next((c for c in report.checks if c.name == name and c.reason), None)
+    reason = check.reason if check else dict(report.dropped_passes).get(name, "")
+    error = f"{check.error:.2g}" if check else ""
+    table.add_row(Text(name, style="red"), "", error, Text(f"wrong: {reason}", style="red"))
