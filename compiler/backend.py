@@ -208,19 +208,15 @@ def _fuse(
             traced = original
     link_merged_weights(traced)
     merged = MergedArguments(traced)
-    run = _inductor(traced) if options.uses_inductor(parameters) else call_kernels(traced)
+    # In a tracing context apart from the one that the caller's graph is traced in.
+    inductor = options.uses_inductor(parameters)
+    run = generate_code(traced, TracingContext(mode)) if inductor else call_kernels(traced)
 
     def fused(*args: Any) -> Any:
         merged.check(args)
         return run(*args, *merged.tensors)
 
     return fused if merged.tensors else run
-
-
-def _inductor(traced: TracedGraph) -> Callable[..., Any]:
-    """Compile with inductor, in a tracing context apart from the one that the caller's graph is traced in."""
-    context = TracingContext(traced.fake_mode)
-    return generate_code(traced, context)
 
 
 def _with_merged(traced: TracedGraph) -> Callable[..., Any]:

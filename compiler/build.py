@@ -68,7 +68,8 @@ def build_program(
     captured = capture(model)
     dump.write_graph(captured.traced, "captured")
     clock.lap("capture")
-    traced = _rewritten(captured, options, reference, report, clock)
+    traced = rewrite(captured, options, reference, report)
+    clock = _Clock(report.seconds)
     program = _link(captured, traced, options, model, reference, report, clock)
     switch = traced.notes.get("rope_switch")
     program.restart_length = None if switch is None else restart_length(model, switch)
@@ -76,17 +77,6 @@ def build_program(
         _pack(program, reference, report, owns_weights)
         clock.lap("pack")
     return program
-
-
-def rewrite(
-    captured: Captured, options: CompileOptions, reference: Reference | None, report: CompileReport
-) -> TracedGraph:
-    """The graph that code is generated from, proven and, with a reference, compared with the model.
-
-    Raises:
-        UnsupportedModel: something of the model has no exact counterpart in a paged program.
-    """
-    return _rewritten(captured, options, reference, report, _Clock(report.seconds))
 
 
 def _pack(program: LinkedProgram, reference: Reference | None, report: CompileReport, release: bool) -> None:
@@ -105,18 +95,15 @@ def _pack(program: LinkedProgram, reference: Reference | None, report: CompileRe
         report.verdict = verdict
 
 
-def _rewritten(
-    captured: Captured,
-    options: CompileOptions,
-    reference: Reference | None,
-    report: CompileReport,
-    clock: _Clock,
+def rewrite(
+    captured: Captured, options: CompileOptions, reference: Reference | None, report: CompileReport
 ) -> TracedGraph:
     """The graph after the passes, proven and, with a reference, compared with the model.
 
     Raises:
         UnsupportedModel: something of the model has no exact counterpart in a paged program.
     """
+    clock = _Clock(report.seconds)
     traced: TracedGraph | None = None
     if options.verify != "every-pass":
         try:

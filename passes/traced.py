@@ -96,10 +96,10 @@ class TracedGraph:
         )
 
     @contextmanager
-    def before(self, node: fx.Node) -> Iterator[None]:
-        """Set the insertion point in front of ``node``; what ``call`` and ``method`` insert comes from its module."""
+    def before(self, node: fx.Node, like: fx.Node | None = None) -> Iterator[None]:
+        """Set the insertion point in front of ``node``; what is inserted counts as part of ``like``'s module."""
         outer = self._origin
-        self._origin = node
+        self._origin = node if like is None else like
         try:
             with self.graph.inserting_before(node):
                 yield

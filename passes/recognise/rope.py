@@ -15,18 +15,17 @@ RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
 from ...runtime.ops.rope import rope_reference
-from ..evaluate import Evaluation, at_sizes, is_size, small_sizes
+from ..evaluate import at_sizes, is_size
 from ..fx_nodes import callee, eliminate_dead_code, is_dynamic, is_tensor, module_path, shape, value
 from ..record import PassRecord, Rejection
+from ..region import OpenRegion, Region
 from ..traced import TracedGraph
 
 NAME = "recognise_rope"
@@ -109,7 +108,7 @@ class _Finder:
             looked_up = callee(node) == "embedding" and traced.paged and not self._reads_token_ids(node)
             if (callee(node) in _TOKENS and not looked_up) or any(n in self.tokens for n in node.all_input_nodes):
                 self.tokens.add(node)
-        self.known: dict[str, _Rotation | None] = {}
+        self.known: dict[Hashable, _Rotation | None] = {}
         self.widened: dict[tuple[fx.Node, str], fx.Node] = {}
         self.why = ""
 
@@ -161,7 +160,7 @@ class _Finder:
                 tables = self._tables(inside)
                 if not 1 <= len(tables) <= 2 or _heads_dim(entry, tables) is None:
                     continue
-                rotation = self._rotation(entry, output, tables, inside)
+                rotation = self._rotation(entry, output, tables)
                 if rotation is not None:
                     return _Region(entry, output, tables, frozenset(inside), rotation)
         return None
@@ -216,70 +215,53 @@ class _Finder:
         tables = [t for n in order for t in n.all_input_nodes if t not in self.tokens and not is_size(t)]
         return tuple(dict.fromkeys(tables))
 
-    def _rotation(
-        self, entry: fx.Node, output: fx.Node, tables: tuple[fx.Node, ...], inside: set[fx.Node]
-    ) -> _Rotation | None:
+    def _rotation(self, entry: fx.Node, output: fx.Node, tables: tuple[fx.Node, ...]) -> _Rotation | None:
         """How the region rotates; regions of one structure are run once."""
-        key = self._structure(entry, output, tables, inside)
+        try:
+            region = Region((entry, *tables), (output,))
+        except OpenRegion as error:
+            self.why = str(error)
+            return None
+        key = region.signature()
         if key not in self.known:
-            self.known[key] = self._run(entry, output, tables)
+            self.known[key] = self._run(region)
         return self.known[key]
 
-    def _structure(self, entry: fx.Node, output: fx.Node, tables: tuple[fx.Node, ...], inside: set[fx.Node]) -> str:
-        names = {entry: "x", **{t: f"table{i}" for i, t in enumerate(tables)}}
-        lines = []
-        for node in (entry, *tables):
-            lines.append(f"{names[node]} {value(node).dtype} {tuple(map(str, shape(node)))}")
-        for node in sorted(inside):
-            names[node] = f"v{len(names)}"
-        for node in sorted(inside):
-            args = fx.map_arg((node.args, node.kwargs), lambda n: _Name(names.get(n, str(value(n)))))
-            lines.append(f"{names[node]} = {callee(node)}{args}")
-        return "\n".join([*lines, names[output]])
-
-    def _run(self, entry: fx.Node, output: fx.Node, tables: tuple[fx.Node, ...]) -> _Rotation | None:
+    def _run(self, region: Region) -> _Rotation | None:
+        entry, *tables = region.inputs
         generator = torch.Generator().manual_seed(0)
-        sizes: dict[sympy.Symbol, int] = {}
-        for node in (entry, *tables):
-            sizes |= small_sizes(node)
-        sizes = {s: 3 + 2 * i for i, s in enumerate(sorted(sizes, key=str))}
+        sizes = {symbol: 3 + 2 * i for i, symbol in enumerate(region.symbols)}
 
         def draw(node: fx.Node) -> torch.Tensor:
             v = value(node)
             kind = torch.complex64 if v.is_complex() else torch.float32
             return torch.randn(at_sizes(tuple(v.shape), sizes), generator=generator, dtype=kind).to(v.dtype)
 
-        given: dict[fx.Node, Any] = {node: draw(node) for node in (entry, *tables)}
+        x, *drawn = given = [draw(node) for node in region.inputs]
         try:
-            found = Evaluation(self.traced, sizes, given)(output)
+            (found,) = region.run(sizes, given)
         except Exception as error:  # views that need other sizes, operators that refuse these
             self.why = f"its nodes cannot be run alone: {str(error).splitlines()[0][:120]}"
             return None
         if not found.numel():
             return None
-        heads_first = _heads_dim(entry, tables) == 1
-        x = given[entry] if heads_first else given[entry].transpose(1, 2)
-        expected_layout = found if heads_first else found.transpose(1, 2)
+        if _heads_dim(entry, tables) == 2:
+            x, found = x.transpose(1, 2), found.transpose(1, 2)
         tolerance = _TOLERANCE.get(found.dtype, 0.05)
-        for rotation in _candidates(tables, given, x.shape[-1]):
-            cos, sin = (_table(given[t], rotation.widen, part) for t, part in _parts(tables, rotation))
+        for rotation in _candidates(drawn, x.shape[-1]):
+            cos = _table(drawn[rotation.cos], rotation.widen, 0)
+            sin = _table(drawn[rotation.sin], rotation.widen, 1)
             if cos.dim() != 3 or cos.shape[-1] % 2 or rotation.start + cos.shape[-1] > x.shape[-1]:
                 continue
             if rotation.backwards:
                 sin = -sin
             (y,) = rope_reference([x], cos, sin, rotation.mode, rotation.start, False)
-            if float((y - expected_layout).abs().max()) <= tolerance * max(1.0, float(y.abs().max())):
+            if float((y - found).abs().max()) <= tolerance * max(1.0, float(y.abs().max())):
                 return rotation
         return None
 
 
-class _Name(str):
-    """A string that prints without quotes."""
-
-    __repr__ = str.__str__
-
-
-def _heads_dim(node: fx.Node, tables: tuple[fx.Node, ...]) -> int | None:
+def _heads_dim(node: fx.Node, tables: Sequence[fx.Node]) -> int | None:
     """Which dim of a 4-dimensional tensor counts heads: 1 in ``[B, H, T, D]``, 2 in ``[B, T, H, D]``.
 
     It is the one along which the tables are the same.
@@ -293,9 +275,10 @@ def _heads_dim(node: fx.Node, tables: tuple[fx.Node, ...]) -> int | None:
     return None
 
 
-def _candidates(tables: tuple[fx.Node, ...], given: dict[fx.Node, Any], dim: int) -> Iterator[_Rotation]:
-    width = given[tables[0]].shape[-1]
-    if given[tables[0]].is_complex():
+def _candidates(tables: Sequence[torch.Tensor], dim: int) -> Iterator[_Rotation]:
+    """The rotations that tables of these widths can be for, of tensors with ``dim`` dims a head."""
+    width = tables[0].shape[-1]
+    if tables[0].is_complex():
         if len(tables) == 1:
             for start in dict.fromkeys((0, dim - 2 * width)):
                 yield _Rotation("interleaved", start, 0, 0, "repeat")
@@ -309,10 +292,6 @@ def _candidates(tables: tuple[fx.Node, ...], given: dict[fx.Node, Any], dim: int
                     for mode in MODES_OF[widen]:
                         yield _Rotation(mode, start, cos, sin, widen)
                         yield _Rotation(mode, start, cos, sin, widen, backwards=True)
-
-
-def _parts(tables: tuple[fx.Node, ...], rotation: _Rotation) -> tuple[tuple[fx.Node, int], tuple[fx.Node, int]]:
-    return (tables[rotation.cos], 0), (tables[rotation.sin], 1)
 
 
 def _table(table: torch.Tensor, widen: str, part: int) -> torch.Tensor:
@@ -330,10 +309,8 @@ def _table(table: torch.Tensor, widen: str, part: int) -> torch.Tensor:
 
 def _replace(traced: TracedGraph, region: _Region, finder: _Finder) -> None:
     rotation = region.rotation
-    cos, sin = (
-        _insert_table(traced, table, rotation.widen, part, finder.widened)
-        for table, part in _parts(region.tables, rotation)
-    )
+    cos = _insert_table(traced, region.tables[rotation.cos], rotation.widen, 0, finder.widened)
+    sin = _insert_table(traced, region.tables[rotation.sin], rotation.widen, 1, finder.widened)
     if rotation.backwards:
         sin = _insert_negative(traced, sin, finder.widened)
     half = value(region.entry).dtype in (torch.bfloat16, torch.float16)
@@ -353,9 +330,17 @@ def _replace(traced: TracedGraph, region: _Region, finder: _Finder) -> None:
     traced.substitute(region.output, new)
 
 
+def _behind(node: fx.Node) -> fx.Node:
+    """The first node after ``node`` that something can be inserted in front of."""
+    place = node.next
+    while place.op == "placeholder":
+        place = place.next
+    return place
+
+
 def _insert_negative(traced: TracedGraph, table: fx.Node, known: dict[tuple[fx.Node, str], fx.Node]) -> fx.Node:
     if (table, "negative") not in known:
-        with traced.graph.inserting_after(table):
+        with traced.before(_behind(table), like=table):
             known[table, "negative"] = traced.call(torch.ops.aten.neg.default, table)
     return known[table, "negative"]
 
@@ -368,9 +353,7 @@ def _insert_table(
     if key in known:
         return known[key]
     aten = torch.ops.aten
-    with traced.graph.inserting_after(table):
-        anchor = traced.graph.call_function(operator.add, (0, 0))  # a place to insert before
-    with traced.before(anchor):
+    with traced.before(_behind(table), like=table):
         node = table
         if value(table).is_complex():
             node = traced.call(aten.select.int, traced.call(aten.view_as_real.default, node), -1, part)
@@ -385,6 +368,5 @@ def _insert_table(
             pairs = traced.call(aten.expand.default, traced.call(aten.unsqueeze.default, node, -1), [-1, -1, -1, 2])
             node = traced.call(aten.flatten.using_ints, traced.call(aten.clone.default, pairs), 2, 3)
             assert len(sizes) == 3
-    traced.graph.erase_node(anchor)
     known[key] = node
     return node

@@ -38,20 +38,18 @@ def fuse_residual_norm(traced: TracedGraph) -> PassRecord:
         total = norm.args[0]
         if not isinstance(total, fx.Node) or callee(total) != "add.Tensor":
             continue
+        # In front of whatever reads the sum first.
+        place = min(total.users)
         reason = _refusal(total)
+        if not reason and any(n >= place for n in norm.all_input_nodes if n is not total):
+            reason = "its scale is computed after the sum"
         if reason:
             record.rejections.append(Rejection(norm.name, reason, module_path(norm)))
             continue
-        # The operator stands where the sum was: everything that the norm reads besides is older.
-        with traced.before(norm):
+        with traced.before(place, like=norm):
             both = traced.call(_FUSED[norm.target], *total.args, *norm.args[1:])
             normed = traced.call(operator.getitem, both, 0)
             new_total = traced.call(operator.getitem, both, 1)
-        if not _move_up(traced, (both, normed, new_total), total, norm):
-            for node in (new_total, normed, both):
-                traced.graph.erase_node(node)
-            record.rejections.append(Rejection(norm.name, "its scale is computed after the sum", module_path(norm)))
-            continue
         traced.substitute(norm, normed)
         traced.substitute(total, new_total)
         record.matches += 1
@@ -72,16 +70,3 @@ def _refusal(total: fx.Node) -> str:
     if not value(a).dtype == value(b).dtype == value(total).dtype:
         return f"{value(a).dtype} and {value(b).dtype} are added"
     return ""
-
-
-def _move_up(traced: TracedGraph, nodes: tuple[fx.Node, ...], total: fx.Node, norm: fx.Node) -> bool:
-    """Move the fused operator in front of the sum's first other user; False if it reads what comes later."""
-    others = [u for u in total.users if u is not norm and u not in nodes]
-    first = min([norm, *others])
-    if first is norm:
-        return True
-    if any(argument >= first for argument in nodes[0].all_input_nodes):
-        return False
-    for node in nodes:
-        first.prepend(node)
-    return True
