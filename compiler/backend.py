@@ -18,6 +18,7 @@ from ..passes import PassRecord, TracedGraph, UnsupportedModel
 from ..passes.fx_nodes import value
 from . import dump
 from .merged_weights import MergedArguments, link_merged_weights
+from .module_scalars import recover_module_scalars
 from .options import CompileOptions
 from .pipeline import run_passes, selected_passes
 from .targets.cpu import call_kernels, generate_code
@@ -65,6 +66,7 @@ def pagoda(
     if why:
         _warn_of_training(why)
         return cast("Callable[..., Any]", compile_fx(gm, example_inputs))
+    recover_module_scalars(gm)
     rewritten = _rewrite(gm, example_inputs, parsed)
 
     def finish(aten: fx.GraphModule, fakes: list[Any]) -> Callable[..., Any]:

@@ -240,3 +240,28 @@ def test_merged_weights_that_moved_are_noticed(ids):
         weight.data = weight.data.clone()
         with pytest.raises(RuntimeError, match="replaced or moved"):
             compiled(ids)
+
+
+def test_numbers_of_modules_are_constants_when_all_is_dynamic(ids, monkeypatch):
+    graphs = fused_graphs(monkeypatch)
+    model = build_tiny_model("llama")
+
+    @torch.compile(backend="pagoda", options=OPTIONS, dynamic=True)
+    def cooled(tokens, temperature):
+        return model(tokens, use_cache=False).logits / temperature
+
+    def compare(temperature):
+        with torch.no_grad():
+            expected = model(ids, use_cache=False).logits / temperature
+            torch.testing.assert_close(cooled(ids, temperature), expected, atol=2e-4, rtol=1e-4)
+
+    compare(0.7)
+    names = [callee(n) for n in graphs[-1].graph.nodes]
+    assert names.count("add_rms_norm") == 2 * model.config.num_hidden_layers
+    compiled = len(graphs)
+    compare(0.9)
+    assert len(graphs) == compiled, "what the caller passes stays an input"
+    for layer in model.model.layers:
+        layer.input_layernorm.variance_epsilon = 0.5
+    compare(0.9)
+    assert len(graphs) > compiled, "Dynamo guards the constants"
