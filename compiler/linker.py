@@ -30,8 +30,8 @@ class LinkedProgram:
         report: how it was compiled.
 
     Attributes:
-        copied_weights: the module's tensors that the program holds packed copies of; a change of their values
-            does not reach it.
+        copied_weights: the module's tensors that the program holds packed copies of or computed constants from; a
+            change of their values does not reach it.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LinkedProgram:
         self._read = [i for i, node in enumerate(traced.placeholders) if node.users]
         self._merged: dict[str, tuple[str, ...]] = traced.notes.get("merged", {})
         self._packable: list[PackedWeight] = traced.notes.get("packed", [])
-        self.copied_weights: list[torch.Tensor] = []
+        self.copied_weights = [traced.constants[name] for name in traced.notes.get("folded", ())]
 
     @property
     def merged_weights(self) -> list[torch.Tensor]:

@@ -19,11 +19,12 @@ class WeightGuard:
 
     A program reads the tensors that the module had when it was compiled. Values may change in place (an optimiser
     step, ``copy_``); a tensor that was replaced or moved would silently be ignored, so that raises instead, and so
-    does an in-place change of a weight that the program holds a copy of. (Writes through ``.data`` go unseen.)
+    does an in-place change of a weight that the program holds a copy of, or constants computed from. (Writes through
+    ``.data`` go unseen.)
 
     Args:
         model: the module that was compiled.
-        copied: its tensors that the program does not read itself (packed weights).
+        copied: its tensors that the program does not read itself (packed weights, folded constants).
         merged: its tensors that the program reads as rows of a merged one.
     """
 
@@ -54,8 +55,8 @@ class WeightGuard:
             if tensor._version != version:
                 name = next(name for name, other in _tensors(self._model) if other is tensor)
                 raise RuntimeError(
-                    f"{name!r} of {type(self._model).__name__} was written to after its packed copy was made; "
-                    "compile the model again, or with pack_weights=False"
+                    f"{name!r} of {type(self._model).__name__} was written to after the model was compiled, and the "
+                    "program holds a packed copy of it or constants computed from it; compile the model again"
                 )
 
     def follow(self, moves: Mapping[int, tuple[Place, Place]]) -> None:

@@ -18,6 +18,7 @@ from .recognise.rms_norm import recognise_rms_norm
 from .recognise.rope import recognise_rope
 from .recognise.sdpa import recognise_sdpa
 from .record import PassRecord, Rejection
+from .rewrite.fold_constants import fold_constants
 from .rewrite.gather_logits import gather_logits
 from .rewrite.group_rope import group_rope
 from .rewrite.merge_linears import merge_linears
@@ -82,6 +83,8 @@ PASSES: tuple[Pass, ...] = (
     Pass("recognise_rope", recognise_rope, "aten", level=2, required=False),
     # Once more for the tables that the rotations brought.
     Pass("share_subexpressions", share_subexpressions, "aten", level=1, required=False),
+    # After the recognition of norms, whose 1 + weight stays the weight; what is left is computed when compiling.
+    Pass("fold_constants", fold_constants, "aten", level=1, required=False),
     # Needs the norms.
     Pass("fuse_residual_norm", fuse_residual_norm, "aten", level=2, required=False),
     # Needs the single rotations.

@@ -11,6 +11,7 @@ from torch import fx
 
 from ..runtime import ops  # noqa: F401  registers the pagoda operators
 from .fx_nodes import shape
+from .fx_nodes import value as fake
 from .head_layout import HeadLayout, insert_layout
 from .traced import TracedGraph
 
@@ -72,9 +73,12 @@ def insert_attention(
     """Insert ``pagoda::attention`` at the graph's insertion point.
 
     ``query`` is ``[batch, heads, tokens, dim]``; keys and values come from their layouts, un-repeated when both
-    have the same number of heads, else as they were.
+    have the same number of heads, else as they were. Queries and keys that the model keeps in another dtype (GPT-J
+    rotates in float32) are rounded to that of the values, which is the cache's.
     """
     if key_layout.heads == value_layout.heads or len(shape(key)) == 3:
         key, value = insert_layout(traced, key_layout), insert_layout(traced, value_layout)
+    dtype = fake(value).dtype
+    query, key = (node if fake(node).dtype == dtype else traced.method("to", node, dtype) for node in (query, key))
     call = AttentionCall(query, key, value, mask, sinks, None, scale, is_causal, 0, 0, softcap)
     return traced.call(ATTENTION, *call.arguments())

@@ -98,6 +98,15 @@ def mutated_argument(node: fx.Node) -> fx.Node | None:
     return None
 
 
+def is_pure(target: Any) -> bool:
+    """Whether a function of an ATen graph returns the same for the same arguments and does nothing else."""
+    if target is operator.getitem:
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    return torch.Tag.nondeterministic_seeded not in target.tags
+
+
 def storage_key(node: fx.Node) -> int | None:
     """Identity of the storage behind the node's tensor; nodes that alias share it."""
     v = value(node)

@@ -41,7 +41,8 @@ class TracedGraph:
             names of the nodes in which it is a window or chunk that was too large to run. ``rope_switch``: the
             longest sequence that still uses the first of two rotary tables. ``merged``: graph input →
             names of the inputs that are its rows; its tensor is among the constants once the graph is linked.
-            ``packed``: the inputs of each packed linear.
+            ``packed``: the inputs of each packed linear. ``folded``: names of the constants that others were
+            computed from.
     """
 
     module: fx.GraphModule

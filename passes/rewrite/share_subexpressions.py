@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
-from ..fx_nodes import mutated_argument, storage_key
+from ..fx_nodes import is_pure, mutated_argument, storage_key
 from ..record import PassRecord
 from ..traced import TracedGraph
 
@@ -30,7 +29,7 @@ def share_subexpressions(traced: TracedGraph) -> PassRecord:
     written = {storage_key(n) for node in traced.graph.nodes if (n := mutated_argument(node)) is not None} - {None}
     first: dict[Any, fx.Node] = {}
     for node in list(traced.graph.nodes):
-        if node.op != "call_function" or not _is_pure(node.target):
+        if node.op != "call_function" or not is_pure(node.target):
             continue
         if written and any(storage_key(n) in written for n in (node, *node.all_input_nodes)):
             continue
@@ -41,14 +40,6 @@ def share_subexpressions(traced: TracedGraph) -> PassRecord:
             traced.graph.erase_node(node)
             record.matches += 1
     return record
-
-
-def _is_pure(target: Any) -> bool:
-    if getattr(target, "__name__", "") == "getitem":
-        return True
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
-        return False
-    return torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def _hashable(item: Any) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from aten_graphs import aten_of_model, aten_of_module, run_graph
@@ -118,7 +116,7 @@ def test_layers_share_the_rotary_tables(name):
 
 
 def test_zero_matches_cost_nothing():
-    """5,000 nodes without a pattern: the same graph, in a blink."""
+    """5,000 nodes without a pattern: the same graph. (benchmarks/pass_seconds.py says how long that takes.)"""
     graph = fx.Graph()
     node = graph.placeholder("x")
     mode = torch._subclasses.FakeTensorMode()
@@ -133,15 +131,7 @@ def test_zero_matches_cost_nothing():
     traced = TracedGraph(module, mode, {}, paged=False)
     before = list(graph.nodes)
     for entry in PASSES:
-        if entry.stage != "aten":
-            continue
-        fastest = min(_seconds(entry, traced) for _ in range(3))
-        assert fastest < 2.0, f"{entry.name} takes {fastest:.2f} s"  # 0.2 s on a quiet machine
+        if entry.stage == "aten":
+            (record,) = run_passes(traced, [entry])
+            assert record.matches == 0 and not record.rejections, entry.name
     assert traced.module is module and list(traced.graph.nodes) == before
-
-
-def _seconds(entry, traced):
-    start = time.perf_counter()
-    (record,) = run_passes(traced, [entry])
-    assert record.matches == 0 and not record.rejections
-    return time.perf_counter() - start

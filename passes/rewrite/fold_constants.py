@@ -1,0 +1,108 @@
+"""Compute once what depends on parameters, buffers and literals alone.
+
+Matches:
+    y = f(W, ...)                          # f without side effects and without randomness, the size of y known
+Becomes:
+    y                                      # a graph input that always receives f(W, ...)
+Why it is faster:
+    some models compute with their weights at every step: softplus of a gate, tables repeated for each layer.
+
+Level 1: bitwise equal. A program does not see later in-place changes of such weights; ``WeightGuard`` raises then.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import fx
+
+from ..evaluate import Evaluation
+from ..fx_nodes import (
+    closure,
+    eliminate_dead_code,
+    is_dynamic,
+    is_pure,
+    is_tensor,
+    module_path,
+    mutated_argument,
+    shape,
+    storage_key,
+    value,
+)
+from ..provenance import launches_work
+from ..record import PassRecord, Rejection
+from ..traced import TracedGraph
+
+NAME = "fold_constants"
+
+_MOST_BYTES = 1 << 20
+"""Larger constants, such as a router's weight in float32, cost more memory than they are worth."""
+
+
+def fold_constants(traced: TracedGraph) -> PassRecord:
+    """Replace computed constants. ``traced.notes["folded"]`` names the inputs that they were computed from.
+
+    Flat (paged) graphs only: elsewhere the caller owns the weights.
+    """
+    record = PassRecord(NAME)
+    if not traced.paged:
+        return record
+    evaluation = Evaluation(traced, {})
+    for node in _results(_constants(traced)):
+        tensor = value(node)
+        if tensor.numel() * tensor.element_size() > _MOST_BYTES:
+            reason = f"a constant {tuple(tensor.shape)} would stay in memory"
+            record.rejections.append(Rejection(node.name, reason, module_path(node)))
+            continue
+        with torch.no_grad():
+            folded = evaluation(node)
+        if (folded.dtype, folded.shape, folded.stride()) != (tensor.dtype, tensor.shape, tensor.stride()):
+            record.rejections.append(Rejection(node.name, "its layout is not the traced one", module_path(node)))
+            continue
+        sources = [n.name for n in closure(node, evaluation.reads) if n.name in traced.constants]
+        node.replace_all_uses_with(traced.add_constant(_unused_name(traced), folded))
+        traced.notes["folded"] = tuple(dict.fromkeys((*traced.notes.get("folded", ()), *sources)))
+        record.matches += 1
+    if record.matches:
+        eliminate_dead_code(traced.graph)
+    return record
+
+
+def _constants(traced: TracedGraph) -> set[fx.Node]:
+    """Parameters, buffers and what is computed from them, the same at every step."""
+    written = {storage_key(n) for node in traced.graph.nodes if (n := mutated_argument(node)) is not None}
+    found: set[fx.Node] = set()
+    for node in traced.graph.nodes:
+        if storage_key(node) in written:
+            continue
+        if node.op == "placeholder":
+            same = node.name in traced.constants
+        else:
+            same = (
+                node.op == "call_function"
+                and is_pure(node.target)
+                and is_tensor(node)
+                and not any(is_dynamic(size) for size in shape(node))
+                and all(n in found for n in node.all_input_nodes)
+            )
+        if same:
+            found.add(node)
+    return found
+
+
+def _results(constants: set[fx.Node]) -> list[fx.Node]:
+    """Those that take work and that something else reads, as they are or through views."""
+    results: set[fx.Node] = set()
+    for node in constants:
+        if any(user not in constants for user in node.users):
+            while node.op == "call_function" and not launches_work(node) and node.all_input_nodes:
+                node = node.all_input_nodes[0]
+            if launches_work(node):
+                results.add(node)
+    return sorted(results)
+
+
+def _unused_name(traced: TracedGraph) -> str:
+    taken = {node.name for node in traced.placeholders}
+    return next(name for i in itertools.count() if (name := f"folded_{i}") not in taken)
