@@ -21,6 +21,7 @@ from .record import PassRecord, Rejection
 from .rewrite.fold_constants import fold_constants
 from .rewrite.gather_logits import gather_logits
 from .rewrite.group_rope import group_rope
+from .rewrite.hoist_gather import hoist_gather
 from .rewrite.merge_linears import merge_linears
 from .rewrite.paged_attention import insert_paged_cache
 from .rewrite.positions import feed_positions
@@ -91,6 +92,8 @@ PASSES: tuple[Pass, ...] = (
     Pass("group_rope", group_rope, "aten", level=2, required=False),
     # After the recognition of rotations and gates, which read the single products.
     Pass("merge_linears", merge_linears, "aten", level=2, required=False),
+    # Needs all that was recognised: it knows which operators work on each token by itself.
+    Pass("hoist_gather", hoist_gather, "aten", level=2, required=False),
     # Last: the passes above look for plain linears.
     Pass("pack_linears", pack_linears, "aten", required=False, option="pack_weights"),
 )

@@ -47,7 +47,7 @@ def gather_logits(traced: TracedGraph) -> PassRecord:
     head = chain[-1]
     hidden = head.args[0]
     assert isinstance(hidden, fx.Node)
-    with traced.graph.inserting_before(head):
+    with traced.before(head):
         gathered = traced.call(torch.index_select, hidden, _token_dim(hidden), rows)
     head.replace_input_with(hidden, gathered)
     for node in reversed(chain):

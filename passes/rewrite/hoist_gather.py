@@ -1,0 +1,116 @@
+"""Take the rows whose logits are asked for as early as the last attention allows.
+
+Matches:
+    y = index_select(f(a, b, ..., W), 1, logits_rows)      # f works on every token by itself; a, b, ...: [1, T, ...]
+Becomes:
+    y = f(index_select(a, 1, logits_rows), index_select(b, 1, logits_rows), ..., W)
+Why it is faster:
+    the final norm, and the output projection and MLP of the last layer, run for one row of a prompt instead of all.
+
+Level 2: a matrix product of fewer rows may add in another order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from ..fx_nodes import callee, is_dynamic, is_tensor, shape, value
+from ..provenance import launches_work
+from ..record import PassRecord
+from ..traced import TracedGraph
+
+NAME = "hoist_gather"
+
+_ELEMENTWISE = frozenset(
+    "add.Tensor sub.Tensor mul.Tensor div.Tensor neg tanh sigmoid _to_copy clone activation gated_activation".split()
+)
+_ALONG_THE_LAST_DIM = frozenset("linear rms_norm add_rms_norm layer_norm add_layer_norm moe moe_gating".split())
+_VIEWS = frozenset("view _unsafe_view reshape".split())
+
+
+def hoist_gather(traced: TracedGraph) -> PassRecord:
+    """Move the gather of ``logits_rows`` over what works on every token by itself."""
+    record = PassRecord(NAME)
+    gather = next((node for node in traced.graph.nodes if _is_gather(node)), None)
+    if gather is None:
+        return record
+    inside = _region(gather)
+    if not any(launches_work(node) for node in inside):
+        return record
+    sources = {n for node in inside for n in node.all_input_nodes if n not in inside and _rows_dim(n) is not None}
+    for source in sorted(sources):
+        users = [user for user in source.users if user in inside]
+        with traced.before(min(users), like=gather):
+            gathered = traced.call(gather.target, source, _rows_dim(source), gather.args[2])  # type: ignore[arg-type]
+        for user in users:
+            user.replace_input_with(source, gathered)
+    for node in sorted(inside):
+        if callee(node) in _VIEWS:
+            node.args = (node.args[0], [-1 if is_dynamic(size) else int(size) for size in shape(node)])
+        traced.propagate(node)
+    traced.substitute(gather, gather.args[0])  # type: ignore[arg-type]
+    record.matches = 1
+    return record
+
+
+def _is_gather(node: fx.Node) -> bool:
+    if callee(node) != "index_select":
+        return False
+    source, dim, rows = node.args
+    return _rows_dim(source) == dim and callee(rows) == "placeholder" and rows.name == "logits_rows"  # type: ignore[union-attr]
+
+
+def _region(gather: fx.Node) -> set[fx.Node]:
+    """The nodes that work on every token by itself and that nothing but the gather needs."""
+    inside: set[fx.Node] = set()
+    wanted = set(gather.all_input_nodes)
+    node = gather.prev
+    while node.op == "call_function":
+        if node in wanted and _is_per_token(node) and all(user is gather or user in inside for user in node.users):
+            inside.add(node)
+            wanted.update(node.all_input_nodes)
+        node = node.prev
+    # One result of an operator whose other results are needed for all tokens.
+    return inside - {node for node in inside if callee(node) == "getitem" and node.args[0] not in inside}
+
+
+def _is_per_token(node: fx.Node) -> bool:
+    """Whether row i of each result depends on row i of the operands alone."""
+    name = callee(node)
+    if name == "getitem":
+        return _rows_dim(node) is not None
+    results = [v for v in pytree.tree_leaves(value(node)) if isinstance(v, torch.Tensor)]
+    dims = {_rows_dim(v) for v in results}
+    if not results or None in dims:
+        return False
+    first, others = node.all_input_nodes[0], node.all_input_nodes[1:]
+    if name == "slice.Tensor":
+        return not others and node.args[1] not in (*dims, *(dim - results[0].dim() for dim in dims))
+    if name in _VIEWS:
+        return _rows_dim(first) is not None and _row(first) == _row(node)
+    fixed = [n for n in node.all_input_nodes if _rows_dim(n) is None]
+    if any(not is_tensor(n) or any(is_dynamic(size) for size in shape(n)) for n in fixed):
+        return False
+    # Counted from the end, as broadcasting does.
+    places = {dim - len(shape(n)) for n in node.all_input_nodes if (dim := _rows_dim(n)) is not None}
+    if name in _ELEMENTWISE:
+        return len(places) == 1
+    return name in _ALONG_THE_LAST_DIM and places == {-2} and first not in fixed
+
+
+def _rows_dim(item: Any) -> int | None:
+    """The dim that counts tokens: the only one of a varying size, the first, or the second after one of size 1."""
+    sizes = tuple(item.shape) if isinstance(item, torch.Tensor) else shape(item)
+    varying = [i for i, size in enumerate(sizes) if is_dynamic(size)]
+    if len(varying) != 1 or any(size != 1 for size in sizes[: varying[0]]):
+        return None
+    return varying[0]
+
+
+def _row(node: fx.Node) -> tuple[Any, ...]:
+    """The sizes of one token's part."""
+    return shape(node)[_rows_dim(node) + 1 :]  # type: ignore[operator]
