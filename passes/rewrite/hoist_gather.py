@@ -84,12 +84,12 @@ def _is_per_token(node: fx.Node) -> bool:
     if name == "getitem":
         return _rows_dim(node) is not None
     results = [v for v in pytree.tree_leaves(value(node)) if isinstance(v, torch.Tensor)]
-    dims = {_rows_dim(v) for v in results}
-    if not results or None in dims:
+    if not results or any(_rows_dim(v) is None for v in results):
         return False
     first, others = node.all_input_nodes[0], node.all_input_nodes[1:]
     if name == "slice.Tensor":
-        return not others and node.args[1] not in (*dims, *(dim - results[0].dim() for dim in dims))
+        rows = _rows_dim(node)
+        return not others and rows is not None and node.args[1] not in (rows, rows - len(shape(node)))
     if name in _VIEWS:
         return _rows_dim(first) is not None and _row(first) == _row(node)
     fixed = [n for n in node.all_input_nodes if _rows_dim(n) is None]
