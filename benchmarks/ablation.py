@@ -1,4 +1,5 @@
-"""What each pass is worth: tok/s with all passes and without each one; used by ``throughput.py --ablate``.
+"""What each pass is worth: tok/s with all passes, without each one, and without any but the attention passes; used by
+``throughput.py --ablate``.
 
 All engines live in one process over one model and take turns, so that drift of the machine hits all alike.
 """
@@ -23,6 +24,8 @@ PHASES: dict[str, tuple[list[int], int]] = {
 }
 """Name → prompt lengths and generated tokens of each. Prefill counts prompt tokens, the others generated ones."""
 
+ALL, LEVEL_0 = "all passes", "opt_level=0"
+
 
 def ablated_passes() -> list[str]:
     """The passes without which a model can be compiled, in order."""
@@ -30,11 +33,11 @@ def ablated_passes() -> list[str]:
 
 
 def ablate(model: PreTrainedModel, prompts: Any, rounds: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """tok/s of every phase, medians over ``rounds``, by the name of the pass that is skipped ("" for none)."""
-    engines: dict[str, LLM] = {}
-    for name in ["", *ablated_passes()]:
-        passes = {"skip": [name]} if name else None
-        engines[name] = LLM(model, max_num_seqs=32, max_model_len=2048, passes=passes, verify="off", **settings)
+    """tok/s of every phase, medians over ``rounds``, by what runs: ``ALL``, ``LEVEL_0``, or all but the named pass."""
+    settings = {"max_num_seqs": 32, "max_model_len": 2048, "num_blocks": 512, "verify": "off", **settings}
+    engines = {ALL: LLM(model, **settings), LEVEL_0: LLM(model, opt_level=0, **settings)}
+    for name in ablated_passes():
+        engines[name] = LLM(model, passes={"skip": [name]}, **settings)
     times: dict[str, dict[str, list[float]]] = {name: {phase: [] for phase in PHASES} for name in engines}
     for round_number in range(rounds + 1):  # the first warms up
         for phase, (lengths, tokens) in PHASES.items():
@@ -60,10 +63,10 @@ def show_ablation(console: Console, shape: str, rates: dict[str, Any]) -> None:
     table.add_column("without")
     for phase in PHASES:
         table.add_column(phase, justify="right")
-    everything = rates[""]
-    table.add_row("(all passes run)", *(f"{everything[phase]:.1f}" for phase in PHASES))
+    everything = rates[ALL]
+    table.add_row(f"({ALL} run)", *(f"{everything[phase]:.1f}" for phase in PHASES))
     for name, measured in rates.items():
-        if name:
+        if name != ALL:
             cells = (f"{measured[p]:.1f} ({measured[p] / everything[p]:.3f})" for p in PHASES)
-            table.add_row(name, *cells)
+            table.add_row(f"({LEVEL_0})" if name == LEVEL_0 else name, *cells)
     console.print(table)
