@@ -33,7 +33,7 @@ def ablated_passes() -> list[str]:
 
 
 def ablate(model: PreTrainedModel, prompts: Any, rounds: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """tok/s of every phase, medians over ``rounds``, by what runs: ``ALL``, ``LEVEL_0``, or all but the named pass."""
+    """tok/s of every phase, medians over ``rounds``, by what runs: ALL, LEVEL_0, or all but the named pass."""
     settings = {"max_num_seqs": 32, "max_model_len": 2048, "num_blocks": 512, "verify": "off", **settings}
     engines = {ALL: LLM(model, **settings), LEVEL_0: LLM(model, opt_level=0, **settings)}
     for name in ablated_passes():
