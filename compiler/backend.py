@@ -21,7 +21,7 @@ from .merged_weights import MergedArguments, link_merged_weights
 from .module_scalars import recover_module_scalars
 from .options import CompileOptions
 from .pipeline import run_passes, selected_passes
-from .targets.cpu import call_kernels, generate_code
+from .targets.cpu import call_kernels, generate_code, is_fusible
 from .verify import TOLERANCE
 
 log = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ def _fuse(
     link_merged_weights(traced)
     merged = MergedArguments(traced)
     # In a tracing context apart from the one that the caller's graph is traced in.
-    inductor = options.uses_inductor(parameters)
+    inductor = options.uses_inductor(parameters, is_fusible(traced))
     run = generate_code(traced, TracingContext(mode)) if inductor else call_kernels(traced)
 
     def fused(*args: Any) -> Any:

@@ -22,7 +22,7 @@ from .options import CompileOptions
 from .pipeline import PassError, run_passes, selected_passes
 from .report import CompileReport, PassCheck
 from .shrink import check_long_windows
-from .targets.cpu import call_kernels, generate_code
+from .targets.cpu import call_kernels, generate_code, is_fusible
 from .verify import Reference, check, reference_of_model
 
 log = logging.getLogger(__name__)
@@ -269,7 +269,7 @@ def _link(
     report: CompileReport,
     clock: _Clock,
 ) -> LinkedProgram:
-    if not options.uses_inductor(sum(p.numel() for p in model.parameters())):
+    if not options.uses_inductor(sum(p.numel() for p in model.parameters()), is_fusible(traced)):
         return LinkedProgram(traced, call_kernels(traced), report)
     try:
         run: Callable[..., Sequence[Any]] = generate_code(traced, captured.context)

@@ -27,7 +27,8 @@ class CompileOptions:
         passes: ``{"skip": [names]}`` or ``{"only": [names]}``; {} runs all of the level.
         verify: "model" compares the finished program with the model on a few tokens; "every-pass" also after
             each pass; "off" trusts.
-        codegen: "inductor"; "none" runs the rewritten graph as it is; "auto" takes inductor above 50 M parameters.
+        codegen: "inductor"; "none" runs the rewritten graph as it is; "auto" takes inductor above 50 M parameters
+            where the passes left it something to fuse.
         target: "cpu", or "auto" for what the model's device asks for.
         pack_weights: keep the matrices of a paged program in the layout of the CPU's matrix kernels, beside the
             model's own (``LLM(path)`` lets go of those).
@@ -89,9 +90,16 @@ class CompileOptions:
             return False
         return entry.name not in self.passes.get("skip", ())
 
-    def uses_inductor(self, parameters: int) -> bool:
-        """Whether a model of that many parameters goes through inductor."""
-        return self.codegen == "inductor" or (self.codegen == "auto" and parameters > AUTO_CODEGEN_PARAMETERS)
+    def uses_inductor(self, parameters: int, fusible: bool) -> bool:
+        """Whether a model goes through inductor.
+
+        Args:
+            parameters: how many it has.
+            fusible: its lowered graph holds operators of which inductor makes fewer (see ``is_fusible``).
+        """
+        if self.codegen == "auto":
+            return fusible and parameters > AUTO_CODEGEN_PARAMETERS
+        return self.codegen == "inductor"
 
 
 def _one_of(option: str, given: object, allowed: Sequence[str]) -> None:

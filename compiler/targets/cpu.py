@@ -6,12 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx
 
 from ...passes import TracedGraph
-from ...passes.fx_nodes import value
+from ...passes.fx_nodes import callee, value
+from ...passes.provenance import decoder_layers, launches_work
 from ...runtime.ops import CPU_FUNCTIONS
+
+_SINGLE = frozenset("linear mm addmm bmm baddbmm _grouped_mm embedding index_select".split())
 
 
 def call_kernels(traced: TracedGraph) -> Callable[..., Sequence[Any]]:
@@ -26,6 +30,22 @@ def call_kernels(traced: TracedGraph) -> Callable[..., Sequence[Any]]:
             node.target = CPU_FUNCTIONS[node.target]
     copy.recompile()
     return copy.module.forward
+
+
+def is_fusible(traced: TracedGraph) -> bool:
+    """Whether inductor has something to gain: on average a decoder layer holds an operator that it would fuse.
+
+    Matrix products, gathers and our own operators stay single calls in its code too. Around nothing else it buys
+    no time, and costs the compilation.
+    """
+    layers = decoder_layers(traced.graph)
+    left = sum(launches_work(node) and not _stays_single(node) for node in layers.of)
+    return left >= len(layers.paths)
+
+
+def _stays_single(node: fx.Node) -> bool:
+    ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "pagoda"
+    return ours or callee(node) in _SINGLE
 
 
 def generate_code(traced: TracedGraph, context: TracingContext) -> Callable[..., Sequence[Any]]:

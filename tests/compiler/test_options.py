@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from aten_graphs import aten_of_model
 
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.backend import pagoda
+from torch_pagoda.compiler.pipeline import run_passes, selected_passes
+from torch_pagoda.compiler.targets.cpu import is_fusible
 from torch_pagoda.passes import PASSES
 
+from tiny_models import build_tiny_model
 from toy_lm import ToyLM, sdpa
 
 
@@ -43,10 +47,20 @@ def test_mistakes_are_named(given, message):
         CompileOptions.from_dict(given)
 
 
-def test_auto_codegen_goes_by_size():
+def test_auto_codegen_goes_by_size_and_by_what_is_left():
     options = CompileOptions(codegen="auto")
-    assert not options.uses_inductor(1_000_000)
-    assert options.uses_inductor(1_000_000_000)
+    assert not options.uses_inductor(1_000_000, fusible=True)
+    assert not options.uses_inductor(1_000_000_000, fusible=False)
+    assert options.uses_inductor(1_000_000_000, fusible=True)
+    assert CompileOptions(codegen="inductor").uses_inductor(1, fusible=False)
+    assert not CompileOptions(codegen="none").uses_inductor(1_000_000_000, fusible=True)
+
+
+@pytest.mark.parametrize(("name", "level", "fusible"), [("llama", 2, False), ("llama", 0, True), ("gpt2", 2, False)])
+def test_inductor_pays_where_the_passes_left_something(name, level, fusible):
+    graph = aten_of_model(build_tiny_model(name))
+    run_passes(graph, selected_passes(CompileOptions(opt_level=level), "aten"))
+    assert is_fusible(graph) is fusible
 
 
 def test_other_modes_are_refused():
