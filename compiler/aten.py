@@ -57,10 +57,9 @@ def to_aten(traced: TracedGraph, context: TracingContext) -> TracedGraph:
 def write_in_place(traced: TracedGraph) -> None:
     """Call operators that write into graph inputs directly, instead of on copies that are written back at the end."""
     graph = traced.graph
-    inputs: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is auto_functionalized_v2:
-            _call_directly(traced, node, inputs)
+            _call_directly(traced, node)
     for node in list(graph.nodes):
         if (
             node.op == "call_function"
@@ -70,7 +69,7 @@ def write_in_place(traced: TracedGraph) -> None:
             graph.erase_node(node)
 
 
-def _call_directly(traced: TracedGraph, node: fx.Node, inputs: dict[fx.Node, fx.Node]) -> None:
+def _call_directly(traced: TracedGraph, node: fx.Node) -> None:
     target: Any = node.args[0]
     kwargs = dict(node.kwargs)
     bases = kwargs.pop("_all_bases")

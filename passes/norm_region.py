@@ -17,6 +17,23 @@ class NoNorm(Exception):
 
 
 @dataclass(frozen=True)
+class Root:
+    """The root of a mean square, or what one is divided by it.
+
+    Attributes:
+        node: yields it.
+        squares: the ``x`` of ``mean(x ** 2, -1) + eps``.
+        eps: added to the mean.
+        reciprocal: it is ``1 / sqrt``, not ``sqrt``.
+    """
+
+    node: fx.Node
+    squares: fx.Node
+    eps: float
+    reciprocal: bool
+
+
+@dataclass(frozen=True)
 class Scaled:
     """A normalised value, scaled and cast.
 
@@ -42,16 +59,16 @@ def cast_source(node: fx.Node) -> fx.Node:
     return node
 
 
-def reciprocal_root(node: fx.Node) -> fx.Node | None:
-    """The ``v`` of a node that computes ``1 / sqrt(v)``."""
-    name = callee(node)
-    if name == "rsqrt" or (name == "pow.Tensor_Scalar" and node.args[1] == -0.5):
-        found = node.args[0]
-    elif name == "reciprocal" and callee(node.args[0]) == "sqrt":
-        found = node.args[0].args[0]  # type: ignore[union-attr]
-    else:
+def root_of_mean_square(node: fx.Node) -> Root | None:
+    """The root that ``node`` yields: ``sqrt(mean(x ** 2, -1) + eps)``, or one divided by that."""
+    mean, reciprocal = _reciprocal_root(node), True
+    if mean is None and callee(node) == "sqrt":
+        mean, reciprocal = node.args[0], False
+    with_eps = _plus_eps(mean)
+    if with_eps is None:
         return None
-    return found if isinstance(found, fx.Node) else None
+    squares = _squared(mean_over_last(with_eps[0]))
+    return None if squares is None else Root(node, squares, with_eps[1], reciprocal)
 
 
 def mean_over_last(node: object) -> fx.Node | None:
@@ -68,34 +85,11 @@ def mean_over_last(node: object) -> fx.Node | None:
     return None
 
 
-def squared(node: object) -> fx.Node | None:
-    """The ``x`` of ``x * x`` or ``x ** 2``."""
-    if not isinstance(node, fx.Node):
-        return None
-    name = callee(node)
-    square = name == "square" or (name == "pow.Tensor_Scalar" and node.args[1] == 2)
-    if square or (name == "mul.Tensor" and node.args[0] is node.args[1]):
-        return node.args[0] if isinstance(node.args[0], fx.Node) else None
-    return None
-
-
-def plus_eps(node: object) -> tuple[fx.Node, float] | None:
-    """``v`` and ``eps`` of ``v + eps``."""
-    if not isinstance(node, fx.Node) or callee(node) not in ("add.Tensor", "add.Scalar") or node.kwargs:
-        return None
-    v, eps = node.args[:2]
-    if not isinstance(v, fx.Node):
-        v, eps = eps, v
-    if isinstance(v, fx.Node) and isinstance(eps, int | float) and not isinstance(eps, bool):
-        return v, float(eps)
-    return None
-
-
-def product_with(node: fx.Node, root: fx.Node, reciprocal: bool) -> fx.Node | None:
+def product_with(node: fx.Node, root: Root) -> fx.Node | None:
     """The ``x`` of ``x * root`` (or ``x / root`` when the root is not reciprocal)."""
-    if reciprocal and callee(node) == "mul.Tensor":
-        other = node.args[1] if node.args[0] is root else node.args[0]
-    elif not reciprocal and callee(node) == "div.Tensor" and node.args[1] is root:
+    if root.reciprocal and callee(node) == "mul.Tensor":
+        other = node.args[1] if node.args[0] is root.node else node.args[0]
+    elif not root.reciprocal and callee(node) == "div.Tensor" and node.args[1] is root.node:
         other = node.args[0]
     else:
         return None
@@ -137,6 +131,41 @@ def follow_scale(normalised: fx.Node, dtype: torch.dtype) -> Scaled:
     return Scaled(node, source, offset, half and rounded_first and scaled)
 
 
+def _reciprocal_root(node: fx.Node) -> fx.Node | None:
+    """The ``v`` of a node that computes ``1 / sqrt(v)``."""
+    name = callee(node)
+    if name == "rsqrt" or (name == "pow.Tensor_Scalar" and node.args[1] == -0.5):
+        found = node.args[0]
+    elif name == "reciprocal" and callee(node.args[0]) == "sqrt":
+        found = node.args[0].args[0]  # type: ignore[union-attr]
+    else:
+        return None
+    return found if isinstance(found, fx.Node) else None
+
+
+def _squared(node: object) -> fx.Node | None:
+    """The ``x`` of ``x * x`` or ``x ** 2``."""
+    if not isinstance(node, fx.Node):
+        return None
+    name = callee(node)
+    square = name == "square" or (name == "pow.Tensor_Scalar" and node.args[1] == 2)
+    if square or (name == "mul.Tensor" and node.args[0] is node.args[1]):
+        return node.args[0] if isinstance(node.args[0], fx.Node) else None
+    return None
+
+
+def _plus_eps(node: object) -> tuple[fx.Node, float] | None:
+    """``v`` and ``eps`` of ``v + eps``."""
+    if not isinstance(node, fx.Node) or callee(node) not in ("add.Tensor", "add.Scalar") or node.kwargs:
+        return None
+    v, eps = node.args[:2]
+    if not isinstance(v, fx.Node):
+        v, eps = eps, v
+    if isinstance(v, fx.Node) and isinstance(eps, int | float) and not isinstance(eps, bool):
+        return v, float(eps)
+    return None
+
+
 def _only_user(node: fx.Node) -> fx.Node | None:
     users = list(node.users)
     return users[0] if len(users) == 1 else None
@@ -170,7 +199,7 @@ def _stored_scale(weight: fx.Node, in_float32: bool) -> tuple[fx.Node, float]:
     """The parameter behind a scale such as ``1 + weight.float()``, and the offset."""
     offset = 0.0
     node = weight
-    added = plus_eps(node)
+    added = _plus_eps(node)
     if added is not None:
         node, offset = added
     if in_float32 and callee(node) == "_to_copy":

@@ -189,15 +189,13 @@ def _gated_products(calls: Sequence[fx.Node]) -> list[fx.Node]:
         sources[node] = frozenset([node]) if name in _SLICES else joined
         if name in _BENDING or any(n in bent for n in inputs):
             bent.add(node)
-        if name == "mul" and len(inputs) == 2 and _is_gated(node, inputs, sources, bent):
+        if name == "mul" and len(inputs) == 2 and _is_gated(inputs, sources, bent):
             found.append(node)
             sources.pop(node)
     return found
 
 
-def _is_gated(
-    node: fx.Node, inputs: Sequence[fx.Node], sources: dict[fx.Node, frozenset[fx.Node]], bent: set[fx.Node]
-) -> bool:
+def _is_gated(inputs: Sequence[fx.Node], sources: dict[fx.Node, frozenset[fx.Node]], bent: set[fx.Node]) -> bool:
     left, right = inputs
     same_shape = str(shape(left)) == str(shape(right))
     return same_shape and not sources[left] & sources[right] and (left in bent) != (right in bent)

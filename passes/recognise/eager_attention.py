@@ -205,7 +205,7 @@ def _read_scores(traced: TracedGraph, start: Any) -> _Scores:
         elif name == "cat":
             node, sinks = _split_sinks(node)
         elif name in ("add", "iadd", "add_"):
-            scores, bias = _which_is_scores(traced, node)
+            scores, bias = _which_is_scores(node)
             masks.append(_Mask(bias, None, factor))
             node = scores
         elif name == "where":
@@ -302,7 +302,7 @@ def _reaches_product(node: Any, depth: int = 16) -> bool:
     return False
 
 
-def _which_is_scores(traced: TracedGraph, node: fx.Node) -> tuple[Any, fx.Node]:
+def _which_is_scores(node: fx.Node) -> tuple[Any, fx.Node]:
     a, b = node.args[:2]
     if isinstance(b, fx.Node) and is_tensor(b) and not _reaches_product(b):
         return a, b

@@ -16,17 +16,15 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..fx_nodes import callee, eliminate_dead_code, module_path, shape, value
+from ..fx_nodes import callee, eliminate_dead_code, module_path, value
 from ..norm_region import (
     HALF,
     NoNorm,
     cast_source,
     follow_scale,
     mean_over_last,
-    plus_eps,
     product_with,
-    reciprocal_root,
-    squared,
+    root_of_mean_square,
 )
 from ..record import PassRecord, Rejection
 from ..traced import TracedGraph
@@ -68,19 +66,17 @@ def _replace_native(traced: TracedGraph, node: fx.Node) -> None:
     traced.substitute(output, norm)
 
 
-def _replace_written_out(traced: TracedGraph, root: fx.Node) -> bool:
-    variance = reciprocal_root(root)
-    with_eps = plus_eps(variance)
-    centred = squared(mean_over_last(with_eps[0])) if with_eps else None
-    if with_eps is None or centred is None or callee(centred) != "sub.Tensor":
+def _replace_written_out(traced: TracedGraph, node: fx.Node) -> bool:
+    root = root_of_mean_square(node)
+    if root is None or not root.reciprocal or callee(root.squares) != "sub.Tensor":
         return False
-    x, mean = centred.args[:2]
+    x, mean = root.squares.args[:2]
     if not isinstance(x, fx.Node) or mean_over_last(mean) is not x:
         return False
     if value(x).dtype in HALF:
         raise NoNorm(f"its statistics are taken in {value(x).dtype}")
-    users = list(root.users)
-    if len(users) != 1 or product_with(users[0], root, True) is not centred:
+    users = list(node.users)
+    if len(users) != 1 or product_with(users[0], root) is not root.squares:
         raise NoNorm("the root of the variance goes elsewhere than into the centred input")
     entry = cast_source(x)
     found = follow_scale(users[0], value(entry).dtype)
@@ -88,9 +84,7 @@ def _replace_written_out(traced: TracedGraph, root: fx.Node) -> bool:
         raise NoNorm("it is rounded before it is scaled")
     if found.weight_offset:
         raise NoNorm(f"its scale has an offset of {found.weight_offset}")
-    if found.weight is not None and len(shape(found.weight)) != 1:
-        raise NoNorm(f"its scale has shape {tuple(shape(found.weight))}")
     with traced.before(found.output):
-        norm = traced.call(LAYER_NORM, entry, found.weight, None, with_eps[1])
+        norm = traced.call(LAYER_NORM, entry, found.weight, None, root.eps)
     traced.substitute(found.output, norm)
     return True

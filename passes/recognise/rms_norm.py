@@ -21,13 +21,12 @@ from ..fx_nodes import callee, eliminate_dead_code, module_path, value
 from ..norm_region import (
     HALF,
     NoNorm,
+    Root,
     cast_source,
     follow_scale,
     mean_over_last,
-    plus_eps,
     product_with,
-    reciprocal_root,
-    squared,
+    root_of_mean_square,
 )
 from ..record import PassRecord, Rejection
 from ..traced import TracedGraph
@@ -41,17 +40,11 @@ def recognise_rms_norm(traced: TracedGraph) -> PassRecord:
     """Replace every root-mean-square norm over the last dim by ``pagoda::rms_norm``."""
     record = PassRecord(NAME)
     for node in list(traced.graph.nodes):
-        variance, reciprocal = reciprocal_root(node), True
-        if variance is None and callee(node) == "sqrt":
-            variance, reciprocal = node.args[0], False  # type: ignore[assignment]
-        if variance is None:
-            continue
-        with_eps = plus_eps(variance)
-        source = squared(mean_over_last(with_eps[0])) if with_eps else None
-        if with_eps is None or source is None or _is_centred(source):
+        root = root_of_mean_square(node)
+        if root is None or _is_centred(root.squares):
             continue
         try:
-            _replace(traced, node, source, with_eps[1], reciprocal)
+            _replace(traced, root)
             record.matches += 1
         except NoNorm as why:
             record.rejections.append(Rejection(node.name, str(why), module_path(node)))
@@ -65,21 +58,15 @@ def _is_centred(node: fx.Node) -> bool:
     return callee(node) == "sub.Tensor" and mean_over_last(node.args[1]) is node.args[0]
 
 
-def _replace(traced: TracedGraph, root: fx.Node, squares: fx.Node, eps: float, reciprocal: bool) -> None:
-    """Rewrite the norm around one root.
-
-    Args:
-        root: the (reciprocal) root of the mean square.
-        squares: what was squared.
-        eps: added to the mean.
-        reciprocal: the root is ``1 / sqrt``, not ``sqrt``.
-    """
+def _replace(traced: TracedGraph, root: Root) -> None:
+    """Rewrite the norm around one root."""
+    squares = root.squares
     if value(squares).dtype in HALF:
         raise NoNorm(f"its statistics are taken in {value(squares).dtype}")
-    users = list(root.users)
+    users = list(root.node.users)
     if len(users) != 1:
         raise NoNorm(f"the root mean square has {len(users)} users")
-    factor = product_with(users[0], root, reciprocal)
+    factor = product_with(users[0], root)
     if factor is None:
         raise NoNorm(f"the root mean square goes into {callee(users[0])}")
     normalised = users[0]
@@ -98,5 +85,5 @@ def _replace(traced: TracedGraph, root: fx.Node, squares: fx.Node, eps: float, r
     if found is None:
         found = follow_scale(normalised, value(entry).dtype)
     with traced.before(found.output):
-        norm = traced.call(RMS_NORM, entry, found.weight, eps, found.weight_offset, found.round_before_scale)
+        norm = traced.call(RMS_NORM, entry, found.weight, root.eps, found.weight_offset, found.round_before_scale)
     traced.substitute(found.output, norm)

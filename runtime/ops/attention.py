@@ -20,20 +20,8 @@ _SCHEMA = (
 _ARGUMENTS = struct.Struct("=40q2d")
 
 
-def _attention_fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    scale: float,
-    is_causal: bool,
-    sliding_window: int,
-    chunk: int,
-    softcap: float,
-) -> torch.Tensor:
-    batch, heads, tokens, _ = query.shape
+def _attention_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
+    batch, heads, tokens = query.shape[:3]
     return query.new_empty((batch, tokens, heads, value.shape[3])).transpose(1, 2)
 
 

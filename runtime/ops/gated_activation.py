@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from .native import FLOAT_CODES, kernel_function
-from .registration import register_operator
+from .registration import like_input, register_operator
 
 _SCHEMA = "gated_activation(Tensor gate, Tensor up, str activation, float alpha, float limit) -> Tensor"
 _PLAIN_SCHEMA = "activation(Tensor input, str kind) -> Tensor"
@@ -93,14 +93,6 @@ def _check_gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> None:
         )
 
 
-def _fake(gate: torch.Tensor, up: torch.Tensor, activation: str, alpha: float, limit: float) -> torch.Tensor:
-    return gate.new_empty(gate.shape)
-
-
-def _plain_fake(input: torch.Tensor, kind: str) -> torch.Tensor:
-    return input.new_empty(input.shape)
-
-
 def gated_activation_cpu(
     gate: torch.Tensor, up: torch.Tensor, activation: str, alpha: float, limit: float
 ) -> torch.Tensor:
@@ -156,6 +148,6 @@ def _run(
 
 
 gated_activation = register_operator(
-    _SCHEMA, fake=_fake, reference=gated_activation_reference, cpu=gated_activation_cpu
+    _SCHEMA, fake=like_input, reference=gated_activation_reference, cpu=gated_activation_cpu
 )
-activation = register_operator(_PLAIN_SCHEMA, fake=_plain_fake, reference=activation_reference, cpu=activation_cpu)
+activation = register_operator(_PLAIN_SCHEMA, fake=like_input, reference=activation_reference, cpu=activation_cpu)

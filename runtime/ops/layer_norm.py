@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from .norm_kernel import run_norm
-from .registration import register_operator
-from .rms_norm import check_residual
+from .norm_kernel import check_length, check_residual, fake_norm_and_sum, run_norm
+from .registration import like_input, register_operator
 
 _SCHEMA = "layer_norm(Tensor input, Tensor? weight, Tensor? bias, float eps) -> Tensor"
 _ADD_SCHEMA = (
@@ -67,30 +66,12 @@ def add_layer_norm_reference(
 def _check_parameter(name: str, parameter: torch.Tensor | None, input: torch.Tensor) -> None:
     if parameter is None:
         return
-    if parameter.dim() != 1 or parameter.numel() != input.shape[-1]:
-        raise ValueError(
-            f"{name} has shape {tuple(parameter.shape)}; it must have one entry for each of the {input.shape[-1]} "
-            "elements of input's last dim"
-        )
+    check_length(name, parameter, input)
     if parameter.dtype is not input.dtype and parameter.dtype is not torch.float32:
         raise ValueError(
             f"{name} has dtype {parameter.dtype} and input {input.dtype}; "
             f"convert it to {input.dtype} or torch.float32"
         )
-
-
-def _fake(input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-    return input.new_empty(input.shape)
-
-
-def _add_fake(
-    input: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return input.new_empty(input.shape), input.new_empty(input.shape)
 
 
 def layer_norm_cpu(
@@ -120,7 +101,7 @@ def add_layer_norm_cpu(
     return results[0], results[1]
 
 
-layer_norm = register_operator(_SCHEMA, fake=_fake, reference=layer_norm_reference, cpu=layer_norm_cpu)
+layer_norm = register_operator(_SCHEMA, fake=like_input, reference=layer_norm_reference, cpu=layer_norm_cpu)
 add_layer_norm = register_operator(
-    _ADD_SCHEMA, fake=_add_fake, reference=add_layer_norm_reference, cpu=add_layer_norm_cpu
+    _ADD_SCHEMA, fake=fake_norm_and_sum, reference=add_layer_norm_reference, cpu=add_layer_norm_cpu
 )

@@ -81,7 +81,7 @@ def moe_reference(
         ValueError: shapes that do not fit together; an unknown activation or layout.
         IndexError: an id that is not below ``E``.
     """
-    _check(input, topk_weights, topk_ids, up, down, activation, layout, transposed)
+    _check(input, topk_weights, topk_ids, up, down, layout, transposed)
     tokens, count = topk_ids.shape
     chosen = input.new_zeros(tokens, count, down.shape[2 if transposed else 1])
     for expert in topk_ids.unique().tolist():
@@ -136,7 +136,6 @@ def _check(
     topk_ids: torch.Tensor,
     up: torch.Tensor,
     down: torch.Tensor,
-    activation: str,
     layout: str,
     transposed: bool,
 ) -> None:
@@ -195,7 +194,7 @@ def moe_cpu(
 
     Products are accumulated in float32; so are the weighted terms, which are not rounded before they are summed.
     """
-    _check(input, topk_weights, topk_ids, up, down, activation, layout, transposed)
+    _check(input, topk_weights, topk_ids, up, down, layout, transposed)
     tokens, count = topk_ids.shape
     experts, order = topk_ids.reshape(-1).sort(stable=True)
     rows = input.index_select(0, order.div(count, rounding_mode="floor"))
@@ -333,16 +332,7 @@ def _scored(logits: torch.Tensor, scoring: str) -> torch.Tensor:
 
 
 def _gating_fake(
-    logits: torch.Tensor,
-    correction_bias: torch.Tensor | None,
-    top_k: int,
-    scoring: str,
-    groups: int,
-    topk_groups: int,
-    group_scoring: str,
-    weighting: str,
-    epsilon: float,
-    scaling: float,
+    logits: torch.Tensor, correction_bias: torch.Tensor | None, top_k: int, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (logits.shape[0], top_k)
     return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Calls the C++ kernel that the four norm operators share."""
+"""What the norm operators share: the call of their C++ kernel, checks of arguments, the fake of sum and norm."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import struct
 import torch
 
 from .native import FLOAT_CODES, kernel_function
+from .registration import like_input
 
 # Field for field the struct NormArguments of csrc/norm.cpp.
 _ARGUMENTS = struct.Struct("=23q2d")
@@ -74,3 +75,26 @@ def run_norm(
         )
     )
     return result, total
+
+
+def check_residual(input: torch.Tensor, residual: torch.Tensor) -> None:
+    """Raise ``ValueError`` unless ``residual`` has the shape and the dtype of ``input``."""
+    if residual.shape != input.shape or residual.dtype is not input.dtype:
+        raise ValueError(
+            f"residual has shape {tuple(residual.shape)} and dtype {residual.dtype}, input {tuple(input.shape)} and "
+            f"{input.dtype}; expand or convert one of them"
+        )
+
+
+def check_length(name: str, parameter: torch.Tensor, input: torch.Tensor) -> None:
+    """Raise ``ValueError`` unless ``parameter`` is ``[D]`` for an ``input`` of ``[..., D]``."""
+    if parameter.dim() != 1 or parameter.numel() != input.shape[-1]:
+        raise ValueError(
+            f"{name} has shape {tuple(parameter.shape)}; it must have one entry for each of the {input.shape[-1]} "
+            "elements of input's last dim"
+        )
+
+
+def fake_norm_and_sum(input: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """The fake of the operators that add a residual first."""
+    return like_input(input), like_input(input)

@@ -20,23 +20,7 @@ _SCHEMA = (
 _ARGUMENTS = struct.Struct("=47q2d")
 
 
-def _paged_attention_fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    scale: float,
-    sliding_window: int,
-    chunk: int,
-    softcap: float,
-) -> torch.Tensor:
+def _paged_attention_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
     return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3])).transpose(1, 2)
 
 

@@ -65,3 +65,8 @@ def check_per_head(name: str, tensor: torch.Tensor | None, heads: int) -> None:
             f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; "
             f"it must have one fp32, bf16 or fp16 entry for each of the {heads} query heads"
         )
+
+
+def like_input(input: torch.Tensor, *_: object) -> torch.Tensor:
+    """The fake of an operator that yields a contiguous tensor of its first argument's shape and dtype."""
+    return input.new_empty(input.shape)

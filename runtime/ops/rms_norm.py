@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .norm_kernel import run_norm
-from .registration import register_operator
+from .norm_kernel import check_length, check_residual, fake_norm_and_sum, run_norm
+from .registration import like_input, register_operator
 
 _SCHEMA = "rms_norm(Tensor input, Tensor? weight, float eps, float weight_offset, bool round_before_scale) -> Tensor"
 _ADD_SCHEMA = (
@@ -71,45 +71,15 @@ def add_rms_norm_reference(
     return rms_norm_reference(total, weight, eps, weight_offset, round_before_scale), total
 
 
-def check_residual(input: torch.Tensor, residual: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless ``residual`` has the shape and the dtype of ``input``."""
-    if residual.shape != input.shape or residual.dtype is not input.dtype:
-        raise ValueError(
-            f"residual has shape {tuple(residual.shape)} and dtype {residual.dtype}, input {tuple(input.shape)} and "
-            f"{input.dtype}; expand or convert one of them"
-        )
-
-
 def _check_weight(input: torch.Tensor, weight: torch.Tensor | None, round_before_scale: bool) -> None:
     if weight is None:
         return
-    if weight.dim() != 1 or weight.numel() != input.shape[-1]:
-        raise ValueError(
-            f"weight has shape {tuple(weight.shape)}; it must have one entry for each of the {input.shape[-1]} "
-            "elements of input's last dim"
-        )
+    check_length("weight", weight, input)
     if weight.dtype is not input.dtype and (round_before_scale or weight.dtype is not torch.float32):
         raise ValueError(
             f"weight has dtype {weight.dtype} and input {input.dtype}; convert it to {input.dtype}, or to "
             "torch.float32 with round_before_scale=False"
         )
-
-
-def _fake(
-    input: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float, round_before_scale: bool
-) -> torch.Tensor:
-    return input.new_empty(input.shape)
-
-
-def _add_fake(
-    input: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    round_before_scale: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return input.new_empty(input.shape), input.new_empty(input.shape)
 
 
 def rms_norm_cpu(
@@ -140,5 +110,7 @@ def add_rms_norm_cpu(
     return results[0], results[1]
 
 
-rms_norm = register_operator(_SCHEMA, fake=_fake, reference=rms_norm_reference, cpu=rms_norm_cpu)
-add_rms_norm = register_operator(_ADD_SCHEMA, fake=_add_fake, reference=add_rms_norm_reference, cpu=add_rms_norm_cpu)
+rms_norm = register_operator(_SCHEMA, fake=like_input, reference=rms_norm_reference, cpu=rms_norm_cpu)
+add_rms_norm = register_operator(
+    _ADD_SCHEMA, fake=fake_norm_and_sum, reference=add_rms_norm_reference, cpu=add_rms_norm_cpu
+)

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from torch_pagoda import cli
 from torch_pagoda.compiler import CompileOptions, build_program
 from torch_pagoda.compiler.linker import LinkedProgram
 
@@ -96,3 +97,16 @@ def one_line() -> Callable[[BaseException], str]:
         return message
 
     return check
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Calls ``pagoda`` with the arguments given; yields its exit status, stdout and stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return call

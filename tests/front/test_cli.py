@@ -23,17 +23,6 @@ FAST = [
 ]
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return call
-
-
 def test_version_and_help(run: Callable[..., tuple[int, str, str]]) -> None:
     assert run("--version") == (0, f"pagoda {__version__}\n", "")
     status, out, _ = run("--help")

@@ -8,23 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from torch_pagoda import cli
 from torch_pagoda.compiler import pipeline
 from torch_pagoda.passes import PASSES, Pass, PassRecord, TracedGraph
 from torch_pagoda.passes.attention_node import paged_attention_nodes
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture
@@ -90,7 +78,7 @@ def test_bisect_names_the_first_culprit(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["inspect", "--target", "npu"], ["target='npu'"]),
+        (["inspect", "--target", "npu", "--soc", "Ascend7"], ["soc='Ascend7'"]),
         (["inspect", "--opt-level", "9"], ["opt_level=9"]),
         (["inspect", "--verify", "off", "--layer", "9", "--html", "x.html"], ["layer=9", "2 decoder layers"]),
         (["bisect", "--skip-pass", "nope"], ["nope"]),

@@ -20,8 +20,23 @@ struct Single {
   static inline vfloat rounded(vfloat v) { return v; }
 };
 
-struct BrainHalf {
+// What the formats of 16 bits make of their `widened` and `narrowed`.
+template <class Format>
+struct SixteenBits {
   typedef uint16_t element;
+  static inline vfloat read(const uint16_t* p) {
+    vshort h;
+    std::memcpy(&h, p, sizeof h);
+    return Format::widened(h);
+  }
+  static inline void write(uint16_t* p, vfloat v) {
+    const vshort h = Format::narrowed(v);
+    std::memcpy(p, &h, sizeof h);
+  }
+  static inline vfloat rounded(vfloat v) { return Format::widened(Format::narrowed(v)); }
+};
+
+struct BrainHalf : SixteenBits<BrainHalf> {
   static inline vfloat widened(vshort h) {
 #if defined(PAGODA_AVX512)  // the compiler makes two halves of a conversion
     return (vfloat)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16);
@@ -41,20 +56,9 @@ struct BrainHalf {
     return __builtin_convertvector(bits, vshort);
 #endif
   }
-  static inline vfloat read(const uint16_t* p) {
-    vshort h;
-    std::memcpy(&h, p, sizeof h);
-    return widened(h);
-  }
-  static inline void write(uint16_t* p, vfloat v) {
-    const vshort h = narrowed(v);
-    std::memcpy(p, &h, sizeof h);
-  }
-  static inline vfloat rounded(vfloat v) { return widened(narrowed(v)); }
 };
 
-struct Half {
-  typedef uint16_t element;
+struct Half : SixteenBits<Half> {
   static inline vfloat widened(vshort h) {
 #if defined(PAGODA_AVX512)
     return (vfloat)_mm512_cvtph_ps((__m256i)h);
@@ -77,16 +81,6 @@ struct Half {
     return h;
 #endif
   }
-  static inline vfloat read(const uint16_t* p) {
-    vshort h;
-    std::memcpy(&h, p, sizeof h);
-    return widened(h);
-  }
-  static inline void write(uint16_t* p, vfloat v) {
-    const vshort h = narrowed(v);
-    std::memcpy(p, &h, sizeof h);
-  }
-  static inline vfloat rounded(vfloat v) { return widened(narrowed(v)); }
 };
 
 template <class Format>
