@@ -8,6 +8,7 @@ module run by transformers, each prompt alone.
     python benchmarks/coverage.py --json coverage.json --markdown coverage.md
     python benchmarks/coverage.py --only 'llama,qwen*' --codegen inductor
     python benchmarks/coverage.py --fusions --markdown fusions.md      # what the fusion passes recognise instead
+    python benchmarks/coverage.py --target npu --markdown npu.md       # what lowering for an Ascend NPU makes
 
 Results: ``exact``; ``refused`` (``LLM(...)`` raised, before any token); ``silently wrong`` (other tokens, or
 log-probabilities further off than 5e-4); ``failed`` (an error after ``LLM(...)`` had accepted the model);
@@ -36,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from fusions import FusionRow, fusion_tables, fusions_of, unmet
+from npu_coverage import TARGET, NpuRow, npu_row, npu_tables
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -202,6 +204,22 @@ def examine_fusions(name: str) -> FusionRow:
     return fusions_of(name, model)
 
 
+def examine_npu(name: str) -> NpuRow:
+    """Lower one architecture for an Ascend NPU, in this process."""
+    import torch
+
+    from legal_models import build_legal_model
+    from tiny_models import LLAMA_VARIANTS, Variant
+
+    torch.set_num_threads(1)
+    variant = LLAMA_VARIANTS.get(name, Variant(name, {}))
+    try:
+        model = build_legal_model(variant.model_type, **variant.overrides)
+    except Exception as error:
+        return NpuRow(name, refused=f"build failed: {one_line(error)}")
+    return npu_row(name, model)
+
+
 def _child(name: str, args: argparse.Namespace, answer: Path, log: Path) -> None:
     """``examine`` or ``examine_fusions`` with all output in ``log`` and the row as JSON in ``answer``."""
     os.setsid()  # so that whatever this process starts can be killed with it
@@ -209,7 +227,10 @@ def _child(name: str, args: argparse.Namespace, answer: Path, log: Path) -> None
         os.dup2(sink.fileno(), sys.stdout.fileno())
         os.dup2(sink.fileno(), sys.stderr.fileno())
     warnings.filterwarnings("ignore")
-    row = examine_fusions(name) if args.fusions else examine(name, args.codegen, args.verify)
+    if args.target == "npu":
+        row: Any = examine_npu(name)
+    else:
+        row = examine_fusions(name) if args.fusions else examine(name, args.codegen, args.verify)
     answer.write_text(json.dumps(dataclasses.asdict(row)))
 
 
@@ -223,8 +244,17 @@ def _kill(child: BaseProcess) -> None:
     child.join()
 
 
-def examine_in_subprocess(name: str, args: argparse.Namespace) -> Row | FusionRow:
-    """``examine``, or ``examine_fusions``, in a process of its own that is killed after ``args.timeout`` seconds."""
+def _failure(name: str, args: argparse.Namespace, result: str, why: str) -> Row | FusionRow | NpuRow:
+    """The row of an architecture that was not examined to the end."""
+    if args.target == "npu":
+        return NpuRow(name, why)
+    if args.fusions:
+        return FusionRow(name, why)
+    return Row(name, result, seconds=args.timeout if result == "timeout" else 0.0, reason=why)
+
+
+def examine_in_subprocess(name: str, args: argparse.Namespace) -> Row | FusionRow | NpuRow:
+    """One of the examinations above in a process of its own that is killed after ``args.timeout`` seconds."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         answer, log = Path(folder, "row.json"), Path(folder, "log")
@@ -233,18 +263,16 @@ def examine_in_subprocess(name: str, args: argparse.Namespace) -> Row | FusionRo
         child.join(args.timeout)
         if child.exitcode is None:
             _kill(child)
-            why = f"longer than {args.timeout:g} s"
-            return FusionRow(name, why) if args.fusions else Row(name, "timeout", seconds=args.timeout, reason=why)
-        if answer.exists() and args.fusions:
-            return FusionRow(**json.loads(answer.read_text()))
-        if answer.exists():
-            row = Row(**json.loads(answer.read_text()))
-        else:
+            return _failure(name, args, "timeout", f"longer than {args.timeout:g} s")
+        if not answer.exists():
             tail = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
-            why = f"exit status {child.exitcode}: {' '.join(tail)[:200]}"
-            if args.fusions:
-                return FusionRow(name, why)
-            row = Row(name, "failed", reason=why)
+            return _failure(name, args, "failed", f"exit status {child.exitcode}: {' '.join(tail)[:200]}")
+        said = json.loads(answer.read_text())
+    if args.target == "npu":
+        return NpuRow(**said)
+    if args.fusions:
+        return FusionRow(**said)
+    row = Row(**said)
     row.seconds = round(time.perf_counter() - started, 1)
     return row
 
@@ -312,6 +340,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds per architecture (default 120)")
     parser.add_argument("--codegen", default="none", help="as in LLM(...) (default none)")
     parser.add_argument("--verify", default="model", help="as in LLM(...) (default model)")
+    parser.add_argument("--target", choices=("cpu", "npu"), default="cpu", help="npu: what lowering for it makes")
     parser.add_argument("--fusions", action="store_true", help="count what the fusion passes recognise instead")
     return parser.parse_args()
 
@@ -337,12 +366,34 @@ def main_fusions(names: list[str], args: argparse.Namespace) -> int:
     return 1 if unmet(rows) else 0
 
 
+def main_npu(names: list[str], args: argparse.Namespace) -> int:
+    """Lower all selected architectures; 1 if too few are clean, or one breaks a limit."""
+    rows: list[NpuRow] = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for done in as_completed([pool.submit(examine_in_subprocess, name, args) for name in names]):
+            row = done.result()
+            assert isinstance(row, NpuRow)
+            rows.append(row)
+            said = row.refused or f"error {row.error:.1e}, {len(row.limited)} kept by limits, {len(row.gaps)} gaps"
+            print(f"[{len(rows)}/{len(names)}] {row.name}: {said}", flush=True)
+            rows.sort(key=lambda row: names.index(row.name))
+            if args.json:
+                args.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+            if args.markdown:
+                args.markdown.write_text(npu_tables(rows))
+    print(npu_tables(rows))
+    enough = sum(row.clean for row in rows if "/" not in row.name) >= min(TARGET, len(names))
+    return 0 if enough and not any(row.illegal for row in rows) else 1
+
+
 def main() -> int:
     """Run all selected architectures; the exit status."""
     args = parse_arguments()
     names = selected_names(args.only)
     os.environ |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}  # for the children
     PROCESSES.set_forkserver_preload(["torch._dynamo", "transformers", "torch_pagoda", "tiny_models"])
+    if args.target == "npu":
+        return main_npu(names, args)
     if args.fusions:
         return main_fusions(names, args)
     rows: list[Row] = []

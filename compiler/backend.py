@@ -17,11 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from ..passes import PassRecord, TracedGraph, UnsupportedModel
 from ..passes.fx_nodes import value
 from . import dump
-from .merged_weights import MergedArguments, link_merged_weights
+from .merged_weights import AddedArguments, link_merged_weights
 from .module_scalars import recover_module_scalars
 from .options import CompileOptions
 from .pipeline import run_passes, selected_passes
 from .targets.cpu import call_kernels, generate_code, is_fusible
+from .targets.npu.ge_route import GeGraphs
 from .verify import TOLERANCE
 
 log = logging.getLogger(__name__)
@@ -56,12 +57,16 @@ def pagoda(
     """
     if mode not in (None, "default"):
         raise ValueError(f"mode={mode!r} is not supported by backend 'pagoda'; leave it out or use options={{...}}")
-    parsed = CompileOptions.from_dict(options)
+    given = dict(options or {})
+    if given.get("target") != "npu":
+        given.setdefault("codegen", "inductor")
+    parsed = CompileOptions.from_dict(given)
     if parsed.pack_weights:
         raise ValueError(
             "pack_weights=True is not for backend 'pagoda', where the weights stay the caller's; leave it out, or "
             "use torch_pagoda.compile or torch_pagoda.LLM"
         )
+    parsed = parsed.for_device(next((x.device.type for x in example_inputs if isinstance(x, torch.Tensor)), "cpu"))
     why = _training_reason(example_inputs)
     if why:
         _warn_of_training(why)
@@ -189,7 +194,7 @@ def _fuse(
     parameters = sum(x.numel() for x in example_inputs if isinstance(x, nn.Parameter))
     if mode is None:
         return gm.forward
-    original = TracedGraph(gm, mode, {}, paged=False)
+    original = TracedGraph(gm, mode, {}, paged=False, npu=options.npu_target() if options.target == "npu" else None)
     # AOTAutograd may join inputs that alias: then the inputs behind the placeholders are not known.
     real = list(example_inputs) if len(original.placeholders) == len(example_inputs) else []
     if any(isinstance(x, FakeTensor) for x in real):
@@ -199,7 +204,7 @@ def _fuse(
             original.constants[node.name] = x
 
     def refusal(candidate: TracedGraph) -> str:
-        return _difference(gm, _with_merged(candidate), real) if real else ""
+        return _difference(gm, _with_added(candidate, len(original.placeholders)), real) if real else ""
 
     traced, records = _one_by_one(original.copy(), "aten", options, refusal)
     _log(records)
@@ -209,22 +214,26 @@ def _fuse(
             log.warning("the fused graph is not used: %s", reason)
             traced = original
     link_merged_weights(traced)
-    merged = MergedArguments(traced)
+    added = AddedArguments(traced, len(original.placeholders))
     # In a tracing context apart from the one that the caller's graph is traced in.
-    inductor = options.uses_inductor(parameters, is_fusible(traced))
-    run = generate_code(traced, TracingContext(mode)) if inductor else call_kernels(traced)
+    if traced.npu is None and options.uses_inductor(parameters, is_fusible(traced)):
+        run = generate_code(traced, TracingContext(mode))
+    elif options.codegen == "ge":
+        run = GeGraphs(traced)
+    else:
+        run = call_kernels(traced)
 
     def fused(*args: Any) -> Any:
-        merged.check(args)
-        return run(*args, *merged.tensors)
+        added.check(args)
+        return run(*args, *added.tensors)
 
-    return fused if merged.tensors else run
+    return fused if added.tensors else run
 
 
-def _with_merged(traced: TracedGraph) -> Callable[..., Any]:
-    """The graph as a function of the inputs that it had before weights were merged."""
+def _with_added(traced: TracedGraph, own: int) -> Callable[..., Any]:
+    """The graph as a function of its first ``own`` inputs, those that it had before passes added some."""
     link_merged_weights(traced)
-    tensors = MergedArguments(traced).tensors
+    tensors = AddedArguments(traced, own).tensors
     return lambda *args: traced.module(*args, *tensors)
 
 

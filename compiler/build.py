@@ -11,7 +11,7 @@ from torch import nn
 
 from ..passes import Pass, Rejection, TracedGraph, UnsupportedModel
 from ..passes.attention_node import attention_nodes, paged_attention_nodes
-from ..passes.fx_nodes import callee, module_path
+from ..passes.fx_nodes import callee, module_path, value
 from ..passes.token_axis import mixers
 from . import dump
 from .aten import to_aten
@@ -23,6 +23,8 @@ from .pipeline import PassError, run_passes, selected_passes
 from .report import CompileReport, PassCheck
 from .shrink import check_long_windows
 from .targets.cpu import call_kernels, generate_code, is_fusible
+from .targets.npu.routes import make_route
+from .targets.npu.weights import prepare_weights
 from .verify import Reference, check, reference_of_model
 
 log = logging.getLogger(__name__)
@@ -58,8 +60,10 @@ def build_program(
 
     Raises:
         UnsupportedModel: the model cannot be served exactly; the message says which part and why.
+        ValueError: ``codegen`` does not fit the target or the device.
     """
     report = CompileReport(type(model).__name__) if report is None else report
+    options = options.for_device(next(model.parameters()).device.type)
     dump.begin(report.model)
     clock = _Clock(report.seconds)
     # The reference comes first: some models settle into their final form at the first call.
@@ -70,10 +74,13 @@ def build_program(
     clock.lap("capture")
     traced = rewrite(captured, options, reference, report)
     clock = _Clock(report.seconds)
-    program = _link(captured, traced, options, model, reference, report, clock)
+    if traced.npu is None:
+        program = _link(captured, traced, options, model, reference, report, clock)
+    else:
+        program = _link_for_npu(traced, options, reference, report, clock, owns_weights)
     switch = traced.notes.get("rope_switch")
     program.restart_length = None if switch is None else restart_length(model, switch)
-    if options.pack_weights:
+    if options.pack_weights and traced.npu is None:
         _pack(program, reference, report, owns_weights)
         clock.lap("pack")
     return program
@@ -104,6 +111,10 @@ def rewrite(
         UnsupportedModel: something of the model has no exact counterpart in a paged program.
     """
     clock = _Clock(report.seconds)
+    device = value(captured.traced.placeholder(captured.traced.input_ids)).device.type
+    options = options.for_device(device)
+    if options.target == "npu" and captured.traced.npu is None:
+        captured.traced.npu = options.npu_target(device)
     traced: TracedGraph | None = None
     if options.verify != "every-pass":
         try:
@@ -288,5 +299,39 @@ def _link(
             report.dropped_passes.append(("inductor", verdict.reason))
             report.codegen = "none"
             return LinkedProgram(traced, call_kernels(traced), report)
+        report.verdict = verdict
+    return program
+
+
+def _link_for_npu(
+    traced: TracedGraph,
+    options: CompileOptions,
+    reference: Reference | None,
+    report: CompileReport,
+    clock: _Clock,
+    release: bool,
+) -> LinkedProgram:
+    prepare_weights(traced, fractal_nz=options.pack_weights, release=release)
+    clock.lap("pack")
+    eager = call_kernels(traced)
+    route = make_route(options.codegen, traced, eager)
+    if route is None:
+        return LinkedProgram(traced, eager, report)
+    program, reason = LinkedProgram(traced, route, report), ""
+    report.codegen = route.name
+    if reference is not None:
+        try:
+            verdict = check(program, reference)
+        except Exception as error:  # an operator without converter, a device without room
+            reason = f"it fails: {first_line(error)}"
+        else:
+            reason = verdict.reason
+        clock.lap("codegen")
+    if reason:
+        log.warning("codegen=%r is not used: %s; the lowered graph runs call by call, slower", route.name, reason)
+        report.dropped_passes.append((route.name, reason))
+        report.codegen = "none"
+        return LinkedProgram(traced, eager, report)
+    if reference is not None:
         report.verdict = verdict
     return program

@@ -17,6 +17,7 @@ from ..runtime.step import StepMetadata
 from .file_pages import FilePages
 from .merged_weights import link_merged_weights
 from .report import CompileReport
+from .targets.npu.route import Route
 
 
 class LinkedProgram:
@@ -26,7 +27,7 @@ class LinkedProgram:
 
     Args:
         traced: the rewritten graph that ``run`` was made from.
-        run: function of the graph's placeholders, in order.
+        run: function of the graph's placeholders, in order; a ``Route`` chooses the sizes of steps.
         report: how it was compiled.
 
     Attributes:
@@ -44,7 +45,9 @@ class LinkedProgram:
         self.restart_length: int | None = None
         self.vocab_size = int(shape(traced.output.args[0][0])[-1])  # type: ignore[index,arg-type]
         self.device: torch.device = value(traced.placeholder(traced.input_ids)).device
+        self.block_size = None if traced.npu is None or not self.caches else traced.npu.block_size
         self._run = run
+        self._route = run if isinstance(run, Route) else None
         self._args: list[Any] = []
         self._fields: list[tuple[int, str]] = []
         self._sizes: list[int] = []
@@ -82,6 +85,12 @@ class LinkedProgram:
             raise ValueError(f"graph input {node.name} is neither a tensor nor the number of tokens")
         return index
 
+    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+        """Plan for steps up to these sizes; how many blocks at the end of the caches the program needs for itself."""
+        if self._route is None:
+            return 0
+        return self._route.reserve(max_num_seqs, max_num_batched_tokens, max_model_len)
+
     def bind(self, kv_cache: KVCache) -> None:
         """Give the program its caches, one (key, value) pair per entry of ``caches``.
 
@@ -97,7 +106,14 @@ class LinkedProgram:
                         f"kv_cache[{i}] {kind} is {tuple(tensor.shape)} {tensor.dtype}; "
                         f"give [num_blocks, block_size, {spec.num_kv_heads}, {dim}] {spec.dtype}"
                     )
+                if tensor.shape[1] != (self.block_size or tensor.shape[1]):
+                    raise ValueError(
+                        f"kv_cache[{i}] {kind} has blocks of {tensor.shape[1]} tokens; the program was compiled for "
+                        f"block_size={self.block_size}"
+                    )
                 self._args[self._cache_at[f"{kind}_cache_{i}"]] = tensor
+        if self._route is not None:
+            self._route.bind(kv_cache)
         self._bound = True
 
     def pack_weights(self, *, release: bool) -> int:
@@ -131,6 +147,9 @@ class LinkedProgram:
         """Run one flat step: ``[1, T]`` ids and positions → ``[R, vocab_size]`` logits of the asked rows."""
         if not self._bound:
             raise RuntimeError("the program has no KV cache; call bind() first")
+        asked = step.logits_rows.shape[0]
+        if self._route is not None:
+            input_ids, position_ids, step = self._route.fit(input_ids, position_ids, step)
         args = list(self._args)
         args[self._input_ids] = input_ids
         if self._position_ids >= 0:
@@ -139,7 +158,10 @@ class LinkedProgram:
             args[i] = getattr(step, name)
         for i in self._sizes:
             args[i] = input_ids.shape[1]
+        if self._route is None and self.device.type != "cpu":
+            args = [x.to(self.device) if isinstance(x, torch.Tensor) else x for x in args]
         with torch.no_grad():
             logits: torch.Tensor = self._run(*args)[0][0]
         # Without the pass that gathers the asked rows in front of the head they are taken from all.
-        return logits if self._gathers else logits[step.logits_rows]
+        logits = logits if self._gathers else logits[step.logits_rows]
+        return logits if self._route is None else logits[:asked]

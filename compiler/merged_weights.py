@@ -78,24 +78,25 @@ def _adjacent(tensors: Sequence[torch.Tensor]) -> bool:
     return True
 
 
-class MergedArguments:
-    """Merged tensors beside a graph's own arguments, with a check that the parameters still are their rows.
+class AddedArguments:
+    """What passes have added to a graph's own arguments, with a check that parameters still are the rows of merged
+    tensors.
 
-    For graphs that receive the module's parameters at every call (``torch.compile``). Merged inputs come after all
-    inputs that the graph had.
+    For graphs that receive the module's parameters at every call (``torch.compile``).
 
     Args:
         traced: a linked graph.
+        own: how many inputs it had before; those that were added come after them.
 
     Attributes:
-        tensors: of the merged inputs, in order.
+        tensors: of the added inputs, in order: merged weights, masks, tables.
     """
 
-    def __init__(self, traced: TracedGraph) -> None:
+    def __init__(self, traced: TracedGraph, own: int) -> None:
         merged: dict[str, tuple[str, ...]] = traced.notes.get("merged", {})
         nodes = traced.placeholders
         at = {node.name: i for i, node in enumerate(nodes)}
-        self.tensors = [traced.constants[node.name] for node in nodes if node.name in merged]
+        self.tensors = [traced.constants[node.name] for node in nodes[own:]]
         self._expected: list[tuple[int, int, str]] = []
         for name, sources in merged.items():
             whole = traced.constants[name]

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
+
 from ..passes import PASSES, Pass
+from ..passes.lower.npu.target import DEFAULT_BLOCK_SIZE, DEFAULT_SOC, NpuTarget
+from .targets.npu.offline import is_offline
 from .user_passes import Pattern, with_user_passes
 
 VERIFY = ("model", "off", "every-pass")
-CODEGEN = ("inductor", "none", "auto")
-TARGETS = ("auto", "cpu")
+CODEGEN = ("auto", "none", "inductor", "ge", "aclgraph")
+_CODEGEN_OF_NPU = ("ge", "aclgraph")
+TARGETS = ("auto", "cpu", "npu")
 OPT_LEVELS = (0, 1, 2, 3)
 AUTO_CODEGEN_PARAMETERS = 50_000_000
 
@@ -27,19 +32,25 @@ class CompileOptions:
         passes: ``{"skip": [names]}`` or ``{"only": [names]}``; {} runs all of the level.
         verify: "model" compares the finished program with the model on a few tokens; "every-pass" also after
             each pass; "off" trusts.
-        codegen: "inductor"; "none" runs the rewritten graph as it is; "auto" takes inductor above 50 M parameters
-            where the passes left it something to fuse.
-        target: "cpu", or "auto" for what the model's device asks for.
-        pack_weights: keep the matrices of a paged program in the layout of the CPU's matrix kernels, beside the
-            model's own (``LLM(path)`` lets go of those).
+        codegen: "none" runs the rewritten graph as it is. For a CPU: "inductor"; "auto" takes inductor above 50 M
+            parameters where the passes left it something to fuse. For an NPU: "ge", by torchair through the graph
+            engine; "aclgraph", captured at planned sizes and replayed; "auto" is "ge", without an NPU "none".
+        target: "cpu" or "npu", or "auto" for what the model's device asks for. Lowered for an NPU, a model on the CPU
+            runs by the reference kernels of ``runtime.ops.npu``: slowly, to look at and to compare.
+        soc: the Ascend chip, such as "Ascend910B3"; "auto" for the one that is there, or else that one.
+        block_size: npu only: tokens per block of the KV cache; the operators bake it in.
+        pack_weights: keep the matrices of a paged program in the layout of the CPU's or NPU's matrix kernels, beside
+            the model's own (``LLM(path)`` lets go of those).
         patterns: rewrites of the user's own, see ``Pattern``.
     """
 
     opt_level: int = 2
     passes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     verify: str = "model"
-    codegen: str = "inductor"
+    codegen: str = "auto"
     target: str = "auto"
+    soc: str = "auto"
+    block_size: int = DEFAULT_BLOCK_SIZE
     pack_weights: bool = False
     patterns: Sequence[Pattern] = ()
 
@@ -49,6 +60,19 @@ class CompileOptions:
         _one_of("codegen", self.codegen, CODEGEN)
         _one_of("target", self.target, TARGETS)
         _one_of("pack_weights", self.pack_weights, (True, False))
+        if self.target == "npu" and self.codegen == "inductor":
+            raise ValueError(
+                "codegen='inductor' is for target='cpu'; for an NPU use 'ge', 'aclgraph', 'none' or 'auto'"
+            )
+        if self.target == "cpu" and self.codegen in _CODEGEN_OF_NPU:
+            raise ValueError(
+                f"codegen={self.codegen!r} is for target='npu'; for a CPU use 'inductor', 'none' or 'auto'"
+            )
+        if isinstance(self.block_size, bool) or not isinstance(self.block_size, int) or self.block_size % 16:
+            raise ValueError(
+                f"block_size={self.block_size!r} is not a multiple of 16, as Ascend's attention needs it"
+            )
+        self.npu_target()  # raises for what it does not know
         if not isinstance(self.passes, Mapping) or len(self.passes) > 1 or set(self.passes) - {"skip", "only"}:
             raise ValueError(
                 f'passes={self.passes!r} is not understood; give {{"skip": [names]}} or {{"only": [names]}}'
@@ -80,9 +104,46 @@ class CompileOptions:
             options.pop("passes", None)
         return cls(**options)
 
+    def for_device(self, device: str) -> CompileOptions:
+        """The same with a definite target, and for an NPU a definite codegen: what "auto" means on ``device``.
+
+        Args:
+            device: "cpu" or "npu".
+
+        Raises:
+            ValueError: the codegen does not fit the target, or needs a device that is not there.
+        """
+        target = ("npu" if device == "npu" else "cpu") if self.target == "auto" else self.target
+        codegen = self.codegen
+        if target == "npu" and codegen == "auto":
+            codegen = "ge" if device == "npu" else "none"
+        simulated = target == "npu" and device != "npu"
+        if simulated and codegen in _CODEGEN_OF_NPU and not (codegen == "ge" and is_offline()):
+            where = ", or a Python with the real torchair (pagoda npu python)" if codegen == "ge" else ""
+            raise ValueError(
+                f"codegen={codegen!r} needs an NPU{where}, and the model is on {device!r}; leave it out to run by "
+                "the reference kernels"
+            )
+        return replace(self, target=target, codegen=codegen)
+
+    def npu_target(self, device: str = "cpu") -> NpuTarget:
+        """What lowering for an NPU has to know.
+
+        Args:
+            device: that runs the graph. On an NPU, calls that go one by one are lowered like captured ones.
+
+        Raises:
+            ValueError: a chip or a block size that there is not.
+        """
+        as_called = self.codegen == "aclgraph" or (self.codegen == "none" and device == "npu")
+        soc = installed_soc() if self.soc == "auto" else self.soc
+        return NpuTarget(soc, self.block_size, "aclgraph" if as_called else "ge")
+
     def selects(self, entry: Pass) -> bool:
         """Whether a pass is to run."""
         if entry.option and not getattr(self, entry.option):
+            return False
+        if entry.target and entry.target != ("npu" if self.target == "npu" else "cpu"):
             return False
         if "only" in self.passes:
             return entry.name in self.passes["only"]
@@ -102,10 +163,15 @@ class CompileOptions:
         return self.codegen == "inductor"
 
 
+def installed_soc() -> str:
+    """Name of the Ascend chip of this machine; the one that is assumed where there is none."""
+    module = getattr(torch, "npu", None)
+    return str(module.get_device_name()) if module is not None and module.is_available() else DEFAULT_SOC
+
+
 def _one_of(option: str, given: object, allowed: Sequence[str]) -> None:
     if given not in allowed:
-        hint = " (the npu target is not built yet; run on cpu)" if option == "target" and given == "npu" else ""
-        raise ValueError(f"{option}={given!r} is not one of {', '.join(map(repr, allowed))}{hint}")
+        raise ValueError(f"{option}={given!r} is not one of {', '.join(map(repr, allowed))}")
 
 
 def _hint(name: str, known: Sequence[str]) -> str:

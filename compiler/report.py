@@ -53,7 +53,7 @@ class CompileReport:
         verdict: of the self-check on the finished program; None when it was off.
         dropped_passes: passes that the self-check took out, with the reason.
         checks: comparisons after single passes, in order; empty unless the passes were applied one by one.
-        codegen: "inductor" or "none", what the program really runs.
+        codegen: "inductor", "ge", "aclgraph" or "none", what the program really runs.
         seconds: wall time by phase (capture, passes, reference, codegen, verify).
     """
 

@@ -68,7 +68,7 @@ def reference_of_model(model: nn.Module) -> Reference:
             raise UnsupportedModel(
                 f"{type(model).__name__} does not run on input_ids alone: {first_line(error)}"
             ) from error
-        logits.append(output.logits[0].float())
+        logits.append(output.logits[0].float().cpu())
     return Reference(tokens, logits, next(p.dtype for p in model.parameters() if p.is_floating_point()))
 
 
@@ -151,36 +151,39 @@ class _PagedState:
         self.program = program
         self.reference = reference
         count = len(reference.tokens)
-        width = max(-(-len(t) // _BLOCK) for t in reference.tokens)
+        self.block_size = program.block_size or _BLOCK
+        width = max(-(-len(t) // self.block_size) for t in reference.tokens)
         self.table = np.arange(width * count, dtype=np.int32).reshape(width, count).T[:, ::-1].copy()
         self.done = [0] * count
-        program.bind(allocate_kv_cache(program.caches, width * count, _BLOCK, program.device))
+        most = sum(len(t) for t in reference.tokens)
+        spare = program.reserve(count, most, width * self.block_size)
+        program.bind(allocate_kv_cache(program.caches, width * count + spare, self.block_size, program.device))
 
     def run(self, step: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Run ``(sequence, tokens)`` pairs; return the program's logits and the model's, one row per token."""
         ids, positions, slots, lengths, expected = [], [], [], [], []
+        size = self.block_size
         for s, n in step:
             at = np.arange(self.done[s], self.done[s] + n)
             ids.append(self.reference.tokens[s][at[0] : at[-1] + 1])
             positions.append(at)
-            slots.append(self.table[s][at // _BLOCK].astype(np.int64) * _BLOCK + at % _BLOCK)
+            slots.append(self.table[s][at // size].astype(np.int64) * size + at % size)
             lengths.append(np.full(n, len(self.reference.tokens[s])))
             expected.append(self.reference.logits[s][at[0] : at[-1] + 1])
             self.done[s] += n
         counts = [n for _, n in step]
-        device = self.program.device
 
         def tensor(a: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(a)).to(dtype).to(device)
+            return torch.from_numpy(np.ascontiguousarray(a)).to(dtype)
 
         metadata = StepMetadata(
             slot_mapping=tensor(np.concatenate(slots), torch.int64),
             block_table=tensor(self.table[[s for s, _ in step]], torch.int32),
             query_start_loc=tensor(np.cumsum([0, *counts]), torch.int32),
             seq_lens=tensor(np.array([self.done[s] for s, _ in step]), torch.int32),
-            logits_rows=torch.arange(sum(counts), device=device),
+            logits_rows=torch.arange(sum(counts)),
             token_lengths=tensor(np.concatenate(lengths), torch.int64),
         )
         position_ids = tensor(np.concatenate(positions), torch.int64)[None]
-        logits = self.program(torch.cat(ids)[None].to(device), position_ids, metadata)
-        return logits.float(), torch.cat(expected)
+        logits = self.program(torch.cat(ids)[None], position_ids, metadata)
+        return logits.float().cpu(), torch.cat(expected)

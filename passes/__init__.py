@@ -5,6 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .lower.npu.activations import lower_npu_activations
+from .lower.npu.attention import lower_npu_attention
+from .lower.npu.heads_first import sink_transposes
+from .lower.npu.latent_attention import absorb_latent_attention
+from .lower.npu.leftovers import spell_out_leftovers
+from .lower.npu.linears import lower_npu_linears, split_products
+from .lower.npu.moe import lower_npu_moe
+from .lower.npu.norms import lower_npu_norms
+from .lower.npu.paged_attention import lower_npu_paged_attention
+from .lower.npu.rope import lower_npu_rope
 from .lower.pack_linears import pack_linears
 from .recognise.activation import recognise_activation
 from .recognise.eager_attention import recognise_eager_attention
@@ -29,6 +39,7 @@ from .rewrite.remove_noops import remove_noops
 from .rewrite.residual_norm import fuse_residual_norm
 from .rewrite.rope_length import choose_rope_per_sequence
 from .rewrite.share_subexpressions import share_subexpressions
+from .rewrite.slice_for_index import slice_for_index
 from .traced import TracedGraph, UnsupportedModel
 
 __all__ = ["PASSES", "Pass", "PassRecord", "Rejection", "TracedGraph", "UnsupportedModel"]
@@ -47,6 +58,7 @@ class Pass:
             graph runs as it is. 2: the default. 3: what does not pay everywhere.
         required: a paged program cannot be made without it, so the self-check's fallback never drops it.
         option: the boolean option that has to be on for it; "" for none.
+        target: the only one that it is for, "cpu" or "npu"; "" for all.
     """
 
     name: str
@@ -55,6 +67,7 @@ class Pass:
     level: int = 0
     required: bool = True
     option: str = ""
+    target: str = ""
 
 
 PASSES: tuple[Pass, ...] = (
@@ -71,6 +84,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("gather_logits", gather_logits, required=False),
     # On the ATen graph. First what takes clutter away that would stand between the nodes of a pattern.
     Pass("remove_noops", remove_noops, "aten", level=1, required=False),
+    Pass("slice_for_index", slice_for_index, "aten", level=1, required=False),
     Pass("recognise_linear", recognise_linear, "aten", required=False),
     Pass("share_subexpressions", share_subexpressions, "aten", level=1, required=False),
     # Before norms and activations, which occur in its blocks too; routing needs the blocks.
@@ -94,6 +108,22 @@ PASSES: tuple[Pass, ...] = (
     Pass("merge_linears", merge_linears, "aten", level=2, required=False),
     # Needs all that was recognised: it knows which operators work on each token by itself.
     Pass("hoist_gather", hoist_gather, "aten", level=2, required=False),
-    # Last: the passes above look for plain linears.
-    Pass("pack_linears", pack_linears, "aten", required=False, option="pack_weights"),
+    # Lowering, last: the passes above look for canonical operators and plain linears.
+    Pass("pack_linears", pack_linears, "aten", required=False, option="pack_weights", target="cpu"),
+    # Reads the canonical norms and rotations of the latent; what it leaves alone is lowered like any other attention.
+    Pass("absorb_latent_attention", absorb_latent_attention, "aten", level=2, required=False, target="npu"),
+    # First: what lowers rotations and attention looks for turns right in front of them.
+    Pass("sink_transposes", sink_transposes, "aten", required=False, target="npu"),
+    Pass("lower_npu_moe", lower_npu_moe, "aten", target="npu"),
+    Pass("lower_npu_norms", lower_npu_norms, "aten", target="npu"),
+    # Reads gate and up as halves of one product, which the splits below would hide.
+    Pass("lower_npu_activations", lower_npu_activations, "aten", target="npu"),
+    Pass("lower_npu_rope", lower_npu_rope, "aten", target="npu"),
+    Pass("lower_npu_paged_attention", lower_npu_paged_attention, "aten", target="npu"),
+    Pass("lower_npu_attention", lower_npu_attention, "aten", target="npu"),
+    Pass("lower_npu_linears", lower_npu_linears, "aten", target="npu"),
+    Pass("split_products", split_products, "aten", target="npu"),
+    Pass("spell_out_leftovers", spell_out_leftovers, "aten", target="npu"),
+    # Once more: every layer has made its own layout of the rotary tables.
+    Pass("share_subexpressions", share_subexpressions, "aten", required=False, target="npu"),
 )

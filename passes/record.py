@@ -20,6 +20,25 @@ class Rejection:
     module: str = ""
 
 
+@dataclass(frozen=True)
+class Route:
+    """How one operator was lowered.
+
+    Attributes:
+        node: name of the graph node that it was.
+        module: as in ``Rejection``.
+        operator: the canonical operator, ``pagoda.rms_norm``.
+        chosen: operators that stand for it now.
+        refused: better ones that were not taken, each with the reason.
+    """
+
+    node: str
+    module: str
+    operator: str
+    chosen: tuple[str, ...]
+    refused: tuple[tuple[str, str], ...] = ()
+
+
 @dataclass
 class PassRecord:
     """The result of one pass over one graph.
@@ -28,10 +47,12 @@ class PassRecord:
         name: the pass, as in the pipeline list.
         matches: rewritten places.
         rejections: near misses with their reasons.
+        routes: what a lowering pass chose, place by place.
         seconds: wall time.
     """
 
     name: str
     matches: int = 0
     rejections: list[Rejection] = field(default_factory=list)
+    routes: list[Route] = field(default_factory=list)
     seconds: float = 0.0

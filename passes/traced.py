@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 
 from ..runtime.program import CacheSpec
 from .fx_nodes import value
+from .lower.npu.target import NpuTarget
 
 
 class UnsupportedModel(ValueError):
@@ -37,6 +38,7 @@ class TracedGraph:
         step_inputs: names of the step-metadata placeholders that were inserted.
         max_positions: positions that the model supports, or None.
         paged: the graph is a flat ``[1, T]`` step over paged caches (else: the user's own call).
+        npu: the Ascend chip that it is lowered for; None for a CPU.
         notes: facts that one pass leaves for later ones and for the self-check. ``followed_literals``: literal →
             names of the nodes in which it is a window or chunk that was too large to run. ``rope_switch``: the
             longest sequence that still uses the first of two rotary tables. ``merged``: graph input →
@@ -54,6 +56,7 @@ class TracedGraph:
     step_inputs: list[str] = field(default_factory=list)
     max_positions: int | None = None
     paged: bool = True
+    npu: NpuTarget | None = None
     notes: dict[str, Any] = field(default_factory=dict)
     _origin: fx.Node | None = field(default=None, init=False, repr=False)
 
@@ -135,12 +138,17 @@ class TracedGraph:
         return self._inserted(self.graph.call_method(name, args, kwargs))
 
     def _inserted(self, node: fx.Node) -> fx.Node:
+        self.adopt(node, None)
+        self.propagate(node)
+        return node
+
+    def adopt(self, node: fx.Node, example: Any) -> None:
+        """Give an inserted node the provenance of the place and its fake value."""
         if self._origin is not None:
             for key in ("nn_module_stack", "stack_trace"):
                 if key in self._origin.meta:
                     node.meta[key] = self._origin.meta[key]
-        self.propagate(node)
-        return node
+        node.meta["example_value"] = example
 
     def propagate(self, node: fx.Node) -> None:
         """Compute the fake value of ``node`` from those of its inputs."""
@@ -179,9 +187,14 @@ class TracedGraph:
         tokens = value(self.placeholder(self.input_ids)).shape[1]
         with self.fake_mode:
             per_token = torch.empty((tokens,), dtype=torch.int64, device=device)
+        if name in ("query_ends", "query_lens", "kv_lens"):
+            self.step_inputs.append(name)
+            return self._insert_placeholder(name, [5, 9, 10, 17, 23])
         examples: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {
             "slot_mapping": (per_token, ()),
             "token_lengths": (per_token, ()),
+            "row_of_token": (per_token, ()),
+            "padded_tokens": (torch.zeros(5, 9, dtype=torch.int64, device=device), (0, 1)),
             "block_table": (torch.zeros(5, 7, dtype=torch.int32, device=device), (0, 1)),
             "query_start_loc": (torch.zeros(6, dtype=torch.int32, device=device), (0,)),
             "seq_lens": (torch.zeros(5, dtype=torch.int32, device=device), (0,)),
@@ -203,17 +216,38 @@ class TracedGraph:
             nodes.append(self._add_placeholder(name, storage.transpose(1, 2), dynamic=(0, 1)))
         return nodes[0], nodes[1]
 
+    def lay_out_cache(
+        self, index: int, block_size: int, key_dim: int, value_dim: int, num_kv_heads: int | None = None
+    ) -> None:
+        """Let one token's heads lie together in a cache pair (``CacheSpec.by_token``), in blocks of a fixed size.
+
+        ``num_kv_heads`` is given where it is to be another number than so far.
+        """
+        heads = self.caches[index].num_kv_heads if num_kv_heads is None else num_kv_heads
+        spec = replace(self.caches[index], by_token=True, num_kv_heads=heads, key_dim=key_dim, value_dim=value_dim)
+        self.caches[index] = spec
+        device = value(self.placeholder(self.input_ids)).device
+        for kind, dim in (("key", spec.key_dim), ("value", spec.value_dim)):
+            node = self.placeholder(f"{kind}_cache_{index}")
+            blocks = value(node).shape[0]
+            with self.fake_mode:
+                node.meta["example_value"] = torch.empty(
+                    blocks, block_size, spec.num_kv_heads, dim, dtype=spec.dtype, device=device
+                )
+
     def _add_placeholder(self, name: str, example: torch.Tensor, dynamic: tuple[int, ...]) -> fx.Node:
-        last = self.placeholders[-1]
         source = LocalSource(name)
         if example.__class__.__name__ != "FakeTensor":
             sizes = [DimDynamic.DYNAMIC if i in dynamic else DimDynamic.STATIC for i in range(example.dim())]
             context: StatelessSymbolicContext = StatelessSymbolicContext(dynamic_sizes=sizes)
             example = self.fake_mode.from_tensor(example, source=source, symbolic_context=context)
-        with self.graph.inserting_after(last):
+        return self._insert_placeholder(name, example)
+
+    def _insert_placeholder(self, name: str, example: Any) -> fx.Node:
+        with self.graph.inserting_after(self.placeholders[-1]):
             node = self.graph.placeholder(name)
         node.meta["example_value"] = example
-        node._dynamo_source = source  # type: ignore[attr-defined]
+        node._dynamo_source = LocalSource(name)  # type: ignore[attr-defined]
         return node
 
     def recompile(self) -> None:

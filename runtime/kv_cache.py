@@ -122,8 +122,9 @@ def allocate_kv_cache(
     """The cache tensors, one (key, value) pair per entry of ``specs``.
 
     Returns:
-        Pairs of ``[num_blocks, block_size, num_kv_heads, dim]`` views. The storage is ``[num_blocks,
-        num_kv_heads, block_size, dim]``: one head's tokens of a block lie together, as a kernel reads them.
+        Pairs of ``[num_blocks, block_size, num_kv_heads, dim]``. Unless the entry says ``by_token`` they are views of
+        ``[num_blocks, num_kv_heads, block_size, dim]``: one head's tokens of a block lie together, as a CPU reads
+        them.
         Nothing is written, so that on a CPU a page costs memory only once a token is stored in it.
 
     Raises:
@@ -135,11 +136,10 @@ def allocate_kv_cache(
             raise ValueError(f"{name}={value} is below 1; use at least 1")
 
     def pages(spec: CacheSpec, dim: int) -> torch.Tensor:
-        storage = torch.empty(
-            num_blocks, spec.num_kv_heads, block_size, dim, dtype=spec.dtype, device=torch.device(device)
-        )
+        inner = (block_size, spec.num_kv_heads) if spec.by_token else (spec.num_kv_heads, block_size)
+        storage = torch.empty(num_blocks, *inner, dim, dtype=spec.dtype, device=torch.device(device))
         advise_huge_pages(storage)
-        return storage.transpose(1, 2)
+        return storage if spec.by_token else storage.transpose(1, 2)
 
     try:
         cache = [(pages(spec, spec.key_dim), pages(spec, spec.value_dim)) for spec in specs]

@@ -40,8 +40,6 @@ class Runner:
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
-        self._device = torch.device(program.device)
-        self._on_host = self._device.type == "cpu"
         # The columns grow with the longest request: max_model_len can be millions.
         columns = min(_FIRST_COLUMNS, max_model_len)
         self._tokens: npt.NDArray[np.int64] = np.zeros((max_num_seqs, columns), np.int64)
@@ -130,7 +128,7 @@ class Runner:
         return logits[:sampling]
 
     def pack(self, scheduled: Sequence[ScheduledRequest]) -> tuple[torch.Tensor, torch.Tensor, StepMetadata]:
-        """Token ids and positions ``[1, T]`` int64 and metadata of one flat step; see ``StepMetadata``.
+        """Token ids and positions ``[1, T]`` int64 and metadata of one flat step, on the host; see ``StepMetadata``.
 
         When no entry samples, the last token's logits are asked for all the same: R is never 0.
         """
@@ -160,21 +158,17 @@ class Runner:
         if (limit := self.program.restart_length) is not None:
             lengths = np.where(self._num_tokens > limit, np.maximum(lengths, limit + 1), lengths)
         return (
-            self._tensor(self._tokens[token_rows, positions][None]),
-            self._tensor(positions[None]),
+            torch.from_numpy(self._tokens[token_rows, positions][None]),
+            torch.from_numpy(positions[None]),
             StepMetadata(
-                slot_mapping=self._tensor(slots),
-                block_table=self._tensor(self._blocks[rows, :width]),
-                query_start_loc=self._tensor(bounds),
-                seq_lens=self._tensor(lens.astype(np.int32)),
-                logits_rows=self._tensor(asked),
-                token_lengths=self._tensor(np.maximum(lengths[token_rows], positions + 1)),
+                slot_mapping=torch.from_numpy(slots),
+                block_table=torch.from_numpy(self._blocks[rows, :width]),
+                query_start_loc=torch.from_numpy(bounds),
+                seq_lens=torch.from_numpy(lens.astype(np.int32)),
+                logits_rows=torch.from_numpy(asked),
+                token_lengths=torch.from_numpy(np.maximum(lengths[token_rows], positions + 1)),
             ),
         )
-
-    def _tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._on_host else tensor.to(self._device)
 
     def _reserve(self, num_tokens: int) -> None:
         if num_tokens > self._tokens.shape[1]:

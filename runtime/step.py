@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -10,6 +11,8 @@ import torch
 @dataclass(frozen=True)
 class StepMetadata:
     """Tensors that describe one flat step of T tokens from S sequences; R of the tokens ask for logits.
+
+    They live on the host, so that no list or size made from them waits for a device.
 
     Attributes:
         slot_mapping: ``[T]`` int64. Cache slot (``block * block_size + offset``) of each token; -1 for padding.
@@ -29,3 +32,36 @@ class StepMetadata:
     seq_lens: torch.Tensor
     logits_rows: torch.Tensor
     token_lengths: torch.Tensor
+
+    @cached_property
+    def query_ends(self) -> list[int]:
+        """For each sequence how many tokens it and those before it have in the step, on the host."""
+        return self.query_start_loc[1:].tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def query_lens(self) -> list[int]:
+        """How many tokens each sequence has in the step, on the host."""
+        return self.query_start_loc.diff().tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def kv_lens(self) -> list[int]:
+        """``seq_lens`` on the host."""
+        return self.seq_lens.tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def padded_tokens(self) -> torch.Tensor:
+        """``[S, M]`` int64: index in the step of each sequence's tokens; M is the most that a sequence has, shorter
+        ones repeat their first one."""
+        starts = self.query_start_loc[:-1].long()
+        counts = self.query_start_loc[1:].long() - starts
+        at = torch.arange(max(1, int(counts.max())), device=starts.device).expand(len(starts), -1)
+        return starts[:, None].clamp(max=self.slot_mapping.shape[0] - 1) + at.where(at < counts[:, None], 0)
+
+    @cached_property
+    def row_of_token(self) -> torch.Tensor:
+        """``[T]`` int64: where each token of the step stands in ``padded_tokens``, flattened."""
+        starts = self.query_start_loc[:-1].long()
+        counts = self.query_start_loc[1:].long() - starts
+        width = self.padded_tokens.shape[1]
+        sequence = torch.repeat_interleave(torch.arange(len(starts), device=starts.device), counts)
+        return sequence * width + torch.arange(len(sequence), device=starts.device) - starts[sequence]

@@ -17,12 +17,27 @@ from torch_pagoda.compiler.pipeline import run_passes, selected_passes
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.fx_nodes import value
 
+from tiny_models import build_tiny_model
+
+_tiny: dict[str, TracedGraph] = {}
+
 
 def aten_of_model(model: nn.Module) -> TracedGraph:
     """The paged ATen graph of a causal LM, before any pass on it."""
     captured = capture(model)
     run_passes(captured.traced, selected_passes(CompileOptions(opt_level=0), "dynamo"))
     return to_aten(captured.traced, captured.context)
+
+
+def aten_of_tiny_model(model_type: str, **overrides: Any) -> TracedGraph:
+    """A copy of the paged ATen graph of a tiny model, which is traced once.
+
+    The copies share their weights: do not link one into a program, which may merge them.
+    """
+    key = f"{model_type} {overrides}"
+    if key not in _tiny:
+        _tiny[key] = aten_of_model(build_tiny_model(model_type, **overrides))
+    return _tiny[key].copy()
 
 
 def aten_of_module(module: nn.Module, *inputs: torch.Tensor, dynamic: tuple[int, ...] = (1,)) -> TracedGraph:

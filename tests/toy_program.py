@@ -33,6 +33,7 @@ class ToyProgram:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.restart_length: int | None = None
+        self.block_size: int | None = None
         self.device = torch.device("cpu")
         self.steps: list[tuple[int, int, int]] = []
         self.before_call: Callable[[torch.Tensor], None] | None = None
@@ -43,6 +44,9 @@ class ToyProgram:
         self._out = [weight(width, width) for _ in range(LAYERS)]
         self._head = weight(vocab_size, width) * 3
         self._kv_cache: KVCache = []
+
+    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+        return 0
 
     def bind(self, kv_cache: KVCache) -> None:
         for pair in kv_cache:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
-from .compiler.options import TARGETS
-
-logger = logging.getLogger(__name__)
+_SHARE_OF_NPU = 0.9
+"""Of an NPU's free memory, what the KV cache takes by default; the rest is for a step's own tensors."""
 
 
 def npu_available() -> bool:
@@ -24,24 +21,26 @@ def npu_available() -> bool:
 def resolve_device(device: str | torch.device) -> torch.device:
     """The device meant by ``"cpu"``, ``"npu[:index]"``, or ``"auto"`` (an NPU if torch_npu reports one).
 
-    While the compiler has no npu target, ``"auto"`` stays on the CPU and says so.
-
     Raises:
         ValueError: an unknown device, or an NPU that is not there.
     """
     if device == "auto":
-        if not npu_available():
-            return torch.device("cpu")
-        if "npu" in TARGETS:
-            return torch.device("npu")
-        logger.warning("this machine has an NPU, but the npu target is not built yet; running on the CPU")
-        return torch.device("cpu")
+        return torch.device("npu" if npu_available() else "cpu")
     name = str(device)
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "npu") or (index and not index.isdigit()):
         raise ValueError(f"device={name!r} is not supported; use 'auto', 'cpu' or 'npu' (Ascend)")
-    if kind == "npu" and "npu" not in TARGETS:
-        raise ValueError(f"device={name!r}: the npu target is not built yet; use device='cpu'")
     if kind == "npu" and not npu_available():
-        raise ValueError(f"device={name!r}: torch_npu reports no NPU on this machine; use device='cpu' or 'auto'")
+        raise ValueError(
+            f"device={name!r}: torch_npu reports no NPU on this machine; use device='cpu' or 'auto', with "
+            "target='npu' to simulate one on the CPU"
+        )
     return torch.device(name)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes of ``device`` that a KV cache may take by default; None for a CPU, where that is decided later."""
+    if device.type == "cpu":
+        return None
+    free, _ = torch.npu.mem_get_info(device)  # type: ignore[attr-defined]
+    return int(_SHARE_OF_NPU * free)

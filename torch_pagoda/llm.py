@@ -14,9 +14,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .checkpoint import check_module, check_tokenizer, load_model, load_tokenizer, resolve_dtype
 from .compiler import CompileOptions, CompileReport, UnsupportedModel, WeightGuard, build_program
 from .compiler.user_passes import Pattern
-from .device import resolve_device
+from .device import free_memory, resolve_device
+from .passes.lower.npu.target import DEFAULT_BLOCK_SIZE as NPU_BLOCK_SIZE
 from .runtime.engine import Engine
-from .runtime.kv_cache import num_blocks_in, parse_memory
+from .runtime.kv_cache import default_num_blocks, num_blocks_in, parse_memory
 from .runtime.outputs import Progress, RequestOutput, StreamPiece
 from .runtime.program import Program
 from .runtime.sampling_params import SamplingParams
@@ -27,9 +28,10 @@ logger = logging.getLogger(__name__)
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DEFAULT_BLOCK_SIZE = 16
+"""For a CPU; see ``passes.lower.npu.target`` for NPUs."""
 
 _LIMITS = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
-_MAY_BE_NONE = ("num_blocks", "max_model_len")
+_MAY_BE_NONE = ("block_size", "num_blocks", "max_model_len")
 _COMPILE_OPTIONS = ("verify", "passes", "opt_level", "patterns", "codegen", "target", "pack_weights")
 
 
@@ -44,10 +46,12 @@ class LLM:
         dtype: ``"auto"`` (the checkpoint's, or the live module's), ``"float32"``, ``"bfloat16"`` or
             ``"float16"``.
         device: ``"auto"`` (an NPU if torch_npu reports one, else the CPU), ``"cpu"`` or ``"npu"``.
-        block_size: tokens per KV-cache block.
+        block_size: tokens per KV-cache block; by default 16 for a CPU, and 128 for an NPU, which takes multiples
+            of 16.
         num_blocks: blocks in the KV cache.
         kv_cache_memory: the same in bytes, or as ``"4GiB"``; not together with ``num_blocks``. By default a
-            CPU gets min(max_num_seqs x max_model_len tokens, 4 GiB, half of the free memory), touched lazily.
+            CPU gets min(max_num_seqs x max_model_len tokens, 4 GiB, half of the free memory), touched lazily; an NPU
+            the same without the 4 GiB, and nine tenths of what is free.
         max_num_seqs: sequences that run at the same time.
         max_num_batched_tokens: tokens per step; longer prompts are cut into chunks.
         max_model_len: tokens of one sequence, prompt included; by default what the model and the cache allow.
@@ -56,9 +60,12 @@ class LLM:
         passes: ``{"skip": [names]}`` or ``{"only": [names]}``.
         opt_level: 0 swaps attention only; 1 adds rewrites that change no bit; 2 the fusions; 3 all passes.
         patterns: rewrites of your own, see :class:`~torch_pagoda.Pattern`.
-        codegen: ``"inductor"``, ``"none"`` (run the rewritten graph as it is), or ``"auto"``.
-        target: what to lower for; ``"auto"`` is the device's.
-        pack_weights: keep bf16 matrices in the layout of the CPU's matrix kernels. By default for a model
+        codegen: ``"none"`` runs the rewritten graph as it is. For a CPU also ``"inductor"``; ``"auto"`` is either.
+            On an NPU also ``"ge"`` (compiled by the graph engine), which ``"auto"`` is, and ``"aclgraph"`` (captured
+            at planned sizes and replayed).
+        target: what to lower for, ``"cpu"`` or ``"npu"``; ``"auto"`` is the device's. ``"npu"`` on a CPU simulates
+            the NPU's operators, slowly.
+        pack_weights: keep matrices in the layout of the device's matrix kernels. By default for a model
             loaded here, in place of its weights; a live module keeps its own beside them, so there it costs
             their size in memory and has to be asked for.
         trust_remote_code: run model code that comes with the checkpoint.
@@ -80,7 +87,7 @@ class LLM:
         *,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
-        block_size: int = DEFAULT_BLOCK_SIZE,
+        block_size: int | None = None,
         num_blocks: int | None = None,
         kv_cache_memory: int | str | None = None,
         max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
@@ -90,7 +97,7 @@ class LLM:
         passes: dict[str, list[str]] | None = None,
         opt_level: int = 2,
         patterns: Sequence[Pattern] = (),
-        codegen: str = "inductor",
+        codegen: str = "auto",
         target: str = "auto",
         pack_weights: bool | None = None,
         trust_remote_code: bool = False,
@@ -106,8 +113,12 @@ class LLM:
         memory = check_cache_size(num_blocks, kv_cache_memory)
         resolved = resolve_device(device)
         loads = isinstance(model, str | os.PathLike)
+        for_npu = target == "npu" or (target == "auto" and resolved.type == "npu")
+        if block_size is None:
+            block_size = NPU_BLOCK_SIZE if for_npu else DEFAULT_BLOCK_SIZE
         options = CompileOptions.from_dict(
             {
+                **({"block_size": block_size} if for_npu else {}),
                 "verify": verify,
                 "passes": passes,
                 "opt_level": opt_level,
@@ -116,7 +127,7 @@ class LLM:
                 "target": target,
                 "pack_weights": loads if pack_weights is None else pack_weights,
             }
-        )
+        ).for_device(resolved.type)
 
         if isinstance(model, str | os.PathLike):
             module = load_model(model, dtype, trust_remote_code, resolved)
@@ -142,6 +153,9 @@ class LLM:
         self.compile_report: CompileReport = program.report
         if memory is not None:
             num_blocks = num_blocks_in(memory, program.caches, block_size)
+        elif num_blocks is None and (free := free_memory(resolved)) is not None:
+            longest = max_model_len or program.max_model_len
+            num_blocks = default_num_blocks(program.caches, block_size, max_num_seqs, longest, memory=free)
         self.engine = Engine(
             self.program,
             self.tokenizer,

@@ -6,6 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,13 +22,17 @@ from ..capture import Captured, capture, first_line, takes_positions
 from ..options import CompileOptions
 from ..pipeline import selected_passes
 from ..report import CompileReport
+from ..targets.npu.socs import chip
 from ..verify import reference_of_model
 from .drawing import LayerGraph, layer_graph
 from .drop_in import CAPTURED_WHOLE, DropIn, observe
 from .expected import KINDS, Expected, expected_matches, per_layer
 from .explanation import Explanation, LayerSummary, NearMiss, PassSummary, TargetGraph
+from .npu import NpuReport, computed_in, estimates, npu_leftovers, route_summaries
+from .npu_graph import GeReport, graph_engine_report
 from .recognition import recognition
-from .regions import leftovers
+from .regions import Leftover, leftovers
+from .skeleton import Skeleton, identity
 from .traffic import Traffic, traffic
 
 # What the recognising passes look for, by a part of their names: kinds and spelling ("" for all).
@@ -46,9 +51,12 @@ _COPIES = re.compile(r"copy_?|clone|index_put|scatter|.*_scatter|index_copy|cat|
 
 
 def explain(
-    model: nn.Module,
+    model: nn.Module | Skeleton,
     example: Mapping[str, Any] | Sequence[Any] | torch.Tensor | None = None,
     target: str | None = None,
+    *,
+    context: int = 1024,
+    torchair: bool = True,
     **options: Any,
 ) -> Explanation:
     """Say what compiling ``model`` does to it: per pass, per decoder layer, and what is left.
@@ -57,25 +65,35 @@ def explain(
     far as it goes.
 
     Args:
-        model: a transformers causal LM in eval mode.
+        model: a transformers causal LM in eval mode, or a skeleton of one, which is not compared with anything.
         example: inputs of a forward call, to count graph breaks and recompiles under ``torch.compile``: keyword
             arguments as a dict, positional ones as a tuple, or a tensor. Without one there is nothing to recompile,
             and a model that is captured as one whole graph has no breaks.
-        target: "cpu"; None for what the model's device asks for.
-        **options: as in ``CompileOptions``. ``verify="off"`` spares the self-check, which runs the model.
+        target: "cpu" or "npu"; None for what the model's device asks for. No NPU is needed for "npu".
+        context: for an NPU, tokens that the sequence of the estimated decode step has.
+        torchair: for an NPU, let the real torchair convert the graph, if the offline toolchain is there
+            (``pagoda npu setup``); that takes half a minute.
+        **options: as in ``CompileOptions``, ``soc`` for instance. ``verify="off"`` spares the self-check, which runs
+            the model.
 
     Raises:
         TypeError: the model is no module, or the example no inputs.
         ValueError: the model is in train(), does not run on the example, or an option is wrong.
     """
-    model = getattr(model, "_orig_mod", model)
+    skeleton = model if isinstance(model, Skeleton) else None
+    model = skeleton.model if skeleton is not None else getattr(model, "_orig_mod", model)
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model is a {type(model).__name__}; pass a transformers causal LM, or use: pagoda inspect PATH"
         )
     if model.training:
         raise ValueError(f"model is a {type(model).__name__} in train() mode; call model.eval() first")
+    if context < 1:
+        raise ValueError(f"context={context} is below 1; it counts the decoded token")
+    if skeleton is not None:
+        options["verify"] = "off"
     parsed = CompileOptions.from_dict({**options, "codegen": "none", "target": target or "auto"})
+    parsed = parsed.for_device(next((p.device.type for p in model.parameters()), "cpu"))
     report = CompileReport(type(model).__name__)
     refused, captured, reference = "", None, None
     dump.begin(report.model)
@@ -103,7 +121,26 @@ def explain(
             after = rewrite(captured, parsed, reference, report)
         except UnsupportedModel as error:
             refused = str(error)
-    return _explained(before, after, report, parsed, drop_in, refused)
+    explanation = _explained(before, after, report, parsed, drop_in, refused, skeleton)
+    if after is not None and after.npu is not None:
+        layers = _layers(after, _layers(before, None) if before is not None else None)
+        stands_for = _stands_for(skeleton, layers)
+        start = time.perf_counter()
+        graph = graph_engine_report(model, stands_for, parsed) if torchair else GeReport("not asked for")
+        report.seconds["torchair"] = time.perf_counter() - start
+        soc = after.npu.soc
+        routes = route_summaries(report.passes)
+        least = estimates(after, layers, stands_for, chip(soc), context)
+        dtype = computed_in(after)
+        explanation.npu = NpuReport(soc, chip(soc), after.npu.block_size, dtype, routes, graph, least)
+    return explanation
+
+
+def _stands_for(skeleton: Skeleton | None, layers: DecoderLayers) -> tuple[int, ...]:
+    """For each layer of the whole model the layer of the graph that is like it."""
+    if skeleton is not None and skeleton.depth == len(layers.paths):
+        return skeleton.stands_for
+    return identity(len(layers.paths))
 
 
 def _drop_in(model: nn.Module, example: Any, captured: Captured | None) -> DropIn:
@@ -139,6 +176,7 @@ def _explained(
     options: CompileOptions,
     drop_in: DropIn,
     refused: str,
+    skeleton: Skeleton | None,
 ) -> Explanation:
     start = time.perf_counter()
     layers = _layers(before, None) if before is not None else None
@@ -151,23 +189,41 @@ def _explained(
             drawings.append(
                 (drawn, layer_graph(after, layers_after, i) if after and layers_after else LayerGraph((), ()))
             )
+    summaries = _layer_summaries(before, layers, after, layers_after, expected)
+    stands_for = _stands_for(skeleton, layers) if layers is not None else ()
     explanation = Explanation(
         model=report.model,
-        target="cpu" if options.target == "auto" else options.target,
+        target=options.target,
         opt_level=options.opt_level,
         passes=_pass_summaries(report, options, expected, layers),
-        layers=_layer_summaries(before, layers, after, layers_after, expected),
+        layers=[_renumbered(summaries[like], number) for number, like in enumerate(stands_for)],
         recognised=recognition(expected, after.graph, layers_after, report.passes) if after and layers_after else [],
-        leftovers=leftovers(after.graph, layers_after, report.passes) if after and layers_after else [],
+        leftovers=_leftovers(after, layers_after, report),
         target_graph=_target_graph(after, layers_after),
         drop_in=drop_in,
         verdict=report.verdict,
         refused=refused,
         seconds=report.seconds,
-        drawings=drawings,
+        drawings=[drawings[like] for like in stands_for],
+        built_layers=None if skeleton is None else skeleton.depth,
     )
     report.seconds["report"] = time.perf_counter() - start
     return explanation
+
+
+def _leftovers(after: TracedGraph | None, layers: DecoderLayers | None, report: CompileReport) -> list[Leftover]:
+    if after is None or layers is None:
+        return []
+    if after.npu is not None:
+        return npu_leftovers(after, layers, report.passes)
+    return leftovers(after.graph, layers, report.passes)
+
+
+def _renumbered(summary: LayerSummary, number: int) -> LayerSummary:
+    """A layer that is like ``summary``."""
+    if number == summary.index:
+        return summary
+    return replace(summary, index=number, path=f"{summary.path.rpartition('.')[0]}.{number}")
 
 
 def _layers(traced: TracedGraph, like: DecoderLayers | None) -> DecoderLayers:

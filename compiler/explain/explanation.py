@@ -14,6 +14,7 @@ from rich.console import Console, Group
 from ..report import Verdict
 from .drawing import LayerGraph
 from .drop_in import DropIn
+from .npu import NpuReport
 from .recognition import Recognition
 from .regions import Leftover
 from .traffic import Traffic
@@ -108,9 +109,9 @@ class Explanation:
         target: what it is compiled for.
         opt_level: the level that was asked for.
         passes: in order.
-        layers: the decoder layers.
+        layers: the decoder layers, all of the model's.
         recognised: by kind, what the model holds and how much of it was recognised.
-        leftovers: operators that passes should have taken.
+        leftovers: operators that passes should have taken; for an NPU all of ATen that decoder layers still hold.
         target_graph: the lowered graph as a whole.
         drop_in: graph breaks and recompiles.
         verdict: of the self-check; None when it was off or there is nothing to check.
@@ -118,6 +119,9 @@ class Explanation:
             then.
         seconds: wall time by phase.
         drawings: per layer, the operators before and after as graphs.
+        npu: what is said about an NPU; None for another target or a model that cannot be served.
+        built_layers: how many decoder layers were built and looked at, where these stand for all (see
+            ``Skeleton``); None for a whole model.
     """
 
     model: str
@@ -133,6 +137,8 @@ class Explanation:
     refused: str
     seconds: dict[str, float]
     drawings: list[tuple[LayerGraph, LayerGraph]] = field(default_factory=list)
+    npu: NpuReport | None = None
+    built_layers: int | None = None
 
     @property
     def launches_before(self) -> int:
@@ -160,6 +166,8 @@ class Explanation:
             "drop_in": asdict(self.drop_in),
             "verdict": None if self.verdict is None else _verdict_dict(self.verdict),
             "refused": self.refused,
+            "built_layers": self.built_layers,
+            "npu": None if self.npu is None else self.npu.to_dict(),
             "seconds": {phase: round(seconds, 4) for phase, seconds in self.seconds.items()},
         }
 

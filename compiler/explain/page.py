@@ -7,9 +7,11 @@ from html import escape
 
 from .drawing import LayerGraph
 from .explanation import Explanation
+from .npu_sections import npu_sections
 from .svg import KINDS, svg
 from .wording import (
     alike,
+    built_line,
     counted,
     drop_in_line,
     groups_of_layers,
@@ -79,6 +81,7 @@ def page(explanation: Explanation, layer: int | None = None) -> str:
         *_near_misses(explanation),
         *_layers(explanation),
         *_leftovers(explanation),
+        *_npu(explanation),
         *_drawings(explanation, layer),
         "</body></html>",
     ]
@@ -99,8 +102,10 @@ def _heading(explanation: Explanation) -> str:
     bad = bool(explanation.refused) or (verdict is not None and not verdict.ok)
     right = "bad" if bad else "good" if verdict is not None else ""
     times = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in explanation.seconds.items())
+    soc = "" if explanation.npu is None else f" ({explanation.npu.soc})"
     rows = [
-        ("target", f"{explanation.target}, opt_level {explanation.opt_level}", ""),
+        *((("built", built_line(explanation), ""),) if explanation.built_layers is not None else ()),
+        ("target", f"{explanation.target}{soc}, opt_level {explanation.opt_level}", ""),
         ("self-check", verdict_line(explanation), right),
         ("decoder layer", launches_line(explanation), "strong"),
         ("torch.compile", drop_in_line(explanation), ""),
@@ -208,7 +213,22 @@ def _leftovers(explanation: Explanation) -> list[str]:
         return []
     columns = ("region", "module", "operators", "reason")
     note = "<p>Operators of attention, norms, rotary embeddings and activations that no pass took.</p>"
+    if explanation.npu is not None:
+        note = "<p>Operators of ATen that decoder layers still hold.</p>"
     return ["<h2>Leftovers</h2>", note, _table(columns, rows, code=("module", "operators"))]
+
+
+def _npu(explanation: Explanation) -> list[str]:
+    parts = []
+    for section in npu_sections(explanation):
+        parts.append(f"<h2>{escape(section.title)}</h2>")
+        if section.note:
+            parts.append(f"<p>{escape(section.note)}</p>")
+        if section.columns:
+            columns = tuple(name.removesuffix("!") for name in section.columns)
+            rows = (("", [cell.replace("\n", "; ") for cell in row]) for row in section.rows)
+            parts.append(_table(columns, rows))
+    return parts
 
 
 def _drawings(explanation: Explanation, layer: int | None) -> list[str]:

@@ -14,7 +14,7 @@ from ...passes import PassRecord
 from ...passes.fx_nodes import module_path
 from ...passes.provenance import DecoderLayers, scopes
 from .expected import KINDS, Expected
-from .regions import said_about
+from .regions import UNSAID, said_about
 
 # What a canonical operator stands for; a rotation counts each tensor.
 _KIND_OF_OPERATOR = {
@@ -30,6 +30,15 @@ _KIND_OF_OPERATOR = {
     "moe": "moe",
 }
 _EXPERTS = re.compile(r"Experts$")
+# The passes that recognise a kind, and those that take some of it for another kind.
+_PASSES_OF_KIND: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "attention": (("recognise_sdpa", "recognise_eager_attention"), ()),
+    "norm": (("recognise_rms_norm", "recognise_layer_norm"), ()),
+    "rope": (("recognise_rope",), ()),
+    "gated_mlp": (("recognise_gated_activation",), ()),
+    "activation": (("recognise_activation",), ("recognise_gated_activation",)),
+    "moe": (("recognise_moe",), ()),
+}
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,7 @@ class Missed:
 
 @dataclass(frozen=True)
 class Recognition:
-    """One kind of thing: how many a model holds, and how many the lowered graph has as canonical operators.
+    """One kind of thing: how many a model holds, and how many became canonical operators.
 
     Attributes:
         kind: one of ``expected.KINDS``.
@@ -69,7 +78,8 @@ def recognition(
 ) -> list[Recognition]:
     """Hold what an untouched graph was found to contain against the operators of the lowered one.
 
-    Layer by layer, for fusions may carry an operator from one module into its neighbour.
+    Layer by layer, for fusions may carry an operator from one module into its neighbour. Of a graph that is lowered
+    for an NPU the counts of the passes are taken.
 
     Args:
         expected: from ``expected_matches``.
@@ -77,6 +87,9 @@ def recognition(
         layers: its decoder layers, numbered as for ``expected``.
         records: what the passes said, for the reasons.
     """
+    said = list(records)
+    if any(record.routes for record in said):
+        return _before_lowering(expected, said)
     found: Counter[tuple[str, int]] = Counter()
     modules: set[tuple[str, str]] = set()
     for node in graph.nodes:
@@ -84,7 +97,6 @@ def recognition(
         if count and not (kind == "gated_mlp" and any(_EXPERTS.search(scope.kind) for scope in scopes(node))):
             found[kind, layers.of.get(node, -1)] += count
             modules.add((kind, module_path(node)))
-    said = list(records)
     result = []
     for kind in KINDS:
         wanted = [e for e in expected if e.kind == kind]
@@ -96,6 +108,24 @@ def recognition(
             for e in here[found[kind, layer] :]:
                 missed.append(Missed(e.module, layer, said_about(kind, "", e.module, said)))
         result.append(Recognition(kind, len(wanted), len(wanted) - len(missed), tuple(missed)))
+    return result
+
+
+def _before_lowering(expected: Sequence[Expected], records: Sequence[PassRecord]) -> list[Recognition]:
+    """By the counts of the passes, where lowering has replaced the canonical operators, several by one at times."""
+    matches: Counter[str] = Counter()
+    for record in records:
+        matches[record.name] += record.matches
+    result = []
+    for kind in KINDS:
+        wanted = [e for e in expected if e.kind == kind]
+        passes, taken = _PASSES_OF_KIND[kind]
+        count = sum(matches[name] for name in passes) - sum(matches[name] for name in taken)
+        lacking = max(0, len(wanted) - max(0, count))
+        told = [Missed(e.module, e.layer, said_about(kind, "", e.module, records)) for e in wanted]
+        # Those that a pass has said something about are likelier the ones.
+        told.sort(key=lambda missed: missed.reason == UNSAID)
+        result.append(Recognition(kind, len(wanted), len(wanted) - lacking, tuple(told[:lacking])))
     return result
 
 

@@ -19,6 +19,8 @@ _PROJECTIONS = GEMMS - {"bmm", "baddbmm", "matmul"}
 _MLP = re.compile(r"mlp|feed_?forward|ffn", re.IGNORECASE)
 _MOE = re.compile(r"experts|router|moe(layer|block)?$|sparse|gate$", re.IGNORECASE)
 _ROTARY_MODULE = re.compile(r"rotary|rope", re.IGNORECASE)
+UNSAID = "no pass recognised it"
+"""The reason where no pass has said anything."""
 _REGIONS = frozenset({"attention", "norm", "rope", "activation"})
 # The part of a pass's name that says what it is about.
 _PASSES_FOR = {
@@ -119,7 +121,7 @@ def said_about(kind: str, node: str, module: str, records: Iterable[PassRecord])
             same_module = bool(module) and rejection.module == module
             if same_node or same_module or (theirs and _nested(module, rejection.module)):
                 about.append((theirs, same_node, same_module, f"{record.name}: {rejection.reason}"))
-    return max(about, key=lambda entry: entry[:3])[3] if about else "no pass recognised it"
+    return max(about, key=lambda entry: entry[:3])[3] if about else UNSAID
 
 
 def _nested(one: str, other: str) -> bool:

@@ -9,8 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from .explanation import Explanation
+from .npu_sections import Section, npu_sections
 from .wording import (
     alike,
+    built_line,
     counted,
     drop_in_line,
     groups_of_layers,
@@ -36,6 +38,8 @@ def tables(explanation: Explanation) -> list[RenderableType]:
         parts.append(_near_misses(explanation))
     if explanation.leftovers:
         parts.append(_leftovers(explanation))
+    for section in npu_sections(explanation):
+        parts += _section(section)
     return parts
 
 
@@ -47,7 +51,10 @@ def _heading(explanation: Explanation) -> Table:
     bad = bool(explanation.refused) or (verdict is not None and not verdict.ok)
     right = "red" if bad else "green" if verdict is not None else ""
     grid.add_row("model", Text(explanation.model, style="bold"))
-    grid.add_row("target", f"{explanation.target}, opt_level {explanation.opt_level}")
+    if explanation.built_layers is not None:
+        grid.add_row("built", built_line(explanation))
+    soc = "" if explanation.npu is None else f" ({explanation.npu.soc})"
+    grid.add_row("target", f"{explanation.target}{soc}, opt_level {explanation.opt_level}")
     grid.add_row("self-check", Text(verdict_line(explanation), style=right))
     grid.add_row("decoder layer", Text(launches_line(explanation), style="bold"))
     grid.add_row("torch.compile", escape(drop_in_line(explanation)))
@@ -135,6 +142,16 @@ def _leftovers(explanation: Explanation) -> Table:
     for region, module, operators, reason in leftover_rows(explanation.leftovers):
         table.add_row(region, Text(module), Text(operators), Text(reason))
     return table
+
+
+def _section(section: Section) -> list[RenderableType]:
+    table = _table(section.title, *section.columns)
+    for row in section.rows:
+        table.add_row(*map(Text, row))
+    parts: list[RenderableType] = [table if section.columns else Text(section.title, style="bold")]
+    if section.note:
+        parts += [Text(section.note, style="dim"), ""]
+    return parts
 
 
 def _times(count: int) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -15,10 +16,55 @@ from ...passes.fx_nodes import callee, value
 from ...passes.provenance import launches_work
 
 TOKENS = 128
-"""Tokens of the step that is counted, all of one sequence."""
+"""Tokens of the step that is counted where none is given, all of one sequence."""
 
 # They read the rows that they are asked for, not the whole table.
 _GATHERS = frozenset({"embedding", "index", "index_select", "gather"})
+_CACHES = ("key_cache_", "value_cache_")
+_BLOCK_SIZE = 16
+# Of each expert that a row is sent to, the matrix.
+_GROUPED = frozenset({"npu_grouped_matmul", "_grouped_mm"})
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of one sequence.
+
+    Attributes:
+        tokens: that are computed.
+        context: that the sequence has afterwards, these included.
+        rows: of logits that are asked for.
+    """
+
+    tokens: int = TOKENS
+    context: int = TOKENS
+    rows: int = TOKENS
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that operators move in one step.
+
+    Attributes:
+        weights: parameters and tables read.
+        cache: keys and values read from the paged cache and written to it.
+        activations: everything else that is read or written.
+    """
+
+    weights: int = 0
+    cache: int = 0
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.cache + self.activations
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(self.weights + other.weights, self.cache + other.cache, self.activations + other.activations)
+
+    def __mul__(self, times: int) -> Moved:
+        return Moved(times * self.weights, times * self.cache, times * self.activations)
 
 
 @dataclass(frozen=True)
@@ -34,29 +80,78 @@ class Traffic:
     weights: int
 
 
-def traffic(traced: TracedGraph, nodes: Iterable[fx.Node], tokens: int = TOKENS) -> Traffic:
-    """What the operators among ``nodes`` read and write, each by itself, in a step of ``tokens`` tokens.
+def traffic(traced: TracedGraph, nodes: Iterable[fx.Node], step: Step | None = None) -> Traffic:
+    """What the operators among ``nodes`` move, as the tables show it; see ``moved``."""
+    step = step or Step()
+    found = moved(traced, nodes, step)
+    return Traffic((found.activations + found.cache) / step.tokens, found.weights)
+
+
+def moved(traced: TracedGraph, nodes: Iterable[fx.Node], step: Step) -> Moved:
+    """What the operators among ``nodes`` read and write, each by itself, in one step.
 
     Nothing is taken to stay in a processor's cache between two operators; an input read twice by one operator counts
-    once, and a broadcast tensor at the size that is stored.
+    once, and a broadcast tensor at the size that is stored. Of experts only those are read that a row can be sent to.
     """
-    activations = weights = 0
+    sizes = Sizes(traced, step)
+    total = Moved()
     for node in nodes:
-        if not launches_work(node):
-            continue
-        results = sum(_stored_bytes(v, tokens) for v in pytree.tree_leaves(value(node)))
-        activations += results
-        for read in node.all_input_nodes:
-            size = _stored_bytes(value(read), tokens)
-            source = _source(read)
-            if source.op == "placeholder" and source.name in traced.constants:
-                weights += min(size, results) if callee(node).partition(".")[0] in _GATHERS else size
-            elif source.op == "placeholder" and source.name.startswith(("key_cache_", "value_cache_")):
-                row = value(source)
-                activations += 2 * tokens * _bytes(row.shape[2:], row.dtype, tokens)
-            else:
-                activations += size
-    return Traffic(activations / tokens, weights)
+        if launches_work(node):
+            total += _of_operator(traced, node, step, sizes)
+    return total
+
+
+def _of_operator(traced: TracedGraph, node: fx.Node, step: Step, sizes: Sizes) -> Moved:
+    weights = cache = 0
+    results = sum(sizes.stored_bytes(v) for v in pytree.tree_leaves(value(node)))
+    activations = results
+    gathers = callee(node).partition(".")[0] in _GATHERS
+    for read in node.all_input_nodes:
+        source = _source(read)
+        size = sizes.stored_bytes(value(read))
+        if source.op == "placeholder" and source.name.startswith(_CACHES):
+            cache += min(size, results) if gathers else _cached_bytes(traced, node, source, step, sizes)
+        elif is_weight(traced, source):
+            if not _is_mask(node, read):
+                weights += min(size, results) if gathers else _read_of_experts(node, read, size, sizes)
+        else:
+            activations += size
+    return Moved(weights, cache, activations)
+
+
+def is_weight(traced: TracedGraph, node: fx.Node) -> bool:
+    """Whether a node is, or is a view of, a parameter or a constant of the graph."""
+    placeholder = _source(node)
+    # Merged weights become constants when the graph is linked.
+    return placeholder.name in traced.constants or placeholder.name in traced.notes.get("merged", {})
+
+
+def _is_mask(node: fx.Node, read: fx.Node) -> bool:
+    """Whether ``read`` is a constant mask of which a kernel looks at the tiles on the diagonal only."""
+    return node.kwargs.get("atten_mask") is read
+
+
+def _read_of_experts(node: fx.Node, read: fx.Node, size: int, sizes: Sizes) -> int:
+    """Bytes that are read of a weight of ``size``."""
+    if callee(node).partition(".")[0] not in _GROUPED or value(read).dim() < 3:
+        return size
+    rows = node.args[0][0] if isinstance(node.args[0], list | tuple) else node.args[0]
+    experts = int(value(read).shape[0])
+    return size * min(experts, sizes.number(value(rows).shape[0])) // experts
+
+
+def _cached_bytes(traced: TracedGraph, node: fx.Node, cache: fx.Node, step: Step, sizes: Sizes) -> int:
+    """Bytes of the rows of a cache that an operator reads and writes."""
+    row = value(cache)
+    index = int(cache.name.rpartition("_")[2])
+    window = traced.caches[index].sliding_window if index < len(traced.caches) else 0
+    seen = min(step.context, window + step.tokens - 1) if window else step.context
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target.namespace != "pagoda":
+        rows = step.tokens if target._schema.is_mutable else seen
+    else:
+        rows = step.tokens + seen
+    return rows * sizes.bytes(row.shape[2:], row.dtype)
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -66,21 +161,61 @@ def _source(node: fx.Node) -> fx.Node:
     return node
 
 
-def _stored_bytes(v: Any, tokens: int) -> int:
-    if not isinstance(v, torch.Tensor):
-        return 0
-    strides = v.stride() if v.layout == torch.strided else (1,) * v.dim()
-    kept = [size for size, stride in zip(v.shape, strides, strict=True) if not (type(stride) is int and stride == 0)]
-    return _bytes(kept, v.dtype, tokens)
+class Sizes:
+    """Numbers for the symbolic sizes of a graph in one step. What is no size of a step's input counts as its tokens.
 
+    Args:
+        traced: the graph.
+        step: the step.
+    """
 
-def _bytes(shape: Iterable[Any], dtype: torch.dtype, tokens: int) -> int:
-    """Bytes of a tensor whose symbolic sizes all stand for the number of tokens."""
-    count = dtype.itemsize
-    for size in shape:
-        if isinstance(size, torch.SymInt):
-            expression = size.node.expr
-            count *= int(expression.subs({symbol: tokens for symbol in expression.free_symbols}))
-        else:
-            count *= size
-    return count
+    def __init__(self, traced: TracedGraph, step: Step) -> None:
+        block = traced.npu.block_size if traced.npu is not None else _BLOCK_SIZE
+        blocks = -(-step.context // block)
+        known: Mapping[str, tuple[int, ...]] = {
+            "block_table": (1, blocks),
+            "query_start_loc": (2,),
+            "seq_lens": (1,),
+            "logits_rows": (step.rows,),
+            "padded_tokens": (1, step.tokens),
+        }
+        self._tokens = step.tokens
+        self._numbers: dict[sympy.Symbol, int] = {}
+        for node in traced.placeholders:
+            tensor = value(node)
+            numbers = (blocks,) if node.name.startswith(_CACHES) else known.get(node.name, ())
+            if isinstance(tensor, torch.Tensor):
+                for size, number in zip(tensor.shape, numbers, strict=False):
+                    if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                        self._numbers.setdefault(size.node.expr, number)
+        if traced.token_symbol is not None:
+            self._numbers[traced.token_symbol] = step.tokens
+
+    def number(self, size: Any) -> int:
+        """A size as a number."""
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        expression = size.node.expr
+        return int(expression.subs({s: self._numbers.get(s, self._tokens) for s in expression.free_symbols}))
+
+    def shape(self, node: Any) -> tuple[int, ...]:
+        """The sizes of a node's tensor as numbers; () when it is none."""
+        tensor = value(node)
+        return tuple(self.number(size) for size in tensor.shape) if isinstance(tensor, torch.Tensor) else ()
+
+    def bytes(self, shape: Iterable[Any], dtype: torch.dtype) -> int:
+        """Bytes of a dense tensor."""
+        count = dtype.itemsize
+        for size in shape:
+            count *= self.number(size)
+        return count
+
+    def stored_bytes(self, v: Any) -> int:
+        """Bytes of what a tensor refers to; 0 for anything else."""
+        if not isinstance(v, torch.Tensor):
+            return 0
+        strides = v.stride() if v.layout == torch.strided else (1,) * v.dim()
+        kept = [
+            size for size, stride in zip(v.shape, strides, strict=True) if not (type(stride) is int and stride == 0)
+        ]
+        return self.bytes(kept, v.dtype)

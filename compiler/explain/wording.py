@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable
-from typing import TypeVar
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
-from .explanation import Explanation, LayerSummary
-from .regions import Leftover
+if TYPE_CHECKING:
+    from .explanation import Explanation, LayerSummary
+    from .regions import Leftover
 
 Entry = TypeVar("Entry", bound=Hashable)
 
@@ -73,6 +74,29 @@ def operator_list(operators: Iterable[str]) -> str:
     return " · ".join(name if count == 1 else f"{name} ×{count}" for name, count in joined)
 
 
+def counted_names(counts: Mapping[str, int]) -> str:
+    """``RmsNorm · MatMul ×4``."""
+    return " · ".join(name if count == 1 else f"{name} ×{count}" for name, count in counts.items())
+
+
+def quantity(count: float, unit: str) -> str:
+    """A number of things with a decimal prefix: ``1.6 TB/s``."""
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if count < 1000 or prefix == "P":
+            return f"{count:.3g} {prefix}{unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def duration(seconds: float) -> str:
+    """A time in the unit that suits it, three digits."""
+    for unit in ("s", "ms", "µs"):
+        if seconds >= 1:
+            return f"{seconds:.3g} {unit}"
+        seconds *= 1000
+    return f"{seconds:.3g} ns"
+
+
 def size(count: float) -> str:
     """Bytes in KiB, MiB, ...: three digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -92,6 +116,8 @@ def verdict_line(explanation: Explanation) -> str:
     if explanation.refused:
         return f"refused: {explanation.refused}"
     verdict = explanation.verdict
+    if verdict is None and explanation.built_layers is not None:
+        return "not compared with the model: its weights have no values"
     if verdict is None:
         return "not compared with the model (verify is off)"
     right = "equal to the model" if verdict.ok else verdict.reason
@@ -107,6 +133,14 @@ def drop_in_line(explanation: Explanation) -> str:
         return "0 graph breaks: the model was captured as one whole graph (give an example to count recompiles too)"
     breaks = f"{seen.graph_breaks} graph break{'s' if seen.graph_breaks != 1 else ''}"
     return f"{breaks}, {seen.graphs} graphs, {seen.recompiles} recompiles on the example and on longer inputs"
+
+
+def built_line(explanation: Explanation) -> str:
+    """Which layers were looked at, where not all were."""
+    return (
+        f"{explanation.built_layers} of {len(explanation.layers)} layers, from the configuration, without values in "
+        "the weights; matches and sites below are counted in these, what a step costs is extrapolated to all"
+    )
 
 
 def launches_line(explanation: Explanation) -> str:

@@ -29,6 +29,8 @@ _ELEMENTWISE = frozenset(
     "add.Tensor sub.Tensor mul.Tensor div.Tensor neg tanh sigmoid _to_copy clone activation gated_activation".split()
 )
 _ALONG_THE_LAST_DIM = frozenset("linear rms_norm add_rms_norm layer_norm add_layer_norm moe moe_gating".split())
+# Where they say along which dim.
+_CUTS = {"slice.Tensor": 1, "split.Tensor": 2, "split_with_sizes": 2}
 _VIEWS = frozenset("view _unsafe_view reshape".split())
 
 
@@ -87,9 +89,10 @@ def _is_per_token(node: fx.Node) -> bool:
     if not results or any(_rows_dim(v) is None for v in results):
         return False
     first, others = node.all_input_nodes[0], node.all_input_nodes[1:]
-    if name == "slice.Tensor":
-        rows = _rows_dim(node)
-        return not others and rows is not None and node.args[1] not in (rows, rows - len(shape(node)))
+    if name in _CUTS:
+        rows, rank = _rows_dim(first), len(shape(first))
+        dim = node.args[_CUTS[name]] if len(node.args) > _CUTS[name] else 0
+        return not others and rows is not None and dim not in (rows, rows - rank)
     if name in _VIEWS:
         return _rows_dim(first) is not None and _row(first) == _row(node)
     fixed = [n for n in node.all_input_nodes if _rows_dim(n) is None]

@@ -59,6 +59,7 @@ def test_forward_by_entry_point(name, ids, monkeypatch):
         assert len(attention_calls(graphs[0])) == model.config.num_hidden_layers
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_forward_through_inductor(ids):
     model = build_tiny_model("llama")
     with torch.no_grad():

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from torch_pagoda import LLM
 from torch_pagoda.compiler import WeightGuard
 from torch_pagoda.compiler.linker import LinkedProgram
-from torch_pagoda.compiler.merged_weights import MergedArguments, link_merged_weights, merge_rows
+from torch_pagoda.compiler.merged_weights import AddedArguments, link_merged_weights, merge_rows
 from torch_pagoda.compiler.verify import check, reference_of_model
 from torch_pagoda.passes.recognise.linear import recognise_linear
 from torch_pagoda.passes.rewrite.merge_linears import merge_linears
@@ -306,7 +306,7 @@ def test_a_call_that_receives_the_parameters_checks_them():
     merge_linears(graph)
     link_merged_weights(graph)
     graph.recompile()
-    arguments = MergedArguments(graph)
+    arguments = AddedArguments(graph, len(names))
     assert [tuple(t.shape) for t in arguments.tensors] == [(12, 6), (12,)]
     x = torch.randn(1, 7, 6)
     given = {name: graph.constants.get(name) for name in names}

@@ -149,6 +149,7 @@ def test_bfloat16_logits(model_type: str) -> None:
     assert error < (2.5 if has_experts else 1.4) * allowed + 0.002
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("model_type", COMPILED_BY_INDUCTOR)
 def test_compiled_by_inductor(model_type: str) -> None:
     served = compile_tiny(model_type, codegen="inductor")

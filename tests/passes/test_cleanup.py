@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from aten_graphs import aten_of_model, aten_of_module, run_graph
+from aten_graphs import aten_of_module, aten_of_tiny_model, run_graph
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -13,8 +13,6 @@ from torch_pagoda.passes import PASSES, TracedGraph
 from torch_pagoda.passes.fx_nodes import callee
 from torch_pagoda.passes.rewrite.remove_noops import remove_noops
 from torch_pagoda.passes.rewrite.share_subexpressions import share_subexpressions
-
-from tiny_models import build_tiny_model
 
 
 class Call(nn.Module):
@@ -107,7 +105,7 @@ def test_what_is_written_to_is_not_shared():
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_layers_share_the_rotary_tables(name):
-    graph = aten_of_model(build_tiny_model(name))
+    graph = aten_of_tiny_model(name)
     share_subexpressions(graph)
     kinds = 2 if name == "gemma3_text" else 1
     names = operators(graph)

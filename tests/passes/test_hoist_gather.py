@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from aten_graphs import aten_of_model
+from aten_graphs import aten_of_model, aten_of_tiny_model
 from torch import fx
 
 from torch_pagoda.compiler.linker import LinkedProgram
@@ -19,8 +19,7 @@ from tiny_models import build_tiny_model
 SKIP = CompileOptions(passes={"skip": ["hoist_gather"]})
 
 
-def fused(model):
-    graph = aten_of_model(model)
+def fused(graph):
     run_passes(graph, selected_passes(SKIP, "aten"))
     return graph
 
@@ -40,7 +39,7 @@ PRODUCTS = {"llama": 4, "gpt2": 4, "gemma2": 4, "qwen3_moe": 3, "falcon": 4, "gp
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_the_last_layer_works_on_the_asked_rows(name):
     model = build_tiny_model(name)
-    graph = fused(model)
+    graph = fused(aten_of_model(model))
     before = [callee(n) for n in graph.graph.nodes if callee(n) != "index_select"]
     assert hoist_gather(graph).matches == 1
     assert [callee(n) for n in graph.graph.nodes if callee(n) != "index_select"] == before
@@ -54,8 +53,7 @@ def test_the_last_layer_works_on_the_asked_rows(name):
 
 
 def test_what_others_need_is_computed_for_all_tokens():
-    model = build_tiny_model("llama")
-    graph = fused(model)
+    graph = fused(aten_of_tiny_model("llama"))
     activation = nodes_named(graph, "gated_activation")[-1]
     down = next(iter(activation.users))
     with graph.before(graph.output):
@@ -67,7 +65,7 @@ def test_what_others_need_is_computed_for_all_tokens():
 
 
 def test_mixing_tokens_stops_it():
-    graph = fused(build_tiny_model("llama"))
+    graph = fused(aten_of_tiny_model("llama"))
     (gather,) = nodes_named(graph, "index_select")
     normed = gather.args[0]
     with graph.before(gather):
@@ -79,8 +77,7 @@ def test_mixing_tokens_stops_it():
 
 
 def test_without_a_gather_nothing_happens():
-    graph = aten_of_model(build_tiny_model("llama"))
-    run_passes(graph, selected_passes(SKIP, "aten"))
+    graph = fused(aten_of_tiny_model("llama"))
     (gather,) = nodes_named(graph, "index_select")
     gather.replace_all_uses_with(gather.args[0])
     graph.graph.erase_node(gather)

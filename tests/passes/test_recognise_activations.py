@@ -6,15 +6,13 @@ import math
 
 import pytest
 import torch
-from aten_graphs import aten_of_model, aten_of_module, run_graph
+from aten_graphs import aten_of_module, aten_of_tiny_model, run_graph
 from torch import nn
 from torch.nn import functional as F
 
 from torch_pagoda.passes.fx_nodes import callee
 from torch_pagoda.passes.recognise.activation import recognise_activation
 from torch_pagoda.passes.recognise.gated_activation import recognise_gated_activation
-
-from tiny_models import build_tiny_model
 
 
 class Spelled(nn.Module):
@@ -127,7 +125,7 @@ def test_functions_that_are_alike_stay_what_they_are(function):
 )
 def test_counts_grow_with_the_layers(name, gated, plain, layers):
     kinds = {"layer_types": ["full_attention"] * layers} if name == "gemma2" else {}
-    graph = aten_of_model(build_tiny_model(name, num_hidden_layers=layers, **kinds))
+    graph = aten_of_tiny_model(name, num_hidden_layers=layers, **kinds)
     assert recognise_activation(graph).matches == layers
     assert recognise_gated_activation(graph).matches == gated * layers
     left = [callee(n) for n in graph.graph.nodes if callee(n) in ("silu", "gelu", "relu", "erf")]

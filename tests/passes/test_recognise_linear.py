@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from aten_graphs import aten_of_model, aten_of_module, run_graph
+from aten_graphs import aten_of_module, aten_of_tiny_model, run_graph
 from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from torch_pagoda.passes.fx_nodes import callee
 from torch_pagoda.passes.recognise.linear import recognise_linear
-
-from tiny_models import build_tiny_model
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
@@ -127,6 +125,6 @@ def test_products_of_activations_stay(name):
     ("name", "layers", "matches"), [("llama", 1, 8), ("llama", 3, 22), ("gpt2", 2, 9), ("mixtral", 2, 11)]
 )
 def test_whole_models_by_the_layer(name, layers, matches):
-    graph = aten_of_model(build_tiny_model(name, num_hidden_layers=layers))
+    graph = aten_of_tiny_model(name, num_hidden_layers=layers)
     record = recognise_linear(graph)
     assert (record.matches, record.rejections, leftovers(graph)) == (matches, [], [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from aten_graphs import aten_of_model, aten_of_module, run_graph
+from aten_graphs import aten_of_module, aten_of_tiny_model, run_graph
 from torch import nn
 
 from torch_pagoda.compiler.pipeline import propagate
@@ -13,8 +13,6 @@ from torch_pagoda.passes.recognise.linear import recognise_linear
 from torch_pagoda.passes.recognise.rope import recognise_rope
 from torch_pagoda.passes.rewrite.group_rope import group_rope
 from torch_pagoda.passes.rewrite.share_subexpressions import share_subexpressions
-
-from tiny_models import build_tiny_model
 
 HEADS, KV_HEADS, DIM = 3, 1, 8
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
@@ -254,7 +252,7 @@ def test_keys_that_depend_on_rotated_queries_stay_apart():
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize(("name", "ropes", "groups"), [("llama", 2, 1), ("gpt_neox", 2, 1), ("deepseek_v2", 2, 0)])
 def test_counts_grow_with_the_layers(name, ropes, groups, layers):
-    graph = aten_of_model(build_tiny_model(name, num_hidden_layers=layers))
+    graph = aten_of_tiny_model(name, num_hidden_layers=layers)
     recognise_linear(graph)
     share_subexpressions(graph)
     assert recognise_rope(graph).matches == ropes * layers

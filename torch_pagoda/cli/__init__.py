@@ -12,6 +12,7 @@ import typer
 from .. import __version__
 from .errors import INTERRUPTED, USER_ERROR
 from .generate import generate
+from .npu import app as npu
 from .reports import bisect, inspect
 
 app = typer.Typer(
@@ -54,6 +55,7 @@ app.command(
 )(generate)
 app.command(epilog="Example:  pagoda inspect examples/tiny-pydoc --html report.html")(inspect)
 app.command(epilog="Example:  pagoda bisect examples/tiny-pydoc --codegen none")(bisect)
+app.add_typer(npu)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

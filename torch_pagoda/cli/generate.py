@@ -74,7 +74,9 @@ def generate(
         int | None, typer.Option(help="Tokens per sequence, prompt included.", rich_help_panel="Engine")
     ] = None,
     verify: Annotated[str, typer.Option(help="model, every-pass or off.", rich_help_panel="Compiler")] = "model",
-    codegen: Annotated[str, typer.Option(help="inductor, none or auto.", rich_help_panel="Compiler")] = "inductor",
+    codegen: Annotated[
+        str, typer.Option(help="auto, none, inductor, ge or aclgraph.", rich_help_panel="Compiler")
+    ] = "auto",
     skip_pass: Annotated[
         list[str] | None, typer.Option(help="Leave this pass out; repeatable.", rich_help_panel="Compiler")
     ] = None,

@@ -18,6 +18,7 @@ from .generate import pass_selection
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..compiler.explain import Skeleton
     from ..compiler.report import CompileReport
 
 CULPRIT_FOUND = 1
@@ -34,8 +35,24 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 
 def inspect(
-    model: Model,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Checkpoint folder, hub id, or a folder with a config.json alone: then a few layers of each kind "
+            "are built without weights, and nothing is compared.",
+            metavar="MODEL",
+        ),
+    ],
     target: Target = "auto",
+    soc: Annotated[
+        str, typer.Option(help="Ascend chip to lower for, e.g. Ascend910B3; auto: the one that is there.")
+    ] = "auto",
+    context: Annotated[
+        int, typer.Option(help="Tokens of the sequence whose decode step is estimated, for an NPU.")
+    ] = 1024,
+    torchair: Annotated[
+        bool, typer.Option(help="Let the real torchair convert the graph for an NPU, where it is set up.")
+    ] = True,
     html: Annotated[Path | None, typer.Option(help="Write a page with drawings there.", metavar="FILE")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write everything as JSON there; '-': stdout.", metavar="FILE")
@@ -52,6 +69,9 @@ def inspect(
 ) -> None:
     """Show what each pass did to a model, what it left alone and why, and every decoder layer before and after.
 
+    With --target npu also: the routes that lowering took and why not better ones, the kernels that torchair's graph
+    launches (after: pagoda npu setup), and the least time that a step can take. No NPU is needed.
+
     Nothing is generated. Exit status: 0, also for a model that cannot be served (the report says why), 2 for a
     mistake in the arguments.
     """
@@ -59,9 +79,17 @@ def inspect(
     with one_line_errors(debug):
         from ..compiler.explain import explain
 
-        module = _load(model, dtype, trust_remote_code, target)
-        selection = pass_selection(skip_pass, only_pass)
-        explanation = explain(module, target=target, verify=verify, opt_level=opt_level, passes=selection)
+        module = _load_or_build(model, dtype, trust_remote_code, target)
+        explanation = explain(
+            module,
+            target=target,
+            soc=soc,
+            context=context,
+            torchair=torchair,
+            verify=verify,
+            opt_level=opt_level,
+            passes=pass_selection(skip_pass, only_pass),
+        )
         if html is not None:
             explanation.to_html(html, layer)
         text = json.dumps(explanation.to_dict(), indent=1, allow_nan=False)
@@ -79,7 +107,7 @@ def inspect(
 def bisect(
     model: Model,
     target: Target = "auto",
-    codegen: Annotated[str, typer.Option(help="inductor, none or auto.")] = "inductor",
+    codegen: Annotated[str, typer.Option(help="auto, none, inductor, ge or aclgraph.")] = "auto",
     opt_level: OptLevel = 2,
     dtype: Dtype = "auto",
     skip_pass: SkipPass = None,
@@ -126,6 +154,29 @@ def bisect(
 
 def _log(verbose: bool) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(name)s: %(message)s")
+
+
+def _load_or_build(model: str, dtype: str, trust_remote_code: bool, target: str) -> PreTrainedModel | Skeleton:
+    """The model, or a few layers of it where the folder holds no weights."""
+    if not _lacks_weights(Path(model).expanduser()):
+        return _load(model, dtype, trust_remote_code, target)
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from ..checkpoint import check_config, check_source, resolve_dtype
+    from ..compiler.explain import build_skeleton
+
+    name = check_source(model)
+    config = AutoConfig.from_pretrained(name)
+    check_config(config, name, trust_remote_code=False)
+    return build_skeleton(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, resolve_dtype(dtype))
+
+
+def _lacks_weights(folder: Path) -> bool:
+    """Whether ``folder`` holds a configuration and no weights."""
+    return (folder / "config.json").is_file() and not any(
+        file for pattern in ("*.safetensors", "*.bin", "*.index.json") for file in folder.glob(pattern)
+    )
 
 
 def _load(model: str, dtype: str, trust_remote_code: bool, target: str) -> PreTrainedModel:

@@ -12,7 +12,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def seeded(two_threads: None) -> None:
     torch.manual_seed(0)
     random.seed(0)
 

@@ -1,0 +1,131 @@
+"""How many floating-point operations the products and the attention of a graph do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from ...passes import TracedGraph
+from ...passes.fx_nodes import shape, value
+from ...passes.provenance import launches_work, operator_name
+from .traffic import Sizes, Step, is_weight
+
+_SPARSE_BAND = 4
+# They read a matrix and are no products of matrices.
+_NO_PRODUCTS = frozenset({"npu_rotary_mul"})
+_WINDOW, _CHUNK = 12, 13  # arguments of pagoda::paged_attention
+
+
+def flops(traced: TracedGraph, nodes: Iterable[fx.Node], step: Step) -> int:
+    """Multiplications and additions, each for itself, of the operators among ``nodes`` in one step.
+
+    Counted are products of matrices and attention, whose kernels skip what a causal mask or a window hides. Norms,
+    rotations, activations and other work that is linear in the activations is not: memory bounds it.
+    """
+    sizes = Sizes(traced, step)
+    total = 0
+    for node in nodes:
+        namespace, _, name = operator_name(node).rpartition(".")
+        if not launches_work(node) or name in _NO_PRODUCTS:
+            continue
+        if name in _FORMULAS:
+            total += _FORMULAS[name](node, step, sizes)
+        elif namespace == "npu":
+            total += _every_row_by_every_matrix(traced, node, step, sizes)
+    return total
+
+
+def keys_seen(step: Step, window: int = 0, chunk: int = 0) -> int:
+    """How many keys the queries of a step look at, summed over the queries.
+
+    Args:
+        step: the step.
+        window: of a sliding window, 0 for none.
+        chunk: of chunked attention, 0 for none.
+    """
+    total = 0
+    for position in range(step.context - step.tokens, step.context):
+        seen = position + 1
+        if chunk:
+            seen = position % chunk + 1
+        total += min(seen, window) if window else seen
+    return total
+
+
+def _product(place: int) -> Callable[[fx.Node, Step, Sizes], int]:
+    """Of an operator whose argument at ``place`` is the left matrix, or a list of them."""
+
+    def formula(node: fx.Node, step: Step, sizes: Sizes) -> int:
+        left = pytree.tree_leaves(node.args[place])[0]
+        result = next(v for v in pytree.tree_leaves(value(node)) if isinstance(v, torch.Tensor))
+        return 2 * math.prod(sizes.shape(result)) * sizes.shape(left)[-1]
+
+    return formula
+
+
+def _experts(node: fx.Node, step: Step, sizes: Sizes) -> int:
+    """pagoda::moe(x [N, H], weights [N, K], ids, up [E, ...], down [E, ...], ...)."""
+    ids, up, down = node.args[2:5]
+    rows = math.prod(sizes.shape(ids))
+    return 2 * rows * (math.prod(sizes.shape(up)[1:]) + math.prod(sizes.shape(down)[1:]))
+
+
+def _every_row_by_every_matrix(traced: TracedGraph, node: fx.Node, step: Step, sizes: Sizes) -> int:
+    """Of operators that join several projections, those of latent attention for instance."""
+    matrices = [n for n in node.all_input_nodes if len(shape(n)) > 1 and is_weight(traced, n)]
+    return 2 * step.tokens * sum(math.prod(sizes.shape(n)) for n in matrices)
+
+
+def _paged(node: fx.Node, step: Step, sizes: Sizes) -> int:
+    """pagoda::paged_attention(q [1, H, T, D], k, v [1, Hk, T, Dv], ...)."""
+    _, heads, _, dim = sizes.shape(node.args[0])
+    value_dim = sizes.shape(node.args[2])[-1]
+    arguments: tuple[Any, ...] = node.args
+    return 2 * heads * (dim + value_dim) * keys_seen(step, arguments[_WINDOW], arguments[_CHUNK])
+
+
+def _dense(node: fx.Node, step: Step, sizes: Sizes) -> int:
+    """attention(q [B, H, T, D], k, v [B, Hk, S, Dv], ...) of one sequence."""
+    _, heads, _, dim = sizes.shape(node.args[0])
+    return 2 * heads * (dim + sizes.shape(node.args[2])[-1]) * keys_seen(step)
+
+
+def _fused(node: fx.Node, step: Step, sizes: Sizes) -> int:
+    """npu_fused_infer_attention_score and its kin, in any layout."""
+    given: Any = node.kwargs
+    heads = given["num_query_heads"] if "num_query_heads" in given else given["num_heads"]
+    kv_heads = given.get("num_key_value_heads") or heads
+    layout = given["input_layout"]
+    query, values = sizes.shape(node.args[0]), sizes.shape(node.args[2])
+    dim = query[-1] // heads if layout.startswith("BSH") else query[-1]
+    flat = (given.get("block_table") is not None and len(values) == 3) or layout.startswith("BSH")
+    value_dim = values[-1] // kv_heads if flat else values[-1]
+    rope = given.get("query_rope")
+    if rope is not None:
+        dim += sizes.shape(rope)[-1]
+    window = given["pre_tokens"] + 1 if given.get("sparse_mode") == _SPARSE_BAND else 0
+    return 2 * heads * (dim + value_dim) * keys_seen(step, window)
+
+
+_FORMULAS: dict[str, Callable[[fx.Node, Step, Sizes], int]] = {
+    **dict.fromkeys(("mm", "bmm", "linear", "matmul", "npu_linear", "npu_transpose_batchmatmul"), _product(0)),
+    **dict.fromkeys(("packed_linear", "npu_grouped_matmul", "_grouped_mm"), _product(0)),
+    **dict.fromkeys(("addmm", "baddbmm"), _product(1)),
+    "moe": _experts,
+    "paged_attention": _paged,
+    **dict.fromkeys(("attention", "scaled_dot_product_attention"), _dense),
+    **dict.fromkeys(
+        (
+            "npu_fused_infer_attention_score",
+            "npu_fused_infer_attention_score_v2",
+            "npu_prompt_flash_attention",
+            "npu_incre_flash_attention",
+        ),
+        _fused,
+    ),
+}

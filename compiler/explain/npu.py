@@ -1,0 +1,217 @@
+"""What becomes of a model that is lowered for an Ascend NPU: routes, what is left of ATen, and the least time a step
+can take.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ...passes import PassRecord, TracedGraph
+from ...passes.fx_nodes import module_path
+from ...passes.provenance import DecoderLayers, launches_work, operator_name, source_line
+from ...passes.record import Route
+from ..targets.npu.socs import Chip
+from .flops import flops
+from .npu_graph import GeReport
+from .regions import UNSAID, Leftover, region, said_about
+from .traffic import Moved, Step, moved
+from .wording import alike
+
+PREFILL_TOKENS = 1024
+HALF = ("bfloat16", "float16")
+"""The dtypes for which a chip's peak is known."""
+_BY_FORMULA = "aten"  # what a route is called that inserts a formula's operators
+
+
+@dataclass(frozen=True)
+class RouteSummary:
+    """Places that were lowered alike.
+
+    Attributes:
+        operator: the canonical operator that they were, ``pagoda.rms_norm``.
+        chosen: operators that stand for it now; "aten" for those of its formula.
+        refused: better ones that were not taken, each with the reason.
+        modules: where, layers not told apart.
+        count: how many places.
+    """
+
+    operator: str
+    chosen: tuple[str, ...]
+    refused: tuple[tuple[str, str], ...]
+    modules: tuple[str, ...]
+    count: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The least that one step of one sequence costs, by shapes and published figures; nothing is measured.
+
+    Attributes:
+        name: "decode" or "prefill".
+        step: what is computed.
+        moved: bytes that the operators move.
+        flops: operations of products and attention.
+        memory_seconds: to read every weight and key once and write the new ones, at the memory's bandwidth.
+            Activations are left out, for they may stay on the chip. None when the bandwidth is unknown.
+        compute_seconds: to do the operations at the chip's peak; None when it is unknown.
+    """
+
+    name: str
+    step: Step
+    moved: Moved
+    flops: int
+    memory_seconds: float | None
+    compute_seconds: float | None
+
+    @property
+    def seconds(self) -> float | None:
+        """A time that no such step can beat; None when nothing is known."""
+        known = [s for s in (self.memory_seconds, self.compute_seconds) if s is not None]
+        return max(known, default=None)
+
+    @property
+    def bound_by(self) -> str:
+        """Which of "memory" and "compute" takes longer; "" where one of them is unknown."""
+        if self.memory_seconds is None or self.compute_seconds is None:
+            return ""
+        return "memory" if self.memory_seconds >= self.compute_seconds else "compute"
+
+
+@dataclass(frozen=True)
+class NpuReport:
+    """What lowering for an NPU did.
+
+    Attributes:
+        soc: the chip.
+        chip: its published figures; None when there are none.
+        block_size: tokens per block of the KV cache.
+        dtype: that the model computes in, ``bfloat16``.
+        routes: by operator, what was chosen and refused.
+        graph: what torchair makes of it.
+        estimates: of a decode and of a prefill step.
+    """
+
+    soc: str
+    chip: Chip | None
+    block_size: int
+    dtype: str
+    routes: tuple[RouteSummary, ...]
+    graph: GeReport
+    estimates: tuple[Estimate, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for ``json.dump``."""
+        return {
+            "soc": self.soc,
+            "chip": None if self.chip is None else {**asdict(self.chip), "peak": self.chip.peak},
+            "block_size": self.block_size,
+            "dtype": self.dtype,
+            "routes": [
+                {**asdict(r), "refused": [{"route": route, "reason": reason} for route, reason in r.refused]}
+                for r in self.routes
+            ],
+            "graph": self.graph.to_dict(),
+            "estimates": [{**asdict(e), "seconds": e.seconds, "bound_by": e.bound_by} for e in self.estimates],
+        }
+
+
+def route_summaries(records: Iterable[PassRecord]) -> tuple[RouteSummary, ...]:
+    """The routes of all lowering passes, those of one kind together."""
+    found: dict[tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]], list[str]] = {}
+    for route in routes_of(records):
+        chosen = route.chosen or (route.operator,)
+        found.setdefault((route.operator, chosen, route.refused), []).append(route.module)
+    return tuple(
+        RouteSummary(*kind, tuple(dict.fromkeys(alike(module) for module in modules)), len(modules))
+        for kind, modules in found.items()
+    )
+
+
+def routes_of(records: Iterable[PassRecord]) -> list[Route]:
+    """What the lowering passes chose, place by place."""
+    return [route for record in records for route in record.routes]
+
+
+def npu_leftovers(traced: TracedGraph, layers: DecoderLayers, records: Sequence[PassRecord]) -> list[Leftover]:
+    """Operators of ATen in the decoder layers that launch work, with the reasons.
+
+    Args:
+        traced: the lowered graph.
+        layers: its decoder layers.
+        records: what the passes said.
+    """
+    by_module: dict[str, list[Route]] = {}
+    for route in routes_of(records):
+        by_module.setdefault(route.module, []).append(route)
+    found = []
+    for node, layer in layers.of.items():
+        target = node.target
+        if not launches_work(node) or not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+            continue
+        module, part = module_path(node), region(node)
+        reason = _reason_of_route(operator_name(node), by_module.get(module, []))
+        if not reason and part in _KINDS_OF_PASSES:
+            near_miss = said_about(part, node.name, module, records)
+            reason = "" if near_miss == UNSAID else near_miss
+        if not reason:
+            line = source_line(node)
+            reason = f"the model computes it: {line}" if line else "a pass inserted it"
+        found.append(Leftover(operator_name(node), module, part or "other", layer, reason))
+    return found
+
+
+_KINDS_OF_PASSES = frozenset({"attention", "norm", "rope", "activation", "moe"})
+
+
+def _reason_of_route(operator: str, routes: Sequence[Route]) -> str:
+    """Why the routes of a module hold an operator; "" when none does."""
+    holding = [r for r in routes if operator in r.chosen] or [r for r in routes if _BY_FORMULA in r.chosen]
+    for route in holding:
+        if route.refused:
+            return "; ".join(f"{name.removeprefix('npu.')}: {reason}" for name, reason in route.refused)
+    for route in holding:
+        fused = [name.removeprefix("npu.") for name in route.chosen if name.startswith("npu.")]
+        return f"beside {', '.join(fused)}" if fused else f"what {route.operator} becomes"
+    return ""
+
+
+def computed_in(traced: TracedGraph) -> str:
+    """The dtype of a graph's keys and values, which is that of its products: ``bfloat16``."""
+    return str(traced.caches[0].dtype).removeprefix("torch.")
+
+
+def estimates(
+    traced: TracedGraph, layers: DecoderLayers, stands_for: Sequence[int], chip: Chip | None, context: int
+) -> tuple[Estimate, ...]:
+    """What a decode step with ``context`` tokens in the cache and a prefill of ``PREFILL_TOKENS`` cost at least.
+
+    Args:
+        traced: the lowered graph.
+        layers: its decoder layers.
+        stands_for: for each layer of the whole model the layer of the graph that is like it.
+        chip: where it runs; None when nothing is known of it.
+        context: tokens, the decoded one included.
+    """
+    dtype = computed_in(traced)
+    bandwidth = None if chip is None else chip.bandwidth
+    peak = chip.peak if chip is not None and dtype in HALF else None
+    outside = [n for n in traced.graph.nodes if n not in layers.of]
+    times = Counter(stands_for)
+    found = []
+    for name, step in (
+        ("decode", Step(1, context, 1)),
+        ("prefill", Step(PREFILL_TOKENS, PREFILL_TOKENS, 1)),
+    ):
+        total, operations = moved(traced, outside, step), flops(traced, outside, step)
+        for layer in range(len(layers.paths)):
+            nodes = layers.nodes(layer)
+            total += moved(traced, nodes, step) * times[layer]
+            operations += flops(traced, nodes, step) * times[layer]
+        memory = None if bandwidth is None else (total.weights + total.cache) / bandwidth
+        found.append(Estimate(name, step, total, operations, memory, None if peak is None else operations / peak))
+    return tuple(found)

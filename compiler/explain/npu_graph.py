@@ -1,0 +1,185 @@
+"""What the real torchair makes of a model that is lowered for an NPU, seen in a Python with the offline toolchain."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...passes import UnsupportedModel
+from ...passes.fx_nodes import value
+from ...passes.provenance import decoder_layers
+from ..options import CompileOptions
+from ..targets.npu.ge_graph import GeGraph
+from ..targets.npu.offline import call_offline, is_offline
+from ..targets.npu.toolchain import ToolchainError, find_toolchain
+from .skeleton import Skeleton, build_skeleton
+
+_CACHES = ("key_cache_", "value_cache_")
+
+
+@dataclass(frozen=True)
+class GeLayer:
+    """Decoder layers of one kind in a GE graph.
+
+    Attributes:
+        layers: their numbers in the whole model.
+        types: operators of the Ascend IR that launch a kernel, with how many there are of each.
+    """
+
+    layers: tuple[int, ...]
+    types: dict[str, int]
+
+    @property
+    def launches(self) -> int:
+        """Kernels that one of the layers launches."""
+        return sum(self.types.values())
+
+
+@dataclass(frozen=True)
+class GeReport:
+    """A GE graph, summed up.
+
+    Attributes:
+        unavailable: why there is none, and how to get it; "" when there is one. All else is empty then.
+        converted: decoder layers of the graph; they stand for all of the model's.
+        layers: by kind.
+        per_step: operators that launch a kernel once per step, outside of the layers.
+        cache_copies: nodes that copy a whole key or value cache in every step; there should be none.
+    """
+
+    unavailable: str = ""
+    converted: int = 0
+    layers: tuple[GeLayer, ...] = ()
+    per_step: dict[str, int] = field(default_factory=dict)
+    cache_copies: tuple[str, ...] = ()
+
+    @property
+    def launches_per_layer(self) -> int:
+        """Kernels of the layer that launches most."""
+        return max((layer.launches for layer in self.layers), default=0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for ``json.dump``."""
+        layers = [{**asdict(layer), "launches": layer.launches} for layer in self.layers]
+        return {**asdict(self), "layers": layers, "launches_per_layer": self.launches_per_layer}
+
+
+def graph_engine_report(model: nn.Module, stands_for: Sequence[int], options: CompileOptions) -> GeReport:
+    """Convert a model with the real torchair; it is built anew from its configuration, without values.
+
+    Nothing is downloaded. Takes about half a minute, most of it in another process.
+
+    Args:
+        model: a transformers model.
+        stands_for: for each layer of the whole model the layer of ``model`` that is like it.
+        options: how the model is lowered.
+    """
+    from transformers import PreTrainedModel
+
+    kind = type(model)
+    if not isinstance(model, PreTrainedModel) or kind.__module__.split(".")[0] != "transformers":
+        return GeReport(f"{kind.__name__} is no class of transformers and cannot be built in another process")
+    if options.patterns:
+        return GeReport("patterns are functions and cannot be sent to another process")
+    if not is_offline():
+        try:
+            find_toolchain()
+        except ToolchainError as error:
+            return GeReport(str(error))
+    with tempfile.TemporaryDirectory(prefix="pagoda_config_") as folder:
+        model.config.save_pretrained(folder)
+        try:
+            found = call_offline(
+                f"{__name__}:convert_configuration",
+                folder=folder,
+                kind=f"{kind.__module__}:{kind.__name__}",
+                dtype=str(model.dtype).removeprefix("torch."),
+                soc=options.npu_target().soc,
+                block_size=options.block_size,
+                opt_level=options.opt_level,
+                passes={name: list(names) for name, names in options.passes.items()},
+            )
+        except (RuntimeError, ValueError) as error:  # of the function itself, where it runs in this process
+            return GeReport(f"the graph could not be converted: {error}")
+    return _report(found, stands_for)
+
+
+def _report(found: Mapping[str, Any], stands_for: Sequence[int]) -> GeReport:
+    """Join what was converted and what that stands for."""
+    numbers: dict[int, list[int]] = {}
+    for number, layer in enumerate(stands_for):
+        numbers.setdefault(found["stands_for"][layer], []).append(number)
+    kinds: dict[frozenset[tuple[str, int]], tuple[dict[str, int], list[int]]] = {}
+    for layer, types in enumerate(found["layers"]):
+        _, of = kinds.setdefault(frozenset(types.items()), (types, []))
+        of.extend(numbers.get(layer, []))
+    layers = tuple(GeLayer(tuple(sorted(of)), types) for types, of in kinds.values())
+    return GeReport("", len(found["layers"]), layers, found["per_step"], tuple(found["cache_copies"]))
+
+
+def convert_configuration(
+    folder: str, kind: str, dtype: str, soc: str, block_size: int, opt_level: int, passes: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
+    """Build, lower and convert a model; for ``call_offline``.
+
+    Args:
+        folder: with its config.json.
+        kind: its class, ``module:name``.
+        dtype: of its weights, ``bfloat16``.
+        soc, block_size, opt_level, passes: as in ``CompileOptions``.
+
+    Returns:
+        ``layers``: of each decoder layer, operators with counts, in the graph's order; ``per_step``: of the rest;
+        ``stands_for``: as in ``Skeleton``; ``cache_copies``: names of nodes.
+
+    Raises:
+        UnsupportedModel: it cannot be served paged.
+        ConversionError: a node has no GE form.
+    """
+    from transformers import AutoConfig
+
+    from ..build import rewrite
+    from ..capture import capture
+    from ..report import CompileReport
+    from ..targets.npu.conversion import convert
+
+    module, _, name = kind.partition(":")
+    options = CompileOptions(
+        opt_level, dict(passes), verify="off", codegen="none", target="npu", soc=soc, block_size=block_size
+    )
+    config = AutoConfig.from_pretrained(folder)
+    skeleton: Skeleton = build_skeleton(getattr(importlib.import_module(module), name), config, getattr(torch, dtype))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # whoever asks has captured the model too, and has seen them
+        captured = capture(skeleton.model)
+        known = decoder_layers(captured.traced.graph)
+        traced = rewrite(captured, options, None, CompileReport(name))
+        graph = convert(traced.module, [value(node) for node in traced.placeholders], soc=soc)
+    layers = decoder_layers(traced.graph, known, traced.placeholder(traced.input_ids))
+    if len(layers.paths) != skeleton.depth:
+        raise UnsupportedModel(f"{name} has {skeleton.depth} layers, and {len(layers.paths)} are found in its graph")
+    of = {node.name: layer for node, layer in layers.of.items()}
+    per_layer: list[Counter[str]] = [Counter() for _ in layers.paths]
+    per_step: Counter[str] = Counter()
+    for node in graph.computing():
+        layer = of.get(node.origin, -1)
+        (per_step if layer < 0 else per_layer[layer])[node.type] += 1
+    return {
+        "layers": [dict(types) for types in per_layer],
+        "per_step": dict(per_step),
+        "stands_for": skeleton.stands_for,
+        "cache_copies": [node.name for node in _cache_copies(graph)],
+    }
+
+
+def _cache_copies(graph: GeGraph) -> list[Any]:
+    caches = [name for name in graph.inputs if name.startswith(_CACHES)]
+    return graph.cache_copies(*caches) if caches else []

@@ -1,0 +1,133 @@
+"""The part of a report that is about an NPU, as rows that a terminal and a page both show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .npu import HALF, Estimate, NpuReport
+from .wording import counted_names, duration, in_runs, quantity, size
+
+if TYPE_CHECKING:
+    from .explanation import Explanation, LayerSummary
+
+_UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table with a heading.
+
+    Attributes:
+        title: heading.
+        columns: names; numbers stand in those that end in ``#``, and those that end in ``!`` are never broken.
+        rows: cells.
+        note: a sentence or two below; "" for none.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+def npu_sections(explanation: Explanation) -> list[Section]:
+    """Routes, the graph engine's operators and the estimate; [] for another target."""
+    report = explanation.npu
+    if report is None:
+        return []
+    return [_routes(report), _graph(report, explanation.layers), _estimates(report)]
+
+
+def _routes(report: NpuReport) -> Section:
+    rows = []
+    for route in report.routes:
+        refused = "\n".join(f"{_short(name)}: {reason}" for name, reason in route.refused)
+        where = "\n".join(f"in {module}" for module in route.modules) if route.refused else ""
+        chosen = " + ".join(_short(name) for name in route.chosen)
+        rows.append((_short(route.operator), str(route.count), chosen, "\n".join(t for t in (refused, where) if t)))
+    columns = ("operator!", "sites#", "becomes", "better ones refused, and where")
+    return Section(f"Routes on {report.soc}", columns, tuple(rows))
+
+
+def _short(name: str) -> str:
+    """``npu.npu_rms_norm`` → ``npu_rms_norm``, ``pagoda.rope`` → ``rope``; "aten" is a formula's operators."""
+    if name == "aten":
+        return "the formula in ATen"
+    return name.removeprefix("npu.").removeprefix("pagoda.")
+
+
+def _graph(report: NpuReport, layers: Sequence[LayerSummary]) -> Section:
+    graph = report.graph
+    title = f"Kernels that torchair's graph launches on {report.soc}"
+    if graph.unavailable:
+        return Section(title, (), (), f"Not known: {graph.unavailable}")
+    rows = []
+    for kind in graph.layers:
+        like = layers[kind.layers[0]] if kind.layers and kind.layers[0] < len(layers) else None
+        rows.append(
+            (
+                in_runs(kind.layers),
+                "" if like is None else str(len(like.operators_before)),
+                "" if like is None else str(len(like.operators_after)),
+                str(kind.launches),
+                counted_names(kind.types),
+            )
+        )
+    rows.append(("per step", "", "", str(sum(graph.per_step.values())), counted_names(graph.per_step)))
+    copies = len(graph.cache_copies)
+    whole = sum(len(kind.layers) for kind in graph.layers)
+    note = f"{copies} hidden copies of a whole KV cache{': ' * bool(copies)}{', '.join(graph.cache_copies)}."
+    if graph.converted < whole:
+        note += f" {graph.converted} of {whole} layers were converted, one of each kind; the others are like them."
+    columns = ("layers!", "untouched#", "lowered#", "kernels#", "operators of the Ascend IR")
+    return Section(title, columns, tuple(rows), note)
+
+
+def _estimates(report: NpuReport) -> Section:
+    columns = ("one sequence!", *(f"{_step_name(e)}#" for e in report.estimates))
+    rows: tuple[tuple[str, Callable[[Estimate], str]], ...] = (
+        ("tokens in the KV cache afterwards", lambda e: str(e.step.context)),
+        ("weights read", lambda e: size(e.moved.weights)),
+        ("KV cache read and written", lambda e: size(e.moved.cache)),
+        ("activations read and written", lambda e: size(e.moved.activations)),
+        ("operations of products and attention", lambda e: quantity(e.flops, "FLOP")),
+        ("per token: bytes moved", lambda e: size(e.moved.total / e.step.tokens)),
+        ("per token: operations", lambda e: quantity(e.flops / e.step.tokens, "FLOP")),
+        ("weights and KV cache at the memory's bandwidth", lambda e: _time(e.memory_seconds)),
+        ("operations at the chip's peak", lambda e: _time(e.compute_seconds)),
+        ("so a step takes at least", _least),
+        ("tokens per second at most", lambda e: f"{e.step.tokens / e.seconds:,.0f}" if e.seconds else _UNKNOWN),
+    )
+    note = (
+        f"{_published(report)} An estimate from shapes, nothing was measured: no step is faster than reading every "
+        "weight and key once, or than its operations at the peak. Left out are activations, which may stay on the "
+        "chip, and the time to launch kernels."
+    )
+    cells = tuple((name, *(cell(e) for e in report.estimates)) for name, cell in rows)
+    return Section("Estimate: the least that a step costs", columns, cells, note)
+
+
+def _step_name(estimate: Estimate) -> str:
+    tokens = estimate.step.tokens
+    return f"{estimate.name}, {tokens} token{'s' * (tokens > 1)}"
+
+
+def _published(report: NpuReport) -> str:
+    chip = report.chip
+    if chip is None:
+        return f"No published figures of {report.soc} are known here."
+    bandwidth = _UNKNOWN if chip.bandwidth is None else quantity(chip.bandwidth, "B/s")
+    peak = _UNKNOWN if chip.peak is None else f"{quantity(chip.peak, 'FLOP/s')} in half precision"
+    other = "" if report.dtype in HALF else f" (the model computes in {report.dtype})"
+    return f"Published for {report.soc}: memory {bandwidth}, peak {peak}{other}."
+
+
+def _time(seconds: float | None) -> str:
+    return _UNKNOWN if seconds is None else duration(seconds)
+
+
+def _least(estimate: Estimate) -> str:
+    by = f" ({estimate.bound_by})" if estimate.bound_by else ""
+    return f"{_time(estimate.seconds)}{by}"

@@ -1,0 +1,118 @@
+"""A model built from its configuration alone: few layers, and no values in its weights."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+# What numbers a layer or names it in a log; everything else that differs makes a layer another kind.
+_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "index", "idx"})
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A model whose layers stand for those of a larger one.
+
+    Attributes:
+        model: in eval mode, its weights uninitialised; it can be compiled and not run.
+        stands_for: for each layer of the whole model the layer of ``model`` that is like it. The first and the last
+            stand for themselves alone, for what lies around the layers is fused into them.
+    """
+
+    model: nn.Module
+    stands_for: tuple[int, ...]
+
+    @property
+    def depth(self) -> int:
+        """Layers of ``model``."""
+        return max(self.stands_for) + 1
+
+
+def build_skeleton(kind: Any, config: Any, dtype: torch.dtype | None = None) -> Skeleton:
+    """Build a transformers model with as few layers as show every kind of its layers.
+
+    Args:
+        kind: class of the model.
+        config: its configuration, which is not changed.
+        dtype: of its weights; None for what the configuration says, or bf16.
+    """
+    config = copy.deepcopy(config)
+    dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
+    stands_for = _stand_ins(_layer_kinds(kind, config))
+    text = config.get_text_config(decoder=True)
+    if stands_for and max(stands_for) + 1 < len(stands_for):
+        _cut_layers(text, max(stands_for) + 1)
+    else:
+        stands_for = tuple(range(text.num_hidden_layers))
+    return Skeleton(_without_values(kind, config, dtype), stands_for)
+
+
+def identity(layers: int) -> tuple[int, ...]:
+    """``stands_for`` of a whole model."""
+    return tuple(range(layers))
+
+
+def _without_values(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    """The model; memory that nobody writes to costs nothing."""
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model: nn.Module = kind._from_config(config, dtype=dtype)
+    model.tie_weights()  # type: ignore[operator]
+    return model.eval().requires_grad_(False)
+
+
+def _layer_kinds(kind: Any, config: Any) -> list[Hashable]:
+    """What each decoder layer of the whole model is; [] where they are not found."""
+    depth = config.get_text_config(decoder=True).num_hidden_layers
+    try:
+        with torch.device("meta"):
+            model = kind._from_config(copy.deepcopy(config))
+    except Exception as error:  # a model that computes with its buffers while it is built
+        logger.info("not built on the meta device, all %d layers are taken: %s", depth, error)
+        return []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return [_kind(layer) for layer in module]
+    return []
+
+
+def _kind(layer: nn.Module) -> Hashable:
+    """Modules, shapes of parameters and plain attributes of a layer."""
+    found: list[Hashable] = []
+    for name, module in layer.named_modules():
+        parameters = tuple((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
+        plain = tuple(
+            (n, v)
+            for n, v in sorted(vars(module).items())
+            if n not in _NUMBERS and not n.startswith("_") and isinstance(v, int | float | str | bool | None)
+        )
+        found.append((name, type(module), parameters, plain))
+    return tuple(found)
+
+
+def _stand_ins(kinds: Sequence[Hashable]) -> tuple[int, ...]:
+    """For each layer one of the first few that is like it, the first and the last one for themselves."""
+    whole = len(kinds)
+    for depth in range(3, whole):
+        inner = {kind: i for i, kind in reversed(list(enumerate(kinds[: depth - 1]))) if i}
+        if kinds[depth - 1] == kinds[-1] and set(kinds[1:-1]) <= set(inner):
+            return (0, *(inner[kind] for kind in kinds[1:-1]), depth - 1)
+    return identity(whole)
+
+
+def _cut_layers(config: Any, depth: int) -> None:
+    """Leave the first layers of a text configuration."""
+    whole = config.num_hidden_layers
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == whole:
+            setattr(config, name, value[:depth])
+    config.num_hidden_layers = depth

@@ -1,0 +1,216 @@
+"""The ACL graph route: the calls of a lowered graph are captured at planned sizes and replayed.
+
+npugraph_ex compiles the graph, once and with symbols for its sizes; for each new size it captures the calls, and from
+then on replays them on the same addresses. So
+
+- caches and weights are used where they lie; caches are bound once, at another address everything is captured anew;
+- what changes from step to step is copied into buffers of a fixed address, one per input and size;
+- the lists of lengths are the exception: npugraph_ex gives the attention calls (``npu_fused_infer_attention_score``
+  v1 and v2, no other operator) the values of each replay;
+- these lists have one length, that of the most sequences and one more, to which dummy tokens can belong. Their dummy
+  members beyond the dummy tokens stand for sequences without tokens.
+
+npugraph_ex captures at most ``capture_limit`` sizes and throws all of them away at the next one, running eagerly from
+then on. That must not happen unnoticed: a step that fits no planned size runs eagerly by our decision, and is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._guards import TracingContext, tracing
+
+from ....passes import TracedGraph
+from ....runtime.program import KVCache
+from .capture_sizes import (
+    CAPTURES_PER_GRAPH,
+    most_padding,
+    padded_size,
+    plan_capture_sizes,
+    request_mix,
+    stream_budget,
+)
+from .flat_graph import flat_graph
+from .in_place import write_in_place
+from .route import Route, Run, ctrl_c_kept
+from .step_padding import StepSize, spare_blocks
+
+log = logging.getLogger(__name__)
+
+
+class AclGraphs(Route):
+    """Runs a lowered graph by captured ACL graphs, each captured when it is first needed.
+
+    Args:
+        traced: a graph lowered for ``graph_mode="aclgraph"``; its constants are linked.
+        eager: runs the graph's calls one by one, for steps that are not captured.
+        budget: most sizes that are captured; by default what ``capture_limit`` and the device's streams allow.
+
+    Attributes:
+        planned: numbers of tokens that steps are padded to, ascending.
+        captured: sizes that have been captured, as (tokens, asked rows).
+        eager_steps: why steps ran eagerly → how many.
+    """
+
+    name = "aclgraph"
+
+    def __init__(self, traced: TracedGraph, eager: Run, budget: int | None = None) -> None:
+        super().__init__(traced)
+        assert traced.npu is not None
+        self._eager = eager
+        self._budget = min(CAPTURES_PER_GRAPH, stream_budget(soc=traced.npu.soc)) if budget is None else budget
+        names = [node.name for node in traced.placeholders]
+        self._ids_at = names.index(traced.input_ids)
+        self._rows_at = names.index("logits_rows") if "logits_rows" in names else None
+        self._only_decode = any(node.name == "padded_tokens" and node.users for node in traced.placeholders)
+        self._refusal = _why_not_captured(traced, self.lists)
+        self._length = self._width = 0
+        self._caches: list[torch.Tensor] = []
+        self._graph: Run | None = None
+        self._static: dict[tuple[int, torch.Size], torch.Tensor] = {}
+        self.planned: tuple[int, ...] = ()
+        self.captured: set[tuple[int, int]] = set()
+        self.eager_steps: Counter[str] = Counter()
+
+    def plan(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+        if self._budget < 1:
+            self._refusal = self._refusal or "the device has no streams left for captured graphs"
+        if self._refusal:
+            return 0
+        most = max_num_seqs if self._only_decode else max(max_num_seqs, max_num_batched_tokens)
+        self.planned = plan_capture_sizes(request_mix(max_num_seqs, most), most, self._budget)
+        self._length = max_num_seqs + 1
+        padding = most_padding(self.planned)
+        self._width = max(spare_blocks(max_model_len, self.block_size), spare_blocks(padding, self.block_size))
+        log.info("ACL graphs are planned for %s tokens", ", ".join(map(str, self.planned)))
+        return padding
+
+    def bind(self, kv_cache: KVCache) -> None:
+        """Take notice of the caches that later calls receive; what was captured is thrown away."""
+        super().bind(kv_cache)
+        self._caches = [cache for pair in kv_cache for cache in pair]
+        self._graph = None
+        self._static.clear()
+        self.captured.clear()
+
+    def size_for(self, size: StepSize) -> StepSize | None:
+        """The next planned number of tokens, with as many sequences as the lists have members."""
+        tokens = padded_size(size.tokens, self.planned)
+        reason = self._refusal
+        if not reason and self._only_decode and size.tokens != size.sequences:
+            reason = "sequences differ in length, and the graph pads them to the longest"
+        if not reason and (tokens is None or size.sequences >= self._length or size.blocks > self._width):
+            reason = f"steps are larger than planned, {max(self.planned)} tokens of {self._length - 1} sequences"
+        if reason or tokens is None:
+            self._note_eager(reason)
+            return None
+        rows = min(tokens, self._length)
+        return StepSize(tokens, self._length, rows if size.rows <= rows else tokens, self._width)
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        size = self._planned_size(args)
+        if size is None:
+            return self._eager(*self.on_device(args))
+        if size not in self.captured and len(self.captured) >= self._budget:
+            self._note_eager(f"{self._budget} sizes are captured already")
+            return self._eager(*self.on_device(args))
+        fixed = self._in_place(args)
+        if size in self.captured:
+            assert self._graph is not None
+            return self._graph(*fixed)
+        if self._graph is None:
+            self._graph = self._compile()
+        try:
+            results = self._graph(*fixed)
+        except RuntimeError as error:  # no streams or memory left for another capture
+            log.warning("capturing a step of %d tokens fails, no more sizes are captured: %s", size[0], error)
+            self._budget = len(self.captured)
+            return self._eager(*self.on_device(args))
+        self.captured.add(size)
+        return results
+
+    def _planned_size(self, args: Sequence[Any]) -> tuple[int, int] | None:
+        """(tokens, asked rows) of a step that got its size from ``size_for``."""
+        if not self.planned or len(args[self.lists[0]]) != self._length:
+            return None
+        tokens = args[self._ids_at].shape[1]
+        return tokens, tokens if self._rows_at is None else args[self._rows_at].shape[0]
+
+    def _note_eager(self, reason: str) -> None:
+        if not self.eager_steps[reason]:
+            log.warning("not every step is captured, some run eagerly: %s", reason)
+        self.eager_steps[reason] += 1
+
+    def _in_place(self, args: Sequence[Any]) -> list[Any]:
+        """The same with the step's tensors copied to buffers that keep their addresses."""
+        fixed = list(args)
+        for i in self.changing:
+            given: torch.Tensor = args[i]
+            place = self._static.get((i, given.shape))
+            if place is None:
+                place = self._static[i, given.shape] = torch.empty_like(given, device=self.device)
+            fixed[i] = place.copy_(given)
+        return fixed
+
+    def _compile(self) -> Run:
+        log.info("compiling for ACL graphs")
+        flat = flat_graph(self.traced, self._length, caches=self._caches, with_sizes=True)
+
+        def compile_fx(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            for i in flat.constants:  # as torch._dynamo.mark_static_address does
+                inputs[i]._dynamo_static_input_type = "guarded"
+            npugraph_ex = torch.npu.npugraph_ex  # type: ignore[attr-defined]
+            with ctrl_c_kept():
+                return npugraph_ex.compile_fx(gm, inputs, aclgraph_options(self._budget))
+
+        with tracing(TracingContext(self.traced.fake_mode)), torch.no_grad():
+            run = aot_module_simplified(
+                flat.module,
+                flat.values,
+                fw_compiler=compile_fx,
+                decompositions={},
+                keep_inference_input_mutations=True,
+            )
+        return lambda *args: run(*flat.flatten(args))
+
+
+def aclgraph_options(budget: int) -> dict[str, Any]:
+    """Options of npugraph_ex (torchair's repository, ``docs/zh/npugraph_ex``).
+
+    - capture_limit: one above what we let it capture, so that a size that has to be captured anew is not refused.
+    - clone_input off: it would copy a step's tensors to buffers of its own; they are in ours already.
+    - frozen_parameter on: weights keep their addresses, so these are no part of the key of a captured graph.
+    - pattern_fusion_pass off: it fuses norms with what follows to operators that nobody has held against the limits.
+    - post_grad_custom_pre_pass: see ``in_place``.
+    - reuse_graph_pool_in_same_fx stays on, clone_output off: the graphs of all sizes share their memory, results
+      included. The logits of a step have to be used before the next one, as an engine does.
+    """
+    return {
+        "capture_limit": budget + 1,
+        "clone_input": False,
+        "frozen_parameter": True,
+        "pattern_fusion_pass": False,
+        "post_grad_custom_pre_pass": write_in_place,
+    }
+
+
+def _why_not_captured(traced: TracedGraph, lists: Sequence[int]) -> str:
+    """Why a captured graph would not be right or would not pay, or ""."""
+    placeholders = traced.placeholders
+    tables = [user for node in placeholders if node.name == "block_table" for user in node.users]
+    if not lists or not all(map(_gets_new_lengths, tables)):
+        return "the graph gathers the blocks of its caches, as many as the longest sequence could have"
+    for user in (user for i in lists for user in placeholders[i].users):
+        if not _gets_new_lengths(user):
+            return f"{user.name} takes lengths from the host, and only attention calls get those of a replay"
+    return ""
+
+
+def _gets_new_lengths(node: torch.fx.Node) -> bool:
+    """Whether npugraph_ex gives a call the lengths of each replay."""
+    return str(node.target).startswith("npu.npu_fused_infer_attention_score")

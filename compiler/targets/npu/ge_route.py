@@ -1,0 +1,140 @@
+"""The route through the graph engine: torchair converts the lowered graph to GE, which compiles it as a whole.
+
+The graph goes to torchair's backend directly, not through ``torch.compile``. Torchair's own AOTAutograd makes the
+cache writes functional; its passes take the copies away again, so that GE writes into the caches.
+
+Sizes of tensors stay dynamic. The lists of lengths are host inputs; their values are free and their lengths part of
+the graph, so there is one graph for each number of sequences. Steps are padded to planned numbers to keep the graphs
+few.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._guards import TracingContext, tracing
+
+from ....passes import TracedGraph
+from .capture_sizes import most_padding, padded_size, plan_capture_sizes
+from .converters import register_converters
+from .flat_graph import flat_graph
+from .offline import is_offline
+from .route import Route, Run, ctrl_c_kept
+from .step_padding import StepSize
+from .without_device import without_device
+
+log = logging.getLogger(__name__)
+
+SEQUENCES_PER_GRAPH = 8
+MOST_GRAPHS = 8
+"""How many numbers of sequences are planned unless it is said otherwise: one for each eight sequences, and no more
+than eight, since GE takes a while to compile each graph. A handful of dummy sequences costs next to nothing."""
+
+
+class GeGraphs(Route):
+    """Runs a lowered graph by GE graphs, each compiled when it is first needed.
+
+    In a Python with the offline toolchain torchair converts the graph all the same, and what it converted runs on the
+    CPU, operator by operator.
+
+    Args:
+        traced: a graph lowered for ``graph_mode="ge"``; its constants are linked.
+        sequences_per_graph: one number of sequences is planned for so many.
+        most_graphs: and no more than this.
+
+    Attributes:
+        planned: numbers of sequences that steps are padded to, ascending.
+        graphs: number of sequences → its graph, as far as they are compiled; 0 → the only one of a graph that takes
+            no lists of lengths.
+    """
+
+    name = "ge"
+
+    def __init__(
+        self, traced: TracedGraph, sequences_per_graph: int = SEQUENCES_PER_GRAPH, most_graphs: int = MOST_GRAPHS
+    ) -> None:
+        super().__init__(traced)
+        self._sequences_per_graph, self._most_graphs = sequences_per_graph, most_graphs
+        self.planned: tuple[int, ...] = ()
+        self.graphs: dict[int, Run] = {}
+
+    def plan(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+        if self.lists:
+            mix = dict.fromkeys(range(1, max_num_seqs + 1), 1)
+            limit = min(self._most_graphs, -(-max_num_seqs // self._sequences_per_graph))
+            self.planned = plan_capture_sizes(mix, max_num_seqs, limit)
+            log.info("GE graphs are planned for %s sequences", ", ".join(map(str, self.planned)))
+        return most_padding(self.planned)
+
+    def size_for(self, size: StepSize) -> StepSize | None:
+        """The next planned number of sequences; each dummy one has a token."""
+        sequences = padded_size(size.sequences, self.planned)
+        if sequences is None or sequences == size.sequences:
+            return None
+        return replace(size, tokens=size.tokens + sequences - size.sequences, sequences=sequences)
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        length = len(args[self.lists[0]]) if self.lists else 0
+        if length not in self.graphs:
+            log.info("compiling the GE graph for %d sequences", length)
+            self.graphs[length] = self._compile(length)
+        return self.graphs[length](*self.on_device(args))
+
+    def _compile(self, length: int) -> Run:
+        with ctrl_c_kept():
+            import torchair
+
+        flat = flat_graph(self.traced, length)
+        for i in flat.constants:  # as torch._dynamo.mark_static_address does
+            flat.values[i]._dynamo_static_input_type = "guarded"
+        with ExitStack() as stack:
+            offline = stack.enter_context(_without_device_if_offline(self.traced))
+            register_converters()
+            stack.enter_context(tracing(TracingContext(self.traced.fake_mode)))
+            stack.enter_context(torch.no_grad())
+            backend = torchair.get_npu_backend(compiler_config=ge_config(run_eagerly=offline))
+            run = backend(flat.module, flat.values)
+        return lambda *args: run(*flat.flatten(args))
+
+
+def ge_config(*, run_eagerly: bool = False) -> Any:
+    """Torchair's options, as far as they differ from its defaults or matter here (its documentation, "features").
+
+    - mode max-autotune: through GE.
+    - pattern_fusion_pass off: it fuses norms with what follows, after our passes, to operators that nobody has held
+      against the limits.
+    - frozen_parameter on: GE is told the addresses of weights once, not at every launch. They do not move; whoever
+      moves one is stopped (``compiler.weights``). Caches move when an engine is made, so they are not marked.
+    - enable_view_optimize, remove_noop_ops and keep_inference_input_mutations are on by default.
+    - enable_ref_data stays off: torchair's removal of copies leaves none to the caches.
+    - tiling_schedule_optimize stays off: it is for graphs of static sizes.
+
+    Matrices in format FRACTAL_NZ need no option: torchair reads the format off the tensors at the first call.
+
+    Args:
+        run_eagerly: convert the graph, and run what was converted operator by operator.
+    """
+    import torchair
+
+    config = torchair.CompilerConfig()
+    config.mode = "max-autotune"
+    config.experimental_config.pattern_fusion_pass = False
+    config.experimental_config.frozen_parameter = True
+    config.debug.run_eagerly = run_eagerly
+    return config
+
+
+@contextmanager
+def _without_device_if_offline(traced: TracedGraph) -> Iterator[bool]:
+    """Whether this is a Python with the offline toolchain, in which torchair gets answers for a missing device."""
+    assert traced.npu is not None
+    if not is_offline():
+        yield False
+        return
+    with without_device(traced.npu.soc):
+        yield True

@@ -1,0 +1,65 @@
+"""Let torchair convert graphs on a machine without an Ascend device.
+
+Torchair asks the device and CANN in a few places: which SoC this is, whether CANN has an operator, and to start the
+graph engine. The answers here are those of a machine of the wanted SoC whose CANN has every operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+# Family by the prefix of its SoCs' names → torch_npu's SocVersion of one of its members (NpuVariables.h).
+# The longer of two prefixes that fit is the family.
+SOC_FAMILIES = {
+    "Ascend910_93": 250,  # Atlas A3
+    "Ascend910_95": 260,  # the older name of Ascend950
+    "Ascend910B": 223,  # Atlas A2
+    "Ascend950": 260,
+    "Ascend310P": 200,
+    "Ascend310B": 240,
+}
+
+
+def soc_version(soc: str) -> int:
+    """The number by which torch_npu knows a SoC's family.
+
+    Raises:
+        ValueError: the name belongs to no family that is known.
+    """
+    for prefix in sorted(SOC_FAMILIES, key=len, reverse=True):
+        if soc.startswith(prefix):
+            return SOC_FAMILIES[prefix]
+    raise ValueError(f"soc={soc!r} is unknown; use a name that begins with {', '.join(sorted(SOC_FAMILIES))}")
+
+
+@contextmanager
+def without_device(soc: str) -> Iterator[None]:
+    """Answer torchair's questions for a machine with ``soc`` for the duration of a block.
+
+    Nothing is answered otherwise than on such a machine except that CANN has every operator of the Ascend IR.
+    """
+    number = soc_version(soc)
+    import torch_npu
+    import torch_npu.op_plugin.meta._meta_registrations as metas
+    import torchair  # noqa: F401  the names below are its submodules
+    from torchair._ge_concrete_graph import compat_ir, fx2ge_converter
+    from torchair.core import _backend, _torchair
+
+    def nothing(*args: Any, **kwargs: Any) -> None: ...
+
+    patches: list[tuple[Any, str, Any]] = [
+        (_backend, "_cached_device_id", 0),
+        (_backend, "initialize_graph_engine", nothing),
+        (fx2ge_converter, "initialize_graph_engine", nothing),
+        (compat_ir, "is_cann_compat", lambda *args, **kwargs: ""),
+        (torch_npu.npu, "get_device_name", lambda *args: soc),
+        (metas, "get_soc_version", lambda: number),
+        (_torchair, "get_registered_ir_def", lambda name: ("SUCCESS", [], [], [])),
+    ]
+    with ExitStack() as stack:
+        for target, name, replacement in patches:
+            stack.callback(setattr, target, name, getattr(target, name))
+            setattr(target, name, replacement)
+        yield

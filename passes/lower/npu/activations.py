@@ -1,0 +1,95 @@
+"""Activations for Ascend, gated and plain.
+
+Matches:
+    pagoda::gated_activation(gate, up, kind, ...), pagoda::activation(x, kind)
+Becomes:
+    npu_swiglu(whole), npu_geglu(whole), npu_clipped_swiglu(whole)    # gate and up are the halves of one product
+    npu_gelu, npu_fast_gelu, or the ATen operators of the formula
+Why it is faster:
+    one launch, and the halves are not cut out first. A plain aten.gelu is not emitted: on these chips it is the tanh
+    form whatever is asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ....runtime.ops import npu  # noqa: F401  registers the operators
+from ....runtime.ops.gated_activation import activation_reference, gated_activation_reference
+from ...fx_nodes import eliminate_dead_code
+from ...record import PassRecord
+from ...traced import TracedGraph
+from .site import Site
+from .spans import whole_of_halves
+
+NAME = "lower_npu_activations"
+
+_pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
+
+
+def lower_npu_activations(traced: TracedGraph) -> PassRecord:
+    """Lower every activation of the graph."""
+    record = PassRecord(NAME)
+    for node in list(traced.graph.nodes):
+        if node.op != "call_function" or node.target not in (
+            _pagoda.gated_activation.default,
+            _pagoda.activation.default,
+        ):
+            continue
+        site = Site(traced, node, record)
+        with traced.before(node):
+            if node.target is _pagoda.activation.default:
+                new = lower_activation(site, *site.args)
+            else:
+                new = lower_gated(site, *site.args)
+        traced.substitute(node, new)
+        site.done()
+    if record.matches:
+        eliminate_dead_code(traced.graph)
+    return record
+
+
+def lower_gated(site: Site, gate: fx.Node, up: fx.Node, kind: str, alpha: float, limit: float) -> fx.Node:
+    """``act(gate) * up``."""
+    fused = _gated_whole(site, whole_of_halves(gate, up), kind, alpha, limit)
+    if fused is not None:
+        return fused
+    if kind == "clipped_swiglu":
+        return site.inline(gated_activation_reference, gate, up, kind, alpha, limit)
+    return site.aten(_aten.mul.Tensor, lower_activation(site, gate, kind), up)
+
+
+def _gated_whole(site: Site, whole: fx.Node | None, kind: str, alpha: float, limit: float) -> fx.Node | None:
+    """The fused operator over ``[gate, up]``; None where there is none."""
+    if kind == "silu":
+        name = "npu.npu_swiglu"
+    elif kind in ("gelu", "gelu_tanh"):
+        name = "npu.npu_geglu"
+    elif kind == "clipped_swiglu":
+        name = "npu.npu_clipped_swiglu"
+    else:
+        site.refuse("a fused gated activation", f"there is none for {kind}")
+        return None
+    if whole is None:
+        site.refuse(name, "gate and up are not the halves of one tensor")
+        return None
+    whole = site.dense(whole)
+    if kind == "silu":
+        return site.call(_npu.npu_swiglu.default, whole, -1)
+    if kind == "clipped_swiglu":
+        return site.call(
+            _npu.npu_clipped_swiglu.default, whole, alpha=alpha, limit=limit, bias=1.0, interleaved=False
+        )
+    both = site.call(_npu.npu_geglu.default, whole, -1, int(kind == "gelu_tanh"), True)
+    return None if both is None else site.item(both, 0)
+
+
+def lower_activation(site: Site, x: fx.Node, kind: str) -> fx.Node:
+    """``act(x)``."""
+    new: fx.Node | None = None
+    if kind in ("gelu", "gelu_tanh"):
+        new = site.call(_npu.npu_gelu.default, x, approximate="tanh" if kind == "gelu_tanh" else "none")
+    elif kind == "quick_gelu":
+        new = site.call(_npu.npu_fast_gelu.default, x)
+    return new or site.inline(activation_reference, x, kind)

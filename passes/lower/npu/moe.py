@@ -1,0 +1,293 @@
+"""Mixtures of experts for Ascend.
+
+Matches:
+    weights, ids = pagoda::moe_gating(logits, ...)
+    pagoda::moe(x, weights, ids, up, down, ...)
+Becomes:
+    npu_moe_gating_top_k_softmax, or npu_moe_gating_top_k for sigmoid scores with groups
+    npu_moe_init_routing_v2 -> npu_grouped_matmul -> npu_swiglu -> npu_grouped_matmul -> npu_moe_finalize_routing
+    or, where these are not legal, every expert over every token, in batched ATen products
+Why it is faster:
+    rows are sorted by expert once, and each expert's rows are one part of one product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from ....runtime.ops import moe, npu  # registers the operators
+from ...fx_nodes import callee, eliminate_dead_code, shape, value
+from ...record import PassRecord
+from ...traced import TracedGraph
+from .activations import lower_activation, lower_gated
+from .site import Site
+
+NAME = "lower_npu_moe"
+
+_pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
+_COUNTS, _PER_ROW = 1, 0
+_SPLIT_ONE_OUTPUT, _GROUPS_OF_ROWS = 3, 0
+_ROW_MAJOR = 2
+
+
+def lower_npu_moe(traced: TracedGraph) -> PassRecord:
+    """Lower routing and experts."""
+    record = PassRecord(NAME)
+    for node in list(traced.graph.nodes):
+        if node.op != "call_function" or node.target not in (_pagoda.moe.default, _pagoda.moe_gating.default):
+            continue
+        site = Site(traced, node, record)
+        with traced.before(node):
+            if node.target is _pagoda.moe.default:
+                new: fx.Node | tuple[fx.Node, fx.Node] = _moe(site)
+            else:
+                new = _gating(site)
+        if isinstance(new, fx.Node):
+            traced.substitute(node, new)
+        else:
+            for user in list(node.users):
+                traced.substitute(user, new[user.args[1]])
+            traced.graph.erase_node(node)
+        site.done()
+    if record.matches:
+        eliminate_dead_code(traced.graph)
+    return record
+
+
+def _gating(site: Site) -> tuple[fx.Node, fx.Node]:
+    """Weights ``[N, K]`` and ids ``[N, K]`` int64."""
+    logits, bias, k, scoring, groups, topk_groups, group_scoring, weighting, epsilon, scaling = site.args
+    chosen: tuple[fx.Node, fx.Node] | None = None
+    if scoring in ("softmax", "none") and groups == 1 and bias is None:
+        chosen = _softmax_gating(site, logits, k, scoring, weighting, epsilon, scaling)
+    elif scoring == "sigmoid" and weighting == "sum":
+        if bias is not None and value(bias).dtype is not value(logits).dtype:
+            bias = site.aten(_aten._to_copy.default, bias, dtype=value(logits).dtype)
+        results = site.call(
+            _npu.npu_moe_gating_top_k.default,
+            logits,
+            k,
+            bias=bias,
+            k_group=topk_groups,
+            group_count=groups,
+            group_select_mode=int(group_scoring == "top2"),
+            renorm=0,
+            norm_type=1,
+            out_flag=False,
+            routed_scaling_factor=scaling,
+            eps=epsilon,
+        )
+        chosen = None if results is None else (site.item(results, 0), site.item(results, 1))
+    else:
+        site.refuse("npu.npu_moe_gating_top_k", f"{scoring} scores, weights by {weighting!r}, {groups} groups")
+    if chosen is None:
+        return site.inline(moe.moe_gating_reference, *site.args)  # type: ignore[no-any-return]
+    weights, ids = chosen
+    if value(weights).dtype is not value(logits).dtype:
+        weights = site.aten(_aten._to_copy.default, weights, dtype=value(logits).dtype)
+    return weights, site.traced.call(_aten._to_copy.default, ids, dtype=torch.int64)
+
+
+def _softmax_gating(
+    site: Site, logits: fx.Node, k: int, scoring: str, weighting: str, epsilon: float, scaling: float
+) -> tuple[fx.Node, fx.Node] | None:
+    """Softmax and choice in one. A softmax over the chosen logits alone is the same as dividing by their sum."""
+    over_chosen = scoring == "none" and weighting == "softmax"
+    if not over_chosen and (scoring != "softmax" or weighting not in ("none", "sum")):
+        site.refuse("npu.npu_moe_gating_top_k_softmax", f"{scoring} scores with weights by {weighting!r}")
+        return None
+    results = site.call(_npu.npu_moe_gating_top_k_softmax.default, logits, None, k)
+    if results is None:
+        return None
+    weights, ids = site.item(results, 0), site.item(results, 1)
+    if over_chosen or weighting == "sum":
+        total = site.aten(_aten.sum.dim_IntList, weights, [-1], True)
+        if epsilon and not over_chosen:
+            total = site.aten(_aten.add.Scalar, total, epsilon)
+        weights = site.aten(_aten.div.Tensor, weights, total)
+    if scaling != 1.0:
+        weights = site.aten(_aten.mul.Scalar, weights, scaling)
+    return weights, ids
+
+
+def _moe(site: Site) -> fx.Node:
+    grouped = _grouped(site)
+    if grouped is not None:
+        return grouped
+    return site.inline(every_expert, *site.args)  # type: ignore[no-any-return]
+
+
+def _grouped(site: Site) -> fx.Node | None:
+    """The chain of operators; None where one of them is not legal."""
+    x, weights, ids, up, down, up_bias, down_bias, *formula, transposed, weight_input = site.args
+    kind, alpha, limit, layout = formula
+    experts, k = int(shape(up)[0]), int(shape(ids)[1])
+    fused = kind == "clipped_swiglu" or (kind == "silu" and layout == "halves" and limit <= 0) or layout == "plain"
+    if weight_input and k > 1:
+        site.refuse("npu.npu_grouped_matmul", f"{k} experts whose inputs are weighted")
+        return None
+    if not fused and layout == "interleaved":
+        site.refuse("npu.npu_grouped_matmul", f"gate and up of {kind} lie in turns")
+        return None
+    if weight_input:
+        x = site.aten(_aten.mul.Tensor, x, weights)
+        if value(x).dtype is not value(site.args[0]).dtype:
+            x = site.aten(_aten._to_copy.default, x, dtype=value(site.args[0]).dtype)
+    if callee(ids) == "_to_copy" and value(ids.args[0]).dtype is torch.int32:
+        ids = ids.args[0]
+    else:
+        ids = site.aten(_aten._to_copy.default, ids, dtype=torch.int32)
+    routed = site.call(
+        _npu.npu_moe_init_routing_v2.default,
+        x,
+        ids,
+        active_num=-1,
+        expert_num=experts,
+        drop_pad_mode=0,
+        expert_tokens_num_type=_COUNTS,
+        expert_tokens_num_flag=True,
+        quant_mode=-1,
+        active_expert_range=[0, experts],
+        row_idx_type=_PER_ROW,
+    )
+    if routed is None:
+        return None
+    rows, row_of, counts = (site.item(routed, i) for i in range(3))
+    hidden = _product(site, rows, up, up_bias, counts, transposed)
+    if hidden is None:
+        return None
+    if layout == "plain":
+        hidden = lower_activation(site, hidden, kind)
+    elif kind == "clipped_swiglu":
+        hidden = site.call(
+            _npu.npu_clipped_swiglu.default,
+            hidden,
+            alpha=alpha,
+            limit=limit,
+            bias=1.0,
+            interleaved=layout == "interleaved",
+        )
+    elif kind == "silu" and limit <= 0:
+        hidden = site.call(_npu.npu_swiglu.default, hidden, -1)
+    else:
+        split = site.aten(_aten.split.Tensor, hidden, int(shape(hidden)[-1]) // 2, -1)
+        gate, over = site.item(split, 0), site.item(split, 1)
+        if limit > 0:
+            gate = site.aten(_aten.clamp.default, gate, None, limit)
+            over = site.aten(_aten.clamp.default, over, -limit, limit)
+        hidden = lower_gated(site, gate, over, kind, alpha, limit)
+    if hidden is None:
+        return None
+    out = _product(site, hidden, down, down_bias, counts, transposed)
+    if out is None:
+        return None
+    scales = weights
+    if weight_input:
+        scales = None
+    elif value(weights).dtype is not value(out).dtype:
+        scales = site.aten(_aten._to_copy.default, weights, dtype=value(out).dtype)
+    return site.call(
+        _npu.npu_moe_finalize_routing.default,
+        out,
+        None,
+        None,
+        None,
+        scales,
+        row_of,
+        None,
+        drop_pad_mode=_ROW_MAJOR,
+        k=k,
+    )
+
+
+def _product(
+    site: Site, rows: fx.Node, weight: fx.Node, bias: fx.Node | None, counts: fx.Node, transposed: bool
+) -> fx.Node | None:
+    """Each expert's rows by its matrix."""
+    stored = weight if transposed else _as_stored(site.traced, weight)
+    if stored is None:
+        site.refuse("npu.npu_grouped_matmul", "the experts' matrices are computed, not parameters")
+        return None
+    biases = None if bias is None else [_wide(site, bias)]
+    results = site.call(
+        _npu.npu_grouped_matmul.default,
+        [rows],
+        [stored],
+        bias=biases,
+        group_list=counts,
+        split_item=_SPLIT_ONE_OUTPUT,
+        group_type=_GROUPS_OF_ROWS,
+        group_list_type=_COUNTS,
+    )
+    return None if results is None else site.item(results, 0)
+
+
+def _as_stored(traced: TracedGraph, weight: fx.Node) -> fx.Node | None:
+    """``[E, out, in]`` as ``[E, in, out]``: a graph input, which is laid out once, when a program is loaded.
+
+    In the caller's own graph, which receives the parameters at every call, an operator.
+    """
+    if not traced.paged:
+        return traced.call(_aten.transpose.int, weight, 1, 2)
+    name = f"turned_{weight.name}"
+    if name in traced.constants:
+        return traced.placeholder(name)
+    if weight.name not in traced.constants:
+        return None
+    return traced.add_constant(name, traced.constants[weight.name].detach().transpose(1, 2))
+
+
+def _wide(site: Site, bias: fx.Node) -> fx.Node:
+    """A bias beside bf16 matrices must be float32."""
+    if site.target.counted(value(bias).dtype) is not torch.bfloat16 or value(bias).dtype is torch.float32:
+        return bias
+    traced, name = site.traced, f"wide_{bias.name}"
+    if name in traced.constants:
+        return traced.placeholder(name)
+    if traced.paged and bias.name in traced.constants:
+        traced.notes["folded"] = (*traced.notes.get("folded", ()), bias.name)
+        return traced.add_constant(name, traced.constants[bias.name].detach().float())
+    return site.aten(_aten._to_copy.default, bias, dtype=torch.float32)
+
+
+def every_expert(
+    input: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
+    layout: str,
+    transposed: bool,
+    weight_input: bool,
+) -> torch.Tensor:
+    """``pagoda::moe`` with every expert run over every token: E / K times the work, no sizes that follow the data.
+
+    Arguments and result as for ``runtime.ops.moe.moe_reference``.
+    """
+    experts = up.shape[0]
+    up, down = (w if transposed else w.transpose(1, 2) for w in (up, down))
+    # [N, E]: the weight of each expert for each token, and whether it was chosen.
+    chosen = F.one_hot(topk_ids.long(), experts)
+    weights = (chosen.to(topk_weights.dtype) * topk_weights[..., None]).sum(1)
+    rows = input.expand(experts, -1, -1)
+    if weight_input:
+        rows = (rows * weights.t()[..., None]).to(input.dtype)
+    hidden = rows @ up
+    if up_bias is not None:
+        hidden = hidden + up_bias[:, None]
+    hidden = moe.activate(hidden, activation, alpha, limit, layout)
+    out = hidden @ down
+    if down_bias is not None:
+        out = out + down_bias[:, None]
+    scale = chosen.sum(1).to(out.dtype) if weight_input else weights
+    return (out * scale.t()[..., None]).sum(0).to(input.dtype)
+
+
+assert npu is not None

@@ -1,0 +1,295 @@
+"""Paged attention for Ascend.
+
+Matches:
+    pagoda::paged_attention(q, k, v, key_cache, value_cache, slot_mapping, block_table, query_start_loc, ...)
+Becomes:
+    npu_scatter_pa_kv_cache(k, v, key_cache, value_cache, slot_mapping, cache_mode="Norm")
+    npu_fused_infer_attention_score(q, key_cache, value_cache, ...)      # _v2 where there are sinks
+        TND: the tokens of all sequences one after the other, for prefill, chunked prefill and decode alike
+        TND with heads padded to 128, or BSH with sequences padded to the longest, where TND does not take the heads
+    or, where no form is legal (soft caps, ALiBi, chunks), the ATen operators of the formula over gathered blocks
+Why it is faster:
+    one kernel reads the blocks where they lie. The caches stay whole graph inputs that are written once and read
+    afterwards: any other use makes the graph engine copy them in every step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ....runtime.ops import npu  # noqa: F401  registers the operators
+from ...attention_node import paged_attention_nodes
+from ...fx_nodes import callee, eliminate_dead_code, shape, value
+from ...record import PassRecord
+from ...traced import TracedGraph
+from .attention_limits import MASK_SIZE, UNLIMITED
+from .attention_routes import Heads, routes_by_traffic
+from .call import Call
+from .gathered_attention import gathered_attention
+from .heads_first import turns_heads
+from .limits import violations
+from .site import Site
+
+NAME = "lower_npu_paged_attention"
+
+_npu, _aten = torch.ops.npu, torch.ops.aten
+_CAUSAL, _BAND = 3, 4
+GATHERED = "gathered"
+
+
+def lower_npu_paged_attention(traced: TracedGraph) -> PassRecord:
+    """Lower every paged attention of the graph; its caches get the layout and block size of the target."""
+    record = PassRecord(NAME)
+    nodes = list(paged_attention_nodes(traced))
+    if traced.npu is None:
+        return record
+    routes: dict[fx.Node, str] = {}
+    for node in nodes:
+        site = Site(traced, node, record)
+        with traced.before(node):
+            new = _PagedAttention(site, routes).lower()
+        site.replace_heads_first(node, new)
+        site.done()
+    if nodes:
+        eliminate_dead_code(traced.graph)
+    return record
+
+
+class _PagedAttention:
+    """One call, its arguments by name.
+
+    Args:
+        site: of the call.
+        routes: key cache → how the attention that wrote it was lowered; layers that share a cache share the route.
+    """
+
+    def __init__(self, site: Site, routes: dict[fx.Node, str]) -> None:
+        self.site, self.traced, self.routes = site, site.traced, routes
+        (
+            self.query,
+            self.key,
+            self.value,
+            self.key_cache,
+            self.value_cache,
+            self.slot_mapping,
+            self.block_table,
+            self.query_start_loc,
+            self.seq_lens,
+            self.sinks,
+            self.alibi_slopes,
+            self.scale,
+            self.sliding_window,
+            self.chunk,
+            self.softcap,
+        ) = site.args
+        self.heads = Heads(
+            int(shape(self.query)[1]), int(shape(self.key)[1]), int(shape(self.key)[3]), int(shape(self.value)[3])
+        )
+
+    def lower(self) -> fx.Node:
+        """The result, ``[1, T, H, Dv]``."""
+        if _rotates_norms(self.query) and _rotates_norms(self.key):
+            self.site.refuse(
+                "npu.npu_qkv_rms_norm_rope_cache",
+                "its caches are NZ, which the attention kernel reads in int8 or with heads of 512 dims alone",
+            )
+        route = self._route()
+        if self.key_cache not in self.routes:
+            self.routes[self.key_cache] = route
+            self._write(self._stored_heads(route))
+        if route == GATHERED:
+            rows = self._gathered()
+        elif route == "BSH":
+            rows = self._padded_sequences()
+        else:
+            rows = self._tokens(self._stored_heads(route))
+        return self.traced.call(_aten.reshape.default, rows, [1, -1, self.heads.heads, self.heads.value_dim])
+
+    def _stored_heads(self, route: str) -> Heads:
+        return self.heads.padded() if route == "TND padded" else self.heads
+
+    def _route(self) -> str:
+        """The first legal one, or what the cache was written for."""
+        if self.key_cache in self.routes:
+            return self.routes[self.key_cache]
+        unknown = (("soft cap", self.softcap), ("ALiBi", self.alibi_slopes), ("chunks", self.chunk))
+        for what, there in unknown:
+            if there:
+                self.site.refuse(self._kernel_name, f"it knows no {what}")
+                return GATHERED
+        for route in routes_by_traffic(self.heads, sinks=self.sinks is not None):
+            reasons = violations(self._imagined(route))
+            if not reasons:
+                return route
+            self.site.refuse(f"{self._kernel_name} {route}", "; ".join(reasons))
+        return GATHERED
+
+    @property
+    def _kernel_name(self) -> str:
+        return "npu.npu_fused_infer_attention_score" + ("" if self.sinks is None else "_v2")
+
+    def _imagined(self, route: str) -> Call:
+        """The kernel's call on tensors of the shapes that the route would give it."""
+        stored, size = self._stored_heads(route), self.site.target.block_size
+        like = value(self.query)
+        tokens, sequences = like.shape[2], value(self.block_table).shape[0]
+        with self.traced.fake_mode:
+            blocks = [
+                like.new_empty(value(self.key_cache).shape[0], size, stored.kv_heads * dim)
+                for dim in (stored.key_dim, stored.value_dim)
+            ]
+            if route == "BSH":
+                query = like.new_empty(sequences, tokens, stored.heads * stored.key_dim)
+            else:
+                query = like.new_empty(tokens, stored.heads, stored.key_dim)
+            sinks = None if self.sinks is None else like.new_empty(stored.heads)
+            mask = torch.empty(MASK_SIZE, MASK_SIZE, dtype=torch.int8)
+        overload, kwargs = self._arguments("BSH" if route == "BSH" else "TND", [1], [1], sinks, mask)
+        return Call.make(overload, self.site.target, query, *blocks, **kwargs)
+
+    def _arguments(
+        self, layout: str, query_lens: Any, kv_lens: Any, sinks: Any, mask: Any
+    ) -> tuple[torch._ops.OpOverload, dict[str, Any]]:
+        """The kernel and its arguments but query, key and value."""
+        window = self.sliding_window
+        common: dict[str, Any] = {
+            "atten_mask": mask,
+            "block_table": self.block_table,
+            "num_key_value_heads": self.heads.kv_heads,
+            "input_layout": layout,
+            "sparse_mode": _BAND if window else _CAUSAL,
+            # The band starts that many keys before the query's own.
+            "pre_tokens": window - 1 if window else UNLIMITED,
+            "next_tokens": 0 if window else UNLIMITED,
+            "block_size": self.site.target.block_size,
+            "inner_precise": 0,
+        }
+        if sinks is None:
+            return _npu.npu_fused_infer_attention_score.default, {
+                **common,
+                "actual_seq_lengths": query_lens,
+                "actual_seq_lengths_kv": kv_lens,
+                "num_heads": self.heads.heads,
+                "scale": self.scale,
+            }
+        return _npu.npu_fused_infer_attention_score_v2.default, {
+            **common,
+            "actual_seq_qlen": query_lens,
+            "actual_seq_kvlen": kv_lens,
+            "learnable_sink": sinks,
+            "num_query_heads": self.heads.heads,
+            "softmax_scale": self.scale,
+        }
+
+    def _by_token(self, node: fx.Node, dim: int) -> fx.Node:
+        """``[1, H, T, D]`` as ``[T, H, dim]``, heads filled up with zeros."""
+        heads, own = int(shape(node)[1]), int(shape(node)[3])
+        rows = self.traced.call(_aten.reshape.default, self.site.tokens_first(node), [-1, heads, own])
+        if dim > own:
+            return self.site.aten(_aten.constant_pad_nd.default, rows, [0, dim - own])
+        return self.site.dense(rows)
+
+    def _write(self, stored: Heads) -> None:
+        """Store the step's keys and values, once per cache: a second write would make the engine copy it."""
+        index = int(self.key_cache.name.rpartition("_")[2])
+        self.traced.lay_out_cache(index, self.site.target.block_size, stored.key_dim, stored.value_dim)
+        key, val = self._by_token(self.key, stored.key_dim), self._by_token(self.value, stored.value_dim)
+        pair = (self.key_cache, self.value_cache)
+        done = self.site.call(
+            _npu.npu_scatter_pa_kv_cache.default, key, val, *pair, self.slot_mapping, cache_mode="Norm"
+        )
+        if done is None:
+            self._write_rows(key, val)
+
+    def _write_rows(self, key: fx.Node, val: fx.Node) -> None:
+        """Row by row, at (block, offset), for chips without the operator.
+
+        Padding tokens, whose slots are negative, land in slot 0 of block 0.
+        """
+        size = self.site.target.block_size
+        slots = self.traced.call(_aten.clamp.default, self.slot_mapping, 0)
+        block = self.traced.call(_aten.div.Tensor_mode, slots, size, rounding_mode="floor")
+        offset = self.traced.call(_aten.remainder.Scalar, slots, size)
+        place = self.traced.call(_aten.stack.default, [block, offset], -1)
+        for cache, rows in ((self.key_cache, key), (self.value_cache, val)):
+            if self.site.call(_npu.npu_scatter_nd_update_.default, cache, place, rows) is None:
+                raise ValueError(
+                    f"no operator of {self.site.target.soc} writes the KV cache of {self.site.node.name}"
+                )
+
+    def _tokens(self, stored: Heads) -> fx.Node:
+        """``[T, H, Dv]`` by the kernel in layout TND."""
+        query = self._by_token(self.query, stored.key_dim)
+        rows = self._attend("TND", query, self.traced.step_input("query_ends"))
+        if stored.value_dim > self.heads.value_dim:
+            rows = self.site.aten(_aten.slice.Tensor, rows, -1, 0, self.heads.value_dim)
+        return rows
+
+    def _padded_sequences(self) -> fx.Node:
+        """``[T, H * Dv]`` by the kernel in layout BSH, sequences padded to the longest of the step."""
+        rows = self.traced.call(
+            _aten.reshape.default,
+            self._by_token(self.query, self.heads.key_dim),
+            [-1, self.heads.heads * self.heads.key_dim],
+        )
+        query = self.site.aten(_aten.index.Tensor, rows, [self.traced.step_input("padded_tokens")])
+        padded = self._attend("BSH", query, self.traced.step_input("query_lens"))
+        rows = self.traced.call(_aten.reshape.default, padded, [-1, self.heads.heads * self.heads.value_dim])
+        return self.site.aten(_aten.index_select.default, rows, 0, self.traced.step_input("row_of_token"))
+
+    def _attend(self, layout: str, query: fx.Node, query_lens: fx.Node) -> fx.Node:
+        blocks = []
+        for cache in (self.key_cache, self.value_cache):
+            _, size, heads, dim = shape(cache)
+            blocks.append(self.traced.call(_aten.reshape.default, cache, [-1, int(size), int(heads) * int(dim)]))
+        sinks = self.sinks
+        if sinks is not None and value(sinks).dtype is not value(self.query).dtype:
+            sinks = self.site.aten(_aten._to_copy.default, sinks, dtype=value(self.query).dtype)
+        overload, kwargs = self._arguments(
+            layout, query_lens, self.traced.step_input("kv_lens"), sinks, causal_mask(self.traced, self.query)
+        )
+        results = self.site.call(overload, query, *blocks, **kwargs)
+        assert results is not None, self.site.refused
+        return self.site.item(results, 0)
+
+    def _gathered(self) -> fx.Node:
+        """``[T, H, Dv]`` by ATen operators over the blocks of each sequence, gathered."""
+        out: fx.Node = self.site.inline(
+            gathered_attention,
+            self._by_token(self.query, self.heads.key_dim),
+            self.key_cache,
+            self.value_cache,
+            self.block_table,
+            self.query_start_loc,
+            self.seq_lens,
+            self.traced.step_input("padded_tokens"),
+            self.traced.step_input("row_of_token"),
+            self.sinks,
+            self.alibi_slopes,
+            self.scale,
+            self.sliding_window,
+            self.chunk,
+            self.softcap,
+        )
+        return out
+
+
+def _rotates_norms(node: fx.Node) -> bool:
+    """Whether ``node`` is what an RMS norm of each head and a rotation make, one after the other."""
+    rotation = node.args[0] if turns_heads(node) else node
+    if callee(rotation) != "npu_rotary_mul":
+        return False
+    source = rotation.args[0]
+    return callee(source) == "getitem" and callee(source.args[0]) == "npu_rms_norm"
+
+
+def causal_mask(traced: TracedGraph, like: fx.Node) -> fx.Node:
+    """The mask that the causal and band modes read: 1 above the diagonal is masked out, whatever the lengths are."""
+    name = "npu_causal_mask"
+    if name in traced.constants:
+        return traced.placeholder(name)
+    device = value(like).device
+    return traced.add_constant(name, torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8, device=device).triu_(1))

@@ -1,0 +1,196 @@
+"""One operator that is being lowered: routes are tried against the limits, and what was refused is kept."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...fx_nodes import module_path, value
+from ...provenance import operator_name
+from ...record import PassRecord, Route
+from ...traced import TracedGraph
+from .call import Call
+from .heads_first import turns_heads
+from .limits import violations
+
+_aten = torch.ops.aten
+
+
+class Site:
+    """A node in front of which its replacement is inserted.
+
+    Args:
+        traced: the graph; it has an NPU target.
+        node: what is lowered.
+        record: gets the chosen route.
+
+    Attributes:
+        args: of the node.
+        refused: routes that the limits did not let through, with the reasons.
+    """
+
+    def __init__(self, traced: TracedGraph, node: fx.Node, record: PassRecord) -> None:
+        assert traced.npu is not None
+        self.traced, self.node, self.record, self.target = traced, node, record, traced.npu
+        self.args: tuple[Any, ...] = node.args
+        self.refused: list[tuple[str, str]] = list(node.meta.get("refused", ()))  # by a pass that left it to this one
+        self._chosen: list[str] = []
+
+    def call(self, overload: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node | None:
+        """Insert a call of an ``npu::`` operator if it is legal; else None, and the reason is noted."""
+        call = Call.make(overload, self.target, *args, **kwargs)
+        reasons = violations(call)
+        if reasons:
+            self.refuse(f"npu.{call.name}", "; ".join(reasons))
+            return None
+        self._chosen.append(f"npu.{call.name}")
+        return self.traced.call(overload, *args, **kwargs)
+
+    def refuse(self, route: str, reason: str) -> None:
+        """Note why a better route is not taken."""
+        if (route, reason) not in self.refused:
+            self.refused.append((route, reason))
+
+    def item(self, node: fx.Node, index: int) -> fx.Node:
+        """One result of a node that has several."""
+        return self.traced.call(operator.getitem, node, index)
+
+    def aten(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert a call of an ATen operator."""
+        node = self.traced.call(target, *args, **kwargs)
+        self._chosen.append(operator_name(node))
+        return node
+
+    def done(self) -> None:
+        """Keep what was chosen."""
+        self.record.matches += 1
+        self.record.routes.append(
+            Route(
+                self.node.name,
+                module_path(self.node),
+                operator_name(self.node),
+                tuple(dict.fromkeys(self._chosen)),
+                tuple(self.refused),
+            )
+        )
+
+    def inline(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Insert the ATen operators that ``function`` calls; nodes stand for its tensors. Nodes that it returns."""
+        nodes = _Inliner(self).run(function, args)
+        self._chosen.append("aten")
+        return nodes
+
+    def dense(self, node: fx.Node) -> fx.Node:
+        """The same tensor without gaps, where kernels read it by its sizes."""
+        if self.target.graph_mode == "ge" or value(node).is_contiguous():
+            return node
+        return self.aten(_aten.clone.default, node, memory_format=torch.contiguous_format)
+
+    def tokens_first(self, node: fx.Node) -> fx.Node:
+        """``[B, H, T, D]`` as ``[B, T, H, D]``; without a node where it came from there."""
+        if turns_heads(node):
+            before: fx.Node = node.args[0]
+            return before
+        return self.traced.call(_aten.transpose.int, node, 1, 2)
+
+    def replace_heads_first(self, old: fx.Node, new: fx.Node) -> None:
+        """Let ``new``, ``[B, T, H, D]``, take the place of ``old``, ``[B, H, T, D]``.
+
+        Users that transpose ``old`` read ``new`` as it is.
+        """
+        for user in list(old.users):
+            if turns_heads(user):
+                self._stand_for(user, new)
+        if old.users:
+            with self.traced.before(self.node):
+                turned = self.traced.call(_aten.transpose.int, new, 1, 2)
+            self._stand_for(old, turned)
+        else:
+            self.traced.graph.erase_node(old)
+
+    def _stand_for(self, old: fx.Node, new: fx.Node) -> None:
+        if str(value(old).stride()) != str(value(new).stride()):
+            for user in old.users:
+                if user.target is _aten.view.default:
+                    user.target = _aten.reshape.default
+        old.replace_all_uses_with(new)
+        self.traced.graph.erase_node(old)
+
+
+class _Inliner(TorchDispatchMode):
+    """Records the ATen calls that a function makes on fake tensors as nodes in front of a site's node."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__()
+        self.traced = site.traced
+        self.nodes: dict[int, fx.Node] = {}
+        self.kept: list[torch.Tensor] = []  # so that no id is used twice
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        def enter(given: Any) -> Any:
+            found = value(given)
+            if isinstance(found, torch.Tensor):
+                # A view of its own: one tensor may be what several nodes stand for.
+                self.nodes[id(found)] = given
+                self.kept.append(found)
+            return found
+
+        given = pytree.tree_map(enter, args, is_leaf=lambda x: isinstance(x, fx.Node))
+        with self.traced.fake_mode, torch.no_grad(), self:
+            result = function(*given)
+        return pytree.tree_map(lambda t: self.nodes[id(t)] if isinstance(t, torch.Tensor) else t, result)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        nodes_in = pytree.tree_map(self._node, (args, kwargs))
+        node = self.traced.graph.call_function(func, nodes_in[0], nodes_in[1])
+        self.traced.adopt(node, result)
+        if isinstance(result, torch.Tensor):
+            self._keep(result, node)
+        elif isinstance(result, list | tuple):
+            for i, part in enumerate(result):
+                if isinstance(part, torch.Tensor):
+                    self._keep(part, self._inserted(operator.getitem, (node, i), part))
+        return result
+
+    def _keep(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        self.nodes[id(tensor)] = node
+        self.kept.append(tensor)
+
+    def _node(self, x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            if id(x) not in self.nodes:
+                raise ValueError(f"a tensor of shape {tuple(x.shape)} comes from outside the function")
+            return self.nodes[id(x)]
+        if isinstance(x, torch.SymInt) and not x.node.expr.is_number:
+            return self._size(x)
+        return int(x) if isinstance(x, torch.SymInt) else x
+
+    def _size(self, size: torch.SymInt) -> fx.Node:
+        """A node that yields ``size``: read off a tensor that is there already, or computed from such."""
+        for tensor in reversed(self.kept):
+            for dim, found in enumerate(tensor.shape):
+                if isinstance(found, torch.SymInt) and found.node.expr == size.node.expr:
+                    return self._inserted(_aten.sym_size.int, (self.nodes[id(tensor)], dim), size)
+        expression, shapes = size.node.expr, size.node.shape_env
+        target = {sympy.Mul: operator.mul, sympy.Add: operator.add}.get(expression.func)
+        if target is None:
+            raise ValueError(f"no tensor has the size {size}")
+        parts = [int(e) if e.is_number else shapes.create_symintnode(e, hint=None) for e in expression.args]
+        nodes = [part if isinstance(part, int) else self._size(part) for part in parts]
+        whole: Any = functools.reduce(lambda a, b: self._inserted(target, (a, b), target(value(a), value(b))), nodes)
+        return whole
+
+    def _inserted(self, target: Any, args: tuple[Any, ...], example: Any) -> fx.Node:
+        node = self.traced.graph.call_function(target, args)
+        self.traced.adopt(node, example)
+        return node

@@ -1,0 +1,47 @@
+"""Runnable CPU semantics of the `npu::` operators that lowering emits; importing this registers them.
+
+With torch_npu in the process, or importable, it is imported first and only CPU kernels are added. Without it the
+operators are defined from their vendor schemas, with fakes, so that a lowered graph traces and runs anywhere.
+torch_npu must not be imported after that: it aborts the process when its operators are defined already.
+
+The kernels follow op-plugin's documents and golden tests: fp16 and bf16 are computed in fp32 and rounded once at the
+end, fp32 and fp64 stay what they are, quantisation rounds half to even. They refuse with ``ValueError`` what the
+documents forbid, and with ``NotImplementedError`` what has no CPU kernel.
+"""
+
+from __future__ import annotations
+
+from . import (
+    activation,
+    attention,
+    flash_attention,
+    grouped_matmul,
+    kv_cache,
+    linear,
+    mla_prolog,
+    moe_gating,
+    moe_routing,
+    norm,
+    norm_rope_cache,
+    quantise,
+    rope,
+)
+from .registration import register
+
+OPERATORS = (
+    *attention.OPERATORS,
+    *flash_attention.OPERATORS,
+    *kv_cache.OPERATORS,
+    *norm.OPERATORS,
+    *linear.OPERATORS,
+    *activation.OPERATORS,
+    *rope.OPERATORS,
+    *moe_gating.OPERATORS,
+    *moe_routing.OPERATORS,
+    *grouped_matmul.OPERATORS,
+    *norm_rope_cache.OPERATORS,
+    *mla_prolog.OPERATORS,
+    *quantise.OPERATORS,
+)
+
+register(OPERATORS)

@@ -1,0 +1,117 @@
+"""`npu::npu_grouped_matmul`: one product for the rows of each expert.
+
+Source: op-plugin, doc `torch_npu-npu_grouped_matmul.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from .numerics import DTYPES_BY_CODE, refuse_given, widened
+from .registration import Operator
+
+
+def npu_grouped_matmul(
+    x: Sequence[torch.Tensor],
+    weight: Sequence[torch.Tensor],
+    *,
+    bias: Sequence[torch.Tensor] | None = None,
+    group_list: torch.Tensor | None = None,
+    split_item: int | None = 0,
+    group_type: int | None = None,
+    group_list_type: int | None = 0,
+    act_type: int | None = 0,
+    output_dtype: int | None = None,
+    tuning_config: Sequence[int] | None = None,
+    **others: object,
+) -> list[torch.Tensor]:
+    """``x[rows of group g] @ weight[g] + bias[g]`` for every group of rows.
+
+    Args:
+        x: one tensor ``[M, K]``; fp16, bf16 or fp32.
+        weight: one tensor ``[E, K, N]`` or E tensors ``[K, N]``, the dtype of ``x``; transposed views are fine.
+        bias: one ``[E, N]`` or E tensors ``[N]``; fp32 for bf16, else the dtype of ``x``.
+        group_list: int64 ``[E]``: where each group ends (``group_list_type`` 0), or its rows (1). The groups fill M.
+        split_item: 2 or 3 (one result).
+        group_type: 0 (groups of rows).
+        output_dtype: 5 fp16, 15 bf16, 6 fp32; None: the dtype of ``x``.
+
+    Returns:
+        One tensor ``[M, N]``, accumulated in fp32.
+
+    Raises:
+        ValueError: shapes, dtypes or groups that do not fit.
+        NotImplementedError: several inputs or results, groups along K, quantisation, activations.
+    """
+    refuse_given(
+        "npu_grouped_matmul",
+        split_item=None if split_item in (2, 3) else split_item,
+        group_type=None if group_type == 0 else group_type,
+        group_list_type=None if group_list_type in (0, 1) else group_list_type,
+        act_type=act_type or None,
+        **others,
+    )
+    if group_type is None:
+        raise ValueError("group_type is None; with a group_list tensor it must be 0")
+    if len(x) != 1:
+        raise NotImplementedError(f"x holds {len(x)} tensors; the CPU kernel of npu::npu_grouped_matmul takes one")
+    rows = x[0]
+    if not rows.is_floating_point() or any(w.dtype is not rows.dtype for w in weight):
+        raise NotImplementedError(
+            f"x has dtype {rows.dtype} and weight {weight[0].dtype}; quantised matmuls have no CPU kernel"
+        )
+    matrices = list(weight[0]) if len(weight) == 1 and weight[0].dim() == 3 else list(weight)
+    if rows.dim() != 2 or any(w.dim() != 2 or w.shape != (rows.shape[1], matrices[0].shape[1]) for w in matrices):
+        raise ValueError(
+            f"x has shape {tuple(rows.shape)} and weight {[tuple(w.shape) for w in weight]}; they must be [M, K] and "
+            "[E, K, N] or E times [K, N]"
+        )
+    biases = None
+    if bias is not None:
+        biases = list(bias[0]) if len(bias) == 1 and bias[0].dim() == 2 else list(bias)
+        wanted = torch.float32 if rows.dtype is torch.bfloat16 else rows.dtype
+        if len(biases) != len(matrices) or any(
+            b.shape != matrices[0].shape[1:] or b.dtype is not wanted for b in biases
+        ):
+            raise ValueError(
+                f"bias has shapes {[tuple(b.shape) for b in bias]} and dtype {bias[0].dtype}; it must be {wanted}, "
+                f"{matrices[0].shape[1]} entries for each of {len(matrices)} groups"
+            )
+    ends = _group_ends(group_list, group_list_type, len(matrices), len(rows))
+    wide = widened(rows)
+    result = wide.new_zeros((len(rows), matrices[0].shape[1]))
+    for group, (start, end) in enumerate(pairwise([0, *ends])):
+        if start < end:
+            result[start:end] = wide[start:end] @ widened(matrices[group])
+            if biases is not None:
+                result[start:end] += biases[group]
+    return [result.to(rows.dtype if not output_dtype else DTYPES_BY_CODE[output_dtype])]
+
+
+def _group_ends(group_list: torch.Tensor | None, group_list_type: int | None, groups: int, rows: int) -> list[int]:
+    if group_list is None or group_list.dtype is not torch.int64 or group_list.shape != (groups,):
+        raise ValueError(
+            f"group_list is {group_list}; it must be int64 with an entry for each of the {groups} groups"
+        )
+    ends = (group_list.cumsum(0) if group_list_type == 1 else group_list).tolist()
+    if any(end < start for start, end in pairwise([0, *ends])) or ends[-1] != rows:
+        raise ValueError(
+            f"group_list is {group_list.tolist()} with group_list_type {group_list_type}; the groups must follow "
+            f"each other and fill the {rows} rows of x"
+        )
+    return ends
+
+
+def _grouped_matmul_fake(
+    x: Sequence[torch.Tensor], weight: Sequence[torch.Tensor], *, output_dtype: int | None = None, **others: object
+) -> list[torch.Tensor]:
+    refuse_given("npu_grouped_matmul", split_item=None if others.get("split_item") in (2, 3) else "0 or 1")
+    columns = weight[0].shape[-1]
+    dtype = x[0].dtype if not output_dtype else DTYPES_BY_CODE[output_dtype]
+    return [x[0].new_empty((sum(part.shape[0] for part in x), columns), dtype=dtype)]
+
+
+OPERATORS = (Operator("npu_grouped_matmul", npu_grouped_matmul, _grouped_matmul_fake),)

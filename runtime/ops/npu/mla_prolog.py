@@ -1,0 +1,189 @@
+"""`npu::npu_mla_prolog_v3`: what multi-head latent attention does before the attention.
+
+Source: op-plugin, doc `torch_npu-npu_mla_prolog_v3.md`, golden test `test_mla_prolog_v3`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from .kv_cache import write_latent
+from .norm import rms_normed
+from .numerics import refuse_given, widened
+from .registration import Operator
+from .rope import deinterleaved, rotated
+
+# cache_mode -> whether the cache holds FRACTAL_NZ
+_CACHE_MODES = {"PA_BSND": False, "PA_NZ": True}
+
+
+def npu_mla_prolog_v3(
+    token_x: torch.Tensor,
+    weight_dq: torch.Tensor,
+    weight_uq_qr: torch.Tensor,
+    weight_uk: torch.Tensor,
+    weight_dkv_kr: torch.Tensor,
+    rmsnorm_gamma_cq: torch.Tensor,
+    rmsnorm_gamma_ckv: torch.Tensor,
+    rope_sin: torch.Tensor,
+    rope_cos: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kr_cache: torch.Tensor,
+    *,
+    cache_index: torch.Tensor | None = None,
+    rmsnorm_epsilon_cq: float = 1e-5,
+    rmsnorm_epsilon_ckv: float = 1e-5,
+    cache_mode: str = "PA_BSND",
+    query_norm_flag: bool = False,
+    weight_quant_mode: int = 0,
+    kv_cache_quant_mode: int = 0,
+    query_quant_mode: int = 0,
+    ckvkr_repo_mode: int = 0,
+    quant_scale_repo_mode: int = 0,
+    tile_size: int = 128,
+    qc_qr_scale: float = 1.0,
+    kc_scale: float = 1.0,
+    **others: object,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Everything in MLA before the attention, from the hidden states to absorbed queries and the latent cache.
+
+    ``c = rms_norm(x Wdq) · qc_qr_scale``; per head ``[n, r] = c Wuqqr``, ``query = n Wuk``, ``query_rope = rope(r)``;
+    ``[l, p] = x Wdkvkr``, ``kv_cache ← rms_norm(l) · kc_scale``, ``kr_cache ← rope(p)``. ``rope`` de-interleaves,
+    then rotates halves. Products are summed in fp32; what enters the next product is rounded to bf16. (With fp32 or
+    fp64 throughout, which a device does not take, nothing is rounded.)
+
+    Args:
+        token_x: bf16 ``[T, He]`` or ``[B, S, He]``, like all the others but ``cache_index``.
+        weight_dq: ``[He, Hcq]``; weight_uq_qr: ``[Hcq, N·(D + Dr)]``; weight_uk: ``[N, D, Hckv]``; weight_dkv_kr:
+            ``[He, Hckv + Dr]``. FRACTAL_NZ on a device, but for weight_uk.
+        rope_sin, rope_cos: ``[T, Dr]`` or ``[B, S, Dr]``; the sine comes first.
+        kv_cache, kr_cache: written; ``[blocks, block size, 1, Hckv]`` and ``[…, Dr]``, which in mode "PA_NZ" hold
+            ``[blocks, D/16, block size, 16]``.
+        cache_index: int64 ``[T]`` or ``[B, S]``, slots; negative: skipped.
+        query_norm_flag: whether ``c`` is returned.
+
+    Returns:
+        ``query [..., N, Hckv]`` and ``query_rope [..., N, Dr]``, bf16; three results without meaning, of size 1 or 0
+        (newer CANN): the scale of ``query``, ``c`` (``[..., Hcq]`` with ``query_norm_flag``) and its scale.
+
+    Raises:
+        ValueError: shapes, dtypes or slots that do not fit.
+        NotImplementedError: quantised variants, other cache modes.
+    """
+    refuse_given(
+        "npu_mla_prolog_v3",
+        weight_quant_mode=weight_quant_mode or None,
+        kv_cache_quant_mode=kv_cache_quant_mode or None,
+        query_quant_mode=query_quant_mode or None,
+        ckvkr_repo_mode=ckvkr_repo_mode or None,
+        quant_scale_repo_mode=quant_scale_repo_mode or None,
+        **others,
+    )
+    if cache_mode not in _CACHE_MODES:
+        raise NotImplementedError(f"cache_mode is {cache_mode!r}; the CPU kernel knows {', '.join(_CACHE_MODES)}")
+    heads, _, latent_dim = weight_uk.shape
+    rope_dim = rope_sin.shape[-1]
+    leading = token_x.shape[:-1]
+    _check_mla(token_x, weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr, rope_sin, rope_cos, kv_cache, kr_cache)
+    if cache_index is None or cache_index.shape != leading:
+        raise ValueError(
+            f"cache_index has shape {None if cache_index is None else tuple(cache_index.shape)}; with cache_mode "
+            f"{cache_mode!r} there is one slot for each token, {tuple(leading)}"
+        )
+    dtype, tokens = token_x.dtype, widened(token_x.flatten(0, -2))
+    sin, cos = rope_sin.reshape(-1, rope_dim), rope_cos.reshape(-1, rope_dim)
+
+    compressed = rms_normed(tokens @ widened(weight_dq), rmsnorm_gamma_cq, rmsnorm_epsilon_cq) * qc_qr_scale
+    compressed = compressed.to(dtype)
+    per_head = (widened(compressed) @ widened(weight_uq_qr)).unflatten(1, (heads, -1))
+    content = widened(per_head[..., :-rope_dim].to(dtype))
+    query = torch.einsum("tnd,ndl->tnl", content, widened(weight_uk)).to(dtype)
+    query_rope = rotated(deinterleaved(per_head[..., -rope_dim:]), cos.unsqueeze(1), sin.unsqueeze(1))
+
+    latent, key_rope = (tokens @ widened(weight_dkv_kr)).split([latent_dim, rope_dim], 1)
+    latent = rms_normed(latent, rmsnorm_gamma_ckv, rmsnorm_epsilon_ckv) * kc_scale
+    key_rope = rotated(deinterleaved(key_rope), cos, sin)
+    for name, value, cache in (("kv", latent, kv_cache), ("kr", key_rope, kr_cache)):
+        stored = value.to(dtype).unsqueeze(1)
+        write_latent(name, stored, cache, cache_index.flatten(), _CACHE_MODES[cache_mode])
+
+    unused = _unused_size()
+    normed = compressed.unflatten(0, leading) if query_norm_flag else compressed.new_zeros(unused)
+    return (
+        query.unflatten(0, leading).contiguous(),
+        query_rope.to(dtype).unflatten(0, leading).contiguous(),
+        torch.zeros(unused),
+        normed,
+        torch.zeros(unused),
+    )
+
+
+def _check_mla(token_x: torch.Tensor, *others: torch.Tensor) -> None:
+    weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr, rope_sin, rope_cos, kv_cache, kr_cache = others
+    dtypes = {tensor.dtype for tensor in (token_x, *others)}
+    if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float32, torch.float64}:
+        raise ValueError(
+            "token_x, the weights, the tables and the caches must all be bfloat16 (or, for comparisons, all fp32 or "
+            "fp64); quantised ones have no CPU kernel"
+        )
+    heads, content_dim, latent_dim = weight_uk.shape
+    rope_dim = rope_sin.shape[-1]
+    hidden, compressed = weight_dq.shape
+    fits = (
+        token_x.dim() in (2, 3)
+        and token_x.shape[-1] == hidden
+        and weight_uq_qr.shape == (compressed, heads * (content_dim + rope_dim))
+        and weight_dkv_kr.shape == (hidden, latent_dim + rope_dim)
+        and rope_sin.shape == rope_cos.shape == (*token_x.shape[:-1], rope_dim)
+        and kv_cache.shape[2:] == (1, latent_dim)
+        and kr_cache.shape == (*kv_cache.shape[:3], rope_dim)
+    )
+    if not fits:
+        raise ValueError(
+            f"shapes do not fit: token_x {tuple(token_x.shape)}, weight_dq {tuple(weight_dq.shape)}, weight_uq_qr "
+            f"{tuple(weight_uq_qr.shape)}, weight_uk {tuple(weight_uk.shape)}, weight_dkv_kr "
+            f"{tuple(weight_dkv_kr.shape)}, rope_sin {tuple(rope_sin.shape)}, rope_cos {tuple(rope_cos.shape)}, "
+            f"kv_cache {tuple(kv_cache.shape)}, kr_cache {tuple(kr_cache.shape)}"
+        )
+
+
+def _unused_size() -> int:
+    # CANN from 8.5 on has empty placeholders; torch_npu's meta function asks for the version, so this must agree.
+    torch_npu = sys.modules.get("torch_npu")
+    if torch_npu is None:
+        return 1
+    return 0 if torch_npu.npu.utils._is_gte_cann_version("8.5.0.alpha003", "CANN") else 1
+
+
+def _mla_fake(
+    token_x: torch.Tensor,
+    weight_dq: torch.Tensor,
+    weight_uq_qr: torch.Tensor,
+    weight_uk: torch.Tensor,
+    weight_dkv_kr: torch.Tensor,
+    rmsnorm_gamma_cq: torch.Tensor,
+    rmsnorm_gamma_ckv: torch.Tensor,
+    rope_sin: torch.Tensor,
+    rope_cos: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kr_cache: torch.Tensor,
+    *,
+    query_norm_flag: bool = False,
+    weight_quant_mode: int = 0,
+    **_: object,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    refuse_given("npu_mla_prolog_v3", weight_quant_mode=weight_quant_mode or None)
+    leading = token_x.shape[:-1]
+    unused = [_unused_size()]
+    return (
+        token_x.new_empty((*leading, weight_uk.shape[0], weight_uk.shape[2])),
+        token_x.new_empty((*leading, weight_uk.shape[0], rope_sin.shape[-1])),
+        token_x.new_empty(unused, dtype=torch.float32),
+        token_x.new_empty((*leading, weight_dq.shape[1]) if query_norm_flag else unused, dtype=weight_uq_qr.dtype),
+        token_x.new_empty(unused, dtype=torch.float32),
+    )
+
+
+OPERATORS = (Operator("npu_mla_prolog_v3", npu_mla_prolog_v3, _mla_fake, "npu_mla_prolog_v3_functional"),)

@@ -1,0 +1,130 @@
+"""`npu::` choice of experts: npu_moe_gating_top_k and npu_moe_gating_top_k_softmax.
+
+Source: op-plugin, docs `torch_npu-npu_moe_gating_top_k.md` and `…-npu_moe_gating_top_k_softmax.md`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .numerics import refuse_given
+from .registration import Operator
+
+
+def npu_moe_gating_top_k(
+    x: torch.Tensor,
+    k: int,
+    *,
+    bias: torch.Tensor | None = None,
+    input_ids: torch.Tensor | None = None,
+    tid2eid: torch.Tensor | None = None,
+    k_group: int = 1,
+    group_count: int = 1,
+    group_select_mode: int = 0,
+    renorm: int = 0,
+    norm_type: int = 0,
+    out_flag: bool = False,
+    routed_scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores, groups and picks experts (DeepSeek-V3).
+
+    ``p = softmax(x)`` (``norm_type`` 0) or ``σ(x)`` (1); experts are chosen by ``s = p + bias`` among the ``k_group``
+    best of ``group_count`` groups, a group being worth its best ``s`` (``group_select_mode`` 0) or the sum of its two
+    best (1); equal scores go to the lower expert. ``y = p[chosen]``, with ``norm_type`` 1 divided by
+    ``Σ y + eps``, then times ``routed_scaling_factor``. The softmax case is not normalised again.
+
+    Args:
+        x: ``[T, E]``.
+        bias: ``[E]``, the dtype of ``x``.
+
+    Returns:
+        ``y [T, k]`` in the dtype of ``x``, the experts ``[T, k]`` int32, and ``p [T, E]`` fp32 (without ``out_flag``
+        undefined on a device, NaN here).
+
+    Raises:
+        ValueError: arguments that the document forbids.
+        NotImplementedError: hash routing.
+    """
+    refuse_given("npu_moe_gating_top_k", input_ids=input_ids, tid2eid=tid2eid)
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [tokens, experts]")
+    experts = x.shape[1]
+    if bias is not None and (bias.shape != (experts,) or bias.dtype is not x.dtype):
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)} and dtype {bias.dtype}; it must be [{experts}], {x.dtype}"
+        )
+    if renorm != 0 or norm_type not in (0, 1) or group_select_mode not in (0, 1):
+        raise ValueError(
+            f"renorm is {renorm}, norm_type {norm_type}, group_select_mode {group_select_mode}; the first must be 0, "
+            "the others 0 or 1"
+        )
+    if group_count < 1 or experts % group_count or (group_count > 1 and experts // group_count <= 2):
+        raise ValueError(f"group_count is {group_count}; groups of {experts} experts must be equal and larger than 2")
+    if not 1 <= k_group <= group_count or not 1 <= k <= experts // group_count * k_group:
+        raise ValueError(f"k is {k} and k_group {k_group}; there are {group_count} groups and {experts} experts")
+    logits = x.float()
+    scores = logits.softmax(-1) if norm_type == 0 else logits.sigmoid()
+    ranked = scores if bias is None else scores + bias.float()
+    if group_count > 1:
+        grouped = ranked.unflatten(1, (group_count, -1))
+        worth = grouped.amax(-1) if group_select_mode == 0 else grouped.topk(2, -1).values.sum(-1)
+        kept = _best(worth, k_group)
+        dropped = torch.ones_like(worth, dtype=torch.bool).scatter_(1, kept, False)
+        ranked = grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(1)
+    chosen = _best(ranked, k)
+    weights = scores.gather(1, chosen)
+    if norm_type == 1:
+        weights = weights / (weights.sum(-1, keepdim=True) + eps)
+    weights = (weights * routed_scaling_factor).to(x.dtype)
+    return weights, chosen.int(), scores if out_flag else torch.full_like(scores, float("nan"))
+
+
+def npu_moe_gating_top_k_softmax(
+    x: torch.Tensor, finished: torch.Tensor | None = None, k: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The ``k`` largest of ``softmax(x)``, not normalised again; equal ones go to the lower expert.
+
+    Args:
+        x: ``[T, E]`` or ``[B, S, E]``.
+
+    Returns:
+        Weights in the dtype of ``x``, experts int32, and ``row_idx[i, j] = j · T + i`` int32, all ``[..., k]``.
+
+    Raises:
+        ValueError: ``x`` or ``k`` out of range.
+        NotImplementedError: finished rows.
+    """
+    refuse_given("npu_moe_gating_top_k_softmax", finished=finished)
+    if x.dim() not in (2, 3) or not 0 < k <= x.shape[-1]:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and k is {k}; give 2 or 3 dims and k of {x.shape[-1]} at most"
+        )
+    scores = x.float().softmax(-1)
+    chosen = _best(scores, k)
+    tokens = x.shape[:-1].numel()
+    rows = torch.arange(tokens * k, dtype=torch.int32).reshape(k, tokens).t().reshape(*x.shape[:-1], k)
+    return scores.gather(-1, chosen).to(x.dtype), chosen.int(), rows.contiguous()
+
+
+def _best(values: torch.Tensor, count: int) -> torch.Tensor:
+    # torch.topk does not say which of equal values it takes; the operators take the first.
+    return values.sort(stable=True, dim=-1, descending=True).indices[..., :count]
+
+
+def _gating_fake(x: torch.Tensor, k: int, **_: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shape = (x.shape[0], k)
+    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int32), x.new_empty(x.shape, dtype=torch.float32)
+
+
+def _gating_softmax_fake(
+    x: torch.Tensor, finished: torch.Tensor | None = None, k: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shape = (*x.shape[:-1], k)
+    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int32), x.new_empty(shape, dtype=torch.int32)
+
+
+OPERATORS = (
+    Operator("npu_moe_gating_top_k", npu_moe_gating_top_k, _gating_fake),
+    Operator("npu_moe_gating_top_k_softmax", npu_moe_gating_top_k_softmax, _gating_softmax_fake),
+)

@@ -1,0 +1,178 @@
+"""`npu::` norms: npu_rms_norm, npu_add_rms_norm(_cast), npu_gemma_rms_norm, npu_add_layer_norm.
+
+Source: op-plugin, docs `torch_npu-npu_rms_norm.md` and `…-npu_add_rms_norm.md`, golden tests
+`test_npu_add_rms_norm(_cast)`, `test_npu_gemma_rms_norm` and `test_npu_add_layer_norm`. The statistics have the dims
+of the input, 1 where ``gamma`` has dims.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .numerics import stored_like, widened
+from .registration import Operator
+
+
+def rms_normed(wide: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """:func:`npu_rms_norm` of a tensor in the dtype to compute in, over its last dim, not rounded."""
+    return _rms_norm(wide, gamma, epsilon)[0] * widened(gamma)
+
+
+def npu_rms_norm(
+    input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``y = input · rstd · gamma`` with ``rstd = 1 / √(mean(input²) + epsilon)`` over the dims of ``gamma``.
+
+    Args:
+        input: fp16, bf16, fp32 (fp64).
+        gamma: the last dims of ``input``; its dtype, or fp32.
+
+    Returns:
+        ``y`` like ``input``, and ``rstd`` in fp32.
+    """
+    _check_gamma("gamma", gamma, input, fp32_allowed=True)
+    normed, rstd = _rms_norm(widened(input), gamma, epsilon)
+    return stored_like(normed * widened(gamma), input), rstd
+
+
+def npu_gemma_rms_norm(
+    input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`npu_rms_norm` with ``1 + gamma`` as scale."""
+    _check_gamma("gamma", gamma, input, fp32_allowed=True)
+    normed, rstd = _rms_norm(widened(input), gamma, epsilon)
+    return stored_like(normed * (1 + widened(gamma)), input), rstd
+
+
+def npu_add_rms_norm(
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`npu_rms_norm` of ``x = x1 + x2``, which is rounded to its dtype first.
+
+    Args:
+        x1, x2: one shape and dtype.
+        gamma: the last dims of ``x1``, its dtype.
+
+    Returns:
+        ``(y, rstd, x)``: the sum comes last.
+    """
+    _, normed, rstd, total = _add_rms_norm(x1, x2, gamma, epsilon)
+    return normed, rstd, total
+
+
+def npu_add_rms_norm_cast(
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`npu_add_rms_norm` that returns ``(y in fp32, y, rstd, x)``; both ``y`` come from the unrounded value."""
+    wide, normed, rstd, total = _add_rms_norm(x1, x2, gamma, epsilon)
+    return stored_like(wide, x1, torch.float32), normed, rstd, total
+
+
+def npu_add_layer_norm(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    gamma: torch.Tensor,
+    beta: torch.Tensor,
+    epsilon: float = 1e-5,
+    additional_output: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Layer norm of ``x = x1 + x2`` over the dims of ``gamma``: ``(x - mean) · rstd · gamma + beta``.
+
+    Args:
+        x1, x2: one shape and dtype.
+        gamma, beta: the last dims of ``x1``; its dtype, or fp32.
+        additional_output: whether the sum is returned.
+
+    Returns:
+        ``(y, mean, rstd, x)``, ``mean`` and ``rstd`` in fp32. Without ``additional_output`` the last one has no
+        meaning; it is NaN here.
+    """
+    _check_sum(x1, x2)
+    _check_gamma("gamma", gamma, x1, fp32_allowed=True)
+    _check_gamma("beta", beta, x1, fp32_allowed=True)
+    total = stored_like(x1 + x2, x1)
+    wide = widened(total)
+    dims = tuple(range(-gamma.dim(), 0))
+    mean = wide.mean(dims, keepdim=True)
+    rstd = torch.rsqrt((wide - mean).square().mean(dims, keepdim=True) + epsilon)
+    normed = (wide - mean) * rstd * widened(gamma) + widened(beta)
+    if not additional_output:
+        total = torch.full_like(total, float("nan"))
+    return stored_like(normed, x1), mean.float().contiguous(), rstd.float().contiguous(), total
+
+
+def _rms_norm(wide: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    rstd = torch.rsqrt(wide.square().mean(tuple(range(-gamma.dim(), 0)), keepdim=True) + epsilon)
+    return wide * rstd, rstd.float().contiguous()
+
+
+def _add_rms_norm(
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    _check_sum(x1, x2)
+    _check_gamma("gamma", gamma, x1, fp32_allowed=False)
+    total = stored_like(x1 + x2, x1)
+    normed, rstd = _rms_norm(widened(total), gamma, epsilon)
+    normed = normed * widened(gamma)
+    return normed, stored_like(normed, x1), rstd, total
+
+
+def _check_sum(x1: torch.Tensor, x2: torch.Tensor) -> None:
+    if x1.shape != x2.shape or x1.dtype is not x2.dtype:
+        raise ValueError(
+            f"x2 has shape {tuple(x2.shape)} and dtype {x2.dtype}, x1 {tuple(x1.shape)} and {x1.dtype}; "
+            "expand or convert one of them"
+        )
+
+
+def _check_gamma(name: str, gamma: torch.Tensor, input: torch.Tensor, fp32_allowed: bool) -> None:
+    allowed = {input.dtype, torch.float32} if fp32_allowed else {input.dtype}
+    if gamma.dim() == 0 or gamma.shape != input.shape[input.dim() - gamma.dim() :] or gamma.dtype not in allowed:
+        raise ValueError(
+            f"{name} has shape {tuple(gamma.shape)} and dtype {gamma.dtype}; it must have the last dims of the "
+            f"input, {tuple(input.shape)}, and dtype {' or '.join(sorted(map(str, allowed)))}"
+        )
+
+
+def _statistics(input: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
+    kept = input.dim() - gamma.dim()
+    return input.new_empty((*input.shape[:kept], *(1,) * gamma.dim()), dtype=torch.float32)
+
+
+def _rms_norm_fake(
+    input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(input), _statistics(input, gamma)
+
+
+def _add_rms_norm_fake(
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x1), _statistics(x1, gamma), torch.empty_like(x1)
+
+
+def _add_rms_norm_cast_fake(
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    wide = torch.empty_like(x1, dtype=torch.float32)
+    return wide, torch.empty_like(x1), _statistics(x1, gamma), torch.empty_like(x1)
+
+
+def _add_layer_norm_fake(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    gamma: torch.Tensor,
+    beta: torch.Tensor,
+    epsilon: float = 1e-5,
+    additional_output: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x1), _statistics(x1, gamma), _statistics(x1, gamma), torch.empty_like(x1)
+
+
+OPERATORS = (
+    Operator("npu_rms_norm", npu_rms_norm, _rms_norm_fake),
+    Operator("npu_gemma_rms_norm", npu_gemma_rms_norm, _rms_norm_fake),
+    Operator("npu_add_rms_norm", npu_add_rms_norm, _add_rms_norm_fake),
+    Operator("npu_add_rms_norm_cast", npu_add_rms_norm_cast, _add_rms_norm_cast_fake),
+    Operator("npu_add_layer_norm", npu_add_layer_norm, _add_layer_norm_fake),
+)

@@ -1,0 +1,160 @@
+"""`npu::` quantisation and storage formats: npu_dynamic_quant, npu_quantize, npu_format_cast.
+
+Source: op-plugin, docs `torch_npu-npu_dynamic_quant.md`, `…-npu_quantize.md` and `…-npu_format_cast.md`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .numerics import DTYPES_BY_CODE, refuse_given, stored_like, widened
+from .registration import Operator
+
+_QUINT4X2 = 16
+_FORMATS = {2: "ND", 29: "FRACTAL_NZ"}
+_QUANTISED = (torch.int8, torch.uint8, torch.int32)
+
+
+def npu_dynamic_quant(
+    input: torch.Tensor,
+    *,
+    smooth_scales: torch.Tensor | None = None,
+    group_index: torch.Tensor | None = None,
+    dst_type: int | None = None,
+    quant_mode: str = "pertoken",
+    dst_type_max: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric int8 with a scale per row: ``scale = max|x| / 127``, ``q = rint(x / scale)``, ``x = input · smooth``.
+
+    Args:
+        input: 2 dims or more.
+        smooth_scales: ``[input.shape[-1]]``.
+        dst_type: None or 1: int8.
+
+    Returns:
+        int8 like ``input``, and fp32 scales of the shape ``input.shape[:-1]``. A row of zeros has scale 0.
+
+    Raises:
+        NotImplementedError: groups, other modes and dtypes.
+    """
+    refuse_given(
+        "npu_dynamic_quant",
+        group_index=group_index,
+        dst_type=None if dst_type in (None, 1) else dst_type,
+        quant_mode=None if quant_mode == "pertoken" else quant_mode,
+        dst_type_max=dst_type_max or None,
+    )
+    if input.dim() < 2:
+        raise ValueError(f"input has shape {tuple(input.shape)}; it must have 2 dims or more")
+    wide = input.float()
+    if smooth_scales is not None:
+        if smooth_scales.shape != input.shape[-1:]:
+            raise ValueError(f"smooth_scales has shape {tuple(smooth_scales.shape)}; it must be {input.shape[-1:]}")
+        wide = wide * smooth_scales.float()
+    scale = wide.abs().amax(-1, keepdim=True) / 127
+    quantised = torch.where(scale > 0, wide / scale, 0.0).round().clamp(-128, 127)
+    return stored_like(quantised, input, torch.int8), scale.squeeze(-1).contiguous()
+
+
+def npu_quantize(
+    input: torch.Tensor,
+    scales: torch.Tensor,
+    zero_points: torch.Tensor | None,
+    dtype: int,
+    axis: int = 1,
+    div_mode: bool = True,
+) -> torch.Tensor:
+    """``rint(input / scales + zero_points)``, or ``rint(input · scales + zero_points)`` without ``div_mode``.
+
+    Args:
+        scales: one entry, one for each place of ``axis``, or (without ``div_mode``) the rank of ``input`` with 1 in
+            every dim but ``axis``.
+        zero_points: the shape of ``scales``.
+        dtype: 1 or 12 int8, 0 or 13 uint8, 3 or 14 int32.
+
+    Returns:
+        Clamped to the range of ``dtype``; the shape and strides of ``input``.
+
+    Raises:
+        ValueError: scales that do not fit.
+        NotImplementedError: another dtype.
+    """
+    target = DTYPES_BY_CODE.get(dtype)
+    if target not in _QUANTISED:
+        raise NotImplementedError(
+            f"dtype is {dtype}; the CPU kernel of npu::npu_quantize makes int8, uint8 and int32"
+        )
+    wide = widened(input)
+    spread = [1] * input.dim()
+    spread[axis] = -1
+    factor = _along(scales, "scales", input, axis, spread).to(wide.dtype)
+    value = wide / factor if div_mode else wide * factor
+    if zero_points is not None:
+        value = value + _along(zero_points, "zero_points", input, axis, spread).to(wide.dtype)
+    limits = torch.iinfo(target)
+    # fp32 cannot hold the last int32 values; the conversion must see clamped ones.
+    return stored_like(value.round().double().clamp(limits.min, limits.max), input, target)
+
+
+def _along(values: torch.Tensor, name: str, input: torch.Tensor, axis: int, spread: list[int]) -> torch.Tensor:
+    if values.numel() not in (1, input.shape[axis]):
+        raise ValueError(
+            f"{name} has shape {tuple(values.shape)}; it must have 1 entry or {input.shape[axis]}, the size of "
+            f"input along axis {axis}"
+        )
+    return values.reshape(spread)
+
+
+def npu_format_cast(
+    input: torch.Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
+) -> torch.Tensor:
+    """A copy of ``input``: a storage format changes no value, and CPU tensors have none.
+
+    Args:
+        acl_format: 2 ND or 29 FRACTAL_NZ. What is in FRACTAL_NZ must not be viewed, sliced or padded on a device.
+
+    Returns:
+        Contiguous.
+
+    Raises:
+        NotImplementedError: another format, or a dtype to convert to.
+    """
+    refuse_given("npu_format_cast", customize_dtype=customize_dtype, input_dtype=input_dtype)
+    if acl_format not in _FORMATS:
+        raise NotImplementedError(f"acl_format is {acl_format}; the CPU kernel knows {_FORMATS}")
+    return input.clone(memory_format=torch.contiguous_format)
+
+
+def _dynamic_quant_fake(
+    input: torch.Tensor, *, dst_type: int | None = None, quant_mode: str = "pertoken", **_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = [*input.shape[:-2], input.shape[-1] if quant_mode == "perchannel" else input.shape[-2]]
+    scale = input.new_empty([1] if quant_mode == "pertensor" else shape, dtype=torch.float32)
+    if dst_type == _QUINT4X2:
+        return input.new_empty((*shape, input.shape[-1] // 8), dtype=torch.int32), scale
+    return torch.empty_like(input, dtype=torch.int8), scale
+
+
+def _quantize_fake(
+    input: torch.Tensor,
+    scales: torch.Tensor,
+    zero_points: torch.Tensor | None,
+    dtype: int,
+    axis: int = 1,
+    div_mode: bool = True,
+) -> torch.Tensor:
+    if dtype == _QUINT4X2:
+        return input.new_empty((*input.shape[:-1], input.shape[-1] // 8), dtype=torch.int32)
+    target = DTYPES_BY_CODE.get(dtype, torch.int8)
+    return torch.empty_like(input, dtype=target if target in _QUANTISED else torch.int8)
+
+
+def _format_cast_fake(input: torch.Tensor, acl_format: int, **_: object) -> torch.Tensor:
+    return input.new_empty(input.shape)
+
+
+OPERATORS = (
+    Operator("npu_dynamic_quant", npu_dynamic_quant, _dynamic_quant_fake),
+    Operator("npu_quantize", npu_quantize, _quantize_fake),
+    Operator("npu_format_cast", npu_format_cast, _format_cast_fake),
+)

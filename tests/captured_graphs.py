@@ -1,0 +1,208 @@
+"""ACL graphs without a device: what npugraph_ex captures is recorded call by call on the CPU, and replayed.
+
+A replay runs each recorded call again on the very tensors of the capture, so that an input at another address, or a
+size or a length that was baked in, shows as a wrong result. Attention calls must get their lengths at every replay:
+on a device they wait for an event that the update of their task records.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_WORKSPACES = {
+    "npu_fused_infer_attention_score": "_npu_fused_infer_attention_score_get_max_workspace",
+    "npu_fused_infer_attention_score_v2": "_npu_fused_infer_attention_score_v2_get_max_workspace",
+}
+
+
+@dataclass
+class _Call:
+    function: Any
+    args: Any
+    kwargs: Any
+    out: Any
+    updated: bool | None = None  # None: of no task group
+
+    def run(self) -> None:
+        assert self.updated is not False, f"{self.function} did not get the lengths of this replay"
+        if self.updated is not None:
+            self.updated = False
+        results = self.function(*self.args, **self.kwargs)
+        for old, new in zip(pytree.tree_leaves(self.out), pytree.tree_leaves(results), strict=True):
+            if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+
+
+class Graph:
+    """Stands for ``torch.npu.NPUGraph``."""
+
+    captured: ClassVar[list[Graph]] = []
+    _waiting: ClassVar[Graph | None] = None
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.replays = 0
+        self.group_from = 0
+
+    def replay(self) -> None:
+        Graph._waiting = self
+        if not any(call.updated is not None for call in self.calls):
+            Graph.run_waiting()
+
+    @staticmethod
+    def run_waiting() -> None:
+        graph, Graph._waiting = Graph._waiting, None
+        if graph is not None:
+            graph.replays += 1
+            for call in graph.calls:
+                call.run()
+
+    def reset(self) -> None:
+        self.calls.clear()
+
+
+class _Capture(TorchDispatchMode):
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.graph.calls.append(_Call(func, args, kwargs or {}, out))
+        return out
+
+
+class _Update(TorchDispatchMode):
+    def __init__(self, call: _Call) -> None:
+        super().__init__()
+        self.call = call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is self.call.function
+        self.call.args, self.call.kwargs, self.call.updated = args, kwargs, True
+        return self.call.out
+
+
+@dataclass
+class _Device:
+    """Stands for the functions of ``torch.npu`` that npugraph_ex calls."""
+
+    capturing: list[Graph] = field(default_factory=list)
+    updating: list[_Update] = field(default_factory=list)
+
+    @contextmanager
+    def graph(self, graph: Graph, **_: Any) -> Iterator[None]:
+        self.capturing.append(graph)
+        with _Capture(graph):
+            yield
+        self.capturing.pop()
+        if graph.calls:
+            Graph.captured.append(graph)
+
+    def group_begin(self, stream: Any) -> None:
+        self.capturing[-1].group_from = len(self.capturing[-1].calls)
+
+    def group_end(self, stream: Any) -> _Call:
+        graph = self.capturing[-1]
+        (call,) = graph.calls[graph.group_from :]
+        call.updated = False
+        return call
+
+    def update_begin(self, stream: Any, handle: _Call) -> None:
+        self.updating.append(_Update(handle))
+        self.updating[-1].__enter__()
+
+    def update_end(self, stream: Any) -> None:
+        self.updating.pop().__exit__(None, None, None)
+
+
+class _Stream:
+    stream_id = 0
+
+    def __init__(self, **_: Any) -> None:
+        _Stream.stream_id += 1
+        self.stream_id = _Stream.stream_id
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any) -> None: ...
+
+
+class _Event:
+    def record(self, stream: Any) -> None:
+        Graph.run_waiting()
+
+    def wait(self, stream: Any) -> None: ...
+
+    def reset(self, stream: Any) -> None: ...
+
+
+_MAIN_STREAM = _Stream()
+
+
+def _tensor_at(metadata: Any) -> torch.Tensor:
+    """A tensor over memory that is known by its address; something else keeps it."""
+    if not metadata.nbytes:
+        return torch.empty(metadata.size, dtype=metadata.dtype)
+    memory = (ctypes.c_char * metadata.nbytes).from_address(metadata.data_ptr)
+    flat = torch.frombuffer(memory, dtype=metadata.dtype)
+    return flat.as_strided(metadata.size, metadata.stride, metadata.storage_offset)
+
+
+@contextmanager
+def captured_graphs() -> Iterator[list[Graph]]:
+    """Let npugraph_ex capture and replay on the CPU for the duration of a block; the graphs that it captured."""
+    import npugraph_ex  # noqa: F401
+    import torch_npu
+    from npugraph_ex._acl_concrete_graph import acl_graph, utils
+
+    device = _Device()
+    functions = {
+        "current_device": lambda: 0,
+        "NPUGraph": Graph,
+        "graph": device.graph,
+        "Stream": _Stream,
+        "Event": _Event,
+        "ExternalEvent": _Event,
+        "current_stream": lambda *_: _MAIN_STREAM,
+        "stream": lambda _: ExitStack(),
+        "get_stream_limit": lambda _: {"cube_core_num": 20, "vector_core_num": 40},
+        "set_stream_limit": lambda *_: None,
+        "synchronize": lambda: None,
+        "empty_cache": lambda: None,
+        "graph_pool_handle": lambda: (0, 1),
+        "graph_task_group_begin": device.group_begin,
+        "graph_task_group_end": device.group_end,
+        "graph_task_update_begin": device.update_begin,
+        "graph_task_update_end": device.update_end,
+    }
+    kernels = torch.library.Library("npu", "IMPL")
+    for name, workspace in _WORKSPACES.items():
+        packet = getattr(torch.ops.npu, name)
+
+        def into(*args: Any, workspace: Any, out: Any, packet: Any = packet, **kwargs: Any) -> Any:
+            for place, result in zip(out, packet.default(*args, **kwargs), strict=True):
+                place.copy_(result)
+            return tuple(out)
+
+        kernels.impl(f"{name}.out", into, "CPU")
+        kernels.impl(workspace, lambda *args, **kwargs: torch.empty(0), "CPU")
+    Graph.captured = []
+    with ExitStack() as stack:
+        for name, function in functions.items():
+            stack.enter_context(mock.patch.object(torch_npu.npu, name, function, create=True))
+        for name in ("_npu_getCheckpointState", "_npu_setCheckpointPoolState"):
+            stack.enter_context(mock.patch.object(torch_npu._C, name, lambda *args: None, create=True))
+        for module in (acl_graph, utils):
+            stack.enter_context(mock.patch.object(module, "reconstruct_from_tensor_metadata", _tensor_at))
+        yield Graph.captured
+    kernels._destroy()

@@ -1,0 +1,37 @@
+"""Tiny random models whose sizes Ascend's operators take: heads of 128 dims, MLA of 512 + 64 over 16 heads."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import tiny_models
+
+_HIDDEN, _HEAD = 512, 128
+_LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+_GROUPED = {name: _HEAD for name, size in tiny_models.SIZES.items() if size == 16 and "head" in name}
+_WIDE = {name: _HIDDEN for name, size in tiny_models.SIZES.items() if size == 64 and name != "max_source_positions"}
+_SIZES = {**tiny_models.SIZES, **_WIDE, **_GROUPED, **_LATENT, "rotary_dim": 64, "global_head_dim": _HEAD}
+_LATENT_MODELS = {
+    **_SIZES,
+    **dict.fromkeys(_WIDE, 1024),
+    **{name: 16 for name, size in tiny_models.SIZES.items() if size == 4 and "attention_heads" in name},
+}
+
+
+def build_legal_model(model_type: str, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
+    """As ``tiny_models.build_tiny_model``, with sizes that the limits of the NPU operators allow."""
+    default = CONFIG_MAPPING[model_type]()
+    latent = getattr(default, "kv_lora_rank", None) is not None
+    with mock.patch.object(tiny_models, "SIZES", _LATENT_MODELS if latent else _SIZES):
+        return tiny_models.build_tiny_model(model_type, dtype=dtype, **overrides)

@@ -1,0 +1,278 @@
+"""What the attention kernels refuse: calls that a device would reject or, worse, answer wrongly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torch_pagoda.runtime.ops.npu.attention import (
+    npu_fused_infer_attention_score,
+    npu_fused_infer_attention_score_v2,
+)
+from torch_pagoda.runtime.ops.npu.flash_attention import npu_incre_flash_attention, npu_prompt_flash_attention
+
+HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 8
+CAUSAL = torch.ones(2048, 2048, dtype=torch.int8).triu(1)
+
+
+def packed(**changes):
+    """Two sequences of 3 and 2 queries over 8 and 5 paged keys."""
+    arguments = {
+        "query": torch.randn(5, HEADS, DIM),
+        "key": torch.randn(4, BLOCK, KV_HEADS * DIM),
+        "value": torch.randn(4, BLOCK, KV_HEADS * DIM),
+        "atten_mask": CAUSAL,
+        "actual_seq_lengths": [3, 5],
+        "actual_seq_lengths_kv": [8, 5],
+        "block_table": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
+        "block_size": BLOCK,
+        "num_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "input_layout": "TND",
+        "sparse_mode": 3,
+    }
+    return {**arguments, **changes}
+
+
+def unpaged(**changes):
+    keys = torch.randn(13, KV_HEADS, DIM)
+    return packed(**{"key": keys, "value": keys, "block_table": None, "actual_seq_lengths_kv": [8, 13], **changes})
+
+
+def batched(length=3, **changes):
+    arguments = {
+        "query": torch.randn(2, HEADS, length, DIM),
+        "key": torch.randn(2, KV_HEADS, 6, DIM),
+        "value": torch.randn(2, KV_HEADS, 6, DIM),
+        "num_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "input_layout": "BNSD",
+    }
+    return {**arguments, **changes}
+
+
+def refuses(match, arguments, error=ValueError):
+    with pytest.raises(error, match=match):
+        npu_fused_infer_attention_score(**arguments)
+
+
+def test_the_cases_here_are_legal_unchanged():
+    for arguments in (packed(), unpaged(), batched(), batched(length=1)):
+        npu_fused_infer_attention_score(**arguments)
+
+
+@pytest.mark.parametrize(
+    "lengths, match",
+    [(None, "need the cumulative"), ([], "need the cumulative"), ([3, 2], "never decrease"), ([3, 4], "ends at 4")],
+    ids=str,
+)
+def test_query_lengths_of_packed_layouts(lengths, match):
+    refuses(match, packed(actual_seq_lengths=lengths))
+
+
+def test_context_lengths_are_per_sequence_only_with_a_block_table():
+    refuses("between 0 and 16", packed(actual_seq_lengths_kv=[8, 21]))
+    refuses("ends at 8.*13 tokens", unpaged(actual_seq_lengths_kv=[5, 8]))
+    refuses("never decrease", unpaged(actual_seq_lengths_kv=[8, 5]))
+    refuses("1 entries and actual_seq_lengths 2", unpaged(actual_seq_lengths_kv=[13]))
+    refuses("0 entries", packed(actual_seq_lengths_kv=None))
+    refuses("1 entries", packed(actual_seq_lengths_kv=[8]))
+
+
+def test_length_lists_of_batch_layouts():
+    refuses("2 sequences|batch of 2", batched(actual_seq_lengths_kv=[]))
+    refuses("between 0 and 6", batched(actual_seq_lengths_kv=[7, 2]))
+    refuses("between 0 and 3", batched(actual_seq_lengths=[-1]))
+    three = {name: torch.randn(3, heads, 4, DIM) for name, heads in (("query", 4), ("key", 2), ("value", 2))}
+    refuses("2 entries for a batch of 3", batched(**three, actual_seq_lengths=[2, 2]))
+
+
+@pytest.mark.parametrize("sparse_mode", [2, 3, 4])
+@pytest.mark.parametrize(
+    "mask, match",
+    [
+        (None, "atten_mask is None"),
+        (CAUSAL[:8, :8], r"takes \(2048, 2048\)"),
+        (CAUSAL[None].expand(2, -1, -1), r"takes \(2048, 2048\)"),
+        (1 - CAUSAL, "not triu"),
+        (CAUSAL.float(), "bool, int8 or uint8"),
+    ],
+    ids=["none", "small", "batched", "tril", "float"],
+)
+def test_compressed_modes_take_one_mask_only(sparse_mode, mask, match):
+    refuses(match, packed(sparse_mode=sparse_mode, atten_mask=mask))
+    refuses(match, batched(sparse_mode=sparse_mode, atten_mask=mask))
+
+
+def test_full_masks():
+    refuses("sparse_mode is 1 and atten_mask is None", batched(sparse_mode=1))
+    refuses("take no full mask", packed(sparse_mode=0, atten_mask=torch.zeros(1, 5, 16, dtype=torch.bool)))
+    refuses("must cover 3 queries and 6 keys", batched(atten_mask=torch.zeros(1, 3, 5, dtype=torch.bool)))
+    refuses("must cover 3 queries and 6 keys", batched(atten_mask=torch.zeros(2, 2, 3, 6, dtype=torch.bool)))
+    refuses("must cover", batched(atten_mask=torch.zeros(6, dtype=torch.bool)))
+    refuses("bool, int8 or uint8", batched(atten_mask=torch.zeros(1, 3, 6)))
+
+
+@pytest.mark.parametrize(
+    "sparse_mode, error", [(5, ValueError), (8, ValueError), (-1, ValueError), (9, NotImplementedError)]
+)
+def test_other_sparse_modes(sparse_mode, error):
+    refuses(f"sparse_mode is {sparse_mode}", packed(sparse_mode=sparse_mode), error)
+
+
+@pytest.mark.parametrize("sparse_mode", [0, 4])
+def test_a_window_over_one_query_of_a_batch_layout(sparse_mode):
+    mask = CAUSAL if sparse_mode == 4 else None
+    refuses("documented to ignore them", batched(1, sparse_mode=sparse_mode, atten_mask=mask, pre_tokens=3))
+    npu_fused_infer_attention_score(**batched(1, sparse_mode=sparse_mode, atten_mask=mask, pre_tokens=5))
+
+
+def test_paged_caches():
+    refuses("block_size is 0", packed(block_size=0))
+    refuses("block_size is 16", packed(block_size=16))
+    refuses("int32", packed(block_table=torch.tensor([[0, 1], [2, 3]])))
+    refuses("one row for each of the 2", packed(block_table=torch.zeros(3, 2, dtype=torch.int32)))
+    by_token = torch.randn(4, BLOCK, KV_HEADS, DIM)
+    refuses("view .* as that", packed(key=by_token, value=by_token))
+    by_head = by_token.transpose(1, 2).contiguous()
+    npu_fused_infer_attention_score(**packed(key=by_head, value=by_head))
+    rows = {"query": torch.randn(2, 3, HEADS * DIM), "input_layout": "BSH", "actual_seq_lengths": None}
+    refuses("BSH queries", packed(key=by_head, value=by_head, **rows))
+    nz = by_token.unflatten(3, (1, 16)).permute(0, 2, 3, 1, 4).contiguous()
+    refuses("only for MLA", packed(key=nz, value=nz))
+
+
+@pytest.mark.parametrize("block", [-1, 4])
+def test_blocks_outside_the_cache(block):
+    refuses("the cache has 4 blocks", packed(block_table=torch.tensor([[0, 1], [block, 3]], dtype=torch.int32)))
+    # Entries behind the context are not read.
+    table = torch.tensor([[0, block], [2, block]], dtype=torch.int32)
+    npu_fused_infer_attention_score(**packed(block_table=table))
+
+
+def test_heads():
+    refuses("must divide", packed(num_key_value_heads=3))
+    refuses("at most 64", packed(query=torch.randn(5, 128, DIM), num_heads=128, num_key_value_heads=1))
+    refuses("query has 4 heads", packed(num_heads=8))
+    refuses("0 query heads", packed(num_heads=0))
+
+
+def test_layouts():
+    refuses("input_layout is 'SBH'", batched(input_layout="SBH"))
+    refuses("takes 3 dims", batched(input_layout="BSH"))
+    refuses("batch of 2", batched(key=torch.randn(3, KV_HEADS, 6, DIM)))
+    refuses("one length", batched(value=torch.randn(2, KV_HEADS, 7, DIM)))
+    refuses("one layout", batched(key=torch.randn(2, 6, KV_HEADS * DIM)))
+    refuses("do not divide", batched(query=torch.randn(2, 3, 66), input_layout="BSH"))
+    with pytest.raises(NotImplementedError, match="NSD"):
+        npu_fused_infer_attention_score(**batched(input_layout="NSD"))
+    with pytest.raises(ValueError, match="BSH, BSND or BNSD"):
+        npu_incre_flash_attention(torch.randn(2, 4, 16), *[torch.randn(2, 2, 16)] * 2, input_layout="TND")
+    with pytest.raises(ValueError, match="one query a sequence"):
+        npu_incre_flash_attention(torch.randn(2, 4, 16), *[torch.randn(2, 4, 16)] * 2)
+    with pytest.raises(ValueError, match="BNSD_BSND or TND"):
+        npu_prompt_flash_attention(torch.randn(2, 4, 16), *[torch.randn(2, 4, 16)] * 2, input_layout="NTD")
+
+
+def test_dtypes():
+    refuses("they must be one", packed(key=torch.randn(4, BLOCK, KV_HEADS * DIM).half()))
+    refuses("int4", packed(key=torch.zeros(4, BLOCK, 4, dtype=torch.int32)), NotImplementedError)
+    refuses("quantised queries", packed(query=torch.zeros(5, HEADS, DIM, dtype=torch.int8)), NotImplementedError)
+
+
+def int8(**changes):
+    kv = torch.zeros(2, KV_HEADS, 6, DIM, dtype=torch.int8)
+    ones = torch.ones(1)
+    return batched(
+        **{"length": 1, "key": kv, "value": kv, "key_antiquant_scale": ones, "value_antiquant_scale": ones, **changes}
+    )
+
+
+def test_int8_caches():
+    npu_fused_infer_attention_score(**int8())
+    refuses("need their scales", int8(key_antiquant_scale=None, value_antiquant_scale=None))
+    refuses("need their scales", batched(key_antiquant_scale=torch.ones(1), value_antiquant_scale=torch.ones(1)))
+    refuses("antiquant modes", int8(key_antiquant_mode=1))
+    refuses("which mode 0 does not take", int8(key_antiquant_scale=torch.ones(3)))
+    refuses("take antiquant modes 0 and 1", int8(length=2, key_antiquant_mode=2, value_antiquant_mode=2))
+    zeros = torch.zeros(13, KV_HEADS, DIM, dtype=torch.int8)
+    scales = {"key_antiquant_scale": torch.ones(1), "value_antiquant_scale": torch.ones(1)}
+    refuses("not taken in input_layout 'TND'", unpaged(key=zeros, value=zeros, **scales))
+    cache = torch.zeros(4, KV_HEADS, BLOCK, DIM, dtype=torch.int8)
+    table = {"block_table": packed()["block_table"], "block_size": BLOCK, "actual_seq_lengths_kv": [8, 5]}
+    npu_fused_infer_attention_score(**int8(key=cache, value=cache, **table))
+    refuses("only FRACTAL_NZ caches", int8(length=2, key=cache, value=cache, **table))
+
+
+def test_rope_parts():
+    rope = torch.randn(5, HEADS, 64)
+    refuses("give both or neither", packed(query_rope=rope))
+    refuses("all but its last dim", packed(query_rope=rope[:4], key_rope=torch.randn(4, BLOCK, KV_HEADS * 64)))
+    refuses("page both in one format", packed(query_rope=rope, key_rope=torch.randn(4, KV_HEADS, BLOCK, 64)))
+
+
+def sinks(**changes):
+    arguments = packed(learnable_sink=torch.zeros(HEADS).bfloat16(), **changes)
+    for old, new in (
+        ("actual_seq_lengths", "actual_seq_qlen"),
+        ("actual_seq_lengths_kv", "actual_seq_kvlen"),
+        ("num_heads", "num_query_heads"),
+    ):
+        arguments[new] = arguments.pop(old)
+    return arguments
+
+
+@pytest.mark.parametrize(
+    "changes, match, error",
+    [
+        ({"learnable_sink": torch.zeros(3).bfloat16()}, "one entry for each of the 4", ValueError),
+        ({"learnable_sink": torch.zeros(HEADS).half()}, "must be bfloat16", ValueError),
+        ({"return_softmax_lse": True}, "log-sum-exp", NotImplementedError),
+        ({"value": torch.randn(4, BLOCK, KV_HEADS * 192)}, "at most 128", ValueError),
+    ],
+)
+def test_sinks(changes, match, error):
+    npu_fused_infer_attention_score_v2(**sinks())
+    with pytest.raises(error, match=match):
+        npu_fused_infer_attention_score_v2(**{**sinks(), **changes})
+
+
+def test_sinks_need_a_packed_layout():
+    with pytest.raises(ValueError, match="TND or NTD_TND"):
+        npu_fused_infer_attention_score_v2(
+            *[torch.randn(1, 2, 3, 16)] * 3,
+            num_query_heads=2,
+            input_layout="BNSD",
+            learnable_sink=torch.zeros(2).bfloat16(),
+        )
+
+
+def test_pse_shift_and_precision():
+    refuses("not taken in input_layout 'TND'", packed(pse_shift=torch.zeros(1, HEADS, 5, 16)))
+    refuses("must be .1 or 2, 4, at least 3, at least 6", batched(pse_shift=torch.zeros(1, HEADS, 3, 5)))
+    refuses("must be .1 or 2, 4", batched(pse_shift=torch.zeros(1, 2, 3, 6)))
+    refuses("between 0 and 1", batched(1, inner_precise=2))
+    refuses("between 0 and 3", batched(inner_precise=4))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dequant_scale1",
+        "quant_scale1",
+        "quant_scale2",
+        "query_padding_size",
+        "key_shared_prefix",
+        "key_rope_antiquant_scale",
+    ],
+)
+def test_what_has_no_kernel_is_named(name):
+    refuses(f"does not implement {name}", batched(**{name: torch.ones(1)}), NotImplementedError)
+
+
+@pytest.mark.parametrize("name", ["quant_scale_out", "dequant_scale_query", "quant_scale_p"])
+def test_what_v2_has_no_kernel_for_is_named(name):
+    with pytest.raises(NotImplementedError, match=f"does not implement {name}"):
+        npu_fused_infer_attention_score_v2(*[torch.randn(1, 2, 3, 16)] * 3, **{name: torch.ones(1)})
+    with pytest.raises(NotImplementedError, match="query_quant_mode"):
+        npu_fused_infer_attention_score_v2(*[torch.randn(1, 2, 3, 16)] * 3, query_quant_mode=3)

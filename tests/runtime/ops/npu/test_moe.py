@@ -1,0 +1,248 @@
+"""Mixture of experts: gating, routing and grouped products, token by token and as one layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torch_pagoda.runtime.ops.npu.grouped_matmul import npu_grouped_matmul
+from torch_pagoda.runtime.ops.npu.moe_gating import npu_moe_gating_top_k, npu_moe_gating_top_k_softmax
+from torch_pagoda.runtime.ops.npu.moe_routing import (
+    npu_moe_compute_expert_tokens,
+    npu_moe_finalize_routing,
+    npu_moe_init_routing_v2,
+)
+
+TOKENS, EXPERTS, CHOICES, HIDDEN = 6, 16, 3, 8
+
+
+def chosen_by_hand(scores, groups, kept_groups, worth, count):
+    """Experts of one token: best groups first, then best experts in them; a list of scores in, indices out."""
+    size = len(scores) // groups
+    by_worth = sorted(range(groups), key=lambda g: -worth(sorted(scores[g * size : (g + 1) * size], reverse=True)))
+    allowed = {g * size + i for g in by_worth[:kept_groups] for i in range(size)}
+    return sorted(allowed, key=lambda expert: (-scores[expert], expert))[:count]
+
+
+@pytest.mark.parametrize("norm_type", [0, 1])
+@pytest.mark.parametrize("groups, kept_groups", [(1, 1), (4, 2), (2, 1)])
+@pytest.mark.parametrize("group_select_mode", [0, 1])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gating_top_k(norm_type, groups, kept_groups, group_select_mode, with_bias):
+    x, bias = torch.randn(TOKENS, EXPERTS), torch.randn(EXPERTS) if with_bias else None
+    weights, experts, probabilities = npu_moe_gating_top_k(
+        x,
+        CHOICES,
+        bias=bias,
+        k_group=kept_groups,
+        group_count=groups,
+        group_select_mode=group_select_mode,
+        norm_type=norm_type,
+        out_flag=True,
+        routed_scaling_factor=2.5,
+    )
+    wanted = x.double().softmax(-1) if norm_type == 0 else 1 / (1 + (-x.double()).exp())
+    assert torch.allclose(probabilities.double(), wanted, atol=1e-6)
+    for token in range(TOKENS):
+        scores = (probabilities[token] + (bias if with_bias else 0)).tolist()
+        by_hand = chosen_by_hand(
+            scores, groups, kept_groups, lambda best: best[0] + (best[1] if group_select_mode else 0), CHOICES
+        )
+        assert experts[token].tolist() == by_hand
+        picked = wanted[token, by_hand]
+        picked = picked / picked.sum() if norm_type == 1 else picked
+        assert torch.allclose(weights[token].double(), 2.5 * picked, atol=1e-6)
+    assert experts.dtype is torch.int32 and probabilities.dtype is torch.float32
+
+
+def test_equal_scores_go_to_the_first_expert():
+    x = torch.zeros(2, EXPERTS)
+    x[1, 7:] = 1
+    assert npu_moe_gating_top_k(x, 2)[1].tolist() == [[0, 1], [7, 8]]
+    assert npu_moe_gating_top_k_softmax(x, None, 2)[1].tolist() == [[0, 1], [7, 8]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gating_top_k_softmax(dtype):
+    x = torch.randn(2, 3, EXPERTS).to(dtype)
+    weights, experts, rows = npu_moe_gating_top_k_softmax(x, None, CHOICES)
+    values, indices = x.float().softmax(-1).topk(CHOICES)
+    assert torch.equal(weights, values.to(dtype)) and torch.equal(experts.long(), indices)
+    assert rows.reshape(6, CHOICES).tolist() == [[j * 6 + i for j in range(CHOICES)] for i in range(6)]
+
+
+def routed(**changes):
+    x = torch.randn(TOKENS, HIDDEN)
+    experts = torch.stack([torch.randperm(EXPERTS)[:CHOICES] for _ in range(TOKENS)]).int()
+    arguments = {"expert_num": EXPERTS, "expert_tokens_num_flag": True, "expert_tokens_num_type": 1, **changes}
+    return x, experts, npu_moe_init_routing_v2(x, experts, **arguments)
+
+
+@pytest.mark.parametrize("active", [(0, EXPERTS), (5, 9)])
+def test_init_routing(active):
+    x, experts, (rows, places, counts, scales) = routed(active_expert_range=list(active))
+    flat = experts.flatten().tolist()
+    mine = [choice for choice in range(len(flat)) if active[0] <= flat[choice] < active[1]]
+    order = sorted(mine, key=lambda choice: flat[choice])
+    assert counts.tolist() == [flat.count(expert) for expert in range(*active)] and counts.dtype is torch.int64
+    for place, choice in enumerate(order):
+        assert torch.equal(rows[place], x[choice // CHOICES]) and places[choice] == place
+    assert (rows[len(order) :] == 0).all() and (scales == 0).all()
+    assert [choice for choice in range(len(flat)) if places[choice] == -1] == sorted(
+        set(range(len(flat))) - set(mine)
+    )
+
+
+def test_init_routing_variants():
+    scale = torch.rand(TOKENS)
+    torch.manual_seed(1)
+    x, experts, (_, places, counts, scales) = routed(scale=scale)
+    ends = npu_moe_init_routing_v2(x, experts, expert_num=EXPERTS, expert_tokens_num_flag=True)[2]
+    assert torch.equal(ends, counts.cumsum(0))
+    assert torch.equal(ends.int(), npu_moe_compute_expert_tokens(experts.flatten().sort().values, EXPERTS))
+    scatter = npu_moe_init_routing_v2(x, experts, expert_num=EXPERTS, row_idx_type=1)
+    assert torch.equal(scatter[1].argsort().int(), places) and scatter[2].shape == ()
+    assert torch.equal(scales, scale[scatter[1].long() // CHOICES])
+    pairs = npu_moe_init_routing_v2(
+        x,
+        experts,
+        expert_num=EXPERTS,
+        expert_tokens_num_flag=True,
+        expert_tokens_num_type=2,
+        active_expert_range=[2, 9],
+    )[2]
+    busy = [[expert, n] for expert, n in enumerate(counts.tolist()) if n and 2 <= expert < 9]
+    assert pairs.tolist() == busy + [[0, 0]] * (EXPERTS - len(busy))
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_finalize_routing(mode, dtype, assert_close):
+    padded = mode in (1, 3)
+    rows = torch.randn(18, HIDDEN).to(dtype)
+    skip1, skip2 = torch.randn(TOKENS, HIDDEN).to(dtype), torch.randn(TOKENS, HIDDEN).to(dtype)
+    bias, scales = torch.randn(EXPERTS, HIDDEN).to(dtype), torch.rand(TOKENS, CHOICES).to(dtype)
+    experts = torch.randint(0, EXPERTS, (TOKENS, CHOICES), dtype=torch.int32)
+    places = torch.randperm(18).int()
+    if padded:
+        places[4] = -1
+    given = rows.view(2, 9, HIDDEN) if padded else rows
+    result = npu_moe_finalize_routing(given, skip1, skip2, bias, scales, places, experts, mode)
+    wanted = skip1.double() + skip2.double()
+    for token in range(TOKENS):
+        for choice in range(CHOICES):
+            place = places[token * CHOICES + choice if mode >= 2 else choice * TOKENS + token]
+            row = rows[place].double() if place >= 0 else torch.zeros(HIDDEN).double()
+            wanted[token] += scales[token, choice].double() * (row + bias[experts[token, choice]].double())
+    assert_close(result, wanted.to(dtype))
+    unscaled = npu_moe_finalize_routing(given, None, None, None, None, places, None, mode, CHOICES)
+    ones = npu_moe_finalize_routing(given, None, None, None, torch.ones_like(scales), places, None, mode)
+    assert torch.equal(unscaled, ones)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("form", ["cumsum", "counts", "list of weights", "transposed"])
+def test_grouped_matmul(dtype, form, assert_close):
+    sizes = [4, 0, 1, 7]
+    rows, weight = torch.randn(12, HIDDEN).to(dtype), torch.randn(4, HIDDEN, 5).to(dtype)
+    bias = torch.randn(4, 5).to(torch.float32 if dtype is torch.bfloat16 else dtype)
+    weights, biases = [weight], [bias]
+    if form == "list of weights":
+        weights, biases = list(weight), list(bias)
+    if form == "transposed":
+        weights = [weight.transpose(1, 2).contiguous().transpose(1, 2)]
+    counts = torch.tensor(sizes)
+    options = {"split_item": 3, "group_type": 0, "group_list_type": int(form == "counts")}
+    groups = counts if form == "counts" else counts.cumsum(0)
+    (result,) = npu_grouped_matmul([rows], weights, bias=biases, group_list=groups, **options)
+    parts = [
+        part.double() @ weight[expert].double() + bias[expert].double()
+        for expert, part in enumerate(rows.split(sizes))
+    ]
+    assert_close(result, torch.cat(parts).to(dtype))
+    (wide,) = npu_grouped_matmul([rows], weights, bias=biases, group_list=groups, output_dtype=6, **options)
+    assert wide.dtype is torch.float32
+
+
+def test_a_whole_layer_of_experts(assert_close):
+    x, logits = torch.randn(TOKENS, HIDDEN), torch.randn(TOKENS, EXPERTS)
+    up, down = torch.randn(EXPERTS, HIDDEN, 10), torch.randn(EXPERTS, 5, HIDDEN)
+    weights, experts, _ = torch.ops.npu.npu_moe_gating_top_k_softmax(logits, None, CHOICES)
+    rows, places, ends, _ = torch.ops.npu.npu_moe_init_routing_v2(
+        x, experts, expert_num=EXPERTS, expert_tokens_num_flag=True, active_expert_range=[0, EXPERTS]
+    )
+    options = {"group_list": ends, "split_item": 2, "group_type": 0}
+    (middle,) = torch.ops.npu.npu_grouped_matmul([rows], [up], **options)
+    (outputs,) = torch.ops.npu.npu_grouped_matmul([torch.ops.npu.npu_swiglu(middle)], [down], **options)
+    result = torch.ops.npu.npu_moe_finalize_routing(outputs, None, None, None, weights, places, None, 2)
+    wanted = torch.zeros(TOKENS, HIDDEN)
+    for token in range(TOKENS):
+        for weight, expert in zip(weights[token], experts[token], strict=True):
+            gate, linear = (x[token] @ up[expert]).chunk(2)
+            wanted[token] += weight * ((F.silu(gate) * linear) @ down[expert])
+    assert_close(result, wanted)
+
+
+X, CHOSEN = torch.zeros(TOKENS, HIDDEN), torch.zeros(TOKENS, CHOICES, dtype=torch.int32)
+LOGITS = torch.zeros(TOKENS, EXPERTS)
+GROUPED = {"split_item": 2, "group_type": 0, "group_list": torch.tensor([2, 6])}
+WEIGHT = torch.zeros(2, HIDDEN, 4)
+PLACES = torch.arange(18, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "call, match",
+    [
+        (lambda: npu_moe_gating_top_k(LOGITS, 2, bias=torch.zeros(EXPERTS).half()), "bias has shape"),
+        (lambda: npu_moe_gating_top_k(LOGITS, 2, renorm=1), "renorm is 1"),
+        (lambda: npu_moe_gating_top_k(LOGITS, 2, group_count=3), "group_count is 3"),
+        (lambda: npu_moe_gating_top_k(LOGITS, 2, group_count=8, k_group=2), "larger than 2"),
+        (lambda: npu_moe_gating_top_k(LOGITS, 5, group_count=4), "k is 5 and k_group 1"),
+        (lambda: npu_moe_gating_top_k(LOGITS[None], 2), "x has shape"),
+        (lambda: npu_moe_gating_top_k_softmax(LOGITS, None, 17), "k is 17"),
+        (lambda: npu_moe_init_routing_v2(X, CHOSEN), "expert_num is -1"),
+        (lambda: npu_moe_init_routing_v2(X, CHOSEN.long(), expert_num=4), "int32"),
+        (lambda: npu_moe_init_routing_v2(X, CHOSEN + 4, expert_num=4), r"expert_idx lies in \[4, 4\]"),
+        (lambda: npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, active_expert_range=[2, 5]), r"\[2, 5\]"),
+        (lambda: npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, scale=torch.zeros(2)), "scale has shape"),
+        (lambda: npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_list": torch.tensor([2, 5])}), "fill the 6"),
+        (lambda: npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_list": torch.tensor([8, 6])}), "fill the 6"),
+        (lambda: npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_list": None}), "group_list is None"),
+        (lambda: npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_type": None}), "group_type is None"),
+        (lambda: npu_grouped_matmul([X], [WEIGHT[:, :7]], **GROUPED), "must be .M, K."),
+        (lambda: npu_grouped_matmul([X], [WEIGHT], bias=[torch.zeros(2, 4).half()], **GROUPED), "bias has shapes"),
+        (lambda: npu_moe_finalize_routing(X, None, None, None, None, PLACES, None, 4), "drop_pad_mode is 4"),
+        (lambda: npu_moe_finalize_routing(X, None, X, None, None, PLACES[:6], None), "skip2 is given"),
+        (lambda: npu_moe_finalize_routing(X, None, None, X, None, PLACES[:6], None), "bias is given"),
+        (lambda: npu_moe_finalize_routing(X, None, None, None, None, PLACES[:6] - 1, None), r"lies in \[-1, 4\]"),
+        (lambda: npu_moe_finalize_routing(X, None, None, None, None, PLACES, None, 0, 3), r"lies in \[0, 17\]"),
+        (lambda: npu_moe_finalize_routing(X, None, None, None, None, PLACES[:6], None, 1), "must be"),
+        (lambda: npu_moe_finalize_routing(X, X.half(), None, None, None, PLACES[:6], None), "skip1 has dtype"),
+    ],
+)
+def test_refusals(call, match):
+    with pytest.raises(ValueError, match=match):
+        call()
+
+
+@pytest.mark.parametrize(
+    "call, name",
+    [
+        (lambda: npu_moe_gating_top_k(LOGITS, 2, input_ids=X), "input_ids"),
+        (lambda: npu_moe_gating_top_k_softmax(LOGITS, X), "finished"),
+        (lambda: npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, drop_pad_mode=1), "drop_pad_mode"),
+        (lambda: npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, quant_mode=1), "quant_mode"),
+        (lambda: npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, active_num=5), "active_num"),
+        (lambda: npu_grouped_matmul([X], [WEIGHT]), "split_item"),
+        (lambda: npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_type": 2}), "group_type"),
+        (lambda: npu_grouped_matmul([X], [WEIGHT], group_list_type=2, **GROUPED), "group_list_type"),
+        (lambda: npu_grouped_matmul([X], [WEIGHT], act_type=5, **GROUPED), "act_type"),
+        (lambda: npu_grouped_matmul([X], [WEIGHT], scale=[X], **GROUPED), "scale"),
+        (lambda: npu_grouped_matmul([X.to(torch.int8)], [WEIGHT], **GROUPED), "quantised"),
+        (lambda: npu_grouped_matmul([X, X], [WEIGHT], **GROUPED), "x holds 2"),
+    ],
+)
+def test_what_has_no_kernel_is_named(call, name):
+    with pytest.raises(NotImplementedError, match=name):
+        call()

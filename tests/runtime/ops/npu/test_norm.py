@@ -1,0 +1,93 @@
+"""Norms against torch's own in fp64, rounded once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torch_pagoda.runtime.ops.npu.norm import (
+    npu_add_layer_norm,
+    npu_add_rms_norm,
+    npu_add_rms_norm_cast,
+    npu_gemma_rms_norm,
+    npu_rms_norm,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+EPS = 1e-3
+
+
+def tensors(dtype, *shapes):
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+def near(actual, exact):
+    """Equal to the fp64 value but for the dtype's own rounding."""
+    assert actual.shape == exact.shape
+    spacing = {torch.float64: 1e-12, torch.float32: 3e-6}.get(actual.dtype, torch.finfo(actual.dtype).eps * 0.6)
+    error = (actual.double() - exact).abs() / exact.abs().clamp(min=0.1)
+    assert error.max() <= spacing
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gamma_shape", [(8,), (3, 8)], ids=str)
+def test_rms_norm(dtype, gamma_shape):
+    x, gamma = tensors(dtype, (2, 3, 8), gamma_shape)
+    normed, rstd = npu_rms_norm(x, gamma, EPS)
+    near(normed, F.rms_norm(x.double(), gamma_shape, gamma.double(), EPS))
+    near(npu_gemma_rms_norm(x, gamma, EPS)[0], F.rms_norm(x.double(), gamma_shape, 1 + gamma.double(), EPS))
+    dims = tuple(range(-len(gamma_shape), 0))
+    near(rstd, (x.double().square().mean(dims, keepdim=True) + EPS) ** -0.5)
+    assert normed.dtype is dtype and rstd.dtype is torch.float32
+
+
+def test_gamma_may_be_wider_than_the_input():
+    x, gamma = torch.randn(2, 8).bfloat16(), torch.randn(8)
+    near(npu_rms_norm(x, gamma, EPS)[0], F.rms_norm(x.double(), (8,), gamma.double(), EPS))
+    with pytest.raises(ValueError, match="gamma"):
+        npu_add_rms_norm(x, x, gamma)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_add_rms_norm_rounds_the_sum_first(dtype):
+    x1, x2, gamma = tensors(dtype, (4, 8), (4, 8), (8,))
+    normed, rstd, total = npu_add_rms_norm(x1, x2, gamma, EPS)
+    assert torch.equal(total, x1 + x2)
+    near(normed, F.rms_norm((x1 + x2).double(), (8,), gamma.double(), EPS))
+    near(rstd, ((x1 + x2).double().square().mean(-1, keepdim=True) + EPS) ** -0.5)
+    wide, again, rstd_again, total_again = npu_add_rms_norm_cast(x1, x2, gamma, EPS)
+    assert wide.dtype is torch.float32
+    near(wide, F.rms_norm((x1 + x2).double(), (8,), gamma.double(), EPS))
+    for ours, theirs in ((again, normed), (rstd_again, rstd), (total_again, total)):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_add_layer_norm(dtype):
+    x1, x2, gamma, beta = tensors(dtype, (4, 8), (4, 8), (8,), (8,))
+    normed, mean, rstd, total = npu_add_layer_norm(x1, x2, gamma, beta, EPS, True)
+    exact = F.layer_norm((x1 + x2).double(), (8,), gamma.double(), beta.double(), EPS)
+    assert torch.allclose(
+        normed.double(), exact, rtol=0, atol=2 * max(torch.finfo(dtype).eps, 1e-7) * exact.abs().max()
+    )
+    assert torch.equal(total, x1 + x2)
+    near(mean, (x1 + x2).double().mean(-1, keepdim=True))
+    near(rstd, ((x1 + x2).double().var(-1, correction=0, keepdim=True) + EPS) ** -0.5)
+    assert npu_add_layer_norm(x1, x2, gamma, beta, EPS)[3].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "call, match",
+    [
+        (lambda x: npu_rms_norm(x, torch.ones(7)), r"gamma has shape \(7,\)"),
+        (lambda x: npu_rms_norm(x, torch.ones(8).half()), "gamma has shape .* torch.float16"),
+        (lambda x: npu_gemma_rms_norm(x, torch.ones(())), "gamma has shape"),
+        (lambda x: npu_add_rms_norm(x, x[:1], torch.ones(8)), r"x2 has shape \(1, 8\)"),
+        (lambda x: npu_add_rms_norm_cast(x, x.half(), torch.ones(8)), "x2 has shape .* torch.float16"),
+        (lambda x: npu_add_layer_norm(x, x, torch.ones(8), torch.ones(7)), "beta has shape"),
+    ],
+)
+def test_refusals(call, match):
+    with pytest.raises(ValueError, match=match):
+        call(torch.randn(2, 8))

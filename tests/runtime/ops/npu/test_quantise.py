@@ -1,0 +1,73 @@
+"""Quantisation: scales, rounding half to even, ranges."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torch_pagoda.runtime.ops.npu.quantise import npu_dynamic_quant, npu_format_cast, npu_quantize
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("smooth", [False, True])
+def test_dynamic_quant(dtype, smooth):
+    x, factor = torch.randn(2, 5, 64).to(dtype), (torch.rand(64) + 0.5).to(dtype)
+    quantised, scale = npu_dynamic_quant(x, smooth_scales=factor if smooth else None)
+    wide = x.double() * (factor.double() if smooth else 1)
+    assert torch.allclose(scale.double(), wide.abs().amax(-1) / 127, rtol=1e-6) and scale.dtype is torch.float32
+    assert quantised.abs().amax(-1).eq(127).all() and quantised.dtype is torch.int8
+    error = (quantised.double() * scale.double()[..., None] - wide).abs()
+    assert (error <= scale.double()[..., None] * 0.5001).all()
+
+
+def test_a_row_of_zeros_stays_zero():
+    quantised, scale = npu_dynamic_quant(torch.zeros(2, 8).half())
+    assert (quantised == 0).all() and (scale == 0).all()
+
+
+def test_quantize_rounds_half_to_even_and_clamps():
+    x = torch.tensor([[0.5, 1.5, 2.5, -0.5, 500.0, -500.0]])
+    one = torch.ones(1)
+    assert npu_quantize(x, one, None, 1).tolist() == [[0, 2, 2, 0, 127, -128]]
+    assert npu_quantize(x, one, None, 12).dtype is torch.int8
+    assert npu_quantize(x, one, None, 13).tolist() == [[0, 2, 2, 0, 255, 0]]
+    assert npu_quantize(x * 1e9, one, None, 3).tolist()[0][4:] == [2**31 - 1, -(2**31)]
+
+
+@pytest.mark.parametrize("div_mode", [True, False])
+@pytest.mark.parametrize("axis", [1, -1])
+def test_quantize_has_a_scale_per_channel(div_mode, axis):
+    x = torch.randn(3, 4, 5)
+    scales = torch.rand(x.shape[axis]) + 0.1
+    zeros = torch.randint(-5, 5, scales.shape)
+    shape = [1, -1, 1] if axis == 1 else [1, 1, -1]
+    wide = scales.double().reshape(shape)
+    wanted = (x.double() / wide if div_mode else x.double() * wide) + zeros.reshape(shape)
+    quantised = npu_quantize(x, scales, zeros, 1, axis, div_mode)
+    assert (quantised.double() - wanted.round().clamp(-128, 127)).abs().max() == 0
+
+
+def test_a_format_cast_copies():
+    x = torch.randn(3, 4).half().t()
+    cast = torch.ops.npu.npu_format_cast(x, 29)
+    assert torch.equal(cast, x) and cast.is_contiguous() and cast.data_ptr() != x.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "call, error, match",
+    [
+        (lambda x: npu_dynamic_quant(x[0]), ValueError, "2 dims or more"),
+        (lambda x: npu_dynamic_quant(x, smooth_scales=torch.ones(3)), ValueError, "smooth_scales has shape"),
+        (lambda x: npu_dynamic_quant(x, group_index=torch.ones(1)), NotImplementedError, "group_index"),
+        (lambda x: npu_dynamic_quant(x, dst_type=16), NotImplementedError, "dst_type"),
+        (lambda x: npu_dynamic_quant(x, quant_mode="pertensor"), NotImplementedError, "quant_mode"),
+        (lambda x: npu_quantize(x, torch.ones(3), None, 1), ValueError, "scales has shape"),
+        (lambda x: npu_quantize(x, torch.ones(4), torch.ones(3), 1), ValueError, "zero_points has shape"),
+        (lambda x: npu_quantize(x, torch.ones(4), None, 16), NotImplementedError, "dtype is 16"),
+        (lambda x: npu_format_cast(x, 3), NotImplementedError, "acl_format is 3"),
+        (lambda x: npu_format_cast(x, 29, customize_dtype=1), NotImplementedError, "customize_dtype"),
+    ],
+)
+def test_refusals(call, error, match):
+    with pytest.raises(error, match=match):
+        call(torch.randn(2, 4))

@@ -1,0 +1,90 @@
+"""Rotary embedding against complex numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torch_pagoda.runtime.ops.npu.rope import npu_interleave_rope, npu_rotary_mul
+
+DIM, TOKENS, HEADS = 16, 5, 3
+
+
+def angles():
+    return torch.arange(TOKENS)[:, None] * 10.0 ** -(torch.arange(DIM // 2) / 4)
+
+
+def turned(pairs):
+    """Pairs [T, N, D/2, 2] turned by the angle of their token and place."""
+    numbers = torch.view_as_complex(pairs.double().contiguous())
+    turn = torch.polar(torch.ones(TOKENS, DIM // 2).double(), angles().double())[:, None]
+    return torch.view_as_real(numbers * turn)
+
+
+def in_halves(x):
+    return torch.stack(x.chunk(2, -1), -1)
+
+
+def tables(repeat):
+    full = angles().repeat(1, 2) if repeat == "halves" else angles().repeat_interleave(2, -1)
+    return full.cos()[:, None], full.sin()[:, None]
+
+
+def test_half_mode_turns_pairs_of_halves(assert_close):
+    x = torch.randn(TOKENS, HEADS, DIM)
+    wanted = turned(in_halves(x)).movedim(-1, -2).flatten(-2).float()
+    cos, sin = tables("halves")
+    assert_close(npu_rotary_mul(x, cos, sin), wanted)
+    assert_close(npu_rotary_mul(x[None], cos[None], sin[None], "half"), wanted[None])
+
+
+def test_interleave_mode_turns_neighbours(assert_close):
+    x = torch.randn(TOKENS, HEADS, DIM)
+    cos, sin = tables("neighbours")
+    wanted = turned(x.unflatten(-1, (-1, 2))).flatten(-2).float()
+    assert_close(npu_rotary_mul(x, cos, sin, "interleave"), wanted)
+    # The same as a matrix, as graphs on A2 and A3 need it, whatever the mode says.
+    matrix = torch.zeros(DIM, DIM)
+    for even in range(0, DIM, 2):
+        matrix[even + 1, even], matrix[even, even + 1] = -1, 1
+    assert_close(npu_rotary_mul(x, cos, sin, "half", matrix), wanted)
+
+
+def test_interleave_rope_leaves_halves(assert_close):
+    x = torch.randn(TOKENS, HEADS, DIM)
+    cos, sin = tables("halves")
+    wanted = turned(x.unflatten(-1, (-1, 2))).movedim(-1, -2).flatten(-2).float()
+    arguments = (t.transpose(0, 1)[None].contiguous() for t in (x, cos, sin))
+    assert_close(npu_interleave_rope(*arguments), wanted.transpose(0, 1)[None])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounds_once(dtype):
+    x, cos, sin = (t.to(dtype) for t in (torch.randn(TOKENS, HEADS, DIM), *tables("halves")))
+    wide = npu_rotary_mul(x.double(), cos.double(), sin.double())
+    assert torch.equal(npu_rotary_mul(x, cos, sin), npu_rotary_mul(x.float(), cos.float(), sin.float()).to(dtype))
+    assert ((npu_rotary_mul(x, cos, sin).double() - wide).abs() <= wide.abs() * torch.finfo(dtype).eps + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    "call, match",
+    [
+        (lambda x, t: npu_rotary_mul(x, t, t, "neox"), "rotary_mode is 'neox'"),
+        (lambda x, t: npu_rotary_mul(x[0], t, t), "3 or 4 dims"),
+        (lambda x, t: npu_rotary_mul(x, t[..., :8], t), "r1 has shape"),
+        (lambda x, t: npu_rotary_mul(x, t, t[:2]), "r2 has shape"),
+        (lambda x, t: npu_rotary_mul(x, t.half(), t), "r1 has shape .* torch.float16"),
+        (lambda x, t: npu_rotary_mul(x, t, t, "half", torch.eye(8)), "square, 16 a side"),
+        (lambda x, t: npu_interleave_rope(x, t, t), "4 dims"),
+        (lambda x, t: npu_interleave_rope(x[None], t[None].expand(1, 5, 3, 16), t[None]), "second dim must be 1"),
+    ],
+)
+def test_refusals(call, match):
+    with pytest.raises(ValueError, match=match):
+        call(torch.randn(TOKENS, HEADS, DIM), torch.randn(TOKENS, 1, DIM))
+
+
+def test_modes_without_a_kernel():
+    x = torch.randn(TOKENS, HEADS, DIM)
+    with pytest.raises(NotImplementedError, match="quarter"):
+        npu_rotary_mul(x, x, x, "quarter")
