@@ -10,11 +10,12 @@ from .lower.npu.attention import lower_npu_attention
 from .lower.npu.heads_first import sink_transposes
 from .lower.npu.latent_attention import absorb_latent_attention
 from .lower.npu.leftovers import spell_out_leftovers
-from .lower.npu.linears import lower_npu_linears, split_products
+from .lower.npu.linears import lower_npu_linears
 from .lower.npu.moe import lower_npu_moe
 from .lower.npu.norms import lower_npu_norms
 from .lower.npu.paged_attention import lower_npu_paged_attention
 from .lower.npu.rope import lower_npu_rope
+from .lower.npu.splits import split_products
 from .lower.pack_linears import pack_linears
 from .recognise.activation import recognise_activation
 from .recognise.eager_attention import recognise_eager_attention
@@ -125,5 +126,5 @@ PASSES: tuple[Pass, ...] = (
     Pass("split_products", split_products, "aten", target="npu"),
     Pass("spell_out_leftovers", spell_out_leftovers, "aten", target="npu"),
     # Once more: every layer has made its own layout of the rotary tables.
-    Pass("share_subexpressions", share_subexpressions, "aten", required=False, target="npu"),
+    Pass("share_subexpressions", share_subexpressions, "aten", level=1, required=False, target="npu"),
 )

@@ -23,7 +23,8 @@ def test_docstrings_say_what_becomes_of_what_and_the_level(entry):
 def test_stages_follow_one_another():
     stages = [entry.stage for entry in PASSES]
     assert stages == sorted(stages, key=["dynamo", "aten"].index)
-    assert all(entry.stage == "dynamo" for entry in PASSES if entry.required)
+    # Lowering is required too: what it leaves has no kernels.
+    assert all(entry.stage == "dynamo" or entry.target for entry in PASSES if entry.required)
 
 
 def test_names_are_those_of_the_records():

@@ -8,6 +8,8 @@ Becomes:
 Why it is faster:
     one launch, and the halves are not cut out first. A plain aten.gelu is not emitted: on these chips it is the tanh
     form whatever is asked for.
+
+Level 0.
 """
 
 from __future__ import annotations

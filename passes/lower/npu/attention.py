@@ -9,6 +9,8 @@ Becomes:
     or, where neither is legal, the ATen operators of the formula
 Why it is faster:
     one kernel, which keeps no scores in memory.
+
+Level 0.
 """
 
 from __future__ import annotations

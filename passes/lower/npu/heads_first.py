@@ -7,6 +7,8 @@ Becomes:
 Why it is faster:
     Ascend's attention and rotation read tokens first. A turn that stands right in front of them is not carried out;
     one that something else stands behind is a copy.
+
+Level 0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,14 @@
-"""What no lowering took: canonical operators that only a CPU runs become the ATen operators of their formula."""
+"""Spell out what no lowering took.
+
+Matches:
+    any pagoda:: operator that is left
+Becomes:
+    the ATen operators of its formula
+Why:
+    the operators of ours have kernels for CPUs alone.
+
+Level 0.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +24,8 @@ from ...fx_nodes import eliminate_dead_code
 from ...record import PassRecord
 from ...traced import TracedGraph
 from .site import Site
+
+NAME = "spell_out_leftovers"
 
 _pagoda = torch.ops.pagoda
 
@@ -36,7 +48,7 @@ def spell_out_leftovers(traced: TracedGraph) -> PassRecord:
     Raises:
         ValueError: one whose formula cannot be spelled out.
     """
-    record = PassRecord("spell_out_leftovers")
+    record = PassRecord(NAME)
     for node in list(traced.graph.nodes):
         if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "pagoda":
             continue

@@ -9,6 +9,8 @@ Becomes:
     or, where these are not legal, every expert over every token, in batched ATen products
 Why it is faster:
     rows are sorted by expert once, and each expert's rows are one part of one product.
+
+Level 0.
 """
 
 from __future__ import annotations

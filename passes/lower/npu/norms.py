@@ -7,6 +7,8 @@ Becomes:
     aten.native_layer_norm, which the chip has an operator for; where none is legal, the ATen operators of the formula
 Why it is faster:
     one launch that reads its input once. The kernels compute in float32 and round once.
+
+Level 0.
 """
 
 from __future__ import annotations

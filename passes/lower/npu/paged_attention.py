@@ -11,6 +11,8 @@ Becomes:
 Why it is faster:
     one kernel reads the blocks where they lie. The caches stay whole graph inputs that are written once and read
     afterwards: any other use makes the graph engine copy them in every step.
+
+Level 0.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ Becomes:
     with the dims that are not rotated cut off before and joined after; where neither is legal, the ATen formula
 Why it is faster:
     one launch per tensor. The tables' layout is made once per step, for all layers.
+
+Level 0.
 """
 
 from __future__ import annotations

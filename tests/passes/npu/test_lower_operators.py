@@ -10,9 +10,10 @@ from torch.nn import functional as F
 from torch_pagoda.passes.fx_nodes import is_dynamic, shape
 from torch_pagoda.passes.lower.npu.activations import lower_npu_activations
 from torch_pagoda.passes.lower.npu.heads_first import sink_transposes
-from torch_pagoda.passes.lower.npu.linears import lower_npu_linears, split_products
+from torch_pagoda.passes.lower.npu.linears import lower_npu_linears
 from torch_pagoda.passes.lower.npu.norms import lower_npu_norms
 from torch_pagoda.passes.lower.npu.rope import lower_npu_rope
+from torch_pagoda.passes.lower.npu.splits import split_products
 from torch_pagoda.passes.lower.npu.target import NpuTarget
 from torch_pagoda.passes.recognise.linear import recognise_linear
 from torch_pagoda.passes.rewrite.remove_noops import remove_noops

@@ -1,0 +1,67 @@
+"""Cut a tensor into parts in one launch.
+
+Matches:
+    slice(y, dim, 0, n1), slice(y, dim, n1, n2), ...      # that tile a dim of y
+Becomes:
+    split_with_sizes(y, [n1, n2 - n1, ...], dim)
+Why it is faster:
+    one split is one launch, each slice another.
+
+Level 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+
+import torch
+from torch import fx
+
+from ...fx_nodes import argument, callee, is_dynamic, shape
+from ...record import PassRecord
+from ...traced import TracedGraph
+
+NAME = "split_products"
+
+_aten = torch.ops.aten
+
+
+def split_products(traced: TracedGraph) -> PassRecord:
+    """Let slices that tile one dim of a tensor be one split."""
+    record = PassRecord(NAME)
+    for node in list(traced.graph.nodes):
+        slices = [user for user in node.users if callee(user) == "slice.Tensor"]
+        if len(slices) < 2:
+            continue
+        cuts = [cut for user in slices if (cut := _cut(user)) is not None]
+        dims = {cut[0] for cut in cuts}
+        if len(dims) != 1 or len(cuts) < len(slices):
+            continue
+        (dim,) = dims
+        spans = sorted({(start, end) for _, start, end in cuts})
+        if spans[0][0] != 0 or spans[-1][1] != shape(node)[dim]:
+            continue
+        if any(a[1] != b[0] for a, b in itertools.pairwise(spans)):
+            continue
+        with traced.before(min(slices)):
+            copies = traced.npu is not None and traced.npu.graph_mode == "aclgraph"
+            split = _aten.split_with_sizes_copy.default if copies else _aten.split_with_sizes.default
+            whole = traced.call(split, node, [end - start for start, end in spans], dim)
+            items = [traced.call(operator.getitem, whole, i) for i in range(len(spans))]
+        for user, (_, start, end) in zip(slices, cuts, strict=True):
+            traced.substitute(user, items[spans.index((start, end))])
+        record.matches += 1
+    return record
+
+
+def _cut(node: fx.Node) -> tuple[int, int, int] | None:
+    """``(dim, start, end)`` of a slice whose bounds are known; None for others."""
+    source, dim = argument(node, 0, "input"), argument(node, 1, "dim", 0) % len(shape(node))
+    start, end, step = (argument(node, i, name) for i, name in ((2, "start"), (3, "end"), (4, "step")))
+    size = shape(source)[dim]
+    first, last = (0 if start is None else start), (size if end is None else end)
+    if step not in (None, 1) or is_dynamic(size) or not all(isinstance(x, int) for x in (first, last)):
+        return None
+    first, last = (x + int(size) if x < 0 else x for x in (first, last))
+    return dim, first, min(last, int(size))
