@@ -150,6 +150,32 @@ def test_without_casting_nothing_but_views_is_copied(monkeypatch):
     assert traced.constants["weight"] is weight and weight.numel()
 
 
+def prolog(x, dq, uq_qr, uk, dkv_kr, gamma, caches):
+    return npu.npu_mla_prolog_v3.default(x, dq, uq_qr, uk, dkv_kr, gamma, gamma, x, x, caches, caches)
+
+
+PROLOG = {
+    **{name: bf16(32, 32) for name in ("dq", "uq_qr", "dkv_kr")},
+    "uk": bf16(4, 32, 32),
+    "gamma": bf16(32),
+    "caches": bf16(4, 16, 1, 32),
+}
+
+
+def test_what_an_operator_demands_is_cast_in_any_case(monkeypatch):
+    cast_by_copying(monkeypatch)
+    traced = graph_of(prolog, **PROLOG)
+    demanded = {plan.name for plan in plan_weights(traced) if plan.demanded}
+    assert demanded == {"dq", "uq_qr", "dkv_kr"}
+    assert prepare_weights(traced, fractal_nz=False, release=False) == 3 * 32 * 32 * 2
+    assert {name for name, t in traced.constants.items() if t is not PROLOG[name]} == demanded
+
+
+def test_what_is_demanded_and_cannot_be_is_said(caplog):
+    prepare_weights(graph_of(prolog, **{**PROLOG, "dq": bf16(32, 24)}), fractal_nz=False, release=False)
+    assert "dq stays in its format, though its operator takes FRACTAL_NZ only" in caplog.text
+
+
 def test_a_cpu_casts_no_format():
     weight = bf16(32, 32)
     traced = graph_of(linear, weight=weight)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,7 +27,14 @@ FRACTAL_NZ = 29
 """``torch_npu.Format.FRACTAL_NZ``."""
 
 _TILE = 16
-_PRODUCTS = (torch.ops.npu.npu_linear, torch.ops.npu.npu_grouped_matmul)
+# Which of an operator's arguments may come in that format.
+_MATRICES = {
+    torch.ops.npu.npu_linear: ("weight",),
+    torch.ops.npu.npu_grouped_matmul: ("weight",),
+    torch.ops.npu.npu_mla_prolog_v3: ("weight_dq", "weight_uq_qr", "weight_dkv_kr"),
+}
+# Operators that take no other.
+_DEMANDING = (torch.ops.npu.npu_mla_prolog_v3,)
 
 
 @dataclass(frozen=True)
@@ -38,12 +46,14 @@ class WeightPlan:
         contiguous: it is a view with gaps or in another order, and is copied.
         fractal_nz: it goes to FRACTAL_NZ.
         reason: why it does not; "" when it does.
+        demanded: an operator takes it in that format only.
     """
 
     name: str
     contiguous: bool
     fractal_nz: bool
     reason: str = ""
+    demanded: bool = False
 
 
 def plan_weights(traced: TracedGraph) -> list[WeightPlan]:
@@ -54,7 +64,8 @@ def plan_weights(traced: TracedGraph) -> list[WeightPlan]:
         if tensor is None or not node.users:
             continue
         reason = _why_not_nz(node, tensor)
-        plans.append(WeightPlan(node.name, not tensor.is_contiguous(), not reason, reason))
+        demanded = any(_packet(user) in _DEMANDING and _takes_whole(user, node) for user in node.users)
+        plans.append(WeightPlan(node.name, not tensor.is_contiguous(), not reason, reason, demanded))
     return plans
 
 
@@ -63,7 +74,8 @@ def prepare_weights(traced: TracedGraph, *, fractal_nz: bool, release: bool) -> 
 
     Args:
         traced: its merged weights get linked, and its constants become what is described above.
-        fractal_nz: cast formats too; without ``release`` that keeps every matrix twice.
+        fractal_nz: cast formats too; without ``release`` that keeps every matrix twice. What an operator demands is
+            cast in any case.
         release: free each source once it is copied, unless something else reads it. Only for weights that nobody else
             uses: the module cannot run by itself afterwards.
 
@@ -75,8 +87,12 @@ def prepare_weights(traced: TracedGraph, *, fractal_nz: bool, release: bool) -> 
     for plan in plan_weights(traced):
         old = traced.constants[plan.name]
         new = old.detach().contiguous() if plan.contiguous else old
-        if plan.fractal_nz and fractal_nz:
+        if plan.fractal_nz and (fractal_nz or plan.demanded):
             new = _cast_to_nz(new)
+        elif plan.demanded:
+            log.warning(
+                "%s stays in its format, though its operator takes FRACTAL_NZ only: %s", plan.name, plan.reason
+            )
         if new is old:
             continue
         size += new.numel() * new.element_size()
@@ -106,13 +122,18 @@ def _why_not_nz(node: fx.Node, tensor: torch.Tensor) -> str:
 
 
 def _takes_whole(user: fx.Node, weight: fx.Node) -> bool:
-    """Whether ``user`` is a matrix product that has ``weight`` for its weight and for nothing else."""
-    if user.op != "call_function" or getattr(user.target, "overloadpacket", None) not in _PRODUCTS:
+    """Whether ``user`` is a matrix product that has ``weight`` for one of its matrices and for nothing else."""
+    matrices = _MATRICES.get(_packet(user))
+    if matrices is None:
         return False
     names = [parameter.name for parameter in user.target._schema.arguments]  # type: ignore[union-attr]
     given = {**dict(zip(names, user.args, strict=False)), **user.kwargs}
     readers = [name for name, leaves in given.items() if weight in pytree.tree_leaves(leaves)]
-    return readers == ["weight"]
+    return len(readers) == 1 and readers[0] in matrices
+
+
+def _packet(user: fx.Node) -> Any:
+    return getattr(user.target, "overloadpacket", None) if user.op == "call_function" else None
 
 
 def _cast_to_nz(weight: torch.Tensor) -> torch.Tensor:
