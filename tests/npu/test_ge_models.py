@@ -44,7 +44,7 @@ MOST_LAUNCHES = {
     "qwen3_moe": 20,
     "gpt_oss": 20,
     "glm4": 22,
-    "olmo2": 17,
+    "olmo2": 18,
     "cohere": 12,
     "starcoder2": 12,
     "granite": 16,
