@@ -198,6 +198,8 @@ def captured_graphs() -> Iterator[list[Graph]]:
         kernels.impl(workspace, lambda *args, **kwargs: torch.empty(0), "CPU")
     Graph.captured = []
     with ExitStack() as stack:
+        # The vendor's .out operators return what they were given, which torch takes for an error where CI is set.
+        stack.enter_context(torch._functorch.config.patch(error_on_custom_op_aliasing=False))
         for name, function in functions.items():
             stack.enter_context(mock.patch.object(torch_npu.npu, name, function, create=True))
         for name in ("_npu_getCheckpointState", "_npu_setCheckpointPoolState"):
