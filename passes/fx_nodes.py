@@ -30,6 +30,9 @@ METADATA_CALLS = frozenset(
     "ones_like zeros_like full_like empty_like sym_size is_floating_point element_size get_device".split()
 )
 
+# Operators of ATen that cut a tensor along one dim → the position of the argument that says which; 0 by default.
+CUT_DIM_AT = {"slice.Tensor": 1, "split.Tensor": 2, "split_with_sizes": 2}
+
 VMAP_BOUNDS = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
 
 

@@ -165,6 +165,10 @@ class TracedGraph:
         self.constants[name] = tensor
         return self._add_placeholder(name, tensor, dynamic=())
 
+    def shared_constant(self, name: str, make: Callable[[], torch.Tensor]) -> fx.Node:
+        """The graph input ``name``, which always receives what ``make`` returns; it is called on first use."""
+        return self.placeholder(name) if name in self.constants else self.add_constant(name, make())
+
     def add_deferred_constant(self, name: str, example: torch.Tensor) -> fx.Node:
         """A new graph input that always receives one tensor, which linking makes; ``example`` is its fake."""
         return self._add_placeholder(name, example, dynamic=())

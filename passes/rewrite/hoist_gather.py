@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ..fx_nodes import callee, is_dynamic, is_tensor, shape, value
+from ..fx_nodes import CUT_DIM_AT, argument, callee, is_dynamic, is_tensor, shape, value
 from ..provenance import launches_work
 from ..record import PassRecord
 from ..traced import TracedGraph
@@ -29,8 +29,6 @@ _ELEMENTWISE = frozenset(
     "add.Tensor sub.Tensor mul.Tensor div.Tensor neg tanh sigmoid _to_copy clone activation gated_activation".split()
 )
 _ALONG_THE_LAST_DIM = frozenset("linear rms_norm add_rms_norm layer_norm add_layer_norm moe moe_gating".split())
-# Where they say along which dim.
-_CUTS = {"slice.Tensor": 1, "split.Tensor": 2, "split_with_sizes": 2}
 _VIEWS = frozenset("view _unsafe_view reshape".split())
 
 
@@ -89,9 +87,9 @@ def _is_per_token(node: fx.Node) -> bool:
     if not results or any(_rows_dim(v) is None for v in results):
         return False
     first, others = node.all_input_nodes[0], node.all_input_nodes[1:]
-    if name in _CUTS:
+    if name in CUT_DIM_AT:
         rows, rank = _rows_dim(first), len(shape(first))
-        dim = node.args[_CUTS[name]] if len(node.args) > _CUTS[name] else 0
+        dim = argument(node, CUT_DIM_AT[name], "dim", 0)
         return not others and rows is not None and dim not in (rows, rows - rank)
     if name in _VIEWS:
         return _rows_dim(first) is not None and _row(first) == _row(node)

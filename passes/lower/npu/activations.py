@@ -17,12 +17,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ....runtime.ops import npu  # noqa: F401  registers the operators
 from ....runtime.ops.gated_activation import activation_reference, gated_activation_reference
-from ...fx_nodes import eliminate_dead_code
 from ...record import PassRecord
 from ...traced import TracedGraph
-from .site import Site
+from .site import Site, lower_each
 from .spans import whole_of_halves
 
 NAME = "lower_npu_activations"
@@ -32,24 +30,8 @@ _pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
 
 def lower_npu_activations(traced: TracedGraph) -> PassRecord:
     """Lower every activation of the graph."""
-    record = PassRecord(NAME)
-    for node in list(traced.graph.nodes):
-        if node.op != "call_function" or node.target not in (
-            _pagoda.gated_activation.default,
-            _pagoda.activation.default,
-        ):
-            continue
-        site = Site(traced, node, record)
-        with traced.before(node):
-            if node.target is _pagoda.activation.default:
-                new = lower_activation(site, *site.args)
-            else:
-                new = lower_gated(site, *site.args)
-        traced.substitute(node, new)
-        site.done()
-    if record.matches:
-        eliminate_dead_code(traced.graph)
-    return record
+    lowerings = {_pagoda.gated_activation.default: lower_gated, _pagoda.activation.default: lower_activation}
+    return lower_each(traced, NAME, lowerings)
 
 
 def lower_gated(site: Site, gate: fx.Node, up: fx.Node, kind: str, alpha: float, limit: float) -> fx.Node:

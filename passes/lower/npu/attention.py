@@ -20,15 +20,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....runtime.ops import npu  # noqa: F401  registers the operators
 from ....runtime.ops.reference import attention_reference
-from ...attention_node import AttentionCall, attention_nodes
-from ...fx_nodes import eliminate_dead_code, shape, value
+from ...attention_node import ATTENTION, AttentionCall
+from ...fx_nodes import shape, value
 from ...record import PassRecord
 from ...traced import TracedGraph
 from .attention_limits import UNLIMITED
 from .paged_attention import causal_mask
-from .site import Site
+from .site import Site, lower_each
 
 NAME = "lower_npu_attention"
 
@@ -38,17 +37,11 @@ _FREE, _GIVEN, _CAUSAL, _BAND = 0, 1, 2, 4
 
 def lower_npu_attention(traced: TracedGraph) -> PassRecord:
     """Lower every attention that has no paged cache."""
-    record = PassRecord(NAME)
-    for node in list(attention_nodes(traced)):
-        site = Site(traced, node, record)
-        call = AttentionCall.of(node)
-        with traced.before(node):
-            new = _fused(site, call) or site.inline(attention_reference, *call.arguments())
-        traced.substitute(node, new)
-        site.done()
-    if record.matches:
-        eliminate_dead_code(traced.graph)
-    return record
+    return lower_each(traced, NAME, {ATTENTION: _attention})
+
+
+def _attention(site: Site, *args: Any) -> fx.Node:
+    return _fused(site, AttentionCall(*args)) or site.inline(attention_reference, *args)
 
 
 def _fused(site: Site, call: AttentionCall) -> fx.Node | None:

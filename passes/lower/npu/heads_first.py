@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...fx_nodes import callee, eliminate_dead_code, is_tensor, shape, value
+from ...fx_nodes import CUT_DIM_AT, callee, eliminate_dead_code, is_tensor, shape, value
 from ...record import PassRecord
 from ...traced import TracedGraph
 
@@ -28,8 +28,6 @@ NAME = "sink_transposes"
 _aten = torch.ops.aten
 _ALONG_THE_LAST_DIM = frozenset({"rms_norm", "layer_norm"})
 _OF_ONE_TENSOR = frozenset({"mul.Tensor", "mul.Scalar", "div.Tensor", "neg", "_to_copy"})
-# Where they say along which dim.
-_CUTS = {"slice.Tensor": 1, "split.Tensor": 2, "split_with_sizes": 2}
 
 
 def turns_heads(node: fx.Node) -> bool:
@@ -64,8 +62,8 @@ def _exchange(traced: TracedGraph, turn: fx.Node, user: fx.Node) -> list[fx.Node
         return []  # the other operand would have to be turned too
     name, source = callee(user), turn.args[0]
     args: list[Any] = list(user.args[1:])
-    if name in _CUTS:
-        at = _CUTS[name]
+    if name in CUT_DIM_AT:
+        at = CUT_DIM_AT[name]
         if len(user.args) <= at:
             return []
         dim = args[at - 1] % 4

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....runtime.ops import npu  # noqa: F401  registers the operators
 from ...attention_node import paged_attention_nodes
 from ...fx_nodes import eliminate_dead_code, module_path, shape, value
 from ...record import PassRecord, Rejection

@@ -69,9 +69,7 @@ class Rotation:
 
     def table(self, site: Site, name: str, sizes: list[int]) -> fx.Node:
         """``cos`` or ``sin`` in the dtype of what is rotated, ``[1, T, R]`` as a tensor of other sizes."""
-        table: fx.Node = getattr(self, name)
-        if value(table).dtype != value(self.before.node).dtype:
-            table = site.aten(_aten._to_copy.default, table, dtype=value(self.before.node).dtype)
+        table = site.cast(getattr(self, name), value(self.before.node).dtype)
         return site.traced.call(_aten.reshape.default, table, sizes)
 
 

@@ -16,14 +16,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
 
 from ....runtime.ops import gated_activation, layer_norm, moe, rms_norm, rope
 from ....runtime.ops.reference import attention_reference
-from ...fx_nodes import eliminate_dead_code
 from ...record import PassRecord
 from ...traced import TracedGraph
-from .site import Site
+from .site import Lowering, lower_each
 
 NAME = "spell_out_leftovers"
 
@@ -48,22 +46,12 @@ def spell_out_leftovers(traced: TracedGraph) -> PassRecord:
     Raises:
         ValueError: one whose formula cannot be spelled out.
     """
-    record = PassRecord(NAME)
-    for node in list(traced.graph.nodes):
-        if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "pagoda":
-            continue
-        if node.target not in _FORMULAS:
+    for node in traced.graph.nodes:
+        ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "pagoda"
+        if ours and node.target not in _FORMULAS:
             raise ValueError(f"{node.name} ({node.target}) has no form for {traced.npu}")
-        site = Site(traced, node, record)
-        with traced.before(node):
-            results = site.inline(_FORMULAS[node.target], *site.args)
-        if isinstance(results, fx.Node):
-            traced.substitute(node, results)
-        else:
-            for user in list(node.users):
-                traced.substitute(user, results[user.args[1]])
-            traced.graph.erase_node(node)
-        site.done()
-    if record.matches:
-        eliminate_dead_code(traced.graph)
-    return record
+    return lower_each(traced, NAME, {operator: _spelled(formula) for operator, formula in _FORMULAS.items()})
+
+
+def _spelled(formula: Callable[..., Any]) -> Lowering:
+    return lambda site, *args: site.inline(formula, *args)

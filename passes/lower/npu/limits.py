@@ -44,7 +44,6 @@ class Limits:
         alike: groups of arguments that have one dtype.
         ranks: argument → numbers of dims.
         rules: what cannot be said that way.
-        converts: torchair has a converter for it, or we bring one (see ``compiler.targets.npu.converters``).
     """
 
     products: frozenset[Product]
@@ -52,7 +51,6 @@ class Limits:
     alike: Sequence[Sequence[str]] = ()
     ranks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     rules: Sequence[Rule] = ()
-    converts: bool = True
 
 
 def multiple(argument: str, dim: int, of: int) -> Rule:
@@ -336,7 +334,8 @@ LIMITS: dict[str, Limits] = {
         frozenset({A2, A3, INFERENCE}), {"indices": INDEX}, alike=[("input", "updates")]
     ),
 }
-"""Operator → its limits. Lowering emits no ``npu::`` operator that is not in here."""
+"""Operator → its limits. Lowering emits no ``npu::`` operator that is not in here, and each of them has a converter
+in torchair or one of ours, ``compiler.targets.npu.converters``."""
 
 
 def violations(call: Call) -> list[str]:
@@ -347,8 +346,6 @@ def violations(call: Call) -> list[str]:
     found = []
     if call.target.product not in limits.products:
         found.append(f"{call.target.soc} does not run it")
-    if call.target.graph_mode == "ge" and not limits.converts:
-        found.append("torchair has no converter for it")
     for name, allowed in limits.dtypes.items():
         dtype = call.dtype(name)
         if dtype is not None and dtype not in allowed:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....runtime.ops import npu  # noqa: F401  registers the operators
 from ...fx_nodes import argument, callee, eliminate_dead_code, is_dynamic, shape
 from ...record import PassRecord
 from ...traced import TracedGraph
@@ -46,13 +45,11 @@ def lower_npu_linears(traced: TracedGraph) -> PassRecord:
                 rows = traced.call(_aten.reshape.default, x, [-1, int(shape(x)[-1])])
                 new = site.call(torch.ops.npu.npu_linear.default, rows, weight, bias)
             if new is None:
-                site.done()
+                site.keep()
                 continue
             new = traced.call(_aten.reshape.default, new, _sizes_like(traced, node, int(shape(weight)[0])))
-        traced.substitute(node, new)
-        site.done()
-    if record.matches:
-        eliminate_dead_code(traced.graph)
+        site.replace(new)
+    eliminate_dead_code(traced.graph)
     return record
 
 

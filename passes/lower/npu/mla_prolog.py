@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from ....runtime.ops import npu  # noqa: F401  registers the operators
 from ...fx_nodes import argument, callee, shape
 from .latent_layout import LatentKeys, Movements, Rows, Unclear, add_weight, weight_rows
 from .latent_parts import Cut, Query, Rotation, shared_rotation

@@ -15,16 +15,18 @@ Level 0.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 from torch.nn import functional as F
 
-from ....runtime.ops import moe, npu  # registers the operators
-from ...fx_nodes import callee, eliminate_dead_code, shape, value
+from ....runtime.ops import moe
+from ...fx_nodes import callee, shape, value
 from ...record import PassRecord
 from ...traced import TracedGraph
 from .activations import lower_activation, lower_gated
-from .site import Site
+from .site import Site, lower_each
 
 NAME = "lower_npu_moe"
 
@@ -36,42 +38,32 @@ _ROW_MAJOR = 2
 
 def lower_npu_moe(traced: TracedGraph) -> PassRecord:
     """Lower routing and experts."""
-    record = PassRecord(NAME)
-    for node in list(traced.graph.nodes):
-        if node.op != "call_function" or node.target not in (_pagoda.moe.default, _pagoda.moe_gating.default):
-            continue
-        site = Site(traced, node, record)
-        with traced.before(node):
-            if node.target is _pagoda.moe.default:
-                new: fx.Node | tuple[fx.Node, fx.Node] = _moe(site)
-            else:
-                new = _gating(site)
-        if isinstance(new, fx.Node):
-            traced.substitute(node, new)
-        else:
-            for user in list(node.users):
-                traced.substitute(user, new[user.args[1]])
-            traced.graph.erase_node(node)
-        site.done()
-    if record.matches:
-        eliminate_dead_code(traced.graph)
-    return record
+    return lower_each(traced, NAME, {_pagoda.moe.default: _moe, _pagoda.moe_gating.default: _gating})
 
 
-def _gating(site: Site) -> tuple[fx.Node, fx.Node]:
+def _gating(
+    site: Site,
+    logits: fx.Node,
+    bias: fx.Node | None,
+    k: int,
+    scoring: str,
+    groups: int,
+    topk_groups: int,
+    group_scoring: str,
+    weighting: str,
+    epsilon: float,
+    scaling: float,
+) -> tuple[fx.Node, fx.Node]:
     """Weights ``[N, K]`` and ids ``[N, K]`` int64."""
-    logits, bias, k, scoring, groups, topk_groups, group_scoring, weighting, epsilon, scaling = site.args
     chosen: tuple[fx.Node, fx.Node] | None = None
     if scoring in ("softmax", "none") and groups == 1 and bias is None:
         chosen = _softmax_gating(site, logits, k, scoring, weighting, epsilon, scaling)
     elif scoring == "sigmoid" and weighting == "sum":
-        if bias is not None and value(bias).dtype is not value(logits).dtype:
-            bias = site.aten(_aten._to_copy.default, bias, dtype=value(logits).dtype)
         results = site.call(
             _npu.npu_moe_gating_top_k.default,
             logits,
             k,
-            bias=bias,
+            bias=None if bias is None else site.cast(bias, value(logits).dtype),
             k_group=topk_groups,
             group_count=groups,
             group_select_mode=int(group_scoring == "top2"),
@@ -87,9 +79,7 @@ def _gating(site: Site) -> tuple[fx.Node, fx.Node]:
     if chosen is None:
         return site.inline(moe.moe_gating_reference, *site.args)  # type: ignore[no-any-return]
     weights, ids = chosen
-    if value(weights).dtype is not value(logits).dtype:
-        weights = site.aten(_aten._to_copy.default, weights, dtype=value(logits).dtype)
-    return weights, site.traced.call(_aten._to_copy.default, ids, dtype=torch.int64)
+    return site.cast(weights, value(logits).dtype), site.traced.call(_aten._to_copy.default, ids, dtype=torch.int64)
 
 
 def _softmax_gating(
@@ -114,17 +104,27 @@ def _softmax_gating(
     return weights, ids
 
 
-def _moe(site: Site) -> fx.Node:
-    grouped = _grouped(site)
-    if grouped is not None:
-        return grouped
-    return site.inline(every_expert, *site.args)  # type: ignore[no-any-return]
+def _moe(site: Site, *args: Any) -> fx.Node:
+    return _grouped(site, *args) or site.inline(every_expert, *args)
 
 
-def _grouped(site: Site) -> fx.Node | None:
+def _grouped(
+    site: Site,
+    x: fx.Node,
+    weights: fx.Node,
+    ids: fx.Node,
+    up: fx.Node,
+    down: fx.Node,
+    up_bias: fx.Node | None,
+    down_bias: fx.Node | None,
+    kind: str,
+    alpha: float,
+    limit: float,
+    layout: str,
+    transposed: bool,
+    weight_input: bool,
+) -> fx.Node | None:
     """The chain of operators; None where one of them is not legal."""
-    x, weights, ids, up, down, up_bias, down_bias, *formula, transposed, weight_input = site.args
-    kind, alpha, limit, layout = formula
     experts, k = int(shape(up)[0]), int(shape(ids)[1])
     fused = kind == "clipped_swiglu" or (kind == "silu" and layout == "halves" and limit <= 0) or layout == "plain"
     if weight_input and k > 1:
@@ -134,13 +134,10 @@ def _grouped(site: Site) -> fx.Node | None:
         site.refuse("npu.npu_grouped_matmul", f"gate and up of {kind} lie in turns")
         return None
     if weight_input:
-        x = site.aten(_aten.mul.Tensor, x, weights)
-        if value(x).dtype is not value(site.args[0]).dtype:
-            x = site.aten(_aten._to_copy.default, x, dtype=value(site.args[0]).dtype)
+        x = site.cast(site.aten(_aten.mul.Tensor, x, weights), value(x).dtype)
     if callee(ids) == "_to_copy" and value(ids.args[0]).dtype is torch.int32:
         ids = ids.args[0]
-    else:
-        ids = site.aten(_aten._to_copy.default, ids, dtype=torch.int32)
+    ids = site.cast(ids, torch.int32)
     routed = site.call(
         _npu.npu_moe_init_routing_v2.default,
         x,
@@ -185,11 +182,7 @@ def _grouped(site: Site) -> fx.Node | None:
     out = _product(site, hidden, down, down_bias, counts, transposed)
     if out is None:
         return None
-    scales = weights
-    if weight_input:
-        scales = None
-    elif value(weights).dtype is not value(out).dtype:
-        scales = site.aten(_aten._to_copy.default, weights, dtype=value(out).dtype)
+    scales = None if weight_input else site.cast(weights, value(out).dtype)
     return site.call(
         _npu.npu_moe_finalize_routing.default,
         out,
@@ -233,25 +226,22 @@ def _as_stored(traced: TracedGraph, weight: fx.Node) -> fx.Node | None:
     """
     if not traced.paged:
         return traced.call(_aten.transpose.int, weight, 1, 2)
-    name = f"turned_{weight.name}"
-    if name in traced.constants:
-        return traced.placeholder(name)
     if weight.name not in traced.constants:
         return None
-    return traced.add_constant(name, traced.constants[weight.name].detach().transpose(1, 2))
+    stored = traced.constants[weight.name].detach()
+    return traced.shared_constant(f"turned_{weight.name}", lambda: stored.transpose(1, 2))
 
 
 def _wide(site: Site, bias: fx.Node) -> fx.Node:
     """A bias beside bf16 matrices must be float32."""
+    traced = site.traced
     if site.target.counted(value(bias).dtype) is not torch.bfloat16 or value(bias).dtype is torch.float32:
         return bias
-    traced, name = site.traced, f"wide_{bias.name}"
-    if name in traced.constants:
-        return traced.placeholder(name)
     if traced.paged and bias.name in traced.constants:
-        traced.notes["folded"] = (*traced.notes.get("folded", ()), bias.name)
-        return traced.add_constant(name, traced.constants[bias.name].detach().float())
-    return site.aten(_aten._to_copy.default, bias, dtype=torch.float32)
+        traced.notes["folded"] = tuple(dict.fromkeys((*traced.notes.get("folded", ()), bias.name)))
+        stored = traced.constants[bias.name].detach()
+        return traced.shared_constant(f"wide_{bias.name}", stored.float)
+    return site.cast(bias, torch.float32)
 
 
 def every_expert(
@@ -290,6 +280,3 @@ def every_expert(
         out = out + down_bias[:, None]
     scale = chosen.sum(1).to(out.dtype) if weight_input else weights
     return (out * scale.t()[..., None]).sum(0).to(input.dtype)
-
-
-assert npu is not None

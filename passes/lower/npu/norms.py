@@ -13,17 +13,16 @@ Level 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
-from ....runtime.ops import layer_norm, npu, rms_norm
-from ...fx_nodes import eliminate_dead_code, shape, value
+from ....runtime.ops import layer_norm, rms_norm
+from ...fx_nodes import shape, value
 from ...record import PassRecord
 from ...traced import TracedGraph
-from .site import Site
+from .site import Lowering, Site, lower_each
 
 NAME = "lower_npu_norms"
 
@@ -32,23 +31,7 @@ _pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
 
 def lower_npu_norms(traced: TracedGraph) -> PassRecord:
     """Lower every norm of the graph."""
-    record = PassRecord(NAME)
-    for node in list(traced.graph.nodes):
-        if node.op != "call_function" or node.target not in _LOWERINGS:
-            continue
-        site = Site(traced, node, record)
-        with traced.before(node):
-            new = _LOWERINGS[node.target](site, *site.args)
-        if isinstance(new, fx.Node):
-            traced.substitute(node, new)
-        else:
-            for user in list(node.users):
-                traced.substitute(user, new[user.args[1]])
-            traced.graph.erase_node(node)
-        site.done()
-    if record.matches:
-        eliminate_dead_code(traced.graph)
-    return record
+    return lower_each(traced, NAME, _LOWERINGS)
 
 
 def _rms_norm(site: Site, x: fx.Node, weight: fx.Node | None, eps: float, offset: float, rounds: bool) -> fx.Node:
@@ -89,10 +72,8 @@ def _parameter(traced: TracedGraph, x: fx.Node, given: fx.Node | None, fill: str
         return given
     size, dtype = int(shape(x)[-1]), value(x).dtype
     name = f"{fill}_{size}_{str(dtype).removeprefix('torch.')}"
-    if name in traced.constants:
-        return traced.placeholder(name)
-    make = torch.ones if fill == "ones" else torch.zeros
-    return traced.add_constant(name, make(size, dtype=dtype, device=value(x).device))
+    number = float(fill == "ones")
+    return traced.shared_constant(name, lambda: torch.full((size,), number, dtype=dtype, device=value(x).device))
 
 
 def _layer_norm(site: Site, x: fx.Node, weight: fx.Node | None, bias: fx.Node | None, eps: float) -> fx.Node:
@@ -122,11 +103,9 @@ def _add_layer_norm(
     return [_layer_norm(site, total, weight, bias, eps), total]
 
 
-_LOWERINGS: dict[Any, Callable[..., Any]] = {
+_LOWERINGS: dict[Any, Lowering] = {
     _pagoda.rms_norm.default: _rms_norm,
     _pagoda.add_rms_norm.default: _add_rms_norm,
     _pagoda.layer_norm.default: _layer_norm,
     _pagoda.add_layer_norm.default: _add_layer_norm,
 }
-
-assert npu is not None  # imported for the operators that it registers

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....runtime.ops import npu  # noqa: F401  registers the operators
 from ...attention_node import paged_attention_nodes
 from ...fx_nodes import callee, eliminate_dead_code, shape, value
 from ...record import PassRecord
@@ -247,9 +246,7 @@ class _PagedAttention:
         for cache in (self.key_cache, self.value_cache):
             _, size, heads, dim = shape(cache)
             blocks.append(self.traced.call(_aten.reshape.default, cache, [-1, int(size), int(heads) * int(dim)]))
-        sinks = self.sinks
-        if sinks is not None and value(sinks).dtype is not value(self.query).dtype:
-            sinks = self.site.aten(_aten._to_copy.default, sinks, dtype=value(self.query).dtype)
+        sinks = None if self.sinks is None else self.site.cast(self.sinks, value(self.query).dtype)
         overload, kwargs = self._arguments(
             layout, query_lens, self.traced.step_input("kv_lens"), sinks, causal_mask(self.traced, self.query)
         )
@@ -290,8 +287,7 @@ def _rotates_norms(node: fx.Node) -> bool:
 
 def causal_mask(traced: TracedGraph, like: fx.Node) -> fx.Node:
     """The mask that the causal and band modes read: 1 above the diagonal is masked out, whatever the lengths are."""
-    name = "npu_causal_mask"
-    if name in traced.constants:
-        return traced.placeholder(name)
     device = value(like).device
-    return traced.add_constant(name, torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8, device=device).triu_(1))
+    return traced.shared_constant(
+        "npu_causal_mask", lambda: torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8, device=device).triu_(1)
+    )

@@ -17,7 +17,6 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ....runtime.ops import npu  # noqa: F401  registers the operators
 from ....runtime.ops.rope import rope_reference
 from ...fx_nodes import eliminate_dead_code, shape, value
 from ...record import PassRecord
@@ -95,30 +94,27 @@ def _pairs_to_halves(site: Site, x: fx.Node, cos: fx.Node, sin: fx.Node) -> fx.N
     # A flat step [1, T, H, D] is [T, H, 1, D]: T entries of the batch with one token each.
     heads, dim = int(shape(x)[2]), int(shape(x)[3])
     tall = site.traced.call(_aten.reshape.default, x, [-1, heads, 1, dim])
-    tables = [site.traced.call(_aten.reshape.default, _cast(site, table, x), [-1, 1, 1, dim]) for table in (cos, sin)]
+    tables = [site.cast(table, value(x).dtype) for table in (cos, sin)]
+    tables = [site.traced.call(_aten.reshape.default, table, [-1, 1, 1, dim]) for table in tables]
     turned = site.call(_npu.npu_interleave_rope.default, tall, *tables)
     return None if turned is None else site.traced.call(_aten.reshape.default, turned, [1, -1, heads, dim])
 
 
-def _cast(site: Site, table: fx.Node, x: fx.Node) -> fx.Node:
-    if value(table).dtype == value(x).dtype:
-        return table
-    return site.aten(_aten._to_copy.default, table, dtype=value(x).dtype)
-
-
 def _table(site: Site, table: fx.Node, x: fx.Node, axis: int) -> fx.Node:
     """``[B or 1, T, R]`` in the dtype of ``x``, with an axis for the heads."""
-    return site.traced.call(_aten.unsqueeze.default, _cast(site, table, x), axis)
+    return site.traced.call(_aten.unsqueeze.default, site.cast(table, value(x).dtype), axis)
 
 
 def _turning_matrix(traced: TracedGraph, x: fx.Node) -> fx.Node:
     """``[D, D]``: ``x @ matrix`` is ``-x1, x0, -x3, x2, …``; the graph engine needs it for this mode."""
     dim, dtype = int(shape(x)[-1]), value(x).dtype
     name = f"rotate_pairs_{dim}_{str(dtype).removeprefix('torch.')}"
-    if name in traced.constants:
-        return traced.placeholder(name)
-    matrix = torch.zeros(dim, dim, dtype=dtype, device=value(x).device)
-    even = torch.arange(0, dim, 2)
-    matrix[even + 1, even] = -1
-    matrix[even, even + 1] = 1
-    return traced.add_constant(name, matrix)
+
+    def make() -> torch.Tensor:
+        matrix = torch.zeros(dim, dim, dtype=dtype, device=value(x).device)
+        even = torch.arange(0, dim, 2)
+        matrix[even + 1, even] = -1
+        matrix[even, even + 1] = 1
+        return matrix
+
+    return traced.shared_constant(name, make)

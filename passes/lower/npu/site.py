@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -13,7 +13,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...fx_nodes import module_path, value
+from ....runtime.ops import npu  # noqa: F401  registers the operators
+from ...fx_nodes import eliminate_dead_code, module_path, value
 from ...provenance import operator_name
 from ...record import PassRecord, Route
 from ...traced import TracedGraph
@@ -69,9 +70,27 @@ class Site:
         self._chosen.append(operator_name(node))
         return node
 
+    def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """``node`` in another dtype; itself if that is its own."""
+        return node if value(node).dtype is dtype else self.aten(_aten._to_copy.default, node, dtype=dtype)
+
+    def replace(self, new: fx.Node | Sequence[fx.Node]) -> None:
+        """Let ``new`` take the place of the node, or of its results one by one, and keep what was chosen."""
+        if isinstance(new, fx.Node):
+            self.traced.substitute(self.node, new)
+        else:
+            for user in list(self.node.users):
+                self.traced.substitute(user, new[user.args[1]])
+            self.traced.graph.erase_node(self.node)
+        self.done()
+
     def done(self) -> None:
-        """Keep what was chosen."""
+        """Keep what was chosen for a node that was replaced."""
         self.record.matches += 1
+        self.keep()
+
+    def keep(self) -> None:
+        """Note what was chosen, or that nothing was."""
         self.record.routes.append(
             Route(
                 self.node.name,
@@ -123,6 +142,25 @@ class Site:
                     user.target = _aten.reshape.default
         old.replace_all_uses_with(new)
         self.traced.graph.erase_node(old)
+
+
+Lowering = Callable[..., "fx.Node | Sequence[fx.Node]"]
+"""Makes what stands for a node, one node or one for each of its results, of a site and the node's arguments."""
+
+
+def lower_each(traced: TracedGraph, name: str, lowerings: Mapping[Any, Lowering]) -> PassRecord:
+    """Lower every node whose operator has a lowering; what pass ``name`` did."""
+    record = PassRecord(name)
+    for node in list(traced.graph.nodes):
+        if node.op != "call_function" or node.target not in lowerings:
+            continue
+        site = Site(traced, node, record)
+        with traced.before(node):
+            new = lowerings[node.target](site, *site.args)
+        site.replace(new)
+    if record.matches:
+        eliminate_dead_code(traced.graph)
+    return record
 
 
 class _Inliner(TorchDispatchMode):

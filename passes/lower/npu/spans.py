@@ -1,39 +1,54 @@
-"""Which part of another tensor's last dim a node is, however it was cut out."""
+"""Which part of another tensor a node is, however it was cut out."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from torch import fx
 
 from ...fx_nodes import argument, callee, shape, value
 
 
-def span(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """``(source, start, end)`` if ``node`` is ``source[..., start:end]``; else None."""
-    rank = len(shape(node))
+class Cut(NamedTuple):
+    """``source[start:end]`` along ``dim``, which counts from the front; all bounds are numbers."""
+
+    source: fx.Node
+    dim: int
+    start: int
+    end: int
+
+
+def cut(node: fx.Node) -> Cut | None:
+    """What ``node``, a slice or a part of a split, was cut out of; None where it is neither or its bounds vary."""
     if callee(node) == "slice.Tensor":
-        source, dim = argument(node, 0, "input"), argument(node, 1, "dim", 0)
+        source = argument(node, 0, "input")
+        dim = argument(node, 1, "dim", 0) % len(shape(node))
         start, end, step = (argument(node, i, name) for i, name in ((2, "start"), (3, "end"), (4, "step")))
-        if dim % rank != rank - 1 or step not in (None, 1):
-            return None
-        size = shape(source)[-1]
+        size = shape(source)[dim]
         first, last = (0 if start is None else start), (size if end is None else end)
-        if not all(isinstance(x, int) for x in (size, first, last)):
+        if step not in (None, 1) or not all(isinstance(x, int) for x in (size, first, last)):
             return None
         first, last = (x + size if x < 0 else x for x in (first, last))
-        return source, first, min(last, size)
+        return Cut(source, dim, first, min(last, size))
     if callee(node) == "getitem":
         parts, index = argument(node, 0, ""), argument(node, 1, "")
         if callee(parts) not in ("split.Tensor", "split_with_sizes"):
             return None
-        source = argument(parts, 0, "")
-        if argument(parts, 2, "dim", 0) % rank != rank - 1:
-            return None
-        sizes = [part.shape[-1] for part in value(parts)]
+        dim = argument(parts, 2, "dim", 0) % len(shape(node))
+        sizes = [part.shape[dim] for part in value(parts)]
         if not all(isinstance(x, int) for x in sizes):
             return None
         start = sum(sizes[:index])
-        return source, start, start + sizes[index]
+        return Cut(argument(parts, 0, ""), dim, start, start + sizes[index])
     return None
+
+
+def span(node: fx.Node) -> tuple[fx.Node, int, int] | None:
+    """``(source, start, end)`` if ``node`` is ``source[..., start:end]``; else None."""
+    found = cut(node)
+    if found is None or found.dim != len(shape(node)) - 1:
+        return None
+    return found.source, found.start, found.end
 
 
 def whole_of_halves(first: fx.Node, second: fx.Node) -> fx.Node | None:

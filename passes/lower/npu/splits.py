@@ -16,11 +16,11 @@ import itertools
 import operator
 
 import torch
-from torch import fx
 
-from ...fx_nodes import argument, callee, is_dynamic, shape
+from ...fx_nodes import callee, shape
 from ...record import PassRecord
 from ...traced import TracedGraph
+from .spans import cut
 
 NAME = "split_products"
 
@@ -34,12 +34,12 @@ def split_products(traced: TracedGraph) -> PassRecord:
         slices = [user for user in node.users if callee(user) == "slice.Tensor"]
         if len(slices) < 2:
             continue
-        cuts = [cut for user in slices if (cut := _cut(user)) is not None]
-        dims = {cut[0] for cut in cuts}
+        cuts = [found for user in slices if (found := cut(user)) is not None]
+        dims = {found.dim for found in cuts}
         if len(dims) != 1 or len(cuts) < len(slices):
             continue
         (dim,) = dims
-        spans = sorted({(start, end) for _, start, end in cuts})
+        spans = sorted({(found.start, found.end) for found in cuts})
         if spans[0][0] != 0 or spans[-1][1] != shape(node)[dim]:
             continue
         if any(a[1] != b[0] for a, b in itertools.pairwise(spans)):
@@ -49,19 +49,7 @@ def split_products(traced: TracedGraph) -> PassRecord:
             split = _aten.split_with_sizes_copy.default if copies else _aten.split_with_sizes.default
             whole = traced.call(split, node, [end - start for start, end in spans], dim)
             items = [traced.call(operator.getitem, whole, i) for i in range(len(spans))]
-        for user, (_, start, end) in zip(slices, cuts, strict=True):
-            traced.substitute(user, items[spans.index((start, end))])
+        for user, found in zip(slices, cuts, strict=True):
+            traced.substitute(user, items[spans.index((found.start, found.end))])
         record.matches += 1
     return record
-
-
-def _cut(node: fx.Node) -> tuple[int, int, int] | None:
-    """``(dim, start, end)`` of a slice whose bounds are known; None for others."""
-    source, dim = argument(node, 0, "input"), argument(node, 1, "dim", 0) % len(shape(node))
-    start, end, step = (argument(node, i, name) for i, name in ((2, "start"), (3, "end"), (4, "step")))
-    size = shape(source)[dim]
-    first, last = (0 if start is None else start), (size if end is None else end)
-    if step not in (None, 1) or is_dynamic(size) or not all(isinstance(x, int) for x in (first, last)):
-        return None
-    first, last = (x + int(size) if x < 0 else x for x in (first, last))
-    return dim, first, min(last, int(size))
