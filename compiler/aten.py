@@ -78,8 +78,12 @@ def _call_directly(traced: TracedGraph, node: fx.Node) -> None:
         return  # a temporary: the functional form is right as it is
     args = []
     for argument in target._schema.arguments:
-        index = kwargs.pop(f"_{argument.name}_base_index", None)
-        args.append(kwargs.pop(argument.name) if index is None else bases[index])
+        key = f"_{argument.name}_base_index"  # there for what is written to; None where that was not given
+        if key not in kwargs:
+            args.append(kwargs.pop(argument.name))
+        else:
+            index = kwargs.pop(key)
+            args.append(None if index is None else bases[index])
     assert not kwargs, f"{target}: {sorted(kwargs)}"
     with traced.graph.inserting_before(node):
         call = traced.graph.call_function(target, tuple(args))

@@ -66,6 +66,11 @@ def pagoda(
             "pack_weights=True is not for backend 'pagoda', where the weights stay the caller's; leave it out, or "
             "use torch_pagoda.compile or torch_pagoda.LLM"
         )
+    if parsed.cache_dtype is not None:
+        raise ValueError(
+            f"kv_cache_dtype={parsed.kv_cache_dtype!r} is not for backend 'pagoda', where the cache is the caller's; "
+            "leave it out, or use torch_pagoda.compile or torch_pagoda.LLM"
+        )
     parsed = parsed.for_device(next((x.device.type for x in example_inputs if isinstance(x, torch.Tensor)), "cpu"))
     why = _training_reason(example_inputs)
     if why:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -78,7 +79,7 @@ def build_program(
         program = _link(captured, traced, options, model, reference, report, clock)
     else:
         program = _link_for_npu(traced, options, reference, report, clock, owns_weights)
-    switch = traced.notes.get("rope_switch")
+    program.rope_switch = switch = traced.notes.get("rope_switch")
     program.restart_length = None if switch is None else restart_length(model, switch)
     if options.pack_weights and traced.npu is None:
         _pack(program, reference, report, owns_weights)
@@ -115,6 +116,12 @@ def rewrite(
     options = options.for_device(device)
     if options.target == "npu" and captured.traced.npu is None:
         captured.traced.npu = options.npu_target(device)
+    if options.cache_dtype is not None and reference is not None:
+        options, dropped = _checked_without_rounding(captured, options, reference, report)
+        clock.lap("verify")
+    else:
+        dropped = []
+    captured.traced.cache_dtype = options.cache_dtype
     traced: TracedGraph | None = None
     if options.verify != "every-pass":
         try:
@@ -141,7 +148,30 @@ def rewrite(
         if long_windows is not None and not long_windows.ok:
             raise UnsupportedModel(f"{report.model}: a long window is not exact ({long_windows.reason})")
         clock.lap("verify")
+    report.dropped_passes = dropped + report.dropped_passes
     return traced
+
+
+def _checked_without_rounding(
+    captured: Captured, options: CompileOptions, reference: Reference, report: CompileReport
+) -> tuple[CompileOptions, list[tuple[str, str]]]:
+    """Compare the graph with caches of full precision: rounded ones would hide what is slightly wrong.
+
+    Returns:
+        the options without the optional passes that break the numbers, and these with the reasons.
+
+    Raises:
+        UnsupportedModel: the model cannot be served, whatever its caches are.
+    """
+    plain = CompileReport(report.model)
+    rewrite(captured, replace(options, kv_cache_dtype="auto"), reference, plain)
+    dropped = [(name, why) for name, why in plain.dropped_passes if name != "to_aten"]
+    names = [name for name, _ in dropped]
+    if "only" in options.passes:
+        passes = {"only": [name for name in options.passes["only"] if name not in names]}
+    else:
+        passes = {"skip": [*options.passes.get("skip", ()), *names]}
+    return replace(options, passes=passes), dropped
 
 
 def _all_at_once(captured: Captured, options: CompileOptions, report: CompileReport, clock: _Clock) -> TracedGraph:

@@ -22,6 +22,7 @@ from torch.package import sys_importer
 
 from ..passes import TracedGraph
 from ..passes.provenance import scopes, source_line
+from ..runtime.program import is_cache_input
 from .linker import LinkedProgram
 from .verify import TOLERANCE, Reference, compared_steps
 
@@ -161,7 +162,7 @@ def _recorded(traced: TracedGraph, reference: Reference, alone: bool) -> dict[st
 
     def record(*args: Any) -> Sequence[Any]:
         given = {n: a for n, a in zip(names, args, strict=True) if n not in traced.constants}
-        for n in [n for n in given if n.startswith(("key_cache_", "value_cache_"))]:
+        for n in [n for n in given if is_cache_input(n)]:
             cache = given.pop(n)
             caches.setdefault(n, cache.clone())
         calls.append({n: a.clone() if isinstance(a, torch.Tensor) else a for n, a in given.items()})

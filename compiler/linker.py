@@ -12,7 +12,7 @@ from ..passes.evaluate import at_sizes
 from ..passes.fx_nodes import shape, value
 from ..passes.lower.pack_linears import PackedWeight
 from ..runtime.ops.packed_linear import pack_weight
-from ..runtime.program import CacheSpec, KVCache
+from ..runtime.program import CacheSpec, KVCache, is_cache_input
 from ..runtime.step import StepMetadata
 from .file_pages import FilePages
 from .merged_weights import link_merged_weights
@@ -43,6 +43,7 @@ class LinkedProgram:
         self.caches: list[CacheSpec] = list(traced.caches)
         self.max_model_len = traced.max_positions
         self.restart_length: int | None = None
+        self.rope_switch: int | None = None
         self.vocab_size = int(shape(traced.output.args[0][0])[-1])  # type: ignore[index,arg-type]
         self.device: torch.device = value(traced.placeholder(traced.input_ids)).device
         self.block_size = None if traced.npu is None or not self.caches else traced.npu.block_size
@@ -61,7 +62,7 @@ class LinkedProgram:
                 self._position_ids = i
             elif node.name in traced.step_inputs:
                 self._fields.append((i, node.name))
-            elif node.name.startswith(("key_cache_", "value_cache_")):
+            elif is_cache_input(node.name):
                 self._cache_at[node.name] = i
             elif node.name not in traced.constants:
                 self._sizes.append(self._token_count_only(traced, node, i))
@@ -92,26 +93,32 @@ class LinkedProgram:
         return self._route.reserve(max_num_seqs, max_num_batched_tokens, max_model_len)
 
     def bind(self, kv_cache: KVCache) -> None:
-        """Give the program its caches, one (key, value) pair per entry of ``caches``.
+        """Give the program its caches: per entry of ``caches`` its tensors, as ``allocate_kv_cache`` makes them.
 
         Raises:
             ValueError: their number, heads, sizes or dtype do not fit.
         """
         if len(kv_cache) != len(self.caches):
-            raise ValueError(f"kv_cache has {len(kv_cache)} pairs; the program needs {len(self.caches)}")
-        for i, ((key, val), spec) in enumerate(zip(kv_cache, self.caches, strict=True)):
-            for kind, tensor, dim in (("key", key, spec.key_dim), ("value", val, spec.value_dim)):
-                if tuple(tensor.shape[2:]) != (spec.num_kv_heads, dim) or tensor.dtype != spec.dtype:
+            raise ValueError(f"kv_cache has {len(kv_cache)} entries; the program needs {len(self.caches)}")
+        for i, (tensors, spec) in enumerate(zip(kv_cache, self.caches, strict=True)):
+            parts = spec.parts()
+            if len(tensors) != len(parts):
+                raise ValueError(
+                    f"kv_cache[{i}] has {len(tensors)} tensors; give {', '.join(part.name for part in parts)}"
+                )
+            for part, tensor in zip(parts, tensors, strict=True):
+                if tensor.shape[2:] != part.token_shape or tensor.dtype != part.dtype:
+                    inner = ", ".join(map(str, part.token_shape))
                     raise ValueError(
-                        f"kv_cache[{i}] {kind} is {tuple(tensor.shape)} {tensor.dtype}; "
-                        f"give [num_blocks, block_size, {spec.num_kv_heads}, {dim}] {spec.dtype}"
+                        f"kv_cache[{i}] {part.name} is {tuple(tensor.shape)} {tensor.dtype}; "
+                        f"give [num_blocks, block_size, {inner}] {part.dtype}"
                     )
                 if tensor.shape[1] != (self.block_size or tensor.shape[1]):
                     raise ValueError(
-                        f"kv_cache[{i}] {kind} has blocks of {tensor.shape[1]} tokens; the program was compiled for "
-                        f"block_size={self.block_size}"
+                        f"kv_cache[{i}] {part.name} has blocks of {tensor.shape[1]} tokens; the program was compiled "
+                        f"for block_size={self.block_size}"
                     )
-                self._args[self._cache_at[f"{kind}_cache_{i}"]] = tensor
+                self._args[self._cache_at[f"{part.name}_{i}"]] = tensor
         if self._route is not None:
             self._route.bind(kv_cache)
         self._bound = True
@@ -155,7 +162,7 @@ class LinkedProgram:
         if self._position_ids >= 0:
             args[self._position_ids] = position_ids
         for i, name in self._fields:
-            args[i] = getattr(step, name)
+            args[i] = step.field(name)
         for i in self._sizes:
             args[i] = input_ids.shape[1]
         if self._route is None and self.device.type != "cpu":

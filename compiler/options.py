@@ -19,6 +19,7 @@ CODEGEN = ("auto", "none", "inductor", "ge", "aclgraph")
 _CODEGEN_OF_NPU = ("ge", "aclgraph")
 TARGETS = ("auto", "cpu", "npu")
 OPT_LEVELS = (0, 1, 2, 3)
+KV_CACHE_DTYPES = ("auto", "int8")
 AUTO_CODEGEN_PARAMETERS = 50_000_000
 
 
@@ -41,6 +42,8 @@ class CompileOptions:
         block_size: npu only: tokens per block of the KV cache; the operators bake it in.
         pack_weights: keep the matrices of a paged program in the layout of the CPU's or NPU's matrix kernels, beside
             the model's own (``LLM(path)`` lets go of those).
+        kv_cache_dtype: of the paged KV cache. "auto": that of keys and values; "int8": a byte each and a float32
+            scale per token and head, about half of bfloat16's memory, at the price of rounding.
         patterns: rewrites of the user's own, see ``Pattern``.
     """
 
@@ -52,6 +55,7 @@ class CompileOptions:
     soc: str = "auto"
     block_size: int = DEFAULT_BLOCK_SIZE
     pack_weights: bool = False
+    kv_cache_dtype: str = "auto"
     patterns: Sequence[Pattern] = ()
 
     def __post_init__(self) -> None:
@@ -60,6 +64,7 @@ class CompileOptions:
         _one_of("codegen", self.codegen, CODEGEN)
         _one_of("target", self.target, TARGETS)
         _one_of("pack_weights", self.pack_weights, (True, False))
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         if self.target == "npu" and self.codegen == "inductor":
             raise ValueError(
                 "codegen='inductor' is for target='cpu'; for an NPU use 'ge', 'aclgraph', 'none' or 'auto'"
@@ -139,6 +144,11 @@ class CompileOptions:
         soc = installed_soc() if self.soc == "auto" else self.soc
         return NpuTarget(soc, self.block_size, "aclgraph" if as_called else "ge")
 
+    @property
+    def cache_dtype(self) -> torch.dtype | None:
+        """What ``kv_cache_dtype`` stands for; None for that of keys and values."""
+        return torch.int8 if self.kv_cache_dtype == "int8" else None
+
     def selects(self, entry: Pass) -> bool:
         """Whether a pass is to run."""
         if entry.option and not getattr(self, entry.option):
@@ -171,7 +181,7 @@ def installed_soc() -> str:
 
 def _one_of(option: str, given: object, allowed: Sequence[str]) -> None:
     if given not in allowed:
-        raise ValueError(f"{option}={given!r} is not one of {', '.join(map(repr, allowed))}")
+        raise ValueError(f"{option}={given!r} is not one of {', '.join(map(repr, allowed))}; use one of them")
 
 
 def _hint(name: str, known: Sequence[str]) -> str:

@@ -17,6 +17,13 @@ from .capture import first_line, max_positions, takes_positions
 from .report import Verdict
 
 TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6, torch.bfloat16: 0.3, torch.float16: 0.05}
+INT8_TOLERANCE = 0.3
+"""Of programs with int8 caches, for the median of the rows. What the graph computes was compared with ``TOLERANCE``
+before its caches were rounded (``build.rewrite``), so this one has to tell rounding from keys or values that are
+read with a wrong scale or from a wrong place. Measured on 21 tiny architectures in float32 and bfloat16, rounding
+moves the median row by 0.013 to 0.054, gpt_oss's by 0.14 in float32, and single rows by up to 3 where a router
+flips. Each 1 % by which all keys and values are read wrong adds 0.02 to 0.06; scales of another head or token, or
+none, make it more than 1."""
 _LENGTHS = (7, 23, 44)
 _DECODE_STEPS = 4
 _BLOCK = 4
@@ -103,8 +110,10 @@ def check(program: Program, reference: Reference, *, alone: bool = False) -> Ver
         error = (logits - expected).abs().amax(dim=-1) / spread
         errors.setdefault(group, []).extend(torch.nan_to_num(error, nan=float("inf")).tolist())
     tolerance = TOLERANCE.get(reference.dtype, 0.3)
-    half = reference.dtype in (torch.bfloat16, torch.float16)
-    judged = max(_typical(group) if half else max(group) for group in errors.values())
+    share = 0.9 if reference.dtype in (torch.bfloat16, torch.float16) else 1.0
+    if any(spec.has_scales for spec in program.caches):
+        tolerance, share = INT8_TOLERANCE, 0.5
+    judged = max(_typical(group, share) for group in errors.values())
     ok = judged <= tolerance
     reason = "" if ok else f"logits differ from the model's by {judged:.3g} standard deviations (limit {tolerance})"
     return Verdict(ok, max(map(max, errors.values())), tolerance, sum(map(len, errors.values())), reason)
@@ -138,10 +147,11 @@ def _alone_schedule(reference: Reference) -> list[list[_Step]]:
     return [[[(s, len(tokens))]] for s, tokens in enumerate(reference.tokens)]
 
 
-def _typical(errors: list[float]) -> float:
-    """The 90th percentile, or the worst if a row is not even finite: routers flip on ties, nothing else does."""
+def _typical(errors: list[float], share: float) -> float:
+    """The error that ``share`` of the rows stay below, or the worst if a row is not even finite: routers flip on
+    ties, nothing else does."""
     ordered = sorted(errors)
-    return ordered[-1] if ordered[-1] == float("inf") else ordered[int(0.9 * (len(ordered) - 1))]
+    return ordered[-1] if ordered[-1] == float("inf") else ordered[int(share * (len(ordered) - 1))]
 
 
 class _PagedState:

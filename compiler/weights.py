@@ -35,6 +35,7 @@ class WeightGuard:
         self._known = self._now()
         self._copied = [(tensor, tensor._version) for tensor in copied if not tensor.is_inference()]
         self._merged = {id(tensor) for tensor in merged}
+        self._writes = self._count_writes()
         _guards.add(self)
 
     def check(self) -> None:
@@ -59,6 +60,11 @@ class WeightGuard:
                     "program holds a packed copy of it or constants computed from it; compile the model again"
                 )
 
+    def written_since_last_time(self) -> bool:
+        """Whether any tensor was written to in place since the last call, or since this was made."""
+        before, self._writes = self._writes, self._count_writes()
+        return before != self._writes
+
     def follow(self, moves: Mapping[int, tuple[Place, Place]]) -> None:
         """Accept that tensors (by ``id``) went from one place to another with their values.
 
@@ -68,6 +74,9 @@ class WeightGuard:
             before, after = moves.get(identity, (None, place))
             if place == before and identity not in self._merged:
                 self._known[name] = (identity, after)
+
+    def _count_writes(self) -> int:
+        return sum(tensor._version for _, tensor in _tensors(self._model) if not tensor.is_inference())
 
     def _now(self) -> dict[str, tuple[int, Place]]:
         return {name: (id(tensor), place_of(tensor)) for name, tensor in _tensors(self._model)}

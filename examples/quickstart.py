@@ -63,11 +63,11 @@ def main() -> int:
 
     generated = [output.outputs[0].token_ids for output in outputs]
     count = sum(map(len, generated))
-    stats = llm.engine.stats()
+    stats = llm.stats()
     rate = count / seconds
     print(f"\n{len(outputs)} prompts in one batch: {count} tokens in {seconds:.2f} s, {rate:.0f} tok/s")
-    print(f"KV cache: at most {stats.peak_used_blocks} of {stats.num_blocks} blocks in use,", end=" ")
-    print(f"{stats.block_size} tokens each")
+    print(f"KV cache: at most {stats['blocks_used_peak']} of {stats['blocks_total']} blocks in use,", end=" ")
+    print(f"{stats['block_size']} tokens each")
 
     expected = transformers_tokens(
         arguments.model, [output.prompt_token_ids for output in outputs], arguments.max_tokens

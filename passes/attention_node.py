@@ -46,6 +46,33 @@ class AttentionCall:
         return replace(self, **changes)
 
 
+@dataclass(frozen=True)
+class PagedAttentionCall:
+    """The arguments of one ``pagoda::paged_attention`` node, by name, in the order of the schema."""
+
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    key_cache: fx.Node
+    value_cache: fx.Node
+    slot_mapping: fx.Node
+    block_table: fx.Node
+    query_start_loc: fx.Node
+    seq_lens: fx.Node
+    sinks: fx.Node | None
+    alibi_slopes: fx.Node | None
+    scale: float
+    sliding_window: int
+    chunk: int
+    softcap: float
+    key_scale: fx.Node | None
+    value_scale: fx.Node | None
+
+    @staticmethod
+    def of(node: fx.Node) -> PagedAttentionCall:
+        return PagedAttentionCall(*node.args)  # type: ignore[arg-type]
+
+
 def attention_nodes(traced: TracedGraph) -> Iterator[fx.Node]:
     """All ``pagoda::attention`` nodes, in graph order."""
     return iter([n for n in traced.graph.nodes if n.op == "call_function" and n.target is ATTENTION])

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from ..runtime.program import CacheSpec
+from ..runtime.step import GROUP_FIELDS
 from .fx_nodes import value
 from .lower.npu.target import NpuTarget
 
@@ -39,6 +40,7 @@ class TracedGraph:
         max_positions: positions that the model supports, or None.
         paged: the graph is a flat ``[1, T]`` step over paged caches (else: the user's own call).
         npu: the Ascend chip that it is lowered for; None for a CPU.
+        cache_dtype: that the paged caches are to have; None for the one that keys and values are computed in.
         notes: facts that one pass leaves for later ones and for the self-check. ``followed_literals``: literal →
             names of the nodes in which it is a window or chunk that was too large to run. ``rope_switch``: the
             longest sequence that still uses the first of two rotary tables. ``merged``: graph input →
@@ -57,6 +59,7 @@ class TracedGraph:
     max_positions: int | None = None
     paged: bool = True
     npu: NpuTarget | None = None
+    cache_dtype: torch.dtype | None = None
     notes: dict[str, Any] = field(default_factory=dict)
     _origin: fx.Node | None = field(default=None, init=False, repr=False)
 
@@ -183,7 +186,7 @@ class TracedGraph:
         return node
 
     def step_input(self, name: str) -> fx.Node:
-        """The placeholder of a ``StepMetadata`` field; made on first use."""
+        """The placeholder of a ``StepMetadata`` field, of group g if the name ends in ``_g``; made on first use."""
         for node in self.placeholders:
             if node.name == name:
                 return node
@@ -204,21 +207,23 @@ class TracedGraph:
             "seq_lens": (torch.zeros(5, dtype=torch.int32, device=device), (0,)),
             "logits_rows": (torch.zeros(3, dtype=torch.int64, device=device), (0,)),
         }
-        example, dynamic = examples[name]
+        base, _, number = name.rpartition("_")
+        example, dynamic = examples[base if base in GROUP_FIELDS and number.isdigit() else name]
         self.step_inputs.append(name)
         return self._add_placeholder(name, example, dynamic)
 
-    def add_cache(self, spec: CacheSpec) -> tuple[fx.Node, fx.Node]:
-        """Two new graph inputs, the key and the value cache ``[num_blocks, block_size, heads, dim]``."""
+    def add_cache(self, spec: CacheSpec) -> tuple[fx.Node, ...]:
+        """New graph inputs: the key and the value cache ``[num_blocks, block_size, heads, dim]``, and in int8 the
+        scales of both, ``[num_blocks, block_size, heads]``."""
         index = len(self.caches)
         self.caches.append(spec)
         device = value(self.placeholder(self.input_ids)).device
         nodes = []
-        for kind, dim in (("key", spec.key_dim), ("value", spec.value_dim)):
-            storage = torch.empty(11, spec.num_kv_heads, 13, dim, dtype=spec.dtype, device=device)
-            name = f"{kind}_cache_{index}"
-            nodes.append(self._add_placeholder(name, storage.transpose(1, 2), dynamic=(0, 1)))
-        return nodes[0], nodes[1]
+        for part in spec.parts():
+            heads, *dims = part.token_shape
+            storage = torch.empty(11, heads, 13, *dims, dtype=part.dtype, device=device)
+            nodes.append(self._add_placeholder(f"{part.name}_{index}", storage.transpose(1, 2), dynamic=(0, 1)))
+        return tuple(nodes)
 
     def lay_out_cache(
         self, index: int, block_size: int, key_dim: int, value_dim: int, num_kv_heads: int | None = None
@@ -231,12 +236,12 @@ class TracedGraph:
         spec = replace(self.caches[index], by_token=True, num_kv_heads=heads, key_dim=key_dim, value_dim=value_dim)
         self.caches[index] = spec
         device = value(self.placeholder(self.input_ids)).device
-        for kind, dim in (("key", spec.key_dim), ("value", spec.value_dim)):
-            node = self.placeholder(f"{kind}_cache_{index}")
+        for part in spec.parts():
+            node = self.placeholder(f"{part.name}_{index}")
             blocks = value(node).shape[0]
             with self.fake_mode:
                 node.meta["example_value"] = torch.empty(
-                    blocks, block_size, spec.num_kv_heads, dim, dtype=spec.dtype, device=device
+                    blocks, block_size, *part.token_shape, dtype=part.dtype, device=device
                 )
 
     def _add_placeholder(self, name: str, example: torch.Tensor, dynamic: tuple[int, ...]) -> fx.Node:

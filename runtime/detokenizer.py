@@ -17,7 +17,7 @@ _MAX_CHARACTER_TOKENS = 3
 class Tokenizer(Protocol):
     """What the runtime needs of a HuggingFace tokenizer."""
 
-    def __call__(self, text: str) -> Any:
+    def __call__(self, text: str, **kwargs: Any) -> Any:
         """Encode; the result has ``input_ids``."""
 
     def decode(self, token_ids: Any, **kwargs: Any) -> Any:

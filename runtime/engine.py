@@ -5,22 +5,40 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 
-from .batcher import Batcher
-from .block_manager import BlockManager
+from .batching import Batcher, PreemptionCost, make_policy, preemption_mode
+from .beam_search import BeamSearch, BeamSearchParams
+from .beams import BeamSubmission, bounded
+from .blocks import BlockGroup, BlockManager
+from .cache_mover import CacheMover
 from .detokenizer import Detokenizer, Tokenizer
 from .engine_core import EngineCore
-from .kv_cache import allocate_kv_cache, default_num_blocks
-from .outputs import EngineStats, Progress, RequestOutput, StreamPiece
+from .kv_cache import UNSTATED_MODEL_LEN, allocate_kv_cache, bytes_per_block
+from .logprobs import Logprob, PromptLogprobs
+from .outputs import BeamSearchOutput, Progress, RequestOutput, StreamPiece
+from .pool_plan import blocks_by_group
 from .program import Program
 from .request import Request
+from .request_options import RequestOptions
 from .runner import Runner
-from .sampler import Logprob, Sampler
+from .sampler import Sampler
 from .sampling_params import SamplingParams
+from .step_profile import Profile
 from .submission import Completion, Submission
-from .validation import CheckedPrompt, Prompt, PromptLimits, check_batch, check_params, check_prompt
+from .validation import (
+    CheckedPrompt,
+    Prompt,
+    PromptLimits,
+    check_batch,
+    check_beam_batch,
+    check_params,
+    check_prompt,
+)
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_OPTIONS = RequestOptions()
 
 
 class Engine:
@@ -36,11 +54,21 @@ class Engine:
         program: the compiled model.
         tokenizer: a HuggingFace tokenizer; without one prompts are token ids and outputs have no text.
         block_size: tokens per block of the KV cache.
-        num_blocks: blocks in it; None: ``default_num_blocks``.
+        num_blocks: blocks in it; layers with a window get no more than they can use. None: ``default_num_blocks``.
+        kv_cache_memory: the same in bytes, where ``num_blocks`` is None.
+        min_num_blocks: what it shrinks to when there is little to do, giving a CPU's memory back; None: it stays
+            whole.
         max_num_seqs: most sequences that run at once.
         max_num_batched_tokens: most tokens in one step; may be smaller than a prompt.
         max_model_len: most tokens of prompt and output together; None: what the model and the cache can hold.
         eos_token_ids: ids that end a completion.
+        enable_prefix_caching: keep computed blocks for prompts that begin with the same tokens.
+        policy: who comes first: "fcfs", "priority", "sjf" (the shortest), "fair" (between clients) or "prefix" (the
+            most cached tokens); see ``batching.policies``.
+        preemption: how a sequence gives up its blocks: "recompute", "swap" (to host memory, where there is room), or
+            "auto", whatever measures as cheaper.
+        swap_space: bytes of host memory for swapped sequences.
+        max_queue: most prompts that wait; more are refused. None: any number.
 
     Raises:
         ValueError: an argument is out of range, or ``max_model_len`` exceeds the model or the cache.
@@ -53,51 +81,70 @@ class Engine:
         *,
         block_size: int = 16,
         num_blocks: int | None = None,
+        kv_cache_memory: int | None = None,
+        min_num_blocks: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
         eos_token_ids: Iterable[int] = (),
+        enable_prefix_caching: bool = True,
+        policy: str = "fcfs",
+        preemption: str = "auto",
+        swap_space: int = 0,
+        max_queue: int | None = None,
     ) -> None:
         for name, value in (
             ("block_size", block_size),
             ("num_blocks", num_blocks),
+            ("kv_cache_memory", kv_cache_memory),
+            ("min_num_blocks", min_num_blocks),
             ("max_num_seqs", max_num_seqs),
             ("max_num_batched_tokens", max_num_batched_tokens),
             ("max_model_len", max_model_len),
+            ("max_queue", max_queue),
         ):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r} is not a whole number >= 1; use a positive one")
         longest = program.max_model_len
         if max_model_len is not None and longest is not None and max_model_len > longest:
             raise ValueError(f"max_model_len={max_model_len} is above the model's {longest}; lower it")
-        if num_blocks is None:
-            num_blocks = default_num_blocks(program.caches, block_size, max_num_seqs, max_model_len or longest)
-        capacity = num_blocks * block_size
-        if max_model_len is not None and max_model_len > capacity:
-            raise ValueError(
-                f"max_model_len={max_model_len} is above the {capacity} tokens that the KV cache holds "
-                f"(num_blocks={num_blocks} of {block_size}); lower it or give the cache more memory"
-            )
-        reason = "raise max_model_len"
-        if max_model_len is None:
-            max_model_len = capacity if longest is None else min(longest, capacity)
-            reason = "use a model with a longer context"
-            if max_model_len == capacity:
-                reason = "give the KV cache more memory (num_blocks or kv_cache_memory)"
-            logger.info("max_model_len=%d (model: %s, KV cache: %d tokens)", max_model_len, longest, capacity)
-        elif max_model_len == longest:
-            reason = "use a model with a longer context"
+        counts = blocks_by_group(
+            program.caches,
+            block_size,
+            num_blocks=num_blocks,
+            memory=kv_cache_memory,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len or longest,
+        )
+        block_bytes = bytes_per_block(program.caches, block_size)
+        groups = _block_groups(program, counts, min_num_blocks, preemption, swap_space, block_bytes)
+        self.block_manager = BlockManager(groups, block_size, enable_prefix_caching=enable_prefix_caching)
+        max_model_len, reason = _longest_sequence(self.block_manager, max_model_len, longest)
 
         self.tokenizer = tokenizer
         self.limits = PromptLimits(program.vocab_size, max_model_len, reason)
         self.eos_token_ids = frozenset(int(token) for token in eos_token_ids)
-        self.block_manager = BlockManager(num_blocks, block_size)
-        self.batcher = Batcher(self.block_manager, max_num_seqs, max_num_batched_tokens, max_model_len)
+        cost = PreemptionCost(block_bytes // block_size)
+        self.batcher = Batcher(
+            self.block_manager,
+            max_num_seqs,
+            max_num_batched_tokens,
+            max_model_len,
+            policy=make_policy(policy),
+            preemption=preemption,
+            cost=cost,
+            max_queue=max_queue,
+            key_variant=partial(_key_variant, program),
+        )
         spare = program.reserve(max_num_seqs, max_num_batched_tokens, max_model_len)
-        cache = allocate_kv_cache(program.caches, num_blocks + spare, block_size, program.device)
+        cache = allocate_kv_cache(program.caches, [count + spare for count in counts], block_size, program.device)
+        stored = [group.num_host_blocks for group in groups]
+        host = allocate_kv_cache(program.caches, stored, block_size) if min(stored) else []
         self.runner = Runner(program, cache, block_size, max_num_seqs, max_model_len)
         self.sampler = Sampler(sorted(self.eos_token_ids))
-        self._core = EngineCore(self.batcher, self.runner, self.sampler)
+        mover = CacheMover(cache, host, [spec.group for spec in program.caches])
+        self._core = EngineCore(self.batcher, self.runner, self.sampler, mover, cost)
         self._next_id = 0
 
     @property
@@ -106,7 +153,11 @@ class Engine:
         return self.limits.max_model_len
 
     def submit(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> str:
         """Queue a prompt; ``step`` runs it.
 
@@ -115,11 +166,13 @@ class Engine:
 
         Raises:
             ValueError: the prompt, the parameters or the id is refused; nothing else is affected.
+            QueueFull: ``max_queue`` prompts wait already.
         """
         checked = check_prompt(prompt, self.tokenizer, self.limits)
         submission = self._prepare(
-            checked, check_params(sampling_params, self.tokenizer), request_id, is_private=False
+            checked, check_params(sampling_params, self.tokenizer, self.limits), request_id, options, is_private=False
         )
+        self._core.check_queue(1)
         self._core.add([submission])
         return submission.request_id
 
@@ -161,6 +214,7 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_step: Callable[[Progress], None] | None = None,
+        options: Sequence[RequestOptions] | None = None,
     ) -> list[RequestOutput]:
         """Complete a batch of prompts.
 
@@ -168,6 +222,7 @@ class Engine:
             prompts: a prompt or a list of them; every one is checked before any runs.
             sampling_params: for all prompts, or one per prompt.
             on_step: called after each model step.
+            options: one per prompt; None for the default ones.
 
         Returns:
             One output per prompt, in their order. A prompt that failed while it ran has
@@ -175,27 +230,78 @@ class Engine:
 
         Raises:
             ValueError: a prompt or its parameters are refused; the message names the index.
+            QueueFull: not all of them have room in the queue; none runs.
         """
         core = self._core
         checked = check_batch(prompts, sampling_params, self.tokenizer, self.limits)
-        batch = [self._prepare(prompt, entry, None, is_private=True) for prompt, entry in checked]
+        options = [DEFAULT_OPTIONS] * len(checked) if options is None else options
+        batch = [
+            self._prepare(prompt, entry, None, own, is_private=True)
+            for (prompt, entry), own in zip(checked, options, strict=True)
+        ]
+        self._core.check_queue(len(batch))
         try:
             core.add(batch)
-            unfinished = set(batch)
-            before = core.num_generated_tokens
-            while unfinished:
-                own = [submission for submission in core.run_step() if submission in unfinished]
-                # Without progress of ours, somebody else's step or a cancel may have ended some.
-                unfinished.difference_update([s for s in own or batch if s.is_finished])
-                if on_step is not None:
-                    generated = core.num_generated_tokens - before
-                    on_step(Progress(len(batch) - len(unfinished), len(batch), generated))
+            self._run_to_the_end(batch, on_step)
             with core.change:
                 return [self._output(submission) for submission in batch]
         finally:
             core.drop(batch)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        on_step: Callable[[Progress], None] | None = None,
+        options: Sequence[RequestOptions] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Search for the likeliest continuations of each prompt.
+
+        Args:
+            prompts: a prompt or a list of them; every one is checked before any runs.
+            params: for all prompts, or one per prompt.
+            on_step: called after each model step.
+            options: one per prompt; None for the default ones.
+
+        Returns:
+            One output per prompt, in their order; ``error`` says why a search ended before its time.
+
+        Raises:
+            ValueError: a prompt or its parameters are refused; the message names the index.
+            QueueFull: not all of them have room in the queue; none runs.
+        """
+        core = self._core
+        checked = check_beam_batch(prompts, params, self.tokenizer, self.limits)
+        options = [DEFAULT_OPTIONS] * len(checked) if options is None else options
+        batch = [
+            self._prepare_search(prompt, entry, own) for (prompt, entry), own in zip(checked, options, strict=True)
+        ]
+        self._core.check_queue(len(batch))
+        try:
+            core.add(batch)
+            self._run_to_the_end(batch, on_step)
+            return [submission.result() for submission in batch]
+        finally:
+            core.drop(batch)
+
+    def _run_to_the_end(self, batch: Sequence[Submission], on_step: Callable[[Progress], None] | None) -> None:
+        core = self._core
+        unfinished = set(batch)
+        before = core.num_generated_tokens
+        while unfinished:
+            own = [submission for submission in core.run_step() if submission in unfinished]
+            # Without progress of ours, somebody else's step or a cancel may have ended some.
+            unfinished.difference_update([s for s in own or batch if s.is_finished])
+            if on_step is not None:
+                generated = core.num_generated_tokens - before
+                on_step(Progress(len(batch) - len(unfinished), len(batch), generated))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
+    ) -> Iterator[StreamPiece]:
         """Complete one prompt and yield its tokens as they come; leaving the loop early cancels it.
 
         Other requests in the engine progress with it.
@@ -204,32 +310,61 @@ class Engine:
             ValueError: the prompt or the parameters are refused, at once and not with the first piece.
         """
         checked = check_prompt(prompt, self.tokenizer, self.limits)
-        return self._stream(checked, check_params(sampling_params, self.tokenizer))
+        params = check_params(sampling_params, self.tokenizer, self.limits)
+        if params.num_completions > params.n:
+            raise ValueError(
+                f"best_of={params.best_of} with n={params.n} cannot be streamed: which are best is known at the end; "
+                "use generate, or leave best_of out"
+            )
+        return self._stream(checked, params, options)
 
-    def stats(self) -> EngineStats:
-        """Figures since the engine was made."""
-        blocks = self.block_manager.stats()
-        return EngineStats(
-            num_running=self.batcher.num_running,
-            num_waiting=self.batcher.num_waiting,
-            num_blocks=self.block_manager.num_blocks,
-            num_free_blocks=self.block_manager.num_free_blocks,
-            peak_used_blocks=int(blocks["blocks_used_peak"]),
-            block_size=self.block_manager.block_size,
-            num_steps=self._core.num_steps,
-            num_computed_tokens=self._core.num_computed_tokens,
-            num_generated_tokens=self._core.num_generated_tokens,
-            num_preemptions=self.batcher.num_preemptions,
-            num_failed=self._core.num_failed,
-            model_seconds=self._core.model_seconds,
-            total_seconds=self._core.total_seconds,
-        )
+    def stats(self) -> dict[str, int | float]:
+        """Figures since the engine was made.
 
-    def _stream(self, prompt: CheckedPrompt, params: SamplingParams) -> Iterator[StreamPiece]:
+        Returns:
+            ``queue_length`` and ``running`` sequences, ``preemptions``, of which ``swaps``; ``steps``,
+            ``computed_tokens`` (those computed again included), ``generated_tokens``, ``failed`` sequences,
+            ``model_seconds`` (packing and model) and ``total_seconds`` of steps; ``block_size``; and the block
+            manager's figures, see ``blocks.inspection.stats``.
+        """
         core = self._core
-        submission = self._prepare(prompt, params, None, is_private=True)
+        return {
+            **self.batcher.stats(),
+            "block_size": self.block_manager.block_size,
+            "steps": core.num_steps,
+            "computed_tokens": core.num_computed_tokens,
+            "generated_tokens": core.num_generated_tokens,
+            "failed": core.num_failed,
+            "model_seconds": core.model_seconds,
+            "total_seconds": core.total_seconds,
+        }
+
+    def profile(self, *, reset: bool = False) -> Profile:
+        """Where the time of the steps went, since the engine was made or the last reset."""
+        result = self._core.profiler.result()
+        if reset:
+            self._core.profiler.reset()
+        return result
+
+    def defragment(self) -> int:
+        """Move used and cached blocks to the front of the KV cache, with the next step; returns how many move."""
+        with self._core.change:
+            self.block_manager.settle()
+            return self.block_manager.defragment()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, as is needed when weights change."""
+        with self._core.change:
+            self.block_manager.forget_prefixes()
+
+    def _stream(
+        self, prompt: CheckedPrompt, params: SamplingParams, options: RequestOptions
+    ) -> Iterator[StreamPiece]:
+        core = self._core
+        submission = self._prepare(prompt, params, None, options, is_private=True)
         may_be_nested = False
         try:
+            self._core.check_queue(1)
             core.add([submission])
             while True:
                 finished = submission.is_finished
@@ -262,30 +397,166 @@ class Engine:
         return True
 
     def _prepare(
-        self, prompt: CheckedPrompt, params: SamplingParams, request_id: str | None, *, is_private: bool
+        self,
+        prompt: CheckedPrompt,
+        params: SamplingParams,
+        request_id: str | None,
+        options: RequestOptions,
+        *,
+        is_private: bool,
     ) -> Submission:
         if request_id is None:
-            request_id = str(self._next_id)
-            while request_id in self._core.submissions:
-                self._next_id += 1
-                request_id = str(self._next_id)
-            self._next_id += 1
+            request_id = self._new_id()
         elif not isinstance(request_id, str) or "\0" in request_id:
             raise ValueError(f"request_id={request_id!r} is not plain text; choose another, or leave it out")
         elif request_id in self._core.submissions:
             raise ValueError(f"request_id={request_id!r} is in use; choose another, or leave it out")
         submission = Submission(request_id, prompt.text, prompt.token_ids, time.perf_counter(), is_private)
-        for index in range(params.n):
+        if params.num_completions > params.n:
+            submission.num_returned, submission.reports_logprobs = params.n, params.logprobs is not None
+        for index in range(params.num_completions):
             own = params.completion(index)
             # No caller's id holds a zero.
-            child_id = request_id if params.n == 1 else f"{request_id}\0{index}"
-            request = Request(child_id, prompt.token_ids, own, arrival_time=submission.arrival_time)
+            child_id = request_id if params.num_completions == 1 else f"{request_id}\0{index}"
+            request = Request(
+                child_id,
+                prompt.token_ids,
+                own,
+                priority=options.priority,
+                client=options.client,
+                deadline=None if options.deadline is None else submission.arrival_time + options.deadline,
+                cache_salt=options.cache_salt,
+                in_one_run=options.priority < 0,
+                arrival_time=submission.arrival_time,
+            )
             detokenizer = None
             if self.tokenizer is not None:
                 detokenizer = Detokenizer(self.tokenizer, prompt.token_ids, own.stop_strings)
             eos: Collection[int] = () if own.ignore_eos else self.eos_token_ids
             logprobs: list[dict[int, Logprob]] | None = None if own.logprobs is None else []
+            scored = own.prompt_logprobs
+            scores = None if scored is None else PromptLogprobs(prompt.token_ids, scored)
             submission.completions.append(
-                Completion(submission, request, index, self.max_model_len, eos, detokenizer, logprobs)
+                Completion(submission, request, index, self.max_model_len, eos, detokenizer, logprobs, scores)
             )
         return submission
+
+    def _prepare_search(
+        self, prompt: CheckedPrompt, params: BeamSearchParams, options: RequestOptions
+    ) -> BeamSubmission:
+        submission = BeamSubmission(
+            self._new_id(),
+            prompt.text,
+            prompt.token_ids,
+            time.perf_counter(),
+            is_private=True,
+            search=BeamSearch(bounded(params, len(prompt.token_ids), self.max_model_len), sorted(self.eos_token_ids)),
+            tokenizer=self.tokenizer,
+        )
+        submission.begin(options, self.max_model_len)
+        return submission
+
+    def _new_id(self) -> str:
+        """An id that no unfinished request has."""
+        while str(self._next_id) in self._core.submissions:
+            self._next_id += 1
+        self._next_id += 1
+        return str(self._next_id - 1)
+
+
+def _block_groups(
+    program: Program,
+    counts: Sequence[int],
+    min_num_blocks: int | None,
+    preemption: str,
+    swap_space: int,
+    block_bytes: int,
+) -> list[BlockGroup]:
+    """The groups of the program's layers.
+
+    Args:
+        program: has the layers.
+        counts: blocks of each group.
+        min_num_blocks: what the largest group shrinks to, others in proportion; None: none does.
+        preemption: how sequences give up their blocks.
+        swap_space: bytes of host memory for them.
+        block_bytes: of one block in all layers.
+
+    Raises:
+        ValueError: an argument does not fit the others or the device.
+    """
+    num_host_blocks = swap_space // block_bytes if block_bytes else 0
+    if preemption_mode(preemption) == "swap" and num_host_blocks < 1:
+        raise ValueError(
+            f"preemption='swap' finds no room in swap_space={swap_space} bytes for a block of {block_bytes} bytes; "
+            "give it more, such as 1 GiB"
+        )
+    if swap_space and num_host_blocks < 1:
+        raise ValueError(
+            f"swap_space={swap_space} bytes hold no block of {block_bytes} bytes; give it more, such as 1 GiB, or 0"
+        )
+    most = max(counts)
+    if min_num_blocks is not None and min_num_blocks > most:
+        raise ValueError(f"min_num_blocks={min_num_blocks} is above the cache's {most}; lower it")
+    if min_num_blocks is not None and program.device.type != "cpu":
+        raise ValueError(
+            f"min_num_blocks={min_num_blocks}: memory of {program.device} is not given back block by block; "
+            "leave it out"
+        )
+    windows = {
+        spec.group: {other.sliding_window for other in program.caches if other.group == spec.group}
+        for spec in program.caches
+    }
+    groups = []
+    for group, count in enumerate(counts):
+        own = windows.get(group, {0})
+        groups.append(
+            BlockGroup(
+                count,
+                window=min(own) if len(own) == 1 else 0,
+                num_host_blocks=num_host_blocks,
+                min_blocks=0 if min_num_blocks is None else max(1, min_num_blocks * count // most),
+            )
+        )
+    return groups
+
+
+def _longest_sequence(blocks: BlockManager, max_model_len: int | None, longest: int | None) -> tuple[int, str]:
+    """The most tokens of a sequence, and what to do for longer ones.
+
+    Args:
+        blocks: the cache's.
+        max_model_len: what was asked for.
+        longest: what the model supports, if it says.
+
+    Raises:
+        ValueError: the cache does not hold what was asked for.
+    """
+    capacity = blocks.capacity
+    num_blocks = [pool.max_blocks for pool in blocks.pools]
+    if max_model_len is not None:
+        if capacity is not None and max_model_len > capacity:
+            raise ValueError(
+                f"max_model_len={max_model_len} is above the {capacity} tokens that the KV cache holds "
+                f"(num_blocks={', '.join(map(str, num_blocks))} of {blocks.block_size}); lower it or give the "
+                "cache more memory"
+            )
+        return (
+            max_model_len,
+            "use a model with a longer context" if max_model_len == longest else "raise max_model_len",
+        )
+    limits = [limit for limit in (longest, capacity) if limit is not None]
+    found = min(limits, default=UNSTATED_MODEL_LEN)
+    logger.info("max_model_len=%d (model: %s, KV cache: %s tokens)", found, longest, capacity)
+    if found == capacity:
+        return found, "give the KV cache more memory (num_blocks or kv_cache_memory)"
+    return found, "use a model with a longer context"
+
+
+def _key_variant(program: Program, request: Request) -> str:
+    """Which of its rotary tables the model uses for a request: prompts of the two kinds share no keys."""
+    switch = program.rope_switch
+    if switch is None:
+        return ""
+    length = request.num_prompt_tokens if program.restart_length is None else request.num_tokens
+    return "long" if length > switch else "short"

@@ -8,10 +8,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
 
-from .batcher import Batcher, ScheduledRequest
-from .request import FinishReason, Request
+import torch
+from torch import Tensor
+
+from .batching import Batcher, PreemptionCost, Schedule, ScheduledRequest
+from .beams import BeamSubmission, Candidates, likely_tokens
+from .cache_mover import CacheMover
+from .logprobs import Logprob
+from .profiler import Profiler
+from .request import FinishReason, Request, RequestStatus
 from .runner import Runner
-from .sampler import Logprob, Sampler
+from .sampler import Sampler
+from .step_profile import DETOKENISE, MODEL, PACK, SAMPLE, SCHEDULE
 from .submission import Completion, Submission, one_line, undecodable
 
 logger = logging.getLogger(__name__)
@@ -20,11 +28,22 @@ _UNUSABLE_LOGITS = "the model's logits allow no choice (NaN, infinity, or every 
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What a step gave one of its requests: nothing yet (token None), a token, or an error."""
+class _Choice:
+    """A sampled token, or why there is none."""
 
-    token: int | None = None
+    token: int = -1
     logprob: dict[int, Logprob] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a step gave one of its requests: an error, or a choice for it and each of its followers, or what may
+    follow a beam, or nothing yet."""
+
+    choices: tuple[_Choice, ...] = ()
+    candidates: Candidates | None = None
+    prompt_logits: Tensor | None = None  # of its tokens, where the prompt is scored
     error: str | None = None
 
 
@@ -44,10 +63,14 @@ class EngineCore:
         change: the context manager for every change.
     """
 
-    def __init__(self, batcher: Batcher, runner: Runner, sampler: Sampler) -> None:
+    def __init__(
+        self, batcher: Batcher, runner: Runner, sampler: Sampler, mover: CacheMover, cost: PreemptionCost
+    ) -> None:
         self.batcher = batcher
         self.runner = runner
         self.sampler = sampler
+        self.mover = mover
+        self.cost = cost
         self.submissions: dict[str, Submission] = {}
         self.completions: dict[str, Completion] = {}
         self.news: dict[str, Submission] = {}
@@ -56,20 +79,33 @@ class EngineCore:
         self.num_computed_tokens = 0
         self.num_generated_tokens = 0
         self.num_failed = 0
+        self.profiler = Profiler()
         self.model_seconds = 0.0
         self.total_seconds = 0.0
+        self._pool_sizes = [pool.num_blocks for pool in batcher.block_manager.pools]
+        self._sampled: list[str] = []  # ids of the sequences that got a token in this step
         self._dropped: list[Submission] = []
         self._is_sound = True
         self._is_changing = False
 
+    def check_queue(self, count: int) -> None:
+        """Raise ``QueueFull`` if so many more prompts find no room."""
+        if not self._is_sound:
+            self._recover()  # what an interrupted step left running waits again, and counts
+        self.batcher.check_queue(count)
+
     def add(self, batch: Iterable[Submission]) -> None:
-        """Queue the submissions' completions, in order."""
+        """Queue the submissions, in order; ``check_queue`` is asked before.
+
+        Of several completions of a prompt only the first is queued. The others follow it: they are forked from it, on
+        the same blocks, when the prompt is computed.
+        """
         with self.change:
             for submission in batch:
                 self.submissions[submission.request_id] = submission
                 for completion in submission.completions:
                     self.completions[completion.request.request_id] = completion
-                    self.batcher.add(completion.request)
+                self.batcher.add(submission.completions[0].request, submission.arrival_time, was_promised=True)
 
     def end(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
         """End a completion, inside ``change``; nothing happens if it has ended."""
@@ -79,14 +115,34 @@ class EngineCore:
         if error is not None:
             self.num_failed += 1
             logger.warning("request %s fails: %s", owner.request_id, error)
+        followers = self._followers(completion)
         request.finished_time = time.perf_counter()
-        self.batcher.finish(request, reason, error)
+        if self.batcher.get(request.request_id) is request:
+            self.batcher.finish(request, reason, error)
+        else:  # it follows another
+            request.finish_reason, request.error, request.status = reason, error, RequestStatus.FINISHED
         self.runner.remove(request)
         self.completions.pop(request.request_id, None)
+        if owner.is_finished:
+            ids = [c.request.request_id for c in owner.completions]
+            self.profiler.end_request(owner.request_id, owner.metrics(finished=True), ids)
+        for follower in followers:
+            # Whatever kept the first from computing the prompt keeps them too.
+            self.end(follower, reason, error)
         if not owner.is_private:
             self.news[owner.request_id] = owner
         elif owner.is_finished:
             self.submissions.pop(owner.request_id, None)
+
+    def _end_early(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
+        """End a completion that is not complete; a beam ends its whole search."""
+        owner = completion.owner
+        if isinstance(owner, BeamSubmission):
+            owner.error = "its deadline has passed" if error is None else error
+            for other in owner.completions:
+                if other is not completion:
+                    self.end(other, "cancelled")
+        self.end(completion, reason, error)
 
     def drop(self, batch: Iterable[Submission], *, may_be_nested: bool = False) -> None:
         """Cancel what is unfinished and forget all, whatever state an exception left behind.
@@ -118,21 +174,68 @@ class EngineCore:
             if not self.batcher.has_unfinished():
                 return []
             started = time.perf_counter()
-            schedule = self.batcher.schedule()
-            for request in schedule.preempted:
-                self.runner.remove(request)
-            for item in schedule.requests:
-                if item.request.row is None:
-                    self.runner.add(item.request)
-                    if item.request.first_scheduled_time is None:
-                        item.request.first_scheduled_time = started
-            for request_id, blocks in schedule.new_blocks.items():
-                self.runner.append_blocks(self.completions[request_id].request, blocks)
-            progressed = self._settle(schedule.requests, self._compute(schedule.requests))
+            self.profiler.begin_step()
+            progressed: list[Submission] = []
+            schedule = self.batcher.schedule(started)
+            while schedule.expired:
+                for request in schedule.expired:
+                    completion = self.completions.get(request.request_id)
+                    if completion is not None:  # else its search has ended with another beam
+                        self._end_early(completion, "timeout")
+                        progressed.append(completion.owner)
+                if not self.batcher.has_unfinished():
+                    return progressed
+                schedule = self.batcher.schedule(started)
+            self._prepare(schedule, started)
+            self.profiler.mark(SCHEDULE)
+            try:
+                self.mover.start(schedule.copies_beside)
+                outcomes = self._compute(schedule.requests)
+            finally:
+                self.mover.join()
+            self.cost.measure_copies(self.mover.copied_bytes, self.mover.seconds)
+            progressed += self._settle(schedule.requests, outcomes)
             self.num_steps += 1
             self.num_computed_tokens += schedule.num_tokens
-            self.total_seconds += time.perf_counter() - started
+            self._end_step(schedule, started)
         return progressed
+
+    def _end_step(self, schedule: Schedule, started: float) -> None:
+        self.profiler.mark(DETOKENISE)
+        self.total_seconds += time.perf_counter() - started
+        decodes = sum(
+            item.num_tokens == 1 and item.start >= item.request.num_prompt_tokens for item in schedule.requests
+        )
+        blocks = self.batcher.block_manager
+        self.profiler.end_step(
+            num_prefill_tokens=schedule.num_tokens - decodes,
+            num_decode_tokens=decodes,
+            num_running=self.batcher.num_running,
+            num_waiting=self.batcher.num_waiting,
+            blocks_used=blocks.num_used_blocks,
+            blocks_cached=blocks.num_cached_blocks,
+            blocks_free=blocks.num_blocks - blocks.num_used_blocks - blocks.num_cached_blocks,
+            sampled=self._sampled,
+        )
+
+    def _prepare(self, schedule: Schedule, now: float) -> None:
+        """Bring rows, tables and blocks to where the step expects them."""
+        for request in schedule.preempted:
+            self.runner.remove(request)
+        for item in schedule.requests:
+            if item.request.row is None:
+                self.runner.add(item.request)
+                if item.request.first_scheduled_time is None:
+                    item.request.first_scheduled_time = now
+        for request_id, tables in schedule.tables.items():
+            self.runner.set_blocks(self.completions[request_id].request, tables)
+        for request_id, blocks in schedule.new_blocks.items():
+            self.runner.append_blocks(self.completions[request_id].request, blocks)
+        self.mover.run(schedule.copies)
+        sizes = [pool.num_blocks for pool in self.batcher.block_manager.pools]
+        for group, (now_there, before) in enumerate(zip(sizes, self._pool_sizes, strict=True)):
+            self.mover.give_back(group, now_there, max(now_there, before))
+        self._pool_sizes = sizes
 
     def _compute(self, scheduled: list[ScheduledRequest]) -> list[_Outcome]:
         """Run the model and sample; if that raises, each request runs alone, so that only culprits fail."""
@@ -151,56 +254,172 @@ class EngineCore:
 
     def _compute_together(self, scheduled: list[ScheduledRequest]) -> list[_Outcome]:
         started = time.perf_counter()
-        logits = self.runner.run(scheduled)
-        self.model_seconds += time.perf_counter() - started
-        rows = [i for i, item in enumerate(scheduled) if item.is_last_chunk]
-        outcomes = [_Outcome()] * len(scheduled)
+        packed = self.runner.pack(scheduled)
+        self.profiler.mark(PACK)
+        logits = self.runner.run(scheduled, packed)
+        self.profiler.mark(MODEL)
+        seconds = time.perf_counter() - started
+        self.model_seconds += seconds
+        self.cost.measure_step(scheduled, seconds)
+        sharing: list[list[Request]] = [[] for _ in scheduled]  # who draws from each entry's last row
+        rows: list[int] = []
+        beams: dict[int, int] = {}  # entry → its last row
+        row = 0
+        for i, (item, requests) in enumerate(zip(scheduled, sharing, strict=True)):
+            if item.is_last_chunk:
+                completion = self.completions[item.request.request_id]
+                if isinstance(completion.owner, BeamSubmission):
+                    beams[i] = row
+                else:
+                    requests.append(item.request)
+                    requests += [c.request for c in self._followers(completion)]
+                    rows += [row] * len(requests)
+                row += 1
+        choices: list[_Choice] = []
         if rows:
-            sampled = self.sampler.sample(logits, [scheduled[i].request for i in rows])
-            for i, token, logprob in zip(rows, sampled.token_ids, sampled.logprobs, strict=True):
-                outcomes[i] = _Outcome(token, logprob)
-            for row in sampled.failed:
-                outcomes[rows[row]] = _Outcome(error=_UNUSABLE_LOGITS)
+            sampled = logits.sampled if len(rows) == row and not beams else logits.sampled[torch.tensor(rows)]
+            drawn = self.sampler.sample(sampled, [request for requests in sharing for request in requests])
+            choices = [_Choice(*pair) for pair in zip(drawn.token_ids, drawn.logprobs, strict=True)]
+            for failed in drawn.failed:
+                choices[failed] = _Choice(error=_UNUSABLE_LOGITS)
+        candidates = self._candidates(logits.sampled, scheduled, beams) if beams else {}
+        self.profiler.mark(SAMPLE)
+        outcomes, first = [], 0
+        for i, requests in enumerate(sharing):
+            if i in beams:
+                likely = candidates[i]
+                outcomes.append(_Outcome(candidates=likely, error=_UNUSABLE_LOGITS if likely is None else None))
+                continue
+            own = tuple(choices[first : first + len(requests)])
+            outcomes.append(_Outcome(own, prompt_logits=logits.prompts.get(i)))
+            first += len(requests)
         return outcomes
+
+    def _candidates(
+        self, logits: Tensor, scheduled: list[ScheduledRequest], beams: dict[int, int]
+    ) -> dict[int, Candidates | None]:
+        """What may follow the beams among the scheduled entries; ``beams`` maps an entry to its row."""
+        counts = []
+        for i in beams:
+            owner = self.completions[scheduled[i].request.request_id].owner
+            assert isinstance(owner, BeamSubmission)
+            counts.append(owner.search.num_candidates)
+        return dict(zip(beams, likely_tokens(logits[torch.tensor(list(beams.values()))], counts), strict=True))
+
+    def _followers(self, completion: Completion) -> list[Completion]:
+        """The completions of its prompt that wait for it to compute the prompt."""
+        siblings = completion.owner.completions
+        if len(siblings) == 1 or completion is not siblings[0]:
+            return []
+        return [
+            c for c in siblings[1:] if not c.is_finished and self.batcher.get(c.request.request_id) is not c.request
+        ]
 
     def _settle(self, scheduled: list[ScheduledRequest], outcomes: list[_Outcome]) -> list[Submission]:
         """Draw the consequences of a step."""
         now = time.perf_counter()
+        self._sampled = []
         progressed: list[Submission] = []
         going_on: list[Request] = []
-        tokens: list[int] = []
         for item, outcome in zip(scheduled, outcomes, strict=True):
             request = item.request
-            completion = self.completions[request.request_id]
-            owner = completion.owner
+            completion = self.completions.get(request.request_id)
+            if completion is None:  # another beam's error has ended its search
+                continue
             if outcome.error is not None:
-                self.end(completion, "error", outcome.error)
-                progressed.append(owner)
+                self._end_early(completion, "error", outcome.error)
+                progressed.append(completion.owner)
                 continue
             self.batcher.advance(request, item.num_tokens)
-            if outcome.token is None:
+            if outcome.prompt_logits is not None and completion.prompt_logprobs is not None:
+                # A prompt that is computed again may come with tokens of the output.
+                rows = request.num_prompt_tokens - item.start
+                completion.prompt_logprobs.add(outcome.prompt_logits[:rows], item.start)
+            owner = completion.owner
+            if isinstance(owner, BeamSubmission):
+                if outcome.candidates is not None:
+                    self.batcher.pause(request)
+                    if owner.take(completion, outcome.candidates):
+                        going_on += self._turn(owner, now)
+                        progressed.append(owner)
                 continue
-            if request.first_token_time is None:
-                request.first_token_time = now
-            self.num_generated_tokens += 1
-            try:
-                reason = completion.append(outcome.token, outcome.logprob)
-            except Exception as error:
-                self.end(completion, "error", undecodable(error))
-            else:
-                if reason is None:
-                    going_on.append(request)
-                    tokens.append(outcome.token)
-                    if self._outgrows_its_keys(request):
-                        self.batcher.restart(request)
-                else:
-                    self.end(completion, reason)
-            completion.num_settled = len(request.output_token_ids)
-            progressed.append(owner)
-            if not owner.is_private:
-                self.news[owner.request_id] = owner
-        self.runner.append_tokens(going_on, tokens)
+            if not outcome.choices:
+                continue
+            followers = self._followers(completion)
+            for follower in followers:
+                self.batcher.fork(request, follower.request)
+                follower.request.first_scheduled_time = request.first_scheduled_time
+            for taker, choice in zip((completion, *followers), outcome.choices, strict=True):
+                if self._take(taker, choice, now):
+                    going_on.append(taker.request)
+                progressed.append(taker.owner)
+        # Those without a row bring all of their tokens when they get one.
+        going_on = [request for request in going_on if request.row is not None]
+        self.runner.append_tokens(going_on, [request.output_token_ids[-1] for request in going_on])
         return progressed
+
+    def _turn(self, owner: BeamSubmission, now: float) -> list[Request]:
+        """Let a search take a step; returns the requests that got a token."""
+        turn = owner.turn()
+        num_steps = len(owner.completions)
+        for completion in owner.completions:
+            self._sampled.append(completion.request.request_id)
+            if completion.request.first_token_time is None:
+                completion.request.first_token_time = now
+        # From here on what is to be done follows from the search: see ``BeamSubmission.restore``.
+        owner.search = turn.search
+        owner.candidates = {}
+        owner.num_steps += num_steps
+        self.num_generated_tokens += num_steps
+        if turn.search.is_done:
+            for completion in owner.completions:
+                self.end(completion, "stop")
+            return []
+        for completion in turn.ended:
+            owner.num_former_preemptions += completion.request.num_preemptions
+            self.end(completion, "stop")
+        for parent, child in turn.branches:
+            child.request.first_token_time = parent.request.first_token_time
+            self.completions[child.request.request_id] = child
+            self.batcher.branch(parent.request, child.request)
+        new = {child for _, child in turn.branches}
+        owner.completions = turn.completions
+        for completion, beam in zip(turn.completions, turn.search.beams, strict=True):
+            request = completion.request
+            if completion not in new:
+                request.output_token_ids.append(beam.token_ids[-1])
+                self.batcher.resume(request)
+            completion.num_settled = request.num_output_tokens
+            if self._outgrows_its_keys(request):
+                self.batcher.restart(request)
+        return [completion.request for completion in turn.completions]
+
+    def _take(self, completion: Completion, choice: _Choice, now: float) -> bool:
+        """Append the chosen token; returns whether the completion goes on."""
+        request, owner = completion.request, completion.owner
+        if choice.error is not None:
+            self.end(completion, "error", choice.error)
+            return False
+        if request.first_token_time is None:
+            request.first_token_time = now
+        self.num_generated_tokens += 1
+        self._sampled.append(request.request_id)
+        goes_on = False
+        try:
+            reason = completion.append(choice.token, choice.logprob)
+        except Exception as error:
+            self.end(completion, "error", undecodable(error))
+        else:
+            if reason is None:
+                goes_on = True
+                if self._outgrows_its_keys(request):
+                    self.batcher.restart(request)
+            else:
+                self.end(completion, reason)
+        completion.num_settled = len(request.output_token_ids)
+        if not owner.is_private:
+            self.news[owner.request_id] = owner
+        return goes_on
 
     def _outgrows_its_keys(self, request: Request) -> bool:
         limit = self.runner.program.restart_length
@@ -226,16 +445,16 @@ class EngineCore:
         self._is_changing = True
         for submission in self._dropped:
             self._forget(submission)
-            for completion in submission.completions:
-                completion.restore()
+            submission.restore()
         completions = {}
         for submission in self.submissions.values():
+            submission.restore()
             for completion in submission.completions:
-                completion.restore()
                 if not completion.request.is_finished:
                     completions[completion.request.request_id] = completion
             if submission.is_finished and not submission.is_private:
                 self.news[submission.request_id] = submission
+        self.mover.join()
         self.runner.reset()
         self.batcher.requeue_all()
         for request in self.batcher.waiting:
@@ -243,7 +462,7 @@ class EngineCore:
                 self.batcher.finish(request, "cancelled")
         for request_id, completion in completions.items():
             if self.batcher.get(request_id) is None:
-                self.batcher.add(completion.request)
+                self.batcher.add(completion.request, was_promised=True)
         # Dropped before they were queued.
         for submission in self._dropped:
             for completion in submission.completions:

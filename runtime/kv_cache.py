@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from .ops.huge_pages import advise_huge_pages
-from .program import CacheSpec, KVCache
+from .program import CachePart, CacheSpec, KVCache
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +46,8 @@ def parse_memory(value: int | str, name: str = "kv_cache_memory") -> int:
 
 
 def bytes_per_block(specs: Sequence[CacheSpec], block_size: int) -> int:
-    """Bytes that one block takes in all layers' caches together."""
-    return sum(
-        block_size * spec.num_kv_heads * (spec.key_dim + spec.value_dim) * spec.dtype.itemsize for spec in specs
-    )
+    """Bytes that one block takes in all layers' caches together, the scales of int8 included."""
+    return block_size * sum(part.token_bytes for spec in specs for part in spec.parts())
 
 
 def available_memory() -> int:
@@ -117,14 +115,20 @@ def default_num_blocks(
 
 
 def allocate_kv_cache(
-    specs: Sequence[CacheSpec], num_blocks: int, block_size: int, device: torch.device | str = "cpu"
+    specs: Sequence[CacheSpec], num_blocks: int | Sequence[int], block_size: int, device: torch.device | str = "cpu"
 ) -> KVCache:
-    """The cache tensors, one (key, value) pair per entry of ``specs``.
+    """The cache tensors of every entry of ``specs``: (key, value), and in int8 (key, value, key scale, value scale).
+
+    Args:
+        specs: what each layer stores.
+        num_blocks: of each layer, or of each group of layers.
+        block_size: tokens per block.
+        device: where they live.
 
     Returns:
-        Pairs of ``[num_blocks, block_size, num_kv_heads, dim]``. Unless the entry says ``by_token`` they are views of
-        ``[num_blocks, num_kv_heads, block_size, dim]``: one head's tokens of a block lie together, as a CPU reads
-        them.
+        Keys and values ``[num_blocks, block_size, num_kv_heads, dim]``, scales without the last dim. Unless the entry
+        says ``by_token`` they are views of ``[num_blocks, num_kv_heads, block_size, ...]``: one head's tokens of a
+        block lie together, as a CPU reads them.
         Nothing is written, so that on a CPU a page costs memory only once a token is stored in it.
 
     Raises:
@@ -132,28 +136,27 @@ def allocate_kv_cache(
         RuntimeError: the device has too little memory.
     """
     for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
-        if value < 1:
+        if (value if isinstance(value, int) else min(value)) < 1:
             raise ValueError(f"{name}={value} is below 1; use at least 1")
+    counts = [num_blocks if isinstance(num_blocks, int) else num_blocks[spec.group] for spec in specs]
 
-    def pages(spec: CacheSpec, dim: int) -> torch.Tensor:
-        inner = (block_size, spec.num_kv_heads) if spec.by_token else (spec.num_kv_heads, block_size)
-        storage = torch.empty(num_blocks, *inner, dim, dtype=spec.dtype, device=torch.device(device))
+    def pages(spec: CacheSpec, part: CachePart, count: int) -> torch.Tensor:
+        heads, *dims = part.token_shape
+        inner = (block_size, heads) if spec.by_token else (heads, block_size)
+        storage = torch.empty(count, *inner, *dims, dtype=part.dtype, device=torch.device(device))
         advise_huge_pages(storage)
         return storage if spec.by_token else storage.transpose(1, 2)
 
+    size = sum(count * bytes_per_block([spec], block_size) for spec, count in zip(specs, counts, strict=True))
     try:
-        cache = [(pages(spec, spec.key_dim), pages(spec, spec.value_dim)) for spec in specs]
+        cache = [
+            tuple(pages(spec, part, count) for part in spec.parts())
+            for spec, count in zip(specs, counts, strict=True)
+        ]
     except RuntimeError as error:
-        size = num_blocks * bytes_per_block(specs, block_size)
         raise RuntimeError(
             f"num_blocks={num_blocks} takes {size / 2**30:.2f} GiB on {device}, which is not there; "
             "lower num_blocks or kv_cache_memory"
         ) from error
-    logger.info(
-        "KV cache: %d blocks of %d tokens, %.2f GiB on %s",
-        num_blocks,
-        block_size,
-        num_blocks * bytes_per_block(specs, block_size) / 2**30,
-        device,
-    )
+    logger.info("KV cache: %s blocks of %d tokens, %.2f GiB on %s", num_blocks, block_size, size / 2**30, device)
     return cache

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .request import FinishReason
 
 if TYPE_CHECKING:
-    from .sampler import Logprob
+    from .logprobs import Logprob
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class CompletionOutput:
         text: the new text, without stop string and end-of-sequence token; "" without a tokenizer.
         token_ids: generated ids, including the token that ended the text.
         logprobs: per token, id → log-probability and rank; None unless asked for.
-        finish_reason: "stop" (EOS, stop token or string), "length", "cancelled", "error"; None while it runs.
+        finish_reason: "stop" (EOS, stop token or string), "length", "cancelled", "timeout", "error"; None while it
+            runs.
         stop_reason: the stop string or stop token id that ended it; None for EOS and for other reasons.
         error: one line that says why, when ``finish_reason`` is "error".
     """
@@ -56,7 +57,7 @@ class RequestMetrics:
         first_token_time: when its first token was there.
         finished_time: when it (the last of its ``n`` completions) ended.
         num_generated_tokens: of all completions.
-        num_preemptions: times that a completion lost its blocks and was recomputed.
+        num_preemptions: times that a completion lost its blocks.
     """
 
     arrival_time: float
@@ -100,6 +101,9 @@ class RequestOutput:
         outputs: the ``n`` completions, by index.
         finished: whether all of them have ended.
         metrics: times and counts.
+        prompt_logprobs: per prompt token, None for the first, else id → log-probability and rank: the token itself,
+            then the most likely ones; shorter than the prompt while that is computed, None unless asked for.
+        num_cached_tokens: leading tokens of the prompt that came from the prefix cache.
     """
 
     request_id: str
@@ -108,6 +112,51 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class BeamSearchSequence:
+    """A text that a beam search found.
+
+    Attributes:
+        text: without end-of-sequence token; "" without a tokenizer.
+        token_ids: generated ids, including the end-of-sequence token.
+        cumulative_logprob: sum of their log-probabilities.
+        score: that divided by ``len(token_ids) ** length_penalty``; the best text has the highest.
+        finish_reason: "stop" (end of sequence) or "length".
+    """
+
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float
+    score: float
+    finish_reason: Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class BeamSearchOutput:
+    """What a beam search found for a prompt.
+
+    Attributes:
+        request_id: the engine's name for it.
+        prompt: its text; None when token ids were given.
+        prompt_token_ids: its tokens.
+        sequences: ``beam_width`` finished texts, best first; fewer where the model allowed fewer, or where the search
+            ended before its time.
+        metrics: times and counts; the generated tokens are one for each step of each beam.
+        error: one line that says why the search ended before its time; None if it did not.
+        num_cached_tokens: leading tokens of the prompt that came from the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    sequences: list[BeamSearchSequence]
+    metrics: RequestMetrics
+    error: str | None = None
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,35 +196,3 @@ class Progress(NamedTuple):
     finished: int
     total: int
     generated_tokens: int
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Figures of an engine since it was made.
-
-    Attributes:
-        num_running, num_waiting: sequences that hold blocks, and that queue for them.
-        num_blocks, num_free_blocks, peak_used_blocks: of the KV cache.
-        block_size: tokens per block.
-        num_steps: model steps.
-        num_computed_tokens: tokens that went through the model, recomputed ones included.
-        num_generated_tokens: tokens sampled.
-        num_preemptions: times that a sequence lost its blocks and was recomputed.
-        num_failed: sequences that ended with an error.
-        model_seconds: spent in packing and in the model.
-        total_seconds: spent in steps altogether.
-    """
-
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_free_blocks: int
-    peak_used_blocks: int
-    block_size: int
-    num_steps: int
-    num_computed_tokens: int
-    num_generated_tokens: int
-    num_preemptions: int
-    num_failed: int
-    model_seconds: float
-    total_seconds: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +10,8 @@ import torch
 
 from .step import StepMetadata
 
-KVCache = list[tuple[torch.Tensor, torch.Tensor]]
+KVCache = list[tuple[torch.Tensor, ...]]
+"""Per layer its keys and values, and in int8 the scales of both. Dim 0 of every tensor counts blocks."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,9 @@ class CacheSpec:
         num_kv_heads: KV heads, un-repeated (GQA).
         key_dim: size of one key head.
         value_dim: size of one value head; differs from ``key_dim`` in MLA models.
-        dtype: of the stored keys and values.
+        dtype: of the stored keys and values. int8 goes with a float32 scale per token and head for either.
         sliding_window: tokens that the layer looks back over, 0 when unlimited.
+        group: layers of one group share their block tables; there is one group for each length of window.
         by_token: one token's heads lie together in memory (``[num_blocks, block_size, heads, dim]`` contiguous), as
             Ascend's operators read them; else one head's tokens of a block do.
     """
@@ -31,18 +34,65 @@ class CacheSpec:
     value_dim: int
     dtype: torch.dtype
     sliding_window: int = 0
+    group: int = 0
     by_token: bool = False
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether keys and values are stored with scales."""
+        return self.dtype is torch.int8
+
+    def parts(self) -> tuple[CachePart, ...]:
+        """The tensors that the layer's entry of a ``KVCache`` consists of, in order."""
+        heads = self.num_kv_heads
+        parts = (
+            CachePart("key_cache", (heads, self.key_dim), self.dtype),
+            CachePart("value_cache", (heads, self.value_dim), self.dtype),
+        )
+        if not self.has_scales:
+            return parts
+        return (*parts, *(CachePart(name, (heads,), torch.float32) for name in ("key_scale", "value_scale")))
+
+
+@dataclass(frozen=True)
+class CachePart:
+    """One tensor of a layer's cache.
+
+    Attributes:
+        name: argument of ``pagoda::paged_attention`` that it is for.
+        token_shape: what it holds per token; it is ``[num_blocks, block_size, *token_shape]``.
+        dtype: of its elements.
+    """
+
+    name: str
+    token_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes per token."""
+        return math.prod(self.token_shape) * self.dtype.itemsize
+
+
+def is_cache_input(name: str) -> bool:
+    """Whether a graph input of this name receives a tensor of a paged cache, such as ``key_cache_0``."""
+    return name.startswith(CACHE_INPUTS)
+
+
+CACHE_INPUTS = ("key_cache_", "value_cache_", "key_scale_", "value_scale_")
+"""What the names of such inputs start with."""
 
 
 class Program(Protocol):
     """A model compiled for flat steps over paged KV caches.
 
     Attributes:
-        caches: one entry per (key, value) pair of caches, in the order that ``bind`` expects.
+        caches: one entry per layer's caches, in the order that ``bind`` expects.
         vocab_size: columns of the logits.
         max_model_len: positions that the model supports, or None when it does not say.
         restart_length: a sequence that grows beyond so many tokens is computed anew from its first one, because
             all of its keys change (longrope in Phi-3); None when that never happens.
+        rope_switch: longer prompts get other keys (longrope); None where keys do not depend on the length.
         device: where its caches must live. What a step brings lives on the host; the program moves it.
         block_size: tokens per cache block that it was compiled for; None for any.
     """
@@ -51,6 +101,7 @@ class Program(Protocol):
     vocab_size: int
     max_model_len: int | None
     restart_length: int | None
+    rope_switch: int | None
     device: torch.device
     block_size: int | None
 
@@ -63,7 +114,8 @@ class Program(Protocol):
 
     def bind(self, kv_cache: KVCache) -> None:
         """Give the program its caches: per entry of ``caches`` a key and a value tensor, each
-        ``[num_blocks, block_size, num_kv_heads, dim]`` in the entry's dtype."""
+        ``[num_blocks, block_size, num_kv_heads, dim]`` in the entry's dtype, and with int8 their scales, each
+        ``[num_blocks, block_size, num_kv_heads]`` float32."""
 
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """Run one flat step: ids and positions ``[1, T]`` int64 → logits ``[R, vocab_size]`` of the asked rows.

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from .sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 
 class RequestStatus(enum.Enum):
@@ -26,32 +26,51 @@ class RequestStatus(enum.Enum):
 class Request:
     """One sequence. Compared and hashed by identity.
 
-    The batcher owns ``arrival``, ``num_computed_tokens``, ``status``, ``finish_reason``, ``error`` and
-    ``num_preemptions``; the runner owns ``row``; the engine appends to ``output_token_ids`` and sets
-    ``stop_reason`` and the times, which are seconds on whatever clock the engine reads.
+    The batcher owns ``arrival``, ``rank``, ``num_computed_tokens``, ``num_cached_tokens``, ``block_hashes``,
+    ``status``, ``is_paused``, ``finish_reason``, ``error`` and ``num_preemptions``; the runner owns ``row``; the
+    engine appends to ``output_token_ids`` and sets ``stop_reason`` and the times, which are seconds on whatever clock
+    the engine reads.
 
     Attributes:
         request_id: unique among the unfinished requests of an engine.
         prompt_token_ids: at least one id.
         params: how to sample and when to stop; ``n`` is not looked at here.
+        priority: lower comes first where the policy is by priority.
+        client: whose request it is, where the policy is fair between clients.
+        deadline: when it ends with "timeout" if it has not ended before; on the clock that the batcher is given.
+        cache_salt: only requests with the same salt share cached blocks.
+        in_one_run: its blocks are to lie next to one another where that can be had.
         arrival: position in the order of arrival; -1 until the batcher has accepted the request.
+        rank: its place in the order of the policy.
         output_token_ids: sampled ids, oldest first. They survive preemption.
-        num_computed_tokens: leading tokens whose keys and values are in the cache.
+        num_computed_tokens: leading tokens whose keys and values are in the cache, or in host memory.
+        num_cached_tokens: leading tokens that were found in the prefix cache when it began to run.
+        block_hashes: names of the content of its leading full blocks.
+        is_paused: it is not scheduled until it is resumed, see ``Batcher.pause``.
         finish_reason: why it ended, None before.
         stop_reason: the stop string or stop token id that ended it, None for EOS and other reasons.
         error: one line, when ``finish_reason`` is "error".
-        num_preemptions: times that it lost its blocks and had to be recomputed.
+        num_preemptions: times that it lost its blocks.
         row: the runner's row while running, else None.
     """
 
     request_id: str
     prompt_token_ids: list[int] | npt.NDArray[np.integer]
     params: SamplingParams
+    priority: int = 0
+    client: str = ""
+    deadline: float | None = None
+    cache_salt: str = ""
+    in_one_run: bool = False
     arrival: int = -1
+    rank: tuple[float, int] = (0.0, -1)
 
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
+    is_paused: bool = False
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
@@ -74,6 +93,14 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and output tokens together, computed or not."""
         return self.num_prompt_tokens + len(self.output_token_ids)
+
+    def tokens(self, first: int, end: int) -> list[int] | npt.NDArray[np.integer]:
+        """The ids at positions ``first .. end - 1`` of prompt + output."""
+        prompt = self.num_prompt_tokens
+        if end <= prompt:
+            return self.prompt_token_ids[first:end]
+        output = self.output_token_ids[max(0, first - prompt) : end - prompt]
+        return output if first >= prompt else [*self.prompt_token_ids[first:], *output]
 
     @property
     def num_output_tokens(self) -> int:

@@ -8,35 +8,20 @@ One number per row is also cheaper than the usual one per vocabulary entry, whic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from .logits_processor import LogitsProcessor
+from .logprobs import Logprob, ranked, report_logprobs
 from .request import Request
 
 _WORK_ELEMENTS = 2**23  # logits that are processed at once; bounds the temporary memory
 _FIRST_CANDIDATES = 256  # of top-p; most nuclei are smaller, the others look further
 _INVERT_BLOCK = 64  # probabilities that are summed first when a distribution is inverted
 _MASK64 = 2**64 - 1
-
-
-@dataclass(slots=True)
-class Logprob:
-    """One token's log-probability (natural logarithm) under the model, before temperature and penalties.
-
-    Attributes:
-        rank: 1 for the most likely token; among equals the lower token id comes first.
-        decoded_token: its text, where the engine has a tokenizer.
-    """
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +42,9 @@ class SampleOutput:
 class Sampler:
     """Batched sampler; see ``SamplingParams`` for what each parameter means.
 
-    Order, as in vLLM: min_tokens and repetition_penalty on the raw logits, temperature, min_p, top_k, top_p.
+    Order, as in vLLM: on the raw logits allowed_token_ids, bad_words, min_tokens, logit_bias, repetition_penalty,
+    frequency_penalty and presence_penalty (``LogitsProcessor``); then temperature, min_p, top_k, top_p. Reported
+    log-probabilities are those of the raw logits.
 
     Args:
         eos_token_ids: the model's end-of-sequence ids, which ``min_tokens`` holds back.
@@ -65,10 +52,9 @@ class Sampler:
     """
 
     def __init__(self, eos_token_ids: Sequence[int] = (), seed: int | None = None) -> None:
-        self.eos_token_ids = tuple(eos_token_ids)
         self._generator = torch.Generator()
         self._generator.manual_seed(int(torch.randint(2**63 - 1, ())) if seed is None else seed)
-        self._seen: WeakKeyDictionary[Request, _SeenTokens] = WeakKeyDictionary()
+        self._processor = LogitsProcessor(eos_token_ids)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, requests: Sequence[Request]) -> SampleOutput:
@@ -91,8 +77,8 @@ class Sampler:
         rows = [i for i, r in enumerate(requests) if finite[i] and not r.params.is_plain]
         for first in range(0, len(rows), batch):
             part = rows[first : first + batch]
-            work = logits[torch.tensor(part, device=logits.device)].float()
-            chosen, reports = self._sample_rows(work, [requests[i] for i in part])
+            index = torch.tensor(part, device=logits.device)
+            chosen, reports = self._sample_rows(logits[index].float(), best[index], [requests[i] for i in part])
             for i, token, report in zip(part, chosen, reports, strict=True):
                 tokens[i], logprobs[i] = token, report
                 finite[i] = token >= 0
@@ -101,14 +87,16 @@ class Sampler:
             tokens[i] = -1
         return SampleOutput(tokens, logprobs, failed)
 
-    def _sample_rows(self, x: Tensor, requests: list[Request]) -> tuple[list[int], list[dict[int, Logprob] | None]]:
-        """``x``: ``[M, V]`` fp32 logits, overwritten. Token -1 where no token is left."""
+    def _sample_rows(
+        self, x: Tensor, chosen: Tensor, requests: list[Request]
+    ) -> tuple[list[int], list[dict[int, Logprob] | None]]:
+        """``x``: ``[M, V]`` fp32 logits, overwritten; ``chosen``: their argmax. Token -1 where none is left."""
         params = [r.params for r in requests]
         report = [i for i, p in enumerate(params) if p.logprobs is not None]
         raw = x[torch.tensor(report, device=x.device)].log_softmax(-1) if report else x[:0]
-        self._ban_ends(x, requests)
-        self._penalise(x, requests)
-        chosen = _argmax(x)
+        if any([p.changes_logits for p in params]):
+            self._processor.apply(x, requests)
+            chosen = _argmax(x)
         usable = x.gather(-1, chosen[:, None]).isfinite()
         x.masked_fill_(~usable, 0.0)  # keeps the arithmetic below defined; the answer is thrown away
         drawn = [i for i, p in enumerate(params) if not p.is_greedy]
@@ -121,41 +109,10 @@ class Sampler:
         reports: list[dict[int, Logprob] | None] = [None] * len(requests)
         if report:
             counts = [params[i].logprobs or 0 for i in report]
-            for i, entry in zip(report, _report(raw, [max(tokens[i], 0) for i in report], counts), strict=True):
+            entries = report_logprobs(raw, [max(tokens[i], 0) for i in report], counts)
+            for i, entry in zip(report, entries, strict=True):
                 reports[i] = entry if tokens[i] >= 0 else None
         return tokens, reports
-
-    def _ban_ends(self, x: Tensor, requests: list[Request]) -> None:
-        flat: list[int] = []
-        vocab = x.shape[1]
-        for i, request in enumerate(requests):
-            params = request.params
-            if request.num_output_tokens < params.min_tokens:
-                ends = params.stop_ids if params.ignore_eos else params.stop_ids + self.eos_token_ids
-                flat += [i * vocab + token for token in ends if token < vocab]
-        if flat:
-            x.view(-1)[torch.tensor(flat, device=x.device)] = -torch.inf
-
-    def _penalise(self, x: Tensor, requests: list[Request]) -> None:
-        rows = [i for i, r in enumerate(requests) if r.params.repetition_penalty != 1.0]
-        if not rows:
-            return
-        vocab = x.shape[1]
-        ids = []
-        for i in rows:
-            seen = self._seen.get(requests[i])
-            if seen is None or seen.num_output_tokens > requests[i].num_output_tokens:
-                seen = self._seen[requests[i]] = _SeenTokens(requests[i], vocab)
-            ids.append(seen.update(requests[i]) + i * vocab)
-        penalty = np.repeat(
-            np.array([requests[i].params.repetition_penalty for i in rows], np.float32), [len(a) for a in ids]
-        )
-        # A token that is listed twice is read before and written after: it is penalised once.
-        flat = torch.from_numpy(np.concatenate(ids)).to(x.device)
-        factor = torch.from_numpy(penalty).to(x.device)
-        scores = x.view(-1)
-        old = scores[flat]
-        scores[flat] = torch.where(old < 0, old * factor, old / factor)
 
     def _draw_rows(self, x: Tensor, requests: list[Request]) -> Tensor:
         """``x``: ``[M, V]`` penalised logits, overwritten → ``[M]`` int64."""
@@ -209,28 +166,6 @@ class Sampler:
         )
 
 
-class _SeenTokens:
-    """The tokens of a request as an array that grows with its output; outputs taken back make it useless."""
-
-    def __init__(self, request: Request, vocab: int) -> None:
-        ids = np.unique(np.asarray(request.prompt_token_ids, np.int64))
-        ids = ids[ids < vocab]
-        self.num_output_tokens = 0
-        self._count = len(ids)
-        self._ids = np.empty(len(ids) + 64, np.int64)
-        self._ids[: len(ids)] = ids
-
-    def update(self, request: Request) -> npt.NDArray[np.int64]:
-        """Distinct prompt tokens and all output tokens so far; a view, not to be written."""
-        new = request.output_token_ids[self.num_output_tokens :]
-        if self._count + len(new) > len(self._ids):
-            self._ids = np.concatenate([self._ids, np.empty(len(self._ids) + len(new), np.int64)])
-        self._ids[self._count : self._count + len(new)] = new
-        self._count += len(new)
-        self.num_output_tokens += len(new)
-        return self._ids[: self._count]
-
-
 def seeded_uniform(seed: int, index: int) -> float:
     """The number in [0, 1) that decides draw ``index`` of a request with ``seed``; 53 random bits."""
 
@@ -276,19 +211,6 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     return (block * _INVERT_BLOCK + entry)[:, 0]
 
 
-def _ranked(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` largest of each row with their ids, largest first, among equals the lower id first.
-
-    Which of the equals at the very end are in is arbitrary, unless the whole row is asked for.
-    """
-    if count >= x.shape[-1]:
-        return x.sort(dim=-1, descending=True, stable=True)
-    values, ids = x.topk(count, sorted=False)
-    ids, order = ids.sort(-1)
-    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    return values, ids.gather(-1, order)
-
-
 def _choose_from_top(
     x: Tensor, probs: Tensor, top_k: Tensor, top_p: Tensor, uniforms: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
@@ -297,7 +219,7 @@ def _choose_from_top(
     Returns:
         ``[M]`` token ids, and ``[M]`` bool: whether looking further could not have changed the row's answer.
     """
-    values, ids = _ranked(x, count)
+    values, ids = ranked(x, count)
     # A token whose probability underflowed cannot be drawn, and must not make us look at the whole row.
     weights = probs.gather(-1, ids).double()
     keep = (values >= values.gather(-1, top_k.clamp(max=count)[:, None] - 1)) & (weights > 0)
@@ -316,25 +238,3 @@ def _choose_from_top(
         settled = torch.ones_like(limited)
     tokens = ids.gather(-1, _invert(weights.where(keep, 0.0), uniforms)[:, None])[:, 0]
     return tokens, settled
-
-
-def _report(raw: Tensor, tokens: list[int], counts: list[int]) -> Iterator[dict[int, Logprob]]:
-    """``raw``: ``[M, V]`` log-probabilities; row i reports ``tokens[i]`` and ``counts[i]`` likely tokens."""
-    vocab = raw.shape[1]
-    most = min(max(counts), vocab)
-    own = raw.gather(-1, torch.tensor(tokens, device=raw.device)[:, None])[:, 0].tolist()
-    values, ids = _ranked(raw, min(most + 32, vocab))
-    if most and bool((values[:, most - 1] == values[:, -1]).any()):
-        values, ids = _ranked(raw, vocab)
-    columns = zip(tokens, own, counts, values.tolist(), ids.tolist(), strict=True)
-    for row, (token, logprob, wanted, top_values, top_ids) in enumerate(columns):
-        if logprob > top_values[-1] or len(top_ids) == vocab:
-            rank = top_ids.index(token) + 1
-        else:
-            above = torch.count_nonzero(raw[row] > logprob)
-            rank = 1 + int(above + torch.count_nonzero(raw[row, :token] == logprob))
-        entry = {token: Logprob(logprob, rank)}
-        for place, (i, value) in enumerate(zip(top_ids[:wanted], top_values[:wanted], strict=True), 1):
-            if i != token:
-                entry[i] = Logprob(value, place)
-        yield entry

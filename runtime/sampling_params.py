@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Integral, Real
+
+from .parameter_checks import real_number, texts, token_ids, whole_number
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean argmax: dividing by them would overflow (vLLM uses the same bound)."""
 
 SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 """The seeds that ``torch.manual_seed`` takes."""
-
-
-def _whole(name: str, value: object, lowest: int, remedy: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < lowest:
-        raise ValueError(f"{name}={value!r} is not a whole number >= {lowest}; {remedy}")
-    return int(value)
-
-
-def _real(name: str, value: object, lowest: float, highest: float, open_low: bool, remedy: str) -> float:
-    if not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value):
-        number = float(value)
-        if (number > lowest if open_low else number >= lowest) and number <= highest:
-            return number
-    bounds = f"{'(' if open_low else '['}{lowest:g}, {highest:g}{')' if math.isinf(highest) else ']'}"
-    raise ValueError(f"{name}={value!r} is not a number in {bounds}; {remedy}")
 
 
 @dataclass(frozen=True)
@@ -46,8 +33,19 @@ class SamplingParams:
         ignore_eos: keep generating after the model's end-of-sequence token.
         logprobs: per token, report this many most likely tokens beside the chosen one; None reports nothing.
         n: completions of the same prompt; completion i uses ``seed + i``.
+        best_of: run so many completions, >= n, and return the n whose tokens are the most likely ones together, best
+            first; None runs n and returns them in the order of their seeds.
         repetition_penalty: > 1 makes tokens of the prompt and of the output less likely, < 1 more likely
             (arXiv 1909.05858; as in HuggingFace, negative scores are multiplied, others divided).
+        presence_penalty: subtracted from the logit of each token that the output holds, in [-2, 2]. The prompt
+            does not count, here and in the next.
+        frequency_penalty: subtracted once per occurrence in the output, in [-2, 2].
+        logit_bias: token id → what is added to its logit, in [-100, 100].
+        bad_words: text that may not be generated, wherever it begins: each is tokenised with and without a
+            space before it, and the last token of such a sequence is ruled out when the output ends in the rest.
+        allowed_token_ids: the only tokens that may be chosen; None allows all.
+        prompt_logprobs: the log-probability of each prompt token but the first, and so many most likely tokens
+            in its place; None reports nothing.
 
     Raises:
         ValueError: a value is out of range; the message names argument, value and remedy.
@@ -65,72 +63,95 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
+    best_of: int | None = None
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    bad_words: str | Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    prompt_logprobs: int | None = None
 
     is_greedy: bool = field(init=False, repr=False, compare=False, default=False)
     """The most likely token is taken, nothing is drawn."""
+    changes_logits: bool = field(init=False, repr=False, compare=False, default=False)
+    """Something is to be done to the logits before the temperature."""
     is_plain: bool = field(init=False, repr=False, compare=False, default=False)
     """The argmax of the untouched logits is the answer and nothing else is asked."""
+
+    _bad_words_token_ids: tuple[tuple[int, ...], ...] | None = field(
+        init=False, repr=False, compare=False, default=None
+    )
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        put("max_tokens", _whole("max_tokens", self.max_tokens, 1, "ask for at least one token"))
-        put("min_tokens", _whole("min_tokens", self.min_tokens, 0, "use 0 for no minimum"))
+        put("max_tokens", whole_number("max_tokens", self.max_tokens, 1, "ask for at least one token"))
+        put("min_tokens", whole_number("min_tokens", self.min_tokens, 0, "use 0 for no minimum"))
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; lower it")
         inf = math.inf
-        put("temperature", _real("temperature", self.temperature, 0, inf, False, "use 0 for greedy decoding"))
-        put("top_k", _whole("top_k", self.top_k, -1, "use 0 or -1 to keep every token"))
-        put("top_p", _real("top_p", self.top_p, 0, 1, True, "use 1.0 to keep every token"))
-        put("min_p", _real("min_p", self.min_p, 0, 1, False, "use 0.0 to keep every token"))
-        put(
-            "repetition_penalty",
-            _real("repetition_penalty", self.repetition_penalty, 0, inf, True, "use 1.0 for no penalty"),
-        )
+        put("temperature", real_number("temperature", self.temperature, 0, inf, "use 0 for greedy decoding"))
+        put("top_k", whole_number("top_k", self.top_k, -1, "use 0 or -1 to keep every token"))
+        put("top_p", real_number("top_p", self.top_p, 0, 1, "use 1.0 to keep every token", open_low=True))
+        put("min_p", real_number("min_p", self.min_p, 0, 1, "use 0.0 to keep every token"))
         if self.seed is not None:
-            seed = _whole("seed", self.seed, SEED_MIN, "use None for no seed")
+            seed = whole_number("seed", self.seed, SEED_MIN, "use None for no seed")
             if seed > SEED_MAX:
                 raise ValueError(f"seed={self.seed} does not fit in 64 bits; use a seed <= {SEED_MAX}")
             put("seed", seed)
-        put("stop", self._checked_stop())
-        put("stop_token_ids", self._checked_stop_ids())
+        put("stop", () if self.stop is None else texts("stop", self.stop))
+        put("stop_token_ids", () if self.stop_token_ids is None else token_ids("stop_token_ids", self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos={self.ignore_eos!r} is not a bool; use True or False")
-        if self.logprobs is not None:
-            put("logprobs", _whole("logprobs", self.logprobs, 0, "use None for no log-probabilities"))
-        put("n", _whole("n", self.n, 1, "ask for at least one completion"))
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                put(name, whole_number(name, count, 0, "use None for no log-probabilities"))
+        put("n", whole_number("n", self.n, 1, "ask for at least one completion"))
+        if self.best_of is not None:
+            put("best_of", whole_number("best_of", self.best_of, 1, "use None to return all that are run"))
+            if self.best_of < self.n:
+                raise ValueError(f"best_of={self.best_of} is below n={self.n}; run at least as many as you want back")
+            if self.best_of > 1 and self.temperature < GREEDY_BELOW:
+                raise ValueError(
+                    f"best_of={self.best_of} with temperature={self.temperature} runs the same completion several "
+                    "times; use a temperature above 0, or beam search"
+                )
+        penalty = real_number(
+            "repetition_penalty", self.repetition_penalty, 0, inf, "use 1.0 for no penalty", open_low=True
+        )
+        put("repetition_penalty", penalty)
+        for name in ("presence_penalty", "frequency_penalty"):
+            put(name, real_number(name, getattr(self, name), -2, 2, "use 0.0 for no penalty"))
+        if self.logit_bias is not None:
+            put("logit_bias", _checked_bias(self.logit_bias))
+        put("bad_words", () if self.bad_words is None else tuple(dict.fromkeys(texts("bad_words", self.bad_words))))
+        if self.allowed_token_ids is not None:
+            allowed = token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise ValueError(
+                    f"allowed_token_ids={self.allowed_token_ids!r} allows nothing; use None to allow every token"
+                )
+            put("allowed_token_ids", tuple(dict.fromkeys(allowed)))
 
         put("is_greedy", self.temperature < GREEDY_BELOW)
         put(
-            "is_plain",
-            self.is_greedy and self.repetition_penalty == 1.0 and self.min_tokens == 0 and self.logprobs is None,
+            "changes_logits",
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.min_tokens > 0
+            or bool(self.logit_bias)
+            or bool(self.bad_words)
+            or self.allowed_token_ids is not None,
         )
+        put("is_plain", self.is_greedy and not self.changes_logits and self.logprobs is None)
 
-    def _checked_stop(self) -> tuple[str, ...]:
-        stop = self.stop
-        if stop is None:
-            return ()
-        if isinstance(stop, str):
-            stop = (stop,)
-        if not hasattr(stop, "__iter__"):
-            raise ValueError(f"stop={stop!r} is not text; use a string or a list of strings")
-        for entry in stop:
-            if not isinstance(entry, str) or not entry:
-                raise ValueError(f"stop={self.stop!r} holds {entry!r}; use non-empty strings")
-        return tuple(stop)
-
-    def _checked_stop_ids(self) -> tuple[int, ...]:
-        ids = self.stop_token_ids
-        if ids is None:
-            return ()
-        if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
-            raise ValueError(f"stop_token_ids={ids!r} is not a list of token ids; use a list such as [2]")
-        for entry in ids:
-            if isinstance(entry, bool) or not isinstance(entry, Integral) or entry < 0:
-                raise ValueError(f"stop_token_ids={ids!r} holds {entry!r}; use token ids, whole numbers >= 0")
-        return tuple(int(entry) for entry in ids)
+    @property
+    def num_completions(self) -> int:
+        """How many are run: ``best_of``, or ``n``."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -142,11 +163,52 @@ class SamplingParams:
         """``stop_token_ids`` as a tuple, empty when there is none."""
         return self.stop_token_ids  # type: ignore[return-value]  # __post_init__ made it a tuple
 
+    @property
+    def bad_words_token_ids(self) -> tuple[tuple[int, ...], ...]:
+        """Token sequences that make up ``bad_words``, none of them empty.
+
+        Raises:
+            ValueError: nobody has tokenised the words yet.
+        """
+        if self._bad_words_token_ids is None:
+            if not self.bad_words:
+                return ()
+            raise ValueError(f"bad_words={list(self.bad_words)} are not tokenised; use an engine with a tokenizer")
+        return self._bad_words_token_ids
+
+    def with_bad_words_token_ids(self, sequences: Sequence[Sequence[int]]) -> SamplingParams:
+        """A copy that knows the tokens of its ``bad_words``."""
+        other = copy.copy(self)
+        object.__setattr__(other, "_bad_words_token_ids", tuple(tuple(sequence) for sequence in sequences))
+        return other
+
     def completion(self, index: int) -> SamplingParams:
-        """Parameters of completion ``index`` of ``n`` as a request of its own: ``n=1``, ``seed + index``."""
-        if self.n == 1 and index == 0:
+        """Parameters of completion ``index`` as a request of its own: ``n=1``, ``seed + index``.
+
+        Completions share their prompt, whose log-probabilities only the first one asks for. Where the best ones are
+        to be found, every one asks for those of its tokens.
+        """
+        if self.num_completions == 1 and index == 0:
             return self
         seed = None if self.seed is None else self.seed + index
         if seed is not None and seed > SEED_MAX:
             seed -= 2**64
-        return replace(self, n=1, seed=seed)
+        own = replace(
+            self,
+            n=1,
+            best_of=None,
+            seed=seed,
+            logprobs=0 if self.logprobs is None and self.num_completions > self.n else self.logprobs,
+            prompt_logprobs=self.prompt_logprobs if index == 0 else None,
+        )
+        words = self._bad_words_token_ids
+        return own if words is None else own.with_bad_words_token_ids(words)
+
+
+def _checked_bias(bias: object) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise ValueError(f"logit_bias={bias!r} is not a mapping; use a dict such as {{2: -100.0}}")
+    ids = token_ids("logit_bias", list(bias))
+    remedy = "use a bias between -100 and 100"
+    values = [real_number(f"logit_bias[{token}]", value, -100, 100, remedy) for token, value in bias.items()]
+    return dict(zip(ids, values, strict=True))

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
+
+GROUP_FIELDS = ("slot_mapping", "block_table")
+"""Fields that every group of layers has its own of."""
 
 
 @dataclass(frozen=True)
@@ -13,6 +17,9 @@ class StepMetadata:
     """Tensors that describe one flat step of T tokens from S sequences; R of the tokens ask for logits.
 
     They live on the host, so that no list or size made from them waits for a device.
+
+    Where layers with different windows have block tables of their own, ``slot_mapping`` and ``block_table`` are those
+    of the first group, and ``groups`` has the others'.
 
     Attributes:
         slot_mapping: ``[T]`` int64. Cache slot (``block * block_size + offset``) of each token; -1 for padding.
@@ -24,6 +31,7 @@ class StepMetadata:
             with a cache: ``max(prompt length, position + 1)``. It does not depend on how the scheduler cut the
             prompt into chunks; models whose position encoding depends on the length read it (longrope). A
             sequence that was computed anew (``Program.restart_length``) counts what it had then as its prompt.
+        groups: slot mapping and block table of each group of layers but the first.
     """
 
     slot_mapping: torch.Tensor
@@ -32,6 +40,20 @@ class StepMetadata:
     seq_lens: torch.Tensor
     logits_rows: torch.Tensor
     token_lengths: torch.Tensor
+    groups: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+
+    def field(self, name: str) -> Any:
+        """What a graph input of that name receives: an attribute, or ``slot_mapping_g`` or ``block_table_g`` of group
+        g.
+
+        Where all groups lie in the same blocks, ``groups`` may be empty.
+        """
+        base, _, number = name.rpartition("_")
+        if base not in GROUP_FIELDS or not number.isdigit():
+            return getattr(self, name)
+        if not self.groups:
+            return getattr(self, base)
+        return self.groups[int(number) - 1][GROUP_FIELDS.index(base)]
 
     @cached_property
     def query_ends(self) -> list[int]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .detokenizer import Detokenizer
+from .logprobs import Logprob, PromptLogprobs
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamPiece
 from .request import FinishReason, Request, RequestStatus
-from .sampler import Logprob
 
 
 @dataclass(eq=False, slots=True)
@@ -23,6 +23,7 @@ class Completion:
         eos_token_ids: end-of-sequence ids; empty with ``ignore_eos``.
         detokenizer: None when nobody can ask for text.
         logprobs: per output token, when asked for.
+        prompt_logprobs: of the prompt's tokens, when asked for.
         num_settled: output tokens whose consequences (an end, if any) are drawn. What was appended beyond
             them when a step was interrupted is sampled again.
         text_error: why its text cannot be given; it counts as ended with an error.
@@ -35,11 +36,13 @@ class Completion:
     eos_token_ids: Collection[int]
     detokenizer: Detokenizer | None
     logprobs: list[dict[int, Logprob]] | None
+    prompt_logprobs: PromptLogprobs | None = None
     num_settled: int = 0
     text_error: str | None = None
     _streamed_tokens: int = 0
     _streamed_text: int = 0
     _num_named: int = 0  # entries of logprobs whose tokens' text is filled in
+    _num_named_prompt: int = 0
 
     @property
     def is_finished(self) -> bool:
@@ -72,6 +75,7 @@ class Completion:
         if request.finish_reason is None:
             request.status = RequestStatus.WAITING
             request.num_computed_tokens = 0
+            request.block_hashes = []
             request.stop_reason = request.finished_time = None
             del request.output_token_ids[self.num_settled :]
         else:
@@ -162,6 +166,11 @@ class Completion:
                     for token, logprob in entry.items():
                         logprob.decoded_token = detokenizer.token_text(token)
                 self._num_named = len(self.logprobs)
+            if self.prompt_logprobs is not None:
+                for known in self.prompt_logprobs.entries[self._num_named_prompt :]:
+                    for token, logprob in (known or {}).items():
+                        logprob.decoded_token = detokenizer.token_text(token)
+                self._num_named_prompt = len(self.prompt_logprobs.entries)
         except Exception as error:
             self._give_up_text(error)
             return ""
@@ -178,7 +187,9 @@ class Submission:
         prompt_token_ids: its tokens.
         arrival_time: ``time.perf_counter`` when it was handed in.
         is_private: its outputs go to a ``generate`` or ``stream`` call, not to ``step``.
-        completions: ``n`` of them.
+        completions: all that run.
+        num_returned: how many of them the caller gets, the best ones; None: all, in their order.
+        reports_logprobs: the caller asked for log-probabilities, they are not only there to find the best.
     """
 
     request_id: str
@@ -187,26 +198,47 @@ class Submission:
     arrival_time: float
     is_private: bool
     completions: list[Completion] = field(default_factory=list)
+    num_returned: int | None = None
+    reports_logprobs: bool = True
 
     @property
     def is_finished(self) -> bool:
         """All completions have ended."""
         return all([completion.request.is_finished for completion in self.completions])
 
+    def restore(self) -> None:
+        """Return to what is settled, from whatever state an interrupted call left this in."""
+        for completion in self.completions:
+            completion.restore()
+
     def output(self) -> RequestOutput:
         """Everything up to now."""
         outputs = [completion.output() for completion in self.completions]
+        if self.num_returned is not None:
+            outputs = self._best(outputs, self.num_returned)
         finished = self.is_finished
+        scores = self.completions[0].prompt_logprobs
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=outputs,
             finished=finished,
-            metrics=self._metrics(finished),
+            metrics=self.metrics(finished),
+            prompt_logprobs=None if scores is None else list(scores.entries),
+            num_cached_tokens=self.completions[0].request.num_cached_tokens,
         )
 
-    def _metrics(self, finished: bool) -> RequestMetrics:
+    def _best(self, outputs: list[CompletionOutput], count: int) -> list[CompletionOutput]:
+        """The most likely ones, best first, numbered anew; those that failed come last."""
+        outputs.sort(key=lambda output: (output.error is not None, -(output.cumulative_logprob or 0.0)))
+        return [
+            replace(output, index=place, logprobs=output.logprobs if self.reports_logprobs else None)
+            for place, output in enumerate(outputs[:count])
+        ]
+
+    def metrics(self, finished: bool) -> RequestMetrics:
+        """Times and counts of all completions together."""
         if len(self.completions) == 1:  # the usual case, in every step for every request
             request = self.completions[0].request
             return RequestMetrics(
@@ -220,8 +252,8 @@ class Submission:
         requests = [completion.request for completion in self.completions]
         return RequestMetrics(
             self.arrival_time,
-            _earliest(r.first_scheduled_time for r in requests),
-            _earliest(r.first_token_time for r in requests),
+            earliest(r.first_scheduled_time for r in requests),
+            earliest(r.first_token_time for r in requests),
             max(r.finished_time or 0.0 for r in requests) if finished else None,
             sum(r.num_output_tokens for r in requests),
             sum(r.num_preemptions for r in requests),
@@ -239,5 +271,5 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {message.splitlines()[0]}" if message else type(error).__name__
 
 
-def _earliest(times: Iterable[float | None]) -> float | None:
+def earliest(times: Iterable[float | None]) -> float | None:
     return min((moment for moment in times if moment is not None), default=None)

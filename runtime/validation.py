@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from .beam_search import BeamSearchParams
 from .detokenizer import Tokenizer
 from .sampling_params import SamplingParams
 
@@ -82,11 +83,14 @@ def check_prompt(
     return CheckedPrompt(text, token_ids)
 
 
-def check_params(params: object, tokenizer: Tokenizer | None, name: str = "sampling_params") -> SamplingParams:
-    """The parameters, or the default ones for None.
+def check_params(
+    params: object, tokenizer: Tokenizer | None, limits: PromptLimits, name: str = "sampling_params"
+) -> SamplingParams:
+    """The parameters, or the default ones for None; their ``bad_words`` are tokenised.
 
     Raises:
-        ValueError: they are not ``SamplingParams``, or ask for what needs a tokenizer where there is none.
+        ValueError: they are not ``SamplingParams``, ask for what needs a tokenizer where there is none, or name
+            tokens outside the vocabulary.
     """
     if params is None:
         return SamplingParams()
@@ -96,7 +100,42 @@ def check_params(params: object, tokenizer: Tokenizer | None, name: str = "sampl
         raise ValueError(
             f"{name}.stop={list(params.stop_strings)} needs text; use stop_token_ids, or give a tokenizer"
         )
+    for field in ("logit_bias", "allowed_token_ids"):
+        highest = max(getattr(params, field) or (0,))
+        if highest >= limits.vocab_size:
+            raise ValueError(
+                f"{name}.{field} holds {highest}, which is outside the vocabulary [0, {limits.vocab_size}); "
+                "use ids of the model's tokenizer"
+            )
+    if params.bad_words:
+        return params.with_bad_words_token_ids(_bad_word_sequences(params.bad_words, tokenizer, limits, name))
     return params
+
+
+def _bad_word_sequences(
+    words: Iterable[str], tokenizer: Tokenizer | None, limits: PromptLimits, name: str
+) -> list[list[int]]:
+    """What each word is tokenised to at the beginning of a text and after a space.
+
+    vLLM leaves the second out where it has another number of tokens than the first; the word could be
+    generated then, so that both are kept here.
+    """
+    if tokenizer is None:
+        raise ValueError(f"{name}.bad_words={list(words)} needs a tokenizer; use logit_bias, or give one")
+    sequences: list[list[int]] = []
+    for word in words:
+        for text in (word.lstrip(), " " + word.lstrip()):
+            token_ids = [int(token) for token in tokenizer(text, add_special_tokens=False).input_ids]
+            if not token_ids:
+                raise ValueError(f"{name}.bad_words holds {word!r}, which has no tokens; leave it out")
+            if max(token_ids) >= limits.vocab_size:
+                raise ValueError(
+                    f"{name}.bad_words holds {word!r}, whose token {max(token_ids)} is outside the vocabulary "
+                    f"[0, {limits.vocab_size}); use the model's own tokenizer"
+                )
+            if token_ids not in sequences:
+                sequences.append(token_ids)
+    return sequences
 
 
 def check_batch(
@@ -107,22 +146,55 @@ def check_batch(
     Raises:
         ValueError: the message names the index of the first bad prompt or parameters.
     """
-    batch = _as_batch(prompts)
+    batch = as_batch(prompts)
     if isinstance(params, (list, tuple)):
-        if len(params) != len(batch):
-            raise ValueError(
-                f"sampling_params has {len(params)} entries for {len(batch)} prompts; give one, or one per prompt"
-            )
-        each = [check_params(entry, tokenizer, f"sampling_params[{i}]") for i, entry in enumerate(params)]
+        _check_count("sampling_params", len(params), len(batch))
+        each = [check_params(entry, tokenizer, limits, f"sampling_params[{i}]") for i, entry in enumerate(params)]
     else:
-        each = [check_params(params, tokenizer)] * len(batch)
+        each = [check_params(params, tokenizer, limits)] * len(batch)
     return [
         (check_prompt(prompt, tokenizer, limits, f"prompts[{i}]"), entry)
         for i, (prompt, entry) in enumerate(zip(batch, each, strict=True))
     ]
 
 
-def _as_batch(prompts: object) -> list[Any]:
+def check_beam_batch(
+    prompts: object, params: object, tokenizer: Tokenizer | None, limits: PromptLimits
+) -> list[tuple[CheckedPrompt, BeamSearchParams]]:
+    """As ``check_batch``, with ``BeamSearchParams``.
+
+    Raises:
+        ValueError: the message names the index of the first bad prompt or parameters.
+    """
+    batch = as_batch(prompts)
+    if isinstance(params, (list, tuple)):
+        _check_count("params", len(params), len(batch))
+        each = list(params)
+    else:
+        each = [params] * len(batch)
+    for i, entry in enumerate(each):
+        if not isinstance(entry, BeamSearchParams):
+            name = f"params[{i}]" if isinstance(params, (list, tuple)) else "params"
+            raise ValueError(
+                f"{name}={_short(entry)} is not BeamSearchParams; use BeamSearchParams(beam_width=..., ...)"
+            )
+    return [
+        (check_prompt(prompt, tokenizer, limits, f"prompts[{i}]"), entry)
+        for i, (prompt, entry) in enumerate(zip(batch, each, strict=True))
+    ]
+
+
+def _check_count(name: str, count: int, num_prompts: int) -> None:
+    if count != num_prompts:
+        raise ValueError(f"{name} has {count} entries for {num_prompts} prompts; give one, or one per prompt")
+
+
+def as_batch(prompts: object) -> list[Any]:
+    """A list of prompts, of one prompt or several; the prompts themselves are not checked.
+
+    Raises:
+        ValueError: it is neither.
+    """
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, (torch.Tensor, np.ndarray)):

@@ -84,6 +84,7 @@ class AttentionGraph:
         chunk: int = 0,
         softcap: float = 0.0,
         calls: int = 1,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         value_dim = value_dim or dim
         self.shapes = {"q": (heads, dim), "k": (kv_heads, dim), "v": (kv_heads, value_dim)}
@@ -104,8 +105,8 @@ class AttentionGraph:
             placeholder(name, torch.empty(1, 29, h, d, dtype=dtype), 1) for name, (h, d) in self.shapes.items()
         )
         output = module.graph.output(())
-        spec = CacheSpec(kv_heads, dim, value_dim, dtype, sliding_window)
-        caches = traced.add_cache(spec)
+        spec = CacheSpec(kv_heads, dim, value_dim, cache_dtype or dtype, sliding_window)
+        key_cache, value_cache, *scales = traced.add_cache(spec)
         metadata = [traced.step_input(n) for n in ("slot_mapping", "block_table", "query_start_loc", "seq_lens")]
         generator = torch.Generator().manual_seed(1)
         self.sinks = torch.randn(heads, generator=generator).to(dtype) if sinks else None
@@ -119,7 +120,17 @@ class AttentionGraph:
             turned = [traced.call(torch.ops.aten.transpose.int, x, 1, 2) for x in (q, k, v)]
             for _ in range(calls):
                 out = traced.call(
-                    PAGED_ATTENTION, *turned, *caches, *metadata, *extra, dim**-0.5, sliding_window, chunk, softcap
+                    PAGED_ATTENTION,
+                    *turned,
+                    key_cache,
+                    value_cache,
+                    *metadata,
+                    *extra,
+                    dim**-0.5,
+                    sliding_window,
+                    chunk,
+                    softcap,
+                    *(scales or (None, None)),
                 )
                 results.append(traced.call(torch.ops.aten.transpose.int, out, 1, 2))
         output.args = (tuple(results),)
@@ -133,7 +144,7 @@ class AttentionGraph:
         caches = allocate_kv_cache(traced.caches, blocks, size)
         for pair in caches:
             for cache in pair:
-                cache.fill_(float("nan"))
+                cache.fill_(float("nan") if cache.is_floating_point() else 77)
         generator = torch.Generator().manual_seed(0)
         width = 256 // size + 1
         count = len(steps[0])
@@ -156,7 +167,9 @@ class AttentionGraph:
             for name, (heads, dim) in self.shapes.items():
                 x = torch.randn(1, len(slots), heads, dim, generator=generator)
                 given[name] = x.to(self.dtype)
-            given |= {"key_cache_0": caches[0][0], "value_cache_0": caches[0][1]}
+            given |= {
+                f"{part.name}_0": cache for part, cache in zip(traced.caches[0].parts(), caches[0], strict=True)
+            }
             values = [given[n.name] if n.name in given else getattr(metadata, n.name) for n in traced.placeholders]
             with torch.no_grad():
                 results.append(traced.module(*values)[-1])

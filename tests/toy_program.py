@@ -8,7 +8,7 @@ import torch
 
 from torch_pagoda.runtime.ops import paged_attention_reference
 from torch_pagoda.runtime.program import CacheSpec, KVCache
-from torch_pagoda.runtime.step import StepMetadata
+from torch_pagoda.runtime.step import GROUP_FIELDS, StepMetadata
 
 LAYERS, HEADS, KV_HEADS, DIM, VOCAB = 2, 4, 2, 8, 97
 
@@ -16,23 +16,35 @@ LAYERS, HEADS, KV_HEADS, DIM, VOCAB = 2, 4, 2, 8, 97
 class ToyProgram:
     """Obeys ``runtime.program.Program``. Weights are random and fixed; tokens and positions both matter.
 
+    Args:
+        max_model_len: positions.
+        vocab_size: of the logits.
+        windows: sliding window of each layer, 0 for none; layers with different ones are groups.
+
     Attributes:
         steps: per call (tokens, sequences, asked rows).
         before_call: called with the step's token ids ``[T]`` first; tests raise or interrupt there.
         change_logits: called with logits ``[R, V]`` and the asked rows' token ids; its result is returned.
     """
 
-    def __init__(self, max_model_len: int | None = 128, vocab_size: int = VOCAB) -> None:
+    def __init__(
+        self, max_model_len: int | None = 128, vocab_size: int = VOCAB, windows: Sequence[int] = (0,) * LAYERS
+    ) -> None:
         width = HEADS * DIM
         generator = torch.Generator().manual_seed(0)
 
         def weight(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
 
-        self.caches = [CacheSpec(KV_HEADS, DIM, DIM, torch.float32)] * LAYERS
+        kinds = list(dict.fromkeys(windows))
+        self.caches = [
+            CacheSpec(KV_HEADS, DIM, DIM, torch.float32, sliding_window=window, group=kinds.index(window))
+            for window in windows
+        ]
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.restart_length: int | None = None
+        self.rope_switch: int | None = None
         self.block_size: int | None = None
         self.device = torch.device("cpu")
         self.steps: list[tuple[int, int, int]] = []
@@ -66,14 +78,16 @@ class ToyProgram:
                 k,
                 v,
                 *self._kv_cache[layer],
-                step.slot_mapping,
-                step.block_table,
+                *(
+                    step.field(f"{name}_{group}" if (group := self.caches[layer].group) else name)
+                    for name in GROUP_FIELDS
+                ),
                 step.query_start_loc,
                 step.seq_lens,
                 None,
                 None,
                 DIM**-0.5,
-                0,
+                self.caches[layer].sliding_window,
                 0,
                 0.0,
             )
@@ -87,7 +101,10 @@ class ToyProgram:
         """``[T, V]`` logits of one sequence, without a cache."""
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            distance = torch.arange(len(token_ids))[:, None] - torch.arange(len(token_ids))
+            window = self.caches[layer].sliding_window or len(token_ids)
+            mask = (distance >= 0) & (distance < window)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
 
         return self._forward(torch.tensor(list(token_ids)), torch.arange(len(token_ids)), attend)
 

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from .generation import compile, restore
     from .llm import LLM
     from .passes import PassRecord, Rejection, TracedGraph
-    from .runtime.outputs import CompletionOutput, RequestOutput
+    from .runtime.batching import QueueFull
+    from .runtime.beam_search import BeamSearchParams
+    from .runtime.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
     from .runtime.sampling_params import SamplingParams
 
 try:
@@ -29,6 +31,10 @@ except PackageNotFoundError:  # the sources lie on sys.path without being instal
 _HOME = {
     "LLM": ".llm",
     "SamplingParams": ".runtime.sampling_params",
+    "QueueFull": ".runtime.batching",
+    "BeamSearchParams": ".runtime.beam_search",
+    "BeamSearchOutput": ".runtime.outputs",
+    "BeamSearchSequence": ".runtime.outputs",
     "RequestOutput": ".runtime.outputs",
     "CompletionOutput": ".runtime.outputs",
     "compile": ".generation",
@@ -45,10 +51,14 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "Explanation",
     "PassRecord",
     "Pattern",
+    "QueueFull",
     "Rejection",
     "RequestOutput",
     "SamplingParams",

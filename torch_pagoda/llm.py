@@ -16,12 +16,16 @@ from .compiler import CompileOptions, CompileReport, UnsupportedModel, WeightGua
 from .compiler.user_passes import Pattern
 from .device import free_memory, resolve_device
 from .passes.lower.npu.target import DEFAULT_BLOCK_SIZE as NPU_BLOCK_SIZE
+from .runtime.batching import make_policy, preemption_mode
+from .runtime.beam_search import BeamSearchParams
 from .runtime.engine import Engine
-from .runtime.kv_cache import default_num_blocks, num_blocks_in, parse_memory
-from .runtime.outputs import Progress, RequestOutput, StreamPiece
+from .runtime.kv_cache import bytes_per_block, default_num_blocks, parse_memory
+from .runtime.outputs import BeamSearchOutput, Progress, RequestOutput, StreamPiece
 from .runtime.program import Program
+from .runtime.request_options import RequestOptions, options_for
 from .runtime.sampling_params import SamplingParams
-from .runtime.validation import Prompt
+from .runtime.step_profile import Profile
+from .runtime.validation import Prompt, as_batch
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +34,18 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DEFAULT_BLOCK_SIZE = 16
 """For a CPU; see ``passes.lower.npu.target`` for NPUs."""
 
-_LIMITS = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
-_MAY_BE_NONE = ("block_size", "num_blocks", "max_model_len")
-_COMPILE_OPTIONS = ("verify", "passes", "opt_level", "patterns", "codegen", "target", "pack_weights")
+_LIMITS = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_queue")
+_MAY_BE_NONE = ("block_size", "num_blocks", "max_model_len", "max_queue")
+_COMPILE_OPTIONS = (
+    "verify",
+    "passes",
+    "opt_level",
+    "patterns",
+    "codegen",
+    "target",
+    "pack_weights",
+    "kv_cache_dtype",
+)
 
 
 class LLM:
@@ -52,9 +65,21 @@ class LLM:
         kv_cache_memory: the same in bytes, or as ``"4GiB"``; not together with ``num_blocks``. By default a
             CPU gets min(max_num_seqs x max_model_len tokens, 4 GiB, half of the free memory), touched lazily; an NPU
             the same without the 4 GiB, and nine tenths of what is free.
+        kv_cache_dtype: ``"auto"`` keeps keys and values as they are computed; ``"int8"`` rounds them to a byte each,
+            with a scale per token and head: about half the memory of bfloat16, and slightly other logits.
+        min_kv_cache_memory: what a CPU's cache shrinks to when there is little to do, in bytes or as ``"512MiB"``. By
+            default it keeps all memory that it once needed.
         max_num_seqs: sequences that run at the same time.
         max_num_batched_tokens: tokens per step; longer prompts are cut into chunks.
         max_model_len: tokens of one sequence, prompt included; by default what the model and the cache allow.
+        enable_prefix_caching: keep computed blocks for prompts that begin with the same tokens, and for the next turn
+            of a chat.
+        policy: who comes first: ``"fcfs"``, ``"priority"``, ``"sjf"`` (the shortest job), ``"fair"`` (clients take
+            turns) or ``"prefix"`` (the most cached tokens).
+        preemption: how a sequence gives up its blocks when they run out: ``"recompute"``, ``"swap"`` (to host memory)
+            or ``"auto"``, whatever measures as cheaper.
+        swap_space: host memory for swapped sequences, in bytes or as ``"1GiB"``.
+        max_queue: most prompts that wait; more are refused with ``QueueFull``. By default any number.
         verify: ``"model"`` checks the compiled model against the original, ``"every-pass"`` after each pass
             too, ``"off"`` not at all.
         passes: ``{"skip": [names]}`` or ``{"only": [names]}``.
@@ -90,9 +115,16 @@ class LLM:
         block_size: int | None = None,
         num_blocks: int | None = None,
         kv_cache_memory: int | str | None = None,
+        min_kv_cache_memory: int | str | None = None,
+        kv_cache_dtype: str = "auto",
         max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
         max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS,
         max_model_len: int | None = None,
+        enable_prefix_caching: bool = True,
+        policy: str = "fcfs",
+        preemption: str = "auto",
+        swap_space: int | str = 0,
+        max_queue: int | None = None,
         verify: str = "model",
         passes: dict[str, list[str]] | None = None,
         opt_level: int = 2,
@@ -108,9 +140,13 @@ class LLM:
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
             "max_model_len": max_model_len,
+            "max_queue": max_queue,
         }
         check_limits(limits)
+        check_scheduling(policy, preemption, enable_prefix_caching)
+        swap_bytes = check_swap_space(swap_space)
         memory = check_cache_size(num_blocks, kv_cache_memory)
+        least = None if min_kv_cache_memory is None else parse_memory(min_kv_cache_memory, "min_kv_cache_memory")
         resolved = resolve_device(device)
         loads = isinstance(model, str | os.PathLike)
         for_npu = target == "npu" or (target == "auto" and resolved.type == "npu")
@@ -126,6 +162,7 @@ class LLM:
                 "codegen": codegen,
                 "target": target,
                 "pack_weights": loads if pack_weights is None else pack_weights,
+                "kv_cache_dtype": kv_cache_dtype,
             }
         ).for_device(resolved.type)
 
@@ -151,20 +188,35 @@ class LLM:
         self._weights = WeightGuard(module, program.copied_weights, program.merged_weights)
         self.program: Program = program
         self.compile_report: CompileReport = program.report
-        if memory is not None:
-            num_blocks = num_blocks_in(memory, program.caches, block_size)
-        elif num_blocks is None and (free := free_memory(resolved)) is not None:
+        if memory is None and num_blocks is None and (free := free_memory(resolved)) is not None:
             longest = max_model_len or program.max_model_len
             num_blocks = default_num_blocks(program.caches, block_size, max_num_seqs, longest, memory=free)
+        min_blocks = None
+        if least is not None:
+            per_block = bytes_per_block(program.caches, block_size)
+            most = per_block * num_blocks if memory is None and num_blocks is not None else memory
+            if most is not None and least > most:
+                raise ValueError(
+                    f"min_kv_cache_memory={min_kv_cache_memory!r} is above the {most} bytes of the whole KV cache; "
+                    "lower it, or leave it out"
+                )
+            min_blocks = max(1, least // per_block)
         self.engine = Engine(
             self.program,
             self.tokenizer,
             block_size=block_size,
             num_blocks=num_blocks,
+            kv_cache_memory=memory,
+            min_num_blocks=min_blocks,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids(module, self.tokenizer),
+            enable_prefix_caching=enable_prefix_caching,
+            policy=policy,
+            preemption=preemption,
+            swap_space=swap_bytes,
+            max_queue=max_queue,
         )
 
     def generate(
@@ -172,6 +224,10 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
+        client: str | Sequence[str] = "",
+        deadline: float | Sequence[float | None] | None = None,
+        cache_salt: str | Sequence[str] = "",
         on_progress: Callable[[Progress], None] | None = None,
     ) -> list[RequestOutput]:
         """Run prompts to their end, all in one continuous batch.
@@ -179,6 +235,11 @@ class LLM:
         Args:
             prompts: texts, or token ids (lists of int, or 1-d tensors); or a single one.
             sampling_params: for all prompts, or one per prompt.
+            priority: lower comes first under ``policy="priority"``; this and the next three for all prompts, or a
+                list with one for each.
+            client: whose prompt it is, for ``policy="fair"``.
+            deadline: seconds from now at which a prompt ends with ``finish_reason="timeout"``.
+            cache_salt: prompts share cached blocks only with those of the same salt.
             on_progress: called after every step.
 
         Returns:
@@ -187,31 +248,126 @@ class LLM:
 
         Raises:
             TypeError, ValueError: a bad prompt, named by its index, before any prompt runs.
+            QueueFull: more prompts than ``max_queue`` lets wait; none runs.
             RuntimeError: a weight was replaced or moved since the model was compiled (see
                 :meth:`check_weights`).
         """
         self.check_weights()
-        return self.engine.generate(prompts, sampling_params, on_step=on_progress)
+        batch = as_batch(prompts)
+        options = options_for(len(batch), priority=priority, client=client, deadline=deadline, cache_salt=cache_salt)
+        return self.engine.generate(batch, sampling_params, on_progress, options)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
-        """Run one prompt, yielding text and tokens as they come; closing the iterator cancels the request."""
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        *,
+        priority: int | Sequence[int] = 0,
+        client: str | Sequence[str] = "",
+        deadline: float | Sequence[float | None] | None = None,
+        cache_salt: str | Sequence[str] = "",
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Search for the likeliest continuations of each prompt; all prompts share the steps.
+
+        The beams of a prompt share the blocks of the KV cache as far as they are the same. The results are those of
+        HuggingFace's ``generate(num_beams=beam_width, num_return_sequences=beam_width)``.
+
+        Args:
+            prompts: texts, or token ids (lists of int, or 1-d tensors); or a single one.
+            params: how wide to search, how long, what to prefer; for all prompts, or one per prompt.
+            priority, client, deadline, cache_salt: as in :meth:`generate`.
+            on_progress: called after every step.
+
+        Returns:
+            One output per prompt, in their order, its ``sequences`` best first; ``error`` says why a search ended
+            before its time.
+
+        Raises:
+            TypeError, ValueError: a bad prompt, named by its index, before any prompt runs.
+            QueueFull: more prompts than ``max_queue`` lets wait; none runs.
+            RuntimeError: a weight was replaced or moved since the model was compiled.
+        """
         self.check_weights()
-        return self.engine.stream(prompt, sampling_params)
+        batch = as_batch(prompts)
+        options = options_for(len(batch), priority=priority, client=client, deadline=deadline, cache_salt=cache_salt)
+        return self.engine.beam_search(batch, params, on_progress, options)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        client: str = "",
+        deadline: float | None = None,
+        cache_salt: str = "",
+    ) -> Iterator[StreamPiece]:
+        """Run one prompt, yielding text and tokens as they come; closing the iterator cancels the request.
+
+        Arguments as for :meth:`generate`.
+
+        Raises:
+            QueueFull: ``max_queue`` prompts wait already.
+        """
+        self.check_weights()
+        options = RequestOptions(priority, client, deadline, cache_salt)
+        return self.engine.stream(prompt, sampling_params, options)
 
     def submit(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        client: str = "",
+        deadline: float | None = None,
+        cache_salt: str = "",
     ) -> str:
-        """Queue one prompt for :meth:`step`; returns its request id."""
+        """Queue one prompt for :meth:`step`; returns its request id. Arguments as for :meth:`generate`.
+
+        Raises:
+            QueueFull: ``max_queue`` prompts wait already.
+        """
         self.check_weights()
-        return self.engine.submit(prompt, sampling_params, request_id)
+        options = RequestOptions(priority, client, deadline, cache_salt)
+        return self.engine.submit(prompt, sampling_params, request_id, options)
+
+    def stats(self) -> dict[str, int | float]:
+        """Figures of the queue, the KV cache and the steps since the engine was made.
+
+        Among them ``blocks_total``, ``blocks_used``, ``blocks_cached``, ``blocks_free`` (used + cached + free = total
+        at every moment), ``prefix_hit_rate``, ``preemptions``, ``swaps``, ``evictions``, ``queue_length``,
+        ``running``.
+        """
+        return self.engine.stats()
+
+    def profile(self, *, reset: bool = False) -> Profile:
+        """Where the time went since the engine was made, or since the last call with ``reset``.
+
+        Prefill and decode apart, tokens per second, percentiles of TTFT, TPOT and ITL, seconds of each phase of a
+        step; ``save_trace(path)`` writes the last steps for chrome://tracing or Perfetto.
+        """
+        return self.engine.profile(reset=reset)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Writing to a weight in place does it by itself; writing to ``.data`` goes
+        unseen."""
+        self.engine.reset_prefix_cache()
 
     def check_weights(self) -> None:
         """Compare the module's weights with those that were compiled.
+
+        Weights that were written to in place are used as they are now, and what the prefix cache holds of the former
+        ones is dropped.
 
         Raises:
             RuntimeError: one was replaced, moved, or written to after it was packed.
         """
         self._weights.check()
+        if self._weights.written_since_last_time():
+            self.engine.reset_prefix_cache()
 
     def step(self) -> list[RequestOutput]:
         """Run one step of the engine; returns the requests that got on."""
@@ -224,6 +380,11 @@ class LLM:
     def has_unfinished(self) -> bool:
         """Whether :meth:`step` has anything to do."""
         return self.engine.has_unfinished()
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one sequence, prompt included."""
+        return self.engine.max_model_len
 
     def __repr__(self) -> str:
         return f"LLM({self.compile_report.model} on {self.program.device}, {self.engine.max_model_len} tokens)"
@@ -242,6 +403,12 @@ def check_options(options: dict[str, Any]) -> None:
                 f"option {name!r} (given {options[name]!r}) is not known; use one of {', '.join(sorted(known))}"
             )
     check_limits({name: options[name] for name in _LIMITS if name in options})
+    check_scheduling(
+        options.get("policy", "fcfs"), options.get("preemption", "auto"), options.get("enable_prefix_caching", True)
+    )
+    check_swap_space(options.get("swap_space", 0))
+    if options.get("min_kv_cache_memory") is not None:
+        parse_memory(options["min_kv_cache_memory"], "min_kv_cache_memory")
     resolve_dtype(options.get("dtype", "auto"))
     resolve_device(options.get("device", "auto"))
     check_cache_size(options.get("num_blocks"), options.get("kv_cache_memory"))
@@ -255,6 +422,19 @@ def check_limits(limits: dict[str, Any]) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r} is not a whole number of at least 1; use one, or leave it out")
+
+
+def check_scheduling(policy: str, preemption: str, enable_prefix_caching: bool) -> None:
+    """Refuse unknown names before anything is loaded."""
+    make_policy(policy)
+    preemption_mode(preemption)
+    if not isinstance(enable_prefix_caching, bool):
+        raise ValueError(f"enable_prefix_caching={enable_prefix_caching!r} is not a bool; use True or False")
+
+
+def check_swap_space(swap_space: int | str) -> int:
+    """Bytes of ``swap_space``; 0 for none."""
+    return 0 if swap_space in (0, "0") else parse_memory(swap_space, "swap_space")
 
 
 def check_cache_size(num_blocks: int | None, kv_cache_memory: int | str | None) -> int | None:

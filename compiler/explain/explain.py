@@ -15,6 +15,7 @@ from torch import fx, nn
 from ...passes import PassRecord, TracedGraph, UnsupportedModel
 from ...passes.fx_nodes import callee, value
 from ...passes.provenance import DecoderLayers, decoder_layers, launches_work, operator_name
+from ...runtime.program import is_cache_input
 from .. import dump
 from ..aten import to_aten
 from ..build import rewrite
@@ -304,7 +305,7 @@ def cache_copies(graph: fx.Graph) -> int:
     views: dict[fx.Node, fx.Node] = {}
     copies = 0
     for node in graph.nodes:
-        if node.op == "placeholder" and node.name.startswith(("key_cache_", "value_cache_")):
+        if node.op == "placeholder" and is_cache_input(node.name):
             views[node] = node
         caches = [views[n] for n in node.all_input_nodes if n in views]
         if caches and not launches_work(node):

@@ -182,7 +182,9 @@ def _reason_of_route(operator: str, routes: Sequence[Route]) -> str:
 
 def computed_in(traced: TracedGraph) -> str:
     """The dtype of a graph's keys and values, which is that of its products: ``bfloat16``."""
-    return str(traced.caches[0].dtype).removeprefix("torch.")
+    cache = traced.caches[0]
+    matrices = (t.dtype for t in traced.constants.values() if t.is_floating_point() and t.dim() > 1)
+    return str(next(matrices, cache.dtype) if cache.has_scales else cache.dtype).removeprefix("torch.")
 
 
 def estimates(

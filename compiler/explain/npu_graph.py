@@ -16,13 +16,12 @@ from torch import nn
 from ...passes import UnsupportedModel
 from ...passes.fx_nodes import value
 from ...passes.provenance import decoder_layers
+from ...runtime.program import is_cache_input
 from ..options import CompileOptions
 from ..targets.npu.ge_graph import GeGraph
 from ..targets.npu.offline import call_offline, is_offline
 from ..targets.npu.toolchain import ToolchainError, find_toolchain
 from .skeleton import Skeleton, build_skeleton
-
-_CACHES = ("key_cache_", "value_cache_")
 
 
 @dataclass(frozen=True)
@@ -181,5 +180,5 @@ def convert_configuration(
 
 
 def _cache_copies(graph: GeGraph) -> list[Any]:
-    caches = [name for name in graph.inputs if name.startswith(_CACHES)]
+    caches = [name for name in graph.inputs if is_cache_input(name)]
     return graph.cache_copies(*caches) if caches else []

@@ -39,6 +39,8 @@ class Skeleton:
 def build_skeleton(kind: Any, config: Any, dtype: torch.dtype | None = None) -> Skeleton:
     """Build a transformers model with as few layers as show every kind of its layers.
 
+    All are built where a layer would be another one in a model with fewer, as where the last ones share their keys.
+
     Args:
         kind: class of the model.
         config: its configuration, which is not changed.
@@ -46,13 +48,16 @@ def build_skeleton(kind: Any, config: Any, dtype: torch.dtype | None = None) -> 
     """
     config = copy.deepcopy(config)
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
-    stands_for = _stand_ins(_layer_kinds(kind, config))
-    text = config.get_text_config(decoder=True)
-    if stands_for and max(stands_for) + 1 < len(stands_for):
-        _cut_layers(text, max(stands_for) + 1)
-    else:
-        stands_for = tuple(range(text.num_hidden_layers))
-    return Skeleton(_without_values(kind, config, dtype), stands_for)
+    kinds = _layer_kinds(kind, config)
+    stands_for = _stand_ins(kinds)
+    depth = max(stands_for, default=0) + 1
+    if depth < len(stands_for):
+        few = copy.deepcopy(config)
+        _cut_layers(few.get_text_config(decoder=True), depth)
+        if _layer_kinds(kind, few) == kinds[:depth]:
+            return Skeleton(_without_values(kind, few, dtype), stands_for)
+    layers = config.get_text_config(decoder=True).num_hidden_layers
+    return Skeleton(_without_values(kind, config, dtype), identity(layers))
 
 
 def identity(layers: int) -> tuple[int, ...]:

@@ -14,13 +14,14 @@ from torch.utils import _pytree as pytree
 from ...passes import TracedGraph
 from ...passes.fx_nodes import callee, value
 from ...passes.provenance import launches_work
+from ...runtime.program import is_cache_input
+from ...runtime.step import GROUP_FIELDS
 
 TOKENS = 128
 """Tokens of the step that is counted where none is given, all of one sequence."""
 
 # They read the rows that they are asked for, not the whole table.
 _GATHERS = frozenset({"embedding", "index", "index_select", "gather"})
-_CACHES = ("key_cache_", "value_cache_")
 _BLOCK_SIZE = 16
 # Of each expert that a row is sent to, the matrix.
 _GROUPED = frozenset({"npu_grouped_matmul", "_grouped_mm"})
@@ -109,7 +110,7 @@ def _of_operator(traced: TracedGraph, node: fx.Node, step: Step, sizes: Sizes) -
     for read in node.all_input_nodes:
         source = _source(read)
         size = sizes.stored_bytes(value(read))
-        if source.op == "placeholder" and source.name.startswith(_CACHES):
+        if source.op == "placeholder" and is_cache_input(source.name):
             cache += min(size, results) if gathers else _cached_bytes(traced, node, source, step, sizes)
         elif is_weight(traced, source):
             if not _is_mask(node, read):
@@ -183,7 +184,7 @@ class Sizes:
         self._numbers: dict[sympy.Symbol, int] = {}
         for node in traced.placeholders:
             tensor = value(node)
-            numbers = (blocks,) if node.name.startswith(_CACHES) else known.get(node.name, ())
+            numbers = (blocks,) if is_cache_input(node.name) else known.get(_without_group(node.name), ())
             if isinstance(tensor, torch.Tensor):
                 for size, number in zip(tensor.shape, numbers, strict=False):
                     if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
@@ -219,3 +220,9 @@ class Sizes:
             size for size, stride in zip(v.shape, strides, strict=True) if not (type(stride) is int and stride == 0)
         ]
         return self.bytes(kept, v.dtype)
+
+
+def _without_group(name: str) -> str:
+    """``block_table`` for ``block_table_1``."""
+    base, _, number = name.rpartition("_")
+    return base if base in GROUP_FIELDS and number.isdigit() else name

@@ -4,11 +4,14 @@ Matches:
     pagoda::attention(q, k, v, mask=None, is_causal=True, ...)       # in a flat [1, T] step
 Becomes:
     pagoda::paged_attention(q, k, v, key_cache_i, value_cache_i, slot_mapping, block_table, ...)
+                                                           # in int8 also key_scale_i, value_scale_i
 Why it is faster:
     keys and values of earlier tokens are read from the cache instead of being computed again, in blocks that any
     number of sequences share one pool of.
 
-Caches are numbered by the (k, v) pair, so layers that share keys and values share a cache.
+Layers that look back equally far form a group; each group has its own slots and block tables, so that blocks can be
+let go where a window has passed. Caches are numbered by the (k, v) pair, so layers that share keys and values share
+a cache.
 
 Level 0.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 from torch import fx
 
 from ...runtime.program import CacheSpec
+from ...runtime.step import GROUP_FIELDS
 from ..attention_node import PAGED_ATTENTION, AttentionCall, attention_nodes
 from ..fx_nodes import eliminate_dead_code, is_dynamic, module_path, shape, value
 from ..record import PassRecord, Rejection
@@ -31,13 +35,18 @@ def insert_paged_cache(traced: TracedGraph) -> PassRecord:
     record = PassRecord(NAME)
     if not traced.paged:
         return record
-    caches: dict[tuple[fx.Node, fx.Node, int], tuple[fx.Node, fx.Node]] = {}
+    windows: list[int] = []  # one group of layers for each
+    caches: dict[tuple[fx.Node, fx.Node, int], tuple[fx.Node, ...]] = {}
     for node in list(attention_nodes(traced)):
         call = AttentionCall.of(node)
         reason = _refusal(call)
         if reason:
             record.rejections.append(Rejection(node.name, reason, module_path(node)))
             continue
+        if call.sliding_window not in windows:
+            windows.append(call.sliding_window)
+        # On an NPU the captured graphs and padded steps know one block table.
+        group = windows.index(call.sliding_window) if traced.npu is None else 0
         pair = (call.key, call.value, call.sliding_window)
         if pair not in caches:
             caches[pair] = traced.add_cache(
@@ -45,18 +54,22 @@ def insert_paged_cache(traced: TracedGraph) -> PassRecord:
                     num_kv_heads=int(shape(call.key)[1]),
                     key_dim=int(shape(call.key)[3]),
                     value_dim=int(shape(call.value)[3]),
-                    dtype=value(call.key).dtype,
+                    dtype=traced.cache_dtype or value(call.key).dtype,
                     sliding_window=call.sliding_window,
+                    group=group,
                 )
             )
-        metadata = [traced.step_input(n) for n in ("slot_mapping", "block_table", "query_start_loc", "seq_lens")]
+        key_cache, value_cache, *scales = caches[pair]
+        own = [f"{name}_{group}" if group else name for name in GROUP_FIELDS]
+        metadata = [traced.step_input(name) for name in (*own, "query_start_loc", "seq_lens")]
         with traced.graph.inserting_before(node):
             new = traced.call(
                 PAGED_ATTENTION,
                 call.query,
                 call.key,
                 call.value,
-                *caches[pair],
+                key_cache,
+                value_cache,
                 *metadata,
                 call.sinks,
                 call.alibi_slopes,
@@ -64,6 +77,7 @@ def insert_paged_cache(traced: TracedGraph) -> PassRecord:
                 call.sliding_window,
                 call.chunk,
                 call.softcap,
+                *(scales or (None, None)),
             )
         new.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
         node.replace_all_uses_with(new)

@@ -1,5 +1,7 @@
-"""Asks the kernel for huge pages under big tensors: decoding reads the whole KV cache, and address translation
-of 4 KiB pages costs about a third of the memory bandwidth."""
+"""What the kernel is told about the pages of big tensors: to make them huge, as decoding reads the whole KV cache and
+address translation of 4 KiB pages costs about a third of the memory bandwidth; and to take back those that nobody
+needs.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-_MADV_HUGEPAGE = 14
+_MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> bool:
@@ -24,9 +26,26 @@ def advise_huge_pages(tensor: torch.Tensor) -> bool:
     if advise is None or tensor.device.type != "cpu":
         return False
     storage = tensor.untyped_storage()
-    begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
-    return end > begin and advise(begin, end - begin, _MADV_HUGEPAGE) == 0
+    return _advise_pages(advise, storage.data_ptr(), storage.data_ptr() + storage.nbytes(), _MADV_HUGEPAGE)
+
+
+def discard_pages(tensor: torch.Tensor) -> bool:
+    """Give the memory under a dense CPU tensor back; it reads as zeros until it is written again.
+
+    Returns:
+        Whether the system took the advice; False on systems without ``madvise``, for other devices, and for tensors
+        with gaps or of less than a page.
+    """
+    advise = madvise()
+    if advise is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return False
+    return _advise_pages(advise, tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, _MADV_DONTNEED)
+
+
+def _advise_pages(advise: Callable[[int, int, int], int], begin: int, end: int, advice: int) -> bool:
+    """Advise on the whole pages between two addresses."""
+    first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    return last > first and advise(first, last - first, advice) == 0
 
 
 @functools.cache

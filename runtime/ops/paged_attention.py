@@ -6,18 +6,21 @@ import struct
 
 import torch
 
-from .native import DTYPE_CODES, kernel_function
+from .int8_rows import check_scales
+from .native import DTYPE_CODES, FLOAT_CODES, kernel_function
 from .reference import paged_attention_reference
 from .registration import check_per_head, register_operator
 
 _SCHEMA = (
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
     "Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, Tensor? sinks, "
-    "Tensor? alibi_slopes, float scale, int sliding_window, int chunk, float softcap) -> Tensor"
+    "Tensor? alibi_slopes, float scale, int sliding_window, int chunk, float softcap, "
+    "Tensor(c!)? key_scale, Tensor(d!)? value_scale) -> Tensor"
 )
+_CACHE_CODES = {**FLOAT_CODES, torch.int8: 4}
 # Field for field the struct PagedAttentionArguments of csrc/attention.cpp; packing all at once is several
 # times faster than filling a ctypes.Structure.
-_ARGUMENTS = struct.Struct("=47q2d")
+_ARGUMENTS = struct.Struct("=55q2d")
 
 
 def _paged_attention_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
@@ -40,6 +43,8 @@ def paged_attention_cpu(
     sliding_window: int,
     chunk: int,
     softcap: float,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     batch, heads, tokens, dim = query.shape
     num_blocks, block_size, kv_heads, _ = key_cache.shape
@@ -73,8 +78,9 @@ def paged_attention_cpu(
             f"query, key and value have dtypes {dtype}, {key.dtype}, {value.dtype} and the caches "
             f"{cache_dtype}, {value_cache.dtype}; each group must share one"
         )
+    check_scales(key_cache, key_scale, value_scale)
     kernel = kernel_function("pagoda_paged_attention")
-    if kernel is None or dtype not in DTYPE_CODES or cache_dtype not in DTYPE_CODES:
+    if kernel is None or dtype not in FLOAT_CODES or cache_dtype not in _CACHE_CODES:
         return paged_attention_reference(
             query,
             key,
@@ -91,6 +97,8 @@ def paged_attention_cpu(
             sliding_window,
             chunk,
             softcap,
+            key_scale,
+            value_scale,
         )
     slot_mapping = _plain(slot_mapping, torch.int64)
     block_table = _plain(block_table, torch.int32)
@@ -110,9 +118,11 @@ def paged_attention_cpu(
             seq_lens.data_ptr(),
             0 if sinks is None else sinks.data_ptr(),
             0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+            0 if key_scale is None else key_scale.data_ptr(),
+            0 if value_scale is None else value_scale.data_ptr(),
             result.data_ptr(),
             DTYPE_CODES[dtype],
-            DTYPE_CODES[cache_dtype],
+            _CACHE_CODES[cache_dtype],
             0 if sinks is None else DTYPE_CODES[sinks.dtype],
             0 if alibi_slopes is None else DTYPE_CODES[alibi_slopes.dtype],
             heads,
@@ -129,6 +139,8 @@ def paged_attention_cpu(
             *value.stride()[1:],
             *key_cache.stride(),
             *value_cache.stride(),
+            *((0, 0, 0) if key_scale is None else key_scale.stride()),
+            *((0, 0, 0) if value_scale is None else value_scale.stride()),
             0 if sinks is None else sinks.stride(0),
             0 if alibi_slopes is None else alibi_slopes.stride(0),
             sliding_window,
@@ -204,6 +216,8 @@ def paged_attention(
     sliding_window: int = 0,
     chunk: int = 0,
     softcap: float = 0.0,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of one flat step (prefill chunks and decodes mixed) over a paged KV cache.
 
@@ -212,12 +226,16 @@ def paged_attention(
     ``p // chunk == j // chunk``. Scores as in ``attention``; ALiBi adds ``alibi_slopes[h] · (j - p)``.
     Positions that no token sees are never read (their blocks may be in other hands).
 
+    Caches of int8 hold ``round(x / s)``, each head of each token with its own scale ``s = max|x| / 127``, and are
+    read as ``stored · s`` (see ``int8_rows``). A NaN or an infinity, which a float cache gives back in its place,
+    makes an int8 cache give back NaN for all of that token's head, and so NaN for whatever attends it.
+
     Args:
         query: ``[1, H, T, D]`` fp32, bf16 or fp16 (fp64 runs the reference); the tokens of all sequences,
             flat. Any strides, in all arguments.
         key: ``[1, Hk, T, D]``, H a multiple of Hk.
         value: ``[1, Hk, T, Dv]``.
-        key_cache: ``[num_blocks, block_size, Hk, D]`` fp32, bf16 or fp16, not necessarily query's; written.
+        key_cache: ``[num_blocks, block_size, Hk, D]`` fp32, bf16, fp16, not necessarily query's, or int8; written.
         value_cache: ``[num_blocks, block_size, Hk, Dv]``; written.
         slot_mapping: ``[T]`` int64; token t goes to block ``slot // block_size``, offset
             ``slot % block_size``. -1: the token is padding and is not written.
@@ -226,6 +244,7 @@ def paged_attention(
             ``query_start_loc[s + 1]``.
         seq_lens: ``[S]`` int32; context length of each sequence, this step's tokens included.
         sinks, alibi_slopes, scale, sliding_window, chunk, softcap: as in ``attention``.
+        key_scale, value_scale: of int8 caches, ``[num_blocks, block_size, Hk]`` float32; written. None for others.
 
     Returns:
         ``[1, H, T, Dv]`` in query's dtype, stored as ``[1, T, H, Dv]``. Tokens of no sequence are zero.
@@ -251,4 +270,6 @@ def paged_attention(
         sliding_window,
         chunk,
         softcap,
+        key_scale,
+        value_scale,
     )

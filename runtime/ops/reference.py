@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .int8_rows import check_scales, dequantise_rows, quantise_rows
+
 
 def attention_reference(
     query: torch.Tensor,
@@ -45,17 +47,24 @@ def paged_attention_reference(
     sliding_window: int,
     chunk: int,
     softcap: float,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What ``pagoda::paged_attention`` means; see ``paged_attention.paged_attention``.
 
     One sequence at a time. Unlike the kernel it may have written to the caches when it raises.
     """
+    check_scales(key_cache, key_scale, value_scale)
     block_size = key_cache.shape[1]
     written = slot_mapping >= 0
     slots = slot_mapping[written]
     place = (slots // block_size, slots % block_size)
-    key_cache[place] = key[0].transpose(0, 1)[written].to(key_cache.dtype)
-    value_cache[place] = value[0].transpose(0, 1)[written].to(value_cache.dtype)
+    for rows, cache, row_scale in ((key, key_cache, key_scale), (value, value_cache, value_scale)):
+        new = rows[0].transpose(0, 1)[written]
+        if row_scale is None:
+            cache[place] = new.to(cache.dtype)
+        else:
+            cache[place], row_scale[place] = quantise_rows(new)
 
     result = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
     starts = query_start_loc.tolist()
@@ -73,9 +82,14 @@ def paged_attention_reference(
         low = max(0, first - sliding_window + 1) if sliding_window > 0 else 0
         low = max(low, first // chunk * chunk) if chunk > 0 else low
         positions = torch.arange(low, context, device=query.device)
-        blocks = block_table[sequence].long()[positions // block_size]
-        keys = key_cache[blocks, positions % block_size].transpose(0, 1).unsqueeze(0)
-        values = value_cache[blocks, positions % block_size].transpose(0, 1).unsqueeze(0)
+        place = (block_table[sequence].long()[positions // block_size], positions % block_size)
+        keys, values = (
+            rows.transpose(0, 1).unsqueeze(0)
+            for rows in (
+                _stored(key_cache, key_scale, place, _compute_dtype(query)),
+                _stored(value_cache, value_scale, place, _compute_dtype(query)),
+            )
+        )
         bias = _position_bias(
             torch.arange(first, context, device=query.device),
             context,
@@ -88,6 +102,13 @@ def paged_attention_reference(
         attended = _attend(query[:, :, start:end], keys, values, bias, sinks, scale, softcap)
         result[:, start:end] = attended.transpose(1, 2)
     return result.transpose(1, 2)
+
+
+def _stored(
+    cache: torch.Tensor, row_scale: torch.Tensor | None, place: tuple[torch.Tensor, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """The rows of a cache at ``place``."""
+    return cache[place] if row_scale is None else dequantise_rows(cache[place], row_scale[place], dtype)
 
 
 def _compute_dtype(query: torch.Tensor) -> torch.dtype:

@@ -183,6 +183,12 @@ def test_packed_weights_are_not_for_the_drop_in(ids):
         compiled(ids)
 
 
+def test_the_callers_cache_is_not_rounded(ids):
+    compiled = torch.compile(build_tiny_model("llama"), backend="pagoda", options={"kv_cache_dtype": "int8"})
+    with pytest.raises(Exception, match="kv_cache_dtype='int8' is not for backend 'pagoda'"), torch.no_grad():
+        compiled(ids)
+
+
 def test_unknown_options_are_named(ids):
     compiled = torch.compile(build_tiny_model("llama"), backend="pagoda", options={"verfy": "off"})
     with pytest.raises(Exception, match="did you mean 'verify'"), torch.no_grad():

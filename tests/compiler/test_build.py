@@ -18,6 +18,7 @@ from torch_pagoda.passes import PASSES, Pass, PassRecord
 from torch_pagoda.passes.attention_node import paged_attention_nodes
 from torch_pagoda.passes.fx_nodes import callee
 from torch_pagoda.runtime.engine import Engine
+from torch_pagoda.runtime.kv_cache import allocate_kv_cache
 from torch_pagoda.runtime.sampling_params import SamplingParams
 
 from toy_lm import DYNAMO_PASSES, HIDDEN, ToyLM, causal_mask, repeat_kv, sdpa, traced
@@ -235,6 +236,19 @@ def test_program_refuses_caches_that_do_not_fit():
         program.bind(wrong)
     with pytest.raises(ValueError, match="needs 1"):
         program.bind([])
+
+
+def test_int8_caches_come_with_their_scales():
+    program = build_program(ToyLM(sdpa), dataclasses.replace(PLAIN, kv_cache_dtype="int8"))
+    (cache,) = allocate_kv_cache(program.caches, 3, 4)
+    assert [t.dtype for t in cache] == [torch.int8, torch.int8, torch.float32, torch.float32]
+    program.bind([cache])
+    with pytest.raises(ValueError, match=r"kv_cache\[0\] has 2 tensors; give key_cache, value_cache, key_sc"):
+        program.bind([cache[:2]])
+    with pytest.raises(ValueError, match=r"kv_cache\[0\] value_scale is .* torch.float16; give .* torch.float32"):
+        program.bind([(*cache[:3], cache[3].half())])
+    with pytest.raises(ValueError, match=r"kv_cache\[0\] key_cache is .* torch.float32; .* torch.int8"):
+        program.bind([(cache[0].float(), *cache[1:])])
 
 
 def test_the_model_is_not_changed():

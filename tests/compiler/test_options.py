@@ -34,6 +34,7 @@ def test_skip_and_only():
         ({"verfy": "off"}, "did you mean 'verify'"),
         ({"verify": "yes"}, "verify='yes' is not one of"),
         ({"codegen": "triton"}, "codegen='triton'"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is not one of 'auto', 'int8'"),
         ({"target": "tpu"}, "target='tpu'"),
         ({"passes": {"skip": ["gather_logit"]}}, "did you mean 'gather_logits'"),
         ({"passes": {"skip": "gather_logits"}}, "needs a list"),

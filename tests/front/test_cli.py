@@ -4,10 +4,11 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from torch_pagoda import __version__, cli
+from torch_pagoda import LLM, RequestOutput, __version__, cli
 
 FAST = [
     "--verify",
@@ -68,12 +69,127 @@ def test_sampling_with_a_seed_repeats(run: Callable[..., tuple[int, str, str]], 
     assert first == second != other
 
 
+def test_rules_for_tokens_reach_the_sampler(run: Callable[..., tuple[int, str, str]], checkpoint: Path) -> None:
+    def tokens(*options: str) -> list[int]:
+        status, out, err = run("generate", checkpoint, "-p", "the", "--json", *options, *FAST)
+        assert status == 0, err
+        ids: list[int] = json.loads(out)["outputs"][0]["token_ids"]
+        return ids
+
+    plain = tokens()
+    assert tokens("--allowed-token-ids", "5", "--allowed-token-ids", "6", "--ignore-eos") != plain
+    assert set(tokens("--allowed-token-ids", "5", "--allowed-token-ids", "6", "--ignore-eos")) <= {5, 6}
+    assert tokens("--logit-bias", "7:100", "--logit-bias", "8:-3.5", "--ignore-eos") == [7] * 5
+    penalised = ["--frequency-penalty", "2", "--presence-penalty", "2", "--allowed-token-ids", "5"]
+    assert set(tokens("--logit-bias", "7:1", *penalised, "--allowed-token-ids", "6", "--ignore-eos")) == {5, 6}
+
+
+def test_logprobs_come_with_json(run: Callable[..., tuple[int, str, str]], checkpoint: Path) -> None:
+    _, out, _ = run("generate", checkpoint, "-p", "the", "--json", "--logprobs", "2", *FAST)
+    completion = json.loads(out)["outputs"][0]
+    assert len(completion["logprobs"]) == len(completion["token_ids"])
+    for token, entry in zip(completion["token_ids"], completion["logprobs"], strict=True):
+        assert entry[str(token)]["rank"] == 1 and entry[str(token)]["logprob"] < 0
+
+
+def test_figures_are_printed_when_asked_for(run: Callable[..., tuple[int, str, str]], checkpoint: Path) -> None:
+    same = ["-p", "the cat sat on the mat", "-p", "the cat sat on the mat"]
+    status, out, err = run("generate", checkpoint, *same, "--max-num-seqs", "1", "--json", "--stats", *FAST)
+    assert status == 0, err
+    cached = [json.loads(line)["cached_tokens"] for line in out.splitlines()]
+    assert cached[0] == 0 < cached[1]
+    rows = dict(line.rsplit(maxsplit=1) for line in err.splitlines() if re.fullmatch(r"\w+ +[\d.]+ *", line))
+    assert int(rows["prefix_hit_tokens"]) == cached[1]
+    assert rows["blocks_total"] == "64"
+    assert sum(int(rows[f"blocks_{state}"]) for state in ("used", "cached", "free")) == 64
+    assert re.search(r"^prefix_hit_rate +[\d.]+ %", err, re.MULTILINE)
+
+    _, out, err = run("generate", checkpoint, *same, "--no-enable-prefix-caching", "--json", "--stats", *FAST)
+    assert [json.loads(line)["cached_tokens"] for line in out.splitlines()] == [0, 0]
+    assert re.search(r"^blocks_cached +0", err, re.MULTILINE)
+
+
+def test_scheduling_options_reach_the_engine(
+    run: Callable[..., tuple[int, str, str]], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+    make, generate = LLM.__init__, LLM.generate
+
+    def noted_make(self: LLM, *arguments: Any, **options: Any) -> None:
+        seen.update(options)
+        make(self, *arguments, **options)
+
+    def noted_generate(self: LLM, *arguments: Any, **options: Any) -> list[RequestOutput]:
+        seen.update(options)
+        return generate(self, *arguments, **options)
+
+    monkeypatch.setattr(LLM, "__init__", noted_make)
+    monkeypatch.setattr(LLM, "generate", noted_generate)
+    wanted = {
+        "policy": "priority",
+        "preemption": "swap",
+        "swap_space": "1MiB",
+        "max_queue": 2,
+        "min_kv_cache_memory": "16KiB",
+        "priority": [1, 0],
+        "client": "me",
+        "deadline": 60.0,
+    }
+    options: list[str] = []
+    for name, value in wanted.items():
+        for each in value if isinstance(value, list) else [value]:
+            options += [f"--{name.replace('_', '-')}", str(each)]
+    status, _, err = run("generate", checkpoint, "-p", "the", "-p", "a", *options, *FAST)
+    assert status == 0, err
+    assert {name: seen[name] for name in wanted} == wanted
+    assert run("generate", checkpoint, "-p", "the", "--swap-space", "0", *FAST)[0] == 0
+
+
+def test_first_in_the_order_of_priority_comes_first(
+    run: Callable[..., tuple[int, str, str]], checkpoint: Path
+) -> None:
+    order = ["--policy", "priority", "--max-num-seqs", "1", "--priority", "5", "--priority", "1"]
+    status, out, _ = run("generate", checkpoint, "-p", "the", "-p", "a", "--json", *order, *FAST)
+    late, early = (json.loads(line)["latency"] for line in out.splitlines())
+    assert status == 0 and early < late
+
+
+def test_a_prompt_at_its_deadline_is_named(run: Callable[..., tuple[int, str, str]], checkpoint: Path) -> None:
+    status, _, err = run("generate", checkpoint, "-p", "the", "--deadline", "1e-9", *FAST)
+    assert status == 0 and "prompt 0 reached its deadline" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["-p", "x", "--policy", "lifo"], ["policy='lifo'", "'fcfs'", "'sjf'"]),
+        (["-p", "x", "--preemption", "kill"], ["preemption='kill'", "'recompute'", "'swap'"]),
+        (["-p", "x", "--preemption", "swap"], ["preemption='swap'", "swap_space=0", "give it more"]),
+        (["-p", "x", "--swap-space", "much"], ["swap_space='much'", "512MiB"]),
+        (["-p", "x", "--max-queue", "0"], ["max_queue=0", "at least 1"]),
+        (["-p", "the", "-p", "a", "--max-queue", "1"], ["max_queue=1", "raise max_queue"]),
+        (["-p", "x", "--min-kv-cache-memory", "little"], ["min_kv_cache_memory='little'"]),
+        (
+            ["-p", "the", "--min-kv-cache-memory", "4GiB"],
+            ["min_kv_cache_memory='4GiB'", "whole KV cache", "lower it"],
+        ),
+        (["-p", "x", "--kv-cache-dtype", "int2"], ["kv_cache_dtype='int2'", "int8"]),
+        (["-p", "x", "--deadline", "0"], ["deadline=0", "seconds"]),
+        (["-p", "x", "--deadline", "nan"], ["deadline=nan", "seconds"]),
+        (["-p", "x", "--priority", "1", "--priority", "2"], ["priority has 2 entries for 1 prompts"]),
+        (["-p", "x", "--client", "a", "--client", "b"], ["client has 2 entries for 1 prompts"]),
         (["-p", "x", "--max-tokens", "0"], ["max_tokens=0"]),
         (["-p", "x", "--temperature", "-1"], ["temperature=-1"]),
         (["-p", "x", "--top-p", "1.5"], ["top_p=1.5"]),
+        (["-p", "x", "--presence-penalty", "3"], ["presence_penalty=3"]),
+        (["-p", "x", "--frequency-penalty", "-3"], ["frequency_penalty=-3"]),
+        (["-p", "x", "--logit-bias", "5=3"], ["--logit-bias 5=3", "ID:BIAS"]),
+        (["-p", "x", "--logit-bias", "5:300"], ["logit_bias[5]=300"]),
+        (["-p", "x", "--logit-bias", "99999:1"], ["99999", "vocabulary"]),
+        (["-p", "x", "--allowed-token-ids", "99999"], ["99999", "vocabulary"]),
+        (["-p", "x", "--bad-words", ""], ["bad_words"]),
+        (["-p", "x", "--logprobs", "2"], ["--logprobs 2", "--json"]),
+        (["-p", "x", "--prompt-logprobs", "2"], ["--prompt-logprobs 2", "--json"]),
         (["-p", "x", "--device", "cuda"], ["device='cuda'"]),
         (["-p", "x", "--dtype", "int4"], ["dtype='int4'"]),
         (["-p", "x", "--kv-cache-memory", "lots"], ["kv_cache_memory='lots'"]),

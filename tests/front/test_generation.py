@@ -64,7 +64,7 @@ def engine_of(model: PreTrainedModel) -> Any:
 
 def assert_nothing_left(model: PreTrainedModel) -> None:
     stats = engine_of(model).stats()
-    assert not engine_of(model).has_unfinished() and stats.num_free_blocks == stats.num_blocks
+    assert not engine_of(model).has_unfinished() and stats["blocks_used"] == 0
 
 
 class TokenModulo:

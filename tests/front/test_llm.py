@@ -88,17 +88,17 @@ def test_submit_step_and_cancel(llm: pagoda.LLM) -> None:
     while llm.has_unfinished():
         finished |= {output.request_id: output for output in llm.step() if output.finished}
     assert finished[kept].outputs[0].token_ids == llm.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids
-    assert llm.engine.stats().num_free_blocks == 256
+    assert llm.engine.block_manager.num_available_blocks == 256
 
 
 def test_bad_prompt_is_named_by_its_index_before_any_runs(
     llm: pagoda.LLM, one_line: Callable[[BaseException], str]
 ) -> None:
-    steps = llm.engine.stats().num_steps
+    steps = llm.engine.stats()["steps"]
     with pytest.raises((ValueError, TypeError)) as error:
         llm.generate([[5, 6], [5, 999]], GREEDY)
     assert "1" in one_line(error.value) and "999" in str(error.value)
-    assert llm.engine.stats().num_steps == steps and not llm.has_unfinished()
+    assert llm.engine.stats()["steps"] == steps and not llm.has_unfinished()
 
 
 def test_live_module_keeps_its_weights(
@@ -166,9 +166,9 @@ def test_kv_cache_memory_sizes_the_cache(llama: PreTrainedModel, fast: dict[str,
     # 2 layers, 2 KV heads of 16, keys and values, 4 bytes, 4 tokens per block.
     per_block = 2 * 2 * 16 * 2 * 4 * 4
     del fast["num_blocks"]
-    assert pagoda.LLM(llama, **fast, kv_cache_memory=10 * per_block + 5).engine.stats().num_blocks == 10
-    assert pagoda.LLM(llama, **fast, kv_cache_memory="1MiB").engine.stats().num_blocks == 2**20 // per_block
-    assert pagoda.LLM(llama, **fast, max_num_seqs=3).engine.stats().num_blocks == 3 * 512 // 4
+    assert pagoda.LLM(llama, **fast, kv_cache_memory=10 * per_block + 5).engine.stats()["blocks_total"] == 10
+    assert pagoda.LLM(llama, **fast, kv_cache_memory="1MiB").engine.stats()["blocks_total"] == 2**20 // per_block
+    assert pagoda.LLM(llama, **fast, max_num_seqs=3).engine.stats()["blocks_total"] == 3 * 512 // 4
 
 
 @pytest.mark.parametrize(

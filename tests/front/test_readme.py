@@ -3,12 +3,17 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
 
+import torch_pagoda as pagoda
 from torch_pagoda import LLM, SamplingParams, cli
+from torch_pagoda.runtime.batching.policies import POLICIES
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -30,6 +35,22 @@ def test_python_blocks_parse() -> None:
     assert blocks
     for block in blocks:
         ast.parse(block)
+
+
+def test_code_for_many_requests_runs(
+    checkpoint: Path, fast: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = README.split("### Serving many requests")[1].split("\n### ")[0]
+    (block,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    public = {name: getattr(pagoda, name) for name in pagoda.__all__}
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"pagoda": SimpleNamespace(**public | {"LLM": partial(LLM, **fast)})}
+    exec(block.replace("path-or-hub-id", str(checkpoint)).replace("1GiB", "1MiB"), names)
+    assert names["outputs"][1].num_cached_tokens > 0 and len(names["outputs"][1].outputs) == 2
+    assert names["found"][0].sequences[0].token_ids
+    assert (tmp_path / "trace.json").stat().st_size > 0
+    policies = re.findall(r'^\| `"(\w+)"` \|', section, re.MULTILINE)
+    assert policies == list(POLICIES)
 
 
 def test_named_files_and_folders_exist() -> None:

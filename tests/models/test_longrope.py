@@ -57,7 +57,7 @@ def test_the_switch_is_crossed_exactly(
     model, program = served
     engine = Engine(program, block_size=4, **limits)
     assert largest_error(model, engine) < 1e-4
-    assert (engine.stats().num_preemptions > 0) == preempts
+    assert (engine.stats()["preemptions"] > 0) == preempts
 
 
 def test_without_the_restart_the_numbers_differ(

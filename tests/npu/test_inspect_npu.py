@@ -79,7 +79,7 @@ def test_refused_routes_and_leftovers_say_why(refused: Explanation) -> None:
 
 def test_a_float32_model_has_no_peak() -> None:
     traced: Any = SimpleNamespace(graph=SimpleNamespace(nodes=[]), placeholders=[], npu=None, token_symbol=None)
-    traced.caches = [CacheSpec(2, 128, 128, torch.float32)]
+    traced.caches, traced.constants = [CacheSpec(2, 128, 128, torch.float32)], {}
     for estimate in estimates(traced, DecoderLayers((), (), {}), (), chip("Ascend910B3"), 10):
         assert estimate.compute_seconds is None and estimate.bound_by == ""
         assert estimate.seconds == estimate.memory_seconds == 0.0

@@ -11,7 +11,7 @@ from lowered_models import PROMPTS, assert_same, lowered, served
 from torch_pagoda.compiler.linker import LinkedProgram
 from torch_pagoda.compiler.targets.npu.route import Route
 from torch_pagoda.compiler.targets.npu.step_padding import StepSize, pad_step, size_of, spare_blocks
-from torch_pagoda.runtime.batcher import ScheduledRequest
+from torch_pagoda.runtime.batching import ScheduledRequest
 from torch_pagoda.runtime.engine import Engine
 from torch_pagoda.runtime.request import Request
 from torch_pagoda.runtime.runner import Runner
@@ -155,7 +155,7 @@ def test_steps_are_packed_on_the_host_whatever_the_device():
     runner = Runner(program, [], block_size=4, max_num_seqs=2, max_model_len=32)
     request = Request("a", [5, 6, 7], SamplingParams())
     runner.add(request)
-    runner.append_blocks(request, [2])
+    runner.append_blocks(request, [[2]])
     ids, positions, step = runner.pack([ScheduledRequest(request, 3, 0, True)])
     tensors = [ids, positions, *(value for value in vars(step).values() if isinstance(value, torch.Tensor))]
     assert {tensor.device.type for tensor in tensors} == {"cpu"}

@@ -53,6 +53,16 @@ def test_bytes_of_a_block() -> None:
         num_blocks_in(100, SPECS, 16)
 
 
+def test_int8_is_stored_with_scales() -> None:
+    specs = [CacheSpec(2, 8, 8, torch.int8), CacheSpec(2, 8, 6, torch.int8, by_token=True)]
+    assert bytes_per_block(specs, 16) == 16 * (2 * (8 + 8 + 2 * 4) + 2 * (8 + 6 + 2 * 4))
+    by_head, by_token = allocate_kv_cache(specs, num_blocks=3, block_size=16)
+    assert [t.dtype for t in by_head] == [torch.int8, torch.int8, torch.float32, torch.float32]
+    assert [tuple(t.shape) for t in by_token] == [(3, 16, 2, 8), (3, 16, 2, 6), (3, 16, 2), (3, 16, 2)]
+    assert by_head[2].shape == (3, 16, 2) and by_head[2].stride() == (32, 1, 16)  # one head's tokens lie together
+    assert all(t.is_contiguous() for t in by_token)
+
+
 def test_default_is_what_the_sequences_can_use() -> None:
     assert default_num_blocks(SPECS, 16, 4, 100) == 4 * 7
     assert default_num_blocks(SPECS, 16, 4, 100, memory=9 * BLOCK) == 9

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from torch_pagoda.runtime.batcher import ScheduledRequest
-from torch_pagoda.runtime.block_manager import BlockManager
+from torch_pagoda.runtime.batching import ScheduledRequest
+from torch_pagoda.runtime.blocks import BlockGroup, BlockManager
 from torch_pagoda.runtime.kv_cache import allocate_kv_cache
 from torch_pagoda.runtime.request import Request
 from torch_pagoda.runtime.runner import Runner
@@ -22,7 +22,7 @@ def make(rows: int = 4, max_model_len: int = 64, num_blocks: int = 32) -> tuple[
     return (
         program,
         Runner(program, cache, BLOCK_SIZE, rows, max_model_len),
-        BlockManager(num_blocks, BLOCK_SIZE),
+        BlockManager([BlockGroup(num_blocks)], BLOCK_SIZE),
     )
 
 
@@ -31,8 +31,8 @@ def request(name: str, *prompt: int) -> Request:
 
 
 def planned(runner: Runner, blocks: BlockManager, req: Request, start: int, count: int) -> ScheduledRequest:
-    added = blocks.allocate(req.request_id, start + count)
-    if added:
+    added = blocks.allocate(req.request_id, start + count, start)
+    if any(added):
         runner.append_blocks(req, added)
     return ScheduledRequest(req, count, start, start + count == req.num_tokens)
 
@@ -96,15 +96,15 @@ def test_chunks_and_decodes_give_the_dense_logits() -> None:
     a, b = request("a", 3, 1, 4, 1, 5, 9, 2), request("b", 6, 5)
     runner.add(a)
     runner.add(b)
-    assert runner.run([planned(runner, blocks, a, 0, 5)]).shape == (0, program.vocab_size)
+    assert runner.run([planned(runner, blocks, a, 0, 5)]).sampled.shape == (0, program.vocab_size)
     assert program.steps[-1] == (5, 1, 1), "a step asks for at least one row"
-    got = runner.run([planned(runner, blocks, a, 5, 2), planned(runner, blocks, b, 0, 2)])
+    got = runner.run([planned(runner, blocks, a, 5, 2), planned(runner, blocks, b, 0, 2)]).sampled
     torch.testing.assert_close(got[0], program.dense_logits([3, 1, 4, 1, 5, 9, 2])[-1])
     torch.testing.assert_close(got[1], program.dense_logits([6, 5])[-1])
     for req, token in ((a, 11), (b, 12)):
         req.output_token_ids.append(token)
     runner.append_tokens([b, a], [12, 11])
-    got = runner.run([planned(runner, blocks, b, 2, 1), planned(runner, blocks, a, 7, 1)])
+    got = runner.run([planned(runner, blocks, b, 2, 1), planned(runner, blocks, a, 7, 1)]).sampled
     torch.testing.assert_close(got[0], program.dense_logits([6, 5, 12])[-1])
     torch.testing.assert_close(got[1], program.dense_logits([3, 1, 4, 1, 5, 9, 2, 11])[-1])
 
@@ -121,7 +121,7 @@ def test_rows_are_taken_and_given_back() -> None:
     runner.add(c)
     assert (a.row, b.row, c.row) == (None, 1, 0)
     with pytest.raises(RuntimeError, match="'a' has no row"):
-        runner.append_blocks(a, [0])
+        runner.append_blocks(a, [[0]])
     runner.reset()
     assert (b.row, c.row) == (None, None)
     runner.add(a)
@@ -133,7 +133,7 @@ def test_a_row_that_is_reused_starts_clean() -> None:
     for name, length in (("long", 20), ("short", 3)):
         req = request(name, *range(1, length + 1))
         runner.add(req)
-        got = runner.run([planned(runner, blocks, req, 0, length)])
+        got = runner.run([planned(runner, blocks, req, 0, length)]).sampled
         torch.testing.assert_close(got[0], program.dense_logits(range(1, length + 1))[-1])
         runner.remove(req)
         blocks.free(name)
@@ -143,10 +143,10 @@ def test_rows_grow_with_the_longest_request() -> None:
     _, runner, _ = make(max_model_len=100_000)
     short = request("short", 5, 6, 7)
     runner.add(short)
-    runner.append_blocks(short, [3])
+    runner.append_blocks(short, [[3]])
     long = Request("long", np.arange(3000) % 90, SamplingParams())
     runner.add(long)
-    runner.append_blocks(long, list(range(750)))
+    runner.append_blocks(long, [list(range(750))])
     ids, _, meta = runner.pack([ScheduledRequest(short, 3, 0, True), ScheduledRequest(long, 1000, 2000, True)])
     assert ids[0, :3].tolist() == [5, 6, 7] and ids[0, -1] == 2999 % 90
     assert meta.slot_mapping[:3].tolist() == [12, 13, 14] and meta.slot_mapping[-1] == 2999
@@ -155,6 +155,45 @@ def test_rows_grow_with_the_longest_request() -> None:
         if token == 0:
             short.output_token_ids.append(0)
     assert runner.pack([ScheduledRequest(short, 4, 0, True)])[0].tolist() == [[5, 6, 7, 0]]
+
+
+def test_a_table_can_be_replaced() -> None:
+    program, runner, _ = make()
+    req = request("a", 3, 1, 4, 1, 5)
+    runner.add(req)
+    runner.append_blocks(req, [[7, 8, 9]])
+    runner.set_blocks(req, [[5, 2]])
+    got = runner.run([ScheduledRequest(req, 5, 0, True)])
+    torch.testing.assert_close(got.sampled[0], program.dense_logits([3, 1, 4, 1, 5])[-1])
+    assert got.prompts == {}
+    req.output_token_ids.append(9)
+    runner.append_tokens([req], [9])
+    *_, meta = runner.pack([ScheduledRequest(req, 1, 5, True)])
+    assert meta.block_table.tolist() == [[5, 2]] and meta.slot_mapping.tolist() == [2 * BLOCK_SIZE + 1]
+
+
+def test_all_rows_of_a_prompt_that_is_scored_are_returned() -> None:
+    program, runner, blocks = make()
+    prompt = [3, 1, 4, 1, 5, 9]
+    scored = Request("s", prompt, SamplingParams(max_tokens=8, prompt_logprobs=0))
+    plain, chunk = request("p", 6, 5), request("c", *range(10, 20))
+    for req in (scored, plain, chunk):
+        runner.add(req)
+    dense = program.dense_logits(prompt)
+    got = runner.run(
+        [
+            planned(runner, blocks, plain, 0, 2),
+            planned(runner, blocks, scored, 0, 4),
+            planned(runner, blocks, chunk, 0, 3),
+        ]
+    )
+    assert got.prompts.keys() == {1} and got.sampled.shape[0] == 1
+    torch.testing.assert_close(got.prompts[1], dense[:4])
+    torch.testing.assert_close(got.sampled[0], program.dense_logits([6, 5])[-1])
+    got = runner.run([planned(runner, blocks, scored, 4, 2), planned(runner, blocks, chunk, 3, 7)])
+    torch.testing.assert_close(got.prompts[0], dense[4:])
+    torch.testing.assert_close(got.sampled[0], dense[-1])
+    torch.testing.assert_close(got.sampled[1], program.dense_logits(range(10, 20))[-1])
 
 
 def test_a_program_that_breaks_the_contract_is_named() -> None:

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -207,49 +208,6 @@ def test_extreme_temperatures_and_logits_stay_finite(temperature):
     assert out.failed == [] and out.token_ids == [7]
 
 
-@pytest.mark.parametrize("penalty", [1.3, 0.7])
-@pytest.mark.parametrize("array", [list, np.array])
-def test_repetition_penalty_equals_huggingface(penalty, array):
-    logits = randn(4, 80)
-    prompts = [[3, 3, 9, 70], [5], [1], [79, 0, 0]]
-    outputs: list[list[int]] = [[9, 11, 11], [6], [], [5, 79]]
-    expected = logits.clone()
-    for row in (0, 2, 3):
-        seen = torch.tensor([prompts[row] + outputs[row]])
-        expected[row] = RepetitionPenaltyLogitsProcessor(penalty)(seen, logits[row : row + 1].clone())[0]
-    requests = [
-        Request(
-            "r",
-            array(prompts[row]),
-            SamplingParams(temperature=0, repetition_penalty=1.0 if row == 1 else penalty),
-            output_token_ids=outputs[row],
-        )
-        for row in range(4)
-    ]
-    penalised = logits.clone()
-    Sampler()._penalise(penalised, requests)
-    assert torch.equal(penalised, expected)
-    assert Sampler().sample(logits, requests).token_ids == expected.argmax(-1).tolist()
-
-
-def test_repetition_penalty_follows_the_growing_output():
-    logits = randn(1, 300, scale=1.0).abs()
-    sampler = Sampler()
-    request = make_request(prompt=[2, 2], temperature=0, repetition_penalty=1e4)
-    processor = RepetitionPenaltyLogitsProcessor(1e4)
-    for _ in range(200):
-        expected = int(processor(torch.tensor([[2, 2, *request.output_token_ids]]), logits.clone()).argmax())
-        assert sampler.sample(logits, [request]).token_ids == [expected]
-        request.output_token_ids.append(expected)
-    assert len(set(request.output_token_ids)) > 50
-    last = request.output_token_ids.pop()  # as after an interrupted step
-    del request.output_token_ids[-3:]
-    expected = int(processor(torch.tensor([[2, 2, *request.output_token_ids]]), logits.clone()).argmax())
-    assert sampler.sample(logits, [request]).token_ids == [expected] != [last]
-    del request
-    assert not sampler._seen
-
-
 def test_penalised_rows_do_not_touch_their_neighbours():
     logits = randn(3, 50)
     requests = [
@@ -259,22 +217,6 @@ def test_penalised_rows_do_not_touch_their_neighbours():
     ]
     tokens = Sampler().sample(logits, requests).token_ids
     assert [tokens[0], tokens[2]] == logits.argmax(-1)[[0, 2]].tolist()
-
-
-def test_min_tokens_holds_back_eos_and_stop_ids():
-    logits = torch.zeros(1, 10)
-    logits[0, [4, 5, 6]] = torch.tensor([9.0, 8.0, 7.0])
-    sampler = Sampler(eos_token_ids=[4, 99])
-
-    def first(**params):
-        return sampler.sample(logits, [make_request(temperature=0, **params)]).token_ids[0]
-
-    assert first() == 4
-    assert first(min_tokens=1) == 5
-    assert first(min_tokens=1, stop_token_ids=[5, 1000]) == 6
-    assert first(min_tokens=1, stop_token_ids=[5], ignore_eos=True) == 4
-    reached = make_request(output=[1], temperature=0, min_tokens=1)
-    assert sampler.sample(logits, [reached]).token_ids == [4]
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 200])
@@ -356,6 +298,77 @@ def test_working_in_parts_changes_nothing(monkeypatch):
     monkeypatch.setattr(sampler_module, "_WORK_ELEMENTS", 900)
     parts = Sampler().sample(logits, requests)
     assert (parts.token_ids, parts.logprobs, parts.failed) == (expected.token_ids, expected.logprobs, [])
+
+
+DRAWING: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"top_k": 5},
+    {"min_p": 0.05},
+]
+RULES: list[dict[str, Any]] = [
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": 0.8},
+    {"frequency_penalty": -1.0, "presence_penalty": 2.0},
+    {"repetition_penalty": 1.4},
+    {"logit_bias": {0: 30.0, 5: -100.0, 39: 4.0}},
+    {"allowed_token_ids": [1, 2, 30]},
+    {"bad_words": ["x"]},
+    {"min_tokens": 3, "stop_token_ids": [7, 8]},
+    {"logprobs": 3},
+]
+
+
+@st.composite
+def asked_for(draw):
+    """Parameters of one request: a way to draw and any of the rules."""
+    params = dict(draw(st.sampled_from(DRAWING)), seed=draw(st.integers(0, 50)), max_tokens=20)
+    for rule in draw(st.lists(st.sampled_from(RULES), max_size=4)):
+        params |= rule
+    return params
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(asked_for(), min_size=2, max_size=6), st.randoms(use_true_random=False))
+def test_no_request_sees_its_batch_mates(batch, random):
+    """Each step takes a random part of the batch in a random order; the tokens are those of each request alone."""
+    table = randn(40, 40, seed=2)  # the distribution after each token
+    words = [[3], [9, 4], [1, 2, 30], [2, 2]]
+
+    def run(indices, steps):
+        sampler = Sampler(eos_token_ids=[6])
+        requests = {}
+        entries = {i: [] for i in indices}
+        for i in indices:
+            params = SamplingParams(**batch[i]).with_bad_words_token_ids(words if "bad_words" in batch[i] else [])
+            requests[i] = Request(str(i), [i + 1, 2], params)
+        for step in steps:
+            rows = [requests[i] for i in step]
+            logits = torch.stack([table[(r.output_token_ids or [r.prompt_token_ids[0]])[-1]] for r in rows])
+            out = sampler.sample(logits, rows)
+            assert not out.failed
+            for i, token, entry in zip(step, out.token_ids, out.logprobs, strict=True):
+                requests[i].output_token_ids.append(token)
+                entries[i].append(entry)
+        return {i: (requests[i].output_token_ids, entries[i]) for i in indices}
+
+    everybody = list(range(len(batch)))
+    steps = [random.sample(everybody, random.randint(1, len(batch))) for _ in range(14)]
+    together = run(everybody, steps)
+    for i in everybody:
+        alone = run([i], [[i]] * sum(i in step for step in steps))
+        assert alone[i] == together[i]
+
+
+def test_working_in_parts_applies_the_rules_to_the_right_rows(monkeypatch):
+    logits = randn(23, 300)
+    rules = [{"logit_bias": {7: 50.0}}, {}, {"allowed_token_ids": [3, 4]}, {"presence_penalty": 2.0}]
+    requests = [make_request(output=[i], temperature=0, **rules[i % 4]) for i in range(23)]
+    expected = Sampler().sample(logits, requests).token_ids
+    monkeypatch.setattr(sampler_module, "_WORK_ELEMENTS", 900)
+    assert Sampler().sample(logits, requests).token_ids == expected
+    assert expected[::4] == [7] * 6 and set(expected[2::4]) <= {3, 4}
 
 
 def test_bfloat16_logits_are_sampled_in_float32():

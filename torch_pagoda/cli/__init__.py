@@ -13,6 +13,7 @@ from .. import __version__
 from .errors import INTERRUPTED, USER_ERROR
 from .generate import generate
 from .npu import app as npu
+from .plan import plan
 from .reports import bisect, inspect
 
 app = typer.Typer(
@@ -55,6 +56,7 @@ app.command(
 )(generate)
 app.command(epilog="Example:  pagoda inspect examples/tiny-pydoc --html report.html")(inspect)
 app.command(epilog="Example:  pagoda bisect examples/tiny-pydoc --codegen none")(bisect)
+app.command(epilog="Example:  pagoda plan examples/tiny-pydoc --memory 64MiB")(plan)
 app.add_typer(npu)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
@@ -15,11 +14,23 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from .beams import beam_params, best_texts
 from .errors import REQUEST_FAILED, one_line_errors
+from .printing import print_outputs, print_summary, stats_table
 
 if TYPE_CHECKING:
     from ..runtime.outputs import Progress as EngineProgress
-    from ..runtime.outputs import RequestOutput
+
+_NOT_GIVEN = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""What sampling options are when they are not given; the others are None."""
 
 
 def generate(
@@ -42,14 +53,48 @@ def generate(
     top_p: Annotated[float, typer.Option(help="1: off.", rich_help_panel="Sampling")] = 1.0,
     min_p: Annotated[float, typer.Option(help="0: off.", rich_help_panel="Sampling")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="1: off.", rich_help_panel="Sampling")] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="-2 to 2, off each token the output holds; 0: off.", rich_help_panel="Sampling")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="-2 to 2, off each token per occurrence; 0: off.", rich_help_panel="Sampling")
+    ] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID:BIAS", help="Add -100 to 100 to a token; repeatable.", rich_help_panel="Sampling"),
+    ] = None,
+    bad_words: Annotated[
+        list[str] | None, typer.Option(help="Never generate this text; repeatable.", rich_help_panel="Sampling")
+    ] = None,
+    allowed_token_ids: Annotated[
+        list[int] | None, typer.Option(help="Generate no other tokens; repeatable.", rich_help_panel="Sampling")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel="Sampling")] = None,
     n: Annotated[int, typer.Option("--n", "-n", help="Completions per prompt.", rich_help_panel="Sampling")] = 1,
+    best_of: Annotated[
+        int | None, typer.Option(help="Run so many, show the likeliest --n.", rich_help_panel="Sampling")
+    ] = None,
+    beam_width: Annotated[
+        int | None,
+        typer.Option(help="Beam search with so many beams; shows the best --n.", rich_help_panel="Sampling"),
+    ] = None,
+    length_penalty: Annotated[
+        float | None,
+        typer.Option(help="Of beams; 0: none, 1: the default, more favours long texts.", rich_help_panel="Sampling"),
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="Stop before this text; repeatable.", rich_help_panel="Sampling")
     ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after the end token.", rich_help_panel="Sampling")
     ] = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(help="With --json: per token, and so many likely ones.", rich_help_panel="Sampling"),
+    ] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(help="With --json: the same of the prompt.", rich_help_panel="Sampling")
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or hub id; by default the model's.", rich_help_panel="Engine")
     ] = None,
@@ -64,6 +109,12 @@ def generate(
     kv_cache_memory: Annotated[
         str | None, typer.Option(help="The same as memory, e.g. 4GiB.", rich_help_panel="Engine")
     ] = None,
+    min_kv_cache_memory: Annotated[
+        str | None, typer.Option(help="What it shrinks to with little to do.", rich_help_panel="Engine")
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="auto, or int8 for half the memory.", rich_help_panel="Engine")
+    ] = "auto",
     max_num_seqs: Annotated[
         int | None, typer.Option(help="Sequences at the same time.", rich_help_panel="Engine")
     ] = None,
@@ -72,6 +123,36 @@ def generate(
     ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Tokens per sequence, prompt included.", rich_help_panel="Engine")
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Compute beginnings that prompts share once.",
+            rich_help_panel="Scheduling",
+        ),
+    ] = True,
+    policy: Annotated[
+        str, typer.Option(help="fcfs, priority, sjf, fair or prefix.", rich_help_panel="Scheduling")
+    ] = "fcfs",
+    preemption: Annotated[str, typer.Option(help="auto, recompute or swap.", rich_help_panel="Scheduling")] = "auto",
+    swap_space: Annotated[
+        str, typer.Option(help="Host memory for swapped sequences, e.g. 1GiB.", rich_help_panel="Scheduling")
+    ] = "0",
+    max_queue: Annotated[
+        int | None, typer.Option(help="Refuse to start with more prompts.", rich_help_panel="Scheduling")
+    ] = None,
+    priority: Annotated[
+        list[int] | None,
+        typer.Option(help="Lower comes first; once, or once for each prompt.", rich_help_panel="Scheduling"),
+    ] = None,
+    client: Annotated[
+        list[str] | None,
+        typer.Option(help="Whose prompt it is; once, or once for each.", rich_help_panel="Scheduling"),
+    ] = None,
+    deadline: Annotated[
+        float | None,
+        typer.Option(help="Seconds after which prompts end as they are.", rich_help_panel="Scheduling"),
     ] = None,
     verify: Annotated[str, typer.Option(help="model, every-pass or off.", rich_help_panel="Compiler")] = "model",
     codegen: Annotated[
@@ -85,6 +166,13 @@ def generate(
     ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
+    ] = False,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Write a trace for Perfetto there, and print where the time went.", metavar="FILE"),
+    ] = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Print figures of the KV cache, the queue and the steps.")
     ] = False,
     as_json: Annotated[
         bool,
@@ -104,9 +192,16 @@ def generate(
         "block_size": block_size,
         "num_blocks": num_blocks,
         "kv_cache_memory": kv_cache_memory,
+        "min_kv_cache_memory": min_kv_cache_memory,
+        "kv_cache_dtype": kv_cache_dtype,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_model_len": max_model_len,
+        "enable_prefix_caching": enable_prefix_caching,
+        "policy": policy,
+        "preemption": preemption,
+        "swap_space": swap_space,
+        "max_queue": max_queue,
         "verify": verify,
         "codegen": codegen,
         "passes": pass_selection(skip_pass, only_pass),
@@ -118,30 +213,63 @@ def generate(
         "top_p": top_p,
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "bad_words": list(bad_words) if bad_words else None,
+        "allowed_token_ids": list(allowed_token_ids) if allowed_token_ids else None,
         "seed": seed,
         "n": n,
+        "best_of": best_of,
         "stop": list(stop) if stop else None,
         "ignore_eos": ignore_eos,
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
     }
+    asked = {"priority": _one_or_each(priority), "client": _one_or_each(client), "deadline": deadline}
+    terms: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     with one_line_errors(debug):
         prompts = _read_prompts(prompt, prompts_file)
+        for name, count in (("--logprobs", logprobs), ("--prompt-logprobs", prompt_logprobs)):
+            if count is not None and not as_json:
+                raise ValueError(f"{name} {count} has nowhere to go; add --json")
+        bias = _read_biases(logit_bias)
+        beams = beam_params(beam_width, length_penalty, {**sampling, "logit_bias": bias}, _NOT_GIVEN)
         # Imported here, so that --help and --version answer at once.
         from transformers.utils import logging as transformers_logging
 
         from ..llm import LLM
+        from ..runtime.request_options import options_for
         from ..runtime.sampling_params import SamplingParams
 
         if not sys.stderr.isatty():
             transformers_logging.disable_progress_bar()
-        params = SamplingParams(**sampling)  # type: ignore[arg-type]
+        params = SamplingParams(logit_bias=bias, **sampling)  # type: ignore[arg-type]
+        options_for(len(prompts), **terms)  # a mistake in them is found before the model is loaded
         given: dict[str, Any] = {name: value for name, value in engine_options.items() if value is not None}
         llm = LLM(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, **given)
+        scores: list[list[float]] | None = None
         begin = time.perf_counter()
         with _progress_bar(len(prompts)) as advance:
-            outputs = llm.generate(prompts, params, on_progress=advance)
+            if beams is None:
+                outputs = llm.generate(prompts, params, on_progress=advance, **terms)
+            else:
+                found = llm.beam_search(prompts, beams, on_progress=advance, **terms)
+                best = [best_texts(output, n) for output in found]
+                outputs, scores = [texts for texts, _ in best], [values for _, values in best]
         seconds = time.perf_counter() - begin
-    _print_outputs(outputs, as_json)
-    _print_summary(outputs, seconds)
+        found_profile = None
+        if profile is not None:
+            found_profile = llm.profile()
+            found_profile.save_trace(profile)
+    print_outputs(outputs, as_json, scores)
+    print_summary(outputs, seconds)
+    if stats:
+        Console(stderr=True).print(stats_table(llm.stats()))
+    if found_profile is not None:
+        from .profile_table import profile_table
+
+        Console(stderr=True).print(profile_table(found_profile))
+        typer.echo(f"written: {profile}", err=True)
     if any(c.finish_reason == "error" for output in outputs for c in output.outputs):
         raise typer.Exit(REQUEST_FAILED)
 
@@ -150,6 +278,11 @@ def pass_selection(skip: list[str] | None, only: list[str] | None) -> dict[str, 
     """The option ``passes`` from what ``--skip-pass`` and ``--only-pass`` were given."""
     selection = {name: list(passes) for name, passes in (("skip", skip), ("only", only)) if passes}
     return selection or None
+
+
+def _one_or_each(values: list[Any] | None) -> Any:
+    """What a repeatable option was given: a single value is for all prompts."""
+    return values[0] if values and len(values) == 1 else values or None
 
 
 def _read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]:
@@ -173,6 +306,22 @@ def _read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]
     return found
 
 
+def _read_biases(entries: Sequence[str] | None) -> dict[int, float] | None:
+    """What ``--logit-bias`` was given, as token id → bias.
+
+    Raises:
+        ValueError: an entry is not ``ID:BIAS``.
+    """
+    biases = {}
+    for entry in entries or ():
+        token, _, bias = entry.partition(":")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError:
+            raise ValueError(f"--logit-bias {entry} is not ID:BIAS; write for example 42:-100") from None
+    return biases or None
+
+
 @contextmanager
 def _progress_bar(total: int) -> Iterator[Callable[[EngineProgress], None] | None]:
     """A callback for ``LLM.generate`` that draws a bar on stderr; None where stderr is no terminal."""
@@ -194,46 +343,3 @@ def _progress_bar(total: int) -> Iterator[Callable[[EngineProgress], None] | Non
             bar.update(task, completed=done.finished, total=done.total, tokens=done.generated_tokens)
 
         yield advance
-
-
-def _print_outputs(outputs: Sequence[RequestOutput], as_json: bool) -> None:
-    if as_json:
-        for index, output in enumerate(outputs):
-            print(json.dumps(_as_dict(index, output), ensure_ascii=False))
-        return
-    for index, output in enumerate(outputs):
-        if index:
-            print()
-        for completion in output.outputs:
-            prompt = output.prompt or ""
-            print((typer.style(prompt, dim=True) if sys.stdout.isatty() else prompt) + completion.text)
-            if completion.finish_reason == "error":
-                typer.echo(f"pagoda: prompt {index} failed: {completion.error}", err=True)
-
-
-def _as_dict(index: int, output: RequestOutput) -> dict[str, Any]:
-    metrics = output.metrics
-    return {
-        "index": index,
-        "prompt": output.prompt,
-        "prompt_tokens": len(output.prompt_token_ids),
-        "outputs": [
-            {
-                "text": completion.text,
-                "token_ids": list(completion.token_ids),
-                "finish_reason": completion.finish_reason,
-                "stop_reason": completion.stop_reason,
-                "error": completion.error,
-            }
-            for completion in output.outputs
-        ],
-        "time_to_first_token": metrics.ttft,
-        "latency": metrics.e2e_latency,
-    }
-
-
-def _print_summary(outputs: Sequence[RequestOutput], seconds: float) -> None:
-    tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    rate = tokens / seconds if seconds else 0.0
-    noun = "prompt" if len(outputs) == 1 else "prompts"
-    typer.echo(f"{len(outputs)} {noun}, {tokens} tokens in {seconds:.1f} s ({rate:.1f} tok/s)", err=True)

@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from ....passes import TracedGraph
 from ....passes.fx_nodes import value
+from ....runtime.program import is_cache_input
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def flat_graph(
     constants: set[int] = set()
     copies: dict[fx.Node, Any] = {}
     used = [(i, node) for i, node in enumerate(traced.placeholders) if node.users]
-    real_caches = dict(zip((n for n in traced.placeholders if is_cache(n.name)), caches, strict=False))
+    real_caches = dict(zip((n for n in traced.placeholders if is_cache_input(n.name)), caches, strict=False))
     for _, node in used:
         example = value(node)
         if isinstance(example, list):
@@ -121,11 +122,6 @@ def flat_graph(
     )
 
 
-def is_cache(name: str) -> bool:
-    """Whether a placeholder of this name receives a cache."""
-    return name.startswith(("key_cache_", "value_cache_"))
-
-
 def is_constant(traced: TracedGraph, name: str) -> bool:
     """Whether the placeholder receives the same tensor at every call, which is known when the graph is linked."""
     return name in traced.constants or name in traced.notes.get("merged", {})
@@ -136,7 +132,7 @@ def _sizes(used: Sequence[tuple[int, fx.Node]], traced: TracedGraph) -> Iterator
     known = {size.node.expr for _, node in used if isinstance(size := value(node), torch.SymInt)}
     for i, node in used:
         example = value(node)
-        if not isinstance(example, torch.Tensor) or is_constant(traced, node.name) or is_cache(node.name):
+        if not isinstance(example, torch.Tensor) or is_constant(traced, node.name) or is_cache_input(node.name):
             continue
         for dim, size in enumerate(example.shape):
             if not isinstance(size, torch.SymInt) or not isinstance(size.node.expr, sympy.Symbol):

@@ -13,9 +13,9 @@ import torch
 
 from ....passes import TracedGraph
 from ....passes.fx_nodes import is_tensor, value
-from ....runtime.program import KVCache
+from ....runtime.program import KVCache, is_cache_input
 from ....runtime.step import StepMetadata
-from .flat_graph import is_cache, is_constant, list_inputs
+from .flat_graph import is_constant, list_inputs
 from .step_padding import StepSize, pad_step, size_of, spare_blocks
 
 Run = Callable[..., Sequence[Any]]
@@ -116,5 +116,5 @@ def _changing_tensors(traced: TracedGraph) -> tuple[int, ...]:
     return tuple(
         i
         for i, node in enumerate(traced.placeholders)
-        if node.users and is_tensor(node) and not is_cache(node.name) and not is_constant(traced, node.name)
+        if node.users and is_tensor(node) and not is_cache_input(node.name) and not is_constant(traced, node.name)
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ....runtime.ops.int8_rows import dequantise_rows
+
 
 def gathered_attention(
     query: torch.Tensor,
@@ -20,6 +22,8 @@ def gathered_attention(
     sliding_window: int,
     chunk: int,
     softcap: float,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a step's queries over caches that hold its keys already.
 
@@ -41,6 +45,7 @@ def gathered_attention(
         sliding_window: 0 for none.
         chunk: 0 for none.
         softcap: 0 for none.
+        key_scale, value_scale: of int8 caches, ``[num_blocks, block_size, Hk]`` float32.
 
     Returns:
         ``[T, H, Dv]``.
@@ -50,8 +55,8 @@ def gathered_attention(
     kv_heads, value_dim = value_cache.shape[2:]
     group = heads // kv_heads
     queries = query[padded_tokens].view(sequences, longest, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
-    keys = key_cache[block_table].flatten(1, 2).permute(0, 2, 3, 1)
-    values = value_cache[block_table].flatten(1, 2).permute(0, 2, 1, 3)
+    keys = _blocks(key_cache, key_scale, block_table, query.dtype).permute(0, 2, 3, 1)
+    values = _blocks(value_cache, value_scale, block_table, query.dtype).permute(0, 2, 1, 3)
     context = keys.shape[3]
 
     counts = query_start_loc[1:] - query_start_loc[:-1]
@@ -86,3 +91,13 @@ def gathered_attention(
     out = (weights @ values).view(sequences, kv_heads, group, longest, value_dim)
     rows = out.permute(0, 3, 1, 2, 4).reshape(sequences * longest, heads, value_dim)
     return rows[row_of_token].to(query.dtype)
+
+
+def _blocks(
+    cache: torch.Tensor, scale: torch.Tensor | None, block_table: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The blocks of each sequence, one after the other: ``[S, W * block_size, Hk, D]``."""
+    rows = cache[block_table]
+    if scale is not None:
+        rows = dequantise_rows(rows, scale[block_table], dtype)
+    return rows.flatten(1, 2)

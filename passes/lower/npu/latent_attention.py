@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...attention_node import paged_attention_nodes
+from ...attention_node import PagedAttentionCall, paged_attention_nodes
 from ...fx_nodes import eliminate_dead_code, module_path, shape, value
 from ...record import PassRecord, Rejection
 from ...traced import TracedGraph
@@ -103,28 +103,19 @@ class _LatentAttention:
 
     def __init__(self, site: Site, movements: Movements, latent: LatentKeys) -> None:
         self.site, self.traced, self.latent = site, site.traced, latent
-        arguments: tuple[Any, ...] = site.node.args
-        (
-            query,
-            _,
-            _,
-            self.key_cache,
-            self.value_cache,
-            self.slot_mapping,
-            self.block_table,
-            _,
-            _,
-            sinks,
-            alibi_slopes,
-            self.scale,
-            self.sliding_window,
-            chunk,
-            softcap,
-        ) = arguments
-        unknown = (("sinks", sinks), ("soft cap", softcap), ("ALiBi", alibi_slopes), ("chunks", chunk))
+        call = PagedAttentionCall.of(site.node)
+        query, self.key_cache, self.value_cache = call.query, call.key_cache, call.value_cache
+        self.slot_mapping, self.block_table = call.slot_mapping, call.block_table
+        self.scale, self.sliding_window = call.scale, call.sliding_window
+        unknown = (
+            *(("sinks", call.sinks), ("soft cap", call.softcap), ("ALiBi", call.alibi_slopes)),
+            ("chunks", call.chunk),
+        )
         for what, there in unknown:
             if there:
                 raise Unclear(f"it knows no {what}")
+        if call.key_scale is not None:
+            raise Unclear("it reads an int8 latent only with int8 queries")
         self.heads = int(shape(query)[1])
         if self.heads != latent.key_rows.heads:
             raise Unclear(f"{self.heads} heads of queries over {latent.key_rows.heads} of keys")

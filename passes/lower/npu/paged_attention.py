@@ -8,6 +8,11 @@ Becomes:
         TND: the tokens of all sequences one after the other, for prefill, chunked prefill and decode alike
         TND with heads padded to 128, or BSH with sequences padded to the longest, where TND does not take the heads
     or, where no form is legal (soft caps, ALiBi, chunks), the ATen operators of the formula over gathered blocks
+With int8 caches, which the kernel reads for one new token per sequence at most:
+    q8, s = ATen operators of k and v                       # quantised, see runtime/ops/int8_rows.py
+    npu_scatter_pa_kv_cache(k8, v8, key_cache, value_cache, slot_mapping, cache_mode="Norm")
+    npu_scatter_nd_update_(key_scale, [block, offset] of the slots, s)      # and value_scale
+    the formula over gathered blocks, dequantised
 Why it is faster:
     one kernel reads the blocks where they lie. The caches stay whole graph inputs that are written once and read
     afterwards: any other use makes the graph engine copy them in every step.
@@ -22,10 +27,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...attention_node import paged_attention_nodes
+from ....runtime.ops.int8_rows import quantise_rows
+from ...attention_node import PagedAttentionCall, paged_attention_nodes
 from ...fx_nodes import callee, eliminate_dead_code, shape, value
 from ...record import PassRecord
-from ...traced import TracedGraph
+from ...traced import TracedGraph, UnsupportedModel
 from .attention_limits import MASK_SIZE, UNLIMITED
 from .attention_routes import Heads, routes_by_traffic
 from .call import Call
@@ -69,23 +75,14 @@ class _PagedAttention:
 
     def __init__(self, site: Site, routes: dict[fx.Node, str]) -> None:
         self.site, self.traced, self.routes = site, site.traced, routes
-        (
-            self.query,
-            self.key,
-            self.value,
-            self.key_cache,
-            self.value_cache,
-            self.slot_mapping,
-            self.block_table,
-            self.query_start_loc,
-            self.seq_lens,
-            self.sinks,
-            self.alibi_slopes,
-            self.scale,
-            self.sliding_window,
-            self.chunk,
-            self.softcap,
-        ) = site.args
+        call = PagedAttentionCall.of(site.node)
+        self.query, self.key, self.value = call.query, call.key, call.value
+        self.key_cache, self.value_cache = call.key_cache, call.value_cache
+        self.key_scale, self.value_scale = call.key_scale, call.value_scale
+        self.slot_mapping, self.block_table = call.slot_mapping, call.block_table
+        self.query_start_loc, self.seq_lens = call.query_start_loc, call.seq_lens
+        self.sinks, self.alibi_slopes, self.scale = call.sinks, call.alibi_slopes, call.scale
+        self.sliding_window, self.chunk, self.softcap = call.sliding_window, call.chunk, call.softcap
         self.heads = Heads(
             int(shape(self.query)[1]), int(shape(self.key)[1]), int(shape(self.key)[3]), int(shape(self.value)[3])
         )
@@ -121,6 +118,12 @@ class _PagedAttention:
             if there:
                 self.site.refuse(self._kernel_name, f"it knows no {what}")
                 return GATHERED
+        if self.key_scale is not None:
+            self.site.refuse(
+                self._kernel_name,
+                "it reads paged int8 caches for one query token per sequence alone, and one graph serves prompts too",
+            )
+            return GATHERED
         for route in routes_by_traffic(self.heads, sinks=self.sinks is not None):
             reasons = violations(self._imagined(route))
             if not reasons:
@@ -198,15 +201,19 @@ class _PagedAttention:
         index = int(self.key_cache.name.rpartition("_")[2])
         self.traced.lay_out_cache(index, self.site.target.block_size, stored.key_dim, stored.value_dim)
         key, val = self._by_token(self.key, stored.key_dim), self._by_token(self.value, stored.value_dim)
+        if self.key_scale is not None:
+            key, key_scale = self.site.inline(quantise_rows, key)
+            val, value_scale = self.site.inline(quantise_rows, val)
+            self._write_rows((self.key_scale, key_scale), (self.value_scale, value_scale))
         pair = (self.key_cache, self.value_cache)
         done = self.site.call(
             _npu.npu_scatter_pa_kv_cache.default, key, val, *pair, self.slot_mapping, cache_mode="Norm"
         )
         if done is None:
-            self._write_rows(key, val)
+            self._write_rows((self.key_cache, key), (self.value_cache, val))
 
-    def _write_rows(self, key: fx.Node, val: fx.Node) -> None:
-        """Row by row, at (block, offset), for chips without the operator.
+    def _write_rows(self, *written: tuple[fx.Node | None, fx.Node]) -> None:
+        """Row by row, at (block, offset), where no operator writes both caches at once.
 
         Padding tokens, whose slots are negative, land in slot 0 of block 0.
         """
@@ -215,11 +222,10 @@ class _PagedAttention:
         block = self.traced.call(_aten.div.Tensor_mode, slots, size, rounding_mode="floor")
         offset = self.traced.call(_aten.remainder.Scalar, slots, size)
         place = self.traced.call(_aten.stack.default, [block, offset], -1)
-        for cache, rows in ((self.key_cache, key), (self.value_cache, val)):
+        for cache, rows in written:
             if self.site.call(_npu.npu_scatter_nd_update_.default, cache, place, rows) is None:
-                raise ValueError(
-                    f"no operator of {self.site.target.soc} writes the KV cache of {self.site.node.name}"
-                )
+                what = f"no operator of {self.site.target.soc} writes the KV cache of {self.site.node.name}"
+                raise UnsupportedModel(what + ("; give kv_cache_dtype='auto'" if self.key_scale is not None else ""))
 
     def _tokens(self, stored: Heads) -> fx.Node:
         """``[T, H, Dv]`` by the kernel in layout TND."""
@@ -272,6 +278,8 @@ class _PagedAttention:
             self.sliding_window,
             self.chunk,
             self.softcap,
+            self.key_scale,
+            self.value_scale,
         )
         return out
 

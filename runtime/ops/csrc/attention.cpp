@@ -6,6 +6,7 @@
 
 #include <atomic>
 
+#include "int8.h"
 #include "plan.h"
 
 struct AttentionArguments {
@@ -39,6 +40,8 @@ struct PagedAttentionArguments {
   const int32_t* context_lengths;
   const char* sinks;  // or null, like slopes
   const char* slopes;
+  char* key_scales;  // of int8 caches, or null, like value_scales
+  char* value_scales;
   char* out;
   int64_t dtype, cache_dtype, sinks_dtype, slopes_dtype;
   int64_t heads, kv_heads, tokens, sequences, table_width, num_blocks, block_size, dim, value_dim;
@@ -47,13 +50,15 @@ struct PagedAttentionArguments {
   int64_t value_head, value_token, value_dim_stride;
   int64_t key_block, key_row, key_cache_head, key_cache_dim;
   int64_t value_block, value_row, value_cache_head, value_cache_dim;
+  int64_t key_scale_block, key_scale_row, key_scale_head;
+  int64_t value_scale_block, value_scale_row, value_scale_head;
   int64_t sinks_stride, slopes_stride;
   int64_t window, chunk, threads;
   double scale, softcap;
 };
 static_assert(sizeof(AttentionArguments) == 42 * 8, "attention.py packs 40 integers and 2 doubles");
-static_assert(sizeof(PagedAttentionArguments) == 49 * 8,
-              "paged_attention.py packs 47 integers and 2 doubles");
+static_assert(sizeof(PagedAttentionArguments) == 57 * 8,
+              "paged_attention.py packs 55 integers and 2 doubles");
 
 // What a kernel returns: 0, or one of these in the low byte and the index of the culprit above it.
 enum Failure : int64_t { kBadSlot = 1, kBadQueryStart = 2, kBadLength = 3, kBadBlock = 4 };
@@ -71,7 +76,8 @@ void run(const Problem& p, const std::vector<Sequence>& sequences, const Plan& p
   constexpr int64_t kFewWrites = 64;  // tokens whose keys and values one thread copies in microseconds
   const int64_t tiles = (int64_t)plan.tiles.size(), splits = (int64_t)plan.splits.size();
 #if defined(PAGODA_BF16)
-  const bool bf16 = p.query_dtype == kBFloat16 && p.key_dtype == kBFloat16 && p.dim % 2 == 0;
+  const bool keys_fit = p.key_dtype == kBFloat16 || p.key_dtype == kInt8;
+  const bool bf16 = p.query_dtype == kBFloat16 && keys_fit && p.dim % 2 == 0;
 #endif
   const bool alone = n <= kFewWrites || threads == 1;
   // Of many tiles a thread takes the next one early, to fetch its keys in time; of few that would leave others idle.
@@ -131,11 +137,40 @@ int64_t check(const PagedAttentionArguments& a) {
   return 0;
 }
 
+// One head of one token, quantised; its scale.
+float write_int8(const char* from, int64_t dtype, int64_t stride, char* to, int64_t to_stride, int64_t n,
+                 Scratch& scratch) {
+  float* floats = scratch.take<float>(n);
+  load_floats(floats, from, dtype, n, stride);
+  int8_t* whole = to_stride == 1 ? (int8_t*)to : scratch.take<int8_t>(n);
+  const float scale = quantise_row(whole, floats, n);
+  if (to_stride != 1)
+    for (int64_t i = 0; i < n; ++i) to[i * to_stride] = (char)whole[i];
+  scratch.used = 0;
+  return scale;
+}
+
 void write_cache(const PagedAttentionArguments& a, int64_t token, Scratch& scratch) {
   const int64_t slot = a.slots[token];
   if (slot < 0) return;
   const int64_t block = slot / a.block_size, row = slot % a.block_size;
   const int64_t size = bytes_of(a.dtype), cache_size = bytes_of(a.cache_dtype);
+  scratch.reserve((a.dim + a.value_dim) * 5 + 256);
+  if (a.cache_dtype == kInt8) {
+    float* key_scales = (float*)a.key_scales + block * a.key_scale_block + row * a.key_scale_row;
+    float* value_scales = (float*)a.value_scales + block * a.value_scale_block + row * a.value_scale_row;
+    for (int64_t head = 0; head < a.kv_heads; ++head) {
+      key_scales[head * a.key_scale_head] =
+          write_int8(a.key + (head * a.key_head + token * a.key_token) * size, a.dtype, a.key_dim,
+                     a.key_cache + block * a.key_block + row * a.key_row + head * a.key_cache_head,
+                     a.key_cache_dim, a.dim, scratch);
+      value_scales[head * a.value_scale_head] =
+          write_int8(a.value + (head * a.value_head + token * a.value_token) * size, a.dtype, a.value_dim_stride,
+                     a.value_cache + block * a.value_block + row * a.value_row + head * a.value_cache_head,
+                     a.value_cache_dim, a.value_dim, scratch);
+    }
+    return;
+  }
   const auto copy = [&](const char* from, int64_t stride, char* to, int64_t to_stride, int64_t n) {
     if (a.dtype == a.cache_dtype && stride == 1 && to_stride == 1) {
       std::memcpy(to, from, n * size);
@@ -148,7 +183,6 @@ void write_cache(const PagedAttentionArguments& a, int64_t token, Scratch& scrat
       for (int64_t i = 0; i < n; ++i) store_scalar(to + i * to_stride * cache_size, a.cache_dtype, floats[i]);
     scratch.used = 0;
   };
-  scratch.reserve((a.dim + a.value_dim) * 4 + 128);
   for (int64_t head = 0; head < a.kv_heads; ++head) {
     copy(a.key + (head * a.key_head + token * a.key_token) * size, a.key_dim,
          a.key_cache + (block * a.key_block + row * a.key_row + head * a.key_cache_head) * cache_size,
@@ -215,6 +249,11 @@ extern "C" int64_t pagoda_paged_attention(const PagedAttentionArguments* argumen
   p.key_head = a.key_cache_head, p.key_dim = a.key_cache_dim;
   p.value_block = a.value_block, p.value_row = a.value_row;
   p.value_head = a.value_cache_head, p.value_dim_stride = a.value_cache_dim;
+  p.key_scales = (const float*)a.key_scales, p.value_scales = (const float*)a.value_scales;
+  p.key_scale_block = a.key_scale_block, p.key_scale_row = a.key_scale_row;
+  p.key_scale_head = a.key_scale_head;
+  p.value_scale_block = a.value_scale_block, p.value_scale_row = a.value_scale_row;
+  p.value_scale_head = a.value_scale_head;
   p.block_size = a.block_size;
   p.heads = a.heads, p.kv_heads = a.kv_heads, p.group = a.heads / a.kv_heads;
   p.dim = a.dim, p.value_dim = a.value_dim, p.columns = round_up(a.value_dim, 16);

@@ -28,6 +28,14 @@ struct LoadF16 {  // fp16, widened to float
   }
 };
 
+struct LoadInt8 {  // int8, as float
+  static inline __m512i read(const char* row, int64_t at, int64_t size) {
+    const int64_t left = size - at;
+    const __mmask16 mask = left >= 16 ? (__mmask16)0xFFFF : (__mmask16)((1u << left) - 1);
+    return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask, row + at))));
+  }
+};
+
 static inline void transpose16(__m512i r[16]) {
   __m512i t[16];
 #pragma GCC unroll 16
@@ -89,6 +97,7 @@ static inline void pack_keys(Float, float* packed, const char* const* keys, int 
   uint32_t* words = (uint32_t*)packed;
   if (dtype == kFloat32) transpose_keys<LoadWords>(words, keys, groups, dim);
   else if (dtype == kBFloat16) transpose_keys<LoadBf16>(words, keys, groups, dim);
+  else if (dtype == kInt8) transpose_keys<LoadInt8>(words, keys, groups, dim);
   else transpose_keys<LoadF16>(words, keys, groups, dim);
 #else
   typedef float quad __attribute__((vector_size(16)));
@@ -134,15 +143,66 @@ static inline void pack_query(Float, float* packed, const char* row, int64_t dim
 
 #if defined(PAGODA_BF16)
 
-// The kind Bf16 reads bf16 only. Keys as [dim / 2][key] pairs; `dim` is even.
+// Two vectors of floats that bf16 holds exactly as pairs: the first one's in the low halves.
+static inline __m512i pair_halves(__m512 low, __m512 high) {
+  return _mm512_mask_blend_epi16(0xAAAAAAAAu, _mm512_srli_epi32(_mm512_castps_si512(low), 16),
+                                 _mm512_castps_si512(high));
+}
+
+// Byte `kByte` of every lane, signed, as a float.
+template <int kByte>
+static inline __m512 byte_of(__m512i x) {
+  return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(x, 24 - 8 * kByte), 24));
+}
+
+// int8 keys[0:16 * groups] become pairs of bf16, packed[dim / 2][key]: four dims are transposed as one lane.
+static void transpose_int8_keys(uint32_t* packed, const char* const* keys, int groups, int64_t dim) {
+  for (int group = 0; group < groups; ++group) {
+    const char* const* row = keys + group * 16;
+    for (int64_t at = 0; at < dim; at += 64) {
+      const int64_t left = dim - at;
+      const __mmask64 mask = left >= 64 ? ~(__mmask64)0 : ((__mmask64)1 << left) - 1;
+      __m512i r[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) r[i] = _mm512_maskz_loadu_epi8(mask, row[i] + at);
+      transpose16(r);
+      uint32_t* to = packed + at / 2 * kBlockKeys + group * 16;
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) {
+        if (4 * i < left)
+          _mm512_storeu_si512(to + 2 * i * kBlockKeys, pair_halves(byte_of<0>(r[i]), byte_of<1>(r[i])));
+        if (4 * i + 2 < left)
+          _mm512_storeu_si512(to + (2 * i + 1) * kBlockKeys, pair_halves(byte_of<2>(r[i]), byte_of<3>(r[i])));
+      }
+    }
+  }
+}
+
+// The kind Bf16 reads bf16 and int8. Keys as [dim / 2][key] pairs; `dim` is even.
 static inline void pack_keys(Bf16, uint32_t* packed, const char* const* keys, int groups, int64_t dim,
-                             int64_t, float*) {
-  transpose_keys<LoadWords>(packed, keys, groups, dim / 2);
+                             int64_t dtype, float*) {
+  if (dtype == kInt8) transpose_int8_keys(packed, keys, groups, dim);
+  else transpose_keys<LoadWords>(packed, keys, groups, dim / 2);
+}
+
+static inline void pair_int8_values(uint32_t* packed, const char* const* values, int keys, int64_t dim,
+                                    int64_t columns) {
+  for (int key = 0; key < keys; key += 2) {
+    const char* first = values[key];
+    const char* second = key + 1 < keys ? values[key + 1] : nullptr;
+    uint32_t* to = packed + key / 2 * columns;
+    for (int64_t d = 0; d < dim; d += 16) {
+      const __m512i x = LoadInt8::read(first, d, dim);
+      const __m512i y = second ? LoadInt8::read(second, d, dim) : _mm512_setzero_si512();
+      _mm512_storeu_si512(to + d, pair_halves(_mm512_castsi512_ps(x), _mm512_castsi512_ps(y)));
+    }
+  }
 }
 
 // Values as [key / 2][columns] pairs; columns past `dim` and the key after an odd last one are 0.
 static inline void pack_values(Bf16, uint32_t* packed, const char* const* values, int keys, int64_t dim,
-                               int64_t columns, int64_t) {
+                               int64_t columns, int64_t dtype) {
+  if (dtype == kInt8) return pair_int8_values(packed, values, keys, dim, columns);
   alignas(64) static const uint16_t kLow[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
   const __m512i low = _mm512_load_si512(kLow);

@@ -17,6 +17,10 @@ struct Problem {
   const char* value;
   int64_t key_dtype, key_block, key_row, key_head, key_dim;
   int64_t value_block, value_row, value_head, value_dim_stride;
+  const float* key_scales;  // of int8 keys and values, one per row; else null
+  const float* value_scales;
+  int64_t key_scale_block, key_scale_row, key_scale_head;
+  int64_t value_scale_block, value_scale_row, value_scale_head;
   int64_t block_size;
   int64_t heads, kv_heads, group, dim, value_dim, columns;
   const char* mask;
@@ -81,6 +85,13 @@ static inline void store_weights(Bf16, uint32_t* to, const vfloat* weights, int 
 }
 #endif
 
+// What the numbers of a block of int8 keys and values count in; 0 behind the last key. The products are taken of
+// the stored integers, which bf16 holds exactly: a key's scale is applied to its scores, a value's to its weights.
+struct alignas(64) BlockScales {
+  float keys[kBlockKeys];
+  float values[kBlockKeys];
+};
+
 // Everything that the softmax knows about one row of the tile. Scores are held as multiples of ln 2, so that
 // weights are powers of two: `maximum` is log2 of e^(highest score).
 struct Row {
@@ -95,13 +106,15 @@ struct Row {
 static inline float finite_maximum(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
 
 // Scores to weights for a full block that the row sees entirely, with nothing but a positive scale to apply.
-// Returns the factor that the row's earlier results decay by.
+// Returns the factor that the row's earlier results decay by. `scales` is null unless keys and values are int8.
 template <class Kind>
-static inline float weigh_plain_row(float scale, Row& row, const float* scores,
+static inline float weigh_plain_row(float scale, Row& row, const float* scores, const BlockScales* scales,
                                     typename Kind::element* weights) {
   constexpr int kVectors = kBlockKeys / kLanes;
   vfloat x[kVectors];
   for (int v = 0; v < kVectors; ++v) x[v] = load(scores + v * kLanes);
+  if (scales)
+    for (int v = 0; v < kVectors; ++v) x[v] *= load(scales->keys + v * kLanes);
   vfloat top = x[0];
   for (int v = 1; v < kVectors; ++v) top = larger(top, x[v]);
   const float best = largest_lane(top) * scale;
@@ -113,6 +126,8 @@ static inline float weigh_plain_row(float scale, Row& row, const float* scores,
     x[v] = power_of_two(x[v] * scale - shift);
     total += x[v];
   }
+  if (scales)
+    for (int v = 0; v < kVectors; ++v) x[v] *= load(scales->values + v * kLanes);
   store_weights(Kind{}, weights, x, kVectors);
   row.sum = total;
   row.maximum = maximum;
@@ -121,8 +136,8 @@ static inline float weigh_plain_row(float scale, Row& row, const float* scores,
 
 // The same for n keys from `first` on and everything that can happen to a score.
 template <class Kind>
-static float weigh_row(const Problem& p, Row& row, const float* scores, typename Kind::element* weights,
-                       int64_t first, int n) {
+static float weigh_row(const Problem& p, Row& row, const float* scores, const BlockScales* scales,
+                       typename Kind::element* weights, int64_t first, int n) {
   constexpr int kVectors = kBlockKeys / kLanes;
   const int vectors = (int)round_up(n, 16) / kLanes;
   const int64_t begin = greater(row.low - first, 0), end = lesser(row.high - first, n);
@@ -134,6 +149,7 @@ static float weigh_row(const Problem& p, Row& row, const float* scores, typename
     for (int v = 0; v < vectors; ++v) {
       const vfloat key = lane + (float)(v * kLanes);
       vfloat s = load(scores + v * kLanes) * p.scale;
+      if (scales) s *= load(scales->keys + v * kLanes);
       if (p.softcap > 0.f) s = hyperbolic_tangent(s / p.softcap) * p.softcap;
       if (p.slopes) s += (key + (float)(first - row.position)) * row.slope;
       if (row.mask) s += load(row.mask + v * kLanes);
@@ -157,6 +173,7 @@ static float weigh_row(const Problem& p, Row& row, const float* scores, typename
   for (int v = 0; v < vectors; ++v) {
     x[v] = power_of_two(x[v] - shift);
     total += x[v];
+    if (scales) x[v] *= load(scales->values + v * kLanes);
   }
   store_weights(Kind{}, weights, x, vectors);
   row.sum = total;

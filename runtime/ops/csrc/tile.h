@@ -53,20 +53,50 @@ static inline void note_rows(Prefetcher& ahead, const char* row, int rows, int64
   else for (int i = 0; i < rows; ++i) ahead.add(row + i * stride, bytes);
 }
 
-// Calls each(i, run, key, value) for the runs of keys [first, first + n) that lie in one block: key first + i is
-// at `key`, the `run` - 1 after it follow at the row strides.
+// Calls each(i, run, id, offset) for the runs of keys [first, first + n) that lie in one block: key first + i and
+// the `run` - 1 after it are in block `id` from `offset` on.
+template <class Each>
+static inline void for_each_part(const Problem& p, const Sequence& s, int64_t first, int n, const Each& each) {
+  int64_t block = first / p.block_size, offset = first % p.block_size;
+  for (int i = 0; i < n; ++block, offset = 0) {
+    const int run = (int)lesser(n - i, p.block_size - offset);
+    each(i, run, (int64_t)s.blocks[block], offset);
+    i += run;
+  }
+}
+
+// Calls each(i, run, key, value) for the same runs: key first + i is at `key`, the `run` - 1 after it follow at the
+// row strides.
 template <class Each>
 static inline void for_each_run(const Problem& p, const Sequence& s, int64_t kv_head, int64_t first, int n,
                                 const Each& each) {
   const int64_t size = bytes_of(p.key_dtype);
-  int64_t block = first / p.block_size, offset = first % p.block_size;
-  for (int i = 0; i < n; ++block, offset = 0) {
-    const int run = (int)lesser(n - i, p.block_size - offset);
-    const int64_t id = s.blocks[block];
+  for_each_part(p, s, first, n, [&](int i, int run, int64_t id, int64_t offset) {
     each(i, run, p.key + (id * p.key_block + kv_head * p.key_head + offset * p.key_row) * size,
          p.value + (id * p.value_block + kv_head * p.value_head + offset * p.value_row) * size);
-    i += run;
-  }
+  });
+}
+
+// Calls each(i, run, key_scale, value_scale) for the same runs.
+template <class Each>
+static inline void for_each_run_of_scales(const Problem& p, const Sequence& s, int64_t kv_head, int64_t first,
+                                          int n, const Each& each) {
+  for_each_part(p, s, first, n, [&](int i, int run, int64_t id, int64_t offset) {
+    each(i, run,
+         p.key_scales + id * p.key_scale_block + kv_head * p.key_scale_head + offset * p.key_scale_row,
+         p.value_scales + id * p.value_scale_block + kv_head * p.value_scale_head + offset * p.value_scale_row);
+  });
+}
+
+static inline void load_scales(const Problem& p, const Sequence& s, int64_t kv_head, int64_t first, int n,
+                               BlockScales& scales) {
+  for_each_run_of_scales(p, s, kv_head, first, n, [&](int i, int run, const float* key, const float* value) {
+    for (int j = 0; j < run; ++j) {
+      scales.keys[i + j] = key[j * p.key_scale_row];
+      scales.values[i + j] = value[j * p.value_scale_row];
+    }
+  });
+  for (int i = n; i < kBlockKeys; ++i) scales.keys[i] = scales.values[i] = 0.f;
 }
 
 // One pointer per key and per value of [first, first + n), padded with `zeros` to full groups of 16.
@@ -90,6 +120,11 @@ static void note_block(const Problem& p, const Sequence& s, int64_t kv_head, int
     note_rows(ahead, key, run, p.key_row * size, p.dim * size);
     note_rows(ahead, value, run, p.value_row * size, p.value_dim * size);
   });
+  if (p.key_scales == nullptr) return;
+  for_each_run_of_scales(p, s, kv_head, first, n, [&](int, int run, const float* key, const float* value) {
+    note_rows(ahead, (const char*)key, run, p.key_scale_row * 4, 4);
+    note_rows(ahead, (const char*)value, run, p.value_scale_row * 4, 4);
+  });
 }
 
 // Copies rows whose elements are `stride` apart to contiguous ones and points to those.
@@ -98,6 +133,8 @@ static void straighten_rows(const char** rows, int n, int64_t dim, int64_t size,
   for (int i = 0; i < n; ++i, spare += dim * size) {
     if (size == 4)
       for (int64_t d = 0; d < dim; ++d) ((uint32_t*)spare)[d] = ((const uint32_t*)rows[i])[d * stride];
+    else if (size == 1)
+      for (int64_t d = 0; d < dim; ++d) spare[d] = rows[i][d * stride];
     else
       for (int64_t d = 0; d < dim; ++d) ((uint16_t*)spare)[d] = ((const uint16_t*)rows[i])[d * stride];
     rows[i] = spare;
@@ -185,6 +222,8 @@ static void attend_tile(const Problem& p, const std::vector<Sequence>& sequences
                p.query_dim);
   }
 
+  BlockScales block_scales;
+  const BlockScales* scales = p.key_scales ? &block_scales : nullptr;
   const bool plain = p.scale > 0.f && !(p.softcap > 0.f) && !p.slopes && !p.mask;
   bool fresh = true;  // nothing in `result` yet
   const char* key_rows[2][kBlockKeys];
@@ -215,6 +254,7 @@ static void attend_tile(const Problem& p, const std::vector<Sequence>& sequences
     if (straight_values)
       straighten_rows(value_rows[now], n, p.value_dim, size, p.value_dim_stride, straight_values);
 
+    if (scales) load_scales(p, s, t.kv_head, first, n, block_scales);
     const int groups = (n + kGroupKeys - 1) / kGroupKeys;
     for (int i = 0; i < groups * kGroupKeys; i += kGroupKeys) {
       pack_keys(Kind{}, keys + i, key_rows[now] + i, 1, p.dim, p.key_dtype, spare);
@@ -226,9 +266,9 @@ static void attend_tile(const Problem& p, const std::vector<Sequence>& sequences
       const float* from = scores + r * kBlockKeys;
       element* to = weights + r * (kBlockKeys / Kind::kPerElement);
       if (plain && n == kBlockKeys && row[r].low <= first && row[r].high >= first + kBlockKeys)
-        decay[r] = weigh_plain_row<Kind>(p.scale * kLog2E, row[r], from, to);
+        decay[r] = weigh_plain_row<Kind>(p.scale * kLog2E, row[r], from, scales, to);
       else
-        decay[r] = weigh_row<Kind>(p, row[r], from, to, first, n);
+        decay[r] = weigh_row<Kind>(p, row[r], from, scales, to, first, n);
       ahead.step();
     }
     for (int i = 0; i < n; i += kValueKeys) {

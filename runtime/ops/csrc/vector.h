@@ -114,9 +114,11 @@ static inline vfloat hyperbolic_tangent(vfloat x) {
 
 static inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-enum DType : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kBool = 3 };
+enum DType : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kBool = 3, kInt8 = 4 };
 
-static inline int64_t bytes_of(int64_t dtype) { return dtype == kFloat32 ? 4 : dtype == kBool ? 1 : 2; }
+static inline int64_t bytes_of(int64_t dtype) {
+  return dtype == kFloat32 ? 4 : dtype == kBool || dtype == kInt8 ? 1 : 2;
+}
 
 static inline float from_bits(uint32_t bits) {
   float x;
@@ -188,6 +190,12 @@ static inline void load_floats(float* to, const char* from, int64_t dtype, int64
     const float* p = (const float*)from;
     if (stride == 1) std::memcpy(to, p, n * 4);
     else for (int64_t i = 0; i < n; ++i) to[i] = p[i * stride];
+    return;
+  }
+  if (dtype == kInt8) {
+    const int8_t* p = (const int8_t*)from;
+    if (stride == 1) for (int64_t i = 0; i < n; ++i) to[i] = (float)p[i];
+    else for (int64_t i = 0; i < n; ++i) to[i] = (float)p[i * stride];
     return;
   }
   const uint16_t* p = (const uint16_t*)from;

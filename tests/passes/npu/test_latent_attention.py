@@ -87,8 +87,9 @@ class LatentGraph(AttentionGraph):
         x, cos, sin = (self._input(n, torch.empty(1, 29, *size, dtype=dtype)) for n, size in self.shapes.items())
         output = module.graph.output(())
         sliding_window = options.get("sliding_window", 0)
-        spec = CacheSpec(heads, content + rotary, VALUE, dtype, sliding_window)
-        self.caches = traced.add_cache(spec)
+        spec = CacheSpec(heads, content + rotary, VALUE, options.get("cache_dtype", dtype), sliding_window)
+        key_cache, value_cache, *scales = self.caches = traced.add_cache(spec)
+        scales = scales or [None, None]
         metadata = [traced.step_input(n) for n in ("slot_mapping", "block_table", "query_start_loc", "seq_lens")]
         with traced.graph.inserting_before(output):
             self.hidden, self.cos, self.sin = (traced.call(aten.squeeze.dim, node, 2) for node in (x, cos, sin))
@@ -110,7 +111,8 @@ class LatentGraph(AttentionGraph):
             for _ in range(calls):
                 out = traced.call(
                     PAGED_ATTENTION,
-                    *(self.query, whole, self.value, *self.caches, *metadata, *extra, 0.1, sliding_window, *numbers),
+                    *(self.query, whole, self.value, key_cache, value_cache, *metadata, *extra),
+                    *(0.1, sliding_window, *numbers, *scales),
                 )
                 results.append(traced.call(aten.transpose.int, out, 1, 2))
         output.args = (tuple(results),)
@@ -532,6 +534,7 @@ def tokens_mixed(graph):
         ({"sinks": torch.zeros(2)}, "it knows no sinks"),
         ({"slopes": torch.ones(2)}, "it knows no ALiBi"),
         ({"calls": 2}, "its cache is read by another attention too"),
+        ({"cache_dtype": torch.int8}, "it reads an int8 latent only with int8 queries"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )

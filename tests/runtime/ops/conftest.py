@@ -94,9 +94,12 @@ class PagedCase:
 
         def cache_of(dim: int) -> torch.Tensor:
             dtype = self.cache_dtype or self.dtype
-            if self.cache_by_heads:
-                return torch.randn(num_blocks, self.kv_heads, self.block_size, dim).to(dtype).transpose(1, 2)
-            return torch.randn(num_blocks, self.block_size, self.kv_heads, dim).to(dtype)
+            if dtype is torch.int8:
+                noise = torch.randint(-127, 128, (num_blocks, self.kv_heads, self.block_size, dim))
+            else:
+                noise = torch.randn(num_blocks, self.kv_heads, self.block_size, dim)
+            noise = noise.to(dtype).transpose(1, 2)
+            return noise if self.cache_by_heads else noise.contiguous()
 
         self.arguments = [
             tokens_of(self.heads, self.dim),
@@ -114,7 +117,14 @@ class PagedCase:
             self.window,
             self.chunk,
             self.softcap,
+            *self._scales(num_blocks),
         ]
+
+    def _scales(self, num_blocks: int) -> list[torch.Tensor | None]:
+        if self.cache_dtype is not torch.int8:
+            return [None, None]
+        scales = [torch.rand(num_blocks, self.kv_heads, self.block_size) / 60 for _ in range(2)]
+        return [s.transpose(1, 2) if self.cache_by_heads else s.transpose(1, 2).contiguous() for s in scales]
 
     def copy(self) -> list[Any]:
         return [

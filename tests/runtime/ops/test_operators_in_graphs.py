@@ -38,6 +38,8 @@ def test_opcheck(paged_case, dtype):
     torch.library.opcheck(torch.ops.pagoda.attention.default, dense_arguments(dtype))
     case = paged_case([(3, 5), (1, 20)], dtype=dtype, sinks=True)
     torch.library.opcheck(torch.ops.pagoda.paged_attention.default, case.arguments)
+    case = paged_case([(3, 20), (1, 5)], cache_dtype=torch.int8)
+    torch.library.opcheck(torch.ops.pagoda.paged_attention.default, case.arguments)
 
 
 def test_fake_strides_are_the_real_ones(paged_case):
@@ -96,7 +98,7 @@ class TwoLayers(torch.nn.Module):
             q, k, v = (x * 1.5).split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], dim=-1)
             heads = [t.view(1, tokens, -1, DIM).transpose(1, 2) for t in (q, k, v)]
             attended = torch.ops.pagoda.paged_attention.default(
-                *heads, *caches[layer], slots, table, starts, lengths, None, None, 0.25, 0, 0, 0.0
+                *heads, *caches[layer], slots, table, starts, lengths, None, None, 0.25, 0, 0, 0.0, None, None
             )
             x = x + torch.nn.functional.pad(
                 attended.transpose(1, 2).reshape(1, tokens, HEADS * DIM), (0, 2 * KV_HEADS * DIM)

@@ -65,7 +65,7 @@ def test_rows_that_see_nothing_are_zero(hidden):
 def test_paged_equals_dense(paged_case):
     """Whole prompts in one step: the paged reference is the dense causal one, sequence by sequence."""
     case = paged_case([(7, 7), (33, 33), (1, 1)], window=6, softcap=4.0, sinks=True, alibi=True, padding=3)
-    query, key, value, *_, sinks, slopes, scale, window, chunk, softcap = case.arguments
+    query, key, value, *_, sinks, slopes, scale, window, chunk, softcap, _, _ = case.arguments
     result = paged_attention_reference(*case.arguments)
     for start, end in [(0, 7), (7, 40), (40, 41)]:
         dense = attention_reference(

@@ -1,45 +1,12 @@
 from __future__ import annotations
 
-import random
-
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from torch_pagoda.runtime.batcher import Batcher, Schedule
-from torch_pagoda.runtime.block_manager import BlockManager
-from torch_pagoda.runtime.request import Request, RequestStatus
-from torch_pagoda.runtime.sampling_params import SamplingParams
+from torch_pagoda.runtime.batching import Batcher
+from torch_pagoda.runtime.blocks import BlockGroup, BlockManager
+from torch_pagoda.runtime.request import RequestStatus
 
-
-def make_batcher(num_blocks=64, block_size=4, seqs=8, budget=32, max_len=None):
-    blocks = BlockManager(num_blocks, block_size)
-    return Batcher(blocks, seqs, budget, blocks.capacity if max_len is None else max_len)
-
-
-def make_request(name, prompt=3, max_tokens=4):
-    return Request(name, [1] * prompt, SamplingParams(max_tokens=max_tokens))
-
-
-def next_token(request):
-    """A stand-in for the model: depends on everything before it."""
-    return hash((*request.prompt_token_ids, *request.output_token_ids)) % 1000
-
-
-def run(batcher: Batcher, schedule: Schedule):
-    """What an engine does with a schedule."""
-    for item in schedule.requests:
-        batcher.advance(item.request, item.num_tokens)
-        if item.is_last_chunk:
-            item.request.output_token_ids.append(next_token(item.request))
-            request = item.request
-            if request.num_output_tokens >= request.params.max_tokens or request.num_tokens >= batcher.max_model_len:
-                batcher.finish(request, "length")
-
-
-def shares(schedule):
-    return [(item.request.request_id, item.start, item.num_tokens, item.is_last_chunk) for item in schedule.requests]
+from batcher_steps import make_batcher, make_request, next_token, run, shares
 
 
 def test_a_lone_request_from_prompt_to_end():
@@ -49,7 +16,7 @@ def test_a_lone_request_from_prompt_to_end():
     assert (request.arrival, batcher.num_waiting, batcher.num_running) == (0, 1, 0)
     schedule = batcher.schedule()
     assert shares(schedule) == [("a", 0, 5, True)]
-    assert (schedule.new_blocks, schedule.num_tokens) == ({"a": [0, 1]}, 5)
+    assert (schedule.tables, schedule.new_blocks, schedule.num_tokens) == ({"a": [[0, 1]]}, {}, 5)
     assert request.status is RequestStatus.RUNNING
     run(batcher, schedule)
     assert shares(batcher.schedule()) == [("a", 5, 1, True)]
@@ -57,7 +24,7 @@ def test_a_lone_request_from_prompt_to_end():
     run(batcher, batcher.schedule())
     assert (request.finish_reason, request.num_output_tokens) == ("length", 3)
     assert not batcher.has_unfinished() and batcher.get("a") is None
-    assert batcher.block_manager.num_free_blocks == 64
+    assert batcher.block_manager.num_available_blocks == 64
     empty = batcher.schedule()
     assert (empty.requests, empty.preempted, empty.new_blocks, empty.num_tokens) == ([], [], {}, 0)
 
@@ -67,8 +34,8 @@ def test_a_restarted_request_is_computed_again_in_its_own_blocks():
     request, other = make_request("a", prompt=5, max_tokens=9), make_request("b", prompt=2, max_tokens=9)
     batcher.add(request)
     batcher.add(other)
-    with pytest.raises(ValueError, match="'a' is waiting; only running ones restart"):
-        batcher.restart(request)
+    with pytest.raises(ValueError, match="'x' is waiting; only unfinished ones restart"):
+        batcher.restart(make_request("x"))
     for _ in range(4):
         run(batcher, batcher.schedule())
     tokens, table = request.num_tokens, batcher.block_manager.table("a")
@@ -151,7 +118,7 @@ def test_admission_leaves_a_block_for_everyone_who_may_grow():
         batcher.add(make_request("a", prompt=4, max_tokens=max_tokens))
         run(batcher, batcher.schedule())
         run(batcher, batcher.schedule())
-        assert batcher.block_manager.num_free_blocks == 2
+        assert batcher.block_manager.num_available_blocks == 2
         batcher.add(make_request("b", prompt=7))
         assert ("b" in [s[0] for s in shares(batcher.schedule())]) == admitted
 
@@ -171,7 +138,7 @@ def test_several_tokens_appended_at_once_are_computed_at_once():
         batcher.add(request)
     run(batcher, batcher.schedule())
     a.output_token_ids += [7, 8]
-    batcher.block_manager.allocate("someone", 2)
+    batcher.block_manager.allocate("someone", 2, 0)
     schedule = batcher.schedule()  # b decodes, and first takes the last block, which a needs more
     assert schedule.preempted == [b] and schedule.new_blocks.keys() == {"a"}
     assert shares(schedule) == [("a", 2, 3, True)] and schedule.num_tokens == 3
@@ -182,7 +149,7 @@ def test_requests_that_cannot_grow_fill_the_cache_to_the_last_block():
     for name in "abcd":
         batcher.add(make_request(name, prompt=7, max_tokens=50))
     batcher.schedule()
-    assert batcher.num_running == 4 and batcher.block_manager.num_free_blocks == 0
+    assert batcher.num_running == 4 and batcher.block_manager.num_available_blocks == 0
 
 
 def test_a_request_as_long_as_the_cache_is_admitted_alone():
@@ -202,11 +169,11 @@ def test_the_latest_request_is_preempted_and_recomputed():
     batcher.add(b)
     for _ in range(3):
         run(batcher, batcher.schedule())
-    assert (a.num_tokens, b.num_tokens, batcher.block_manager.num_free_blocks) == (5, 5, 0)
+    assert (a.num_tokens, b.num_tokens, batcher.block_manager.num_available_blocks) == (5, 5, 0)
     outputs = list(b.output_token_ids)
     schedule = batcher.schedule()
     assert shares(schedule) == [("a", 4, 1, True)]
-    assert schedule.preempted == [b] and "b" not in schedule.new_blocks
+    assert schedule.preempted == [b] and "b" not in schedule.new_blocks and "b" not in schedule.tables
     assert (b.status, b.num_computed_tokens, b.num_preemptions) == (RequestStatus.WAITING, 0, 1)
     assert b.output_token_ids == outputs and "b" not in batcher.block_manager
     assert batcher.num_preemptions == batcher.stats()["preemptions"] == 1
@@ -214,7 +181,7 @@ def test_the_latest_request_is_preempted_and_recomputed():
         run(batcher, schedule)
         schedule = batcher.schedule()
     assert shares(schedule) == [("b", 0, 5, True)], "its output is recomputed like a prompt"
-    assert len(schedule.new_blocks["b"]) == 3
+    assert len(schedule.tables["b"][0]) == 3
     while batcher.has_unfinished():
         run(batcher, batcher.schedule())
     assert b.output_token_ids[:3] == outputs and b.num_output_tokens == 6
@@ -227,8 +194,8 @@ def test_the_latest_request_waits_with_its_blocks_when_it_is_the_one_in_need():
     batcher.add(b)
     run(batcher, batcher.schedule())
     run(batcher, batcher.schedule())
-    assert (a.num_tokens, b.num_tokens, batcher.block_manager.num_free_blocks) == (3, 8, 1)
-    batcher.block_manager.allocate("someone", 1)
+    assert (a.num_tokens, b.num_tokens, batcher.block_manager.num_available_blocks) == (3, 8, 1)
+    batcher.block_manager.allocate("someone", 1, 0)
     b.output_token_ids.append(5)  # pretend that b is ahead by one, so that it is the one that needs a block
     b.num_computed_tokens += 1
     a.num_computed_tokens = 1  # and that a still fits in the blocks that it has
@@ -248,13 +215,14 @@ def test_a_chunk_shrinks_to_the_free_blocks_before_anyone_is_preempted():
     batcher.add(b)
     run(batcher, batcher.schedule())
     assert b.num_computed_tokens == 3
-    batcher.block_manager.allocate("someone", 6)
+    batcher.block_manager.allocate("someone", 6, 0)
     schedule = batcher.schedule()
     assert shares(schedule) == [("a", 3, 1, True), ("b", 3, 3, False)]
     run(batcher, schedule)
-    assert batcher.block_manager.num_free_blocks == 0
+    assert batcher.block_manager.num_available_blocks == 0
     schedule = batcher.schedule()  # a takes b's blocks
     assert shares(schedule) == [("a", 4, 1, True)] and schedule.preempted == [b]
+    batcher.block_manager.free("someone")
     batcher.check()
 
 
@@ -267,7 +235,7 @@ def test_cancel_at_any_moment():
     assert batcher.cancel("w") is waiting and batcher.cancel("c") is chunked
     assert waiting.finish_reason == chunked.finish_reason == "cancelled"
     assert batcher.cancel("c") is None and batcher.cancel("never") is None
-    assert batcher.block_manager.num_free_blocks == 64 and not batcher.has_unfinished()
+    assert batcher.block_manager.num_available_blocks == 64 and not batcher.has_unfinished()
     batcher.check()
 
 
@@ -305,7 +273,7 @@ def test_misuse_is_refused():
     batcher.finish(request, "stop")
     with pytest.raises(ValueError, match="finished"):
         batcher.add(request)
-    blocks = BlockManager(4, 4)
+    blocks = BlockManager([BlockGroup(4)], 4)
     for bad in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
         with pytest.raises(ValueError, match="below 1"):
             Batcher(blocks, *bad)
@@ -317,7 +285,7 @@ def test_misuse_is_refused():
 
 def test_blocks_held_by_somebody_else_are_reported_and_not_spun_upon():
     batcher = make_batcher(num_blocks=4, block_size=4)
-    batcher.block_manager.allocate("foreign", 16)
+    batcher.block_manager.allocate("foreign", 16, 0)
     batcher.add(make_request("a"))
     with pytest.raises(RuntimeError, match="0 of 4 blocks are free"):
         batcher.schedule()
@@ -340,7 +308,7 @@ def test_requeue_all_repairs_an_interrupted_step(method, monkeypatch):
         calls += 1
         if calls == 3:
             if method == "_plan":
-                self.block_manager._free.pop()  # a block that is neither free nor in a table
+                self.block_manager.pools[0]._free.popitem()  # a block that is neither free nor in a table
             raise KeyboardInterrupt
         return original(self, *args)
 
@@ -364,165 +332,3 @@ def test_requeue_all_repairs_an_interrupted_step(method, monkeypatch):
         while alone.num_output_tokens < 6:
             alone.output_token_ids.append(next_token(alone))
         assert request.output_token_ids == alone.output_token_ids
-
-
-class BatcherMachine(RuleBasedStateMachine):
-    """Random traffic; a mirror of the tables is kept as the runner would, from ``new_blocks`` alone."""
-
-    @initialize(
-        num_blocks=st.integers(1, 14),
-        block_size=st.integers(1, 5),
-        seqs=st.integers(1, 5),
-        budget=st.integers(1, 20),
-    )
-    def start(self, num_blocks, block_size, seqs, budget):
-        self.batcher = make_batcher(num_blocks, block_size, seqs, budget)
-        self.requests: list[Request] = []
-        self.first_admitted: list[int] = []
-        self.tables: dict[str, list[int]] = {}
-
-    @rule(prompt=st.integers(1, 40), max_tokens=st.integers(1, 20))
-    def add(self, prompt, max_tokens):
-        request = make_request(f"r{len(self.requests)}", prompt, max_tokens)
-        if prompt > self.batcher.max_model_len:
-            with pytest.raises(ValueError):
-                self.batcher.add(request)
-        else:
-            self.batcher.add(request)
-            self.requests.append(request)
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def cancel(self, data):
-        request = data.draw(st.sampled_from(self.requests))
-        finished = request.is_finished
-        assert self.batcher.cancel(request.request_id) is (None if finished else request)
-        self.tables.pop(request.request_id, None)
-
-    @rule()
-    def requeue(self):
-        self.batcher.requeue_all()
-        self.tables.clear()
-
-    @rule()
-    def plan_without_running(self):
-        """A step whose model call failed: planned, never advanced."""
-        self.plan()
-
-    @rule(steps=st.integers(1, 6))
-    def step(self, steps):
-        for _ in range(steps):
-            schedule = self.plan()
-            for item in schedule.requests:
-                held = len(self.tables[item.request.request_id]) * self.batcher.block_manager.block_size
-                assert item.start + item.num_tokens <= held
-            run(self.batcher, schedule)
-            for item in schedule.requests:
-                if item.request.is_finished:
-                    del self.tables[item.request.request_id]
-
-    def plan(self):
-        batcher = self.batcher
-        decoding = [r.request_id for r in batcher.running if r.num_tokens - r.num_computed_tokens == 1]
-        running = {r.request_id for r in batcher.running}
-        schedule = batcher.schedule()
-        items = schedule.requests
-        assert bool(items) == batcher.has_unfinished(), "somebody always progresses"
-        assert schedule.num_tokens == sum(i.num_tokens for i in items) <= batcher.max_num_batched_tokens
-        assert len({i.request.request_id for i in items}) == len(items) <= batcher.max_num_seqs
-        gone = {r.request_id for r in schedule.preempted}
-        assert gone <= running and not gone & {i.request.request_id for i in items}
-        for name in gone:
-            del self.tables[name]
-        for name, added in schedule.new_blocks.items():
-            assert added and name not in gone
-            self.tables.setdefault(name, []).extend(added)
-        for item in items:
-            request = item.request
-            assert request.status is RequestStatus.RUNNING and item.num_tokens >= 1
-            assert item.start == request.num_computed_tokens
-            end = item.start + item.num_tokens
-            assert end <= request.num_tokens and item.is_last_chunk == (end == request.num_tokens)
-            if request.request_id not in running and request.arrival not in self.first_admitted:
-                self.first_admitted.append(request.arrival)
-        assert self.first_admitted == sorted(self.first_admitted), "first come, first served"
-        if items:
-            unfinished = [r for r in self.requests if not r.is_finished]
-            assert any(i.request is unfinished[0] for i in items), "the oldest request always progresses"
-        order = [i.request.request_id in decoding for i in items]
-        assert order == sorted(order, reverse=True), "decodes first"
-        return schedule
-
-    @invariant()
-    def everything_is_in_order(self):
-        if hasattr(self, "batcher"):
-            self.batcher.check()
-            for request in self.batcher.running:
-                table = self.batcher.block_manager.table(request.request_id)
-                assert self.tables[request.request_id] == table
-
-    def teardown(self):
-        if not hasattr(self, "batcher"):
-            return
-        limit = sum(r.num_prompt_tokens + r.params.max_tokens for r in self.requests)
-        limit *= 1 + len(self.requests)
-        while self.batcher.has_unfinished():
-            limit -= 1
-            assert limit > 0, "livelock"
-            self.step(1)
-        assert self.batcher.block_manager.num_used_blocks == 0
-        for request in self.requests:
-            if request.finish_reason == "length":
-                full = request.num_output_tokens == request.params.max_tokens
-                assert full or request.num_tokens >= self.batcher.max_model_len
-
-
-TestBatcherMachine = BatcherMachine.TestCase
-TestBatcherMachine.settings = settings(
-    max_examples=120, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-
-
-def simulate(seed, num_requests=1000, num_blocks=256):
-    """Random arrivals into a small cache; returns the trace of schedules and the requests."""
-    rng = random.Random(seed)
-    batcher = make_batcher(num_blocks=num_blocks, block_size=16, seqs=32, budget=128, max_len=512)
-    requests = [
-        make_request(f"r{i}", min(300, int(rng.lognormvariate(4, 1)) + 1), rng.randint(1, 64))
-        for i in range(num_requests)
-    ]
-    pending = iter(requests)
-    trace, computed, peak, arrived = [], 0, 0, 0
-    while arrived < num_requests or batcher.has_unfinished():
-        for _ in range(rng.choice((0, 0, 1, 3))):
-            if request := next(pending, None):
-                batcher.add(request)
-                arrived += 1
-        schedule = batcher.schedule()
-        computed += schedule.num_tokens
-        peak = max(peak, len(schedule.requests))
-        trace.append((shares(schedule), [r.request_id for r in schedule.preempted], schedule.new_blocks))
-        assert schedule.num_tokens <= 128 and batcher.num_running <= 32
-        run(batcher, schedule)
-    batcher.check()
-    return batcher, requests, trace, computed, peak
-
-
-def test_a_thousand_requests_finish_deterministically():
-    batcher, requests, trace, computed, peak = simulate(1)
-    assert all(r.finish_reason == "length" for r in requests)
-    assert all(r.num_output_tokens == r.params.max_tokens for r in requests)
-    assert batcher.block_manager.num_used_blocks == 0
-    assert peak == 32
-    # The last sampled token of a request is never computed.
-    needed = sum(r.num_tokens - 1 for r in requests)
-    assert computed >= needed
-    assert (computed == needed) == (batcher.num_preemptions == 0)
-    assert trace == simulate(1)[2]
-
-
-def test_scarce_blocks_cost_preemptions_but_not_progress():
-    batcher, requests, _, computed, _ = simulate(2, num_requests=300, num_blocks=40)
-    assert all(r.num_output_tokens == r.params.max_tokens for r in requests)
-    assert batcher.num_preemptions > 0
-    assert computed < 1.2 * sum(r.num_tokens - 1 for r in requests), "recomputation got out of hand"

@@ -1,0 +1,137 @@
+"""What a model needs of a memory, from its configuration alone: weights, caches, and an estimate of activations."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...passes import TracedGraph
+from ...passes.provenance import decoder_layers
+from ...runtime.program import CacheSpec, is_cache_input
+from ..build import rewrite
+from ..capture import capture
+from ..options import CompileOptions
+from ..report import CompileReport
+from .live_memory import peak_live_bytes
+from .skeleton import build_skeleton
+from .traffic import Step
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What serving a model takes, before any of it is loaded.
+
+    Attributes:
+        model: class of the model.
+        parameters: how many numbers its weights are; tied ones count once.
+        weight_bytes: of parameters and buffers.
+        weight_dtype: of most of them, ``float16``.
+        caches: what each cached layer of the whole model stores.
+        max_model_len: positions that it supports, or None when it does not say.
+        graph: the rewritten graph of a few layers, for ``activation_bytes``.
+    """
+
+    model: str
+    parameters: int
+    weight_bytes: int
+    weight_dtype: str
+    caches: tuple[CacheSpec, ...]
+    max_model_len: int | None
+    graph: TracedGraph
+
+    def activation_bytes(self, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+        """An estimate of what the largest step takes beside weights and caches, see ``peak_live_bytes``.
+
+        Layers run one after the other, so that a few show the peak of all.
+        """
+        rows = min(max_num_seqs, max_num_batched_tokens)
+        return peak_live_bytes(self.graph, Step(max_num_batched_tokens, max_num_batched_tokens, rows))
+
+
+def requirements(
+    kind: Any, config: Any, dtype: torch.dtype | None = None, options: CompileOptions | None = None
+) -> Requirements:
+    """Find out what a transformers model needs. No memory is taken for its weights, and nothing is run.
+
+    Args:
+        kind: class of the model.
+        config: its configuration, which is not changed.
+        dtype: of its weights; None for what the configuration says, or bf16.
+        options: how it would be compiled; the target and the passes count.
+
+    Raises:
+        UnsupportedModel: it cannot be served.
+    """
+    options = CompileOptions() if options is None else options
+    dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
+    skeleton = build_skeleton(kind, config, dtype)
+    options = replace(options, verify="off", codegen="none").for_device("cpu")
+    traced = rewrite(capture(skeleton.model), options, None, CompileReport(type(skeleton.model).__name__))
+    parameters, weight_bytes, kept = _weights(_whole(kind, config, dtype, skeleton.model))
+    return Requirements(
+        model=type(skeleton.model).__name__,
+        parameters=parameters,
+        weight_bytes=weight_bytes,
+        weight_dtype=str(kept).removeprefix("torch."),
+        caches=_all_caches(traced, skeleton.stands_for),
+        max_model_len=traced.max_positions,
+        graph=traced,
+    )
+
+
+def _whole(kind: Any, config: Any, dtype: torch.dtype, skeleton: nn.Module) -> nn.Module:
+    """The whole model without memory; the skeleton where that cannot be built, which then has all layers."""
+    try:
+        with torch.device("meta"):
+            model: nn.Module = kind._from_config(copy.deepcopy(config), dtype=dtype)
+    except Exception as error:  # a model that computes with its buffers while it is built
+        logger.info("not built on the meta device: %s", error)
+        return skeleton
+    model.tie_weights()  # type: ignore[operator]
+    return model
+
+
+def _weights(model: nn.Module) -> tuple[int, int, torch.dtype]:
+    """Number of parameters, bytes of parameters and buffers, and the dtype that most of the parameters have."""
+    parameters = {id(p): p for p in model.parameters()}.values()
+    buffers = {id(b): b for b in model.buffers()}.values()
+    by_dtype: Counter[torch.dtype] = Counter()
+    for p in parameters:
+        by_dtype[p.dtype] += p.numel()
+    size = sum(t.numel() * t.element_size() for t in (*parameters, *buffers))
+    return by_dtype.total(), size, by_dtype.most_common(1)[0][0]
+
+
+def _all_caches(traced: TracedGraph, stands_for: Sequence[int]) -> tuple[CacheSpec, ...]:
+    """The caches of all layers, from those of the layers that stand for them.
+
+    A cache that several layers read belongs to the first of them.
+    """
+    layers = decoder_layers(traced.graph)
+    first_reader: dict[int, int] = {}
+    for node in traced.graph.nodes:
+        for read in node.all_input_nodes:
+            if read.op == "placeholder" and is_cache_input(read.name):
+                cache = int(read.name.rpartition("_")[2])
+                first_reader.setdefault(cache, layers.of.get(node, -1))
+    if len(layers.paths) != max(stands_for, default=-1) + 1:
+        return tuple(traced.caches)  # layers in two lists: nothing was left out
+    of_layer: dict[int, list[CacheSpec]] = {}
+    for cache, spec in enumerate(traced.caches):
+        of_layer.setdefault(first_reader.get(cache, -1), []).append(spec)
+    outside = of_layer.get(-1, [])
+    specs = (*outside, *(spec for like in stands_for for spec in of_layer.get(like, ())))
+    if not any(spec.group for spec in specs):
+        return specs
+    # Numbered as they come in the whole model.
+    windows = list(dict.fromkeys(spec.sliding_window for spec in specs))
+    return tuple(replace(spec, group=windows.index(spec.sliding_window)) for spec in specs)

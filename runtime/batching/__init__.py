@@ -1,0 +1,19 @@
+"""The batcher: who runs how many tokens in the next step."""
+
+from .batcher import Batcher, QueueFull
+from .policies import POLICIES, Policy, make_policy
+from .preemption import PREEMPTION_MODES, PreemptionCost, preemption_mode
+from .schedule import Schedule, ScheduledRequest
+
+__all__ = [
+    "POLICIES",
+    "PREEMPTION_MODES",
+    "Batcher",
+    "Policy",
+    "PreemptionCost",
+    "QueueFull",
+    "Schedule",
+    "ScheduledRequest",
+    "make_policy",
+    "preemption_mode",
+]

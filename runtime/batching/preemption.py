@@ -1,0 +1,59 @@
+"""What a preempted sequence costs: to compute it again, or to copy it to host memory and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .schedule import ScheduledRequest
+
+PreemptionMode = Literal["auto", "recompute", "swap"]
+
+PREEMPTION_MODES: tuple[PreemptionMode, ...] = ("auto", "recompute", "swap")
+
+_SMOOTHING = 0.1  # weight of the newest measurement
+
+
+def preemption_mode(name: str) -> PreemptionMode:
+    """The mode of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for mode in PREEMPTION_MODES:
+        if mode == name:
+            return mode
+    raise ValueError(f"preemption={name!r} is not known; use one of {', '.join(map(repr, PREEMPTION_MODES))}")
+
+
+@dataclass(slots=True)
+class PreemptionCost:
+    """Speeds of this machine, measured while it serves.
+
+    Attributes:
+        bytes_per_token: of keys and values, in all layers.
+        tokens_per_second: at which prompts are computed.
+        bytes_per_second: at which blocks are copied between device and host.
+    """
+
+    bytes_per_token: int
+    tokens_per_second: float = 1e3
+    bytes_per_second: float = 4e9
+
+    def measure_step(self, scheduled: Sequence[ScheduledRequest], seconds: float) -> None:
+        """A step took so long; it tells how fast prompts are computed if it is made of them, mostly."""
+        tokens = sum(item.num_tokens for item in scheduled)
+        if tokens > 2 * len(scheduled) and seconds > 0:
+            self.tokens_per_second += _SMOOTHING * (tokens / seconds - self.tokens_per_second)
+
+    def measure_copies(self, num_bytes: int, seconds: float) -> None:
+        """Copying ``num_bytes`` took so long, from the beginning on."""
+        if num_bytes > 0 and seconds > 0:
+            self.bytes_per_second = num_bytes / seconds
+
+    def cheaper(self, num_tokens: int) -> Literal["recompute", "swap"]:
+        """How to preempt a sequence with ``num_tokens`` computed tokens."""
+        recompute = num_tokens / self.tokens_per_second
+        swap = 2 * num_tokens * self.bytes_per_token / self.bytes_per_second
+        return "swap" if swap < recompute else "recompute"

@@ -1,0 +1,73 @@
+"""What the batcher plans for one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..blocks import CacheCopy
+from ..request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """A request's share of one step: tokens ``start .. start + num_tokens - 1`` of prompt + output.
+
+    Attributes:
+        request: whose tokens they are; its tables already hold ``start + num_tokens`` tokens.
+        num_tokens: how many to compute, >= 1.
+        start: the request's ``num_computed_tokens`` when the step was planned.
+        is_last_chunk: nothing is left to compute after it, so its last token's logits are sampled.
+    """
+
+    request: Request
+    num_tokens: int
+    start: int
+    is_last_chunk: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step.
+
+    Attributes:
+        requests: what runs: decodes first, then prefill chunks, each in the order of the policy.
+        preempted: requests that lost their blocks and went back to the queue; none of them is in ``requests``.
+        expired: requests whose deadline has passed; they are still queued or hold blocks until they are finished.
+        new_blocks: request id → for each group block ids to append to its table, only where there are any.
+        tables: request id → its tables, one for each group, where they are not the former ones with blocks appended.
+        num_tokens: tokens of all ``requests`` together.
+        copies: of blocks, to be made one after the other before the step runs.
+        copies_beside: of blocks that the step does not touch, to be made while it runs.
+    """
+
+    requests: list[ScheduledRequest]
+    preempted: list[Request] = field(default_factory=list)
+    expired: list[Request] = field(default_factory=list)
+    new_blocks: dict[str, list[list[int]]] = field(default_factory=dict)
+    tables: dict[str, list[list[int]]] = field(default_factory=dict)
+    num_tokens: int = 0
+    copies: list[CacheCopy] = field(default_factory=list)
+    copies_beside: list[CacheCopy] = field(default_factory=list)
+
+
+class Plan:
+    """A schedule in the making.
+
+    Args:
+        budget: tokens that may still be planned.
+    """
+
+    __slots__ = ("budget", "new_blocks", "planned", "preempted")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.planned: dict[str, ScheduledRequest] = {}
+        self.preempted: list[Request] = []
+        self.new_blocks: dict[str, list[list[int]]] = {}
+
+    def drop(self, request: Request) -> None:
+        """Take back what was planned for the request."""
+        planned = self.planned.pop(request.request_id, None)
+        if planned is not None:
+            self.budget += planned.num_tokens
+            self.new_blocks.pop(request.request_id, None)

@@ -1,0 +1,108 @@
+"""What requests share: the names of their blocks, who should run first because of them, and who should wait."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+
+from ..blocks import BlockManager, chain_start, extend_chain
+from ..request import Request
+from .policies import Policy
+from .waiting import WaitingQueue
+
+_PATIENCE = 16
+"""How often a request may be overtaken by ones with a longer cached prefix, and how often it may be put off."""
+
+
+class SharedPrefixes:
+    """Hashes requests' blocks and decides by them whom to admit.
+
+    Args:
+        blocks: knows what is cached.
+        policy: the order of those that wait, and how many of them may be compared.
+        key_variant: what, beside its tokens, a request's keys depend on, by name.
+    """
+
+    def __init__(self, blocks: BlockManager, policy: Policy, key_variant: Callable[[Request], str]) -> None:
+        self.blocks = blocks
+        self.policy = policy
+        self.key_variant = key_variant
+        self._overtaken: dict[Request, int] = {}
+        self._put_off: dict[Request, int] = {}
+
+    def full_blocks(self, request: Request) -> list[bytes]:
+        """Hashes of the blocks that may come from the cache: at least the last token is computed, for its logits."""
+        if not self.blocks.enable_prefix_caching or request.params.prompt_logprobs is not None:
+            return []
+        self.extend(request, request.num_tokens)
+        return request.block_hashes[: (request.num_tokens - 1) // self.blocks.block_size]
+
+    def extend(self, request: Request, num_tokens: int) -> None:
+        """Make ``request.block_hashes`` cover its first ``num_tokens`` tokens."""
+        size, hashes = self.blocks.block_size, request.block_hashes
+        if num_tokens // size <= len(hashes):
+            return
+        first = len(hashes) * size
+        variant = self.key_variant(request)
+        start = chain_start(f"{len(variant)}/{variant}{request.cache_salt}")
+        extend_chain(hashes, request.tokens(first, num_tokens), first, size, start)
+
+    def next(self, waiting: WaitingQueue) -> Request:
+        """Who is to be admitted next: the first, or whoever finds more cached than all others that are compared."""
+        first = waiting.first()
+        assert first is not None
+        if self.policy.lookahead < 2 or not self.blocks.enable_prefix_caching:
+            return first
+        if self._overtaken.get(first, 0) >= _PATIENCE:
+            return first
+        best, longest = first, -1
+        for request in waiting.leading(self.policy.lookahead):
+            found = self.blocks.find_prefix(self.full_blocks(request)).num_blocks
+            if found > longest:
+                best, longest = request, found
+        return best
+
+    def begins(self, request: Request, waiting: WaitingQueue) -> None:
+        """The request is admitted, in front of those that still wait."""
+        self.forget(request)
+        first = waiting.first()
+        if first is not None and first.rank < request.rank:
+            self._overtaken[first] = self._overtaken.get(first, 0) + 1
+
+    def being_computed(self, running: Iterable[Request]) -> set[bytes]:
+        """Hashes of the blocks that running requests will have computed soon."""
+        if not self.blocks.enable_prefix_caching:
+            return set()
+        prefills = (r for r in running if r.num_tokens - r.num_computed_tokens > 1)
+        return {content for request in prefills for content in self.uncomputed(request)}
+
+    def uncomputed(self, request: Request) -> list[bytes]:
+        """Hashes of the request's blocks that it has not computed yet."""
+        return request.block_hashes[request.num_computed_tokens // self.blocks.block_size :]
+
+    def puts_off(self, request: Request, computing: set[bytes]) -> bool:
+        """Whether most of what the request lacks is being computed for others, so that it finds it cached soon.
+
+        It is put off a few times at most: what others compute may be evicted before it comes to use it.
+        """
+        if not computing or self._put_off.get(request, 0) >= _PATIENCE:
+            return False
+        hashes = self.full_blocks(request)
+        known = self.blocks.find_prefix(hashes).num_blocks
+        coming = sum(1 for _ in itertools.takewhile(computing.__contains__, hashes[known:]))
+        size = self.blocks.block_size
+        if 2 * coming * size < request.num_tokens - known * size:
+            return False
+        self._put_off[request] = self._put_off.get(request, 0) + 1
+        return True
+
+    def forget(self, request: Request) -> None:
+        """The request runs, or has ended."""
+        self._overtaken.pop(request, None)
+        self._put_off.pop(request, None)
+
+    def keep(self, requests: Iterable[Request]) -> None:
+        """Forget all but these."""
+        kept = set(requests)
+        self._overtaken = {r: n for r, n in self._overtaken.items() if r in kept}
+        self._put_off = {r: n for r, n in self._put_off.items() if r in kept}

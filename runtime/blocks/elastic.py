@@ -1,0 +1,45 @@
+"""A pool of blocks that grows under load and shrinks when there is little, in chunks, between two limits."""
+
+from __future__ import annotations
+
+from .pool import BlockPool
+
+_CHUNKS = 16
+"""A pool goes from nothing to its upper limit in so many steps."""
+
+
+class ElasticPool(BlockPool):
+    """Grows when a block is asked for and none is available, before anybody is preempted for it.
+
+    Args:
+        min_blocks: it never has fewer.
+        max_blocks: it never has more.
+        patience: after so many looks at a pool of which two chunks are unused it may lose one.
+    """
+
+    def __init__(self, min_blocks: int, max_blocks: int, patience: int = 64) -> None:
+        if not 1 <= min_blocks <= max_blocks:
+            raise ValueError(f"min_blocks={min_blocks} is not between 1 and max_blocks={max_blocks}; lower it")
+        super().__init__(min_blocks)
+        self.min_blocks, self.max_blocks, self.patience = min_blocks, max_blocks, patience
+        self.chunk = max(1, -(-max_blocks // _CHUNKS))
+        self._looks = 0
+
+    @property
+    def num_available(self) -> int:
+        return super().num_available + self.max_blocks - self.num_blocks
+
+    def take(self, count: int) -> list[int]:
+        missing = count - super().num_available
+        if 0 < missing <= self.max_blocks - self.num_blocks:
+            self.resize(min(self.max_blocks, self.num_blocks + -(-missing // self.chunk) * self.chunk))
+        return super().take(count)
+
+    def size_for_load(self) -> int:
+        """How many blocks it should have, asked once per step; less after ``patience`` steps of little use."""
+        smaller = max(self.min_blocks, self.num_blocks - self.chunk)
+        self._looks = self._looks + 1 if self.num_used + self.chunk <= smaller < self.num_blocks else 0
+        if self._looks < self.patience:
+            return self.num_blocks
+        self._looks = 0
+        return smaller

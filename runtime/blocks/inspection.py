@@ -1,0 +1,87 @@
+"""Looking at a block manager from outside: its figures, and whether its books are right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .pool import GONE
+
+if TYPE_CHECKING:
+    from .manager import BlockManager
+
+
+def stats(manager: BlockManager) -> dict[str, int | float]:
+    """Figures of all groups together.
+
+    Returns:
+        ``utilisation``: used blocks of all; ``internal_fragmentation``: slots without a token of all slots of used
+        blocks; ``prefix_hit_rate``: tokens found cached of those looked up; the others are counts, of blocks unless
+        they say tokens.
+    """
+    filled: list[dict[int, int]] = [{} for _ in manager.pools]
+    for sequence in manager.sequences.values():
+        for g, (group, table) in enumerate(zip(manager.groups, sequence.tables, strict=True)):
+            for i, block in enumerate(table):
+                tokens = min(manager.block_size, sequence.num_tokens - i * manager.block_size)
+                filled[g][block] = max(filled[g].get(block, 0), manager.block_size if group.is_state else tokens)
+    for blocks in filled:
+        blocks.pop(GONE, None)
+    tokens = sum(sum(blocks.values()) for blocks in filled)
+    slots = sum(map(len, filled)) * manager.block_size
+    counts = manager.counts
+    return {
+        "blocks_total": manager.num_blocks,
+        "blocks_used": manager.num_used_blocks,
+        "blocks_cached": manager.num_cached_blocks,
+        "blocks_free": sum(pool.num_free for pool in manager.pools),
+        "blocks_used_peak": sum(pool.peak_used for pool in manager.pools),
+        "utilisation": manager.num_used_blocks / manager.num_blocks,
+        "internal_fragmentation": 1 - tokens / slots if slots else 0.0,
+        "prefix_query_tokens": counts.prefix_queries,
+        "prefix_hit_tokens": counts.prefix_hits,
+        "prefix_hit_rate": counts.prefix_hits / counts.prefix_queries if counts.prefix_queries else 0.0,
+        "evictions": sum(pool.evictions for pool in manager.pools),
+        "copies_on_write": counts.copies_on_write,
+        "blocks_moved": counts.moved,
+        **manager.swap_space.stats(),
+    }
+
+
+def check(manager: BlockManager) -> None:
+    """Verify every invariant, in O(blocks + table entries).
+
+    Raises:
+        RuntimeError: one is broken; the message says which.
+    """
+    space = manager.swap_space
+    holders = {pool: [0] * pool.num_blocks for pool in (*manager.pools, *space.pools)}
+    if not manager.sequences.keys().isdisjoint(space):
+        raise RuntimeError("a sequence is on the device and on the host at once")
+    if any(space.num_tokens(request_id) < 1 for request_id in space):
+        raise RuntimeError("a sequence without tokens is on the host")
+    for request_id, sequence in manager.sequences.items():
+        for g, (pool, table) in enumerate(zip(manager.pools, sequence.tables, strict=True)):
+            _check_table(manager, request_id, g, table, sequence.num_tokens, holders[pool])
+            if any(block != GONE for block in table[: sequence.num_gone[g]]):
+                raise RuntimeError(f"table {g} of {request_id!r} holds blocks that left the window")
+    for request_id in space:
+        for g, (pool, table) in enumerate(zip(space.pools, space.tables(request_id), strict=True)):
+            _check_table(manager, request_id, g, table, space.num_tokens(request_id), holders[pool])
+    for pool, block in manager.held_back:
+        holders[pool][block] += 1
+    for pool, own in holders.items():
+        pool.check(own)
+
+
+def _check_table(
+    manager: BlockManager, request_id: str, group: int, table: list[int], num_tokens: int, holders: list[int]
+) -> None:
+    live = [block for block in table if block != GONE]
+    if len(table) != manager.groups[group].length(num_tokens, manager.block_size):
+        raise RuntimeError(f"table {group} of {request_id!r} has {len(table)} blocks for {num_tokens} tokens")
+    if len(set(live)) != len(live):
+        raise RuntimeError(f"table {group} of {request_id!r} names a block twice: {table}")
+    for block in live:
+        if not 0 <= block < len(holders):
+            raise RuntimeError(f"table {group} of {request_id!r} names block {block} of {len(holders)}")
+        holders[block] += 1

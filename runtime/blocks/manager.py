@@ -1,0 +1,573 @@
+"""Who holds which blocks of the KV cache: block tables with reference counts, in pure Python, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from .elastic import ElasticPool
+from .groups import BlockGroup, Counts, SequenceBlocks
+from .inspection import check, stats
+from .moves import CacheCopy, moves_for_run, moves_to_front
+from .pool import GONE, BlockPool, OutOfBlocks
+from .prefix import Prefix, find_prefix
+from .swap_space import SwapSpace
+
+
+class BlockManager:
+    """Hands out the blocks of a paged KV cache (PagedAttention, arXiv 2309.06180, section 4).
+
+    A sequence's *table* lists its blocks in order: token i lies in block ``table[i // block_size]`` at offset
+    ``i % block_size``. There is one table for each group of layers; all have the same length. A block may be in
+    several tables: of forked sequences, and of those that begin with the same tokens (prefix caching). A block that
+    others hold too is never written: ``allocate`` puts a copy in its place. What must be copied is collected until
+        ``drain``.
+
+    Every operation costs O(blocks that it adds or drops), never O(``num_blocks``), except ``defragment``, ``resize``,
+    ``stats``, ``check`` and allocation in one run.
+
+    Args:
+        groups: at least one.
+        block_size: tokens per block.
+        enable_prefix_caching: keep the content of freed blocks and find it again by its hash.
+
+    Raises:
+        ValueError: a size is below 1.
+    """
+
+    def __init__(self, groups: Sequence[BlockGroup], block_size: int, *, enable_prefix_caching: bool = False) -> None:
+        if not groups:
+            raise ValueError("groups=[] is empty; name at least one group of layers")
+        if block_size < 1:
+            raise ValueError(f"block_size={block_size} is below 1; use 16 or another positive size")
+        self.groups = list(groups)
+        self.block_size = block_size
+        # The content of a recurrent state is that of one moment: no prefix of it can be found again.
+        self.enable_prefix_caching = enable_prefix_caching and not any(group.is_state for group in groups)
+        self.pools = [
+            ElasticPool(group.min_blocks, group.num_blocks) if group.min_blocks else BlockPool(group.num_blocks)
+            for group in groups
+        ]
+        self.swap_space = SwapSpace([group.num_host_blocks for group in groups])
+        self.sequences: dict[str, SequenceBlocks] = {}
+        self._copies: list[CacheCopy] = []
+        self._copies_beside: list[CacheCopy] = []
+        self.held_back: list[tuple[BlockPool, int]] = []  # until the copies of the last step are done
+        self._rewritten: set[str] = set()
+        self.counts = Counts()
+
+    def reset(self) -> None:
+        """Free everything and forget all content, whatever state an interrupted operation left behind."""
+        for pool in self.pools:
+            pool.reset()
+        self.swap_space.reset()
+        self.sequences.clear()
+        self._copies, self._copies_beside, self.held_back = [], [], []
+        self._rewritten.clear()
+
+    # -- what is there
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all groups together."""
+        return sum(pool.num_blocks for pool in self.pools)
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that could be given out, free and cached ones, of all groups together."""
+        return sum(pool.num_available for pool in self.pools)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that somebody holds, of all groups together."""
+        return sum(pool.num_used for pool in self.pools)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that nobody holds and whose content can be found again, of all groups together."""
+        return sum(pool.num_cached for pool in self.pools)
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens of the longest sequence that fits when nothing else is there; None when any fits."""
+        most = [
+            pool.max_blocks * self.block_size
+            for group, pool in zip(self.groups, self.pools, strict=True)
+            if not group.is_state and not (group.window and pool.max_blocks > -(-group.window // self.block_size))
+        ]
+        return min(most, default=None)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self.sequences
+
+    def table(self, request_id: str, group: int = 0) -> list[int]:
+        """The sequence's block ids in order (a copy); ``GONE`` where the window has passed."""
+        return list(self._held(request_id).tables[group])
+
+    def tables(self, request_id: str) -> list[list[int]]:
+        """The sequence's tables, one for each group (copies)."""
+        return [list(table) for table in self._held(request_id).tables]
+
+    def num_tokens(self, request_id: str) -> int:
+        """Tokens that the sequence's table was asked to hold, 0 when it has none."""
+        sequence = self.sequences.get(request_id)
+        return sequence.num_tokens if sequence is not None else 0
+
+    def room(self, request_id: str, start: int) -> int:
+        """Tokens that the sequence could hold if it got every available block and wrote from token ``start`` on."""
+        sequence = self.sequences.get(request_id)
+        rooms = []
+        for g, pool in enumerate(self.pools):
+            table = sequence.tables[g] if sequence is not None else []
+            spare = pool.num_available - self._shared_ahead(g, table, start)
+            if spare < 0:
+                rooms.append(start)  # nothing can be written before all that others hold too is replaced
+            elif not self.groups[g].is_state:
+                rooms.append((len(table) + spare) * self.block_size)
+            elif len(table) + spare < 1:
+                rooms.append(0)
+        return min(rooms, default=1 << 62)
+
+    def lacking(self, request_id: str, num_tokens: int, start: int) -> list[int]:
+        """For each group, blocks to take so that the table holds ``num_tokens`` and can be written from ``start``
+        on."""
+        sequence = self.sequences.get(request_id)
+        counts = []
+        for g in range(len(self.groups)):
+            table = sequence.tables[g] if sequence is not None else []
+            counts.append(max(0, self._length(g, num_tokens) - len(table)) + self._shared_ahead(g, table, start))
+        return counts
+
+    def lacking_to_begin(self, prefix: Prefix, num_tokens: int, chunk: int) -> list[int]:
+        """For each group, blocks that must be available so that a new sequence can reach ``num_tokens`` tokens.
+
+        Args:
+            prefix: what ``find_prefix`` found of it.
+            num_tokens: prompt and output.
+            chunk: most tokens in one step; a group with a window holds no more than that and the window at once.
+        """
+        counts = []
+        for g, group in enumerate(self.groups):
+            length, found = (
+                self._length(g, num_tokens),
+                prefix.num_blocks - group.first_seen(prefix.num_blocks, self.block_size),
+            )
+            if group.window:
+                length = min(length - prefix.num_blocks + found, -(-(group.window + chunk) // self.block_size) + 1)
+            counts.append(max(0, length - found) + prefix.revived[g])
+        return counts
+
+    def can_take(self, counts: Sequence[int]) -> bool:
+        """Whether each group has so many blocks available."""
+        return all(count <= pool.num_available for count, pool in zip(counts, self.pools, strict=True))
+
+    # -- tables
+
+    def allocate(self, request_id: str, num_tokens: int, start: int, *, in_one_run: bool = False) -> list[list[int]]:
+        """Make the sequence's tables hold ``num_tokens`` tokens, of which those from ``start`` on will be written.
+
+        Blocks to be written that others hold too are replaced by copies. A table never shrinks here.
+
+        Args:
+            request_id: a new one gets empty tables first.
+            num_tokens: prompt and output, >= 1.
+            start: tokens before it stay as they are.
+            in_one_run: give neighbouring blocks where a run of them is available, moving others out of the way if
+                that helps.
+
+        Returns:
+            For each group the block ids added to the end of its table, often none.
+
+        Raises:
+            OutOfBlocks: too few are available; nothing was changed.
+            ValueError: nothing would be written, or the sequence is swapped out.
+        """
+        if num_tokens < 1 or not 0 <= start < num_tokens:
+            raise ValueError(f"num_tokens={num_tokens}, start={start} writes nothing; ask for start < num_tokens")
+        lacking = self.lacking(request_id, num_tokens, start)
+        if not self.can_take(lacking):
+            available = [pool.num_available for pool in self.pools]
+            raise OutOfBlocks(
+                f"request_id={request_id!r} needs {lacking} more blocks for num_tokens={num_tokens}, {available} of "
+                f"{[pool.num_blocks for pool in self.pools]} are available; free another request first"
+            )
+        sequence = self.sequences.get(request_id)
+        if sequence is None:
+            if request_id in self.swap_space:
+                raise ValueError(f"request_id={request_id!r} is swapped out; swap it in first")
+            sequence = self.sequences[request_id] = SequenceBlocks(
+                0, [[] for _ in self.groups], [0] * len(self.groups)
+            )
+        sequence.num_committed = min(sequence.num_committed, start // self.block_size)
+        added = []
+        for g, pool in enumerate(self.pools):
+            table = sequence.tables[g]
+            self._own(request_id, g, table, start)
+            count = self._length(g, num_tokens) - len(table)
+            new = []
+            if count > 0:
+                run = self._run(g, count) if in_one_run and count > 1 else None
+                new = pool.take(count) if run is None else run
+                table.extend(new)
+            added.append(new)
+        sequence.num_tokens = max(sequence.num_tokens, num_tokens)
+        return added
+
+    def fill(self, request_id: str, num_tokens: int, start: int) -> bool:
+        """``allocate`` for the usual case of decoding: the tokens fit in blocks that are the sequence's own already.
+
+        Returns:
+            Whether they do; nothing was changed if not.
+        """
+        sequence = self._held(request_id)
+        size = self.block_size
+        for group, pool, table in zip(self.groups, self.pools, sequence.tables, strict=True):
+            if group.is_state or len(table) * size < num_tokens:
+                return False
+            if not all([pool.is_private(table[i]) for i in range(start // size, len(table))]):
+                return False
+        sequence.num_tokens = max(sequence.num_tokens, num_tokens)
+        return True
+
+    def free(self, request_id: str) -> None:
+        """Drop the sequence, wherever it is; what nobody else holds becomes free, or cached if its content has a
+        hash.
+
+        Raises:
+            ValueError: it holds nothing.
+        """
+        if request_id in self.swap_space:
+            # What is being copied out just now must not be given to another before it has arrived.
+            self.held_back += self.swap_space.forget(request_id)
+        else:
+            self._drop(request_id)
+
+    def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
+        """Give ``child_id`` tables with the blocks that hold the parent's first ``num_tokens`` tokens; none is copied
+        until one of the two writes into it.
+
+        Raises:
+            ValueError: the parent holds fewer tokens, the window has passed what the child would see, or the child
+                holds blocks.
+        """
+        parent = self._held(parent_id)
+        if child_id in self.sequences or child_id in self.swap_space:
+            raise ValueError(f"child_id={child_id!r} already holds blocks; free it or use another id")
+        if not 1 <= num_tokens <= parent.num_tokens:
+            raise ValueError(
+                f"num_tokens={num_tokens} is not among the {parent.num_tokens} tokens of parent_id={parent_id!r}"
+            )
+        tables = [table[: self._length(g, num_tokens)] for g, table in enumerate(parent.tables)]
+        for group, table in zip(self.groups, tables, strict=True):
+            if group.window and GONE in table[max(0, num_tokens - group.window + 1) // self.block_size :]:
+                raise ValueError(
+                    f"num_tokens={num_tokens} lies behind the window of parent_id={parent_id!r}; fork it where it is"
+                )
+        for pool, table in zip(self.pools, tables, strict=True):
+            for block in table:
+                if block != GONE:
+                    pool.retain(block)
+        committed = min(parent.num_committed, num_tokens // self.block_size)
+        self.sequences[child_id] = SequenceBlocks(
+            num_tokens, tables, list(parent.num_gone), committed, parent.is_stale
+        )
+
+    def slide(self, request_id: str, position: int) -> None:
+        """Let go the blocks that no token from ``position`` on can see, in groups with a window."""
+        sequence = self._held(request_id)
+        for g, group in enumerate(self.groups):
+            if not group.window:
+                continue
+            table, pool = sequence.tables[g], self.pools[g]
+            end = min(max(0, position - group.window + 1) // self.block_size, len(table))
+            for i in range(sequence.num_gone[g], end):
+                pool.release(table[i])
+                table[i] = GONE
+            sequence.num_gone[g] = max(sequence.num_gone[g], end)
+
+    def rewind(self, request_id: str) -> None:
+        """The sequence will be written from its first token on again.
+
+        It keeps its blocks, unless a window has passed some of them: then it lets go of the others too.
+        """
+        sequence = self._held(request_id)
+        if not any(sequence.num_gone):
+            return
+        for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            if not group.is_state:
+                for block in reversed(sequence.tables[g]):
+                    if block != GONE:
+                        pool.release(block)
+                sequence.tables[g] = []
+        sequence.num_tokens = sequence.num_committed = 0
+        sequence.num_gone = [0] * len(self.groups)
+        self._rewritten.add(request_id)
+
+    # -- prefix caching
+
+    def find_prefix(self, hashes: Sequence[bytes]) -> Prefix:
+        """How much of a sequence, whose full blocks have these hashes, the cache holds."""
+        known = hashes if self.enable_prefix_caching else ()
+        return find_prefix(self.groups, self.pools, known, self.block_size)
+
+    def take_prefix(self, request_id: str, hashes: Sequence[bytes], num_blocks: int) -> None:
+        """Begin a sequence with the blocks that ``find_prefix`` found."""
+        if request_id in self.sequences or request_id in self.swap_space:
+            raise ValueError(f"request_id={request_id!r} already holds blocks; free it or use another id")
+        if not 1 <= num_blocks <= len(hashes):
+            raise ValueError(f"num_blocks={num_blocks} is not among the {len(hashes)} hashes; take what was found")
+        tables, gone = [], []
+        for group, pool in zip(self.groups, self.pools, strict=True):
+            first = group.first_seen(num_blocks, self.block_size)
+            table = [GONE] * first
+            for content in hashes[first:num_blocks]:
+                block = pool.lookup(content)
+                assert block is not None, "find_prefix is asked in the same step"
+                pool.retain(block)
+                table.append(block)
+            tables.append(table)
+            gone.append(first)
+        self.sequences[request_id] = SequenceBlocks(num_blocks * self.block_size, tables, gone, num_blocks)
+
+    def count_prefix(self, num_tokens: int, num_hits: int) -> None:
+        """Note for the statistics that a sequence of ``num_tokens`` found ``num_hits`` of them cached."""
+        self.counts.prefix_queries += num_tokens
+        self.counts.prefix_hits += num_hits
+
+    def commit(self, request_id: str, hashes: Sequence[bytes], num_tokens: int) -> None:
+        """The first ``num_tokens`` tokens are computed: let their full blocks be found by these hashes."""
+        if not self.enable_prefix_caching:
+            return
+        sequence = self._held(request_id)
+        if sequence.is_stale:
+            return
+        end = min(num_tokens // self.block_size, len(hashes))
+        for i in range(sequence.num_committed, end):
+            for pool, table in zip(self.pools, sequence.tables, strict=True):
+                if table[i] != GONE:
+                    pool.commit(table[i], hashes[i])
+        sequence.num_committed = max(sequence.num_committed, end)
+
+    def forget_prefixes(self) -> None:
+        """Drop all cached content, as is needed when the model's weights change."""
+        for pool in (*self.pools, *self.swap_space.pools):
+            pool.forget_all()
+        for sequence in self.sequences.values():
+            sequence.is_stale = True
+        self.swap_space.mark_stale()
+
+    # -- swapping
+
+    def swap_out(self, request_id: str, num_tokens: int, *, beside: bool) -> bool:
+        """Move the sequence's first ``num_tokens`` tokens to host memory.
+
+        Args:
+            request_id: it holds blocks and does not run in this step.
+            num_tokens: that are computed, >= 1.
+            beside: copy while the step runs; what is copied is available only after ``settle``. Else copy before it,
+                and all is available at once.
+
+        Returns:
+            Whether there was room; nothing was changed if not.
+        """
+        sequence = self._held(request_id)
+        tables = [table[: self._length(g, num_tokens)] for g, table in enumerate(sequence.tables)]
+        copies = self.swap_space.store(request_id, tables, self.pools, num_tokens, is_stale=sequence.is_stale)
+        if copies is None:
+            return False
+        if beside:
+            self._copies_beside += copies
+            for copy in copies:
+                self.pools[copy.group].retain(copy.source)
+                self.held_back.append((self.pools[copy.group], copy.source))
+        else:
+            self._copies += copies
+        self._drop(request_id)
+        return True
+
+    def is_swapped(self, request_id: str) -> bool:
+        """Whether the sequence's keys and values are in host memory."""
+        return request_id in self.swap_space
+
+    def lacking_to_swap_in(self, request_id: str) -> list[int]:
+        """For each group, blocks that bringing the sequence back takes at most."""
+        return [sum(block != GONE for block in table) for table in self.swap_space.tables(request_id)]
+
+    def swap_in(self, request_id: str, *, beside: bool) -> int:
+        """Bring the sequence's tokens back; its blocks can be read when the copies are done.
+
+        Args:
+            request_id: it is swapped out.
+            beside: copy while the step runs, else before it.
+
+        Returns:
+            How many tokens its tables hold.
+
+        Raises:
+            OutOfBlocks: too few blocks are available; nothing was changed.
+        """
+        lacking = self.lacking_to_swap_in(request_id)
+        if not self.can_take(lacking):
+            raise OutOfBlocks(
+                f"request_id={request_id!r} needs {lacking} blocks to return; free another request first"
+            )
+        is_stale = self.swap_space.is_stale(request_id)
+        num_tokens, tables, copies, stored = self.swap_space.load(
+            request_id, self.pools, may_share=self.enable_prefix_caching
+        )
+        # The host's blocks must not be written again before they are read.
+        self.held_back += stored
+        if beside:
+            self._copies_beside += copies
+        else:
+            self._copies += copies
+        gone = [next((i for i, block in enumerate(table) if block != GONE), len(table)) for table in tables]
+        self.sequences[request_id] = SequenceBlocks(num_tokens, tables, gone, is_stale=is_stale)
+        return num_tokens
+
+    @property
+    def has_copies_beside(self) -> bool:
+        """Whether anything is to be copied while the step runs."""
+        return bool(self._copies_beside)
+
+    def copy_first(self) -> None:
+        """Make the copies that were to run beside the step before it: what they need is available at once."""
+        self._copies += self._copies_beside
+        self._copies_beside = []
+        self.settle()
+
+    def settle(self) -> None:
+        """The copies of the last step are done: let go what they needed."""
+        held, self.held_back = self.held_back, []
+        for pool, block in held:
+            pool.release(block)
+
+    # -- moving
+
+    def defragment(self) -> int:
+        """Move what is used and cached to the lowest ids; tables are rewritten. Returns how many blocks move.
+
+        Nothing moves while copies of the last step may be under way, that is between ``drain`` and ``settle``.
+        """
+        if self.held_back or self._copies_beside:
+            return 0
+        plans = [moves_to_front(pool, pool.num_used + pool.num_cached) for pool in self.pools]
+        for g, moves in enumerate(plans):
+            self._move(g, moves)
+        return sum(map(len, plans))
+
+    def resize(self, num_blocks: Sequence[int]) -> list[int]:
+        """Grow or shrink each group's pool; used blocks are moved to lower ids, never dropped.
+
+        Returns:
+            The sizes now: a pool is not made smaller than what is used in it, nor while copies may be under way.
+        """
+        for g, (pool, size) in enumerate(zip(self.pools, num_blocks, strict=True)):
+            if size < pool.num_blocks:
+                if self.held_back or self._copies_beside:
+                    continue
+                size = max(size, pool.num_used, 1)
+                self._move(g, moves_to_front(pool, size))
+            pool.resize(size)
+        return [pool.num_blocks for pool in self.pools]
+
+    def fit_to_load(self) -> None:
+        """Let pools that have been too large for a while shrink; asked once per step."""
+        sizes = [pool.size_for_load() for pool in self.pools]
+        if sizes != [pool.num_blocks for pool in self.pools]:
+            self.resize(sizes)
+
+    def drain(self) -> tuple[list[CacheCopy], list[CacheCopy], set[str]]:
+        """What happened since the last call.
+
+        Returns:
+            Copies to make one after the other before the step, copies to make while it runs, and the sequences whose
+            tables have other entries than they had.
+        """
+        drained = (self._copies, self._copies_beside, self._rewritten)
+        self._copies, self._copies_beside, self._rewritten = [], [], set()
+        return drained
+
+    # -- looking on
+
+    def stats(self) -> dict[str, int | float]:
+        """Figures of all groups together, see ``inspection.stats``."""
+        return stats(self)
+
+    def leaks(self, owners: Collection[str]) -> list[str]:
+        """Ids that hold blocks although nobody of that name is there any more."""
+        return sorted({*self.sequences, *self.swap_space} - set(owners))
+
+    def check(self) -> None:
+        """Verify every invariant, in O(blocks + table entries).
+
+        Raises:
+            RuntimeError: one is broken; the message says which.
+        """
+        check(self)
+
+    # -- inside
+
+    def _drop(self, request_id: str) -> None:
+        sequence = self._held(request_id)
+        del self.sequences[request_id]
+        self._rewritten.discard(request_id)
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            # Backwards: the end of a chain of hashes is of no use without its beginning and is evicted first.
+            for block in reversed(table):
+                if block != GONE:
+                    pool.release(block)
+
+    def _length(self, group: int, num_tokens: int) -> int:
+        return self.groups[group].length(num_tokens, self.block_size)
+
+    def _written(self, group: int, table: list[int], start: int) -> range:
+        return self.groups[group].written(len(table), start, self.block_size)
+
+    def _shared_ahead(self, group: int, table: list[int], start: int) -> int:
+        pool = self.pools[group]
+        return sum(table[i] != GONE and pool.refs(table[i]) > 1 for i in self._written(group, table, start))
+
+    def _own(self, request_id: str, group: int, table: list[int], start: int) -> None:
+        """Let the sequence be the only holder of what it is about to write."""
+        pool = self.pools[group]
+        for i in self._written(group, table, start):
+            block = table[i]
+            if block == GONE:
+                continue
+            if pool.refs(block) < 2:
+                pool.forget(block)
+                continue
+            (table[i],) = pool.take(1)
+            pool.release(block)
+            self._rewritten.add(request_id)
+            if start > (0 if self.groups[group].is_state else i * self.block_size):
+                self._copies.append(CacheCopy("move", group, block, table[i]))
+                self.counts.copies_on_write += 1
+
+    def _run(self, group: int, count: int) -> list[int] | None:
+        """Neighbouring blocks, after moving others out of the way where that can make a run."""
+        pool = self.pools[group]
+        run = pool.take_run(count)
+        if run is None and not self.held_back and not self._copies_beside:
+            self._move(group, moves_for_run(pool, count))
+            run = pool.take_run(count)
+        return run
+
+    def _move(self, group: int, moves: dict[int, int]) -> None:
+        if not moves:
+            return
+        pool = self.pools[group]
+        pool.move(moves)
+        self._copies += [CacheCopy("move", group, source, target) for source, target in moves.items()]
+        self.counts.moved += len(moves)
+        for request_id, sequence in self.sequences.items():
+            table = sequence.tables[group]
+            if not moves.keys().isdisjoint(table):
+                table[:] = [moves.get(block, block) for block in table]
+                self._rewritten.add(request_id)
+
+    def _held(self, request_id: str) -> SequenceBlocks:
+        sequence = self.sequences.get(request_id)
+        if sequence is None:
+            raise ValueError(f"request_id={request_id!r} holds no blocks; allocate some first")
+        return sequence

@@ -1,0 +1,53 @@
+"""Copies of whole blocks, and which to move so that the others lie as they should."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from .pool import BlockPool
+
+
+class CacheCopy(NamedTuple):
+    """One block's content to be copied, in all layers of a group.
+
+    Attributes:
+        where: "move" within the device's cache, "out" to the host's, "in" from it.
+        group: index of the group.
+        source: block id.
+        target: block id.
+    """
+
+    where: Literal["move", "out", "in"]
+    group: int
+    source: int
+    target: int
+
+
+def moves_to_front(pool: BlockPool, size: int) -> dict[int, int]:
+    """Source → target of the moves after which no used block lies at an id of ``size`` or above.
+
+    Used blocks go to free ids, and to the ids of cached blocks when these run out; cached ones go to what is left of
+    the free ids. O(``num_blocks``).
+    """
+    used = [block for block in range(size, pool.num_blocks) if pool.is_held(block)]
+    cached = [block for block in range(size, pool.num_blocks) if pool.is_cached(block)]
+    free = [block for block in range(size) if pool.is_free(block)]
+    victims = [block for block in range(size) if pool.is_cached(block)] if len(used) > len(free) else []
+    return dict(zip([*used, *cached], [*free, *victims[: len(used) - len(free)]], strict=False))
+
+
+def moves_for_run(pool: BlockPool, count: int) -> dict[int, int]:
+    """Source → target of the fewest moves that leave ``count`` neighbouring blocks without a holder; empty where that
+    cannot be. O(``num_blocks``)."""
+    if count > pool.num_free + pool.num_cached:
+        return {}
+    held = [pool.is_held(block) for block in range(pool.num_blocks)]
+    inside = sum(held[:count])
+    fewest, at = inside, 0
+    for start in range(1, pool.num_blocks - count + 1):
+        inside += held[start + count - 1] - held[start - 1]
+        if inside < fewest:
+            fewest, at = inside, start
+    outside = [b for b in range(pool.num_blocks) if not held[b] and not at <= b < at + count]
+    outside.sort(key=pool.is_cached)  # free ones first, so that as little as possible is evicted
+    return dict(zip([b for b in range(at, at + count) if held[b]], outside, strict=False))

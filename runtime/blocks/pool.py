@@ -1,0 +1,292 @@
+"""Blocks of one kind: how many hold each, which are free, and what the free ones still contain."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+
+GONE = -1
+"""The entry of a block table whose block left the sliding window and was let go."""
+
+
+class OutOfBlocks(RuntimeError):
+    """Too few free blocks for what was asked; nothing was changed."""
+
+
+class BlockPool:
+    """Blocks ``0 .. num_blocks - 1``, each *used* (somebody holds it), *cached* (nobody does, but its content has a
+    hash and can be found again) or *free*; ``used + cached + free = num_blocks`` at every moment.
+
+    Every operation costs O(blocks that it touches). Free blocks are given out last in, first out, so that a cache
+    whose pages are touched lazily stays as small as the load; when none is free, the cached block that was let go the
+    longest ago is evicted.
+
+    Args:
+        num_blocks: at least 1.
+
+    Attributes:
+        num_blocks: it has now.
+        max_blocks: it can have.
+        evictions: cached blocks whose content was given up so far.
+        peak_used: most blocks that were used at once.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks={num_blocks} is below 1; give the cache at least one block")
+        self.evictions = 0
+        self.peak_used = 0
+        self._refs: list[int] = []
+        self._free: dict[int, None] = {}  # the last entry is the next to be given out
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the first entry is the next to be evicted
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        self.num_blocks = self.max_blocks = num_blocks
+        self.reset()
+
+    def reset(self) -> None:
+        """Free everything and forget all content."""
+        self._refs = [0] * self.num_blocks
+        self._free = dict.fromkeys(range(self.num_blocks - 1, -1, -1))
+        self._cached.clear()
+        self._hash_of.clear()
+        self._block_of.clear()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds and that contain nothing of use."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds and whose content can be found by its hash."""
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that ``take`` could give."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that somebody holds."""
+        return self.num_blocks - len(self._free) - len(self._cached)
+
+    def refs(self, block: int) -> int:
+        """How many hold the block.
+
+        Raises:
+            ValueError: there is no such block.
+        """
+        if not 0 <= block < self.num_blocks:
+            raise ValueError(
+                f"block={block} is not one of the pool's {self.num_blocks}; use 0 to {self.num_blocks - 1}"
+            )
+        return self._refs[block]
+
+    def take(self, count: int) -> list[int]:
+        """Blocks that nobody else holds.
+
+        Raises:
+            OutOfBlocks: fewer are available.
+        """
+        free, refs = self._free, self._refs
+        if count > len(free) + len(self._cached):
+            raise OutOfBlocks(
+                f"{count} blocks are needed, {len(free) + len(self._cached)} of {self.num_blocks} are available"
+            )
+        taken = [free.popitem()[0] for _ in range(min(count, len(free)))]
+        while len(taken) < count:
+            taken.append(self._evict_oldest())
+        for block in taken:
+            refs[block] = 1
+        self._note_peak()
+        return taken
+
+    def take_run(self, count: int) -> list[int] | None:
+        """``count`` neighbouring blocks, ids ascending, or None where no such run is available; O(``num_blocks``)."""
+        start = 0
+        for block, holders in enumerate(self._refs):
+            if holders:
+                start = block + 1
+            elif block + 1 - start == count:
+                run = list(range(start, start + count))
+                self.take_these(run)
+                return run
+        return None
+
+    def take_these(self, blocks: Iterable[int]) -> None:
+        """Take blocks that nobody holds; what they contained is given up."""
+        for block in blocks:
+            if self.refs(block):
+                raise ValueError(f"block={block} is held by {self._refs[block]}; take only free ones")
+            if block in self._cached:
+                del self._cached[block]
+                self._forget_evicted(block)
+            else:
+                del self._free[block]
+            self._refs[block] = 1
+        self._note_peak()
+
+    def retain(self, block: int) -> None:
+        """Hold the block too; a cached one becomes used."""
+        if not self.refs(block):
+            if block not in self._cached:
+                raise ValueError(f"block={block} is free and contains nothing; take one instead")
+            del self._cached[block]
+        self._refs[block] += 1
+        self._note_peak()
+
+    def release(self, block: int) -> None:
+        """Hold the block no longer; without holders it is cached if its content has a hash, else free."""
+        if self.refs(block) < 1:
+            raise ValueError(f"block={block} is held by nobody; it was released twice")
+        self._refs[block] -= 1
+        if self._refs[block]:
+            return
+        if block in self._hash_of:
+            self._cached[block] = None
+        else:
+            self._free[block] = None
+
+    def commit(self, block: int, content: bytes) -> None:
+        """Let the used block be found by the hash of its content. One block per hash: the first one stays."""
+        if content not in self._block_of and block not in self._hash_of:
+            self._hash_of[block] = content
+            self._block_of[content] = block
+
+    def forget(self, block: int) -> None:
+        """The content of the used block changes: no hash leads to it any longer."""
+        content = self._hash_of.pop(block, None)
+        if content is not None:
+            del self._block_of[content]
+
+    def forget_all(self) -> None:
+        """Drop the content of every block; cached ones are free then."""
+        for block in self._cached:
+            self._free[block] = None
+        self._cached.clear()
+        self._hash_of.clear()
+        self._block_of.clear()
+
+    def lookup(self, content: bytes) -> int | None:
+        """The used or cached block with that content."""
+        return self._block_of.get(content)
+
+    def num_known(self, contents: Sequence[bytes], most: int) -> int:
+        """How many of the first ``most`` contents, from the first on, are in used or cached blocks."""
+        known = self._block_of
+        for i in range(most):
+            if contents[i] not in known:
+                return i
+        return most
+
+    def num_unheld(self, contents: Sequence[bytes]) -> int:
+        """How many of the contents, all of which are known, are in blocks that nobody holds."""
+        refs, known = self._refs, self._block_of
+        return sum([not refs[known[content]] for content in contents])
+
+    def hash_of(self, block: int) -> bytes | None:
+        """The hash that leads to the block, if there is one."""
+        return self._hash_of.get(block)
+
+    def is_held(self, block: int) -> bool:
+        """Whether it is used."""
+        return self._refs[block] > 0
+
+    def is_private(self, block: int) -> bool:
+        """Whether one holds it and no hash leads to it."""
+        return self._refs[block] == 1 and block not in self._hash_of
+
+    def is_cached(self, block: int) -> bool:
+        """Whether it is cached."""
+        return block in self._cached
+
+    def is_free(self, block: int) -> bool:
+        """Whether it is free."""
+        return block in self._free
+
+    def move(self, moves: Mapping[int, int]) -> None:
+        """Let each target, which must be available, stand for its source with its holders and content.
+
+        Args:
+            moves: source → target; no block is both. Cached ones keep their places in the order of eviction.
+        """
+        moved = {source: target for source, target in moves.items() if source in self._cached}
+        for source, target in moves.items():
+            if not self.refs(source) and source not in moved:
+                raise ValueError(f"source={source} contains nothing that could be moved")
+            holders, content = self._refs[source], self._hash_of.get(source)
+            self.take_these([target])
+            self.forget(source)
+            self._refs[target], self._refs[source] = holders, 0
+            if content is not None:
+                self._hash_of[target], self._block_of[content] = content, target
+            if source not in moved:
+                self._free[source] = None
+        if moved:
+            self._cached = OrderedDict.fromkeys(moved.get(block, block) for block in self._cached)
+            self._free.update(dict.fromkeys(moved))
+
+    def resize(self, num_blocks: int) -> None:
+        """Add blocks at the end, or drop them there; cached ones lose their content.
+
+        Raises:
+            ValueError: a block that would be dropped is used; nothing was changed.
+        """
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks={num_blocks} is below 1; leave the pool at least one block")
+        dropped = range(num_blocks, self.num_blocks)
+        used = [block for block in dropped if self._refs[block]]
+        if used:
+            raise ValueError(f"num_blocks={num_blocks} would drop used blocks {used}; move them first")
+        for block in dropped:
+            if block in self._cached:
+                del self._cached[block]
+                self._forget_evicted(block)
+            else:
+                del self._free[block]
+        self.max_blocks = max(self.max_blocks, num_blocks)
+        del self._refs[num_blocks:]
+        added = range(self.num_blocks, num_blocks)
+        self._refs.extend([0] * len(added))
+        self._free.update(dict.fromkeys(reversed(added)))
+        self.num_blocks = num_blocks
+
+    def size_for_load(self) -> int:
+        """How many blocks it should have; asked once per step."""
+        return self.num_blocks
+
+    def check(self, holders: list[int]) -> None:
+        """Verify every invariant, in O(``num_blocks``).
+
+        Args:
+            holders: how many tables name each block.
+
+        Raises:
+            RuntimeError: one is broken; the message says which.
+        """
+        if not len(self._refs) == len(holders) == self.num_blocks:
+            raise RuntimeError(f"{len(self._refs)} reference counts for {self.num_blocks} blocks")
+        if holders != self._refs:
+            wrong = [block for block in range(self.num_blocks) if holders[block] != self._refs[block]]
+            raise RuntimeError(f"reference counts differ from the number of holders for blocks {wrong}")
+        unheld = {block for block, count in enumerate(holders) if not count}
+        if self._free.keys() & self._cached.keys() or self._free.keys() | self._cached.keys() != unheld:
+            raise RuntimeError("free and cached blocks are not exactly those that nobody holds")
+        if {content: block for block, content in self._hash_of.items()} != self._block_of:
+            raise RuntimeError("hashes and blocks do not lead to one another")
+        if not self._cached.keys() <= self._hash_of.keys() or self._free.keys() & self._hash_of.keys():
+            raise RuntimeError("a cached block has no hash, or a free one has")
+
+    def _evict_oldest(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        self._forget_evicted(block)
+        return block
+
+    def _forget_evicted(self, block: int) -> None:
+        self.forget(block)
+        self.evictions += 1
+
+    def _note_peak(self) -> None:
+        self.peak_used = max(self.peak_used, self.num_used)

@@ -1,0 +1,170 @@
+"""Host memory for the keys and values of preempted sequences: who is there, in which blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .moves import CacheCopy
+from .pool import GONE, BlockPool
+
+
+@dataclass(slots=True)
+class _Swapped:
+    num_tokens: int
+    tables: list[list[int]]  # ids of the host's blocks, for each group
+    is_stale: bool  # its content does not follow from its tokens any more
+
+
+class SwapSpace:
+    """Sequences in host memory. Blocks with the same content are stored once; a block that is let go keeps its
+    content until it is needed, so that what comes out again soon is not copied again.
+
+    Args:
+        num_blocks: for each group of layers; 0 where nothing can be swapped out.
+    """
+
+    def __init__(self, num_blocks: Sequence[int]) -> None:
+        self.num_blocks = list(num_blocks)
+        # A pool has at least one block; one that must not be used is never taken from.
+        self.pools = [BlockPool(max(1, count)) for count in num_blocks]
+        self._swapped: dict[str, _Swapped] = {}
+        self._num_out = 0
+        self._num_in = 0
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for pool in self.pools:
+            pool.reset()
+        self._swapped.clear()
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._swapped
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._swapped)
+
+    def num_tokens(self, request_id: str) -> int:
+        """Tokens of the sequence that are here."""
+        return self._swapped[request_id].num_tokens
+
+    def tables(self, request_id: str) -> list[list[int]]:
+        """The sequence's tables of host blocks; not a copy."""
+        return self._swapped[request_id].tables
+
+    def is_stale(self, request_id: str) -> bool:
+        """Whether the sequence's content may not be found by others any more."""
+        return self._swapped[request_id].is_stale
+
+    def mark_stale(self) -> None:
+        """Let no content that is here now be found by others ever again."""
+        for swapped in self._swapped.values():
+            swapped.is_stale = True
+
+    def store(
+        self, request_id: str, tables: list[list[int]], device: list[BlockPool], num_tokens: int, *, is_stale: bool
+    ) -> list[CacheCopy] | None:
+        """Take a sequence in.
+
+        Args:
+            request_id: a new one.
+            tables: of the device's blocks that hold its first ``num_tokens`` tokens.
+            device: the pools that these blocks are of.
+            num_tokens: that come along.
+            is_stale: its content may not be found by others.
+
+        Returns:
+            Copies to make, or None where there is no room; nothing was changed then.
+        """
+        found = [self._found(g, table, device[g]) for g, table in enumerate(tables)]
+        for g, (table, there) in enumerate(zip(tables, found, strict=True)):
+            pool = self.pools[g]
+            missing = sum(block != GONE for block in table) - len(there)
+            revived = sum(not pool.is_held(block) for block in there.values())
+            if missing > (pool.num_available - revived if self.num_blocks[g] else 0):
+                return None
+        copies: list[CacheCopy] = []
+        stored: list[list[int]] = []
+        for g, (table, there) in enumerate(zip(tables, found, strict=True)):
+            pool = self.pools[g]
+            for block in there.values():
+                pool.retain(block)
+            own = []
+            for block in table:
+                target = GONE if block == GONE else there.get(block)
+                if target is None:
+                    (target,) = pool.take(1)
+                    content = device[g].hash_of(block)
+                    if content is not None:
+                        pool.commit(target, content)
+                    copies.append(CacheCopy("out", g, block, target))
+                own.append(target)
+            stored.append(own)
+        self._num_out += len(copies)
+        self._swapped[request_id] = _Swapped(num_tokens, stored, is_stale)
+        return copies
+
+    def load(
+        self, request_id: str, device: list[BlockPool], *, may_share: bool
+    ) -> tuple[int, list[list[int]], list[CacheCopy], list[tuple[BlockPool, int]]]:
+        """Give a sequence back; its blocks are taken from the device's pools, which must have so many.
+
+        Args:
+            request_id: it is here.
+            device: the pools that it comes back to.
+            may_share: what the device holds of its content still is not copied.
+
+        Returns:
+            How many tokens come back, their tables, copies to make, and what to release when these are done.
+        """
+        swapped = self._swapped[request_id]
+        copies: list[CacheCopy] = []
+        tables: list[list[int]] = []
+        for g, (pool, own) in enumerate(zip(device, swapped.tables, strict=True)):
+            # First what is there, so that none of it is evicted for the rest.
+            there: dict[int, int] = {}
+            for stored in own if may_share else ():
+                content = None if stored == GONE else self.pools[g].hash_of(stored)
+                block = None if content is None else pool.lookup(content)
+                if block is not None:
+                    pool.retain(block)
+                    there[stored] = block
+            table = []
+            for stored in own:
+                target = GONE if stored == GONE else there.get(stored)
+                if target is None:
+                    (target,) = pool.take(1)
+                    copies.append(CacheCopy("in", g, stored, target))
+                table.append(target)
+            tables.append(table)
+        self._num_in += len(copies)
+        return swapped.num_tokens, tables, copies, self.forget(request_id)
+
+    def forget(self, request_id: str) -> list[tuple[BlockPool, int]]:
+        """The sequence is here no longer; returns what is to be released once no copy needs it."""
+        swapped = self._swapped.pop(request_id)
+        return [
+            (pool, block)
+            for pool, table in zip(self.pools, swapped.tables, strict=True)
+            for block in table
+            if block != GONE
+        ]
+
+    def stats(self) -> dict[str, int | float]:
+        """Figures of all groups together."""
+        return {
+            "blocks_swapped_out": self._num_out,
+            "blocks_swapped_in": self._num_in,
+            "host_blocks_total": sum(self.num_blocks),
+            "host_blocks_used": sum(pool.num_used for pool in self.pools),
+        }
+
+    def _found(self, group: int, table: list[int], device: BlockPool) -> dict[int, int]:
+        """Device block → host block of the same content."""
+        there = {}
+        for block in table:
+            content = None if block == GONE else device.hash_of(block)
+            stored = None if content is None else self.pools[group].lookup(content)
+            if stored is not None:
+                there[block] = stored
+        return there

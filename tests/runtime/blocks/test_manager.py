@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from torch_pagoda.runtime.blocks import GONE, BlockGroup, BlockManager, CacheCopy, OutOfBlocks
+
+from toy_blocks import compute, make
+
+
+def test_blocks_come_in_order_and_tables_grow() -> None:
+    blocks = make()
+    assert blocks.allocate("a", 5, 0) == [[0, 1]]
+    assert blocks.allocate("a", 8, 5) == [[]]
+    assert blocks.allocate("a", 9, 8) == [[2]]
+    assert blocks.allocate("a", 3, 2) == [[]]
+    assert blocks.table("a") == [0, 1, 2]
+    assert (blocks.num_tokens("a"), blocks.num_available_blocks, blocks.num_used_blocks) == (9, 5, 3)
+    assert blocks.drain() == ([], [], set())
+    blocks.check()
+
+
+def test_freed_blocks_are_reused_first_and_in_their_old_order() -> None:
+    blocks = make(100)
+    blocks.allocate("a", 12, 0)
+    blocks.allocate("b", 4, 0)
+    blocks.free("a")
+    assert blocks.allocate("c", 12, 0) == [[0, 1, 2]]
+    blocks.check()
+
+
+def test_the_last_block_can_be_taken_and_no_more() -> None:
+    blocks = make(3)
+    assert blocks.allocate("a", 12, 0) == [[0, 1, 2]]
+    with pytest.raises(OutOfBlocks, match=r"'b' needs \[1\] more blocks.*\[0\] of \[3\] are available"):
+        blocks.allocate("b", 1, 0)
+    assert "b" not in blocks
+    with pytest.raises(OutOfBlocks):
+        blocks.allocate("a", 13, 12)
+    assert blocks.num_tokens("a") == 12
+    blocks.check()
+
+
+def test_questions() -> None:
+    blocks = make(4)
+    blocks.allocate("a", 6, 0)
+    assert [blocks.lacking("a", n, 5) for n in (6, 8, 9, 17)] == [[0], [0], [1], [3]]
+    assert [blocks.lacking("new", n, 0) for n in (1, 4, 5)] == [[1], [1], [2]]
+    assert (blocks.room("a", 6), blocks.room("new", 0)) == (16, 8)
+    assert blocks.capacity == 16 and blocks.can_take([2]) and not blocks.can_take([3])
+
+
+@pytest.mark.parametrize(
+    ("groups", "capacity"),
+    [
+        ([BlockGroup(4), BlockGroup(3)], 12),
+        ([BlockGroup(4), BlockGroup(4, window=9)], 16),  # four blocks hold any window of nine tokens
+        ([BlockGroup(4, window=12)], None),
+        ([BlockGroup(3, window=12)], 12),
+        ([BlockGroup(2, is_state=True)], None),
+        ([BlockGroup(2, is_state=True), BlockGroup(5)], 20),
+    ],
+)
+def test_capacity(groups: list[BlockGroup], capacity: int | None) -> None:
+    assert BlockManager(groups, 4).capacity == capacity
+
+
+@pytest.mark.parametrize("window", range(1, 14))
+def test_a_window_fits_in_the_blocks_that_promise_any_length(window: int) -> None:
+    blocks = make(-(-window // 4) + 1, window=window)
+    assert blocks.capacity is None
+    for position in range(60):
+        if position:
+            blocks.slide("a", position)
+        blocks.allocate("a", position + 1, position)
+        blocks.check()
+
+
+def test_what_left_the_window_is_let_go() -> None:
+    blocks = make(8, window=6)
+    blocks.allocate("a", 16, 0)
+    for position, gone in [(8, 0), (9, 1), (12, 1), (13, 2), (10, 2)]:
+        blocks.slide("a", position)
+        assert blocks.table("a") == [GONE] * gone + [0, 1, 2, 3][gone:]
+        blocks.check()
+    assert blocks.num_used_blocks == 2
+    blocks.free("a")
+    assert blocks.num_available_blocks == 8
+
+
+def test_groups_without_a_window_keep_everything() -> None:
+    blocks = BlockManager([BlockGroup(4), BlockGroup(4, window=4), BlockGroup(2, is_state=True)], 4)
+    assert blocks.allocate("a", 16, 0) == [[0, 1, 2, 3], [0, 1, 2, 3], [0]]
+    blocks.slide("a", 15)
+    assert blocks.tables("a") == [[0, 1, 2, 3], [GONE, GONE, GONE, 3], [0]]
+    assert blocks.room("b", 0) == 0, "the first group has nothing left"
+    blocks.check()
+
+
+def test_forks_share_until_one_writes_and_exactly_the_partly_filled_block_is_copied() -> None:
+    blocks = make()
+    blocks.allocate("a", 10, 0)
+    blocks.fork("a", "b", 10)
+    assert blocks.table("b") == blocks.table("a") == [0, 1, 2] and blocks.num_used_blocks == 3
+    assert blocks.lacking("b", 11, 10) == [1] and blocks.room("b", 10) == 28
+    assert blocks.allocate("b", 11, 10) == [[]]
+    assert (blocks.table("a"), blocks.table("b")) == ([0, 1, 2], [0, 1, 3])
+    assert blocks.drain() == ([CacheCopy("move", 0, 2, 3)], [], {"b"})
+    assert blocks.allocate("a", 11, 10) == [[]], "now it is alone"
+    assert blocks.drain() == ([], [], set()) and blocks.stats()["copies_on_write"] == 1
+    blocks.free("a")
+    assert blocks.num_used_blocks == 3
+    blocks.check()
+
+
+def test_full_blocks_are_never_copied() -> None:
+    blocks = make()
+    blocks.allocate("a", 8, 0)
+    blocks.fork("a", "b", 8)
+    assert blocks.allocate("a", 9, 8) == [[2]] and blocks.allocate("b", 9, 8) == [[3]]
+    assert blocks.drain()[0] == []
+    blocks.check()
+
+
+def test_a_fork_may_begin_in_the_middle() -> None:
+    blocks = make()
+    blocks.allocate("a", 15, 0)
+    blocks.fork("a", "b", 6)
+    assert (blocks.table("b"), blocks.num_tokens("b")) == ([0, 1], 6)
+    blocks.allocate("b", 9, 6)
+    assert (blocks.table("b"), blocks.drain()[0]) == ([0, 4, 5], [CacheCopy("move", 0, 1, 4)])
+    blocks.check()
+
+
+def test_what_is_overwritten_from_its_beginning_is_replaced_without_a_copy() -> None:
+    blocks = make()
+    blocks.allocate("a", 8, 0)
+    blocks.fork("a", "b", 8)
+    blocks.allocate("b", 8, 0)
+    assert (blocks.table("b"), blocks.drain()) == ([2, 3], ([], [], {"b"}))
+
+
+def test_a_shared_state_is_copied_before_it_is_written() -> None:
+    blocks = BlockManager([BlockGroup(3, is_state=True)], 4)
+    blocks.allocate("a", 6, 0)
+    blocks.fork("a", "b", 6)
+    blocks.allocate("a", 7, 6)
+    assert blocks.drain()[0] == [CacheCopy("move", 0, 0, 1)] and blocks.tables("b") == [[0]]
+    with pytest.raises(ValueError):
+        blocks.fork("a", "b", 6)
+
+
+def test_when_too_little_is_there_to_copy_nothing_can_be_written() -> None:
+    blocks = make(3)
+    blocks.allocate("a", 12, 0)
+    blocks.fork("a", "b", 12)
+    assert blocks.room("b", 0) == 0 and blocks.room("b", 5) == 5
+    with pytest.raises(OutOfBlocks):
+        blocks.allocate("b", 2, 0)
+    assert blocks.table("b") == blocks.table("a")
+    blocks.check()
+
+
+def test_rewinding_keeps_the_blocks_unless_the_window_took_some() -> None:
+    blocks = make(4, window=4)
+    blocks.allocate("a", 16, 0)
+    blocks.rewind("a")
+    assert blocks.table("a") == [0, 1, 2, 3]
+    blocks.slide("a", 12)
+    blocks.rewind("a")
+    blocks.check()
+    assert (blocks.table("a"), blocks.num_used_blocks, "a" in blocks) == ([], 0, True)
+    assert len(blocks.allocate("a", 5, 0)[0]) == 2
+    assert "a" in blocks.drain()[2]
+    blocks.check()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda b: b.free("x"), "'x' holds no blocks"),
+        (lambda b: b.table("x"), "'x' holds no blocks"),
+        (lambda b: b.fork("x", "y", 1), "'x' holds no blocks"),
+        (lambda b: b.slide("x", 1), "'x' holds no blocks"),
+        (lambda b: b.rewind("x"), "'x' holds no blocks"),
+        (lambda b: b.swap_out("x", 1, beside=False), "'x' holds no blocks"),
+        (lambda b: b.commit("x", [], 1), "'x' holds no blocks"),
+        (lambda b: b.fork("a", "a", 1), "'a' already holds blocks"),
+        (lambda b: b.fork("a", "s", 1), "'s' already holds blocks"),
+        (lambda b: b.fork("a", "y", 0), "num_tokens=0"),
+        (lambda b: b.fork("a", "y", 7), "num_tokens=7 is not among the 6"),
+        (lambda b: b.take_prefix("a", [b"x"], 1), "'a' already holds blocks"),
+        (lambda b: b.take_prefix("y", [b"x"], 0), "num_blocks=0"),
+        (lambda b: b.take_prefix("y", [b"x"], 2), "num_blocks=2"),
+        (lambda b: b.allocate("s", 9, 8), "'s' is swapped out"),
+        (lambda b: b.allocate("a", 0, 0), "num_tokens=0"),
+        (lambda b: b.allocate("a", 6, 6), "writes nothing"),
+        (lambda b: b.allocate("a", 6, -1), "start=-1"),
+        (lambda b: BlockManager([], 4), "groups"),
+        (lambda b: BlockManager([BlockGroup(4)], 0), "block_size=0"),
+        (lambda b: BlockManager([BlockGroup(0)], 4), "below 1|not between"),
+    ],
+)
+def test_misuse_is_refused_and_changes_nothing(call: Callable[[BlockManager], object], message: str) -> None:
+    blocks = make(8, host=4, caching=True)
+    blocks.allocate("a", 6, 0)
+    blocks.allocate("s", 4, 0)
+    blocks.swap_out("s", 4, beside=False)
+    before = blocks.stats(), blocks.tables("a")
+    with pytest.raises(ValueError, match=message):
+        call(blocks)
+    assert (blocks.stats(), blocks.tables("a")) == before
+    blocks.check()
+
+
+def test_a_fork_behind_the_window_is_refused() -> None:
+    blocks = make(8, window=5)
+    blocks.allocate("a", 24, 0)
+    blocks.slide("a", 20)
+    with pytest.raises(ValueError, match="num_tokens=8 lies behind the window"):
+        blocks.fork("a", "b", 8)
+    blocks.fork("a", "b", 20)
+    blocks.check()
+
+
+def test_a_returned_table_is_a_copy() -> None:
+    blocks = make()
+    blocks.allocate("a", 4, 0)
+    blocks.table("a").append(3)
+    blocks.tables("a")[0].append(3)
+    assert blocks.table("a") == [0]
+
+
+def test_stats() -> None:
+    blocks = make(10, caching=True)
+    assert blocks.stats()["internal_fragmentation"] == 0 and blocks.stats()["prefix_hit_rate"] == 0
+    blocks.allocate("a", 6, 0)
+    blocks.fork("a", "b", 6)
+    blocks.allocate("c", 4, 0)
+    stats = blocks.stats()
+    assert (stats["blocks_total"], stats["blocks_used"], stats["blocks_free"]) == (10, 3, 7)
+    assert stats["utilisation"] == pytest.approx(0.3)
+    assert stats["internal_fragmentation"] == pytest.approx(2 / 12)
+    blocks.count_prefix(30, 10)
+    blocks.count_prefix(10, 0)
+    assert blocks.stats()["prefix_hit_rate"] == pytest.approx(0.25)
+    for name in "abc":
+        blocks.free(name)
+    assert blocks.stats()["blocks_used_peak"] == 3
+
+
+def test_leaks_are_named() -> None:
+    blocks = make(host=4)
+    for name in "cab":
+        blocks.allocate(name, 1, 0)
+    blocks.swap_out("c", 1, beside=False)
+    assert blocks.leaks(["a"]) == ["b", "c"] and blocks.leaks("abcd") == []
+
+
+def test_reset_frees_everything_whatever_was_broken() -> None:
+    blocks = make(4, host=4, caching=True)
+    hashes = compute(blocks, "a", range(8))
+    blocks.allocate("b", 4, 0)
+    blocks.swap_out("b", 4, beside=True)
+    blocks.pools[0]._free.popitem()
+    blocks.reset()
+    assert blocks.num_available_blocks == 4 and "a" not in blocks and not blocks.is_swapped("b")
+    assert blocks.find_prefix(hashes).num_blocks == 0 and blocks.drain() == ([], [], set())
+    blocks.settle()
+    blocks.check()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda b: b.sequences["a"].tables[0].append(0), "has 3 blocks for 6 tokens"),
+        (lambda b: b.sequences["a"].tables[0].__setitem__(1, 0), "twice"),
+        (lambda b: b.sequences["a"].tables[0].__setitem__(1, 99), "names block 99 of 8"),
+        (lambda b: b.sequences["a"].tables[0].__setitem__(1, 5), "reference counts"),
+        (lambda b: b.sequences["a"].tables[0].pop(), "has 1 blocks"),
+        (lambda b: b.sequences["a"].num_gone.__setitem__(0, 1), "left the window"),
+        (lambda b: b.sequences.pop("a"), "reference counts"),
+        (lambda b: b.sequences.update(s=b.sequences["a"]), "at once"),
+        (lambda b: b.held_back.append((b.pools[0], 0)), "reference counts"),
+        (lambda b: b.swap_space.tables("s")[0].__setitem__(0, 2), "reference counts"),
+    ],
+)
+def test_check_notices_damage(damage: Callable[[BlockManager], object], message: str) -> None:
+    blocks = make(8, host=4)
+    blocks.allocate("a", 6, 0)
+    blocks.allocate("s", 4, 0)
+    blocks.swap_out("s", 4, beside=False)
+    blocks.check()
+    damage(blocks)
+    with pytest.raises(RuntimeError, match=message):
+        blocks.check()

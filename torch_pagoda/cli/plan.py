@@ -1,0 +1,283 @@
+"""``pagoda plan``: what of a model fits into a memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .errors import one_line_errors
+
+if TYPE_CHECKING:
+    from ..compiler.explain.requirements import Requirements
+    from ..runtime.block_size_plan import BlockSizePlan
+    from ..runtime.memory_plan import MemoryPlan
+
+DOES_NOT_FIT = 1
+
+_GIB, _GB = 2**30, 10**9
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(help="Checkpoint folder, hub id, or a folder with a config.json alone.", metavar="MODEL"),
+    ],
+    memory: Annotated[
+        str | None, typer.Option(help="Memory to plan for, e.g. 64GiB; by default what is free here.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto (the model's) or int8.")] = "auto",
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences at the same time.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens per step.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens per sequence, prompt included; by default the model's.")
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens per KV-cache block; by default what LLM takes, or the cheapest one.")
+    ] = None,
+    mean_length: Annotated[
+        float | None,
+        typer.Option(help="Expected tokens of a sequence, prompt included: compare block sizes for it."),
+    ] = None,
+    sigma: Annotated[
+        float, typer.Option(help="Their spread: standard deviation of the logarithm (log-normal).")
+    ] = 0.8,
+    target: Annotated[str, typer.Option(help="auto, cpu or npu.")] = "auto",
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Load the checkpoint and measure the largest step, instead of an estimate."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, sizes in bytes.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is done, to stderr.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Show how a memory divides into weights, activations and KV cache, and how many sequences fit at once.
+
+    Only the configuration is read, unless --measure is given. Beside the paged cache stands contiguous allocation,
+    where each sequence reserves --max-model-len tokens. Exit status: 0, 1 when the model does not fit, 2 for a
+    mistake in the arguments or a model that cannot be served.
+    """
+    logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(name)s: %(message)s")
+    with one_line_errors(debug):
+        # Imported here, so that --help answers at once.
+        from ..checkpoint import resolve_dtype
+        from ..compiler.explain.requirements import requirements
+        from ..compiler.options import CompileOptions
+        from ..device import resolve_device
+        from ..llm import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, check_limits
+        from ..runtime.kv_cache import UNSTATED_MODEL_LEN, available_memory, parse_memory
+        from ..runtime.memory_plan import plan_memory
+
+        check_limits({"block_size": block_size, "max_model_len": max_model_len})
+        max_num_seqs = DEFAULT_MAX_NUM_SEQS if max_num_seqs is None else max_num_seqs
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = DEFAULT_MAX_NUM_BATCHED_TOKENS
+        check_limits({"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens})
+        _block_sizes(mean_length, sigma, 1, for_npu=False)  # refuses what is no length before the model is looked at
+        total = available_memory() if memory is None else parse_memory(memory, "memory")
+        options = CompileOptions(target=target, kv_cache_dtype=kv_cache_dtype).for_device(resolve_device("auto").type)
+        kind, config = _kind_and_config(model)
+        needs = requirements(kind, config, resolve_dtype(dtype), options)
+        longest = needs.max_model_len
+        if max_model_len is not None and longest is not None and max_model_len > longest:
+            raise ValueError(f"max_model_len={max_model_len} is above the model's {longest}; lower it")
+        longest = max_model_len or longest or UNSTATED_MODEL_LEN
+        sizes = _block_sizes(mean_length, sigma, longest, for_npu=options.target == "npu")
+        if block_size is None:
+            block_size = sizes.block_size if sizes is not None else _default_block_size(options.target)
+        options = replace(options, block_size=block_size) if options.target == "npu" else options
+        if measure:
+            activations = _measured(model, dtype, options, max_num_batched_tokens, max_num_seqs, block_size)
+        else:
+            activations = needs.activation_bytes(max_num_batched_tokens, max_num_seqs)
+        found = plan_memory(
+            needs.caches,
+            memory=total,
+            weight_bytes=needs.weight_bytes,
+            activation_bytes=activations,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=longest,
+            # As the engine does it: on an NPU all layers share one block table.
+            by_window=options.target == "cpu",
+        )
+    if as_json:
+        print(json.dumps(_as_dict(found, needs, sizes, kv_cache_dtype, measure), indent=1, allow_nan=False))
+    else:
+        _print(found, needs, sizes, kv_cache_dtype, measure)
+    if found.missing_bytes:
+        raise typer.Exit(DOES_NOT_FIT)
+
+
+def _kind_and_config(model: str) -> tuple[Any, Any]:
+    """Class and configuration of a causal LM that transformers knows."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from ..checkpoint import check_config, check_source
+
+    name = check_source(model)
+    config = AutoConfig.from_pretrained(name)
+    check_config(config, name, trust_remote_code=False)
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config
+
+
+def _default_block_size(target: str) -> int:
+    """What ``LLM`` takes."""
+    from ..llm import DEFAULT_BLOCK_SIZE, NPU_BLOCK_SIZE
+
+    return NPU_BLOCK_SIZE if target == "npu" else DEFAULT_BLOCK_SIZE
+
+
+def _block_sizes(mean: float | None, sigma: float, longest: int, *, for_npu: bool) -> BlockSizePlan | None:
+    """Block sizes compared for the expected lengths; None where nothing is said about them."""
+    from ..runtime.block_size_plan import CANDIDATES, LogNormalLengths, plan_block_size
+
+    if mean is None:
+        return None
+    candidates = [size for size in CANDIDATES if size % 16 == 0] if for_npu else CANDIDATES
+    return plan_block_size(LogNormalLengths(mean, sigma, longest), candidates)
+
+
+def _measured(
+    model: str, dtype: str, options: Any, max_num_batched_tokens: int, max_num_seqs: int, block_size: int
+) -> int:
+    """Bytes that the largest step of the checkpoint takes, compiled as ``LLM`` compiles it."""
+    from ..checkpoint import load_model
+    from ..compiler import build_program
+    from ..device import resolve_device
+    from ..runtime.profile_run import measure_activations
+
+    module = load_model(model, dtype, False, resolve_device("auto"))
+    program = build_program(module, replace(options, verify="off", pack_weights=True), owns_weights=True)
+    return measure_activations(program, max_num_batched_tokens, max_num_seqs, block_size=block_size).peak_bytes
+
+
+def _as_dict(
+    found: MemoryPlan, needs: Requirements, sizes: BlockSizePlan | None, kv_cache_dtype: str, measured: bool
+) -> dict[str, Any]:
+    """Everything that is printed, and more; sizes in bytes."""
+    block_sizes = None
+    if sizes is not None:
+        block_sizes = {
+            "chosen": sizes.block_size,
+            "mean_tokens": sizes.mean_tokens,
+            "candidates": [{**asdict(cost), "cost": cost.cost} for cost in sizes.costs],
+        }
+    return {
+        "model": needs.model,
+        "dtype": needs.weight_dtype,
+        "parameters": needs.parameters,
+        "kv_cache_dtype": kv_cache_dtype,
+        "activations": "measured" if measured else "estimated",
+        **found.to_dict(),
+        "block_sizes": block_sizes,
+    }
+
+
+def _print(
+    found: MemoryPlan, needs: Requirements, sizes: BlockSizePlan | None, kv_cache_dtype: str, measured: bool
+) -> None:
+    console = Console()
+    stored = "" if kv_cache_dtype == "auto" else f", KV cache in {kv_cache_dtype}"
+    console.print(f"{needs.model} in {needs.weight_dtype}{stored}, {needs.parameters:,} parameters", highlight=False)
+    for table in (_memory(found, measured), _limits(found), *([] if sizes is None else [_sizes(sizes)])):
+        console.print()
+        console.print(table)
+    console.print()
+    for line in _words(found, measured):
+        console.print(line, highlight=False)
+
+
+def _table(first: str, *numbers: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column(first)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _memory(found: MemoryPlan, measured: bool) -> Table:
+    """What the memory is divided into, in binary and in decimal units."""
+    table = _table("memory", "GiB", "GB")
+    how = "measured" if measured else "estimated"
+    rows = (
+        ("weights", found.weight_bytes),
+        (f"activations, {found.max_num_batched_tokens} tokens, {how}", found.activation_bytes),
+        ("KV cache", found.cache_bytes),
+        ("all", found.memory),
+    )
+    for name, size in rows:
+        table.add_row(name, _number(size / _GIB), _number(size / _GB))
+    return table
+
+
+def _limits(found: MemoryPlan) -> Table:
+    """Sequences at once by length, in blocks and contiguous."""
+    table = _table("tokens each", "KV GiB", "KV GB", "paged", "used", "contiguous", "used", "run at once")
+    for limit in found.limits:
+        table.add_row(
+            str(limit.tokens),
+            _number(limit.sequence_bytes / _GIB),
+            _number(limit.sequence_bytes / _GB),
+            str(limit.paged),
+            f"{100 * limit.paged_utilisation:.0f} %",
+            str(limit.contiguous),
+            f"{100 * limit.contiguous_utilisation:.0f} %",
+            str(limit.running),
+        )
+    return table
+
+
+def _sizes(sizes: BlockSizePlan) -> Table:
+    """Costs of block sizes, in tokens per sequence."""
+    table = _table("block size", "blocks", "wasted", "share", "overhead", "cost", "")
+    for cost in sizes.costs:
+        table.add_row(
+            str(cost.block_size),
+            f"{cost.blocks:.1f}",
+            f"{cost.wasted_tokens:.1f}",
+            f"{100 * cost.fragmentation:.1f} %",
+            f"{cost.overhead_tokens:.1f}",
+            f"{cost.cost:.1f}",
+            "cheapest" if cost.block_size == sizes.block_size else "",
+        )
+    return table
+
+
+def _words(found: MemoryPlan, measured: bool) -> Iterator[str]:
+    """The figures that are single numbers."""
+    yield f"KV per token: {_size(found.token_bytes)}; a block of {found.block_size}: {_size(found.block_bytes)}"
+    if found.missing_bytes:
+        yield f"It does not fit: a first block needs {_size(found.missing_bytes)} more."
+        return
+    for pool in found.pools:
+        layers = f" of {len(pool.layers)} layers" if len(found.pools) > 1 else ""
+        window = f" with a window of {pool.window} tokens" if pool.window else ""
+        tokens = pool.num_blocks * found.block_size
+        yield f"{pool.num_blocks:,} blocks{layers}{window}, for {tokens:,} tokens."
+    yield f"Longest sequence: {found.longest_sequence} tokens; contiguous: {found.contiguous_longest_sequence}."
+    yield f"At most {found.max_num_seqs} sequences run at once (max_num_seqs)."
+    if not measured:
+        yield "Activations are the tensors alone. What malloc keeps can double them on a CPU: see --measure."
+
+
+def _number(amount: float) -> str:
+    """Three digits at least."""
+    return f"{amount:.2f}" if amount >= 1 or not amount else f"{amount:.3g}"
+
+
+def _size(size: int) -> str:
+    """Bytes in the binary unit that fits."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 1 << power:
+            return f"{size / (1 << power):.2f} {unit}"
+    return f"{size} bytes"
