@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 
-from .batching import Batcher, PreemptionCost, make_policy, preemption_mode
+from .batching import Batcher, Batches, PreemptionCost, make_policy, preemption_mode
 from .beam_search import BeamSearch, BeamSearchParams
 from .beams import BeamSubmission, bounded
 from .blocks import BlockGroup, BlockManager
@@ -69,6 +69,7 @@ class Engine:
             "auto", whatever measures as cheaper.
         swap_space: bytes of host memory for swapped sequences.
         max_queue: most prompts that wait; more are refused. None: any number.
+        batches: to form batches that run to their end, for comparison; None: continuous batching.
 
     Raises:
         ValueError: an argument is out of range, or ``max_model_len`` exceeds the model or the cache.
@@ -92,6 +93,7 @@ class Engine:
         preemption: str = "auto",
         swap_space: int = 0,
         max_queue: int | None = None,
+        batches: Batches | None = None,
     ) -> None:
         for name, value in (
             ("block_size", block_size),
@@ -135,6 +137,7 @@ class Engine:
             preemption=preemption,
             cost=cost,
             max_queue=max_queue,
+            batches=batches,
             key_variant=partial(_key_variant, program),
         )
         spare = program.reserve(max_num_seqs, max_num_batched_tokens, max_model_len)

@@ -186,6 +186,8 @@ class EngineCore:
                 if not self.batcher.has_unfinished():
                     return progressed
                 schedule = self.batcher.schedule(started)
+            if not schedule.requests:
+                return progressed
             self._prepare(schedule, started)
             self.profiler.mark(SCHEDULE)
             try:

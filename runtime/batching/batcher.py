@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from ..blocks import BlockManager
 from ..request import FinishReason, Request, RequestStatus
+from .modes import Batches
 from .policies import FirstComeFirstServed, Policy
 from .preemption import PreemptionCost, preemption_mode
 from .schedule import Plan, Schedule, ScheduledRequest
@@ -53,6 +54,7 @@ class Batcher:
         max_queue: most requests that wait; None: any number. Preempted ones are not refused, but they count.
         key_variant: what, beside its tokens, a request's keys depend on, by name: requests with different ones share
             no blocks.
+        batches: forms batches that run to their end before the next begins; None: sequences join at any step.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Batcher:
         cost: PreemptionCost | None = None,
         max_queue: int | None = None,
         key_variant: Callable[[Request], str] = lambda request: "",
+        batches: Batches | None = None,
     ) -> None:
         for name, value in (
             ("max_num_seqs", max_num_seqs),
@@ -101,6 +104,8 @@ class Batcher:
         self._running: list[Request] = []  # by rank
         self._fresh: set[str] = set()  # whose tables have not been handed out yet
         self._deadlines: list[tuple[float, int, Request]] = []
+        self.batches = batches
+        self._batch: list[Request] = []  # what was formed last, where batches are formed
         self._prefixes = SharedPrefixes(block_manager, self.policy, key_variant)
 
     # -- what is there
@@ -312,7 +317,8 @@ class Batcher:
             now: seconds, on the clock that deadlines are given in; it does not run backwards.
 
         Returns:
-            the step; empty only when nothing is unfinished, or when all that is has expired.
+            the step; empty only when nothing is unfinished, when all that is has expired, or while a batch waits for
+            more requests.
 
         Raises:
             RuntimeError: no request can progress, because somebody else holds blocks of the cache.
@@ -334,6 +340,8 @@ class Batcher:
             # Nobody gets on while they hold their blocks and seats.
             self._preempt(paused[-1], plan)
             self._fill(plan)
+        if not plan.planned and self.batches is not None and not self._running and not self._batch:
+            return Schedule([])
         if not plan.planned and self._requests:
             raise RuntimeError(
                 f"none of {len(self._requests)} requests can progress: "
@@ -453,7 +461,9 @@ class Batcher:
         computing = self._prefixes.being_computed(self._running)
         put_off: list[Request] = []
         while self._waiting and plan.budget and len(self._running) < self.max_num_seqs:
-            request = self._prefixes.next(self._waiting)
+            request = self._candidate()
+            if request is None:
+                break
             if self.block_manager.is_swapped(request.request_id):
                 admitted = self._return_swapped(request, spare, plan)
             elif len(put_off) < _MOST_PUT_OFF and self._prefixes.puts_off(request, computing):
@@ -468,6 +478,15 @@ class Batcher:
             computing.update(self._prefixes.uncomputed(request))
         for request in put_off:
             self._waiting.push(request)
+
+    def _candidate(self) -> Request | None:
+        """Who is admitted next; None where the batch that was formed is complete."""
+        if self.batches is None:
+            return self._prefixes.next(self._waiting)
+        self._batch = [request for request in self._batch if not request.is_finished]
+        if not self._batch and not self._running:
+            self._batch = self.batches.form(self._waiting, self.max_num_seqs, self._now)
+        return next((request for request in self._batch if request in self._waiting), None)
 
     def _begin(self, request: Request, spare: int, plan: Plan) -> bool:
         """Admit a request that has nothing in the cache but what others computed."""
