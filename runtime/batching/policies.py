@@ -39,13 +39,10 @@ class Policy(Protocol):
         """The request has ended."""
 
 
-class FirstComeFirstServed:
-    """In order of arrival."""
+class _InOrder:
+    """An order that depends on nothing but the requests themselves."""
 
     lookahead = 1
-
-    def rank(self, request: Request, now: float) -> Rank:
-        return float(request.arrival), request.arrival
 
     def admitted(self, request: Request) -> None:
         return
@@ -54,7 +51,14 @@ class FirstComeFirstServed:
         return
 
 
-class ByPriority:
+class FirstComeFirstServed(_InOrder):
+    """In order of arrival."""
+
+    def rank(self, request: Request, now: float) -> Rank:
+        return float(request.arrival), request.arrival
+
+
+class ByPriority(_InOrder):
     """The lowest ``Request.priority`` first, as in vLLM.
 
     Args:
@@ -62,22 +66,14 @@ class ByPriority:
             later.
     """
 
-    lookahead = 1
-
     def __init__(self, ageing_seconds: float = 10.0) -> None:
         self.ageing_seconds = _positive("ageing_seconds", ageing_seconds)
 
     def rank(self, request: Request, now: float) -> Rank:
         return now + request.priority * self.ageing_seconds, request.arrival
 
-    def admitted(self, request: Request) -> None:
-        return
 
-    def forget(self, request: Request) -> None:
-        return
-
-
-class ShortestJobFirst:
+class ShortestJobFirst(_InOrder):
     """The fewest tokens first, prompt and the most that may be generated.
 
     Args:
@@ -85,19 +81,11 @@ class ShortestJobFirst:
             this later.
     """
 
-    lookahead = 1
-
     def __init__(self, seconds_per_token: float = 0.01) -> None:
         self.seconds_per_token = _positive("seconds_per_token", seconds_per_token)
 
     def rank(self, request: Request, now: float) -> Rank:
         return now + _job(request) * self.seconds_per_token, request.arrival
-
-    def admitted(self, request: Request) -> None:
-        return
-
-    def forget(self, request: Request) -> None:
-        return
 
 
 class FairByClient:
@@ -144,7 +132,7 @@ class FairByClient:
             del self._ends[request.client]
 
 
-class LongestPrefixFirst:
+class LongestPrefixFirst(FirstComeFirstServed):
     """Among the first of the queue, whoever finds most of its tokens in the prefix cache (SGLang's cache-aware
     order).
 
@@ -156,15 +144,6 @@ class LongestPrefixFirst:
         if lookahead < 1:
             raise ValueError(f"lookahead={lookahead} is below 1; compare at least the first request")
         self.lookahead = lookahead
-
-    def rank(self, request: Request, now: float) -> Rank:
-        return float(request.arrival), request.arrival
-
-    def admitted(self, request: Request) -> None:
-        return
-
-    def forget(self, request: Request) -> None:
-        return
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {
