@@ -69,18 +69,8 @@ class BeamSubmission(Submission):
 
     def begin(self, options: RequestOptions, max_model_len: int) -> None:
         """Make the request of the first beam, which computes the prompt."""
-        deadline = None if options.deadline is None else self.arrival_time + options.deadline
-        request = Request(
-            self._next_request_id(),
-            self.prompt_token_ids,
-            SamplingParams(temperature=0, max_tokens=self.search.params.max_tokens),
-            priority=options.priority,
-            client=options.client,
-            deadline=deadline,
-            cache_salt=options.cache_salt,
-            in_one_run=options.priority < 0,
-            arrival_time=self.arrival_time,
-        )
+        params = SamplingParams(temperature=0, max_tokens=self.search.params.max_tokens)
+        request = options.request(self._next_request_id(), self.prompt_token_ids, params, self.arrival_time)
         self.completions = [Completion(self, request, 0, max_model_len, (), None, None)]
 
     def take(self, completion: Completion, candidates: Candidates) -> bool:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from .batching import Batcher, Batches, PreemptionCost, make_policy, preemption_mode
+from .batching import Batcher, Batches, PreemptionCost, make_policy
 from .beam_search import BeamSearch, BeamSearchParams
 from .beams import BeamSubmission, bounded
-from .blocks import BlockGroup, BlockManager
+from .blocks import BlockManager
 from .cache_mover import CacheMover
-from .detokenizer import Detokenizer, Tokenizer
+from .cache_setup import block_groups, key_variant, longest_sequence
+from .detokenizer import Tokenizer
 from .engine_core import EngineCore
-from .kv_cache import UNSTATED_MODEL_LEN, allocate_kv_cache, bytes_per_block
-from .logprobs import Logprob, PromptLogprobs
+from .kv_cache import allocate_kv_cache, bytes_per_block
 from .outputs import BeamSearchOutput, Progress, RequestOutput, StreamPiece
 from .pool_plan import blocks_by_group
 from .program import Program
-from .request import Request
 from .request_options import RequestOptions
 from .runner import Runner
 from .sampler import Sampler
@@ -120,9 +119,9 @@ class Engine:
             max_model_len=max_model_len or longest,
         )
         block_bytes = bytes_per_block(program.caches, block_size)
-        groups = _block_groups(program, counts, min_num_blocks, preemption, swap_space, block_bytes)
+        groups = block_groups(program, counts, min_num_blocks, preemption, swap_space, block_bytes)
         self.block_manager = BlockManager(groups, block_size, enable_prefix_caching=enable_prefix_caching)
-        max_model_len, reason = _longest_sequence(self.block_manager, max_model_len, longest)
+        max_model_len, reason = longest_sequence(self.block_manager, max_model_len, longest)
 
         self.tokenizer = tokenizer
         self.limits = PromptLimits(program.vocab_size, max_model_len, reason)
@@ -138,7 +137,7 @@ class Engine:
             cost=cost,
             max_queue=max_queue,
             batches=batches,
-            key_variant=partial(_key_variant, program),
+            key_variant=partial(key_variant, program),
         )
         spare = program.reserve(max_num_seqs, max_num_batched_tokens, max_model_len)
         cache = allocate_kv_cache(program.caches, [count + spare for count in counts], block_size, program.device)
@@ -415,33 +414,7 @@ class Engine:
         elif request_id in self._core.submissions:
             raise ValueError(f"request_id={request_id!r} is in use; choose another, or leave it out")
         submission = Submission(request_id, prompt.text, prompt.token_ids, time.perf_counter(), is_private)
-        if params.num_completions > params.n:
-            submission.num_returned, submission.reports_logprobs = params.n, params.logprobs is not None
-        for index in range(params.num_completions):
-            own = params.completion(index)
-            # No caller's id holds a zero.
-            child_id = request_id if params.num_completions == 1 else f"{request_id}\0{index}"
-            request = Request(
-                child_id,
-                prompt.token_ids,
-                own,
-                priority=options.priority,
-                client=options.client,
-                deadline=None if options.deadline is None else submission.arrival_time + options.deadline,
-                cache_salt=options.cache_salt,
-                in_one_run=options.priority < 0,
-                arrival_time=submission.arrival_time,
-            )
-            detokenizer = None
-            if self.tokenizer is not None:
-                detokenizer = Detokenizer(self.tokenizer, prompt.token_ids, own.stop_strings)
-            eos: Collection[int] = () if own.ignore_eos else self.eos_token_ids
-            logprobs: list[dict[int, Logprob]] | None = None if own.logprobs is None else []
-            scored = own.prompt_logprobs
-            scores = None if scored is None else PromptLogprobs(prompt.token_ids, scored)
-            submission.completions.append(
-                Completion(submission, request, index, self.max_model_len, eos, detokenizer, logprobs, scores)
-            )
+        submission.begin_completions(params, options, self.max_model_len, self.tokenizer, self.eos_token_ids)
         return submission
 
     def _prepare_search(
@@ -465,101 +438,3 @@ class Engine:
             self._next_id += 1
         self._next_id += 1
         return str(self._next_id - 1)
-
-
-def _block_groups(
-    program: Program,
-    counts: Sequence[int],
-    min_num_blocks: int | None,
-    preemption: str,
-    swap_space: int,
-    block_bytes: int,
-) -> list[BlockGroup]:
-    """The groups of the program's layers.
-
-    Args:
-        program: has the layers.
-        counts: blocks of each group.
-        min_num_blocks: what the largest group shrinks to, others in proportion; None: none does.
-        preemption: how sequences give up their blocks.
-        swap_space: bytes of host memory for them.
-        block_bytes: of one block in all layers.
-
-    Raises:
-        ValueError: an argument does not fit the others or the device.
-    """
-    num_host_blocks = swap_space // block_bytes if block_bytes else 0
-    if preemption_mode(preemption) == "swap" and num_host_blocks < 1:
-        raise ValueError(
-            f"preemption='swap' finds no room in swap_space={swap_space} bytes for a block of {block_bytes} bytes; "
-            "give it more, such as 1 GiB"
-        )
-    if swap_space and num_host_blocks < 1:
-        raise ValueError(
-            f"swap_space={swap_space} bytes hold no block of {block_bytes} bytes; give it more, such as 1 GiB, or 0"
-        )
-    most = max(counts)
-    if min_num_blocks is not None and min_num_blocks > most:
-        raise ValueError(f"min_num_blocks={min_num_blocks} is above the cache's {most}; lower it")
-    if min_num_blocks is not None and program.device.type != "cpu":
-        raise ValueError(
-            f"min_num_blocks={min_num_blocks}: memory of {program.device} is not given back block by block; "
-            "leave it out"
-        )
-    windows = {
-        spec.group: {other.sliding_window for other in program.caches if other.group == spec.group}
-        for spec in program.caches
-    }
-    groups = []
-    for group, count in enumerate(counts):
-        own = windows.get(group, {0})
-        groups.append(
-            BlockGroup(
-                count,
-                window=min(own) if len(own) == 1 else 0,
-                num_host_blocks=num_host_blocks,
-                min_blocks=0 if min_num_blocks is None else max(1, min_num_blocks * count // most),
-            )
-        )
-    return groups
-
-
-def _longest_sequence(blocks: BlockManager, max_model_len: int | None, longest: int | None) -> tuple[int, str]:
-    """The most tokens of a sequence, and what to do for longer ones.
-
-    Args:
-        blocks: the cache's.
-        max_model_len: what was asked for.
-        longest: what the model supports, if it says.
-
-    Raises:
-        ValueError: the cache does not hold what was asked for.
-    """
-    capacity = blocks.capacity
-    num_blocks = [pool.max_blocks for pool in blocks.pools]
-    if max_model_len is not None:
-        if capacity is not None and max_model_len > capacity:
-            raise ValueError(
-                f"max_model_len={max_model_len} is above the {capacity} tokens that the KV cache holds "
-                f"(num_blocks={', '.join(map(str, num_blocks))} of {blocks.block_size}); lower it or give the "
-                "cache more memory"
-            )
-        return (
-            max_model_len,
-            "use a model with a longer context" if max_model_len == longest else "raise max_model_len",
-        )
-    limits = [limit for limit in (longest, capacity) if limit is not None]
-    found = min(limits, default=UNSTATED_MODEL_LEN)
-    logger.info("max_model_len=%d (model: %s, KV cache: %s tokens)", found, longest, capacity)
-    if found == capacity:
-        return found, "give the KV cache more memory (num_blocks or kv_cache_memory)"
-    return found, "use a model with a longer context"
-
-
-def _key_variant(program: Program, request: Request) -> str:
-    """Which of its rotary tables the model uses for a request: prompts of the two kinds share no keys."""
-    switch = program.rope_switch
-    if switch is None:
-        return ""
-    length = request.num_prompt_tokens if program.restart_length is None else request.num_tokens
-    return "long" if length > switch else "short"

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+from .request import Request
+from .sampling_params import SamplingParams
+
 
 @dataclass(frozen=True)
 class RequestOptions:
@@ -40,6 +43,22 @@ class RequestOptions:
             isinstance(seconds, bool) or not isinstance(seconds, Real) or not math.isfinite(seconds) or seconds <= 0
         ):
             raise ValueError(f"deadline={seconds!r} is not a positive number of seconds; use None for no deadline")
+
+    def request(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, arrival_time: float
+    ) -> Request:
+        """A request on these terms that was handed in at ``arrival_time``."""
+        return Request(
+            request_id,
+            prompt_token_ids,
+            params,
+            priority=self.priority,
+            client=self.client,
+            deadline=None if self.deadline is None else arrival_time + self.deadline,
+            cache_salt=self.cache_salt,
+            in_one_run=self.priority < 0,
+            arrival_time=arrival_time,
+        )
 
 
 def options_for(count: int, **values: Any) -> list[RequestOptions]:

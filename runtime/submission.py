@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from .detokenizer import Detokenizer
+from .detokenizer import Detokenizer, Tokenizer
 from .logprobs import Logprob, PromptLogprobs
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamPiece
 from .request import FinishReason, Request, RequestStatus
+from .request_options import RequestOptions
+from .sampling_params import SamplingParams
 
 
 @dataclass(eq=False, slots=True)
@@ -200,6 +202,39 @@ class Submission:
     completions: list[Completion] = field(default_factory=list)
     num_returned: int | None = None
     reports_logprobs: bool = True
+
+    def begin_completions(
+        self,
+        params: SamplingParams,
+        options: RequestOptions,
+        max_model_len: int,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: Collection[int],
+    ) -> None:
+        """Make the completions that ``params`` asks for, each with its request."""
+        count = params.num_completions
+        if count > params.n:
+            self.num_returned, self.reports_logprobs = params.n, params.logprobs is not None
+        for index in range(count):
+            own = params.completion(index)
+            # No caller's id holds a zero.
+            name = self.request_id if count == 1 else f"{self.request_id}\0{index}"
+            detokenizer = None
+            if tokenizer is not None:
+                detokenizer = Detokenizer(tokenizer, self.prompt_token_ids, own.stop_strings)
+            scored = own.prompt_logprobs
+            self.completions.append(
+                Completion(
+                    self,
+                    options.request(name, self.prompt_token_ids, own, self.arrival_time),
+                    index,
+                    max_model_len,
+                    () if own.ignore_eos else eos_token_ids,
+                    detokenizer,
+                    None if own.logprobs is None else [],
+                    None if scored is None else PromptLogprobs(self.prompt_token_ids, scored),
+                )
+            )
 
     @property
     def is_finished(self) -> bool:

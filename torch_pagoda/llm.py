@@ -15,8 +15,8 @@ from .checkpoint import check_module, check_tokenizer, load_model, load_tokenize
 from .compiler import CompileOptions, CompileReport, UnsupportedModel, WeightGuard, build_program
 from .compiler.user_passes import Pattern
 from .device import free_memory, resolve_device
+from .option_checks import LIMITS, check_cache_size, check_limits, check_scheduling, check_swap_space
 from .passes.lower.npu.target import DEFAULT_BLOCK_SIZE as NPU_BLOCK_SIZE
-from .runtime.batching import make_policy, preemption_mode
 from .runtime.beam_search import BeamSearchParams
 from .runtime.engine import Engine
 from .runtime.kv_cache import bytes_per_block, default_num_blocks, parse_memory
@@ -34,8 +34,6 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DEFAULT_BLOCK_SIZE = 16
 """For a CPU; see ``passes.lower.npu.target`` for NPUs."""
 
-_LIMITS = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_queue")
-_MAY_BE_NONE = ("block_size", "num_blocks", "max_model_len", "max_queue")
 _COMPILE_OPTIONS = (
     "verify",
     "passes",
@@ -402,7 +400,7 @@ def check_options(options: dict[str, Any]) -> None:
             raise ValueError(
                 f"option {name!r} (given {options[name]!r}) is not known; use one of {', '.join(sorted(known))}"
             )
-    check_limits({name: options[name] for name in _LIMITS if name in options})
+    check_limits({name: options[name] for name in LIMITS if name in options})
     check_scheduling(
         options.get("policy", "fcfs"), options.get("preemption", "auto"), options.get("enable_prefix_caching", True)
     )
@@ -413,38 +411,6 @@ def check_options(options: dict[str, Any]) -> None:
     resolve_device(options.get("device", "auto"))
     check_cache_size(options.get("num_blocks"), options.get("kv_cache_memory"))
     CompileOptions.from_dict({name: options[name] for name in _COMPILE_OPTIONS if name in options})
-
-
-def check_limits(limits: dict[str, Any]) -> None:
-    """Refuse limits that are not whole numbers of at least 1; some may be None, for unset."""
-    for name, value in limits.items():
-        if value is None and name in _MAY_BE_NONE:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} is not a whole number of at least 1; use one, or leave it out")
-
-
-def check_scheduling(policy: str, preemption: str, enable_prefix_caching: bool) -> None:
-    """Refuse unknown names before anything is loaded."""
-    make_policy(policy)
-    preemption_mode(preemption)
-    if not isinstance(enable_prefix_caching, bool):
-        raise ValueError(f"enable_prefix_caching={enable_prefix_caching!r} is not a bool; use True or False")
-
-
-def check_swap_space(swap_space: int | str) -> int:
-    """Bytes of ``swap_space``; 0 for none."""
-    return 0 if swap_space in (0, "0") else parse_memory(swap_space, "swap_space")
-
-
-def check_cache_size(num_blocks: int | None, kv_cache_memory: int | str | None) -> int | None:
-    """Bytes of ``kv_cache_memory``, or None; refuses both sizes together."""
-    if num_blocks is not None and kv_cache_memory is not None:
-        raise ValueError(
-            f"num_blocks={num_blocks} and kv_cache_memory={kv_cache_memory!r} both size the KV cache; "
-            "give one of them"
-        )
-    return None if kv_cache_memory is None else parse_memory(kv_cache_memory)
 
 
 def eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:

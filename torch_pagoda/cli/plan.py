@@ -71,7 +71,8 @@ def plan(
         from ..compiler.explain.requirements import requirements
         from ..compiler.options import CompileOptions
         from ..device import resolve_device
-        from ..llm import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, check_limits
+        from ..llm import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
+        from ..option_checks import check_limits
         from ..runtime.kv_cache import UNSTATED_MODEL_LEN, available_memory, parse_memory
         from ..runtime.memory_plan import plan_memory
 

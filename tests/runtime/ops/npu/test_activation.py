@@ -25,7 +25,7 @@ def x(request):
     return (torch.randn(2, 6, 8) * 2).to(request.param)
 
 
-def near(actual, exact):
+def assert_near(actual, exact):
     """Equal to the fp64 value but for the dtype's own rounding; 1 + erf(x) cancels, so fp32 gets an absolute part."""
     eps = {torch.float64: 1e-12, torch.float32: 1e-6}.get(actual.dtype, torch.finfo(actual.dtype).eps * 0.6)
     floor = 1e-12 if actual.dtype is torch.float64 else 2e-6
@@ -45,19 +45,19 @@ def silu(values):
 
 
 def test_swiglu_activates_the_left_half(x):
-    near(npu_swiglu(x), silu(x[..., :4]) * x[..., 4:].double())
-    near(npu_swiglu(x, 1), silu(x[:, :3]) * x[:, 3:].double())
+    assert_near(npu_swiglu(x), silu(x[..., :4]) * x[..., 4:].double())
+    assert_near(npu_swiglu(x, 1), silu(x[:, :3]) * x[:, 3:].double())
 
 
 @pytest.mark.parametrize("approximate", [0, 1])
 def test_geglu_activates_the_right_half_unless_told(x, approximate):
     form = "tanh" if approximate else "none"
     product, activated = npu_geglu(x, -1, approximate)
-    near(activated, gelu(x[..., 4:], form))
-    near(product, gelu(x[..., 4:], form) * x[..., :4].double())
+    assert_near(activated, gelu(x[..., 4:], form))
+    assert_near(product, gelu(x[..., 4:], form) * x[..., :4].double())
     product, activated = npu_geglu(x, 1, approximate, True)
-    near(activated, gelu(x[:, :3], form))
-    near(product, gelu(x[:, :3], form) * x[:, 3:].double())
+    assert_near(activated, gelu(x[:, :3], form))
+    assert_near(product, gelu(x[:, :3], form) * x[:, 3:].double())
 
 
 def test_geglu_uses_tanh_by_default():
@@ -69,14 +69,14 @@ def test_geglu_uses_tanh_by_default():
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_gelu(x, approximate):
-    near(npu_gelu(x, approximate=approximate), gelu(x, approximate))
+    assert_near(npu_gelu(x, approximate=approximate), gelu(x, approximate))
     product = npu_gelu_mul(x, approximate=approximate)
-    near(product, gelu(x[..., :4], approximate) * x[..., 4:].double())
+    assert_near(product, gelu(x[..., :4], approximate) * x[..., 4:].double())
 
 
 def test_silu_and_fast_gelu(x):
-    near(npu_silu(x), silu(x))
-    near(npu_fast_gelu(x), x.double() / (1 + torch.exp(-1.702 * x.double())))
+    assert_near(npu_silu(x), silu(x))
+    assert_near(npu_fast_gelu(x), x.double() / (1 + torch.exp(-1.702 * x.double())))
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -90,12 +90,12 @@ def test_clipped_swiglu(x, interleaved, groups):
     exact = gate / (1 + torch.exp(-1.5 * gate)) * (linear + 0.5)
     if groups is not None:
         exact[sum(groups) :] = 0
-    near(result, exact)
+    assert_near(result, exact)
 
 
 def test_clipped_swiglu_along_another_dim():
     x = torch.randn(2, 6, 4)
-    near(
+    assert_near(
         npu_clipped_swiglu(x, dim=1, interleaved=False),
         npu_clipped_swiglu(x.transpose(1, 2).contiguous(), interleaved=False).transpose(1, 2).double(),
     )

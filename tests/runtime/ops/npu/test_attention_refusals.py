@@ -51,14 +51,15 @@ def batched(length=3, **changes):
     return {**arguments, **changes}
 
 
-def refuses(match, arguments, error=ValueError):
+def assert_refuses(match, arguments, error=ValueError):
     with pytest.raises(error, match=match):
         npu_fused_infer_attention_score(**arguments)
 
 
 def test_the_cases_here_are_legal_unchanged():
     for arguments in (packed(), unpaged(), batched(), batched(length=1)):
-        npu_fused_infer_attention_score(**arguments)
+        result, _ = npu_fused_infer_attention_score(**arguments)
+        assert result.shape == arguments["query"].shape and result.isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -67,24 +68,24 @@ def test_the_cases_here_are_legal_unchanged():
     ids=str,
 )
 def test_query_lengths_of_packed_layouts(lengths, match):
-    refuses(match, packed(actual_seq_lengths=lengths))
+    assert_refuses(match, packed(actual_seq_lengths=lengths))
 
 
 def test_context_lengths_are_per_sequence_only_with_a_block_table():
-    refuses("between 0 and 16", packed(actual_seq_lengths_kv=[8, 21]))
-    refuses("ends at 8.*13 tokens", unpaged(actual_seq_lengths_kv=[5, 8]))
-    refuses("never decrease", unpaged(actual_seq_lengths_kv=[8, 5]))
-    refuses("1 entries and actual_seq_lengths 2", unpaged(actual_seq_lengths_kv=[13]))
-    refuses("0 entries", packed(actual_seq_lengths_kv=None))
-    refuses("1 entries", packed(actual_seq_lengths_kv=[8]))
+    assert_refuses("between 0 and 16", packed(actual_seq_lengths_kv=[8, 21]))
+    assert_refuses("ends at 8.*13 tokens", unpaged(actual_seq_lengths_kv=[5, 8]))
+    assert_refuses("never decrease", unpaged(actual_seq_lengths_kv=[8, 5]))
+    assert_refuses("1 entries and actual_seq_lengths 2", unpaged(actual_seq_lengths_kv=[13]))
+    assert_refuses("0 entries", packed(actual_seq_lengths_kv=None))
+    assert_refuses("1 entries", packed(actual_seq_lengths_kv=[8]))
 
 
 def test_length_lists_of_batch_layouts():
-    refuses("2 sequences|batch of 2", batched(actual_seq_lengths_kv=[]))
-    refuses("between 0 and 6", batched(actual_seq_lengths_kv=[7, 2]))
-    refuses("between 0 and 3", batched(actual_seq_lengths=[-1]))
+    assert_refuses("2 sequences|batch of 2", batched(actual_seq_lengths_kv=[]))
+    assert_refuses("between 0 and 6", batched(actual_seq_lengths_kv=[7, 2]))
+    assert_refuses("between 0 and 3", batched(actual_seq_lengths=[-1]))
     three = {name: torch.randn(3, heads, 4, DIM) for name, heads in (("query", 4), ("key", 2), ("value", 2))}
-    refuses("2 entries for a batch of 3", batched(**three, actual_seq_lengths=[2, 2]))
+    assert_refuses("2 entries for a batch of 3", batched(**three, actual_seq_lengths=[2, 2]))
 
 
 @pytest.mark.parametrize("sparse_mode", [2, 3, 4])
@@ -100,70 +101,71 @@ def test_length_lists_of_batch_layouts():
     ids=["none", "small", "batched", "tril", "float"],
 )
 def test_compressed_modes_take_one_mask_only(sparse_mode, mask, match):
-    refuses(match, packed(sparse_mode=sparse_mode, atten_mask=mask))
-    refuses(match, batched(sparse_mode=sparse_mode, atten_mask=mask))
+    assert_refuses(match, packed(sparse_mode=sparse_mode, atten_mask=mask))
+    assert_refuses(match, batched(sparse_mode=sparse_mode, atten_mask=mask))
 
 
 def test_full_masks():
-    refuses("sparse_mode is 1 and atten_mask is None", batched(sparse_mode=1))
-    refuses("take no full mask", packed(sparse_mode=0, atten_mask=torch.zeros(1, 5, 16, dtype=torch.bool)))
-    refuses("must cover 3 queries and 6 keys", batched(atten_mask=torch.zeros(1, 3, 5, dtype=torch.bool)))
-    refuses("must cover 3 queries and 6 keys", batched(atten_mask=torch.zeros(2, 2, 3, 6, dtype=torch.bool)))
-    refuses("must cover", batched(atten_mask=torch.zeros(6, dtype=torch.bool)))
-    refuses("bool, int8 or uint8", batched(atten_mask=torch.zeros(1, 3, 6)))
+    assert_refuses("sparse_mode is 1 and atten_mask is None", batched(sparse_mode=1))
+    assert_refuses("take no full mask", packed(sparse_mode=0, atten_mask=torch.zeros(1, 5, 16, dtype=torch.bool)))
+    assert_refuses("must cover 3 queries and 6 keys", batched(atten_mask=torch.zeros(1, 3, 5, dtype=torch.bool)))
+    assert_refuses("must cover 3 queries and 6 keys", batched(atten_mask=torch.zeros(2, 2, 3, 6, dtype=torch.bool)))
+    assert_refuses("must cover", batched(atten_mask=torch.zeros(6, dtype=torch.bool)))
+    assert_refuses("bool, int8 or uint8", batched(atten_mask=torch.zeros(1, 3, 6)))
 
 
 @pytest.mark.parametrize(
     "sparse_mode, error", [(5, ValueError), (8, ValueError), (-1, ValueError), (9, NotImplementedError)]
 )
 def test_other_sparse_modes(sparse_mode, error):
-    refuses(f"sparse_mode is {sparse_mode}", packed(sparse_mode=sparse_mode), error)
+    assert_refuses(f"sparse_mode is {sparse_mode}", packed(sparse_mode=sparse_mode), error)
 
 
 @pytest.mark.parametrize("sparse_mode", [0, 4])
 def test_a_window_over_one_query_of_a_batch_layout(sparse_mode):
     mask = CAUSAL if sparse_mode == 4 else None
-    refuses("documented to ignore them", batched(1, sparse_mode=sparse_mode, atten_mask=mask, pre_tokens=3))
+    assert_refuses("documented to ignore them", batched(1, sparse_mode=sparse_mode, atten_mask=mask, pre_tokens=3))
     npu_fused_infer_attention_score(**batched(1, sparse_mode=sparse_mode, atten_mask=mask, pre_tokens=5))
 
 
 def test_paged_caches():
-    refuses("block_size is 0", packed(block_size=0))
-    refuses("block_size is 16", packed(block_size=16))
-    refuses("int32", packed(block_table=torch.tensor([[0, 1], [2, 3]])))
-    refuses("one row for each of the 2", packed(block_table=torch.zeros(3, 2, dtype=torch.int32)))
+    assert_refuses("block_size is 0", packed(block_size=0))
+    assert_refuses("block_size is 16", packed(block_size=16))
+    assert_refuses("int32", packed(block_table=torch.tensor([[0, 1], [2, 3]])))
+    assert_refuses("one row for each of the 2", packed(block_table=torch.zeros(3, 2, dtype=torch.int32)))
     by_token = torch.randn(4, BLOCK, KV_HEADS, DIM)
-    refuses("view .* as that", packed(key=by_token, value=by_token))
+    assert_refuses("view .* as that", packed(key=by_token, value=by_token))
     by_head = by_token.transpose(1, 2).contiguous()
     npu_fused_infer_attention_score(**packed(key=by_head, value=by_head))
     rows = {"query": torch.randn(2, 3, HEADS * DIM), "input_layout": "BSH", "actual_seq_lengths": None}
-    refuses("BSH queries", packed(key=by_head, value=by_head, **rows))
+    assert_refuses("BSH queries", packed(key=by_head, value=by_head, **rows))
     nz = by_token.unflatten(3, (1, 16)).permute(0, 2, 3, 1, 4).contiguous()
-    refuses("only for MLA", packed(key=nz, value=nz))
+    assert_refuses("only for MLA", packed(key=nz, value=nz))
 
 
 @pytest.mark.parametrize("block", [-1, 4])
 def test_blocks_outside_the_cache(block):
-    refuses("the cache has 4 blocks", packed(block_table=torch.tensor([[0, 1], [block, 3]], dtype=torch.int32)))
+    table = torch.tensor([[0, 1], [block, 3]], dtype=torch.int32)
+    assert_refuses("the cache has 4 blocks", packed(block_table=table))
     # Entries behind the context are not read.
     table = torch.tensor([[0, block], [2, block]], dtype=torch.int32)
     npu_fused_infer_attention_score(**packed(block_table=table))
 
 
 def test_heads():
-    refuses("must divide", packed(num_key_value_heads=3))
-    refuses("at most 64", packed(query=torch.randn(5, 128, DIM), num_heads=128, num_key_value_heads=1))
-    refuses("query has 4 heads", packed(num_heads=8))
-    refuses("0 query heads", packed(num_heads=0))
+    assert_refuses("must divide", packed(num_key_value_heads=3))
+    assert_refuses("at most 64", packed(query=torch.randn(5, 128, DIM), num_heads=128, num_key_value_heads=1))
+    assert_refuses("query has 4 heads", packed(num_heads=8))
+    assert_refuses("0 query heads", packed(num_heads=0))
 
 
 def test_layouts():
-    refuses("input_layout is 'SBH'", batched(input_layout="SBH"))
-    refuses("takes 3 dims", batched(input_layout="BSH"))
-    refuses("batch of 2", batched(key=torch.randn(3, KV_HEADS, 6, DIM)))
-    refuses("one length", batched(value=torch.randn(2, KV_HEADS, 7, DIM)))
-    refuses("one layout", batched(key=torch.randn(2, 6, KV_HEADS * DIM)))
-    refuses("do not divide", batched(query=torch.randn(2, 3, 66), input_layout="BSH"))
+    assert_refuses("input_layout is 'SBH'", batched(input_layout="SBH"))
+    assert_refuses("takes 3 dims", batched(input_layout="BSH"))
+    assert_refuses("batch of 2", batched(key=torch.randn(3, KV_HEADS, 6, DIM)))
+    assert_refuses("one length", batched(value=torch.randn(2, KV_HEADS, 7, DIM)))
+    assert_refuses("one layout", batched(key=torch.randn(2, 6, KV_HEADS * DIM)))
+    assert_refuses("do not divide", batched(query=torch.randn(2, 3, 66), input_layout="BSH"))
     with pytest.raises(NotImplementedError, match="NSD"):
         npu_fused_infer_attention_score(**batched(input_layout="NSD"))
     with pytest.raises(ValueError, match="BSH, BSND or BNSD"):
@@ -175,9 +177,10 @@ def test_layouts():
 
 
 def test_dtypes():
-    refuses("they must be one", packed(key=torch.randn(4, BLOCK, KV_HEADS * DIM).half()))
-    refuses("int4", packed(key=torch.zeros(4, BLOCK, 4, dtype=torch.int32)), NotImplementedError)
-    refuses("quantised queries", packed(query=torch.zeros(5, HEADS, DIM, dtype=torch.int8)), NotImplementedError)
+    assert_refuses("they must be one", packed(key=torch.randn(4, BLOCK, KV_HEADS * DIM).half()))
+    assert_refuses("int4", packed(key=torch.zeros(4, BLOCK, 4, dtype=torch.int32)), NotImplementedError)
+    quantised = torch.zeros(5, HEADS, DIM, dtype=torch.int8)
+    assert_refuses("quantised queries", packed(query=quantised), NotImplementedError)
 
 
 def int8(**changes):
@@ -190,25 +193,26 @@ def int8(**changes):
 
 def test_int8_caches():
     npu_fused_infer_attention_score(**int8())
-    refuses("need their scales", int8(key_antiquant_scale=None, value_antiquant_scale=None))
-    refuses("need their scales", batched(key_antiquant_scale=torch.ones(1), value_antiquant_scale=torch.ones(1)))
-    refuses("antiquant modes", int8(key_antiquant_mode=1))
-    refuses("which mode 0 does not take", int8(key_antiquant_scale=torch.ones(3)))
-    refuses("take antiquant modes 0 and 1", int8(length=2, key_antiquant_mode=2, value_antiquant_mode=2))
+    assert_refuses("need their scales", int8(key_antiquant_scale=None, value_antiquant_scale=None))
+    scale = torch.ones(1)
+    assert_refuses("need their scales", batched(key_antiquant_scale=scale, value_antiquant_scale=scale))
+    assert_refuses("antiquant modes", int8(key_antiquant_mode=1))
+    assert_refuses("which mode 0 does not take", int8(key_antiquant_scale=torch.ones(3)))
+    assert_refuses("take antiquant modes 0 and 1", int8(length=2, key_antiquant_mode=2, value_antiquant_mode=2))
     zeros = torch.zeros(13, KV_HEADS, DIM, dtype=torch.int8)
     scales = {"key_antiquant_scale": torch.ones(1), "value_antiquant_scale": torch.ones(1)}
-    refuses("not taken in input_layout 'TND'", unpaged(key=zeros, value=zeros, **scales))
+    assert_refuses("not taken in input_layout 'TND'", unpaged(key=zeros, value=zeros, **scales))
     cache = torch.zeros(4, KV_HEADS, BLOCK, DIM, dtype=torch.int8)
     table = {"block_table": packed()["block_table"], "block_size": BLOCK, "actual_seq_lengths_kv": [8, 5]}
     npu_fused_infer_attention_score(**int8(key=cache, value=cache, **table))
-    refuses("only FRACTAL_NZ caches", int8(length=2, key=cache, value=cache, **table))
+    assert_refuses("only FRACTAL_NZ caches", int8(length=2, key=cache, value=cache, **table))
 
 
 def test_rope_parts():
     rope = torch.randn(5, HEADS, 64)
-    refuses("give both or neither", packed(query_rope=rope))
-    refuses("all but its last dim", packed(query_rope=rope[:4], key_rope=torch.randn(4, BLOCK, KV_HEADS * 64)))
-    refuses("page both in one format", packed(query_rope=rope, key_rope=torch.randn(4, KV_HEADS, BLOCK, 64)))
+    assert_refuses("give both or neither", packed(query_rope=rope))
+    assert_refuses("all but its last dim", packed(query_rope=rope[:4], key_rope=torch.randn(4, BLOCK, KV_HEADS * 64)))
+    assert_refuses("page both in one format", packed(query_rope=rope, key_rope=torch.randn(4, KV_HEADS, BLOCK, 64)))
 
 
 def sinks(**changes):
@@ -248,11 +252,11 @@ def test_sinks_need_a_packed_layout():
 
 
 def test_pse_shift_and_precision():
-    refuses("not taken in input_layout 'TND'", packed(pse_shift=torch.zeros(1, HEADS, 5, 16)))
-    refuses("must be .1 or 2, 4, at least 3, at least 6", batched(pse_shift=torch.zeros(1, HEADS, 3, 5)))
-    refuses("must be .1 or 2, 4", batched(pse_shift=torch.zeros(1, 2, 3, 6)))
-    refuses("between 0 and 1", batched(1, inner_precise=2))
-    refuses("between 0 and 3", batched(inner_precise=4))
+    assert_refuses("not taken in input_layout 'TND'", packed(pse_shift=torch.zeros(1, HEADS, 5, 16)))
+    assert_refuses("must be .1 or 2, 4, at least 3, at least 6", batched(pse_shift=torch.zeros(1, HEADS, 3, 5)))
+    assert_refuses("must be .1 or 2, 4", batched(pse_shift=torch.zeros(1, 2, 3, 6)))
+    assert_refuses("between 0 and 1", batched(1, inner_precise=2))
+    assert_refuses("between 0 and 3", batched(inner_precise=4))
 
 
 @pytest.mark.parametrize(
@@ -267,7 +271,7 @@ def test_pse_shift_and_precision():
     ],
 )
 def test_what_has_no_kernel_is_named(name):
-    refuses(f"does not implement {name}", batched(**{name: torch.ones(1)}), NotImplementedError)
+    assert_refuses(f"does not implement {name}", batched(**{name: torch.ones(1)}), NotImplementedError)
 
 
 @pytest.mark.parametrize("name", ["quant_scale_out", "dequant_scale_query", "quant_scale_p"])
