@@ -31,6 +31,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -308,14 +309,6 @@ def summary(rows: list[Row]) -> str:
     return "; ".join(parts)
 
 
-def write_tables(rows: list[Row], json_path: Path | None, markdown_path: Path | None) -> None:
-    """Write what is known up to now, so that an interrupted run leaves something."""
-    if json_path:
-        json_path.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
-    if markdown_path:
-        markdown_path.write_text(markdown(rows))
-
-
 def selected_names(only: str | None) -> list[str]:
     """Architectures and variants whose names match one of the comma-separated patterns of ``only``."""
     from tiny_models import LLAMA_VARIANTS, causal_lm_types
@@ -345,21 +338,45 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def collect(
+    names: list[str], args: argparse.Namespace, say: Callable[[Any], str], tables: Callable[[list[Any]], str]
+) -> list[Any]:
+    """Examine all selected architectures, and write what is known after each, so that a run that is cut off leaves
+    something.
+
+    Args:
+        names: of architectures; the rows are in their order.
+        args: the command line.
+        say: what is printed of a row.
+        tables: what is written of all.
+    """
+    rows: list[Any] = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        try:
+            for done in as_completed([pool.submit(examine_in_subprocess, name, args) for name in names]):
+                row = done.result()
+                rows.append(row)
+                print(f"[{len(rows)}/{len(names)}] {row.name}: {say(row)}", flush=True)
+                rows.sort(key=lambda row: names.index(row.name))
+                if args.json:
+                    args.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+                if args.markdown:
+                    args.markdown.write_text(tables(rows))
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                _kill(child)
+            raise SystemExit(130) from None
+    return rows
+
+
 def main_fusions(names: list[str], args: argparse.Namespace) -> int:
     """Explain all selected architectures; 1 if a target is missed."""
-    rows: list[FusionRow] = []
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for done in as_completed([pool.submit(examine_in_subprocess, name, args) for name in names]):
-            row = done.result()
-            assert isinstance(row, FusionRow)
-            rows.append(row)
-            said = row.refused or f"{row.layer_before} -> {row.layer_after} operators, {len(row.missed)} missed"
-            print(f"[{len(rows)}/{len(names)}] {row.name}: {said}", flush=True)
-            rows.sort(key=lambda row: names.index(row.name))
-            if args.json:
-                args.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
-            if args.markdown:
-                args.markdown.write_text(fusion_tables(rows))
+
+    def say(row: FusionRow) -> str:
+        return row.refused or f"{row.layer_before} -> {row.layer_after} operators, {len(row.missed)} missed"
+
+    rows = collect(names, args, say, fusion_tables)
     print(fusion_tables(rows))
     for short in unmet(rows):
         print("below target:", short)
@@ -368,51 +385,24 @@ def main_fusions(names: list[str], args: argparse.Namespace) -> int:
 
 def main_npu(names: list[str], args: argparse.Namespace) -> int:
     """Lower all selected architectures; 1 if too few are clean, or one breaks a limit."""
-    rows: list[NpuRow] = []
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for done in as_completed([pool.submit(examine_in_subprocess, name, args) for name in names]):
-            row = done.result()
-            assert isinstance(row, NpuRow)
-            rows.append(row)
-            said = row.refused or f"error {row.error:.1e}, {len(row.limited)} kept by limits, {len(row.gaps)} gaps"
-            print(f"[{len(rows)}/{len(names)}] {row.name}: {said}", flush=True)
-            rows.sort(key=lambda row: names.index(row.name))
-            if args.json:
-                args.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
-            if args.markdown:
-                args.markdown.write_text(npu_tables(rows))
+
+    def say(row: NpuRow) -> str:
+        return row.refused or f"error {row.error:.1e}, {len(row.limited)} kept by limits, {len(row.gaps)} gaps"
+
+    rows = collect(names, args, say, npu_tables)
     print(npu_tables(rows))
     enough = sum(row.clean for row in rows if "/" not in row.name) >= min(TARGET, len(names))
     return 0 if enough and not any(row.illegal for row in rows) else 1
 
 
-def main() -> int:
-    """Run all selected architectures; the exit status."""
-    args = parse_arguments()
-    names = selected_names(args.only)
-    os.environ |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}  # for the children
-    PROCESSES.set_forkserver_preload(["torch._dynamo", "transformers", "torch_pagoda", "tiny_models"])
-    if args.target == "npu":
-        return main_npu(names, args)
-    if args.fusions:
-        return main_fusions(names, args)
-    rows: list[Row] = []
-    with ThreadPoolExecutor(args.jobs) as pool:
-        try:
-            for done in as_completed([pool.submit(examine_in_subprocess, name, args) for name in names]):
-                row = done.result()
-                assert isinstance(row, Row)
-                rows.append(row)
-                error = "" if row.logprob_error is None else f" error {row.logprob_error:.1e}"
-                print(f"[{len(rows)}/{len(names)}] {row.name}: {row.result}{error} {row.reason}", flush=True)
-                rows.sort(key=lambda row: names.index(row.name))
-                write_tables(rows, args.json, args.markdown)
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for child in multiprocessing.active_children():
-                _kill(child)
-            raise SystemExit(130) from None
+def main_exactness(names: list[str], args: argparse.Namespace) -> int:
+    """Serve all selected architectures; 1 if one is wrong, or an expected one not exact."""
 
+    def say(row: Row) -> str:
+        error = "" if row.logprob_error is None else f" error {row.logprob_error:.1e}"
+        return f"{row.result}{error} {row.reason}"
+
+    rows = collect(names, args, say, markdown)
     bad = [row for row in rows if row.result in ("silently wrong", "failed")]
     lost = [row for row in rows if row.name in EXPECTED_EXACT and row.result != "exact"]
     gained = [row.name for row in rows if row.result == "exact" and "/" not in row.name]
@@ -426,6 +416,19 @@ def main() -> int:
     expected_here = EXPECTED_EXACT & set(names)
     print(f"{len(expected_here) - len(lost)} of {len(expected_here)} expected ones exact; {summary(rows)}")
     return 1 if bad or lost else 0
+
+
+def main() -> int:
+    """Run all selected architectures; the exit status."""
+    args = parse_arguments()
+    names = selected_names(args.only)
+    os.environ |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}  # for the children
+    PROCESSES.set_forkserver_preload(["torch._dynamo", "transformers", "torch_pagoda", "tiny_models"])
+    if args.target == "npu":
+        return main_npu(names, args)
+    if args.fusions:
+        return main_fusions(names, args)
+    return main_exactness(names, args)
 
 
 if __name__ == "__main__":

@@ -337,7 +337,7 @@ class Engine:
             "computed_tokens": core.num_computed_tokens,
             "generated_tokens": core.num_generated_tokens,
             "failed": core.num_failed,
-            "model_seconds": core.model_seconds,
+            "model_seconds": core.computer.model_seconds,
             "total_seconds": core.total_seconds,
         }
 

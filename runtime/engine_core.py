@@ -5,46 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from types import TracebackType
 
-import torch
-from torch import Tensor
-
 from .batching import Batcher, PreemptionCost, Schedule, ScheduledRequest
-from .beams import BeamSubmission, Candidates, likely_tokens
+from .beams import BeamSubmission
 from .cache_mover import CacheMover
-from .logprobs import Logprob
 from .profiler import Profiler
 from .request import FinishReason, Request, RequestStatus
 from .runner import Runner
 from .sampler import Sampler
-from .step_profile import DETOKENISE, MODEL, PACK, SAMPLE, SCHEDULE
-from .submission import Completion, Submission, one_line, undecodable
+from .step_computer import Choice, Draw, Outcome, StepComputer
+from .step_profile import DETOKENISE, SCHEDULE
+from .submission import Completion, Submission, undecodable
 
 logger = logging.getLogger(__name__)
-
-_UNUSABLE_LOGITS = "the model's logits allow no choice (NaN, infinity, or every token ruled out)"
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """A sampled token, or why there is none."""
-
-    token: int = -1
-    logprob: dict[int, Logprob] | None = None
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What a step gave one of its requests: an error, or a choice for it and each of its followers, or what may
-    follow a beam, or nothing yet."""
-
-    choices: tuple[_Choice, ...] = ()
-    candidates: Candidates | None = None
-    prompt_logits: Tensor | None = None  # of its tokens, where the prompt is scored
-    error: str | None = None
 
 
 class EngineCore:
@@ -68,7 +42,6 @@ class EngineCore:
     ) -> None:
         self.batcher = batcher
         self.runner = runner
-        self.sampler = sampler
         self.mover = mover
         self.cost = cost
         self.submissions: dict[str, Submission] = {}
@@ -80,7 +53,7 @@ class EngineCore:
         self.num_generated_tokens = 0
         self.num_failed = 0
         self.profiler = Profiler()
-        self.model_seconds = 0.0
+        self.computer = StepComputer(runner, sampler, cost, self.profiler)
         self.total_seconds = 0.0
         self._pool_sizes = [pool.num_blocks for pool in batcher.block_manager.pools]
         self._sampled: list[str] = []  # ids of the sequences that got a token in this step
@@ -192,7 +165,7 @@ class EngineCore:
             self.profiler.mark(SCHEDULE)
             try:
                 self.mover.start(schedule.copies_beside)
-                outcomes = self._compute(schedule.requests)
+                outcomes = self.computer.compute(schedule.requests, list(map(self._draw, schedule.requests)))
             finally:
                 self.mover.join()
             self.cost.measure_copies(self.mover.copied_bytes, self.mover.seconds)
@@ -239,74 +212,14 @@ class EngineCore:
             self.mover.give_back(group, now_there, max(now_there, before))
         self._pool_sizes = sizes
 
-    def _compute(self, scheduled: list[ScheduledRequest]) -> list[_Outcome]:
-        """Run the model and sample; if that raises, each request runs alone, so that only culprits fail."""
-        try:
-            return self._compute_together(scheduled)
-        except Exception as error:
-            if len(scheduled) == 1:
-                logger.debug("a model step failed", exc_info=True)
-                return [_Outcome(error=f"the model step failed with {one_line(error)}")]
-            logger.warning(
-                "a model step of %d requests failed (%s); running them one by one",
-                len(scheduled),
-                one_line(error),
-            )
-        return [self._compute([item])[0] for item in scheduled]
-
-    def _compute_together(self, scheduled: list[ScheduledRequest]) -> list[_Outcome]:
-        started = time.perf_counter()
-        packed = self.runner.pack(scheduled)
-        self.profiler.mark(PACK)
-        logits = self.runner.run(scheduled, packed)
-        self.profiler.mark(MODEL)
-        seconds = time.perf_counter() - started
-        self.model_seconds += seconds
-        self.cost.measure_step(scheduled, seconds)
-        sharing: list[list[Request]] = [[] for _ in scheduled]  # who draws from each entry's last row
-        rows: list[int] = []
-        beams: dict[int, int] = {}  # entry → its last row
-        row = 0
-        for i, (item, requests) in enumerate(zip(scheduled, sharing, strict=True)):
-            if item.is_last_chunk:
-                completion = self.completions[item.request.request_id]
-                if isinstance(completion.owner, BeamSubmission):
-                    beams[i] = row
-                else:
-                    requests.append(item.request)
-                    requests += [c.request for c in self._followers(completion)]
-                    rows += [row] * len(requests)
-                row += 1
-        choices: list[_Choice] = []
-        if rows:
-            sampled = logits.sampled if len(rows) == row and not beams else logits.sampled[torch.tensor(rows)]
-            drawn = self.sampler.sample(sampled, [request for requests in sharing for request in requests])
-            choices = [_Choice(*pair) for pair in zip(drawn.token_ids, drawn.logprobs, strict=True)]
-            for failed in drawn.failed:
-                choices[failed] = _Choice(error=_UNUSABLE_LOGITS)
-        candidates = self._candidates(logits.sampled, scheduled, beams) if beams else {}
-        self.profiler.mark(SAMPLE)
-        outcomes, first = [], 0
-        for i, requests in enumerate(sharing):
-            if i in beams:
-                likely = candidates[i]
-                outcomes.append(_Outcome(candidates=likely, error=_UNUSABLE_LOGITS if likely is None else None))
-                continue
-            own = tuple(choices[first : first + len(requests)])
-            outcomes.append(_Outcome(own, prompt_logits=logits.prompts.get(i)))
-            first += len(requests)
-        return outcomes
-
-    def _candidates(
-        self, logits: Tensor, scheduled: list[ScheduledRequest], beams: dict[int, int]
-    ) -> dict[int, Candidates | None]:
-        """What may follow the beams among the scheduled entries; ``beams`` maps an entry to its row."""
-        counts = []
-        for i in beams:
-            owner = self.completions[scheduled[i].request.request_id].owner
-            assert isinstance(owner, BeamSubmission)
-            counts.append(owner.search.num_candidates)
-        return dict(zip(beams, likely_tokens(logits[torch.tensor(list(beams.values()))], counts), strict=True))
+    def _draw(self, item: ScheduledRequest) -> Draw:
+        """What is to be made of the last row of a scheduled request."""
+        if not item.is_last_chunk:
+            return Draw()
+        completion = self.completions[item.request.request_id]
+        if isinstance(completion.owner, BeamSubmission):
+            return Draw(num_candidates=completion.owner.search.num_candidates)
+        return Draw((item.request, *(follower.request for follower in self._followers(completion))))
 
     def _followers(self, completion: Completion) -> list[Completion]:
         """The completions of its prompt that wait for it to compute the prompt."""
@@ -317,7 +230,7 @@ class EngineCore:
             c for c in siblings[1:] if not c.is_finished and self.batcher.get(c.request.request_id) is not c.request
         ]
 
-    def _settle(self, scheduled: list[ScheduledRequest], outcomes: list[_Outcome]) -> list[Submission]:
+    def _settle(self, scheduled: list[ScheduledRequest], outcomes: list[Outcome]) -> list[Submission]:
         """Draw the consequences of a step."""
         now = time.perf_counter()
         self._sampled = []
@@ -396,7 +309,7 @@ class EngineCore:
                 self.batcher.restart(request)
         return [completion.request for completion in turn.completions]
 
-    def _take(self, completion: Completion, choice: _Choice, now: float) -> bool:
+    def _take(self, completion: Completion, choice: Choice, now: float) -> bool:
         """Append the chosen token; returns whether the completion goes on."""
         request, owner = completion.request, completion.owner
         if choice.error is not None:
