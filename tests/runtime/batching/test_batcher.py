@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from torch_pagoda.runtime.batching import Batcher
+from torch_pagoda.runtime.batching.planner import Planner
 from torch_pagoda.runtime.blocks import BlockGroup, BlockManager
 from torch_pagoda.runtime.request import RequestStatus
 
@@ -300,7 +301,7 @@ def test_requeue_all_repairs_an_interrupted_step(method, monkeypatch):
     requests = [make_request(name, prompt=2, max_tokens=6) for name in "abc"]
     for request in requests:
         batcher.add(request)
-    original = getattr(Batcher, method)
+    original = getattr(Planner, method)
     calls = 0
 
     def interrupted(self, *args):
@@ -308,11 +309,11 @@ def test_requeue_all_repairs_an_interrupted_step(method, monkeypatch):
         calls += 1
         if calls == 3:
             if method == "_plan":
-                self.block_manager.pools[0]._free.popitem()  # a block that is neither free nor in a table
+                self.blocks.pools[0]._free.popitem()  # a block that is neither free nor in a table
             raise KeyboardInterrupt
         return original(self, *args)
 
-    monkeypatch.setattr(Batcher, method, interrupted)
+    monkeypatch.setattr(Planner, method, interrupted)
     interrupts = 0
     while batcher.has_unfinished():
         try:

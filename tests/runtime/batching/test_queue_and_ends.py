@@ -79,13 +79,16 @@ def test_deadlines_of_ended_requests_are_not_kept():
     for i in range(1000):
         batcher.add(make_request(str(i), max_tokens=1, deadline=1e9))
         run(batcher, batcher.schedule())
-    assert len(batcher._deadlines) < 200
+    assert len(batcher._lineup._deadlines) < 200
 
 
 @pytest.mark.parametrize("way", ["cancel", "finish"])
 @pytest.mark.parametrize("moment", ["queued", "chunk", "decode", "planned", "preempted", "swapped", "paused", "fork"])
 def test_all_blocks_come_back_whenever_a_request_ends(moment, way):
-    batcher = make_batcher(num_blocks=8, block_size=2, budget=4, max_len=16, caching=True, preemption="swap", host=8)
+    preemption = "recompute" if moment == "preempted" else "swap"
+    batcher = make_batcher(
+        num_blocks=8, block_size=2, budget=4, max_len=16, caching=True, preemption=preemption, host=8
+    )
     other, request = make_request("o", prompt=3, max_tokens=10), make_request("r", prompt=range(9), max_tokens=5)
     batcher.add(other)
     run(batcher, batcher.schedule())
@@ -104,7 +107,6 @@ def test_all_blocks_come_back_whenever_a_request_ends(moment, way):
     if moment == "fork":
         batcher.fork(request, make_request("child", prompt=[*range(9), 1], max_tokens=2))
     if moment in ("preempted", "swapped"):
-        batcher.preemption = "swap" if moment == "swapped" else "recompute"
         while request.status is RequestStatus.RUNNING:
             run(batcher, batcher.schedule())
         assert batcher.block_manager.is_swapped("r") == (moment == "swapped")
