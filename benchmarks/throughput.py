@@ -21,84 +21,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from ablation import ablate, show_ablation
+from limits import read_bandwidth
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from shapes import (
+    DECODE_PROMPT,
+    DECODE_TOKENS,
+    OUTPUT_LENGTHS,
+    PREFILL_PROMPT,
+    PROMPT_LENGTHS,
+    SHAPES,
+    Prompts,
+    random_model,
+    weight_bytes_per_token,
+)
+from transformers import PreTrainedModel
 
 from torch_pagoda import LLM, SamplingParams
-
-SHAPES: dict[str, Callable[[], Any]] = {
-    "tinyllama-1.1b": lambda: LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=22,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        vocab_size=32000,
-        max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=False,
-    ),
-    "qwen3-0.6b": lambda: Qwen3Config(
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        max_position_embeddings=40960,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-        tie_word_embeddings=True,
-    ),
-}
-PROMPT_LENGTHS = [
-    *(204, 79, 149, 224, 355, 283, 227, 391, 41, 243, 309, 274, 324, 119, 102, 504),
-    *(120, 428, 346, 225, 71, 119, 206, 120, 369, 197, 57, 365, 104, 297, 436, 147),
-]
-OUTPUT_LENGTHS = [
-    *(224, 213, 95, 191, 208, 98, 115, 232, 193, 45, 163, 163, 158, 183, 48, 209),
-    *(25, 201, 143, 48, 47, 218, 167, 179, 219, 130, 199, 44, 50, 144, 144, 180),
-]
-DECODE_PROMPT, DECODE_TOKENS, PREFILL_PROMPT = 128, 128, 1024
-
-
-def random_model(shape: str) -> PreTrainedModel:
-    """A bf16 model of the shape with random weights; the head is spread so that greedy tokens vary."""
-    torch.manual_seed(0)
-    config = SHAPES[shape]()
-    config.initializer_range = 0.02
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model.eval().requires_grad_(False)
-
-
-def read_bandwidth() -> float:
-    """GB/s at which bf16 weights are read: prepacked oneDNN linears with one row, 40 distinct weights."""
-    packed = [torch.ops.mkldnn._reorder_linear_weight(torch.randn(5632, 2048).bfloat16(), 1) for _ in range(40)]
-    x = torch.randn(1, 2048).bfloat16()
-    best = 0.0
-    for _ in range(5):
-        start = time.perf_counter()
-        for weight in packed:
-            torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-        best = max(best, 40 * 5632 * 2048 * 2 / (time.perf_counter() - start) / 1e9)
-    return best
-
-
-def weight_bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of weights that one decoded token reads: all but the input embedding, which is looked up."""
-    table = model.get_input_embeddings().weight
-    head = model.get_output_embeddings().weight
-    rest = sum(p.numel() * p.element_size() for p in model.parameters() if p is not table)
-    return rest + (head.numel() * head.element_size() if head is table else 0)
+from torch_pagoda.compiler.options import QUANTIZATIONS
 
 
 def peak_rss_mb() -> float:
@@ -108,16 +53,6 @@ def peak_rss_mb() -> float:
         return float(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))) / 1024
     except (OSError, StopIteration):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-class Prompts:
-    """Fresh random prompts at every call."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def __call__(self, lengths: list[int]) -> list[list[int]]:
-        return [torch.randint(100, 31000, (n,), generator=self.generator).tolist() for n in lengths]
 
 
 def run_ours(llm: LLM, prompts: list[list[int]], outputs: list[int]) -> float:
@@ -164,11 +99,12 @@ def measure(shape: str, rounds: int, settings: dict[str, Any]) -> dict[str, Any]
             times[phase]["ours"].append(run_ours(llm, prompts(lengths), outputs))
             times[phase]["hf"].append(run_hf(model, prompts(lengths), outputs))
     median = {p: {who: statistics.median(t) for who, t in both.items()} for p, both in times.items()}
-    per_token = weight_bytes_per_token(model)
+    per_token = weight_bytes_per_token(model)  # as HuggingFace reads them
     generated = {"decode": DECODE_TOKENS - 1, "prefill": PREFILL_PROMPT, "offline": sum(OUTPUT_LENGTHS)}
     result: dict[str, Any] = {
         "shape": shape,
         "pack_weights": settings["pack_weights"],
+        "quantization": settings["quantization"],
         "read_gb_per_s": bandwidth,
         "weight_gb_per_token": per_token / 1e9,
     }
@@ -207,6 +143,9 @@ def cold_and_warm(shape: str, settings: dict[str, Any]) -> dict[str, Any]:
         for kind in ("cold", "warm"):
             command = [sys.executable, __file__, "--first-token", shape, "--codegen", settings["codegen"]]
             command += ["--pack-weights"] * settings["pack_weights"]
+            for option in ("quantization", "group_size"):
+                if settings[option] is not None:
+                    command += [f"--{option.replace('_', '-')}", str(settings[option])]
             out = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
             result[kind] = json.loads(out.strip().splitlines()[-1])
     return result
@@ -214,13 +153,13 @@ def cold_and_warm(shape: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 def show(console: Console, result: dict[str, Any]) -> None:
     ours, hf = result["ours"], result["hf"]
-    packed = "packed weights" if result["pack_weights"] else "plain weights"
-    table = Table(title=f"{result['shape']}, bf16, {packed}, {torch.get_num_threads()} threads")
+    weights = result["quantization"] or ("packed weights" if result["pack_weights"] else "plain weights")
+    table = Table(title=f"{result['shape']}, bf16, {weights}, {torch.get_num_threads()} threads")
     for column in ("", "torch-pagoda", "HF generate (sdpa)", "ratio"):
         table.add_column(column, justify="left" if not column else "right")
     rows = [
         ("decode, 1 request (tok/s)", "decode_tok_s", 1),
-        ("  weights read (GB/s)", "decode_gb_s", 1),
+        ("  as bf16 weights (GB/s)", "decode_gb_s", 1),
         ("first token, prompt 128 (ms)", "ttft_128_ms", -1),
         ("prefill 1024 (tok/s)", "prefill_tok_s", 1),
         ("32 requests, generated (tok/s)", "offline_tok_s", 1),
@@ -228,10 +167,11 @@ def show(console: Console, result: dict[str, Any]) -> None:
     for label, key, sign in rows:
         table.add_row(label, f"{ours[key]:.1f}", f"{hf[key]:.1f}", f"{(ours[key] / hf[key]) ** sign:.2f}x")
     console.print(table)
-    share = ours["decode_gb_s"] / result["read_gb_per_s"]
-    console.print(
-        f"measured read bandwidth {result['read_gb_per_s']:.1f} GB/s: decode reads weights at {share:.0%} of it"
-    )
+    if result["quantization"] is None:
+        share = ours["decode_gb_s"] / result["read_gb_per_s"]
+        console.print(
+            f"measured read bandwidth {result['read_gb_per_s']:.1f} GB/s: decode reads weights at {share:.0%} of it"
+        )
     for kind in ("cold", "warm"):
         if kind in result:
             start = result[kind]
@@ -249,12 +189,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--codegen", default="auto", choices=("auto", "inductor", "none"))
     parser.add_argument("--pack-weights", action="store_true", help="LLM(pack_weights=True)")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of ours")
+    parser.add_argument("--group-size", type=int, help="of quantised weights")
     parser.add_argument("--no-start", action="store_true", help="skip the cold and warm starts")
     parser.add_argument("--ablate", action="store_true", help="measure what each pass is worth instead")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--first-token", metavar="SHAPE", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    settings = {"codegen": args.codegen, "pack_weights": args.pack_weights}
+    settings = {
+        "codegen": args.codegen,
+        "pack_weights": args.pack_weights,
+        "quantization": args.quantization,
+        "group_size": args.group_size,
+    }
     if args.first_token:
         first_token(args.first_token, settings)
         return

@@ -71,6 +71,11 @@ def pagoda(
             f"kv_cache_dtype={parsed.kv_cache_dtype!r} is not for backend 'pagoda', where the cache is the caller's; "
             "leave it out, or use torch_pagoda.compile or torch_pagoda.LLM"
         )
+    if parsed.quantization is not None:
+        raise ValueError(
+            f"quantization={parsed.quantization!r} is not for backend 'pagoda', where the weights stay the caller's; "
+            "leave it out, or use torch_pagoda.compile or torch_pagoda.LLM"
+        )
     parsed = parsed.for_device(next((x.device.type for x in example_inputs if isinstance(x, torch.Tensor)), "cpu"))
     why = _training_reason(example_inputs)
     if why:

@@ -81,7 +81,7 @@ def build_program(
         program = _link_for_npu(traced, options, reference, report, clock, owns_weights)
     program.rope_switch = switch = traced.notes.get("rope_switch")
     program.restart_length = None if switch is None else restart_length(model, switch)
-    if options.pack_weights and traced.npu is None:
+    if (options.pack_weights or options.quantization) and traced.npu is None:
         _pack(program, reference, report, owns_weights)
         clock.lap("pack")
     return program
@@ -97,7 +97,7 @@ def _pack(program: LinkedProgram, reference: Reference | None, report: CompileRe
     kept = "in place of" if release else "beside"
     log.info("%.2f GiB of weights are packed %s the model's own", size / 2**30, kept)
     if reference is not None and size:
-        verdict = check(program, reference)
+        verdict = check(program, reference, weight_bits=program.weight_bits)
         if not verdict.ok:
             raise UnsupportedModel(f"{report.model}: with packed weights {verdict.reason}; give pack_weights=False")
         report.verdict = verdict
@@ -116,12 +116,15 @@ def rewrite(
     options = options.for_device(device)
     if options.target == "npu" and captured.traced.npu is None:
         captured.traced.npu = options.npu_target(device)
-    if options.cache_dtype is not None and reference is not None:
+    if (options.cache_dtype or options.quantization) and reference is not None:
         options, dropped = _checked_without_rounding(captured, options, reference, report)
         clock.lap("verify")
     else:
         dropped = []
     captured.traced.cache_dtype = options.cache_dtype
+    captured.traced.quantization = options.weight_quantization
+    if options.quantization:
+        reference = None  # compared when the weights are rounded: until then every product would round its own
     traced: TracedGraph | None = None
     if options.verify != "every-pass":
         try:
@@ -155,7 +158,7 @@ def rewrite(
 def _checked_without_rounding(
     captured: Captured, options: CompileOptions, reference: Reference, report: CompileReport
 ) -> tuple[CompileOptions, list[tuple[str, str]]]:
-    """Compare the graph with caches of full precision: rounded ones would hide what is slightly wrong.
+    """Compare the graph with caches and weights of full precision: rounded ones would hide what is slightly wrong.
 
     Returns:
         the options without the optional passes that break the numbers, and these with the reasons.
@@ -164,7 +167,7 @@ def _checked_without_rounding(
         UnsupportedModel: the model cannot be served, whatever its caches are.
     """
     plain = CompileReport(report.model)
-    rewrite(captured, replace(options, kv_cache_dtype="auto"), reference, plain)
+    rewrite(captured, replace(options, kv_cache_dtype="auto", quantization=None, group_size=None), reference, plain)
     dropped = [(name, why) for name, why in plain.dropped_passes if name != "to_aten"]
     names = [name for name, _ in dropped]
     if "only" in options.passes:

@@ -10,8 +10,9 @@ import torch
 from ..passes import TracedGraph
 from ..passes.evaluate import at_sizes
 from ..passes.fx_nodes import shape, value
-from ..passes.lower.pack_linears import PackedWeight
+from ..passes.packed_weights import PackedWeight
 from ..runtime.ops.packed_linear import pack_weight
+from ..runtime.ops.quantized_weight import Quantization, quantise_weight
 from ..runtime.program import CacheSpec, KVCache, is_cache_input
 from ..runtime.step import StepMetadata
 from .file_pages import FilePages
@@ -33,6 +34,7 @@ class LinkedProgram:
     Attributes:
         copied_weights: the module's tensors that the program holds packed copies of or computed constants from; a
             change of their values does not reach it.
+        weight_bits: the fewest that weights are rounded to; None where none is.
     """
 
     def __init__(
@@ -70,15 +72,15 @@ class LinkedProgram:
         self._bound = not self.caches
         self._at = {node.name: i for i, node in enumerate(traced.placeholders)}
         self._read = [i for i, node in enumerate(traced.placeholders) if node.users]
-        self._merged: dict[str, tuple[str, ...]] = traced.notes.get("merged", {})
+        self._merged: dict[str, tuple[str, ...]] = dict(traced.notes.get("merged", {}))
         self._packable: list[PackedWeight] = traced.notes.get("packed", [])
+        self.weight_bits = min((p.quantization.bits for p in self._packable if p.quantization), default=None)
         self.copied_weights = [traced.constants[name] for name in traced.notes.get("folded", ())]
 
     @property
     def merged_weights(self) -> list[torch.Tensor]:
         """The module's tensors that the program reads as rows of merged ones."""
-        wholes = [(self._args[self._at[name]], sources) for name, sources in self._merged.items()]
-        return [self._args[self._at[s]] for whole, sources in wholes if not whole.is_mkldnn for s in sources]
+        return [self._args[self._at[source]] for sources in self._merged.values() for source in sources]
 
     @staticmethod
     def _token_count_only(traced: TracedGraph, node: Any, index: int) -> int:
@@ -124,7 +126,8 @@ class LinkedProgram:
         self._bound = True
 
     def pack_weights(self, *, release: bool) -> int:
-        """Lay the weights of packed linears out for the CPU's matrix kernels, one at a time.
+        """Lay the weights of packed linears out for the CPU's matrix kernels, and round those of quantised ones, one
+        at a time.
 
         Args:
             release: free each source once it is packed, unless something else reads it. Only for weights that
@@ -138,8 +141,9 @@ class LinkedProgram:
         for packed in self._packable:
             i, sources = self._at[packed.name], [self._args[self._at[name]] for name in packed.sources]
             whole = self._args[i]
-            size += whole.numel() * whole.element_size()
-            self._args[i] = pack_weight(whole)
+            self._args[i] = _packed(whole, packed.quantization)
+            size += self._args[i].numel() * self._args[i].element_size()
+            self._merged.pop(packed.name, None)
             if not release:
                 self.copied_weights += sources
                 continue
@@ -172,3 +176,7 @@ class LinkedProgram:
         # Without the pass that gathers the asked rows in front of the head they are taken from all.
         logits = logits if self._gathers else logits[step.logits_rows]
         return logits if self._route is None else logits[:asked]
+
+
+def _packed(weight: torch.Tensor, quantization: Quantization | None) -> torch.Tensor:
+    return pack_weight(weight) if quantization is None else quantise_weight(weight.detach(), quantization)

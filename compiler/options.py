@@ -11,6 +11,7 @@ import torch
 
 from ..passes import PASSES, Pass
 from ..passes.lower.npu.target import DEFAULT_BLOCK_SIZE, DEFAULT_SOC, NpuTarget
+from ..runtime.ops.quantized_weight import DEFAULT_GROUP_SIZES, Quantization, check_group_size
 from .targets.npu.offline import is_offline
 from .user_passes import Pattern, with_user_passes
 
@@ -20,6 +21,7 @@ _CODEGEN_OF_NPU = ("ge", "aclgraph")
 TARGETS = ("auto", "cpu", "npu")
 OPT_LEVELS = (0, 1, 2, 3)
 KV_CACHE_DTYPES = ("auto", "int8")
+QUANTIZATIONS = ("int8", "int8-weight-only", "int4", "int4-weight-only")
 AUTO_CODEGEN_PARAMETERS = 50_000_000
 
 
@@ -44,6 +46,10 @@ class CompileOptions:
             the model's own (``LLM(path)`` lets go of those).
         kv_cache_dtype: of the paged KV cache. "auto": that of keys and values; "int8": a byte each and a float32
             scale per token and head, about half of bfloat16's memory, at the price of rounding.
+        quantization: cpu only: round the weights of a paged program's linear layers to 8 or 4 bits, "int8" or "int4",
+            and their inputs to 8 bits, unless "-weight-only" follows; None keeps the model's numbers.
+        group_size: inputs of a quantised weight that share a scale, a multiple of 64, or 0 for all; None is 256 for
+            8 bits and 128 for 4. Rounded inputs have the same groups.
         patterns: rewrites of the user's own, see ``Pattern``.
     """
 
@@ -56,6 +62,8 @@ class CompileOptions:
     block_size: int = DEFAULT_BLOCK_SIZE
     pack_weights: bool = False
     kv_cache_dtype: str = "auto"
+    quantization: str | None = None
+    group_size: int | None = None
     patterns: Sequence[Pattern] = ()
 
     def __post_init__(self) -> None:
@@ -65,6 +73,12 @@ class CompileOptions:
         _one_of("target", self.target, TARGETS)
         _one_of("pack_weights", self.pack_weights, (True, False))
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        if self.quantization is not None:
+            _one_of("quantization", self.quantization, QUANTIZATIONS)
+        if self.group_size is not None:
+            if self.quantization is None:
+                raise ValueError(f"group_size={self.group_size!r} is for quantised weights; give quantization too")
+            check_group_size(self.group_size)
         if self.target == "npu" and self.codegen == "inductor":
             raise ValueError(
                 "codegen='inductor' is for target='cpu'; for an NPU use 'ge', 'aclgraph', 'none' or 'auto'"
@@ -123,6 +137,10 @@ class CompileOptions:
         if target == "npu" and codegen == "auto":
             codegen = "ge" if device == "npu" else "none"
         simulated = target == "npu" and device != "npu"
+        if target == "npu" and self.quantization is not None:
+            raise ValueError(
+                f"quantization={self.quantization!r} is for target='cpu' so far; leave it out, or use the CPU"
+            )
         if simulated and codegen in _CODEGEN_OF_NPU and not (codegen == "ge" and is_offline()):
             where = ", or a Python with the real torchair (pagoda npu python)" if codegen == "ge" else ""
             raise ValueError(
@@ -148,6 +166,15 @@ class CompileOptions:
     def cache_dtype(self) -> torch.dtype | None:
         """What ``kv_cache_dtype`` stands for; None for that of keys and values."""
         return torch.int8 if self.kv_cache_dtype == "int8" else None
+
+    @property
+    def weight_quantization(self) -> Quantization | None:
+        """What ``quantization`` and ``group_size`` stand for."""
+        if self.quantization is None:
+            return None
+        bits = 8 if self.quantization.startswith("int8") else 4
+        size = DEFAULT_GROUP_SIZES[bits] if self.group_size is None else self.group_size
+        return Quantization(bits, size, rounds_input=not self.quantization.endswith("-weight-only"))
 
     def selects(self, entry: Pass) -> bool:
         """Whether a pass is to run."""

@@ -45,7 +45,7 @@ def register_pass(
     *,
     stage: str = "aten",
     level: int = 2,
-    before: str = "pack_linears",
+    before: str = "quantise_linears",
 ) -> None:
     """Add a pass to the pipeline of everything that is compiled from now on.
 
@@ -93,7 +93,7 @@ def with_user_passes(passes: Sequence[Pass], patterns: Sequence[Pattern] = ()) -
         if entry.stage == "aten" and not placed:
             result += of_patterns
             placed = True
-        if entry.name == "pack_linears":
+        if entry.name == "quantise_linears":
             result += of_patterns
         if entry not in result:  # a pass that stands in the list twice takes registered ones in front of its first
             result += [mine for mine, before in _registered if before == entry.name]

@@ -36,6 +36,7 @@ from .rewrite.hoist_gather import hoist_gather
 from .rewrite.merge_linears import merge_linears
 from .rewrite.paged_attention import insert_paged_cache
 from .rewrite.positions import feed_positions
+from .rewrite.quantise_linears import quantise_linears
 from .rewrite.remove_noops import remove_noops
 from .rewrite.residual_norm import fuse_residual_norm
 from .rewrite.rope_length import choose_rope_per_sequence
@@ -58,7 +59,7 @@ class Pass:
         level: the lowest ``opt_level`` that runs it. 0: attention only. 1: bitwise the numbers of level 0 when the
             graph runs as it is. 2: the default. 3: what does not pay everywhere.
         required: a paged program cannot be made without it, so the self-check's fallback never drops it.
-        option: the boolean option that has to be on for it; "" for none.
+        option: the option that has to be given for it; "" for none.
         target: the only one that it is for, "cpu" or "npu"; "" for all.
     """
 
@@ -109,6 +110,8 @@ PASSES: tuple[Pass, ...] = (
     Pass("merge_linears", merge_linears, "aten", level=2, required=False),
     # Needs all that was recognised: it knows which operators work on each token by itself.
     Pass("hoist_gather", hoist_gather, "aten", level=2, required=False),
+    # The passes above look for plain linears.
+    Pass("quantise_linears", quantise_linears, "aten", required=False, option="quantization", target="cpu"),
     # Lowering, last: the passes above look for canonical operators and plain linears.
     Pass("pack_linears", pack_linears, "aten", required=False, option="pack_weights", target="cpu"),
     # Reads the canonical norms and rotations of the latent; what it leaves alone is lowered like any other attention.

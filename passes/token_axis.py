@@ -73,7 +73,7 @@ _FACTORIES = frozenset(
     "empty_like full_like eye linspace scalar_tensor new_tensor".split()
 )
 _ROW_OPERATORS = frozenset(
-    "linear packed_linear embedding layer_norm rms_norm one_hot attention paged_attention".split()
+    "linear packed_linear quantized_linear embedding layer_norm rms_norm one_hot attention paged_attention".split()
 )
 _INDEXING = frozenset(
     "index_select gather scatter scatter_ scatter_add scatter_add_ index_add index_add_ index_copy "
@@ -359,7 +359,7 @@ class _Check:
         return math.prod(sizes[: dims[0]])
 
     def _last_dim_operator(self, node: fx.Node, name: str) -> str:
-        if name not in ("layer_norm", "rms_norm", "linear", "packed_linear"):
+        if name not in ("layer_norm", "rms_norm", "linear", "packed_linear", "quantized_linear"):
             return ""
         source = node.args[0] if node.args else node.kwargs.get("input")
         rank = len(shape(source))

@@ -15,6 +15,7 @@ from torch._dynamo.source import LocalSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
+from ..runtime.ops.quantized_weight import Quantization
 from ..runtime.program import CacheSpec
 from ..runtime.step import GROUP_FIELDS
 from .fx_nodes import value
@@ -41,12 +42,13 @@ class TracedGraph:
         paged: the graph is a flat ``[1, T]`` step over paged caches (else: the user's own call).
         npu: the Ascend chip that it is lowered for; None for a CPU.
         cache_dtype: that the paged caches are to have; None for the one that keys and values are computed in.
+        quantization: how linear layers are to be rounded; None: not at all.
         notes: facts that one pass leaves for later ones and for the self-check. ``followed_literals``: literal →
             names of the nodes in which it is a window or chunk that was too large to run. ``rope_switch``: the
             longest sequence that still uses the first of two rotary tables. ``merged``: graph input →
             names of the inputs that are its rows; its tensor is among the constants once the graph is linked.
-            ``packed``: the inputs of each packed linear. ``folded``: names of the constants that others were
-            computed from.
+            ``packed``: the weights of packed and quantised linears. ``folded``: names of the constants that others
+            were computed from.
     """
 
     module: fx.GraphModule
@@ -60,6 +62,7 @@ class TracedGraph:
     paged: bool = True
     npu: NpuTarget | None = None
     cache_dtype: torch.dtype | None = None
+    quantization: Quantization | None = None
     notes: dict[str, Any] = field(default_factory=dict)
     _origin: fx.Node | None = field(default=None, init=False, repr=False)
 

@@ -43,6 +43,8 @@ _COMPILE_OPTIONS = (
     "target",
     "pack_weights",
     "kv_cache_dtype",
+    "quantization",
+    "group_size",
 )
 
 
@@ -91,6 +93,12 @@ class LLM:
         pack_weights: keep matrices in the layout of the device's matrix kernels. By default for a model
             loaded here, in place of its weights; a live module keeps its own beside them, so there it costs
             their size in memory and has to be asked for.
+        quantization: ``"int8"`` or ``"int4"`` rounds the weights of linear layers to so many bits, and their inputs
+            to 8; ``"int8-weight-only"`` and ``"int4-weight-only"`` leave the inputs as they are. Logits change
+            slightly. Rounded weights take the place of those of a model loaded here; a live module keeps its own
+            beside them.
+        group_size: inputs of a rounded weight that share a scale, a multiple of 64, or 0 for all of them; by default
+            256 for 8 bits and 128 for 4. Rounded inputs have the same groups.
         trust_remote_code: run model code that comes with the checkpoint.
 
     Attributes:
@@ -130,6 +138,8 @@ class LLM:
         codegen: str = "auto",
         target: str = "auto",
         pack_weights: bool | None = None,
+        quantization: str | None = None,
+        group_size: int | None = None,
         trust_remote_code: bool = False,
     ) -> None:
         limits = {
@@ -161,6 +171,8 @@ class LLM:
                 "target": target,
                 "pack_weights": loads if pack_weights is None else pack_weights,
                 "kv_cache_dtype": kv_cache_dtype,
+                "quantization": quantization,
+                "group_size": group_size,
             }
         ).for_device(resolved.type)
 

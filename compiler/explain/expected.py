@@ -18,7 +18,9 @@ from ...passes.provenance import DecoderLayers, Scope, decoder_layers, frames, l
 
 KINDS = ("attention", "norm", "rope", "gated_mlp", "activation", "moe")
 
-GEMMS = frozenset("mm addmm bmm baddbmm linear _grouped_mm grouped_mm_fallback packed_linear matmul".split())
+GEMMS = frozenset(
+    "mm addmm bmm baddbmm linear _grouped_mm grouped_mm_fallback packed_linear quantized_linear matmul".split()
+)
 ACTIVATIONS = frozenset("silu gelu relu leaky_relu hardswish mish elu relu6 activation".split())
 _BATCHED = frozenset({"bmm", "baddbmm", "matmul"})
 _BENDING = ACTIVATIONS | {"sigmoid", "tanh", "softplus"}

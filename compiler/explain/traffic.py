@@ -14,6 +14,8 @@ from torch.utils import _pytree as pytree
 from ...passes import TracedGraph
 from ...passes.fx_nodes import callee, value
 from ...passes.provenance import launches_work
+from ...runtime.ops.quantized_linear import quantized_linear
+from ...runtime.ops.quantized_weight import Quantization, packed_bytes
 from ...runtime.program import is_cache_input
 from ...runtime.step import GROUP_FIELDS
 
@@ -114,6 +116,7 @@ def _of_operator(traced: TracedGraph, node: fx.Node, step: Step, sizes: Sizes) -
             cache += min(size, results) if gathers else _cached_bytes(traced, node, source, step, sizes)
         elif is_weight(traced, source):
             if not _is_mask(node, read):
+                size = _rounded_bytes(node, read) or size
                 weights += min(size, results) if gathers else _read_of_experts(node, read, size, sizes)
         else:
             activations += size
@@ -130,6 +133,15 @@ def is_weight(traced: TracedGraph, node: fx.Node) -> bool:
 def _is_mask(node: fx.Node, read: fx.Node) -> bool:
     """Whether ``read`` is a constant mask of which a kernel looks at the tiles on the diagonal only."""
     return node.kwargs.get("atten_mask") is read
+
+
+def _rounded_bytes(node: fx.Node, read: fx.Node) -> int:
+    """Bytes of a weight that is rounded when the graph is linked; 0 if it is not."""
+    if node.target is not quantized_linear or read is not node.args[1]:
+        return 0
+    outputs, inputs = value(read).shape
+    arguments: tuple[Any, ...] = node.args
+    return packed_bytes(int(outputs), int(inputs), Quantization(*arguments[4:7]))
 
 
 def _read_of_experts(node: fx.Node, read: fx.Node, size: int, sizes: Sizes) -> int:

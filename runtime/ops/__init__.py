@@ -12,13 +12,24 @@ from typing import Any
 
 import torch
 
-from . import attention, gated_activation, layer_norm, moe, packed_linear, paged_attention, rms_norm, rope
+from . import (
+    attention,
+    gated_activation,
+    layer_norm,
+    moe,
+    packed_linear,
+    paged_attention,
+    quantized_linear,
+    rms_norm,
+    rope,
+)
 from .reference import attention_reference, paged_attention_reference
 
 CPU_FUNCTIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.pagoda.attention.default: attention.attention_cpu,
     torch.ops.pagoda.paged_attention.default: paged_attention.paged_attention_cpu,
     packed_linear.packed_linear: packed_linear.packed_linear_reference,
+    quantized_linear.quantized_linear: quantized_linear.quantized_linear_cpu,
     moe.moe: moe.moe_cpu,
     moe.moe_gating: moe.moe_gating_reference,
     rms_norm.rms_norm: rms_norm.rms_norm_cpu,
@@ -43,6 +54,7 @@ __all__ = [
     "packed_linear",
     "paged_attention",
     "paged_attention_reference",
+    "quantized_linear",
     "rms_norm",
     "rope",
 ]

@@ -17,12 +17,14 @@ from toy_lm import ToyLM, sdpa
 
 def test_defaults_select_every_pass():
     options = CompileOptions.from_dict(None)
-    assert [p.name for p in PASSES if not options.selects(p) and p.target != "npu"] == ["pack_linears"]
+    left_out = [p.name for p in PASSES if not options.selects(p) and p.target != "npu"]
+    assert left_out == ["quantise_linears", "pack_linears"]
     assert (options.verify, options.codegen) == ("model", "auto")
 
 
 def test_skip_and_only():
-    skipping = CompileOptions.from_dict({"passes": {"skip": ["gather_logits"]}, "pack_weights": True})
+    given = {"passes": {"skip": ["gather_logits"]}, "pack_weights": True, "quantization": "int8"}
+    skipping = CompileOptions.from_dict(given)
     assert [p.name for p in PASSES if not skipping.selects(p) and p.target != "npu"] == ["gather_logits"]
     only = CompileOptions.from_dict({"passes": {"only": ["recognise_sdpa"]}})
     assert [p.name for p in PASSES if only.selects(p)] == ["recognise_sdpa"]
@@ -35,6 +37,9 @@ def test_skip_and_only():
         ({"verify": "yes"}, "verify='yes' is not one of"),
         ({"codegen": "triton"}, "codegen='triton'"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is not one of 'auto', 'int8'"),
+        ({"quantization": "fp8"}, "quantization='fp8' is not one of 'int8'"),
+        ({"quantization": "int4", "group_size": 32}, "group_size=32 is not supported"),
+        ({"group_size": 64}, "give quantization too"),
         ({"target": "tpu"}, "target='tpu'"),
         ({"passes": {"skip": ["gather_logit"]}}, "did you mean 'gather_logits'"),
         ({"passes": {"skip": "gather_logits"}}, "needs a list"),

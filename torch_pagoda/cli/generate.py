@@ -115,6 +115,16 @@ def generate(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="auto, or int8 for half the memory.", rich_help_panel="Engine")
     ] = "auto",
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="int8 or int4 for weights (and inputs, unless -weight-only follows) of so many bits.",
+            rich_help_panel="Engine",
+        ),
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option(help="Inputs of a rounded weight that share a scale.", rich_help_panel="Engine")
+    ] = None,
     max_num_seqs: Annotated[
         int | None, typer.Option(help="Sequences at the same time.", rich_help_panel="Engine")
     ] = None,
@@ -194,6 +204,8 @@ def generate(
         "kv_cache_memory": kv_cache_memory,
         "min_kv_cache_memory": min_kv_cache_memory,
         "kv_cache_dtype": kv_cache_dtype,
+        "quantization": quantization,
+        "group_size": group_size,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_model_len": max_model_len,

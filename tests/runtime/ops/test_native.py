@@ -20,10 +20,13 @@ from torch_pagoda.runtime.ops import (
     native,
     norm_kernel,
     paged_attention,
+    quantized_linear,
+    quantized_weight,
     rms_norm,
     rope,
 )
 from torch_pagoda.runtime.ops.huge_pages import advise_huge_pages
+from torch_pagoda.runtime.ops.quantized_weight import Quantization
 from torch_pagoda.runtime.ops.reference import paged_attention_reference
 
 USE = """
@@ -151,7 +154,8 @@ def test_kernels_without_newer_instructions(
     flags = [*(flag for flag in native.FLAGS if flag not in ("-march=native", "-O3")), "-O1", *architecture]
     native.build_library("g++", tmp_path / "portable.so", flags)
     library = ctypes.CDLL(str(tmp_path / "portable.so"))
-    for module in (attention, paged_attention, norm_kernel, rope, gated_activation):
+    modules = (attention, paged_attention, norm_kernel, rope, gated_activation, quantized_linear, quantized_weight)
+    for module in modules:
         monkeypatch.setattr(module, "kernel_function", lambda name: native.bind_function(library, name))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for options in ({"dim": 40}, {"dim": 7, "value_dim": 18, "window": 20, "sinks": True, "softcap": 3.0}):
@@ -168,6 +172,16 @@ def test_kernels_without_newer_instructions(
         arguments = (query, key, key, mask, None, torch.rand(4), 0.2, True, 0, 0, 0.0)
         assert_close(torch.ops.pagoda.attention(*arguments), attention_reference(*arguments))
 
+        for scheme in (Quantization(8, 0, True), Quantization(4, 64, True), Quantization(4, 128, False)):
+            x, weight = torch.randn(9, 200).to(dtype), torch.randn(70, 200).to(dtype)
+            packed = quantized_weight.quantise_weight(weight, scheme)
+            whole, _ = quantized_weight.unpack_weight(packed, 70, 200, scheme)
+            assert (whole != quantized_weight.round_weight(weight, scheme)[0]).float().mean() < 0.01
+            arguments = (packed, weight[:, 0], 70, scheme.bits, scheme.group_size, scheme.rounds_input)
+            assert_close(
+                quantized_linear.quantized_linear_cpu(x, *arguments),
+                quantized_linear.quantized_linear_reference(x, *arguments),
+            )
         x, weight = torch.randn(3, 75).to(dtype), torch.randn(75).to(dtype)
         for round_before_scale in (True, False):
             arguments = (x, x.flip(0), weight, 1e-5, 1.0, round_before_scale)

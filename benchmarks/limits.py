@@ -1,0 +1,178 @@
+"""What this machine can do at most: read weights, multiply, and serve 32 requests if nothing but products took time.
+
+    python benchmarks/limits.py
+    python benchmarks/limits.py --shape tinyllama-1.1b --threads 1
+
+read      GB/s of bf16 weights in oneDNN's layout, one row of input, 40 distinct matrices (5632 x 2048)
+GEMM      GFLOP/s of the same with 512 rows
+ceiling   tokens/s of the 32 requests in ``shapes.py``: the scheduler is run with a model that takes no time but for
+          its matrix products, each step's timed at its number of rows. All layers have matrices of their own, so
+          that none is in a cache when it is read again. Between the sizes that are timed, time is interpolated.
+
+Figures of other runs are no measure: machines drift. Whatever is compared with these is measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from shapes import OUTPUT_LENGTHS, PROMPT_LENGTHS, SHAPES, Prompts
+
+from torch_pagoda.runtime.batching import Batcher
+from torch_pagoda.runtime.blocks import BlockGroup, BlockManager
+from torch_pagoda.runtime.ops.packed_linear import pack_weight
+from torch_pagoda.runtime.request import Request
+from torch_pagoda.runtime.sampling_params import SamplingParams
+
+ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_MATRIX = (5632, 2048)
+_COUNT = 40
+
+Product = Callable[[torch.Tensor], object]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of this machine, now.
+
+    Attributes:
+        read_gb_per_s: of weights, with one row of input.
+        gemm_gflops: with 512 rows.
+    """
+
+    read_gb_per_s: float
+    gemm_gflops: float
+
+
+def packed_products(sizes: Sequence[tuple[int, int]]) -> list[Product]:
+    """Products with distinct random bf16 matrices ``[out, in]`` in oneDNN's layout."""
+    values: dict[tuple[int, int], torch.Tensor] = {}
+    products = []
+    for size in sizes:
+        if size not in values:
+            values[size] = torch.randn(size).bfloat16()
+        weight = pack_weight(values[size])
+        products.append(lambda x, weight=weight: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], ""))
+    return products
+
+
+def seconds_of(products: Sequence[Product], widths: Sequence[int], rows: int, repeats: int) -> float:
+    """Median time of all products one after the other, on ``rows`` rows each."""
+    inputs = {width: torch.randn(rows, width).bfloat16() for width in set(widths)}
+    times = []
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        for product, width in zip(products, widths, strict=True):
+            product(inputs[width])
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def machine_limits(repeats: int = 5) -> Limits:
+    """What is read and multiplied at most."""
+    products, widths = packed_products([_MATRIX] * _COUNT), [_MATRIX[1]] * _COUNT
+    elements = _COUNT * _MATRIX[0] * _MATRIX[1]
+    return Limits(
+        2 * elements / seconds_of(products, widths, 1, repeats) / 1e9,
+        2 * elements * 512 / seconds_of(products, widths, 512, repeats) / 1e9,
+    )
+
+
+def read_bandwidth() -> float:
+    """GB/s at which bf16 weights are read at most."""
+    return machine_limits().read_gb_per_s
+
+
+def layer_matrices(shape: str) -> list[tuple[int, int]]:
+    """``[out, in]`` of a decoder layer's matrices, those of one input merged."""
+    config = SHAPES[shape]()
+    hidden, inner = config.hidden_size, config.intermediate_size
+    dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    return [(queries + 2 * keys, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner)]
+
+
+class StepTimes:
+    """Seconds of a step's products, timed at ``ROWS`` sizes of all layers and of the head."""
+
+    def __init__(self, shape: str, repeats: int = 3) -> None:
+        config = SHAPES[shape]()
+        layers = layer_matrices(shape) * config.num_hidden_layers
+        products, widths = packed_products(layers), [size[1] for size in layers]
+        self.layers = [seconds_of(products, widths, rows, repeats) for rows in ROWS]
+        del products
+        # As many heads as no cache holds.
+        head = (config.vocab_size, config.hidden_size)
+        count = max(1, round(1e9 / (2 * head[0] * head[1])))
+        products = packed_products([head] * count)
+        few = [rows for rows in ROWS if rows <= 64]
+        self.head = [seconds_of(products, [head[1]] * count, rows, repeats) / count for rows in few]
+
+    def __call__(self, tokens: int, asked: int) -> float:
+        """Of a step with so many tokens, of which so many are asked for logits."""
+        return _between(self.layers, tokens) + _between(self.head, asked)
+
+
+def _between(times: Sequence[float], rows: int) -> float:
+    """The time of ``rows`` rows, times[i] being that of ``ROWS[i]``; beyond the last in proportion."""
+    most = ROWS[len(times) - 1]
+    if rows >= most:
+        return times[-1] * rows / most
+    after = bisect.bisect_left(ROWS, rows)
+    if ROWS[after] == rows:
+        return times[after]
+    share = (rows - ROWS[after - 1]) / (ROWS[after] - ROWS[after - 1])
+    return times[after - 1] + share * (times[after] - times[after - 1])
+
+
+def steps_of_workload(max_num_batched_tokens: int = 2048, max_num_seqs: int = 32) -> Iterator[tuple[int, int]]:
+    """Tokens and asked rows of each step in which the scheduler serves the 32 requests."""
+    blocks = BlockManager([BlockGroup(num_blocks=4096)], 16, enable_prefix_caching=False)
+    batcher = Batcher(blocks, max_num_seqs, max_num_batched_tokens, 2048)
+    for i, (prompt, output) in enumerate(zip(Prompts()(PROMPT_LENGTHS), OUTPUT_LENGTHS, strict=True)):
+        batcher.add(Request(str(i), prompt, SamplingParams(max_tokens=output, ignore_eos=True)))
+    while batcher.has_unfinished():
+        schedule = batcher.schedule()
+        asked = [item.request for item in schedule.scheduled if item.is_last_chunk]
+        yield sum(item.num_tokens for item in schedule.scheduled), len(asked)
+        for item in schedule.scheduled:
+            batcher.advance(item.request, item.num_tokens)
+        for request in asked:
+            request.output_token_ids.append(0)
+            if request.num_output_tokens == request.params.max_tokens:
+                batcher.finish(request, "length")
+
+
+def ceiling(shape: str) -> float:
+    """Generated tokens per second of the 32 requests if nothing but matrix products took time."""
+    times = StepTimes(shape)
+    return sum(OUTPUT_LENGTHS) / sum(times(*step) for step in steps_of_workload())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, action="append", help="default: all")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    limits = machine_limits()
+    print(f"read {limits.read_gb_per_s:.1f} GB/s, GEMM {limits.gemm_gflops:.0f} GFLOP/s, {args.threads} threads")
+    ceilings = {}
+    for shape in args.shape or SHAPES:
+        ceilings[shape] = ceiling(shape)
+        print(f"{shape}: 32 requests at most {ceilings[shape]:.1f} generated tokens/s")
+    if args.json:
+        args.json.write_text(json.dumps({**asdict(limits), "ceilings": ceilings}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

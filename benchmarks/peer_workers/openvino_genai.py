@@ -1,0 +1,39 @@
+"""OpenVINO GenAI's continuous batching as a worker; the model is one that ``optimum-cli export openvino`` wrote."""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+import openvino
+import openvino_genai
+from protocol import Generate, serve
+
+
+def load(args: argparse.Namespace) -> Generate:
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.cache_size = 4
+    scheduler.max_num_seqs = 32
+    scheduler.max_num_batched_tokens = 256
+    scheduler.dynamic_split_fuse = True
+    scheduler.enable_prefix_caching = False
+    pipeline = openvino_genai.ContinuousBatchingPipeline(
+        args.model, scheduler, "CPU", {"INFERENCE_NUM_THREADS": args.threads}
+    )
+
+    def generate(prompts: list[list[int]], outputs: list[int]) -> list[int]:
+        ids = [openvino.Tensor(np.array([prompt], np.int64)) for prompt in prompts]
+        configs = []
+        for count in outputs:
+            config = openvino_genai.GenerationConfig()
+            config.max_new_tokens = count
+            config.ignore_eos = True
+            config.do_sample = False
+            configs.append(config)
+        found = pipeline.generate(ids, configs)
+        return [len(result.m_generation_ids[0]) for result in found]
+
+    return generate
+
+
+serve(load)

@@ -1,0 +1,123 @@
+"""Linear layers with rounded weights on this machine: pagoda's kernel against what torch has.
+
+Each kernel multiplies with 40 distinct matrices (5632 x 2048) in turn, more than caches hold. A figure is the median
+time of a round, as GB/s of stored weights with one row and as GFLOP/s with many. The kernels take turns.
+
+  bf16            oneDNN's product with plain bf16 weights, laid out once
+  int8, oneDNN    ``onednn.qlinear_pointwise`` on inputs that are rounded before it (per token, by torch's operators),
+                  its result multiplied with their scales: the pieces that inductor makes such a layer of
+  int8wo, torch   ``_weight_int8pack_mm``: inputs stay bf16
+  int4wo, torch   ``_weight_int4pack_mm_for_cpu``, groups of 128
+  int8, int8wo, int4, int4wo    pagoda's, with inputs rounded per token or (wo) as they are
+
+    python benchmarks/quantised_kernels.py [--threads 2] [--rounds 5] [--rows 1 4 16 64 512]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from report import markdown_table
+
+from torch_pagoda.runtime.ops.packed_linear import pack_weight
+from torch_pagoda.runtime.ops.quantized_linear import quantized_linear_cpu
+from torch_pagoda.runtime.ops.quantized_weight import Quantization, quantise_weight, round_weight
+
+OUTPUTS, INPUTS, COUNT = 5632, 2048, 40
+
+Kernel = Callable[[torch.Tensor], object]
+
+
+def in_bf16(weight: torch.Tensor) -> tuple[Kernel, int]:
+    packed = pack_weight(weight)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""), 2 * weight.numel()
+
+
+def by_onednn(weight: torch.Tensor) -> tuple[Kernel, int]:
+    whole, scales = round_weight(weight, Quantization(8, 0, True))
+    packed = torch.ops.onednn.qlinear_prepack(whole.t(), None)
+    zeros = torch.zeros(OUTPUTS, dtype=torch.int32)
+    scales = scales[:, 0].contiguous()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().amax(-1, keepdim=True).float() / 127
+        rounded = (x / scale).round().to(torch.int8)
+        given = (rounded, 1.0, 0, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], "")
+        return (torch.ops.onednn.qlinear_pointwise(*given) * scale).to(x.dtype)
+
+    return run, weight.numel()
+
+
+def by_torch_int8(weight: torch.Tensor) -> tuple[Kernel, int]:
+    whole, scales = round_weight(weight, Quantization(8, 0, False))
+    columns = scales[:, 0].bfloat16()
+    return lambda x: torch.ops.aten._weight_int8pack_mm(x, whole, columns), weight.numel()
+
+
+def by_torch_int4(weight: torch.Tensor) -> tuple[Kernel, int]:
+    whole, scales = round_weight(weight, Quantization(4, 128, False))
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu((whole + 8).int(), 1)
+    both = torch.stack([scales, torch.zeros_like(scales)], -1).transpose(0, 1).contiguous().bfloat16()
+    return lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, 128, both), weight.numel() // 2
+
+
+def by_pagoda(bits: int, group_size: int, rounds_input: bool) -> Callable[[torch.Tensor], tuple[Kernel, int]]:
+    def make(weight: torch.Tensor) -> tuple[Kernel, int]:
+        packed = quantise_weight(weight, Quantization(bits, group_size, rounds_input))
+        given = (packed, None, OUTPUTS, bits, group_size, rounds_input)
+        return lambda x: quantized_linear_cpu(x, *given), packed.numel()
+
+    return make
+
+
+KERNELS = {
+    "bf16": in_bf16,
+    "int8, oneDNN": by_onednn,
+    "int8": by_pagoda(8, 0, True),
+    "int8wo, torch": by_torch_int8,
+    "int8wo": by_pagoda(8, 0, False),
+    "int4": by_pagoda(4, 128, True),
+    "int4wo, torch": by_torch_int4,
+    "int4wo": by_pagoda(4, 128, False),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 512])
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    weights = [torch.randn(OUTPUTS, INPUTS).bfloat16() * 0.02 for _ in range(4)]
+    made = {name: [KERNELS[name](weights[i % 4]) for i in range(COUNT)] for name in args.kernels}
+    times: dict[tuple[str, int], list[float]] = {}
+    for rows in args.rows:
+        x = torch.randn(rows, INPUTS).bfloat16()
+        for turn in range(args.rounds + 1):
+            for name, kernels in made.items():
+                begin = time.perf_counter()
+                for kernel, _ in kernels:
+                    kernel(x)
+                if turn:
+                    times.setdefault((name, rows), []).append(time.perf_counter() - begin)
+    print(f"{args.threads} threads; 1 row in GB/s of stored weights, more in GFLOP/s\n")
+    lines = []
+    for name, kernels in made.items():
+        figures = []
+        for rows in args.rows:
+            seconds = statistics.median(times[name, rows]) / COUNT
+            figures.append(
+                kernels[0][1] / seconds / 1e9 if rows == 1 else 2 * rows * OUTPUTS * INPUTS / seconds / 1e9
+            )
+        lines.append((name, *figures))
+    print(markdown_table(("kernel", *map(str, args.rows)), lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The two models that speed is compared on, with random weights, and what they are asked.
+
+The figures of other systems for the same shapes and requests can be compared with ours when both are measured in one
+run; see ``peers.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+
+SHAPES: dict[str, Callable[[], Any]] = {
+    "tinyllama-1.1b": lambda: LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        vocab_size=32000,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=False,
+    ),
+    "qwen3-0.6b": lambda: Qwen3Config(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        tie_word_embeddings=True,
+    ),
+}
+PROMPT_LENGTHS = [
+    *(204, 79, 149, 224, 355, 283, 227, 391, 41, 243, 309, 274, 324, 119, 102, 504),
+    *(120, 428, 346, 225, 71, 119, 206, 120, 369, 197, 57, 365, 104, 297, 436, 147),
+]
+OUTPUT_LENGTHS = [
+    *(224, 213, 95, 191, 208, 98, 115, 232, 193, 45, 163, 163, 158, 183, 48, 209),
+    *(25, 201, 143, 48, 47, 218, 167, 179, 219, 130, 199, 44, 50, 144, 144, 180),
+]
+DECODE_PROMPT, DECODE_TOKENS, PREFILL_PROMPT = 128, 128, 1024
+
+
+def random_model(shape: str) -> PreTrainedModel:
+    """A bf16 model of the shape with random weights; the head is spread so that greedy tokens vary."""
+    torch.manual_seed(0)
+    config = SHAPES[shape]()
+    config.initializer_range = 0.02
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval().requires_grad_(False)
+
+
+def weight_bytes_per_token(model: PreTrainedModel) -> int:
+    """Bytes of weights that one decoded token reads: all but the input embedding, which is looked up."""
+    table = model.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
+    rest = sum(p.numel() * p.element_size() for p in model.parameters() if p is not table)
+    return rest + (head.numel() * head.element_size() if head is table else 0)
+
+
+class Prompts:
+    """Fresh random prompts at every call."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, lengths: list[int]) -> list[list[int]]:
+        return [torch.randint(100, 31000, (n,), generator=self.generator).tolist() for n in lengths]

@@ -1,0 +1,152 @@
+// Exact products of rows of int8 with the whole numbers of a panel.
+#pragma once
+
+#include "multiply.h"
+#include "panels.h"
+
+#if defined(PAGODA_TILES) && defined(__AMX_INT8__)
+#define PAGODA_INT8_TILES 1
+#endif
+
+constexpr int kMaxIntegerRows = 6;   // rows x 4 vectors of sums fill the register file
+constexpr int kTiledRows = 32;
+
+static inline bool integers_on_tiles(int64_t rows) {
+#if defined(PAGODA_INT8_TILES)
+  return rows > kMaxIntegerRows && tiles_allowed();
+#else
+  return false;
+#endif
+}
+
+#if defined(PAGODA_AVX512) && defined(__AVX512VNNI__)
+#define PAGODA_VNNI 1
+
+template <int R>
+static inline void dot(__m512i (*sums)[4], const __m512i* weights, const int8_t* x, int64_t x_stride) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    int32_t four;
+    std::memcpy(&four, x + r * x_stride, 4);
+    const __m512i spread = _mm512_set1_epi32(four);
+#pragma GCC unroll 4
+    for (int t = 0; t < 4; ++t) sums[r][t] = _mm512_dpbusd_epi32(sums[r][t], weights[t], spread);
+  }
+}
+
+// sums[r][n] = sum_k x[r][k] w[k][n] for R rows and `steps` steps of a panel.
+template <int R, int kBits>
+static void integer_rows(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t steps, int32_t* to) {
+  constexpr int64_t kTile = kStepBytes / 4 * kBits / 8;
+  // Far enough ahead for memory to answer; only few rows are waiting for it.
+  constexpr int64_t kAhead = R <= 2 ? 4096 : 0;
+  __m512i sums[R][4];
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < 4; ++t) sums[r][t] = _mm512_setzero_si512();
+  const __m512i low = _mm512_set1_epi8(15);
+  for (int64_t s = 0; s < steps; ++s, x += kStep, w += 4 * kTile) {
+    for (int64_t i = 0; i < kTile; i += 64) {
+      __m512i first[4], second[4];
+#pragma GCC unroll 4
+      for (int t = 0; t < 4; ++t) {
+        first[t] = _mm512_loadu_si512(w + t * kTile + i);
+        if (kAhead) __builtin_prefetch(w + t * kTile + i + kAhead, 0, 3);
+        if constexpr (kBits == 4) {
+          second[t] = _mm512_and_si512(_mm512_srli_epi16(first[t], 4), low);
+          first[t] = _mm512_and_si512(first[t], low);
+        }
+      }
+      dot<R>(sums, first, x + i / 16, x_stride);
+      if constexpr (kBits == 4) dot<R>(sums, second, x + i / 16 + 32, x_stride);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < 4; ++t) _mm512_storeu_si512(to + r * kPanel + t * 16, sums[r][t]);
+}
+#else
+template <int R, int kBits>
+static void integer_rows(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t steps, int32_t* to) {
+  constexpr int64_t kTile = kStepBytes / 4 * kBits / 8;
+  std::memset(to, 0, R * kPanel * sizeof *to);
+  for (int64_t s = 0; s < steps; ++s, x += kStep, w += 4 * kTile)
+    for (int t = 0; t < 4; ++t)
+      for (int64_t row = 0; row < 16; ++row) {
+        const uint8_t* stored = w + t * kTile + row % (kTile / 64) * 64;
+        const int shift = kBits == 4 && row >= 8 ? 4 : 0, mask = kBits == 4 ? 15 : 255;
+        for (int r = 0; r < R; ++r) {
+          const int8_t* four = x + r * x_stride + 4 * row;
+          int32_t* sums = to + r * kPanel + t * 16;
+          for (int n = 0; n < 16; ++n) {
+            int32_t sum = 0;
+            for (int k = 0; k < 4; ++k) sum += (int32_t)((stored[4 * n + k] >> shift) & mask) * four[k];
+            sums[n] += sum;
+          }
+        }
+      }
+}
+#endif
+
+#if defined(PAGODA_INT8_TILES)
+// The same for 16 or 32 rows of 8-bit weights.
+static void integer_tiles(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t steps, int32_t* to,
+                          bool two) {
+  constexpr int64_t kTile = kStepBytes / 4;
+  configure_tiles(16);
+  asm volatile("" ::: "memory");  // the intrinsics do not say that they read memory
+  for (int half = 0; half < 2; ++half, w += 2 * kTile, to += 32) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t s = 0; s < steps; ++s) {
+      _tile_loadd(4, x + s * kStep, x_stride);
+      _tile_loadd(6, w + s * kStepBytes, 64);
+      _tile_dpbsud(0, 4, 6);
+      _tile_loadd(7, w + s * kStepBytes + kTile, 64);
+      _tile_dpbsud(1, 4, 7);
+      if (two) {
+        _tile_loadd(5, x + 16 * x_stride + s * kStep, x_stride);
+        _tile_dpbsud(2, 5, 6);
+        _tile_dpbsud(3, 5, 7);
+      }
+    }
+    _tile_stored(0, to, kPanel * 4);
+    _tile_stored(1, to + 16, kPanel * 4);
+    if (two) {
+      _tile_stored(2, to + 16 * kPanel, kPanel * 4);
+      _tile_stored(3, to + 16 * kPanel + 16, kPanel * 4);
+    }
+  }
+  asm volatile("" ::: "memory");
+}
+#endif
+
+// How many rows `integer_products` takes of those that are left.
+static inline int64_t integer_piece(int64_t left, bool tiles) {
+  if (tiles) return left < kTiledRows ? left : kTiledRows;
+  const int64_t pieces = (left + kMaxIntegerRows - 1) / kMaxIntegerRows;
+  return (left + pieces - 1) / pieces;
+}
+
+// sums[r][n] = sum_k x[r][k] w[k][n] of at most `integer_piece` rows. On tiles, whose weights have 8 bits, rows
+// of x up to a multiple of 16 are read and as many of `sums` are written.
+template <int kBits>
+static void integer_products(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t steps, int32_t* sums,
+                             int64_t rows, bool tiles) {
+#if defined(PAGODA_INT8_TILES)
+  if (kBits == 8 && tiles) return integer_tiles(x, x_stride, w, steps, sums, rows > 16);
+#endif
+  static constexpr decltype(&integer_rows<1, kBits>) by_rows[kMaxIntegerRows] = {
+      integer_rows<1, kBits>, integer_rows<2, kBits>, integer_rows<3, kBits>,
+      integer_rows<4, kBits>, integer_rows<5, kBits>, integer_rows<6, kBits>};
+  by_rows[rows - 1](x, x_stride, w, steps, sums);
+}
+
+// Weights of 4 bits, a byte each.
+static void widen_steps(uint8_t* to, const uint8_t* from, int64_t steps) {
+  for (int64_t i = 0; i < steps * kStepBytes / 1024; ++i, to += 1024, from += 512)
+    for (int j = 0; j < 512; ++j) {
+      to[j] = from[j] & 15;
+      to[j + 512] = from[j] >> 4;
+    }
+}

@@ -1,0 +1,47 @@
+// How quantised weights lie in memory: panels of 64 outputs, one after the other.
+//
+// A panel is its groups of inputs; a group is 64 scales (float), then its steps of 64 inputs. A step holds four tiles
+// of 16 outputs; a tile is [16][16][4]: input / 4, output, input % 4, which vpdpbusd and AMX take alike. The whole
+// numbers are stored unsigned, the zero in the middle. Of 4 bits each, rows i and i + 8 of a tile share 64 bytes, row i
+// in the low halves. Missing inputs and outputs are zeros.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "vector.h"
+
+constexpr int64_t kPanel = 64;  // outputs
+constexpr int64_t kStep = 64;   // inputs
+constexpr int64_t kStepBytes = kPanel * kStep;  // of 8 bits each
+constexpr int64_t kScaleBytes = kPanel * sizeof(float);
+
+struct Layout {
+  int64_t step_bytes, steps, group_steps, groups, panel_bytes, panels;
+
+  // group: inputs that share a scale, a multiple of kStep; 0: all.
+  Layout(int64_t inputs, int64_t outputs, int64_t bits, int64_t group) {
+    step_bytes = kStepBytes * bits / 8;
+    steps = (inputs + kStep - 1) / kStep;
+    group_steps = group ? group / kStep : steps;
+    groups = (steps + group_steps - 1) / group_steps;
+    panel_bytes = groups * kScaleBytes + steps * step_bytes;
+    panels = (outputs + kPanel - 1) / kPanel;
+  }
+  int64_t steps_of(int64_t group) const { return std::min(group_steps, steps - group * group_steps); }
+  // From the beginning of a panel to a group's scales.
+  int64_t offset_of(int64_t group) const { return group * (kScaleBytes + group_steps * step_bytes); }
+};
+
+// Memory that starts on a cache line and stays until more is needed.
+class Buffer {
+  std::vector<char> memory_;
+
+ public:
+  template <class T>
+  T* reserve(int64_t count) {
+    const size_t bytes = (size_t)count * sizeof(T) + 64;
+    if (memory_.size() < bytes) memory_.resize(bytes);
+    return (T*)(((uintptr_t)memory_.data() + 63) / 64 * 64);
+  }
+};

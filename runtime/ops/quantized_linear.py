@@ -1,0 +1,129 @@
+"""`pagoda::quantized_linear`: a linear layer whose weight, and maybe whose input, is rounded to few bits."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch.nn import functional as F
+
+from .int8_rows import dequantise_rows, quantise_rows
+from .native import FLOAT_CODES, kernel_function
+from .quantized_weight import Quantization, packed_bytes, restored_weight, round_weight, unpack_weight
+from .registration import register_operator
+
+_SCHEMA = (
+    "quantized_linear(Tensor input, Tensor weight, Tensor? bias, int out_features, int bits, int group_size, "
+    "bool rounds_input) -> Tensor"
+)
+# Field for field the struct QuantizedLinearArguments of csrc/quantized_linear.cpp.
+_ARGUMENTS = struct.Struct("=14q")
+
+
+def quantized_linear_reference(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    bits: int,
+    group_size: int,
+    rounds_input: bool,
+) -> torch.Tensor:
+    """``input @ weight.T + bias`` with the weight rounded to ``bits`` bits.
+
+    Products are summed in float32 (with a rounded input those of a group exactly) and rounded once.
+
+    Args:
+        input: ``[..., in]``, fp32, bf16 or fp16.
+        weight: ``[out_features, in]``, not rounded yet; or 1-d uint8, what
+            :func:`~torch_pagoda.runtime.ops.quantized_weight.quantise_weight` made of it.
+        bias: ``[out_features]`` or None.
+        out_features: outputs.
+        bits: of a weight, 8 or 4.
+        group_size: inputs that share a scale, a multiple of 64; 0: all.
+        rounds_input: round the input to int8 too, with a scale (``max|x| / 127``) for each group of each row.
+
+    Returns:
+        ``[..., out_features]`` in the dtype of ``input``, contiguous.
+
+    Raises:
+        ValueError: bits, group size or the weight's size do not fit.
+    """
+    scheme = Quantization(bits, group_size, rounds_input)
+    inputs = input.shape[-1]
+    if weight.dtype is torch.uint8:
+        _check_packed(weight, out_features, inputs, scheme)
+        whole, scales = unpack_weight(weight, out_features, inputs, scheme)
+    else:
+        whole, scales = round_weight(weight, scheme)
+    rows = input.float()
+    if rounds_input:
+        size = group_size or inputs
+        groups = F.pad(rows, (0, -inputs % size)).unflatten(-1, (-1, size))
+        rows = dequantise_rows(*quantise_rows(groups), torch.float32).flatten(-2)[..., :inputs]
+    result = F.linear(rows, restored_weight(whole, scales, scheme))
+    result = result if bias is None else result + bias.float()
+    return result.to(input.dtype)
+
+
+def quantized_linear_cpu(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    bits: int,
+    group_size: int,
+    rounds_input: bool,
+) -> torch.Tensor:
+    """:func:`quantized_linear_reference` by the C++ kernel for packed weights, else the reference."""
+    kernel = kernel_function("pagoda_quantized_linear")
+    code = FLOAT_CODES.get(input.dtype)
+    inputs = input.shape[-1]
+    if kernel is None or code is None or weight.dtype is not torch.uint8 or not inputs:
+        return quantized_linear_reference(input, weight, bias, out_features, bits, group_size, rounds_input)
+    _check_packed(weight, out_features, inputs, Quantization(bits, group_size, rounds_input))
+    result = input.new_empty((*input.shape[:-1], out_features))
+    rows = input if input.dim() == 2 else input.reshape(-1, inputs)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    if bias is not None:
+        bias = bias.contiguous()
+    kernel(
+        _ARGUMENTS.pack(
+            rows.data_ptr(),
+            weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            result.data_ptr(),
+            code,
+            code if bias is None else FLOAT_CODES[bias.dtype],
+            rows.shape[0],
+            inputs,
+            out_features,
+            rows.stride(0),
+            bits,
+            group_size,
+            rounds_input,
+            torch.get_num_threads(),
+        )
+    )
+    return result
+
+
+def _check_packed(weight: torch.Tensor, out_features: int, inputs: int, scheme: Quantization) -> None:
+    expected = packed_bytes(out_features, inputs, scheme)
+    if weight.shape != (expected,) or not weight.is_contiguous():
+        raise ValueError(
+            f"weight is {tuple(weight.shape)} {weight.dtype}; [{out_features}, {inputs}] at {scheme.bits} bits, "
+            f"group_size={scheme.group_size}, has {expected} bytes: give what quantise_weight made of it"
+        )
+
+
+def _fake(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int, *_: object
+) -> torch.Tensor:
+    return input.new_empty((*input.shape[:-1], out_features))
+
+
+quantized_linear = register_operator(
+    _SCHEMA, fake=_fake, reference=quantized_linear_reference, cpu=quantized_linear_cpu
+)

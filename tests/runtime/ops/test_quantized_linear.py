@@ -1,0 +1,196 @@
+"""pagoda::quantized_linear: how weights are rounded and stored, and the kernel against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from torch_pagoda.runtime.ops import quantized_weight
+from torch_pagoda.runtime.ops.quantized_linear import (
+    quantized_linear,
+    quantized_linear_cpu,
+    quantized_linear_reference,
+)
+from torch_pagoda.runtime.ops.quantized_weight import (
+    Quantization,
+    pack_weight,
+    packed_bytes,
+    quantise_weight,
+    restored_weight,
+    round_weight,
+    unpack_weight,
+)
+
+SCHEMES = [
+    Quantization(bits, group_size, rounds_input)
+    for bits, group_size in ((8, 0), (8, 128), (4, 64), (4, 128), (4, 0))
+    for rounds_input in (True, False)
+]
+ROUNDED = [scheme for scheme in SCHEMES if scheme.rounds_input]
+
+
+def names(scheme):
+    return f"w{scheme.bits}{'a8' if scheme.rounds_input else ''}-g{scheme.group_size}"
+
+
+def call(operator, x, weight, bias, outputs, scheme):
+    return operator(x, weight, bias, outputs, scheme.bits, scheme.group_size, scheme.rounds_input)
+
+
+def stored_error(weight, scheme):
+    """Root mean square of what rounding changes, relative to that of the weights."""
+    packed = quantise_weight(weight, scheme)
+    restored = restored_weight(*unpack_weight(packed, *weight.shape, scheme), scheme)
+    return ((restored - weight.float()).square().mean() / weight.float().square().mean()).sqrt().item()
+
+
+@pytest.mark.parametrize("scheme", ROUNDED, ids=names)
+@pytest.mark.parametrize("shape", [(64, 64), (100, 200), (1, 1), (17, 576), (130, 129)])
+def test_a_packed_weight_is_unpacked_to_the_same(shape, scheme):
+    whole, scales = round_weight(torch.randn(shape), scheme)
+    packed = pack_weight(whole, scales, scheme)
+    assert packed.shape == (packed_bytes(*shape, scheme),)
+    found, found_scales = unpack_weight(packed, *shape, scheme)
+    assert torch.equal(found, whole) and torch.equal(found_scales, scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scheme", ROUNDED, ids=names)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_kernel_rounds_as_the_reference_does(scheme, dtype, transposed):
+    weight = torch.randn(200, 100).to(dtype).T if transposed else torch.randn(100, 200).to(dtype)
+    whole, scales = round_weight(weight, scheme)
+    found, found_scales = unpack_weight(quantise_weight(weight, scheme), 100, 200, scheme)
+    # Few differ: numbers half way between two, and of 4 bits groups that two places serve equally well.
+    assert ((found_scales / scales - 1).abs() > 1e-5).float().mean() < 0.03
+    assert (found != whole).float().mean() < 0.01
+    assert (found.int() - whole.int()).abs().max() <= 1
+    errors = [
+        (restored_weight(*each, scheme) - weight.float()).square().sum()
+        for each in ((found, found_scales), (whole, scales))
+    ]
+    torch.testing.assert_close(errors[0], errors[1], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "limit"), [(8, 0, 0.009), (8, 128, 0.007), (4, 64, 0.09), (4, 128, 0.1), (4, 0, 0.13)]
+)
+def test_rounding_loses_little_of_normal_weights(bits, group_size, limit):
+    assert stored_error(torch.randn(64, 1024), Quantization(bits, group_size, True)) < limit
+
+
+def test_four_bits_lose_less_than_the_largest_entry_at_the_edge_does():
+    weight = torch.randn(64, 1024)
+    scale = weight.view(64, 8, 128).abs().amax(-1, keepdim=True) / 7
+    plain = ((weight.view(64, 8, 128) / scale).round() * scale).view(64, 1024)
+    error = ((plain - weight).square().mean() / weight.square().mean()).sqrt().item()
+    assert stored_error(weight, Quantization(4, 128, True)) < 0.95 * error
+
+
+@pytest.mark.parametrize("scheme", ROUNDED, ids=names)
+def test_zeros_stay_zero_and_bad_numbers_stay_bad(scheme):
+    weight = torch.randn(5, 256)
+    weight[0] = 0
+    weight[1, 3] = float("nan")
+    weight[2, 250] = float("inf")
+    weight[3] = 1e-38
+    restored = restored_weight(*unpack_weight(quantise_weight(weight, scheme), 5, 256, scheme), scheme)
+    assert (restored[0] == 0).all() and (restored[3] == 0).all()
+    assert restored[1, :64].isnan().all() and restored[2, -64:].isnan().all()
+    assert restored[4].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=names)
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 16, 33, 100])
+@pytest.mark.parametrize("shape", [(64, 64), (200, 100), (70, 576)])
+def test_the_kernel_equals_the_reference(rows, shape, scheme, dtype):
+    outputs, inputs = shape
+    x, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs).to(dtype)
+    packed = quantise_weight(torch.randn(outputs, inputs) / inputs**0.5, scheme)
+    found = call(quantized_linear_cpu, x, packed, bias, outputs, scheme)
+    expected = call(quantized_linear_reference, x, packed, bias, outputs, scheme)
+    assert (found.dtype, found.shape, found.is_contiguous()) == (dtype, expected.shape, True)
+    # Sums in float32, in another order; the result is rounded once.
+    epsilon = torch.finfo(dtype).eps if dtype != torch.float32 else 2e-6
+    torch.testing.assert_close(found, expected, rtol=epsilon, atol=2e-6)
+
+
+@pytest.mark.parametrize("scheme", ROUNDED, ids=names)
+def test_a_row_does_not_depend_on_its_batch_mates(scheme):
+    x = torch.randn(70, 576).bfloat16()
+    packed = quantise_weight(torch.randn(100, 576), scheme)
+    together = call(quantized_linear_cpu, x, packed, None, 100, scheme)
+    for rows in (1, 3, 6, 7, 20, 40):
+        apart = [call(quantized_linear_cpu, part, packed, None, 100, scheme) for part in x.split(rows)]
+        assert torch.equal(torch.cat(apart), together)
+
+
+@pytest.mark.parametrize("scheme", [SCHEMES[0], SCHEMES[6], SCHEMES[7]], ids=names)
+def test_rows_may_be_strided_and_batched(scheme):
+    packed = quantise_weight(torch.randn(48, 128), scheme)
+    wide = torch.randn(2, 9, 300)
+    for x in (wide[..., :128], wide[..., 1:257:2], wide[:, :, 100:228].transpose(0, 1), torch.randn(128)):
+        found = call(quantized_linear_cpu, x, packed, None, 48, scheme)
+        assert torch.equal(found, call(quantized_linear_cpu, x.contiguous(), packed, None, 48, scheme))
+        assert found.shape == (*x.shape[:-1], 48)
+    assert call(quantized_linear_cpu, torch.randn(0, 128), packed, None, 48, scheme).shape == (0, 48)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=names)
+def test_rounding_bounds_the_error_against_the_plain_linear(scheme):
+    x, weight = torch.randn(64, 1024), torch.randn(96, 1024)
+    found = call(quantized_linear_cpu, x, quantise_weight(weight, scheme), None, 96, scheme)
+    plain = F.linear(x, weight)
+    error = ((found - plain).square().mean() / plain.square().mean()).sqrt().item()
+    # Errors of weights and inputs are independent, and as large in the sum as in each of them.
+    of_weights = stored_error(weight, scheme)
+    of_inputs = 0.0075 if scheme.rounds_input else 0.0
+    assert 0.5 * of_weights < error < 1.2 * (of_weights**2 + of_inputs**2) ** 0.5
+
+
+def test_bad_inputs_spoil_their_own_row_only():
+    scheme = SCHEMES[0]
+    packed = quantise_weight(torch.randn(64, 64), scheme)
+    x = torch.randn(40, 64)
+    expected = call(quantized_linear_cpu, x, packed, None, 64, scheme)
+    x[3, 5], x[20, 0], x[39] = float("nan"), float("inf"), 0
+    found = call(quantized_linear_cpu, x, packed, None, 64, scheme)
+    assert found[3].isnan().all() and found[20].isnan().all() and (found[39] == 0).all()
+    kept = [row for row in range(39) if row not in (3, 20)]
+    assert torch.equal(found[kept], expected[kept])
+
+
+def test_weights_that_are_not_rounded_yet_are_rounded_in_passing():
+    scheme = SCHEMES[4]
+    x, weight = torch.randn(3, 200), torch.randn(40, 200)
+    found = call(quantized_linear, x, weight, None, 40, scheme)
+    torch.testing.assert_close(found, call(quantized_linear, x, quantise_weight(weight, scheme), None, 40, scheme))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((3, 0, True), "bits=3"), ((8, 32, True), "group_size=32"), ((8, -64, True), "group_size=-64")],
+)
+def test_bad_schemes_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Quantization(*arguments)
+
+
+@pytest.mark.parametrize("operator", [quantized_linear_reference, quantized_linear_cpu])
+def test_a_packed_weight_of_another_size_is_refused(operator):
+    scheme = SCHEMES[0]
+    packed = quantise_weight(torch.randn(64, 128), scheme)
+    with pytest.raises(ValueError, match=r"\[64, 64\] at 8 bits, group_size=0, has 4352 bytes"):
+        call(operator, torch.randn(2, 64), packed, None, 64, scheme)
+
+
+def test_without_kernels_the_reference_runs(monkeypatch):
+    scheme = SCHEMES[4]
+    weight, x = torch.randn(40, 200), torch.randn(3, 200)
+    expected = call(quantized_linear_cpu, x, quantise_weight(weight, scheme), None, 40, scheme)
+    monkeypatch.setattr(quantized_weight, "kernel_function", lambda name: None)
+    monkeypatch.setattr("torch_pagoda.runtime.ops.quantized_linear.kernel_function", lambda name: None)
+    found = call(quantized_linear_cpu, x, quantise_weight(weight, scheme), None, 40, scheme)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
