@@ -8,7 +8,7 @@ time of a round, as GB/s of stored weights with one row and as GFLOP/s with many
                   its result multiplied with their scales: the pieces that inductor makes such a layer of
   int8wo, torch   ``_weight_int8pack_mm``: inputs stay bf16
   int4wo, torch   ``_weight_int4pack_mm_for_cpu``, groups of 128
-  int8, int8wo, int4, int4wo    pagoda's, with inputs rounded per token or (wo) as they are
+  int8, int8wo, int4, int4wo    pagoda's, with inputs rounded to 8 or (wo) 16 bits
 
     python benchmarks/quantised_kernels.py [--threads 2] [--rounds 5] [--rows 1 4 16 64 512]
 """
@@ -38,7 +38,7 @@ def in_bf16(weight: torch.Tensor) -> tuple[Kernel, int]:
 
 
 def by_onednn(weight: torch.Tensor) -> tuple[Kernel, int]:
-    whole, scales = round_weight(weight, Quantization(8, 0, True))
+    whole, scales = round_weight(weight, Quantization(8, 0, 8))
     packed = torch.ops.onednn.qlinear_prepack(whole.t(), None)
     zeros = torch.zeros(OUTPUTS, dtype=torch.int32)
     scales = scales[:, 0].contiguous()
@@ -53,22 +53,22 @@ def by_onednn(weight: torch.Tensor) -> tuple[Kernel, int]:
 
 
 def by_torch_int8(weight: torch.Tensor) -> tuple[Kernel, int]:
-    whole, scales = round_weight(weight, Quantization(8, 0, False))
+    whole, scales = round_weight(weight, Quantization(8, 0, 16))
     columns = scales[:, 0].bfloat16()
     return lambda x: torch.ops.aten._weight_int8pack_mm(x, whole, columns), weight.numel()
 
 
 def by_torch_int4(weight: torch.Tensor) -> tuple[Kernel, int]:
-    whole, scales = round_weight(weight, Quantization(4, 128, False))
+    whole, scales = round_weight(weight, Quantization(4, 128, 16))
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu((whole + 8).int(), 1)
     both = torch.stack([scales, torch.zeros_like(scales)], -1).transpose(0, 1).contiguous().bfloat16()
     return lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, 128, both), weight.numel() // 2
 
 
-def by_pagoda(bits: int, group_size: int, rounds_input: bool) -> Callable[[torch.Tensor], tuple[Kernel, int]]:
+def by_pagoda(bits: int, group_size: int, input_bits: int) -> Callable[[torch.Tensor], tuple[Kernel, int]]:
     def make(weight: torch.Tensor) -> tuple[Kernel, int]:
-        packed = quantise_weight(weight, Quantization(bits, group_size, rounds_input))
-        given = (packed, None, OUTPUTS, bits, group_size, rounds_input)
+        packed = quantise_weight(weight, Quantization(bits, group_size, input_bits))
+        given = (packed, None, OUTPUTS, bits, group_size, input_bits)
         return lambda x: quantized_linear_cpu(x, *given), packed.numel()
 
     return make
@@ -77,12 +77,12 @@ def by_pagoda(bits: int, group_size: int, rounds_input: bool) -> Callable[[torch
 KERNELS = {
     "bf16": in_bf16,
     "int8, oneDNN": by_onednn,
-    "int8": by_pagoda(8, 0, True),
+    "int8": by_pagoda(8, 256, 8),
     "int8wo, torch": by_torch_int8,
-    "int8wo": by_pagoda(8, 0, False),
-    "int4": by_pagoda(4, 128, True),
+    "int8wo": by_pagoda(8, 256, 16),
+    "int4": by_pagoda(4, 128, 8),
     "int4wo, torch": by_torch_int4,
-    "int4wo": by_pagoda(4, 128, False),
+    "int4wo": by_pagoda(4, 128, 16),
 }
 
 

@@ -47,7 +47,7 @@ class CompileOptions:
         kv_cache_dtype: of the paged KV cache. "auto": that of keys and values; "int8": a byte each and a float32
             scale per token and head, about half of bfloat16's memory, at the price of rounding.
         quantization: cpu only: round the weights of a paged program's linear layers to 8 or 4 bits, "int8" or "int4",
-            and their inputs to 8 bits, unless "-weight-only" follows; None keeps the model's numbers.
+            and their inputs to 8 bits, or where "-weight-only" follows to 16; None keeps the model's numbers.
         group_size: inputs of a quantised weight that share a scale, a multiple of 64, or 0 for all; None is 256 for
             8 bits and 128 for 4. Rounded inputs have the same groups.
         patterns: rewrites of the user's own, see ``Pattern``.
@@ -174,7 +174,7 @@ class CompileOptions:
             return None
         bits = 8 if self.quantization.startswith("int8") else 4
         size = DEFAULT_GROUP_SIZES[bits] if self.group_size is None else self.group_size
-        return Quantization(bits, size, rounds_input=not self.quantization.endswith("-weight-only"))
+        return Quantization(bits, size, input_bits=16 if self.quantization.endswith("-weight-only") else 8)
 
     def selects(self, entry: Pass) -> bool:
         """Whether a pass is to run."""

@@ -94,7 +94,7 @@ class LLM:
             loaded here, in place of its weights; a live module keeps its own beside them, so there it costs
             their size in memory and has to be asked for.
         quantization: ``"int8"`` or ``"int4"`` rounds the weights of linear layers to so many bits, and their inputs
-            to 8; ``"int8-weight-only"`` and ``"int4-weight-only"`` leave the inputs as they are. Logits change
+            to 8; with ``"int8-weight-only"`` and ``"int4-weight-only"`` inputs keep 16. Logits change
             slightly. Rounded weights take the place of those of a model loaded here; a live module keeps its own
             beside them.
         group_size: inputs of a rounded weight that share a scale, a multiple of 64, or 0 for all of them; by default

@@ -1,11 +1,11 @@
-"""Round the weights of linear layers to a few bits, and maybe their inputs.
+"""Round the weights of linear layers to a few bits, and their inputs to 8 or 16.
 
 Level 0, where asked for (``quantization``): the numbers change.
 
 Matches:
     linear(x, W, b), linear(x, t(W), b)              # parameters
 Becomes:
-    pagoda::quantized_linear(x, W, b, out, bits, group_size, rounds_input)     # W is rounded when linked
+    pagoda::quantized_linear(x, W, b, out, bits, group_size, input_bits)       # W is rounded when linked
 Why it is faster:
     Decoding waits for weights: half or a quarter of the bytes of bf16 take about as much of its time. Long prompts
     and big batches wait for multiplications, of which a CPU does twice as many in int8 as in bf16.
@@ -58,7 +58,7 @@ def quantise_linears(traced: TracedGraph) -> PassRecord:
         outputs = shape(argument(node, 1, "weight"))[0]
         is_head = outputs == vocab_size and scheme.bits < 8
         chosen = replace(scheme, bits=8, group_size=_HEAD_GROUP) if is_head else scheme
-        given = (outputs, chosen.bits, chosen.group_size, chosen.rounds_input)
+        given = (outputs, chosen.bits, chosen.group_size, chosen.input_bits)
         with traced.before(node):
             new = traced.call(quantized_linear, x, weights.input_for(node, chosen), bias, *given)
             traced.substitute(node, new)

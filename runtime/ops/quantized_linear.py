@@ -1,4 +1,4 @@
-"""`pagoda::quantized_linear`: a linear layer whose weight, and maybe whose input, is rounded to few bits."""
+"""`pagoda::quantized_linear`: a linear layer whose weight is rounded to few bits, and whose input to 8 or 16."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from .registration import register_operator
 
 _SCHEMA = (
     "quantized_linear(Tensor input, Tensor weight, Tensor? bias, int out_features, int bits, int group_size, "
-    "bool rounds_input) -> Tensor"
+    "int input_bits) -> Tensor"
 )
 # Field for field the struct QuantizedLinearArguments of csrc/quantized_linear.cpp.
 _ARGUMENTS = struct.Struct("=14q")
+_LARGEST_IN_16_BITS = 127 * 256  # as two numbers of 8 bits, of which none is -128
 
 
 def quantized_linear_reference(
@@ -27,11 +28,11 @@ def quantized_linear_reference(
     out_features: int,
     bits: int,
     group_size: int,
-    rounds_input: bool,
+    input_bits: int,
 ) -> torch.Tensor:
-    """``input @ weight.T + bias`` with the weight rounded to ``bits`` bits.
+    """``input @ weight.T + bias`` with weight and input rounded to whole numbers with scales.
 
-    Products are summed in float32 (with a rounded input those of a group exactly) and rounded once.
+    Products within a group are summed exactly, groups in float32, and the sum is rounded once.
 
     Args:
         input: ``[..., in]``, fp32, bf16 or fp16.
@@ -41,7 +42,8 @@ def quantized_linear_reference(
         out_features: outputs.
         bits: of a weight, 8 or 4.
         group_size: inputs that share a scale, a multiple of 64; 0: all.
-        rounds_input: round the input to int8 too, with a scale (``max|x| / 127``) for each group of each row.
+        input_bits: of the input, with a scale for each group of each row: 8 (``max|x| / 127``) or 16
+            (``max|x| / 32512``).
 
     Returns:
         ``[..., out_features]`` in the dtype of ``input``, contiguous.
@@ -49,21 +51,29 @@ def quantized_linear_reference(
     Raises:
         ValueError: bits, group size or the weight's size do not fit.
     """
-    scheme = Quantization(bits, group_size, rounds_input)
+    scheme = Quantization(bits, group_size, input_bits)
     inputs = input.shape[-1]
     if weight.dtype is torch.uint8:
         _check_packed(weight, out_features, inputs, scheme)
         whole, scales = unpack_weight(weight, out_features, inputs, scheme)
     else:
         whole, scales = round_weight(weight, scheme)
-    rows = input.float()
-    if rounds_input:
-        size = group_size or inputs
-        groups = F.pad(rows, (0, -inputs % size)).unflatten(-1, (-1, size))
-        rows = dequantise_rows(*quantise_rows(groups), torch.float32).flatten(-2)[..., :inputs]
+    size = group_size or inputs
+    groups = F.pad(input.float(), (0, -inputs % size)).unflatten(-1, (-1, size))
+    rows = _rounded(groups, input_bits).flatten(-2)[..., :inputs]
     result = F.linear(rows, restored_weight(whole, scales, scheme))
     result = result if bias is None else result + bias.float()
     return result.to(input.dtype)
+
+
+def _rounded(groups: torch.Tensor, bits: int) -> torch.Tensor:
+    """Numbers ``[..., N]`` after rounding, with one scale for all N."""
+    if bits == 8:
+        return dequantise_rows(*quantise_rows(groups), torch.float32)
+    scale = groups.abs().amax(-1, keepdim=True) / _LARGEST_IN_16_BITS
+    scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)  # NaN and infinity stay
+    scale = torch.where(scale == torch.inf, torch.nan, scale)
+    return torch.where(scale == 0, 0.0, (groups / scale).round() * scale)
 
 
 def quantized_linear_cpu(
@@ -73,15 +83,15 @@ def quantized_linear_cpu(
     out_features: int,
     bits: int,
     group_size: int,
-    rounds_input: bool,
+    input_bits: int,
 ) -> torch.Tensor:
     """:func:`quantized_linear_reference` by the C++ kernel for packed weights, else the reference."""
     kernel = kernel_function("pagoda_quantized_linear")
     code = FLOAT_CODES.get(input.dtype)
     inputs = input.shape[-1]
     if kernel is None or code is None or weight.dtype is not torch.uint8 or not inputs:
-        return quantized_linear_reference(input, weight, bias, out_features, bits, group_size, rounds_input)
-    _check_packed(weight, out_features, inputs, Quantization(bits, group_size, rounds_input))
+        return quantized_linear_reference(input, weight, bias, out_features, bits, group_size, input_bits)
+    _check_packed(weight, out_features, inputs, Quantization(bits, group_size, input_bits))
     result = input.new_empty((*input.shape[:-1], out_features))
     rows = input if input.dim() == 2 else input.reshape(-1, inputs)
     if rows.stride(1) != 1:
@@ -102,7 +112,7 @@ def quantized_linear_cpu(
             rows.stride(0),
             bits,
             group_size,
-            rounds_input,
+            input_bits,
             torch.get_num_threads(),
         )
     )

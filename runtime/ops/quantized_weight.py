@@ -38,16 +38,19 @@ class Quantization:
     Attributes:
         bits: of a weight, 8 or 4.
         group_size: inputs that share a scale; 0: all.
-        rounds_input: the input is rounded to int8 too, with a scale for each group of each row.
+        input_bits: that the input is rounded to, with a scale for each group of each row. Rounded to 16, numbers keep
+            what bf16 tells apart of those that matter in a sum.
     """
 
     bits: int
     group_size: int
-    rounds_input: bool
+    input_bits: int
 
     def __post_init__(self) -> None:
         if self.bits not in (8, 4):
             raise ValueError(f"bits={self.bits} is not supported; use 8 or 4")
+        if self.input_bits not in (8, 16):
+            raise ValueError(f"input_bits={self.input_bits} is not supported; use 8 or 16")
         check_group_size(self.group_size)
 
 

@@ -19,7 +19,7 @@ from torch_pagoda.runtime.ops.quantized_weight import Quantization, packed_bytes
 
 from toy_lm import HIDDEN, VOCAB, ToyLM, sdpa
 
-INT4 = Quantization(4, 64, True)
+INT4 = Quantization(4, 64, 8)
 
 
 def rewritten(model, scheme=INT4, *, merged=True):
@@ -34,7 +34,7 @@ def rewritten(model, scheme=INT4, *, merged=True):
 
 
 def quantised(graph):
-    """Of each quantised linear its outputs, bits, group size and whether it rounds inputs."""
+    """Of each quantised linear its outputs, bits, group size and the inputs' bits."""
     return [node.args[3:] for node in graph.graph.nodes if callee(node) == "quantized_linear"]
 
 
@@ -51,7 +51,7 @@ def test_every_linear_over_a_parameter_matches(merged, dtype):
 
 def test_the_head_keeps_eight_bits():
     graph, _ = rewritten(ToyLM(sdpa))
-    assert quantised(graph) == [(2 * HIDDEN, 4, 64, True), (HIDDEN, 4, 64, True), (VOCAB, 8, 256, True)]
+    assert quantised(graph) == [(2 * HIDDEN, 4, 64, 8), (HIDDEN, 4, 64, 8), (VOCAB, 8, 256, 8)]
     assert [p.quantization.bits for p in graph.notes["packed"]] == [4, 4, 8]
 
 
@@ -103,7 +103,7 @@ def test_owned_weights_are_released_and_a_tied_embedding_stays():
     assert not any(part.weight.untyped_storage().nbytes() for part in (model.q, model.k, model.v, model.o))
     assert model.embedding.weight.numel() == VOCAB * HIDDEN
     stored = [a.numel() for a in program._args if isinstance(a, torch.Tensor) and a.dtype is torch.uint8]
-    scheme = Quantization(8, 256, True)
+    scheme = Quantization(8, 256, 8)
     assert stored == [packed_bytes(rows, HIDDEN, scheme) for rows in (2 * HIDDEN, HIDDEN, VOCAB)]
 
 

@@ -121,11 +121,11 @@ static void integer_tiles(const int8_t* x, int64_t x_stride, const uint8_t* w, i
 }
 #endif
 
-// How many rows `integer_products` takes of those that are left.
-static inline int64_t integer_piece(int64_t left, bool tiles) {
-  if (tiles) return left < kTiledRows ? left : kTiledRows;
-  const int64_t pieces = (left + kMaxIntegerRows - 1) / kMaxIntegerRows;
-  return (left + pieces - 1) / pieces;
+// Of `left` rows of the input, `parts` rows of int8 each: how many `integer_products` takes at once.
+static inline int64_t integer_piece(int64_t left, int64_t parts, bool tiles) {
+  const int64_t most = (tiles ? kTiledRows : kMaxIntegerRows) / parts;
+  const int64_t pieces = tiles ? 1 : (left + most - 1) / most;  // equal ones, so that none is left with a single row
+  return std::min(most, (left + pieces - 1) / pieces);
 }
 
 // sums[r][n] = sum_k x[r][k] w[k][n] of at most `integer_piece` rows. On tiles, whose weights have 8 bits, rows

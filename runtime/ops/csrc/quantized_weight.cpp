@@ -1,8 +1,7 @@
 // Rounds a matrix to whole numbers of 8 or 4 bits and lays it out in panels (see panels.h; the Python twin is in
 // quantized_weight.py).
 
-#include <cmath>
-
+#include "int8.h"
 #include "panels.h"
 #include "rows.h"
 
@@ -16,8 +15,6 @@ struct QuantizeWeightArguments {
 static_assert(sizeof(QuantizeWeightArguments) == 10 * 8, "quantized_weight.py packs 10 integers");
 
 namespace {
-
-constexpr float kRounder = 12582912.f;  // 1.5 * 2^23: adding it rounds to the nearest integer, ties to even
 
 inline vfloat rounded(vfloat x, float least, float most) {
   const vfloat whole = x + kRounder - kRounder;

@@ -172,12 +172,12 @@ def test_kernels_without_newer_instructions(
         arguments = (query, key, key, mask, None, torch.rand(4), 0.2, True, 0, 0, 0.0)
         assert_close(torch.ops.pagoda.attention(*arguments), attention_reference(*arguments))
 
-        for scheme in (Quantization(8, 0, True), Quantization(4, 64, True), Quantization(4, 128, False)):
+        for scheme in (Quantization(8, 0, 8), Quantization(4, 64, 8), Quantization(4, 128, 16)):
             x, weight = torch.randn(9, 200).to(dtype), torch.randn(70, 200).to(dtype)
             packed = quantized_weight.quantise_weight(weight, scheme)
             whole, _ = quantized_weight.unpack_weight(packed, 70, 200, scheme)
             assert (whole != quantized_weight.round_weight(weight, scheme)[0]).float().mean() < 0.01
-            arguments = (packed, weight[:, 0], 70, scheme.bits, scheme.group_size, scheme.rounds_input)
+            arguments = (packed, weight[:, 0], 70, scheme.bits, scheme.group_size, scheme.input_bits)
             assert_close(
                 quantized_linear.quantized_linear_cpu(x, *arguments),
                 quantized_linear.quantized_linear_reference(x, *arguments),
