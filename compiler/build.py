@@ -76,7 +76,8 @@ def build_program(
     traced = rewrite(captured, options, reference, report)
     clock = _Clock(report.seconds)
     if traced.npu is None:
-        program = _link(captured, traced, options, model, reference, report, clock)
+        # Until weights are rounded and packed, every product would round its own.
+        program = _link(captured, traced, options, model, None if options.quantization else reference, report, clock)
     else:
         program = _link_for_npu(traced, options, reference, report, clock, owns_weights)
     program.rope_switch = switch = traced.notes.get("rope_switch")
@@ -91,9 +92,9 @@ def _pack(program: LinkedProgram, reference: Reference | None, report: CompileRe
     """Pack the weights of a verified program and compare it once more.
 
     Raises:
-        UnsupportedModel: the packed program is not exact.
+        UnsupportedModel: the packed program, or a rounded weight, is not what it should be.
     """
-    size = program.pack_weights(release=release)
+    size = program.pack_weights(release=release, check=reference is not None)
     kept = "in place of" if release else "beside"
     log.info("%.2f GiB of weights are packed %s the model's own", size / 2**30, kept)
     if reference is not None and size:
@@ -116,15 +117,13 @@ def rewrite(
     options = options.for_device(device)
     if options.target == "npu" and captured.traced.npu is None:
         captured.traced.npu = options.npu_target(device)
-    if (options.cache_dtype or options.quantization) and reference is not None:
+    if options.cache_dtype is not None and reference is not None:
         options, dropped = _checked_without_rounding(captured, options, reference, report)
         clock.lap("verify")
     else:
         dropped = []
     captured.traced.cache_dtype = options.cache_dtype
     captured.traced.quantization = options.weight_quantization
-    if options.quantization:
-        reference = None  # compared when the weights are rounded: until then every product would round its own
     traced: TracedGraph | None = None
     if options.verify != "every-pass":
         try:
@@ -152,13 +151,31 @@ def rewrite(
             raise UnsupportedModel(f"{report.model}: a long window is not exact ({long_windows.reason})")
         clock.lap("verify")
     report.dropped_passes = dropped + report.dropped_passes
+    _hold_weights(traced, options, report)
+    clock.lap("passes")
     return traced
+
+
+def _hold_weights(traced: TracedGraph, options: CompileOptions, report: CompileReport) -> None:
+    """Apply the passes that say how weights are held.
+
+    Raises:
+        UnsupportedModel: weights are to be rounded, and there is none that can be.
+    """
+    records = run_passes(traced, selected_passes(options, "weights"))
+    report.passes += records
+    for record in records:
+        if record.name == "quantise_linears" and not record.matches:
+            why = f": {_say(record.rejections[0])}" if record.rejections else ""
+            raise UnsupportedModel(
+                f"{report.model}: quantization={options.quantization!r} finds no linear layer that it can round{why}"
+            )
 
 
 def _checked_without_rounding(
     captured: Captured, options: CompileOptions, reference: Reference, report: CompileReport
 ) -> tuple[CompileOptions, list[tuple[str, str]]]:
-    """Compare the graph with caches and weights of full precision: rounded ones would hide what is slightly wrong.
+    """Compare the graph with caches of full precision: rounded ones would hide what is slightly wrong.
 
     Returns:
         the options without the optional passes that break the numbers, and these with the reasons.
@@ -167,7 +184,7 @@ def _checked_without_rounding(
         UnsupportedModel: the model cannot be served, whatever its caches are.
     """
     plain = CompileReport(report.model)
-    rewrite(captured, replace(options, kv_cache_dtype="auto", quantization=None, group_size=None), reference, plain)
+    rewrite(captured, replace(options, kv_cache_dtype="auto"), reference, plain)
     dropped = [(name, why) for name, why in plain.dropped_passes if name != "to_aten"]
     names = [name for name, _ in dropped]
     if "only" in options.passes:

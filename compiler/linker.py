@@ -19,6 +19,7 @@ from .file_pages import FilePages
 from .merged_weights import link_merged_weights
 from .report import CompileReport
 from .targets.npu.route import Route
+from .verify_weights import check_rounded_weight
 
 
 class LinkedProgram:
@@ -125,16 +126,21 @@ class LinkedProgram:
             self._route.bind(kv_cache)
         self._bound = True
 
-    def pack_weights(self, *, release: bool) -> int:
+    def pack_weights(self, *, release: bool, check: bool = False) -> int:
         """Lay the weights of packed linears out for the CPU's matrix kernels, and round those of quantised ones, one
         at a time.
 
         Args:
             release: free each source once it is packed, unless something else reads it. Only for weights that
                 nobody else uses: the module cannot run by itself afterwards.
+            check: compare rounded weights, and products with them, with what they should be, see
+                ``check_rounded_weight``.
 
         Returns:
             bytes of packed weights.
+
+        Raises:
+            UnsupportedModel: a rounded weight is wrong.
         """
         size = 0
         pages = FilePages(self._args[self._at[packed.name]] for packed in self._packable)
@@ -142,6 +148,8 @@ class LinkedProgram:
             i, sources = self._at[packed.name], [self._args[self._at[name]] for name in packed.sources]
             whole = self._args[i]
             self._args[i] = _packed(whole, packed.quantization)
+            if check and packed.quantization is not None:
+                check_rounded_weight(packed.name, whole, self._args[i], packed.quantization)
             size += self._args[i].numel() * self._args[i].element_size()
             self._merged.pop(packed.name, None)
             if not release:

@@ -12,7 +12,7 @@ import torch
 from torch._inductor.pattern_matcher import Match, PatternMatcherPass, fwd_only, register_replacement
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ..passes import PASSES, Pass, PassRecord, TracedGraph
+from ..passes import FIRST_OF_LOWERING, PASSES, Pass, PassRecord, TracedGraph
 from ..passes.fx_nodes import value
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def register_pass(
     *,
     stage: str = "aten",
     level: int = 2,
-    before: str = "quantise_linears",
+    before: str = FIRST_OF_LOWERING,
 ) -> None:
     """Add a pass to the pipeline of everything that is compiled from now on.
 
@@ -57,7 +57,8 @@ def register_pass(
         apply: edits the graph in place and returns a ``PassRecord``. See ``passes/`` for what a pass may do.
         stage: "aten" for the graph that AOTAutograd traced, "dynamo" for the one before.
         level: the lowest ``opt_level`` that runs it.
-        before: name of the pass that it is to run in front of; it has to be of the same stage.
+        before: name of the pass that it is to run in front of, of the same stage; by default the first that lowers
+            for an NPU.
 
     Raises:
         ValueError: a name that is taken, or a stage, level or ``before`` that there is not.
@@ -93,7 +94,7 @@ def with_user_passes(passes: Sequence[Pass], patterns: Sequence[Pattern] = ()) -
         if entry.stage == "aten" and not placed:
             result += of_patterns
             placed = True
-        if entry.name == "quantise_linears":
+        if entry.name == FIRST_OF_LOWERING:
             result += of_patterns
         if entry not in result:  # a pass that stands in the list twice takes registered ones in front of its first
             result += [mine for mine, before in _registered if before == entry.name]

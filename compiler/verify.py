@@ -24,10 +24,11 @@ read with a wrong scale or from a wrong place. Measured on 21 tiny architectures
 moves the median row by 0.013 to 0.054, gpt_oss's by 0.14 in float32, and single rows by up to 3 where a router
 flips. Each 1 % by which all keys and values are read wrong adds 0.02 to 0.06; scales of another head or token, or
 none, make it more than 1."""
-WEIGHT_TOLERANCE = {8: 1.0, 4: 2.5}
-"""Likewise of programs with weights of so many bits. On the same architectures, with random weights, rounding moves
-the median row by 0.05 to 0.11 at 8 bits and 0.44 to 0.92 at 4, gpt_oss's by 0.45 and 2.05; weights whose rows stand
-in another order move it by more than 4."""
+WEIGHT_TOLERANCE = {8: 1.0, 4: 3.9}
+"""Likewise of programs with weights of so many bits, each of which ``verify_weights`` compares by itself. On the same
+architectures, with random weights, rounding moves the median row by 0.05 to 0.11 at 8 bits and 0.44 to 0.92 at 4,
+gpt_oss's by 0.45 and 2.05, and that of 22 layers of random numbers by 2.9 at 4. Logits that have nothing to do with
+the model's differ by 4.1 and more."""
 _LENGTHS = (7, 23, 44)
 _DECODE_STEPS = 4
 _BLOCK = 4

@@ -44,7 +44,7 @@ from .rewrite.share_subexpressions import share_subexpressions
 from .rewrite.slice_for_index import slice_for_index
 from .traced import TracedGraph, UnsupportedModel
 
-__all__ = ["PASSES", "Pass", "PassRecord", "Rejection", "TracedGraph", "UnsupportedModel"]
+__all__ = ["FIRST_OF_LOWERING", "PASSES", "Pass", "PassRecord", "Rejection", "TracedGraph", "UnsupportedModel"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Pass:
         name: what users write in ``passes={"skip": [name]}`` and reports show.
         apply: the pass; edits the graph in place.
         stage: the graph that it works on: "dynamo" for Dynamo's (torch functions and methods), "aten" for what
-            AOTAutograd makes of it.
+            AOTAutograd makes of it, "weights" for that one when it has been compared with the model.
         level: the lowest ``opt_level`` that runs it. 0: attention only. 1: bitwise the numbers of level 0 when the
             graph runs as it is. 2: the default. 3: what does not pay everywhere.
         required: a paged program cannot be made without it, so the self-check's fallback never drops it.
@@ -71,6 +71,9 @@ class Pass:
     option: str = ""
     target: str = ""
 
+
+FIRST_OF_LOWERING = "absorb_latent_attention"
+"""Users' passes run in front of it, where they do not say otherwise."""
 
 PASSES: tuple[Pass, ...] = (
     # Recognition first: everything after it looks at pagoda::attention only.
@@ -110,10 +113,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("merge_linears", merge_linears, "aten", level=2, required=False),
     # Needs all that was recognised: it knows which operators work on each token by itself.
     Pass("hoist_gather", hoist_gather, "aten", level=2, required=False),
-    # The passes above look for plain linears.
-    Pass("quantise_linears", quantise_linears, "aten", required=False, option="quantization", target="cpu"),
     # Lowering, last: the passes above look for canonical operators and plain linears.
-    Pass("pack_linears", pack_linears, "aten", required=False, option="pack_weights", target="cpu"),
     # Reads the canonical norms and rotations of the latent; what it leaves alone is lowered like any other attention.
     Pass("absorb_latent_attention", absorb_latent_attention, "aten", level=2, required=False, target="npu"),
     # First: what lowers rotations and attention looks for turns right in front of them.
@@ -130,4 +130,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("spell_out_leftovers", spell_out_leftovers, "aten", target="npu"),
     # Once more: every layer has made its own layout of the rotary tables.
     Pass("share_subexpressions", share_subexpressions, "aten", level=1, required=False, target="npu"),
+    # How weights are held, once the graph over plain ones has been compared. First what takes fewer bits.
+    Pass("quantise_linears", quantise_linears, "weights", required=False, option="quantization", target="cpu"),
+    Pass("pack_linears", pack_linears, "weights", required=False, option="pack_weights", target="cpu"),
 )

@@ -22,7 +22,7 @@ def test_docstrings_say_what_becomes_of_what_and_the_level(entry):
 
 def test_stages_follow_one_another():
     stages = [entry.stage for entry in PASSES]
-    assert stages == sorted(stages, key=["dynamo", "aten"].index)
+    assert stages == sorted(stages, key=["dynamo", "aten", "weights"].index)
     # Lowering is required too: what it leaves has no kernels.
     assert all(entry.stage == "dynamo" or entry.target for entry in PASSES if entry.required)
 

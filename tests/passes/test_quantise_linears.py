@@ -107,19 +107,57 @@ def test_owned_weights_are_released_and_a_tied_embedding_stays():
     assert stored == [packed_bytes(rows, HIDDEN, scheme) for rows in (2 * HIDDEN, HIDDEN, VOCAB)]
 
 
-def test_a_wrongly_rounded_weight_does_not_pass_the_check(monkeypatch):
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda weight: weight.flip(0),
+        lambda weight: weight.roll(1, 1),
+        lambda weight: weight * 1.03,
+        lambda weight: torch.cat([weight[:-1], -weight[-1:]]),
+    ],
+    ids=["flipped", "rolled", "scaled", "last row negated"],
+)
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_wrongly_rounded_weight_does_not_pass_the_check(spoil, quantization, monkeypatch):
+    from torch_pagoda.compiler import linker
+
+    right = linker.quantise_weight
+    monkeypatch.setattr(linker, "quantise_weight", lambda weight, scheme: right(spoil(weight), scheme))
+    if quantization == "int4" and spoil(torch.ones(1, 1)) == 1.03:
+        pytest.skip("4 bits cut off more than that")
+    with pytest.raises(ValueError, match=r"entries of the weight '.*' are wrong when it is rounded to"):
+        build_program(ToyLM(sdpa), CompileOptions(codegen="none", quantization=quantization))
+
+
+def test_a_wrong_product_does_not_pass_the_check(monkeypatch):
+    from torch_pagoda.compiler import verify_weights
+
+    right = verify_weights.quantized_linear_cpu
+    monkeypatch.setattr(verify_weights, "quantized_linear_cpu", lambda *arguments: right(*arguments) * 1.05)
+    with pytest.raises(ValueError, match=r"products, by 0\.05 of the largest, of the weight"):
+        build_program(ToyLM(sdpa), CompileOptions(codegen="none", quantization="int8"))
+
+
+def test_logits_of_something_else_do_not_pass_the_check(monkeypatch):
     from torch_pagoda.compiler import linker
 
     right = linker.quantise_weight
     monkeypatch.setattr(linker, "quantise_weight", lambda weight, scheme: right(weight.flip(0), scheme))
-    for quantization in ("int8", "int4"):
-        with pytest.raises(ValueError, match="with packed weights logits differ"):
-            build_program(ToyLM(sdpa), CompileOptions(codegen="none", quantization=quantization))
+    monkeypatch.setattr(linker, "check_rounded_weight", lambda *arguments: None)
+    with pytest.raises(ValueError, match="with packed weights logits differ"):
+        build_program(ToyLM(sdpa), CompileOptions(codegen="none", quantization="int8"))
+
+
+def test_a_model_without_a_layer_to_round_is_refused(monkeypatch):
+    monkeypatch.setattr("torch_pagoda.passes.rewrite.quantise_linears._refusal", lambda node: "a test says so")
+    with pytest.raises(ValueError, match=r"quantization='int8' finds no linear layer .* a test says so"):
+        build_program(ToyLM(sdpa), CompileOptions(codegen="none", quantization="int8"))
 
 
 def test_the_graph_is_compared_before_its_weights_are_rounded(monkeypatch):
     """A pass that is slightly wrong is found out, though rounding would hide it."""
-    from torch_pagoda.passes import PASSES, PassRecord
+    from torch_pagoda.compiler.user_passes import register_pass, unregister_pass
+    from torch_pagoda.passes import PassRecord
 
     def spoil(traced):
         head = next(n for n in reversed(traced.graph.nodes) if callee(n) == "linear")
@@ -128,9 +166,6 @@ def test_the_graph_is_compared_before_its_weights_are_rounded(monkeypatch):
             head.update_arg(0, traced.call(torch.ops.aten.mul.Tensor, x, 1.05))
         return PassRecord("spoil", 1)
 
-    from torch_pagoda.compiler.user_passes import register_pass, unregister_pass
-
-    assert any(entry.name == "quantise_linears" for entry in PASSES)
     register_pass("spoil", spoil)
     try:
         program = build_program(ToyLM(sdpa), CompileOptions(codegen="none", quantization="int8"))
