@@ -141,9 +141,9 @@ def steps_of_workload(max_num_batched_tokens: int = 2048, max_num_seqs: int = 32
         batcher.add(Request(str(i), prompt, SamplingParams(max_tokens=output, ignore_eos=True)))
     while batcher.has_unfinished():
         schedule = batcher.schedule()
-        asked = [item.request for item in schedule.scheduled if item.is_last_chunk]
-        yield sum(item.num_tokens for item in schedule.scheduled), len(asked)
-        for item in schedule.scheduled:
+        asked = [item.request for item in schedule.requests if item.is_last_chunk]
+        yield schedule.num_tokens, len(asked)
+        for item in schedule.requests:
             batcher.advance(item.request, item.num_tokens)
         for request in asked:
             request.output_token_ids.append(0)

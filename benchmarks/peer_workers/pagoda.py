@@ -13,7 +13,7 @@ from torch_pagoda import LLM, SamplingParams
 def load(args: argparse.Namespace) -> Generate:
     torch.set_num_threads(args.threads)
     quantization = None if args.weights == "bf16" else args.weights
-    llm = LLM(args.model, max_num_seqs=32, max_model_len=2048, quantization=quantization)
+    llm = LLM(args.model, max_num_seqs=32, max_model_len=args.max_model_len, quantization=quantization)
 
     def generate(prompts: list[list[int]], outputs: list[int]) -> list[int]:
         params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in outputs]

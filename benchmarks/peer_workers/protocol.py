@@ -43,6 +43,7 @@ def serve(load: Callable[[argparse.Namespace], Generate]) -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--weights", required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--max-model-len", type=int, default=2048)
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

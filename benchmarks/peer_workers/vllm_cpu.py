@@ -13,7 +13,9 @@ def load(args: argparse.Namespace) -> Generate:
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     from vllm import LLM, SamplingParams, TokensPrompt
 
-    llm = LLM(args.model, dtype="bfloat16", max_num_seqs=32, max_model_len=2048, skip_tokenizer_init=True)
+    llm = LLM(
+        args.model, dtype="bfloat16", max_num_seqs=32, max_model_len=args.max_model_len, skip_tokenizer_init=True
+    )
 
     def generate(prompts: list[list[int]], outputs: list[int]) -> list[int]:
         params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, detokenize=False) for n in outputs]
