@@ -18,7 +18,7 @@ _SCHEMA = (
 )
 # Field for field the struct QuantizedLinearArguments of csrc/quantized_linear.cpp.
 _ARGUMENTS = struct.Struct("=14q")
-_LARGEST_IN_16_BITS = 127 * 256  # as two numbers of 8 bits, of which none is -128
+_LARGEST_IN_16_BITS = 127 * 256  # 256 times a number of 8 bits and another one
 
 
 def quantized_linear_reference(
