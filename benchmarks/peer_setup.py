@@ -28,13 +28,16 @@ class Peer:
 
     Attributes:
         worker: its file in ``peer_workers``.
-        requirements: what pip installs; none: it runs in this very Python.
+        requirements: what pip installs; none: it runs in this very Python. They name torch where its newest version
+            would not be the CPU's.
         weights: the widths that it has, and the model folder's suffix for each.
+        unwanted: what comes along and gets in the way.
     """
 
     worker: str
     requirements: tuple[str, ...]
     weights: dict[str, str]
+    unwanted: tuple[str, ...] = ()
 
 
 OURS = Peer("pagoda.py", (), {"bf16": "bf16", "int8": "bf16", "int4": "bf16"})
@@ -49,8 +52,10 @@ PEERS = {
             "openvino-tokenizers==2026.4.1",
             "optimum-intel==2.2.0",
             "transformers==5.5.4",
+            "torch==2.13.0",
         ),
         {"bf16": "openvino-bf16", "int8": "openvino-int8", "int4": "openvino-int4"},
+        unwanted=("torchvision",),
     ),
 }
 
@@ -75,6 +80,8 @@ def python_of(name: str, peer: Peer) -> Path:
     print(f"installing {', '.join(peer.requirements)} in {folder}", flush=True)
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     subprocess.run([python, "-m", "pip", "install", "-q", *peer.requirements], check=True)
+    if peer.unwanted:
+        subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", *peer.unwanted], check=True)
     marker.write_text(wanted)
     return python
 
