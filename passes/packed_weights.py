@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from ..runtime.ops.quantized_weight import Quantization
-from .fx_nodes import argument, callee, shape
+from .fx_nodes import argument, callee, module_path, shape
+from .record import PassRecord, Rejection
 from .traced import TracedGraph
 
 
@@ -39,8 +41,18 @@ class PackedWeights:
         self._inputs: dict[fx.Node, fx.Node] = {}
         self._packed: list[PackedWeight] = []
 
-    def refusal(self, linear: fx.Node) -> str:
-        """Why the weight of a linear cannot be replaced; "" if it can."""
+    def linears(self, record: PassRecord, refusal: Callable[[fx.Node], str]) -> Iterator[fx.Node]:
+        """Linears over weights that can be packed. Why others cannot goes to the record; ``refusal`` may add a reason
+        ("" for none)."""
+        for node in list(self.traced.graph.nodes):
+            if node.target is torch.ops.aten.linear.default:
+                reason = self._refusal(node) or refusal(node)
+                if reason:
+                    record.rejections.append(Rejection(node.name, reason, module_path(node)))
+                else:
+                    yield node
+
+    def _refusal(self, linear: fx.Node) -> str:
         weight = argument(linear, 1, "weight")
         name = _parameter(weight).name
         if name not in self.traced.constants and name not in self.traced.notes.get("merged", {}):

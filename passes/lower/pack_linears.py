@@ -13,13 +13,12 @@ Why it is faster:
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from ...runtime.ops.packed_linear import can_pack, packed_linear
-from ..fx_nodes import argument, eliminate_dead_code, module_path, value
+from ..fx_nodes import argument, eliminate_dead_code, value
 from ..packed_weights import PackedWeights
-from ..record import PassRecord, Rejection
+from ..record import PassRecord
 from ..traced import TracedGraph
 
 NAME = "pack_linears"
@@ -34,13 +33,7 @@ def pack_linears(traced: TracedGraph) -> PassRecord:
     if not traced.paged:
         return record
     weights = PackedWeights(traced)
-    for node in list(traced.graph.nodes):
-        if node.target is not torch.ops.aten.linear.default:
-            continue
-        reason = weights.refusal(node) or _refusal(node)
-        if reason:
-            record.rejections.append(Rejection(node.name, reason, module_path(node)))
-            continue
+    for node in weights.linears(record, _refusal):
         x, bias = argument(node, 0, "input"), argument(node, 2, "bias")
         with traced.before(node):
             traced.substitute(node, traced.call(packed_linear, x, weights.input_for(node), bias))

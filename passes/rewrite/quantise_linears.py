@@ -18,15 +18,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import fx
 
 from ...runtime.ops.native import FLOAT_CODES
 from ...runtime.ops.quantized_linear import quantized_linear
 from ...runtime.ops.quantized_weight import DEFAULT_GROUP_SIZES, LARGEST_INPUTS
-from ..fx_nodes import argument, callee, eliminate_dead_code, module_path, shape, value
+from ..fx_nodes import argument, callee, eliminate_dead_code, shape, value
 from ..packed_weights import PackedWeights
-from ..record import PassRecord, Rejection
+from ..record import PassRecord
 from ..traced import TracedGraph
 
 NAME = "quantise_linears"
@@ -47,13 +46,7 @@ def quantise_linears(traced: TracedGraph) -> PassRecord:
         return record
     weights = PackedWeights(traced)
     vocab_size = shape(traced.output.args[0][0])[-1]  # type: ignore[index,arg-type]
-    for node in list(traced.graph.nodes):
-        if node.target is not torch.ops.aten.linear.default:
-            continue
-        reason = weights.refusal(node) or _refusal(node)
-        if reason:
-            record.rejections.append(Rejection(node.name, reason, module_path(node)))
-            continue
+    for node in weights.linears(record, _refusal):
         x, bias = argument(node, 0, "input"), argument(node, 2, "bias")
         outputs = shape(argument(node, 1, "weight"))[0]
         is_head = outputs == vocab_size and scheme.bits < 8
