@@ -39,7 +39,7 @@ def in_bf16(weight: torch.Tensor) -> tuple[Kernel, int]:
 
 def by_onednn(weight: torch.Tensor) -> tuple[Kernel, int]:
     whole, scales = round_weight(weight, Quantization(8, 0, 8))
-    packed = torch.ops.onednn.qlinear_prepack(whole.t(), None)
+    packed = torch.ops.onednn.qlinear_prepack(whole, None)
     zeros = torch.zeros(OUTPUTS, dtype=torch.int32)
     scales = scales[:, 0].contiguous()
 
