@@ -78,17 +78,12 @@ def seconds_of(products: Sequence[Product], widths: Sequence[int], rows: int, re
 
 def machine_limits(repeats: int = 5) -> Limits:
     """What is read and multiplied at most."""
-    products, widths = packed_products([_MATRIX] * _COUNT), [_MATRIX[1]] * _COUNT
     elements = _COUNT * _MATRIX[0] * _MATRIX[1]
+    products, widths = packed_products([_MATRIX] * _COUNT), [_MATRIX[1]] * _COUNT
     return Limits(
         2 * elements / seconds_of(products, widths, 1, repeats) / 1e9,
         2 * elements * 512 / seconds_of(products, widths, 512, repeats) / 1e9,
     )
-
-
-def read_bandwidth() -> float:
-    """GB/s at which bf16 weights are read at most."""
-    return machine_limits().read_gb_per_s
 
 
 def layer_matrices(shape: str) -> list[tuple[int, int]]:

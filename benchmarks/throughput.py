@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from ablation import ablate, show_ablation
-from limits import read_bandwidth
+from limits import machine_limits
 from rich.console import Console
 from rich.table import Table
 from shapes import (
@@ -86,7 +86,7 @@ def measure(shape: str, rounds: int, settings: dict[str, Any]) -> dict[str, Any]
     prompts = Prompts()
     run_ours(llm, prompts([16]), [4])
     run_hf(model, prompts([16]), [4])
-    bandwidth = read_bandwidth()
+    limits = machine_limits()
     phases = {
         "decode": ([DECODE_PROMPT], [DECODE_TOKENS]),
         "first token of 128": ([DECODE_PROMPT], [1]),
@@ -105,7 +105,8 @@ def measure(shape: str, rounds: int, settings: dict[str, Any]) -> dict[str, Any]
         "shape": shape,
         "pack_weights": settings["pack_weights"],
         "quantization": settings["quantization"],
-        "read_gb_per_s": bandwidth,
+        "read_gb_per_s": limits.read_gb_per_s,
+        "gemm_gflops": limits.gemm_gflops,
         "weight_gb_per_token": per_token / 1e9,
     }
     for who in ("ours", "hf"):
@@ -170,7 +171,8 @@ def show(console: Console, result: dict[str, Any]) -> None:
     if result["quantization"] is None:
         share = ours["decode_gb_s"] / result["read_gb_per_s"]
         console.print(
-            f"measured read bandwidth {result['read_gb_per_s']:.1f} GB/s: decode reads weights at {share:.0%} of it"
+            f"measured read bandwidth {result['read_gb_per_s']:.1f} GB/s: decode reads weights at {share:.0%} of it; "
+            f"GEMM {result['gemm_gflops']:.0f} GFLOP/s"
         )
     for kind in ("cold", "warm"):
         if kind in result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 
 import torch
@@ -54,7 +55,7 @@ def quantized_linear_reference(
     scheme = Quantization(bits, group_size, input_bits)
     inputs = input.shape[-1]
     if weight.dtype is torch.uint8:
-        _check_packed(weight, out_features, inputs, scheme)
+        _check_packed(weight, out_features, inputs, bits, group_size, input_bits)
         whole, scales = unpack_weight(weight, out_features, inputs, scheme)
     else:
         whole, scales = round_weight(weight, scheme)
@@ -91,7 +92,7 @@ def quantized_linear_cpu(
     inputs = input.shape[-1]
     if kernel is None or code is None or weight.dtype is not torch.uint8 or not inputs:
         return quantized_linear_reference(input, weight, bias, out_features, bits, group_size, input_bits)
-    _check_packed(weight, out_features, inputs, Quantization(bits, group_size, input_bits))
+    _check_packed(weight, out_features, inputs, bits, group_size, input_bits)
     result = input.new_empty((*input.shape[:-1], out_features))
     rows = input if input.dim() == 2 else input.reshape(-1, inputs)
     if rows.stride(1) != 1:
@@ -119,13 +120,21 @@ def quantized_linear_cpu(
     return result
 
 
-def _check_packed(weight: torch.Tensor, out_features: int, inputs: int, scheme: Quantization) -> None:
-    expected = packed_bytes(out_features, inputs, scheme)
+def _check_packed(
+    weight: torch.Tensor, out_features: int, inputs: int, bits: int, group_size: int, input_bits: int
+) -> None:
+    expected = _packed_bytes(out_features, inputs, bits, group_size, input_bits)
     if weight.shape != (expected,) or not weight.is_contiguous():
         raise ValueError(
-            f"weight is {tuple(weight.shape)} {weight.dtype}; [{out_features}, {inputs}] at {scheme.bits} bits, "
-            f"group_size={scheme.group_size}, has {expected} bytes: give what quantise_weight made of it"
+            f"weight is {tuple(weight.shape)} {weight.dtype}; [{out_features}, {inputs}] at {bits} bits, "
+            f"group_size={group_size}, has {expected} bytes: give what quantise_weight made of it"
         )
+
+
+@functools.lru_cache(maxsize=1024)
+def _packed_bytes(out_features: int, inputs: int, bits: int, group_size: int, input_bits: int) -> int:
+    """Asked at every call; a model has few sizes."""
+    return packed_bytes(out_features, inputs, Quantization(bits, group_size, input_bits))
 
 
 def _fake(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from torch_pagoda import LLM, SamplingParams
 from torch_pagoda.compiler import CompileOptions, build_program
 from torch_pagoda.compiler.verify import compared_steps, reference_of_model
+from torch_pagoda.runtime.ops.quantized_weight import Quantization, quantise_weight, restored_weight, unpack_weight
 
 from perplexity import loss_per_token
 from tiny_models import build_tiny_model
@@ -40,6 +42,25 @@ def test_logits_are_those_of_transformers_but_for_rounding(name, quantization):
     assert program.weight_bits == 8
     assert errors.median() < 0.15 and errors.isfinite().all()
     assert errors.median() > 1e-4  # it is rounded
+
+
+@pytest.mark.parametrize("quantization", ["int8-weight-only", "int4-weight-only"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox"])
+def test_logits_are_those_of_transformers_with_the_rounded_weights(name, quantization):
+    """Every layer is rounded as it should be, and nothing else: 16 bits of the inputs are next to exact."""
+    model = build_tiny_model(name)
+    options = CompileOptions(verify="off", codegen="none", quantization=quantization)
+    program = build_program(model, options)
+    rounded = copy.deepcopy(model)
+    head = rounded.get_output_embeddings()
+    for layer in rounded.modules():
+        if isinstance(layer, torch.nn.Linear):
+            scheme = Quantization(8, 256, 16) if layer is head else options.weight_quantization
+            packed = quantise_weight(layer.weight, scheme)
+            weight = restored_weight(*unpack_weight(packed, *layer.weight.shape, scheme), scheme)
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    for _, found, right in compared_steps(program, reference_of_model(rounded)):
+        assert ((found - right).abs().amax(-1) / right.std(-1)).max() < 0.02
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ static inline bool integers_on_tiles(int64_t rows) {
 }
 
 #if defined(PAGODA_AVX512) && defined(__AVX512VNNI__)
-#define PAGODA_VNNI 1
 
 template <int R>
 static inline void dot(__m512i (*sums)[4], const __m512i* weights, const int8_t* x, int64_t x_stride) {

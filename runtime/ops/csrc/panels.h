@@ -7,7 +7,6 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "vector.h"
 
@@ -31,17 +30,4 @@ struct Layout {
   int64_t steps_of(int64_t group) const { return std::min(group_steps, steps - group * group_steps); }
   // From the beginning of a panel to a group's scales.
   int64_t offset_of(int64_t group) const { return group * (kScaleBytes + group_steps * step_bytes); }
-};
-
-// Memory that starts on a cache line and stays until more is needed.
-class Buffer {
-  std::vector<char> memory_;
-
- public:
-  template <class T>
-  T* reserve(int64_t count) {
-    const size_t bytes = (size_t)count * sizeof(T) + 64;
-    if (memory_.size() < bytes) memory_.resize(bytes);
-    return (T*)(((uintptr_t)memory_.data() + 63) / 64 * 64);
-  }
 };

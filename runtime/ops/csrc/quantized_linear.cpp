@@ -10,6 +10,7 @@
 #include "int8.h"
 #include "integers.h"
 #include "rows.h"
+#include "scratch.h"
 
 struct QuantizedLinearArguments {
   const char* input;
@@ -44,8 +45,7 @@ struct Inputs {
   int32_t* zeros;  // [rows * parts][groups]: what the zero of the weights adds to each sum
 };
 
-void round_row(const QuantizedLinearArguments& a, const Layout& layout, const Inputs& x, int64_t row, Buffer& scratch) {
-  float* floats = scratch.reserve<float>(a.inputs);
+void round_row(const QuantizedLinearArguments& a, const Layout& layout, const Inputs& x, int64_t row, float* floats) {
   load_floats(floats, a.input + row * a.input_row * bytes_of(a.dtype), a.dtype, a.inputs, 1);
   int8_t* to = x.integers + row * x.parts * x.columns;
   for (int64_t part = 0; part < x.parts; ++part)
@@ -82,32 +82,44 @@ void add_group(float* total, const int32_t* sums, const int32_t* zeros, const fl
     }
 }
 
-struct Scratch {
-  Buffer sums, totals, weights;
+// What a thread works on.
+struct Workspace {
+  float* row;        // of the input
+  int32_t* sums;     // of a few rows and a panel
+  float* totals;     // of all rows of a task
+  uint8_t* widened;  // weights of a group, a byte each
+
+  Workspace(Scratch& scratch, const QuantizedLinearArguments& a, const Layout& layout, int64_t rows) {
+    const int64_t group_bytes = a.bits == 8 ? 0 : layout.group_steps * kStepBytes;
+    const int64_t few = kTiledRows * kPanel, all = rows * kPanel;
+    scratch.reserve((a.inputs + few + all) * 4 + group_bytes + 4 * 64);
+    row = scratch.take<float>(a.inputs);
+    sums = scratch.take<int32_t>(few);
+    totals = scratch.take<float>(all);
+    widened = scratch.take<uint8_t>(group_bytes);
+  }
 };
 
-// totals[r][n]: the panel's results for `rows` rows from `first` on.
+// space.totals[r][n]: the panel's results for `rows` rows from `first` on.
 template <int kBits, int kParts>
 void multiply_panel(const QuantizedLinearArguments& a, const Layout& layout, const Inputs& x, int64_t first,
-                    int64_t rows, int64_t panel, float* totals, Scratch& scratch) {
+                    int64_t rows, int64_t panel, const Workspace& space) {
   const bool tiles = integers_on_tiles(rows * kParts), widens = kBits == 4 && rows * kParts > kMaxIntegerRows;
-  int32_t* sums = scratch.sums.reserve<int32_t>(kTiledRows * kPanel);
   for (int64_t g = 0; g < layout.groups; ++g) {
     Group group = group_at(a, layout, panel, g);
     if (widens) {
-      uint8_t* bytes = scratch.weights.reserve<uint8_t>(group.steps * kStepBytes);
-      widen_steps(bytes, group.weights, group.steps);
-      group.weights = bytes;
+      widen_steps(space.widened, group.weights, group.steps);
+      group.weights = space.widened;
     }
     for (int64_t r = 0, piece; r < rows; r += piece) {
       piece = integer_piece(rows - r, kParts, tiles);
       const int64_t row = first + r;
       const int8_t* from = x.integers + row * kParts * x.columns + g * layout.group_steps * kStep;
       if (kBits == 8 || widens)
-        integer_products<8>(from, x.columns, group.weights, group.steps, sums, piece * kParts, tiles);
+        integer_products<8>(from, x.columns, group.weights, group.steps, space.sums, piece * kParts, tiles);
       else
-        integer_products<4>(from, x.columns, group.weights, group.steps, sums, piece * kParts, false);
-      add_group<kParts>(totals + r * kPanel, sums, x.zeros + row * kParts * layout.groups + g,
+        integer_products<4>(from, x.columns, group.weights, group.steps, space.sums, piece * kParts, false);
+      add_group<kParts>(space.totals + r * kPanel, space.sums, x.zeros + row * kParts * layout.groups + g,
                         x.scales + row * layout.groups + g, layout.groups, group.scales, piece, g > 0);
     }
   }
@@ -132,32 +144,35 @@ void write_panel(const QuantizedLinearArguments& a, int64_t first, int64_t rows,
 
 template <int kBits, int kParts>
 void run(const QuantizedLinearArguments& a) {
-  static thread_local Buffer integers, scales, zeros;
-  static thread_local Scratch own;
+  static thread_local Scratch inputs, own;
   const Layout layout(a.inputs, a.outputs, a.bits, a.group);
   const int64_t columns = layout.steps * kStep, padded = round_up(a.rows * kParts, kTiledRows);
-  const Inputs x{columns, kParts, integers.reserve<int8_t>(padded * columns),
-                 scales.reserve<float>(padded * layout.groups), zeros.reserve<int32_t>(padded * layout.groups)};
+  const int64_t scales = padded * layout.groups;
+  inputs.reserve(padded * columns + scales * 8 + 3 * 64);
+  const Inputs x{columns, kParts, inputs.take<int8_t>(padded * columns), inputs.take<float>(scales),
+                 inputs.take<int32_t>(scales)};
   // As many rows at a time as stay in the second cache together.
   const int64_t most =
       std::clamp((1 << 20) / (columns * kParts) / kTiledRows, (int64_t)1, (int64_t)16) * kTiledRows;
   const int64_t blocks = (a.rows + most - 1) / most;
   const bool alone = a.rows * a.inputs < kFewElements;
-  for (int64_t r = 0; alone && r < a.rows; ++r) round_row(a, layout, x, r, own.totals);
+  if (alone) {
+    const Workspace space(own, a, layout, 0);
+    for (int64_t r = 0; r < a.rows; ++r) round_row(a, layout, x, r, space.row);
+  }
   std::atomic<int64_t> taken{0};
 #pragma omp parallel num_threads((int)a.threads) if (a.threads > 1)
   {
-    Scratch& scratch = own;
+    const Workspace space(own, a, layout, std::min(most, a.rows));
     if (!alone) {
 #pragma omp for schedule(static)
-      for (int64_t r = 0; r < a.rows; ++r) round_row(a, layout, x, r, scratch.totals);
+      for (int64_t r = 0; r < a.rows; ++r) round_row(a, layout, x, r, space.row);
     }
     for (int64_t task; (task = taken.fetch_add(1, std::memory_order_relaxed)) < blocks * layout.panels;) {
       const int64_t first = task / layout.panels * most, panel = task % layout.panels;
       const int64_t rows = std::min(most, a.rows - first);
-      float* totals = scratch.totals.reserve<float>(rows * kPanel);
-      multiply_panel<kBits, kParts>(a, layout, x, first, rows, panel, totals, scratch);
-      with_format(a.dtype, [&](auto format) { write_panel<decltype(format)>(a, first, rows, panel, totals); });
+      multiply_panel<kBits, kParts>(a, layout, x, first, rows, panel, space);
+      with_format(a.dtype, [&](auto format) { write_panel<decltype(format)>(a, first, rows, panel, space.totals); });
     }
 #if defined(PAGODA_TILES)
     release_tiles();

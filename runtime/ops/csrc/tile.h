@@ -3,10 +3,10 @@
 // group) pairs, so that a block of keys is read once for all query heads that share it (GQA).
 #pragma once
 
-#include <cstdlib>
 #include <vector>
 
 #include "pack.h"
+#include "scratch.h"
 #include "softmax.h"
 
 // A sequence of the call: its new tokens and where its keys are.
@@ -24,28 +24,6 @@ struct Tile {
   int64_t first_row, rows;  // row = token * group + head within the group
   int64_t first_key, end_key;
   float* partial;  // null: normalise and write the result; else: (weighted values, maximum, sum) per row
-};
-
-struct Scratch {
-  char* memory = nullptr;
-  size_t bytes = 0;
-  size_t used = 0;
-  ~Scratch() { std::free(memory); }
-  void reserve(size_t need) {
-    if (need > bytes) {
-      std::free(memory);
-      memory = (char*)std::aligned_alloc(64, round_up(need, 64));
-      bytes = memory ? need : 0;
-      if (!memory) std::abort();
-    }
-    used = 0;
-  }
-  template <class T>
-  T* take(int64_t n) {
-    T* p = (T*)(memory + used);
-    used += round_up(n * sizeof(T), 64);
-    return p;
-  }
 };
 
 static inline void note_rows(Prefetcher& ahead, const char* row, int rows, int64_t stride, int64_t bytes) {
