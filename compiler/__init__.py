@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..passes.traced import UnsupportedModel
-from .build import build_program
+from .compile import compile_program
 from .options import CompileOptions
 from .report import CompileReport
 from .weights import WeightGuard
 
-__all__ = ["CompileOptions", "CompileReport", "UnsupportedModel", "WeightGuard", "build_program"]
+__all__ = ["CompileOptions", "CompileReport", "UnsupportedModel", "WeightGuard", "compile_program"]

@@ -21,7 +21,8 @@ from .merged_weights import AddedArguments, link_merged_weights
 from .module_scalars import recover_module_scalars
 from .options import CompileOptions
 from .pipeline import run_passes, selected_passes
-from .targets.cpu import call_kernels, generate_code, is_fusible
+from .targets.cpu.inductor import generate_code, is_fusible
+from .targets.cpu.kernels import call_kernels
 from .targets.npu.ge_route import GeGraphs
 from .verify import TOLERANCE
 

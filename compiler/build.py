@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -18,14 +18,17 @@ from . import dump
 from .aten import to_aten
 from .cache_restart import restart_length
 from .capture import Captured, capture, first_line
-from .linker import LinkedProgram
+from .layer_repeat import CannotRepeat, LayerRepeat
+from .linker import LinkedProgram, link
 from .options import CompileOptions
 from .pipeline import PassError, run_passes, selected_passes
 from .report import CompileReport, PassCheck
 from .shrink import check_long_windows
-from .targets.cpu import call_kernels, generate_code, is_fusible
+from .targets.cpu.inductor import generate_code, is_fusible
+from .targets.cpu.kernels import call_kernels
 from .targets.npu.routes import make_route
 from .targets.npu.weights import prepare_weights
+from .user_passes import registered_passes
 from .verify import Reference, check, reference_of_model
 
 log = logging.getLogger(__name__)
@@ -39,6 +42,23 @@ class _Clock:
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.start
         self.start = now
+
+
+@dataclass
+class Built:
+    """A program whose weights are not packed yet.
+
+    Attributes:
+        program: it, linked and compared with the model.
+        traced: the graph that it runs.
+        options: it was compiled with.
+        reference: what the model says; None where nothing is compared.
+    """
+
+    program: LinkedProgram
+    traced: TracedGraph
+    options: CompileOptions
+    reference: Reference | None
 
 
 def build_program(
@@ -63,6 +83,15 @@ def build_program(
         UnsupportedModel: the model cannot be served exactly; the message says which part and why.
         ValueError: ``codegen`` does not fit the target or the device.
     """
+    built = build_unpacked(model, options, report=report, owns_weights=owns_weights)
+    finish(built, owns_weights=owns_weights)
+    return built.program
+
+
+def build_unpacked(
+    model: nn.Module, options: CompileOptions, *, owns_weights: bool = False, report: CompileReport | None = None
+) -> Built:
+    """The first part of ``build_program``: all but packing the weights of a CPU's program."""
     report = CompileReport(type(model).__name__) if report is None else report
     options = options.for_device(next(model.parameters()).device.type)
     dump.begin(report.model)
@@ -70,10 +99,14 @@ def build_program(
     # The reference comes first: some models settle into their final form at the first call.
     reference = reference_of_model(model) if options.verify != "off" else None
     clock.lap("reference")
-    captured = capture(model)
-    dump.write_graph(captured.traced, "captured")
-    clock.lap("capture")
-    traced = rewrite(captured, options, reference, report)
+    found = _with_few_layers(model, options, reference, report)
+    if found is None:
+        clock = _Clock(report.seconds)
+        captured = capture(model)
+        dump.write_graph(captured.traced, "captured")
+        clock.lap("capture")
+        found = captured, rewrite(captured, options, reference, report)
+    captured, traced = found
     clock = _Clock(report.seconds)
     if traced.npu is None:
         # Until weights are rounded and packed, every product would round its own.
@@ -82,10 +115,42 @@ def build_program(
         program = _link_for_npu(traced, options, reference, report, clock, owns_weights)
     program.rope_switch = switch = traced.notes.get("rope_switch")
     program.restart_length = None if switch is None else restart_length(model, switch)
-    if (options.pack_weights or options.quantization) and traced.npu is None:
-        _pack(program, reference, report, owns_weights)
+    return Built(program, traced, options, reference)
+
+
+def _with_few_layers(
+    model: nn.Module, options: CompileOptions, reference: Reference | None, report: CompileReport
+) -> tuple[Captured, TracedGraph] | None:
+    """What capturing and rewriting yield when one layer is compiled for all that are like it; None where that cannot
+    be, or cannot be checked.
+    """
+    looked_at = options.verify != "model" or dump.is_on() or options.patterns or registered_passes()
+    if reference is None or options.target != "cpu" or looked_at:
+        return None
+    repeat = LayerRepeat.of(model)
+    if repeat is None:
+        return None
+    clock = _Clock(report.seconds)
+    try:
+        with repeat.shortened():
+            captured = replace(capture(model), repeat=repeat)
+        clock.lap("capture")
+        traced = rewrite(captured, options, reference, report)
+    except (CannotRepeat, UnsupportedModel) as error:
+        log.info("%s is compiled with all its layers: %s", report.model, error)
+        fresh = CompileReport(report.model, seconds=report.seconds)
+        vars(report).update(vars(fresh))
+        return None
+    report.layers_compiled = repeat.kept
+    return captured, traced
+
+
+def finish(built: Built, *, owns_weights: bool) -> None:
+    """The second part: pack the weights, where the options ask for it."""
+    if (built.options.pack_weights or built.options.quantization) and built.traced.npu is None:
+        clock = _Clock(built.program.report.seconds)
+        _pack(built.program, built.reference, built.program.report, owns_weights)
         clock.lap("pack")
-    return program
 
 
 def _pack(program: LinkedProgram, reference: Reference | None, report: CompileReport, release: bool) -> None:
@@ -110,6 +175,7 @@ def rewrite(
     """The graph after the passes, proven and, with a reference, compared with the model.
 
     Raises:
+        CannotRepeat: the layers that were captured cannot stand for the others.
         UnsupportedModel: something of the model has no exact counterpart in a paged program.
     """
     clock = _Clock(report.seconds)
@@ -125,19 +191,29 @@ def rewrite(
     captured.traced.cache_dtype = options.cache_dtype
     captured.traced.quantization = options.weight_quantization
     traced: TracedGraph | None = None
+    few: TracedGraph  # the graph over the layers that were captured
     if options.verify != "every-pass":
         try:
             traced = _all_at_once(captured, options, report, clock)
         except PassError as error:
+            if captured.repeat is not None:
+                raise CannotRepeat(str(error)) from error
             log.warning("%s; applying the passes one by one", error)
         else:
+            few = traced
+            if captured.repeat is not None:
+                traced = captured.repeat.deepen(few)
+                report.attention_recognised = report.attention_total = len(list(paged_attention_nodes(traced)))
+                clock.lap("passes")
             if reference is not None:
-                report.verdict = check(LinkedProgram(traced, traced.module), reference)
+                report.verdict = check(link(traced, traced.module), reference)
                 clock.lap("verify")
+    if captured.repeat is not None and report.verdict is not None and not report.verdict.ok:
+        raise CannotRepeat(report.verdict.reason)
     if traced is None or (report.verdict is not None and not report.verdict.ok):
-        traced = _one_by_one(captured, options, reference, report, clock)
+        traced = few = _one_by_one(captured, options, reference, report, clock)
         if reference is not None:
-            report.verdict = check(LinkedProgram(traced, traced.module), reference)
+            report.verdict = check(link(traced, traced.module), reference)
             clock.lap("verify")
     if report.verdict is not None and not report.verdict.ok:
         raise UnsupportedModel(
@@ -146,7 +222,7 @@ def rewrite(
             "regardless"
         )
     if reference is not None:
-        long_windows = check_long_windows(captured.traced, traced, reference)
+        long_windows = check_long_windows(captured.traced, few, reference)
         if long_windows is not None and not long_windows.ok:
             raise UnsupportedModel(f"{report.model}: a long window is not exact ({long_windows.reason})")
         clock.lap("verify")
@@ -230,7 +306,7 @@ def _one_by_one(
     try:
         aten = to_aten(traced, captured.context)
         dump.write_graph(aten, "aten")
-        reason = check(LinkedProgram(aten, aten.module), reference).reason if reference is not None else ""
+        reason = check(link(aten, aten.module), reference).reason if reference is not None else ""
     except Exception as error:
         reason = first_line(error)
     clock.lap("aten")
@@ -256,7 +332,7 @@ def _each(
         try:
             records = run_passes(traced, [entry])
             if reference is not None and records[0].matches:
-                verdict = check(LinkedProgram(traced, traced.module), reference, alone=alone)
+                verdict = check(link(traced, traced.module), reference, alone=alone)
                 reason = verdict.reason
                 report.checks.append(PassCheck(entry.name, verdict.error, reason))
                 if reason:
@@ -331,14 +407,14 @@ def _link(
     clock: _Clock,
 ) -> LinkedProgram:
     if not options.uses_inductor(sum(p.numel() for p in model.parameters()), is_fusible(traced)):
-        return LinkedProgram(traced, call_kernels(traced), report)
+        return link(traced, call_kernels(traced), report)
     try:
         run: Callable[..., Sequence[Any]] = generate_code(traced, captured.context)
     except Exception as error:  # no C++ compiler, no room on the disk, a bug of inductor
         log.warning("inductor fails, the rewritten graph runs as it is, slower: %s", first_line(error))
         report.dropped_passes.append(("inductor", first_line(error)))
-        return LinkedProgram(traced, call_kernels(traced), report)
-    program = LinkedProgram(traced, run, report)
+        return link(traced, call_kernels(traced), report)
+    program = link(traced, run, report)
     clock.lap("codegen")
     report.codegen = "inductor"
     if reference is not None:
@@ -348,7 +424,7 @@ def _link(
             log.warning("inductor's code is not used: %s; the rewritten graph runs as it is", verdict.reason)
             report.dropped_passes.append(("inductor", verdict.reason))
             report.codegen = "none"
-            return LinkedProgram(traced, call_kernels(traced), report)
+            return link(traced, call_kernels(traced), report)
         report.verdict = verdict
     return program
 
@@ -366,8 +442,8 @@ def _link_for_npu(
     eager = call_kernels(traced)
     route = make_route(options.codegen, traced, eager)
     if route is None:
-        return LinkedProgram(traced, eager, report)
-    program, reason = LinkedProgram(traced, route, report), ""
+        return link(traced, eager, report)
+    program, reason = link(traced, route, report), ""
     report.codegen = route.name
     if reference is not None:
         try:
@@ -381,7 +457,7 @@ def _link_for_npu(
         log.warning("codegen=%r is not used: %s; the lowered graph runs call by call, slower", route.name, reason)
         report.dropped_passes.append((route.name, reason))
         report.codegen = "none"
-        return LinkedProgram(traced, eager, report)
+        return link(traced, eager, report)
     if reference is not None:
         report.verdict = verdict
     return program

@@ -7,7 +7,7 @@ import logging
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -16,6 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..passes.fx_nodes import callee, shape, value
 from ..passes.traced import TracedGraph, UnsupportedModel
+
+if TYPE_CHECKING:
+    from .layer_repeat import LayerRepeat
 
 SHORTEST_TRACE = 40
 _LOGGING = {getattr(logging.Logger, level) for level in ("debug", "info", "warning", "error")}
@@ -28,10 +31,12 @@ class Captured:
     Attributes:
         traced: the graph, with parameters as inputs.
         context: the tracing context that code generation has to run in.
+        repeat: how the decoder layers that were traced stand for the others; None: all were traced.
     """
 
     traced: TracedGraph
     context: TracingContext
+    repeat: LayerRepeat | None = None
 
 
 class _Stop(Exception):
@@ -94,7 +99,7 @@ def trace_length(model: nn.Module) -> int:
     """Number of tokens to trace at: above every window and chunk, within the positions that the model has."""
     longest = SHORTEST_TRACE
     limit = max_positions(model)
-    for config in _configs(model):
+    for config in configs(model):
         for name in ("sliding_window", "attention_chunk_size", "window_size", "local_attention"):
             size = getattr(config, name, None)
             if isinstance(size, int) and not isinstance(size, bool):
@@ -104,7 +109,7 @@ def trace_length(model: nn.Module) -> int:
 
 def max_positions(model: nn.Module) -> int | None:
     """The model's maximum number of positions, or None when its config does not say."""
-    for config in _configs(model):
+    for config in configs(model):
         for name in (
             "max_position_embeddings",
             "n_positions",
@@ -118,7 +123,8 @@ def max_positions(model: nn.Module) -> int | None:
     return None
 
 
-def _configs(model: nn.Module) -> list[Any]:
+def configs(model: nn.Module) -> list[Any]:
+    """The configs that say what a model's decoder is like, the innermost first."""
     config = getattr(model, "config", None)
     if config is None:
         return []

@@ -23,7 +23,7 @@ from torch.package import sys_importer
 from ..passes import TracedGraph
 from ..passes.provenance import scopes, source_line
 from ..runtime.program import is_cache_input
-from .linker import LinkedProgram
+from .linker import link
 from .verify import TOLERANCE, Reference, compared_steps
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,11 @@ _SHADOWED = frozenset(keyword.kwlist) | {"self", "torch", "device", "inf", "nan"
 # fx lets go of values after their last use, which only hides what a line says.
 _RELEASES = re.compile(r";  (\w+ = )+None$")
 _folder: ContextVar[Path | None] = ContextVar("folder", default=None)
+
+
+def is_on() -> bool:
+    """Whether the variable is set."""
+    return bool(os.environ.get(VARIABLE))
 
 
 def begin(model: str) -> None:
@@ -169,7 +174,7 @@ def _recorded(traced: TracedGraph, reference: Reference, alone: bool) -> dict[st
         results: Sequence[Any] = traced.module(*args)
         return results
 
-    program = LinkedProgram(traced, record)
+    program = link(traced, record)
     expected = [rows for _, _, rows in compared_steps(program, reference, alone=alone)]
     steps = [{"inputs": call, "expected": rows} for call, rows in zip(calls, expected, strict=True)]
     attributes = {n.target: getattr(traced.module, str(n.target)) for n in traced.graph.nodes if n.op == "get_attr"}

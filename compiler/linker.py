@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..passes import TracedGraph
-from ..passes.evaluate import at_sizes
-from ..passes.fx_nodes import shape, value
-from ..passes.packed_weights import PackedWeight
 from ..runtime.ops.packed_linear import pack_weight
 from ..runtime.ops.quantized_weight import Quantization, quantise_weight
-from ..runtime.program import CacheSpec, KVCache, is_cache_input
+from ..runtime.program import CacheSpec, KVCache
 from ..runtime.step import StepMetadata
 from .file_pages import FilePages
+from .linkage import Linkage
 from .merged_weights import link_merged_weights
 from .report import CompileReport
 from .targets.npu.route import Route
 from .verify_weights import check_rounded_weight
 
 
+def link(
+    traced: TracedGraph, run: Callable[..., Sequence[Any]], report: CompileReport | None = None
+) -> LinkedProgram:
+    """The program of a rewritten graph that ``run`` was made from.
+
+    Linking moves parameters that the graph reads as rows of a merged tensor (see ``merged_weights``).
+    """
+    link_merged_weights(traced)
+    return LinkedProgram(Linkage.of(traced), traced.constants, run, report)
+
+
 class LinkedProgram:
     """A flat step of T tokens as a callable (see ``runtime.program.Program``).
 
-    Linking moves parameters that the graph reads as rows of a merged tensor (see ``merged_weights``).
-
     Args:
-        traced: the rewritten graph that ``run`` was made from.
-        run: function of the graph's placeholders, in order; a ``Route`` chooses the sizes of steps.
+        linkage: what the inputs of the graph receive.
+        constants: input → tensor, those of merged inputs among them.
+        run: function of the graph's inputs, in order; a ``Route`` chooses the sizes of steps.
         report: how it was compiled.
 
     Attributes:
@@ -39,55 +47,40 @@ class LinkedProgram:
     """
 
     def __init__(
-        self, traced: TracedGraph, run: Callable[..., Sequence[Any]], report: CompileReport | None = None
+        self,
+        linkage: Linkage,
+        constants: Mapping[str, torch.Tensor],
+        run: Callable[..., Sequence[Any]],
+        report: CompileReport | None = None,
     ) -> None:
-        link_merged_weights(traced)
         self.report = report if report is not None else CompileReport("")
-        self.caches: list[CacheSpec] = list(traced.caches)
-        self.max_model_len = traced.max_positions
+        self.caches: list[CacheSpec] = list(linkage.caches)
+        self.max_model_len = linkage.max_model_len
         self.restart_length: int | None = None
         self.rope_switch: int | None = None
-        self.vocab_size = int(shape(traced.output.args[0][0])[-1])  # type: ignore[index,arg-type]
-        self.device: torch.device = value(traced.placeholder(traced.input_ids)).device
-        self.block_size = None if traced.npu is None or not self.caches else traced.npu.block_size
+        self.vocab_size = linkage.vocab_size
+        self.device = linkage.device
+        self.block_size = linkage.block_size
         self._run = run
         self._route = run if isinstance(run, Route) else None
-        self._args: list[Any] = []
-        self._fields: list[tuple[int, str]] = []
-        self._sizes: list[int] = []
-        self._cache_at: dict[str, int] = {}
-        self._input_ids = self._position_ids = -1
-        for i, node in enumerate(traced.placeholders):
-            self._args.append(traced.constants.get(node.name))
-            if node.name == traced.input_ids:
-                self._input_ids = i
-            elif node.name == traced.position_ids:
-                self._position_ids = i
-            elif node.name in traced.step_inputs:
-                self._fields.append((i, node.name))
-            elif is_cache_input(node.name):
-                self._cache_at[node.name] = i
-            elif node.name not in traced.constants:
-                self._sizes.append(self._token_count_only(traced, node, i))
-        self._gathers = "logits_rows" in traced.step_inputs
+        self._args: list[Any] = [constants.get(name) for name in linkage.inputs]
+        self._at = {name: i for i, name in enumerate(linkage.inputs)}
+        self._input_ids = self._at[linkage.input_ids]
+        self._position_ids = self._at.get(linkage.position_ids, -1)
+        self._fields = [(self._at[name], name) for name in linkage.step_inputs]
+        self._sizes = [self._at[name] for name in linkage.token_counts]
+        self._gathers = "logits_rows" in linkage.step_inputs
         self._bound = not self.caches
-        self._at = {node.name: i for i, node in enumerate(traced.placeholders)}
-        self._read = [i for i, node in enumerate(traced.placeholders) if node.users]
-        self._merged: dict[str, tuple[str, ...]] = dict(traced.notes.get("merged", {}))
-        self._packable: list[PackedWeight] = traced.notes.get("packed", [])
+        self._read = [self._at[name] for name in linkage.inputs if name in linkage.read]
+        self._merged = dict(linkage.merged)
+        self._packable = list(linkage.packed)
         self.weight_bits = min((p.quantization.bits for p in self._packable if p.quantization), default=None)
-        self.copied_weights = [traced.constants[name] for name in traced.notes.get("folded", ())]
+        self.copied_weights = [constants[name] for name in linkage.folded]
 
     @property
     def merged_weights(self) -> list[torch.Tensor]:
         """The module's tensors that the program reads as rows of merged ones."""
         return [self._args[self._at[source]] for sources in self._merged.values() for source in sources]
-
-    @staticmethod
-    def _token_count_only(traced: TracedGraph, node: Any, index: int) -> int:
-        if at_sizes(value(node), {traced.token_symbol: 7}) != 7:
-            raise ValueError(f"graph input {node.name} is neither a tensor nor the number of tokens")
-        return index
 
     def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
         """Plan for steps up to these sizes; how many blocks at the end of the caches the program needs for itself."""
@@ -121,7 +114,7 @@ class LinkedProgram:
                         f"kv_cache[{i}] {part.name} has blocks of {tensor.shape[1]} tokens; the program was compiled "
                         f"for block_size={self.block_size}"
                     )
-                self._args[self._cache_at[f"{part.name}_{i}"]] = tensor
+                self._args[self._at[f"{part.name}_{i}"]] = tensor
         if self._route is not None:
             self._route.bind(kv_cache)
         self._bound = True

@@ -10,7 +10,7 @@ module share its merged weights, and merging again changes nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +26,15 @@ def link_merged_weights(traced: TracedGraph) -> None:
 
     No other thread may run the module meanwhile.
     """
-    wanted = {
-        name: sources for name, sources in traced.notes.get("merged", {}).items() if name not in traced.constants
-    }
-    pages = FilePages(traced.constants[source] for sources in wanted.values() for source in sources)
+    merge_inputs(traced.notes.get("merged", {}), traced.constants)
+
+
+def merge_inputs(merged: Mapping[str, Sequence[str]], constants: dict[str, torch.Tensor]) -> None:
+    """Likewise for ``constants`` without a graph: input → the inputs that are its rows."""
+    wanted = {name: sources for name, sources in merged.items() if name not in constants}
+    pages = FilePages(constants[source] for sources in wanted.values() for source in sources)
     for name, sources in wanted.items():
-        traced.constants[name] = merge_rows([traced.constants[source] for source in sources], pages)
+        constants[name] = merge_rows([constants[source] for source in sources], pages)
 
 
 def merge_rows(tensors: Sequence[torch.Tensor], pages: FilePages | None = None) -> torch.Tensor:

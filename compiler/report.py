@@ -53,8 +53,12 @@ class CompileReport:
         verdict: of the self-check on the finished program; None when it was off.
         dropped_passes: passes that the self-check took out, with the reason.
         checks: comparisons after single passes, in order; empty unless the passes were applied one by one.
+        layers_compiled: the first decoder layers, of which one stands for all others; the passes' records are of
+            these. None: all layers were compiled.
+        stored: the program is one that an earlier process compiled; the rest of the report is of that time, but for
+            ``seconds``.
         codegen: "inductor", "ge", "aclgraph" or "none", what the program really runs.
-        seconds: wall time by phase (capture, passes, reference, codegen, verify).
+        seconds: wall time by phase (capture, passes, reference, codegen, verify; or load).
     """
 
     model: str
@@ -64,5 +68,7 @@ class CompileReport:
     verdict: Verdict | None = None
     dropped_passes: list[tuple[str, str]] = field(default_factory=list)
     checks: list[PassCheck] = field(default_factory=list)
+    layers_compiled: int | None = None
+    stored: bool = False
     codegen: str = "none"
     seconds: dict[str, float] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from torch import fx
 
 from ..passes import TracedGraph
 from ..passes.attention_node import paged_attention_nodes
-from .linker import LinkedProgram
+from .linker import link
 from .report import Verdict
 from .verify import Reference, check, reference_of_graph
 
@@ -44,7 +44,7 @@ def check_long_windows(original: TracedGraph, rewritten: TracedGraph, reference:
                 chunk = _SHRUNK
             node.args = (*node.args[:12], window, chunk, *node.args[14:])
     shrunk.recompile()
-    return check(LinkedProgram(shrunk, shrunk.module), reference_of_graph(shrunk_original, reference))
+    return check(link(shrunk, shrunk.module), reference_of_graph(shrunk_original, reference))
 
 
 def _swap(arguments: Any, literal: int) -> Any:

@@ -6,14 +6,16 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._inductor.pattern_matcher import Match, PatternMatcherPass, fwd_only, register_replacement
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ..passes import FIRST_OF_LOWERING, PASSES, Pass, PassRecord, TracedGraph
 from ..passes.fx_nodes import value
+
+if TYPE_CHECKING:
+    from torch._inductor.pattern_matcher import Match, PatternMatcherPass
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +83,11 @@ def unregister_pass(name: str) -> None:
     _registered[:] = [(entry, before) for entry, before in _registered if entry.name != name]
 
 
+def registered_passes() -> list[str]:
+    """Names of the passes that are registered now."""
+    return [entry.name for entry, _ in _registered]
+
+
 def with_user_passes(passes: Sequence[Pass], patterns: Sequence[Pattern] = ()) -> list[Pass]:
     """``passes`` with the registered ones in their places, and ``patterns`` on the ATen graph.
 
@@ -126,6 +133,9 @@ class _PatternPass:
 
 @functools.lru_cache(maxsize=256)
 def _matcher(pattern: Pattern) -> PatternMatcherPass:
+    # Imported here: it brings all of inductor, which a process that finds its program in the store never needs.
+    from torch._inductor.pattern_matcher import PatternMatcherPass, fwd_only, register_replacement
+
     matcher = PatternMatcherPass(pattern.name)
     # Nothing is decomposed, as in the graph; linears are one node there and views around a product when traced.
     trace = functools.partial(fwd_only, get_decomp_fn=dict)

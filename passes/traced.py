@@ -199,7 +199,7 @@ class TracedGraph:
             per_token = torch.empty((tokens,), dtype=torch.int64, device=device)
         if name in ("query_ends", "query_lens", "kv_lens"):
             self.step_inputs.append(name)
-            return self._insert_placeholder(name, [5, 9, 10, 17, 23])
+            return self.new_input(name, [5, 9, 10, 17, 23])
         examples: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {
             "slot_mapping": (per_token, ()),
             "token_lengths": (per_token, ()),
@@ -253,9 +253,10 @@ class TracedGraph:
             sizes = [DimDynamic.DYNAMIC if i in dynamic else DimDynamic.STATIC for i in range(example.dim())]
             context: StatelessSymbolicContext = StatelessSymbolicContext(dynamic_sizes=sizes)
             example = self.fake_mode.from_tensor(example, source=source, symbolic_context=context)
-        return self._insert_placeholder(name, example)
+        return self.new_input(name, example)
 
-    def _insert_placeholder(self, name: str, example: Any) -> fx.Node:
+    def new_input(self, name: str, example: Any) -> fx.Node:
+        """A new graph input with a fake value, behind the others."""
         with self.graph.inserting_after(self.placeholders[-1]):
             node = self.graph.placeholder(name)
         node.meta["example_value"] = example

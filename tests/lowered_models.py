@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from torch_pagoda.compiler.build import rewrite
 from torch_pagoda.compiler.capture import capture
-from torch_pagoda.compiler.linker import LinkedProgram
+from torch_pagoda.compiler.linker import link
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.passes import TracedGraph
@@ -41,7 +41,7 @@ def served(traced: TracedGraph, run: Any, max_tokens: int = 3, **limits: int) ->
     """What an engine makes of ``PROMPTS`` with ``run``, a function of the graph's placeholders: prefill in chunks,
     steps of prefill and decode together, decode of fewer and fewer sequences."""
     assert traced.npu is not None
-    engine = Engine(LinkedProgram(traced, run), block_size=traced.npu.block_size, **{**LIMITS, **limits})
+    engine = Engine(link(traced, run), block_size=traced.npu.block_size, **{**LIMITS, **limits})
     lengths = range(max_tokens, max_tokens + len(PROMPTS))
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=3) for n in lengths]
     return engine.generate(PROMPTS, params)

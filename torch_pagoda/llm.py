@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .checkpoint import check_module, check_tokenizer, load_model, load_tokenizer, resolve_dtype
-from .compiler import CompileOptions, CompileReport, UnsupportedModel, WeightGuard, build_program
+from .compiler import CompileOptions, CompileReport, UnsupportedModel, WeightGuard, compile_program
 from .compiler.user_passes import Pattern
 from .device import free_memory, resolve_device
 from .option_checks import LIMITS, check_cache_size, check_limits, check_scheduling, check_swap_space
@@ -188,7 +188,7 @@ class LLM:
             self.tokenizer = check_tokenizer(tokenizer)
 
         try:
-            program = build_program(module, options, owns_weights=loads)
+            program = compile_program(module, options, owns_weights=loads)
         except UnsupportedModel as error:
             name = f"{os.fspath(model)!r}" if isinstance(model, str | os.PathLike) else type(model).__name__
             raise UnsupportedModel(

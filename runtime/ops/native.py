@@ -153,12 +153,12 @@ def _openmp_of_torch() -> list[str]:
 
 def _fingerprint(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [version, " ".join(FLAGS), _processor(), " ".join(_openmp_of_torch())]
+    parts = [version, " ".join(FLAGS), processor(), " ".join(_openmp_of_torch())]
     parts += [path.read_text() for path in sorted(_SOURCES.iterdir()) if path.suffix in (".h", ".cpp")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
-def _processor() -> str:
+def processor() -> str:
     """What ``-march=native`` depends on: a home directory may be shared by different machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -9,8 +9,9 @@ import torch
 from torch.nn import functional as F
 
 from torch_pagoda import passes
-from torch_pagoda.compiler import CompileOptions, UnsupportedModel, build, build_program, pipeline
-from torch_pagoda.compiler.linker import LinkedProgram
+from torch_pagoda.compiler import CompileOptions, UnsupportedModel, build, pipeline
+from torch_pagoda.compiler.build import build_program
+from torch_pagoda.compiler.linker import link
 from torch_pagoda.compiler.pipeline import PassError
 from torch_pagoda.compiler.shrink import check_long_windows
 from torch_pagoda.compiler.verify import check, reference_of_model
@@ -215,7 +216,7 @@ def test_long_windows_are_checked_shrunk(offset):
         node.args = (*node.args[:12], node.args[12] + offset, *node.args[13:])
     reference = reference_of_model(model)
     rewritten.recompile()
-    assert check(LinkedProgram(rewritten, rewritten.module), reference).ok
+    assert check(link(rewritten, rewritten.module), reference).ok
     shrunk = check_long_windows(original, rewritten, reference)
     assert shrunk is not None
     assert shrunk.ok == (offset == 0)

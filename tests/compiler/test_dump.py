@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torch_pagoda.compiler import CompileOptions, build_program, dump, pipeline
+from torch_pagoda.compiler import CompileOptions, dump, pipeline
+from torch_pagoda.compiler.build import build_program
 from torch_pagoda.passes import PASSES, Pass, PassRecord
 from torch_pagoda.passes.attention_node import paged_attention_nodes
 

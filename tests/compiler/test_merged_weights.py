@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from torch_pagoda import LLM
 from torch_pagoda.compiler import WeightGuard
-from torch_pagoda.compiler.linker import LinkedProgram
+from torch_pagoda.compiler.linker import link
 from torch_pagoda.compiler.merged_weights import AddedArguments, link_merged_weights, merge_rows
 from torch_pagoda.compiler.verify import check, reference_of_model
 from torch_pagoda.passes.recognise.linear import recognise_linear
@@ -47,7 +47,7 @@ def merged_graph(model):
 
 def linked(model):
     graph = merged_graph(model)
-    return LinkedProgram(graph, graph.module)
+    return link(graph, graph.module)
 
 
 @pytest.fixture(scope="module")
@@ -215,10 +215,10 @@ def test_linking_copies_of_a_graph_and_dropping_it_is_harmless():
     merge_linears(graph)
     for attempt in (graph.copy(), graph, graph.copy()):
         attempt.recompile()
-        assert check(LinkedProgram(attempt, attempt.module), reference).ok
+        assert check(link(attempt, attempt.module), reference).ok
     assert storage(model.q.weight) == storage(model.v.weight)
     plain.recompile()
-    assert check(LinkedProgram(plain, plain.module), reference).ok
+    assert check(link(plain, plain.module), reference).ok
     assert torch.equal(reference_of_model(model).logits[0], reference.logits[0])
 
 

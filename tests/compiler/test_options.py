@@ -9,7 +9,7 @@ from aten_graphs import aten_of_tiny_model
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.backend import pagoda
 from torch_pagoda.compiler.pipeline import run_passes, selected_passes
-from torch_pagoda.compiler.targets.cpu import is_fusible
+from torch_pagoda.compiler.targets.cpu.inductor import is_fusible
 from torch_pagoda.passes import PASSES
 
 from toy_lm import ToyLM, sdpa

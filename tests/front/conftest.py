@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from torch_pagoda import cli
-from torch_pagoda.compiler import CompileOptions, build_program
+from torch_pagoda.compiler import CompileOptions
+from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.linker import LinkedProgram
 
 from tiny_models import build_tiny_model
@@ -84,7 +85,7 @@ def compile_once(monkeypatch: pytest.MonkeyPatch, programs: dict[Any, LinkedProg
         program._args = list(program._args)  # each engine binds its own cache
         return program
 
-    monkeypatch.setattr("torch_pagoda.llm.build_program", build)
+    monkeypatch.setattr("torch_pagoda.llm.compile_program", build)
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from torch_pagoda.compiler import CompileOptions, build_program
+from torch_pagoda.compiler import CompileOptions
+from torch_pagoda.compiler.build import build_program
 from torch_pagoda.runtime.engine import Engine
 from torch_pagoda.runtime.outputs import RequestOutput
 from torch_pagoda.runtime.program import Program

@@ -12,7 +12,8 @@ from trained_model import TEXT, TINY_PYDOC
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from torch_pagoda import LLM, SamplingParams
-from torch_pagoda.compiler import CompileOptions, UnsupportedModel, build_program, user_passes
+from torch_pagoda.compiler import CompileOptions, UnsupportedModel, user_passes
+from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.capture import capture
 from torch_pagoda.compiler.user_passes import register_pass
 from torch_pagoda.compiler.verify import INT8_TOLERANCE, compared_steps, reference_of_model

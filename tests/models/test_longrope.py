@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedModel
 
-from torch_pagoda.compiler import CompileOptions, build_program
+from torch_pagoda.compiler import CompileOptions
+from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.linker import LinkedProgram
 from torch_pagoda.runtime.engine import Engine
 from torch_pagoda.runtime.sampling_params import SamplingParams

@@ -12,7 +12,8 @@ from trained_model import TINY_PYDOC
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torch_pagoda import LLM, SamplingParams
-from torch_pagoda.compiler import CompileOptions, build_program
+from torch_pagoda.compiler import CompileOptions
+from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.verify import compared_steps, reference_of_model
 from torch_pagoda.runtime.ops.quantized_weight import Quantization, quantise_weight, restored_weight, unpack_weight
 

@@ -18,7 +18,7 @@ from lowered_models import LIMITS, assert_same, lowered, served
 from torch import fx
 
 import torch_pagoda as pagoda
-from torch_pagoda.compiler.linker import LinkedProgram
+from torch_pagoda.compiler.linker import link
 from torch_pagoda.compiler.targets.npu.aclgraph_route import AclGraphs
 from torch_pagoda.compiler.targets.npu.flat_graph import flat_graph
 from torch_pagoda.compiler.targets.npu.ge_route import GeGraphs
@@ -118,7 +118,7 @@ def test_planned_numbers_of_sequences():
 
 def test_blocks_of_another_size_are_refused():
     traced = lowered()[1]
-    program = LinkedProgram(traced, traced.module)
+    program = link(traced, traced.module)
     with pytest.raises(ValueError, match="blocks of 8 tokens; the program was compiled for block_size=16"):
         program.bind(allocate_kv_cache(program.caches, 4, 8))
 
@@ -213,7 +213,7 @@ def test_new_caches_are_captured_anew(monkeypatch):
     route, _ = capturing(monkeypatch, traced, 3)
     served(traced, route, max_tokens=1)
     assert route.captured
-    program = LinkedProgram(traced, route)
+    program = link(traced, route)
     program.bind(allocate_kv_cache(program.caches, 4 + program.reserve(2, 8, 32), 16))
     assert not route.captured and route._graph is None and not route._static
 

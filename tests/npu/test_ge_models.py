@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from torch_pagoda.compiler.build import rewrite
 from torch_pagoda.compiler.capture import capture
-from torch_pagoda.compiler.linker import LinkedProgram
+from torch_pagoda.compiler.linker import link
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.targets.npu.conversion import convert
@@ -220,7 +220,7 @@ def test_bfloat16_numbers(model_type):
     traced, _ = converted(model_type)
     model = build_legal_model(model_type, dtype=torch.bfloat16)
     exact = build_legal_model(model_type, dtype=torch.bfloat16).float()
-    program = LinkedProgram(traced.copy(), traced.copy().module)
+    program = link(traced.copy(), traced.copy().module)
     engine = Engine(program, block_size=128, num_blocks=8, max_num_batched_tokens=19)
     prompts = [torch.randint(3, 250, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (40, 5, 23)]
     ours, theirs = [], []

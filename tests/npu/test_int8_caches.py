@@ -12,7 +12,7 @@ from torch_pagoda.compiler.capture import capture
 from torch_pagoda.compiler.explain.npu import computed_in
 from torch_pagoda.compiler.explain.traffic import Step, moved
 from torch_pagoda.compiler.report import CompileReport
-from torch_pagoda.compiler.targets.cpu import call_kernels
+from torch_pagoda.compiler.targets.cpu.kernels import call_kernels
 from torch_pagoda.compiler.targets.npu.conversion import convert
 from torch_pagoda.passes.fx_nodes import value
 from torch_pagoda.passes.lower.npu.limits import illegal_calls

@@ -14,7 +14,7 @@ import torch
 
 from torch_pagoda.compiler.build import rewrite
 from torch_pagoda.compiler.capture import capture
-from torch_pagoda.compiler.linker import LinkedProgram
+from torch_pagoda.compiler.linker import link
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.passes.fx_nodes import value
@@ -84,7 +84,7 @@ def last_layer(traced):
 def test_prefill_chunks_and_decode_are_exact(model_type):
     model, traced, report = compiled(model_type)
     assert not report.dropped_passes
-    engine = Engine(LinkedProgram(traced, traced.module), block_size=16, num_blocks=24, max_num_batched_tokens=19)
+    engine = Engine(link(traced, traced.module), block_size=16, num_blocks=24, max_num_batched_tokens=19)
     prompts = [torch.randint(3, 250, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (40, 5, 23)]
     for output in engine.generate(prompts, GREEDY):
         (completion,) = output.outputs

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lowered_models import PROMPTS, assert_same, lowered, served
 
-from torch_pagoda.compiler.linker import LinkedProgram
+from torch_pagoda.compiler.linker import link
 from torch_pagoda.compiler.targets.npu.route import Route
 from torch_pagoda.compiler.targets.npu.step_padding import StepSize, pad_step, size_of, spare_blocks
 from torch_pagoda.runtime.batching import ScheduledRequest
@@ -140,9 +140,7 @@ def test_padded_sequences_serve_the_same():
 def test_sequences_never_get_the_spare_blocks():
     _, traced = lowered()
     route = Everything(traced)
-    engine = Engine(
-        LinkedProgram(traced, route), block_size=16, num_blocks=9, max_num_seqs=2, max_num_batched_tokens=8
-    )
+    engine = Engine(link(traced, route), block_size=16, num_blocks=9, max_num_seqs=2, max_num_batched_tokens=8)
     (output,) = engine.generate([PROMPTS[1]], SamplingParams(temperature=0, max_tokens=2))
     assert len(output.outputs[0].token_ids) == 2
     assert route.blocks == {9 + spare_blocks(28, 16)} == {11}

@@ -9,7 +9,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
-from torch_pagoda.compiler.linker import LinkedProgram
+from torch_pagoda.compiler.linker import link
 from torch_pagoda.compiler.targets.npu import weights
 from torch_pagoda.compiler.targets.npu.weights import plan_weights, prepare_weights
 from torch_pagoda.compiler.weights import WeightGuard
@@ -193,7 +193,7 @@ def test_experts_are_turned_once_and_the_numbers_stay():
     assert not any(shared.constants[name].is_contiguous() for name in turned)
     assert_same(served(traced, traced.module), served(shared, shared.module))
     # Who changes the experts afterwards is told, since the program reads copies.
-    program = LinkedProgram(traced, traced.module)
+    program = link(traced, traced.module)
     program.bind(allocate_kv_cache(program.caches, 2, 16))
     guard = WeightGuard(model, program.copied_weights, program.merged_weights)
     guard.check()

@@ -8,7 +8,7 @@ from aten_graphs import aten_of_model, aten_of_module, run_graph
 from torch import nn
 from torch.nn import functional as F
 
-from torch_pagoda.compiler.linker import LinkedProgram
+from torch_pagoda.compiler.linker import link
 from torch_pagoda.compiler.verify import check, reference_of_model
 from torch_pagoda.passes.fx_nodes import callee
 from torch_pagoda.passes.rewrite import fold_constants as module
@@ -99,4 +99,4 @@ def test_models(name, matches):
     graph = aten_of_model(model)
     assert fold_constants(graph).matches == matches
     graph.recompile()
-    assert check(LinkedProgram(graph, graph.module), reference_of_model(model)).ok
+    assert check(link(graph, graph.module), reference_of_model(model)).ok

@@ -7,7 +7,7 @@ import torch
 from aten_graphs import aten_of_model, aten_of_tiny_model
 from torch import fx
 
-from torch_pagoda.compiler.linker import LinkedProgram
+from torch_pagoda.compiler.linker import link
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.pipeline import run_passes, selected_passes
 from torch_pagoda.compiler.verify import check, reference_of_model
@@ -48,7 +48,7 @@ def test_the_last_layer_works_on_the_asked_rows(name):
     attention = nodes_named(graph, "paged_attention")[-1]
     assert all(n > attention for n in nodes_named(graph, "index_select"))
     graph.recompile()
-    assert check(LinkedProgram(graph, graph.module), reference_of_model(model)).ok
+    assert check(link(graph, graph.module), reference_of_model(model)).ok
     assert hoist_gather(graph).matches == 0
 
 

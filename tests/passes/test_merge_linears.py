@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from torch_pagoda.compiler.linker import LinkedProgram
+from torch_pagoda.compiler.linker import link
 from torch_pagoda.compiler.pipeline import propagate
 from torch_pagoda.compiler.verify import check, reference_of_model
 from torch_pagoda.passes.fx_nodes import callee, shape, value
@@ -311,7 +311,7 @@ def test_whole_models_by_the_layer(name, layers, groups):
     assert (record.matches, record.rejections) == (groups, [])
     propagate(graph)
     graph.recompile()
-    verdict = check(LinkedProgram(graph, graph.module), reference)
+    verdict = check(link(graph, graph.module), reference)
     assert verdict.ok
     assert verdict.error < 1e-4
     assert any(isinstance(size, torch.SymInt) for size in value(linears(graph)[0]).shape), "the tokens stay dynamic"

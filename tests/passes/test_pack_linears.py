@@ -8,8 +8,9 @@ from aten_graphs import aten_of_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from torch_pagoda.compiler import CompileOptions, build_program
-from torch_pagoda.compiler.linker import LinkedProgram
+from torch_pagoda.compiler import CompileOptions
+from torch_pagoda.compiler.build import build_program
+from torch_pagoda.compiler.linker import LinkedProgram, link
 from torch_pagoda.compiler.verify import check, reference_of_model
 from torch_pagoda.passes.fx_nodes import callee
 from torch_pagoda.passes.lower.pack_linears import pack_linears
@@ -90,7 +91,7 @@ def test_weights_that_are_stored_transposed_are_packed(release):
     reference = reference_of_model(model)
     graph, record = rewritten(model)
     assert (record.matches, record.rejections) == (3, [])
-    program = LinkedProgram(graph, graph.module)
+    program = link(graph, graph.module)
     assert check(program, reference).ok
     elements = sum(p.numel() for p in (weight, model.head.weight, model.q.weight, model.k.weight, model.v.weight))
     assert program.pack_weights(release=release) == 2 * elements

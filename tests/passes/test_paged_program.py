@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from torch_pagoda.compiler.linker import LinkedProgram
+from torch_pagoda.compiler.linker import link
 from torch_pagoda.compiler.verify import check, reference_of_model
 from torch_pagoda.passes.attention_node import paged_attention_nodes
 from torch_pagoda.passes.fx_nodes import callee, shape
@@ -26,7 +26,7 @@ def apply_all(graph):
 
 def verdict_of(model, graph):
     graph.recompile()
-    return check(LinkedProgram(graph, graph.module), reference_of_model(model))
+    return check(link(graph, graph.module), reference_of_model(model))
 
 
 def test_cache_insertion_describes_each_cache():

@@ -7,7 +7,8 @@ import torch
 from aten_graphs import aten_of_model, aten_of_tiny_model
 from torch import nn
 
-from torch_pagoda.compiler import CompileOptions, build_program
+from torch_pagoda.compiler import CompileOptions
+from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.explain.traffic import Step, moved
 from torch_pagoda.passes.fx_nodes import argument, callee
 from torch_pagoda.passes.lower.pack_linears import pack_linears

@@ -9,7 +9,7 @@ from aten_graphs import aten_of_model, aten_of_module, run_graph
 from torch import nn
 from torch.nn import functional as F
 
-from torch_pagoda.compiler.linker import LinkedProgram
+from torch_pagoda.compiler.linker import link
 from torch_pagoda.compiler.verify import check, reference_of_model
 from torch_pagoda.passes.fx_nodes import callee
 from torch_pagoda.passes.recognise import moe as moe_pass
@@ -481,4 +481,4 @@ def test_whole_models_by_the_layer():
         record = recognise(graph)
         assert (record.matches, record.rejections) == (layers, [])
     graph.recompile()
-    assert check(LinkedProgram(graph, graph.module), reference_of_model(model)).ok
+    assert check(link(graph, graph.module), reference_of_model(model)).ok

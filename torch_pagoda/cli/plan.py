@@ -153,7 +153,7 @@ def _measured(
 ) -> int:
     """Bytes that the largest step of the checkpoint takes, compiled as ``LLM`` compiles it."""
     from ..checkpoint import load_model
-    from ..compiler import build_program
+    from ..compiler.build import build_program
     from ..device import resolve_device
     from ..runtime.profile_run import measure_activations
 

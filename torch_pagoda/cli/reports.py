@@ -123,7 +123,8 @@ def bisect(
     """
     _log(verbose)
     with one_line_errors(debug):
-        from ..compiler import UnsupportedModel, build_program
+        from ..compiler import UnsupportedModel
+        from ..compiler.build import build_program
         from ..compiler.options import CompileOptions
         from ..compiler.report import CompileReport
 

@@ -1,4 +1,4 @@
-"""The CPU target: our kernels called one after the other, or inductor around them."""
+"""The CPU target with inductor's code around our kernels."""
 
 from __future__ import annotations
 
@@ -10,26 +10,11 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx
 
-from ...passes import TracedGraph
-from ...passes.fx_nodes import callee, value
-from ...passes.provenance import decoder_layers, launches_work
-from ...runtime.ops import CPU_FUNCTIONS
+from ....passes import TracedGraph
+from ....passes.fx_nodes import callee, value
+from ....passes.provenance import decoder_layers, launches_work
 
 _SINGLE = frozenset("linear mm addmm bmm baddbmm _grouped_mm embedding index_select".split())
-
-
-def call_kernels(traced: TracedGraph) -> Callable[..., Sequence[Any]]:
-    """Run a traced graph as it is, its ``pagoda::`` operators without torch's dispatcher.
-
-    Returns:
-        a function of the placeholders' values, in order, that returns the graph's outputs.
-    """
-    copy = traced.copy()
-    for node in copy.graph.nodes:
-        if node.op == "call_function" and node.target in CPU_FUNCTIONS:
-            node.target = CPU_FUNCTIONS[node.target]
-    copy.recompile()
-    return copy.module.forward
 
 
 def is_fusible(traced: TracedGraph) -> bool:

@@ -1,0 +1,115 @@
+"""From a model to a Program: the one that an earlier process stored, or else a new one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from . import dump
+from .linkage import Linkage
+from .linker import LinkedProgram
+from .options import CompileOptions
+from .report import CompileReport
+from .store.fingerprint import CannotIdentify, contents_digest, fingerprint
+from .store.graph_data import CannotStore
+from .store.program_store import ProgramStore, open_store
+from .store.stored_program import Outdated, describe, report_data, restore
+from .user_passes import registered_passes
+
+if TYPE_CHECKING:
+    from .build import Built
+
+log = logging.getLogger(__name__)
+
+
+def compile_program(model: nn.Module, options: CompileOptions, *, owns_weights: bool = False) -> LinkedProgram:
+    """Compile ``model`` into a paged program, or take the one that was compiled before from the store.
+
+    Arguments and errors as for ``build.build_program``. Kept are programs for a CPU that run without inductor and
+    from which the self-check took nothing out.
+    """
+    start = time.perf_counter()
+    options = options.for_device(next(model.parameters()).device.type)
+    store, key, contents = open_store(), "", ""
+    if store is not None and (reason := _not_stored(options)):
+        log.info("the program is not kept for later starts: %s", reason)
+        store = None
+    if store is not None:
+        try:
+            contents = contents_digest(model)
+            key = fingerprint(model, options, contents)
+        except CannotIdentify as error:
+            log.info("the program is not kept for later starts: %s", error)
+            store = None
+    if store is not None and (program := _stored(store, key, model)) is not None:
+        program.report.seconds["load"] = time.perf_counter() - start
+        _pack_stored(program, options, owns_weights)
+        return program
+    # Imported here: it brings the tracer, which a process that finds its program in the store never needs.
+    from .build import build_unpacked, finish
+
+    built = build_unpacked(model, options)
+    data = None
+    if store is not None and _is_plain(built.program.report):
+        data = _described(built, model, contents)
+    finish(built, owns_weights=owns_weights)
+    program = built.program
+    if store is not None and data is not None:
+        more = {"rope_switch": program.rope_switch, "restart_length": program.restart_length}
+        store.save(key, {**data, **more, "report": report_data(program.report)})
+    return program
+
+
+def _not_stored(options: CompileOptions) -> str:
+    if options.target != "cpu":
+        return f"it is for target={options.target!r}"
+    if options.verify == "every-pass" or dump.is_on():
+        return "its passes are to be looked at"
+    names = [pattern.name for pattern in options.patterns] + registered_passes()
+    return f"the content of pass {names[0]!r} is not known" if names else ""
+
+
+def _stored(store: ProgramStore, key: str, model: nn.Module) -> LinkedProgram | None:
+    data = store.load(key)
+    if data is None:
+        return None
+    try:
+        program = restore(data, model)
+    except Outdated as error:
+        log.info("the stored program is not used: %s", error)
+    except Exception as error:
+        log.warning("the stored program %s cannot be used (%s); compiling again", key, error)
+    else:
+        program.rope_switch, program.restart_length = data["rope_switch"], data["restart_length"]
+        program.report.stored = True
+        program.report.seconds = {}
+        return program
+    store.discard(key)
+    return None
+
+
+def _pack_stored(program: LinkedProgram, options: CompileOptions, release: bool) -> None:
+    if options.pack_weights or options.quantization:
+        start = time.perf_counter()
+        program.pack_weights(release=release)
+        program.report.seconds["pack"] = time.perf_counter() - start
+
+
+def _described(built: Built, model: nn.Module, contents: str) -> dict[str, Any] | None:
+    """What is to be stored of a program whose weights are not packed yet; None where it cannot be."""
+    if contents_digest(model) != contents:
+        log.info("the program is not kept for later starts: the first call changed tensors of the module")
+        return None
+    try:
+        return describe(built.traced, Linkage.of(built.traced), model)
+    except CannotStore as error:
+        log.info("the program is not kept for later starts: %s", error)
+        return None
+
+
+def _is_plain(report: CompileReport) -> bool:
+    """Whether a program is the one that compiling again would make, in our own kernels."""
+    return report.codegen == "none" and not report.dropped_passes
