@@ -174,23 +174,21 @@ static void multiply_on_vectors(const typename Kind::element* a, int64_t a_strid
 static void multiply_on_tiles(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
                               int64_t c_stride, int64_t steps, const float* decay, int rows, int columns,
                               Prefetcher& ahead) {
-  static constexpr decltype(&multiply_tiles<1>) by_vectors[4] = {multiply_tiles<1>, multiply_tiles<2>,
-                                                                 multiply_tiles<3>, multiply_tiles<4>};
-  alignas(64) float sums[kTileRows * 64];
+  static constexpr decltype(&multiply_tiles<1, false>) by_vectors[2][4] = {
+      {multiply_tiles<1, false>, multiply_tiles<2, false>, multiply_tiles<3, false>, multiply_tiles<4, false>},
+      {multiply_tiles<1, true>, multiply_tiles<2, true>, multiply_tiles<3, true>, multiply_tiles<4, true>}};
   const int64_t chunks = steps / kTilePairs, done = chunks * kTilePairs;
   for (int r = 0; r < rows; r += kTileRows) {
     const int count = rows - r < kTileRows ? rows - r : kTileRows;
     configure_tiles(count);
+    for (int i = r; decay && i < r + count; ++i) {  // few rows: a maximum seldom moves
+      if (decay[i] == 1.f) continue;
+      for (int n = 0; n < columns; n += kLanes) store(c + i * c_stride + n, load(c + i * c_stride + n) * decay[i]);
+    }
     for (int n = 0; n < columns; n += 64) {
       const int vectors = columns - n < 64 ? (columns - n) / kLanes : 4;
-      float* to = c + r * c_stride + n;
-      float* out = decay ? sums : to;
-      const int64_t out_stride = decay ? 64 : c_stride;
-      by_vectors[vectors - 1](a + r * a_stride, a_stride, b + n, b_stride, out, out_stride, chunks, ahead);
-      if (!decay) continue;
-      for (int i = 0; i < count; ++i)
-        for (int v = 0; v < vectors * kLanes; v += kLanes)
-          store(to + i * c_stride + v, load(to + i * c_stride + v) * decay[r + i] + load(sums + i * 64 + v));
+      by_vectors[decay != nullptr][vectors - 1](a + r * a_stride, a_stride, b + n, b_stride, c + r * c_stride + n,
+                                                c_stride, chunks, ahead);
     }
   }
   if (done == steps) return;

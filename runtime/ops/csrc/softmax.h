@@ -105,36 +105,89 @@ struct Row {
 // number; weights are computed even then, because a NaN among the scores must reach the result.
 static inline float finite_maximum(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
 
-// Scores to weights for a full block that the row sees entirely, with nothing but a positive scale to apply.
-// Returns the factor that the row's earlier results decay by. `scales` is null unless keys and values are int8.
-template <class Kind>
-static inline float weigh_plain_row(float scale, Row& row, const float* scores, const BlockScales* scales,
-                                    typename Kind::element* weights) {
-  constexpr int kVectors = kBlockKeys / kLanes;
-  vfloat x[kVectors];
-  for (int v = 0; v < kVectors; ++v) x[v] = load(scores + v * kLanes);
-  if (scales)
-    for (int v = 0; v < kVectors; ++v) x[v] *= load(scales->keys + v * kLanes);
-  vfloat top = x[0];
-  for (int v = 1; v < kVectors; ++v) top = larger(top, x[v]);
-  const float best = largest_lane(top) * scale;
-  const float maximum = row.maximum > best ? row.maximum : best;
-  const float shift = finite_maximum(maximum);
-  const float decay = row.maximum == maximum ? 1.f : power_of_two(row.maximum - maximum);
-  vfloat total = row.sum * decay;
-  for (int v = 0; v < kVectors; ++v) {
-    x[v] = power_of_two(x[v] * scale - shift);
-    total += x[v];
+// The largest lane of each of kLanes vectors.
+static inline vfloat largest_lanes(const vfloat* v) {
+#if defined(PAGODA_AVX512)
+  // Halves of two vectors at a time, then of four; lane 4 i + j is that of vector 4 i + j.
+  vfloat quarter[4];
+  for (int j = 0; j < 4; ++j) {
+    __m512 pair[2];
+    for (int i = 0; i < 2; ++i) {
+      const __m512 a = (__m512)v[8 * i + j], b = (__m512)v[8 * i + 4 + j];
+      pair[i] = _mm512_max_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+    }
+    quarter[j] = (vfloat)_mm512_max_ps(_mm512_shuffle_f32x4(pair[0], pair[1], 0x88),
+                                       _mm512_shuffle_f32x4(pair[0], pair[1], 0xDD));
   }
-  if (scales)
-    for (int v = 0; v < kVectors; ++v) x[v] *= load(scales->values + v * kLanes);
-  store_weights(Kind{}, weights, x, kVectors);
-  row.sum = total;
-  row.maximum = maximum;
-  return decay;
+  __m512d half[2];
+  for (int i = 0; i < 2; ++i) {
+    const __m512 a = (__m512)quarter[2 * i], b = (__m512)quarter[2 * i + 1];
+    half[i] = _mm512_castps_pd(_mm512_max_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+  }
+  return (vfloat)_mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(half[0], half[1])),
+                               _mm512_castpd_ps(_mm512_unpackhi_pd(half[0], half[1])));
+#else
+  vfloat best;
+  for (int i = 0; i < kLanes; ++i) best[i] = largest_lane(v[i]);
+  return best;
+#endif
 }
 
-// The same for n keys from `first` on and everything that can happen to a score.
+// What keys count in, before any is hidden: a scale of 0 would make NaN of it.
+static inline void scale_scores(float* scores, const BlockScales& scales) {
+  for (int v = 0; v < kBlockKeys; v += kLanes) store(scores + v, load(scores + v) * load(scales.keys + v));
+}
+
+// Hides the keys outside [begin, end) of a block from the scores of a row.
+static inline void hide_scores(float* scores, int64_t begin, int64_t end) {
+  for (int v = 0; v < kBlockKeys; v += kLanes) {
+    if (begin <= v && end >= v + kLanes) continue;
+    const vfloat key = iota() + (float)v, unseen = splat(-INFINITY);
+    vfloat s = key < splat((float)begin) ? unseen : load(scores + v);
+    store(scores + v, key < splat((float)end) ? s : unseen);
+  }
+}
+
+// Scores to weights with nothing but a positive scale to apply: up to kLanes rows, whose maxima are found together
+// and whose powers do not wait for each other. Writes the factors that the rows' earlier results decay by. kScaled:
+// values are int8, and count in `scales`.
+template <class Kind, bool kScaled>
+static inline void weigh_plain_rows(float scale, Row* row, int rows, const float* scores, const BlockScales* scales,
+                                    typename Kind::element* weights, float* decay, Prefetcher& ahead) {
+  constexpr int kVectors = kBlockKeys / kLanes;
+  vfloat top[kLanes];
+  alignas(64) float before[kLanes], shift[kLanes], factor[kLanes], maximum[kLanes];
+  for (int r = 0; r < rows; ++r) {
+    const float* from = scores + r * kBlockKeys;
+    before[r] = row[r].maximum;
+    top[r] = load(from);
+    for (int v = 1; v < kVectors; ++v) top[r] = larger(top[r], load(from + v * kLanes));
+  }
+  for (int r = rows; r < kLanes; ++r) before[r] = before[0], top[r] = top[0];
+  const vfloat old = load(before), highest = larger(old, largest_lanes(top) * scale);
+  const vfloat finite = highest == splat(-INFINITY) ? vfloat{} : highest;
+  store(maximum, highest);
+  store(shift, finite);
+  store(factor, old == highest ? splat(1.f) : power_of_two(old - finite));
+  for (int r = 0; r < rows; ++r) {
+    const float* from = scores + r * kBlockKeys;
+    const vfloat low = splat(shift[r]);
+    vfloat x[kVectors], total = row[r].sum * splat(factor[r]);
+    for (int v = 0; v < kVectors; ++v) x[v] = load(from + v * kLanes) * scale - low;
+    powers_of_two<kVectors>(x);
+    for (int v = 0; v < kVectors; ++v) total += x[v];
+    if constexpr (kScaled)
+      for (int v = 0; v < kVectors; ++v) x[v] *= load(scales->values + v * kLanes);
+    store_weights(Kind{}, weights + r * (kBlockKeys / Kind::kPerElement), x, kVectors);
+    row[r].sum = total;
+    row[r].maximum = maximum[r];
+    decay[r] = factor[r];
+    ahead.step();
+  }
+}
+
+// Scores to weights of n keys from `first` on, with everything that can happen to a score. Returns the factor that
+// the row's earlier results decay by.
 template <class Kind>
 static float weigh_row(const Problem& p, Row& row, const float* scores, const BlockScales* scales,
                        typename Kind::element* weights, int64_t first, int n) {

@@ -240,14 +240,22 @@ static void attend_tile(const Problem& p, const std::vector<Sequence>& sequences
     }
     multiply<Kind>(query, steps, keys, kBlockKeys, scores, kBlockKeys, steps, nullptr, rows, groups * 16,
                    ahead);
-    for (int r = 0; r < rows; ++r) {
-      const float* from = scores + r * kBlockKeys;
-      element* to = weights + r * (kBlockKeys / Kind::kPerElement);
-      if (plain && n == kBlockKeys && row[r].low <= first && row[r].high >= first + kBlockKeys)
-        decay[r] = weigh_plain_row<Kind>(p.scale * kLog2E, row[r], from, scales, to);
-      else
-        decay[r] = weigh_row<Kind>(p, row[r], from, scales, to, first, n);
-      ahead.step();
+    if (plain && rows >= kLanes) {  // fewer leave lanes idle
+      for (int r = 0; r < rows; ++r) {
+        if (scales) scale_scores(scores + r * kBlockKeys, *scales);
+        const int64_t begin = row[r].low - first, end = lesser(row[r].high - first, n);
+        if (begin > 0 || end < kBlockKeys) hide_scores(scores + r * kBlockKeys, begin, end);
+      }
+      const auto weigh = scales ? weigh_plain_rows<Kind, true> : weigh_plain_rows<Kind, false>;
+      for (int r = 0; r < rows; r += kLanes)
+        weigh(p.scale * kLog2E, row + r, (int)lesser(kLanes, rows - r), scores + r * kBlockKeys, scales,
+              weights + r * (kBlockKeys / Kind::kPerElement), decay + r, ahead);
+    } else {
+      for (int r = 0; r < rows; ++r) {
+        decay[r] = weigh_row<Kind>(p, row[r], scores + r * kBlockKeys, scales,
+                                   weights + r * (kBlockKeys / Kind::kPerElement), first, n);
+        ahead.step();
+      }
     }
     for (int i = 0; i < n; i += kValueKeys) {
       pack_values(Kind{}, values + i / Kind::kPerElement * p.columns, value_rows[now] + i,

@@ -46,15 +46,23 @@ static inline void release_tiles() {
   tile_rows = 0;
 }
 
-// out[r][n] = sum_k a[r][k] b[k][n] for the configured rows, 16 * V columns and `chunks` * 16 pairs.
-template <int V>
+// out[r][n] = (kAdds ? out[r][n] : 0) + sum_k a[r][k] b[k][n] for the configured rows, 16 * V columns and
+// `chunks` * 16 pairs.
+template <int V, bool kAdds>
 static void multiply_tiles(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* out,
                            int64_t out_stride, int64_t chunks, Prefetcher& ahead) {
   asm volatile("" ::: "memory");  // the intrinsics do not say that they read memory
-  _tile_zero(0);
-  if constexpr (V > 1) _tile_zero(1);
-  if constexpr (V > 2) _tile_zero(2);
-  if constexpr (V > 3) _tile_zero(3);
+  if constexpr (kAdds) {
+    _tile_loadd(0, out, out_stride * 4);
+    if constexpr (V > 1) _tile_loadd(1, out + 16, out_stride * 4);
+    if constexpr (V > 2) _tile_loadd(2, out + 32, out_stride * 4);
+    if constexpr (V > 3) _tile_loadd(3, out + 48, out_stride * 4);
+  } else {
+    _tile_zero(0);
+    if constexpr (V > 1) _tile_zero(1);
+    if constexpr (V > 2) _tile_zero(2);
+    if constexpr (V > 3) _tile_zero(3);
+  }
   for (int64_t k = 0; k < chunks; ++k) {
     ahead.step();
     const uint32_t* b_k = b + k * kTilePairs * b_stride;

@@ -60,37 +60,59 @@ static inline float sum_lanes(vfloat v) {
 #endif
 }
 
-// 2^x to 1.5 ulp for x <= 127, where the softmax lives; below -126 the weight of a masked key, exactly 0 from
-// -150 on. NaN stays NaN.
-static inline vfloat power_of_two(vfloat x) {
+// Powers of two of N vectors, to 1.5 ulp for x <= 127, where the softmax lives; below -126 the weight of a masked key,
+// exactly 0 from -150 on. NaN stays NaN. Step by step for all, because one alone is a chain of waiting.
+template <int N>
+static inline void powers_of_two(vfloat* x) {
+  vfloat r[N], p[N];
 #if defined(PAGODA_AVX512)
-  // vmaxps returns its second operand when one is NaN.
-  const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-200.f), (__m512)x);
-  const __m512 n = _mm512_roundscale_ps(bounded, 8);
-  const vfloat r = (vfloat)bounded - (vfloat)n;
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) {
+    x[i] = (vfloat)_mm512_max_ps(_mm512_set1_ps(-200.f), (__m512)x[i]);  // its second operand when one is NaN
+    r[i] = (vfloat)_mm512_reduce_ps((__m512)x[i], 9);                    // x - floor(x)
+  }
+  // Relative error at most 8.3e-8 for 0 <= r < 1 (Lawson's algorithm, constant term fixed at 1).
+  constexpr float kTerms[] = {1.8671316816472787e-3f, 9.017026911633846e-3f, 5.579991553952672e-2f,
+                              2.4016444948861512e-1f, 6.93151311859125e-1f};
 #else
-  const vfloat bounded = at_least(x, -127.f);
   const float rounder = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
-  const vfloat shifted = bounded + rounder;
-  const vfloat r = bounded - (shifted - rounder);
+  vfloat shifted[N];
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) {
+    const vfloat bounded = at_least(x[i], -127.f);
+    shifted[i] = bounded + rounder;
+    r[i] = bounded - (shifted[i] - rounder);
+  }
+  // Relative error at most 9.2e-8 for |r| <= 0.5.
+  constexpr float kTerms[] = {1.326472731307149e-3f, 9.671512991189957e-3f, 5.550733581185341e-2f,
+                              2.4022242426872253e-1f, 6.931470036506653e-1f};
 #endif
-  // Relative error at most 9.2e-8 for |r| <= 0.5 (Lawson's algorithm, constant term fixed at 1).
-  vfloat p = splat(1.326472731307149e-3f);
-  p = p * r + 9.671512991189957e-3f;
-  p = p * r + 5.550733581185341e-2f;
-  p = p * r + 2.4022242426872253e-1f;
-  p = p * r + 6.931470036506653e-1f;
-  p = p * r + 1.f;
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) p[i] = splat(kTerms[0]);
+#pragma GCC unroll 8
+  for (int k = 1; k < 5; ++k)
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) p[i] = p[i] * r[i] + kTerms[k];
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) p[i] = p[i] * r[i] + 1.f;
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) {
 #if defined(PAGODA_AVX512)
-  return (vfloat)_mm512_scalef_ps((__m512)p, n);
+    x[i] = (vfloat)_mm512_scalef_ps((__m512)p[i], (__m512)x[i]);  // times 2^floor(x)
 #else
-  vint exponent;
-  std::memcpy(&exponent, &shifted, sizeof exponent);
-  exponent = (exponent + (127 - 0x4B400000)) << 23;
-  vfloat power;
-  std::memcpy(&power, &exponent, sizeof power);
-  return x < splat(-126.f) ? vfloat{} : p * power;
+    vint exponent;
+    std::memcpy(&exponent, &shifted[i], sizeof exponent);
+    exponent = (exponent + (127 - 0x4B400000)) << 23;
+    vfloat power;
+    std::memcpy(&power, &exponent, sizeof power);
+    x[i] = x[i] < splat(-126.f) ? vfloat{} : p[i] * power;
 #endif
+  }
+}
+
+static inline vfloat power_of_two(vfloat x) {
+  powers_of_two<1>(&x);
+  return x;
 }
 
 static inline float power_of_two(float x) { return power_of_two(splat(x))[0]; }
