@@ -134,9 +134,17 @@ class Worker:
         if not line:
             tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
             print(f"{' '.join(map(str, self._process.args))} ended; its last words:\n{tail}", file=sys.stderr)  # type: ignore[arg-type]
-            raise PeerFailed(f"ended: {last_line(self._log)}")
+            raise PeerFailed(f"{self._end()}: {last_line(self._log)}")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def _end(self) -> str:
+        """How the process ended, now that it says no more."""
+        try:
+            code = self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            return "closed its output"
+        return f"ended by {signal.Signals(-code).name}" if code < 0 else "ended"
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -75,6 +75,12 @@ def test_a_worker_that_cannot_start_says_why(tmp_path):
         Worker([sys.executable, "-c", "raise SystemExit('no such engine')"], dict(os.environ), tmp_path / "log")
 
 
+def test_a_worker_that_crashes_says_by_what(tmp_path):
+    code = "import os; os.kill(os.getpid(), 8)"
+    with pytest.raises(PeerFailed, match="ended by SIGFPE: without a word"):
+        Worker([sys.executable, "-c", code], dict(os.environ), tmp_path / "log")
+
+
 def test_a_worker_that_does_not_answer_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "PATIENCE", 0.1)
     with pytest.raises(PeerFailed, match="no answer in"):
@@ -90,10 +96,11 @@ def test_torch_for_cuda_is_refused(tmp_path, monkeypatch):
     peer_setup._refuse_cuda(Path(sys.executable), tmp_path / "log")
 
 
-def test_what_cannot_be_installed_fails_with_pips_last_words(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path))
-    with pytest.raises(PeerFailed, match=r"python failed: ERROR: Invalid requirement"):
-        peer_setup.python_of("none", Peer("none.py", ("==1",), {}))
+def test_what_cannot_be_installed_fails_with_the_last_words(tmp_path):
+    code = "print('resolving'); raise SystemExit('no space left')"
+    with pytest.raises(PeerFailed, match="failed: no space left"):
+        peer_setup._run([sys.executable, "-c", code], tmp_path / "log")
+    assert "resolving" in (tmp_path / "log").read_text()
 
 
 def test_every_width_of_ours_is_one_that_the_worker_takes():
