@@ -58,8 +58,9 @@ class LayerRepeat:
     @classmethod
     def of(cls, model: nn.Module) -> LayerRepeat | None:
         """The repeat of a model whose decoder layers are mostly alike; None for any other."""
-        lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-        path, layers = max(lists, key=lambda entry: len(entry[1]), default=("", nn.ModuleList()))
+        lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+        outermost = [entry for entry in lists.items() if not any(entry[0].startswith(f"{name}.") for name in lists)]
+        path, layers = max(outermost, key=lambda entry: len(entry[1]), default=("", nn.ModuleList()))
         total = len(layers)
         if not path or total <= LEAST_SAVED:
             return None

@@ -190,6 +190,15 @@ def test_first_layers_may_differ():
     assert (repeat.kept, repeat.period) == (6, 1)
 
 
+def test_lists_inside_of_layers_are_none_of_layers():
+    model = deep("llama")
+    for layer in model.model.layers:
+        layer.mlp.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(2 * DEPTH))
+    repeat = LayerRepeat.of(model)
+    assert repeat is not None
+    assert (repeat.path, repeat.kept) == ("model.layers", 4)
+
+
 def test_few_layers_are_not_worth_while():
     assert LayerRepeat.of(deep("llama", 7)) is None
     assert LayerRepeat.of(deep("llama", 8)) is not None
