@@ -245,7 +245,7 @@ def plot(result: dict[str, Any], out: Path | None) -> None:
             axes.set_yscale("log")
             axes.set_xticks([row[curve] for row in rows], [str(row[curve]) for row in rows], rotation=45)
             axes.set(xlabel=curve, ylabel="tokens/s")
-        axes.legend()
+        axes.legend(loc="upper left" if curve == "depth" else "best")
     save_plot(plt, figure, out / "scaling.png")
 
 

@@ -16,7 +16,7 @@ from protocol import Generate, serve
 
 MOST_SEQUENCES = 32
 STEP_TOKENS = 512
-CACHED_TOKENS = 16384
+CACHED_TOKENS = 12288
 
 
 @dataclass
