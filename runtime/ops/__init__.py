@@ -28,7 +28,7 @@ from .reference import attention_reference, paged_attention_reference
 CPU_FUNCTIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.pagoda.attention.default: attention.attention_cpu,
     torch.ops.pagoda.paged_attention.default: paged_attention.paged_attention_cpu,
-    packed_linear.packed_linear: packed_linear.packed_linear_reference,
+    packed_linear.packed_linear: packed_linear.packed_linear_cpu,
     quantized_linear.quantized_linear: quantized_linear.quantized_linear_cpu,
     moe.moe: moe.moe_cpu,
     moe.moe_gating: moe.moe_gating_reference,
