@@ -1,10 +1,10 @@
 """What a compiled program depends on, as one digest: another model, option, version or source is another program.
 
 The module is described as it is in memory, not as its checkpoint says: classes with the code of their methods and of
-the functions around them (monkeypatches count), plain attributes, hooks, how tensors lie in memory and share it, and
-what is in them: buffers and small parameters in full, since passes read them; large parameters by samples, since only
-the verdict of the self-check depends on their values. Parameters that a program computed constants from are compared
-in full when it is loaded.
+the functions and numbers around them (monkeypatches count), plain attributes, hooks, how tensors lie in memory and
+share it, and what is in them: buffers and small parameters in full, since passes read them; large parameters by
+samples, since only the verdict of the self-check depends on their values. Parameters that a program computed
+constants from are compared in full when it is loaded.
 """
 
 from __future__ import annotations
@@ -317,7 +317,7 @@ class _Describer:
                 self.add(constant)
 
     def _add_class(self, cls: type) -> None:
-        """A class with its methods, and the functions of the files that it and its bases come from."""
+        """A class with its methods, and the functions and numbers of the files that it and its bases come from."""
         for base in inspect.getmro(cls):
             name = f"{base.__module__}."
             if base is object or name.startswith(_FRAMEWORK) or id(base) in self._seen:
@@ -331,9 +331,10 @@ class _Describer:
             file = sys.modules.get(base.__module__)
             if file is not None and id(file) not in self._seen:
                 self._seen[id(file)] = len(self._seen)
+                numbers = _LITERALS if issubclass(base, nn.Module) else ()  # other files hold ids of the process
                 for key, item in vars(file).items():
-                    if isinstance(item, types.FunctionType):
-                        self._say("function of the file", key)
+                    if isinstance(item, types.FunctionType) or (isinstance(item, numbers) and key[:2] != "__"):
+                        self._say("of the file", key)
                         self.add(item)
 
     def _say(self, kind: str, text: str) -> None:

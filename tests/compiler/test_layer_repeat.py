@@ -26,7 +26,7 @@ from torch_pagoda.passes.provenance import decoder_layers
 
 from tiny_models import build_tiny_model
 
-DEPTH = 12
+DEPTH = 10
 OPTIONS = CompileOptions(codegen="none")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -92,8 +92,8 @@ def test_program_is_the_one_of_all_layers(kind, settings, kept, all_layers):
 
 def test_shared_tables_that_a_late_layer_reads_first():
     """Gemma 3 has a rotary table of its own for one layer in six."""
-    pattern = layer_types(*[SLIDING] * 5, FULL, depth=26)
-    report = build_program(deep("gemma3_text", 26, **pattern), OPTIONS).report
+    pattern = layer_types(*[SLIDING] * 5, FULL, depth=20)
+    report = build_program(deep("gemma3_text", 20, **pattern), OPTIONS).report
     assert report.layers_compiled == 14
     assert report.verdict.ok
 
@@ -131,11 +131,11 @@ def test_inductor_takes_the_deep_graph():
 
 
 class OddLayer(LlamaDecoderLayer):
-    """Layer 9 is another one, and no attribute says so."""
+    """Layer 8 is another one, and no attribute says so."""
 
     def forward(self, hidden_states, *args, **kwargs):
         hidden_states = super().forward(hidden_states, *args, **kwargs)
-        return hidden_states * 1.5 if self.self_attn.layer_idx == 9 else hidden_states
+        return hidden_states * 1.5 if self.self_attn.layer_idx == 8 else hidden_states
 
 
 def test_layers_that_only_seem_alike_are_found_out(caplog):

@@ -2,15 +2,12 @@
 // of 16, 32 or 64 outputs, each [inputs / 2][outputs of the panel][2], padded with zeros to whole panels and to 32
 // inputs. Its Python twin is in packed_linear.py, which checks that layout; keep them in step.
 //
-// Few rows wait for memory: a thread reads the panels of its share one after the other, fetching ahead across their
-// borders, and takes panels of others' shares only when its own is done.
-
-#include <algorithm>
-#include <atomic>
+// Few rows wait for memory: threads read panels one after the other and fetch ahead (see shares.h).
 
 #include "multiply.h"
 #include "rows.h"
 #include "scratch.h"
+#include "shares.h"
 
 struct BlockedLinearArguments {
   const char* input;
@@ -30,7 +27,6 @@ constexpr int64_t kStepPairs = 16;
 constexpr int64_t kTallest = 32;   // rows that the tiles take at once
 constexpr int kVectorRows = 4;     // more go to the tiles
 constexpr int64_t kAhead = 8192;   // bytes, far enough for memory to answer
-constexpr int kMostThreads = 256;
 
 // to[r][n] = sum_k x[r][k] w[k][n] for R rows and a panel of V vectors.
 template <int R, int V>
@@ -185,17 +181,8 @@ void run(const BlockedLinearArguments& a) {
   x.memory = inputs.take<uint16_t>(padded * x.steps * kStepInputs);
   const bool alone = padded * a.inputs < kFewElements;
   for (int64_t r = 0; alone && r < padded; ++r) pack_row(a, x, r);
-  struct alignas(64) Share {
-    std::atomic<int64_t> next;
-    int64_t end;
-  };
-  Share shares[kMostThreads];
-  const int64_t team = std::min<int64_t>(a.threads, kMostThreads);
-  for (int64_t t = 0; t < team; ++t) {
-    shares[t].next.store(panels * t / team, std::memory_order_relaxed);
-    shares[t].end = panels * (t + 1) / team;
-  }
-#pragma omp parallel num_threads((int)team) if (team > 1)
+  Shares shares(panels, a.threads);
+#pragma omp parallel num_threads((int)shares.team()) if (shares.team() > 1)
   {
     own.reserve(kTallest * V * 16 * 4 + 64);
     float* sums = own.take<float>(kTallest * V * 16);
@@ -203,12 +190,7 @@ void run(const BlockedLinearArguments& a) {
 #pragma omp for schedule(static)
       for (int64_t r = 0; r < padded; ++r) pack_row(a, x, r);
     }
-    const int64_t mine = omp_get_thread_num();
-    for (int64_t i = 0; i < team; ++i) {
-      Share& share = shares[(mine + i) % team];
-      for (int64_t p; (p = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end;)
-        multiply_panel<V>(a, x, p, sums);
-    }
+    shares.take(omp_get_thread_num(), [&](int64_t panel) { multiply_panel<V>(a, x, panel, sums); });
 #if defined(PAGODA_TILES)
     release_tiles();
 #endif

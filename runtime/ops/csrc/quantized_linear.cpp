@@ -5,12 +5,11 @@
 // sums within a group are exact then, and groups are added in their order: a row's result depends neither on how many
 // rows there are nor on the instructions at hand.
 
-#include <atomic>
-
 #include "int8.h"
 #include "integers.h"
 #include "rows.h"
 #include "scratch.h"
+#include "shares.h"
 
 struct QuantizedLinearArguments {
   const char* input;
@@ -160,20 +159,20 @@ void run(const QuantizedLinearArguments& a) {
     const Workspace space(own, a, layout, 0);
     for (int64_t r = 0; r < a.rows; ++r) round_row(a, layout, x, r, space.row);
   }
-  std::atomic<int64_t> taken{0};
-#pragma omp parallel num_threads((int)a.threads) if (a.threads > 1)
+  Shares shares(blocks * layout.panels, a.threads);
+#pragma omp parallel num_threads((int)shares.team()) if (shares.team() > 1)
   {
     const Workspace space(own, a, layout, std::min(most, a.rows));
     if (!alone) {
 #pragma omp for schedule(static)
       for (int64_t r = 0; r < a.rows; ++r) round_row(a, layout, x, r, space.row);
     }
-    for (int64_t task; (task = taken.fetch_add(1, std::memory_order_relaxed)) < blocks * layout.panels;) {
+    shares.take(omp_get_thread_num(), [&](int64_t task) {
       const int64_t first = task / layout.panels * most, panel = task % layout.panels;
       const int64_t rows = std::min(most, a.rows - first);
       multiply_panel<kBits, kParts>(a, layout, x, first, rows, panel, space);
       with_format(a.dtype, [&](auto format) { write_panel<decltype(format)>(a, first, rows, panel, space.totals); });
-    }
+    });
 #if defined(PAGODA_TILES)
     release_tiles();
 #endif

@@ -154,6 +154,14 @@ def test_patched_functions_have_another(llama, monkeypatch):
     assert of(llama) != before
 
 
+def test_numbers_of_the_file_are_part_of_it(llama, monkeypatch):
+    prints = set()
+    for number in (1, 2):
+        monkeypatch.setattr(modeling_llama, "NUMBER", number, raising=False)
+        prints.add(of(llama))
+    assert len(prints) == 2
+
+
 def test_patched_method_of_a_class_has_another(llama, monkeypatch):
     before = of(llama)
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
