@@ -15,6 +15,7 @@ from .cache_mover import CacheMover
 from .cache_setup import block_groups, key_variant, longest_sequence
 from .detokenizer import Tokenizer
 from .engine_core import EngineCore
+from .heap import keep_freed_memory
 from .kv_cache import allocate_kv_cache, bytes_per_block
 from .outputs import BeamSearchOutput, Progress, RequestOutput, StreamPiece
 from .pool_plan import blocks_by_group
@@ -148,6 +149,8 @@ class Engine:
         mover = CacheMover(cache, host, [spec.group for spec in program.caches])
         self._core = EngineCore(self.batcher, self.runner, self.sampler, mover, cost)
         self._next_id = 0
+        if program.device.type == "cpu":
+            keep_freed_memory()
 
     @property
     def max_model_len(self) -> int:

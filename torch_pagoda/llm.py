@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
-DEFAULT_BLOCK_SIZE = 16
+DEFAULT_BLOCK_SIZE = 32
 """For a CPU; see ``passes.lower.npu.target`` for NPUs."""
 
 _COMPILE_OPTIONS = (
@@ -59,7 +59,7 @@ class LLM:
         dtype: ``"auto"`` (the checkpoint's, or the live module's), ``"float32"``, ``"bfloat16"`` or
             ``"float16"``.
         device: ``"auto"`` (an NPU if torch_npu reports one, else the CPU), ``"cpu"`` or ``"npu"``.
-        block_size: tokens per KV-cache block; by default 16 for a CPU, and 128 for an NPU, which takes multiples
+        block_size: tokens per KV-cache block; by default 32 for a CPU, and 128 for an NPU, which takes multiples
             of 16.
         num_blocks: blocks in the KV cache.
         kv_cache_memory: the same in bytes, or as ``"4GiB"``; not together with ``num_blocks``. By default a

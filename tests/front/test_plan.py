@@ -15,6 +15,7 @@ from torch_pagoda.cli.profile_table import profile_table
 from torch_pagoda.compiler import UnsupportedModel
 from torch_pagoda.compiler.explain import requirements as requirements_module
 from torch_pagoda.compiler.explain.requirements import Requirements, requirements
+from torch_pagoda.llm import DEFAULT_BLOCK_SIZE
 from torch_pagoda.runtime.outputs import RequestMetrics
 from torch_pagoda.runtime.profiler import Profiler
 
@@ -72,7 +73,7 @@ def test_json_holds_what_the_table_shows(run: Run, config_only: Path) -> None:
     assert plain["token_bytes"] == config.num_hidden_layers * 2 * kv_heads * head_dim * 4
     assert plain["memory"] == 8 * 2**20
     assert plain["cache_bytes"] == plain["memory"] - plain["weight_bytes"] - plain["activation_bytes"]
-    assert plain["num_blocks"] == plain["cache_bytes"] // (16 * plain["token_bytes"])
+    assert plain["num_blocks"] == plain["cache_bytes"] // (DEFAULT_BLOCK_SIZE * plain["token_bytes"])
     assert plain["limits"][-1]["tokens"] == plain["max_model_len"] == config.max_position_embeddings
     assert plain["limits"][0]["running"] == min(8, plain["limits"][0]["paged"])
     int8 = json.loads(run("plan", config_only, "--memory", "8MiB", "--kv-cache-dtype", "int8", *LIMITS, "--json")[1])

@@ -19,7 +19,7 @@ struct Plan {
 // still leave query, scores and results in the level-2 cache.
 static void plan_tiles(const Problem& p, const std::vector<Sequence>& sequences, int64_t threads,
                        Plan& plan) {
-  const int64_t tall = p.columns <= 128 ? 64 : 32;
+  const int64_t tall = p.columns <= 128 ? 256 : 128;
   plan.tiles.clear();
   plan.splits.clear();
   plan.work = 0.;

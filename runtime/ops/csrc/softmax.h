@@ -85,6 +85,44 @@ static inline void store_weights(Bf16, uint32_t* to, const vfloat* weights, int 
 }
 #endif
 
+#if defined(PAGODA_BF16)
+// Powers of two of N vectors, x <= 0 or hardly above, as floats whose upper halves are the bf16 to use. The polynomial
+// is 7.5e-5 of 2^x off, 1/26 of what rounding to bf16 may change, so that three terms do. It counts half a unit of bf16
+// too much, so that dropping the lower half rounds. NaN stays NaN, -inf gives 0.
+template <int N>
+static inline void powers_for_bf16(vfloat* x) {
+  constexpr float kTerms[] = {7.8024521470069885e-2f, 2.2606715559959412e-1f, 6.958335638046265e-1f,
+                              0.99992519617080688f + 1.f / 256};
+  vfloat r[N], p[N];
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) {
+    r[i] = (vfloat)_mm512_reduce_ps((__m512)x[i], 9);  // x - floor(x)
+    p[i] = splat(kTerms[0]);
+  }
+#pragma GCC unroll 8
+  for (int k = 1; k < 4; ++k)
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) p[i] = p[i] * r[i] + kTerms[k];
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) x[i] = (vfloat)_mm512_scalef_ps((__m512)p[i], (__m512)x[i]);  // times 2^floor(x)
+}
+
+// What `store_weights` stores of the powers of two of 64 keys, which `total` gets added.
+static inline vfloat store_powers(uint32_t* to, vfloat* x, vfloat total) {
+  alignas(64) static const uint16_t kUpper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                                  33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  const __m512i upper = _mm512_load_si512(kUpper), ones = _mm512_set1_epi32(0x3F803F80);
+  powers_for_bf16<kBlockKeys / kLanes>(x);
+#pragma GCC unroll 8
+  for (int v = 0; v < kBlockKeys / kLanes; v += 2) {
+    const __m512i pairs = _mm512_permutex2var_epi16((__m512i)x[v], upper, (__m512i)x[v + 1]);
+    _mm512_storeu_si512(to + v * 8, pairs);
+    total = Bf16::fma(total, pairs, ones);
+  }
+  return total;
+}
+#endif
+
 // What the numbers of a block of int8 keys and values count in; 0 behind the last key. The products are taken of
 // the stored integers, which bf16 holds exactly: a key's scale is applied to its scores, a value's to its weights.
 struct alignas(64) BlockScales {
@@ -174,11 +212,16 @@ static inline void weigh_plain_rows(float scale, Row* row, int rows, const float
     const vfloat low = splat(shift[r]);
     vfloat x[kVectors], total = row[r].sum * splat(factor[r]);
     for (int v = 0; v < kVectors; ++v) x[v] = load(from + v * kLanes) * scale - low;
-    powers_of_two<kVectors>(x);
-    for (int v = 0; v < kVectors; ++v) total += x[v];
-    if constexpr (kScaled)
-      for (int v = 0; v < kVectors; ++v) x[v] *= load(scales->values + v * kLanes);
-    store_weights(Kind{}, weights + r * (kBlockKeys / Kind::kPerElement), x, kVectors);
+    typename Kind::element* to = weights + r * (kBlockKeys / Kind::kPerElement);
+    if constexpr (Kind::kPerElement == 2 && !kScaled) {
+      total = store_powers(to, x, total);
+    } else {
+      powers_of_two<kVectors>(x);
+      for (int v = 0; v < kVectors; ++v) total += x[v];
+      if constexpr (kScaled)
+        for (int v = 0; v < kVectors; ++v) x[v] *= load(scales->values + v * kLanes);
+      store_weights(Kind{}, to, x, kVectors);
+    }
     row[r].sum = total;
     row[r].maximum = maximum[r];
     decay[r] = factor[r];

@@ -3,10 +3,11 @@
 // group) pairs, so that a block of keys is read once for all query heads that share it (GQA).
 #pragma once
 
+#include <optional>
 #include <vector>
 
+#include "few_rows.h"
 #include "pack.h"
-#include "scratch.h"
 #include "softmax.h"
 
 // A sequence of the call: its new tokens and where its keys are.
@@ -148,40 +149,17 @@ static inline char* out_row(const Problem& p, const Sequence& s, int64_t token, 
 static inline size_t scratch_bytes(const Problem& p, int64_t rows) {
   const int64_t floats = rows * (p.dim + 2 * kBlockKeys + p.columns + kBlockKeys + 32) +
                          kBlockKeys * (2 * p.dim + p.columns + p.value_dim + 32) + 8 * (p.dim + p.columns);
-  return floats * 4 + 65536;
+  return floats * 4 + FewRows::bytes(p) + 65536;
 }
 
 constexpr int kGroupKeys = 16;  // keys that are packed together
 constexpr int kValueKeys = 8;   // values that are packed between two requests
+constexpr int kStretchRows = 16;
 
-// `next`, if any, is the tile that this thread takes after `t`: its first keys are fetched ahead.
+// What the softmax knows of the rows of a tile before the first key, and their queries.
 template <class Kind>
-static void attend_tile(const Problem& p, const std::vector<Sequence>& sequences, const Tile& t, const Tile* next,
-                        Scratch& scratch) {
-  const Sequence& s = sequences[t.sequence];
-  typedef typename Kind::element element;
-  const int64_t steps = p.dim / Kind::kPerElement;
-  const int64_t size = bytes_of(p.key_dtype);
-  const int rows = (int)t.rows;
-
-  scratch.reserve(scratch_bytes(p, rows));
-  Row* row = scratch.take<Row>(rows);
-  float* decay = scratch.take<float>(rows);
-  element* query = scratch.take<element>(rows * steps);
-  element* keys = scratch.take<element>(steps * kBlockKeys);
-  element* values = scratch.take<element>(kBlockKeys / Kind::kPerElement * p.columns);
-  float* scores = scratch.take<float>(rows * kBlockKeys);
-  element* weights = scratch.take<element>(rows * kBlockKeys / Kind::kPerElement);
-  float* result = scratch.take<float>(rows * p.columns);
-  float* mask = p.mask ? scratch.take<float>(rows * kBlockKeys) : nullptr;
-  float* spare = scratch.take<float>(4 * (p.dim + 4));
-  char* straight_keys = p.key_dim != 1 ? scratch.take<char>(kBlockKeys * p.dim * size) : nullptr;
-  char* straight_values =
-      p.value_dim_stride != 1 ? scratch.take<char>(kBlockKeys * p.value_dim * size) : nullptr;
-  char* zeros = scratch.take<char>((p.dim + p.columns) * 4);
-  std::memset(zeros, 0, (p.dim + p.columns) * 4);
-
-  for (int r = 0; r < rows; ++r) {
+static void start_rows(const Problem& p, const Sequence& s, const Tile& t, Row* row, typename Kind::element* query) {
+  for (int r = 0; r < t.rows; ++r) {
     Row& x = row[r];
     const int64_t flat = t.first_row + r;
     x.token = flat / p.group;
@@ -196,14 +174,63 @@ static void attend_tile(const Problem& p, const std::vector<Sequence>& sequences
     x.high = lesser(x.high, t.end_key);
     const int64_t at =
         s.batch * p.query_batch + x.head * p.query_head + (s.first_token + x.token) * p.query_token;
-    pack_query(Kind{}, query + r * steps, p.query + at * bytes_of(p.query_dtype), p.dim, p.query_dtype,
-               p.query_dim);
+    pack_query(Kind{}, query + r * (p.dim / Kind::kPerElement), p.query + at * bytes_of(p.query_dtype), p.dim,
+               p.query_dtype, p.query_dim);
   }
+}
 
+// Writes what the rows of a tile have come to.
+static void finish_rows(const Problem& p, const Sequence& s, const Tile& t, const Row* row, float* result) {
+  for (int r = 0; r < t.rows; ++r) {
+    if (t.partial) {
+      float* to = t.partial + r * (p.columns + 2);
+      std::memcpy(to, result + r * p.columns, p.columns * 4);
+      to[p.columns] = row[r].maximum;
+      to[p.columns + 1] = sum_lanes(row[r].sum);
+    } else {
+      finish_row(p, out_row(p, s, row[r].token, row[r].head), row[r].head, result + r * p.columns,
+                 row[r].maximum, sum_lanes(row[r].sum));
+    }
+  }
+}
+
+// `next`, if any, is the tile that this thread takes after `t`: its first keys are fetched ahead.
+template <class Kind>
+static void attend_tile(const Problem& p, const std::vector<Sequence>& sequences, const Tile& t, const Tile* next,
+                        Scratch& scratch) {
+  const Sequence& s = sequences[t.sequence];
+  typedef typename Kind::element element;
+  const int64_t steps = p.dim / Kind::kPerElement;
+  const int64_t size = bytes_of(p.key_dtype);
+  const int rows = (int)t.rows;
+  // Few enough at a time that their scores stay in the level-1 cache; the tiles take as many at once.
+  const int stretch = on_tiles<Kind>(rows, steps) ? kStretchRows : rows;
+
+  scratch.reserve(scratch_bytes(p, rows));
+  Row* row = scratch.take<Row>(rows);
+  float* decay = scratch.take<float>(stretch);
+  element* query = scratch.take<element>(rows * steps);
+  element* keys = scratch.take<element>(steps * kBlockKeys);
+  element* values = scratch.take<element>(kBlockKeys / Kind::kPerElement * p.columns);
+  float* scores = scratch.take<float>(stretch * kBlockKeys);
+  element* weights = scratch.take<element>(stretch * kBlockKeys / Kind::kPerElement);
+  float* result = scratch.take<float>(rows * p.columns);
+  float* mask = p.mask ? scratch.take<float>(rows * kBlockKeys) : nullptr;
+  float* spare = scratch.take<float>(4 * (p.dim + 4));
+  char* straight_keys = p.key_dim != 1 ? scratch.take<char>(kBlockKeys * p.dim * size) : nullptr;
+  char* straight_values =
+      p.value_dim_stride != 1 ? scratch.take<char>(kBlockKeys * p.value_dim * size) : nullptr;
+  std::memset(result, 0, rows * p.columns * sizeof(float));
+  char* zeros = scratch.take<char>((p.dim + p.columns) * 4);
+  std::memset(zeros, 0, (p.dim + p.columns) * 4);
+
+  start_rows<Kind>(p, s, t, row, query);
   BlockScales block_scales;
   const BlockScales* scales = p.key_scales ? &block_scales : nullptr;
   const bool plain = p.scale > 0.f && !(p.softcap > 0.f) && !p.slopes && !p.mask;
-  bool fresh = true;  // nothing in `result` yet
+  std::optional<FewRows> few;
+  if (Kind::kPerElement == 2 && plain && FewRows::fits(p, rows))
+    few.emplace(p, row, rows, (const uint32_t*)query, scratch);
   const char* key_rows[2][kBlockKeys];
   const char* value_rows[2][kBlockKeys];
   int now = 0;
@@ -224,7 +251,7 @@ static void attend_tile(const Problem& p, const std::vector<Sequence>& sequences
   for (int64_t first = t.first_key; first < t.end_key; first += kBlockKeys, now = 1 - now, n = next_n) {
     next_n = point(1 - now, first + kBlockKeys);
     // All the work on a block shares the requests for the next one.
-    ahead.spread(multiply_steps<Kind>(rows, kBlockKeys, steps) +
+    ahead.spread(few ? few->steps() + kBlockKeys / kValueKeys : multiply_steps<Kind>(rows, kBlockKeys, steps) +
                  multiply_steps<Kind>(rows, p.columns, kBlockKeys / Kind::kPerElement) + kBlockKeys / kGroupKeys +
                  rows + kBlockKeys / kValueKeys);
     if (mask && !load_tile_mask(p, s, row, rows, first, n, mask)) continue;
@@ -234,50 +261,47 @@ static void attend_tile(const Problem& p, const std::vector<Sequence>& sequences
 
     if (scales) load_scales(p, s, t.kv_head, first, n, block_scales);
     const int groups = (n + kGroupKeys - 1) / kGroupKeys;
-    for (int i = 0; i < groups * kGroupKeys; i += kGroupKeys) {
+    for (int i = 0; !few && i < groups * kGroupKeys; i += kGroupKeys) {
       pack_keys(Kind{}, keys + i, key_rows[now] + i, 1, p.dim, p.key_dtype, spare);
       ahead.step();
-    }
-    multiply<Kind>(query, steps, keys, kBlockKeys, scores, kBlockKeys, steps, nullptr, rows, groups * 16,
-                   ahead);
-    if (plain && rows >= kLanes) {  // fewer leave lanes idle
-      for (int r = 0; r < rows; ++r) {
-        if (scales) scale_scores(scores + r * kBlockKeys, *scales);
-        const int64_t begin = row[r].low - first, end = lesser(row[r].high - first, n);
-        if (begin > 0 || end < kBlockKeys) hide_scores(scores + r * kBlockKeys, begin, end);
-      }
-      const auto weigh = scales ? weigh_plain_rows<Kind, true> : weigh_plain_rows<Kind, false>;
-      for (int r = 0; r < rows; r += kLanes)
-        weigh(p.scale * kLog2E, row + r, (int)lesser(kLanes, rows - r), scores + r * kBlockKeys, scales,
-              weights + r * (kBlockKeys / Kind::kPerElement), decay + r, ahead);
-    } else {
-      for (int r = 0; r < rows; ++r) {
-        decay[r] = weigh_row<Kind>(p, row[r], scores + r * kBlockKeys, scales,
-                                   weights + r * (kBlockKeys / Kind::kPerElement), first, n);
-        ahead.step();
-      }
     }
     for (int i = 0; i < n; i += kValueKeys) {
       pack_values(Kind{}, values + i / Kind::kPerElement * p.columns, value_rows[now] + i,
                   (int)lesser(kValueKeys, n - i), p.value_dim, p.columns, p.key_dtype);
       ahead.step();
     }
-    multiply<Kind>(weights, kBlockKeys / Kind::kPerElement, values, p.columns, result, p.columns,
-                   (n + Kind::kPerElement - 1) / Kind::kPerElement, fresh ? nullptr : decay, rows,
-                   (int)p.columns, ahead);
-    fresh = false;
-  }
-  if (fresh) std::memset(result, 0, rows * p.columns * sizeof(float));
-
-  for (int r = 0; r < rows; ++r) {
-    if (t.partial) {
-      float* to = t.partial + r * (p.columns + 2);
-      std::memcpy(to, result + r * p.columns, p.columns * 4);
-      to[p.columns] = row[r].maximum;
-      to[p.columns + 1] = sum_lanes(row[r].sum);
-    } else {
-      finish_row(p, out_row(p, s, row[r].token, row[r].head), row[r].head, result + r * p.columns,
-                 row[r].maximum, sum_lanes(row[r].sum));
+    if (few) {
+      few->add(key_rows[now], (uint32_t*)values, first, n, result, ahead);
+      continue;
+    }
+    for (int from = 0; from < rows; from += stretch) {
+      const int count = (int)lesser(stretch, rows - from);
+      Row* part = row + from;
+      if (part[count - 1].high <= first || part[0].low >= first + n) continue;  // later rows see later keys
+      multiply<Kind>(query + from * steps, steps, keys, kBlockKeys, scores, kBlockKeys, steps, nullptr, count,
+                     groups * kGroupKeys, ahead);
+      if (plain && count >= kLanes) {  // fewer leave lanes idle
+        for (int r = 0; r < count; ++r) {
+          if (scales) scale_scores(scores + r * kBlockKeys, *scales);
+          const int64_t begin = part[r].low - first, end = lesser(part[r].high - first, n);
+          if (begin > 0 || end < kBlockKeys) hide_scores(scores + r * kBlockKeys, begin, end);
+        }
+        const auto weigh = scales ? weigh_plain_rows<Kind, true> : weigh_plain_rows<Kind, false>;
+        for (int r = 0; r < count; r += kLanes)
+          weigh(p.scale * kLog2E, part + r, (int)lesser(kLanes, count - r), scores + r * kBlockKeys, scales,
+                weights + r * (kBlockKeys / Kind::kPerElement), decay + r, ahead);
+      } else {
+        for (int r = 0; r < count; ++r) {
+          decay[r] = weigh_row<Kind>(p, part[r], scores + r * kBlockKeys, scales,
+                                     weights + r * (kBlockKeys / Kind::kPerElement), first, n);
+          ahead.step();
+        }
+      }
+      multiply<Kind>(weights, kBlockKeys / Kind::kPerElement, values, p.columns, result + from * p.columns,
+                     p.columns, (n + Kind::kPerElement - 1) / Kind::kPerElement, decay, count, (int)p.columns, ahead);
     }
   }
+
+  if (few) few->finish(row);
+  finish_rows(p, s, t, row, result);
 }
