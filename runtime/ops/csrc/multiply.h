@@ -177,6 +177,7 @@ static void multiply_on_tiles(const uint32_t* a, int64_t a_stride, const uint32_
   static constexpr decltype(&multiply_tiles<1, false>) by_vectors[2][4] = {
       {multiply_tiles<1, false>, multiply_tiles<2, false>, multiply_tiles<3, false>, multiply_tiles<4, false>},
       {multiply_tiles<1, true>, multiply_tiles<2, true>, multiply_tiles<3, true>, multiply_tiles<4, true>}};
+  static constexpr float kKept[kTileRows] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   const int64_t chunks = steps / kTilePairs, done = chunks * kTilePairs;
   for (int r = 0; r < rows; r += kTileRows) {
     const int count = rows - r < kTileRows ? rows - r : kTileRows;
@@ -190,16 +191,10 @@ static void multiply_on_tiles(const uint32_t* a, int64_t a_stride, const uint32_
       by_vectors[decay != nullptr][vectors - 1](a + r * a_stride, a_stride, b + n, b_stride, c + r * c_stride + n,
                                                 c_stride, chunks, ahead);
     }
+    if (done == steps) continue;
+    multiply_on_vectors<Bf16>(a + r * a_stride + done, a_stride, b + done * b_stride, b_stride, c + r * c_stride,
+                              c_stride, steps - done, kKept, count, columns, ahead);
   }
-  if (done == steps) return;
-  static const struct Ones {
-    float x[64];
-    Ones() {
-      for (float& one : x) one = 1.f;
-    }
-  } ones;
-  multiply_on_vectors<Bf16>(a + done, a_stride, b + done * b_stride, b_stride, c, c_stride, steps - done, ones.x,
-                            rows, columns, ahead);
 }
 #endif
 
