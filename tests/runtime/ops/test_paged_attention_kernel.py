@@ -65,6 +65,33 @@ def test_head_groups(check, paged_case, dtype, heads, kv_heads):
     check(paged_case([(1, 90), (9, 20)], dtype=dtype, heads=heads, kv_heads=kv_heads))
 
 
+@pytest.mark.parametrize("group", [4, 7, 8, 9, 16])
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize("options", [{}, {"window": 75}, {"chunk": 48}, {"sinks": True}], ids=str)
+def test_few_rows_that_share_keys(check, paged_case, group, block_size, options):
+    """Decoding, whole and partial blocks of keys, columns of values that do not fill a pair of tiles."""
+    sequences = [(1, context) for context in (1, 15, 16, 17, 63, 64, 65, 100, 130, 700)]
+    for dim, value_dim in ((64, 64), (96, 48), (128, 128)):
+        check(
+            paged_case(
+                sequences,
+                heads=2 * group,
+                dim=dim,
+                value_dim=value_dim,
+                dtype=torch.bfloat16,
+                block_size=block_size,
+                **options,
+            )
+        )
+
+
+@pytest.mark.parametrize("dim", [16, 64])
+@pytest.mark.parametrize("keys", [75, 99, 100, 330])
+def test_tall_tiles(check, paged_case, dim, keys):
+    """More rows than the tiles take at once, over keys of which some are left for the vectors."""
+    check(paged_case([(75, keys)], heads=8, dim=dim, dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "options",
