@@ -14,6 +14,7 @@ from .errors import INTERRUPTED, USER_ERROR
 from .generate import generate
 from .npu import app as npu
 from .plan import plan
+from .quantize import quantize
 from .reports import bisect, inspect
 
 app = typer.Typer(
@@ -57,6 +58,7 @@ app.command(
 app.command(epilog="Example:  pagoda inspect examples/tiny-pydoc --html report.html")(inspect)
 app.command(epilog="Example:  pagoda bisect examples/tiny-pydoc --codegen none")(bisect)
 app.command(epilog="Example:  pagoda plan examples/tiny-pydoc --memory 64MiB")(plan)
+app.command(epilog="Example:  pagoda quantize ./my-model ./my-model-int4 --text sample.txt --group-size 64")(quantize)
 app.add_typer(npu)
 
 

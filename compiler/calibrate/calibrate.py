@@ -1,0 +1,141 @@
+"""Round a causal LM's weights to 4 bits with the help of sample text, layer by layer.
+
+Each layer is calibrated on what it will really read: hidden states that come out of the rounded layers before it. Its
+targets are the float model's, so that it also makes up for what those have lost: of the matrices ``v`` the one with
+the least ``|v x - w x*|``, with ``x`` from the rounded and ``x*`` from the float model, is ``w X C``, where ``X`` is
+the sum of ``x* x'`` and ``C`` the inverse of the sum of ``x x'``. That one is rounded (see ``grid.py``).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...runtime.ops.quantized_weight import Quantization, check_group_size, restored_weight, round_weight
+from .decoder_layers import (
+    LayerCall,
+    Matrix,
+    find_decoder_layers,
+    first_call,
+    input_of,
+    matrices_by_input,
+)
+from .grid import damped, output_error, round_to_grid
+
+logger = logging.getLogger(__name__)
+
+DAMPING = 0.01
+"""Share of the mean diagonal that is added to sums of ``x x'``, as in GPTQ."""
+
+
+@dataclass(frozen=True)
+class CalibratedMatrix:
+    """What became of a matrix.
+
+    Attributes:
+        name: of its module in the model.
+        error: mean squared error of its outputs over the calibration text, relative to the outputs themselves.
+        nearest_error: the same, had each number been rounded to its nearest place.
+    """
+
+    name: str
+    error: float
+    nearest_error: float
+
+
+@torch.no_grad()
+def calibrate(
+    model: PreTrainedModel,
+    windows: torch.Tensor,
+    group_size: int,
+    *,
+    batch_size: int = 8,
+    on_layer: Callable[[int, int], None] | None = None,
+) -> list[CalibratedMatrix]:
+    """Put the matrices of the decoder layers on a 4-bit grid, in place.
+
+    The model stays an ordinary one, of its own dtype: its numbers are whole numbers from -8 to 7 times the scale of
+    their group, up to the rounding of that dtype. ``quantization="int4"`` with the same ``group_size`` finds these
+    whole numbers again. Embeddings, norms, biases and the head are not touched; nor are matrices outside of
+    ``nn.Linear`` and ``Conv1D``, such as stacked experts, and those that the first batch does not reach.
+
+    Args:
+        model: in eval mode, in a float dtype.
+        windows: token ids of sample text, ``[N, L]`` int64. More tokens than a matrix has inputs are needed, and
+            better many times more.
+        group_size: inputs that share a scale, a multiple of 64; 0: all.
+        batch_size: windows that are computed together.
+        on_layer: called with the number of layers that are done, and of all.
+
+    Returns:
+        Each rounded matrix, in the order of their use.
+
+    Raises:
+        ValueError: a group size that cannot be stored, windows that are no token ids, or a model that does not go
+            from layer to layer.
+    """
+    check_group_size(group_size)
+    if windows.dim() != 2 or windows.dtype != torch.int64 or not windows.numel():
+        raise ValueError(
+            f"windows is {windows.dtype} of shape {list(windows.shape)}; pass int64 token ids [windows, tokens]"
+        )
+    layers = find_decoder_layers(model)
+    names = {module: name for name, module in model.named_modules()}
+    calls = [first_call(model, layers, ids) for ids in windows.split(batch_size)]
+    float_hidden = [call.hidden for call in calls]
+    found = []
+    for index, layer in enumerate(layers):
+        float_layer = copy.deepcopy(layer)
+        float_calls = [LayerCall(hidden, call.others) for hidden, call in zip(float_hidden, calls, strict=True)]
+        for group in matrices_by_input(layer, index, calls[0]):
+            sums = _input_sums(layer, float_layer, index, calls, float_calls, group[0].name)
+            for matrix in group:
+                found.append(_round(matrix, f"{names[layer]}.{matrix.name}", *sums, group_size))
+        for i, call in enumerate(calls):
+            float_hidden[i] = float_calls[i].run(float_layer, index)
+            call.hidden = call.run(layer, index)
+        if on_layer is not None:
+            on_layer(index + 1, len(layers))
+    return found
+
+
+def _input_sums(
+    layer: nn.Module,
+    float_layer: nn.Module,
+    index: int,
+    calls: Sequence[LayerCall],
+    float_calls: Sequence[LayerCall],
+    name: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over all tokens of ``x x'`` and of ``x* x'``, each ``[in, in]`` float32.
+
+    Where tokens go to experts the two models may send them apart; then ``x`` stands for both.
+    """
+    own, cross = torch.zeros(()), torch.zeros(())
+    for call, float_call in zip(calls, float_calls, strict=True):
+        x, right = input_of(layer, index, call, name), input_of(float_layer, index, float_call, name)
+        own = own + x.T @ x
+        cross = cross + (right if right.shape == x.shape else x).T @ x
+    return own, cross
+
+
+def _round(matrix: Matrix, name: str, own: torch.Tensor, cross: torch.Tensor, group_size: int) -> CalibratedMatrix:
+    weight = matrix.read()
+    hessian = damped(own, DAMPING)
+    target = weight + torch.linalg.solve(hessian, (weight @ (cross - own)).T).T
+    rounded = round_to_grid(target, hessian, group_size).dense()
+    matrix.write(rounded)
+    scheme = Quantization(4, group_size, input_bits=16)
+    nearest = restored_weight(*round_weight(weight, scheme), scheme)
+    size = max(output_error(target, torch.zeros_like(target), own), 1e-30)
+    result = CalibratedMatrix(
+        name, output_error(target, rounded, own) / size, output_error(target, nearest, own) / size
+    )
+    logger.info("%s: error %.2g, to nearest %.2g", name, result.error, result.nearest_error)
+    return result
