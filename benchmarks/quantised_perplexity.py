@@ -1,6 +1,6 @@
 """What rounded weights cost in perplexity: the shipped model as it is, and calibrated by `pagoda quantize`.
 
-    python benchmarks/quantised_perplexity.py [--tokens 131072] [--group-size 64] [--threads 2]
+    python benchmarks/quantised_perplexity.py [--tokens 65536] [--group-size 64] [--threads 2]
 
 The text is that of examples/pydoc_text.py: documents that the model was not trained on, and two samples of those that
 it was trained on: modules, and the language reference. Calibration reads the other modules that it was trained on,
@@ -63,7 +63,7 @@ def losses(folder: Path, measured: dict[str, torch.Tensor], **options: object) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=131072, help="to calibrate on")
+    parser.add_argument("--tokens", type=int, default=65536, help="to calibrate on")
     parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()

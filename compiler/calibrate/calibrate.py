@@ -120,8 +120,9 @@ def _input_sums(
     own, cross = torch.zeros(()), torch.zeros(())
     for call, float_call in zip(calls, float_calls, strict=True):
         x, right = input_of(layer, index, call, name), input_of(float_layer, index, float_call, name)
-        own = own + x.T @ x
-        cross = cross + (right if right.shape == x.shape else x).T @ x
+        if len(x):
+            own = own + x.T @ x
+            cross = cross + (right if right.shape == x.shape else x).T @ x
     return own, cross
 
 

@@ -47,13 +47,14 @@ def find_decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
         ValueError: there is no list of as many modules as the configuration names layers.
     """
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    lists: list[nn.ModuleList] = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if not lists:
         raise ValueError(
             f"model is a {type(model).__name__} without a list of its {count} decoder layers, which calibration goes "
             "through one by one; use it without calibration"
         )
-    return list(max(lists, key=lambda found: sum(p.numel() for p in found.parameters())))
+    largest = max(lists, key=_num_parameters)
+    return list(largest)
 
 
 def first_call(model: PreTrainedModel, layers: Sequence[nn.Module], ids: torch.Tensor) -> LayerCall:
@@ -111,14 +112,16 @@ class Matrix:
 
     def read(self) -> torch.Tensor:
         """A copy, ``[out, in]`` float32."""
-        weight: torch.Tensor = self.module.weight.detach()  # type: ignore[assignment]
+        weight = self._stored().detach()
         return (weight.t() if isinstance(self.module, Conv1D) else weight).to(torch.float32, copy=True)
 
     def write(self, matrix: torch.Tensor) -> None:
         """Store ``[out, in]`` numbers in the module's own dtype."""
-        weight: torch.Tensor = self.module.weight  # type: ignore[assignment]
         with torch.no_grad():
-            weight.copy_(matrix.t() if isinstance(self.module, Conv1D) else matrix)
+            self._stored().copy_(matrix.t() if isinstance(self.module, Conv1D) else matrix)
+
+    def _stored(self) -> torch.Tensor:
+        return self.module.get_parameter("weight")
 
 
 def matrices_by_input(layer: nn.Module, index: int, call: LayerCall) -> list[list[Matrix]]:
@@ -150,7 +153,8 @@ def matrices_by_input(layer: nn.Module, index: int, call: LayerCall) -> list[lis
 
 
 def input_of(layer: nn.Module, index: int, call: LayerCall, name: str) -> torch.Tensor:
-    """What the module of that name reads when the layer runs: ``[rows, in]`` float32."""
+    """What the module of that name reads when the layer runs: ``[rows, in]`` float32; no rows where it is not called,
+    as an expert that no token goes to."""
     found: list[torch.Tensor] = []
 
     def before(module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -159,7 +163,11 @@ def input_of(layer: nn.Module, index: int, call: LayerCall, name: str) -> torch.
 
     with _removed(layer.get_submodule(name).register_forward_pre_hook(before)), suppress(_Enough):
         call.run(layer, index)
-    return found[0].flatten(0, -2).float()
+    return found[0].flatten(0, -2).float() if found else torch.zeros(0, 1)
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _hidden_of(output: Any) -> torch.Tensor:

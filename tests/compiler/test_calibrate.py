@@ -126,6 +126,26 @@ def test_matrices_that_read_the_same_are_solved_together():
     assert groups == [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
 
 
+class _SometimesMore(torch.nn.Module):
+    """A layer whose second matrix is used by some batches only."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.extra = inner, torch.nn.Linear(64, 64, bias=False)
+
+    def forward(self, hidden, *args, **kwargs):
+        out = self.inner(hidden, *args, **kwargs)
+        out = out if torch.is_tensor(out) else out[0]
+        return out + self.extra(out) if len(hidden) == 3 else out
+
+
+def test_batches_may_leave_a_matrix_out():
+    model = build_tiny_model("llama")
+    model.model.layers[1] = _SometimesMore(model.model.layers[1]).requires_grad_(False)
+    names = [matrix.name for matrix in calibrate(model, WINDOWS, 64, batch_size=3)]
+    assert "model.layers.1.extra" in names
+
+
 @pytest.mark.parametrize(
     ("windows", "group_size", "message"),
     [

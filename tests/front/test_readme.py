@@ -79,6 +79,9 @@ def test_options_table_is_the_signature() -> None:
 @pytest.mark.parametrize("block", [b for b in code_blocks("bash") if "pagoda generate" in b])
 def test_commands_use_options_that_exist(block: str) -> None:
     command = typer.main.get_command(cli.app)
-    known = {option for parameter in command.commands["generate"].params for option in parameter.opts}  # type: ignore[attr-defined]
-    used = set(re.findall(r"(?<!\S)(--[a-z-]+)", block)) - {"--help"}
-    assert used and used <= known
+    lines = re.findall(r"^pagoda (\w+) (.*)$", block, re.MULTILINE)
+    assert lines
+    for name, rest in lines:
+        known = {option for parameter in command.commands[name].params for option in parameter.opts}  # type: ignore[attr-defined]
+        used = set(re.findall(r"(?<!\S)(--[a-z-]+)", rest)) - {"--help"}
+        assert used <= known, name

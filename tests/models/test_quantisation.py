@@ -9,11 +9,12 @@ import sys
 import pytest
 import torch
 from trained_model import TINY_PYDOC
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from torch_pagoda import LLM, SamplingParams
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.build import build_program
+from torch_pagoda.compiler.calibrate import calibrate
 from torch_pagoda.compiler.verify import compared_steps, reference_of_model
 from torch_pagoda.runtime.ops.quantized_weight import Quantization, quantise_weight, restored_weight, unpack_weight
 
@@ -65,11 +66,16 @@ def test_logits_are_those_of_transformers_with_the_rounded_weights(name, quantiz
 
 
 @pytest.fixture(scope="module")
-def text() -> torch.Tensor:
+def windows() -> torch.Tensor:
     """What the model was trained on: every Python has the text that help("topic") shows."""
     found = [p for _, texts in reference_texts() for text in texts for p in paragraphs(text) if is_prose(p)]
     ids = AutoTokenizer.from_pretrained(TINY_PYDOC)("\n\n".join(found))["input_ids"]
-    return torch.tensor(ids[: 16 * 256]).view(16, 256)
+    return torch.tensor(ids[: 32 * 256]).view(32, 256)
+
+
+@pytest.fixture(scope="module")
+def text(windows) -> torch.Tensor:
+    return windows[:16]
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +90,22 @@ def test_perplexity_of_the_trained_model(quantization, limit, text, loss):
     program = build_program(model, CompileOptions(verify="off", codegen="none", quantization=quantization))
     ratio = math.exp(loss_per_token(program, text) - loss)
     assert 1 / limit < ratio < limit
+
+
+@pytest.fixture(scope="module")
+def calibrated(windows) -> PreTrainedModel:
+    """In its own bfloat16, and on other text than that which is measured."""
+    model = AutoModelForCausalLM.from_pretrained(TINY_PYDOC, dtype=torch.bfloat16)
+    calibrate(model, windows[16:32], 64)
+    return model.float()
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int4-weight-only"])
+def test_perplexity_of_the_calibrated_model(quantization, calibrated, text, loss):
+    """Rounded to nearest it is 1.2 and more."""
+    options = CompileOptions(verify="off", codegen="none", quantization=quantization, group_size=64)
+    ratio = math.exp(loss_per_token(build_program(calibrated, options), text) - loss)
+    assert 1.0 < ratio < 1.13
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

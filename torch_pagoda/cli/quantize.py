@@ -28,7 +28,7 @@ def quantize(
     group_size: Annotated[
         int, typer.Option(help="Inputs that share a scale, a multiple of 64; 0: all. Load with the same.")
     ] = 128,
-    tokens: Annotated[int, typer.Option(help="Tokens of the text to use at most, spread over all of it.")] = 131072,
+    tokens: Annotated[int, typer.Option(help="Tokens of the text to use at most, spread over all of it.")] = 65536,
     window: Annotated[int, typer.Option(help="Tokens that are computed as one sequence.")] = 512,
     dtype: Annotated[
         str, typer.Option(help="Of the computation and of what is written: auto, float32, bfloat16 or float16.")
