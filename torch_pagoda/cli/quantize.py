@@ -42,11 +42,11 @@ def quantize(
     """Calibrate a model for 4 bits on sample text, and write it as an ordinary checkpoint.
 
     Its numbers lie on a 4-bit grid already: --quantization int4 (or int4-weight-only) with the same group size finds
-    the very same whole numbers again, and any other program that rounds in such groups, or does not round at all,
-    reads it too. The head is not rounded here; int4 keeps 8 bits of it.
+    the very same whole numbers again, and transformers loads it as any other. The head is not rounded
+    here; int4 keeps 8 bits of it.
 
     Takes memory for the float model and the hidden states of the text, and runs the text through each decoder layer
-    about ten times.
+    twice for each group of matrices that read the same, and three times more.
     """
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s")
     with one_line_errors(debug):
