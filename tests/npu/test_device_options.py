@@ -86,6 +86,6 @@ def test_a_model_for_an_npu_is_simulated_on_a_cpu():
     npu = served_by["npu"]
     assert npu.program.block_size == npu.engine.block_manager.block_size == 128
     assert npu.compile_report.codegen == "none" and npu.compile_report.verdict.ok
-    assert served_by["cpu"].engine.block_manager.block_size == 16
+    assert served_by["cpu"].engine.block_manager.block_size == 32
     with pytest.raises(ValueError, match="block_size=20 is not a multiple of 16"):
         pagoda.LLM(model, target="npu", block_size=20)
