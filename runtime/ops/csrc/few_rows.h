@@ -49,7 +49,8 @@ class FewRows {
     sum_ = vfloat{};
   }
 
-  int64_t steps() const { return 4 * chunks_ + 2 * ((columns_ + 31) / 32); }
+  // Of `ahead`, in `add`.
+  int64_t steps() const { return (chunks_ + (columns_ + 31) / 32) * (kBlockKeys / 32); }
 
   // Adds keys [first, first + n) and their values, packed as pairs, to `result` [rows][columns].
   void add(const char* const* keys, uint32_t* values, int64_t first, int n, float* result, Prefetcher& ahead) {
@@ -101,7 +102,9 @@ class FewRows {
 
   // Where 16 keys lie at equal distances: in the cache, or copied to `spare`.
   Lines lined_up(const char* const* keys, int count, char* spare) const {
-    if (count >= 16 && keys[15] - keys[0] == 15 * row_bytes_) return {keys[0], row_bytes_};
+    bool in_line = count >= 16;
+    for (int i = 1; in_line && i < 16; ++i) in_line = keys[i] - keys[i - 1] == row_bytes_;
+    if (in_line) return {keys[0], row_bytes_};
     const int64_t bytes = chunks_ * 64;
     for (int i = 0; i < 16; ++i) std::memcpy(spare + i * bytes, keys[lesser(i, count - 1)], bytes);
     return {spare, bytes};

@@ -85,6 +85,25 @@ def test_few_rows_that_share_keys(check, paged_case, group, block_size, options)
         )
 
 
+@pytest.mark.parametrize("cache_by_heads", [True, False])
+def test_blocks_between_neighbours_lie_elsewhere(check, paged_case, cache_by_heads):
+    """The 16th key is where it would be if all 16 were one after the other, those between are not."""
+    case = paged_case(
+        [(1, 20)],
+        heads=8,
+        kv_heads=1,
+        dim=64,
+        dtype=torch.bfloat16,
+        block_size=5,
+        cache_by_heads=cache_by_heads,
+        padding=0,
+    )
+    slots, table = case.arguments[5:7]
+    table[0, :4] = torch.tensor([2, 6, 0, 5])
+    slots[0] = 5 * 5 + 4
+    check(case)
+
+
 @pytest.mark.parametrize("dim", [16, 64])
 @pytest.mark.parametrize("keys", [75, 99, 100, 330])
 def test_tall_tiles(check, paged_case, dim, keys):
