@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from ...runtime.ops.quantized_weight import search_scales
+
 LEAST, MOST = -8, 7
-_PLACES = [8 + i / 10 for i in range(-9, 10)]
 _BLOCK = 128
 
 
@@ -62,7 +63,7 @@ def damped(hessian: torch.Tensor, share: float) -> torch.Tensor:
     return result
 
 
-def search_scales(weight: torch.Tensor, group_size: int, importance: torch.Tensor) -> torch.Tensor:
+def first_scales(weight: torch.Tensor, group_size: int, importance: torch.Tensor) -> torch.Tensor:
     """Scales ``[out, groups]`` that lose the least where each number is rounded to its nearest place.
 
     Args:
@@ -74,19 +75,10 @@ def search_scales(weight: torch.Tensor, group_size: int, importance: torch.Tenso
     groups = -(-inputs // group_size)
     spare = groups * group_size - inputs
     numbers = F.pad(weight, (0, spare)).view(outputs, groups, group_size)
-    counts = F.pad(importance, (0, spare)).view(groups, group_size)
     far = numbers.gather(-1, numbers.abs().argmax(-1, keepdim=True))
     is_zero = far.abs() < 1e-30
-    far = torch.where(is_zero, 1.0, far)
-    best, scales = torch.full_like(far, -1.0), torch.zeros_like(far)
-    for place in _PLACES:
-        tried = (numbers * (-place / far)).round().clamp(LEAST, MOST)
-        products = (counts * numbers * tried).sum(-1, keepdim=True)
-        squares = (counts * tried * tried).sum(-1, keepdim=True)
-        gain = torch.where(squares > 0, products * products / squares, 0.0)
-        better = gain > best
-        best = torch.where(better, gain, best)
-        scales = torch.where(better & (squares > 0), products / squares, scales)
+    counts = F.pad(importance, (0, spare)).view(groups, group_size)
+    _, scales = search_scales(numbers, torch.where(is_zero, 1.0, far), counts)
     return torch.where(is_zero, 0.0, scales)[..., 0]
 
 
@@ -181,7 +173,7 @@ def round_to_grid(weight: torch.Tensor, hessian: torch.Tensor, group_size: int, 
         rounds: how often scales and numbers are fitted to each other.
     """
     size = group_size or weight.shape[1]
-    scales = search_scales(weight, size, hessian.diagonal())
+    scales = first_scales(weight, size, hessian.diagonal())
     grid = round_in_turn(weight, hessian, GridWeight(torch.zeros_like(weight), scales, size))
     for _ in range(rounds):
         grid = descend(weight, hessian, fit_scales(weight, hessian, grid))

@@ -121,18 +121,38 @@ def round_weight(weight: torch.Tensor, scheme: Quantization) -> tuple[torch.Tens
         whole = (numbers * (127 / far.abs())).round().clamp(-127, 127)
         scales = far.abs() / 127
     else:
-        best = torch.full_like(far, -1.0)
-        whole, scales = torch.zeros_like(numbers), torch.zeros_like(far)
-        for place in _CANDIDATES:
-            tried = (numbers * (-place / far)).round().clamp(-8, 7)
-            products, squares = (numbers * tried).sum(-1, keepdim=True), (tried * tried).sum(-1, keepdim=True)
-            gain = products * products / squares
-            better = gain > best
-            best, whole = torch.where(better, gain, best), torch.where(better, tried, whole)
-            scales = torch.where(better, products / squares, scales)
+        whole, scales = search_scales(numbers, far)
     whole = torch.where(usable, whole, 0.0).to(torch.int8)
     scales = torch.where(usable, scales, torch.where(finite, 0.0, torch.nan))
     return whole.view(outputs, -1)[:, :inputs], scales[..., 0]
+
+
+def search_scales(
+    numbers: torch.Tensor, far: torch.Tensor, importance: torch.Tensor | float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales of 4-bit groups with the least squared error, and the whole numbers from -8 to 7 with them.
+
+    Args:
+        numbers: ``[..., size]`` float32, a group's.
+        far: ``[..., 1]``, the farthest of each group, not 0; 19 places around 8 are tried for it.
+        importance: what the squared error of a number counts, broadcast over ``numbers``; not negative.
+
+    Returns:
+        ``[..., size]`` and ``[..., 1]``, both float32; the scale is 0 where nothing counts.
+    """
+    best = torch.full_like(far, -1.0)
+    whole, scales = torch.zeros_like(numbers), torch.zeros_like(far)
+    for place in _CANDIDATES:
+        tried = (numbers * (-place / far)).round().clamp(-8, 7)
+        weighted = importance * tried
+        products = (numbers * weighted).sum(-1, keepdim=True)
+        squares = (tried * weighted).sum(-1, keepdim=True)
+        counts = squares > 0
+        gain = torch.where(counts, products * products / squares, 0.0)
+        better = gain > best
+        best, whole = torch.where(better, gain, best), torch.where(better, tried, whole)
+        scales = torch.where(better, torch.where(counts, products / squares, 0.0), scales)
+    return whole, scales
 
 
 def pack_weight(whole: torch.Tensor, scales: torch.Tensor, scheme: Quantization) -> torch.Tensor:
