@@ -2,8 +2,8 @@
 //
 // Packing keys for `multiply` would cost more than the products. So the keys are the left operand of their product
 // here, read from where they lie: scores come out as [key][query row], maxima are found lane by lane, and only the
-// weights, a quarter as many numbers as the keys, are transposed. Up to 8 rows take half a vector: the other half
-// holds the scores of the keys 32 further on.
+// weights are transposed, which are a quarter as many as the numbers of 64-wide keys or fewer. Up to 8 rows take half a
+// vector: the other half holds the scores of the keys 32 further on.
 #pragma once
 
 #include <algorithm>
