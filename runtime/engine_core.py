@@ -209,7 +209,8 @@ class EngineCore:
         self.mover.run(schedule.copies)
         sizes = [pool.num_blocks for pool in self.batcher.block_manager.pools]
         for group, (now_there, before) in enumerate(zip(sizes, self._pool_sizes, strict=True)):
-            self.mover.give_back(group, now_there, max(now_there, before))
+            if now_there < before:
+                self.mover.give_back(group, now_there, before)
         self._pool_sizes = sizes
 
     def _draw(self, item: ScheduledRequest) -> Draw:
