@@ -25,7 +25,8 @@ namespace {
 constexpr int64_t kStepInputs = 32;
 constexpr int64_t kStepPairs = 16;
 constexpr int64_t kTallest = 32;   // rows that the tiles take at once
-constexpr int kVectorRows = 4;     // more go to the tiles
+constexpr int kFewestTiled = 5;    // rows; fewer leave the tiles idle
+constexpr int kVectorRows = 6;     // rows x 4 vectors of sums fill the register file
 constexpr int64_t kAhead = 8192;   // bytes, far enough for memory to answer
 
 // to[r][n] = sum_k x[r][k] w[k][n] for R rows and a panel of V vectors.
@@ -33,9 +34,12 @@ template <int R, int V>
 void few_rows(const uint32_t* x, int64_t x_stride, const uint32_t* w, int64_t pairs, float* to) {
   constexpr int kChains = R * V >= 8 ? 1 : R * V >= 4 ? 2 : 4;  // a single one would wait for each sum
   __m512 sums[kChains][R][V];
-  for (auto& chain : sums)
-    for (auto& row : chain)
-      for (auto& sum : row) sum = _mm512_setzero_ps();
+#pragma GCC unroll 4
+  for (int c = 0; c < kChains; ++c)
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) sums[c][r][v] = _mm512_setzero_ps();
   for (int64_t k = 0; k < pairs; k += kChains)
 #pragma GCC unroll 4
     for (int c = 0; c < kChains; ++c) {
@@ -53,9 +57,12 @@ void few_rows(const uint32_t* x, int64_t x_stride, const uint32_t* w, int64_t pa
         for (int v = 0; v < V; ++v) sums[c][r][v] = _mm512_dpbf16_ps(sums[c][r][v], pair, weights[v]);
       }
     }
+#pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
       __m512 sum = sums[0][r][v];
+#pragma GCC unroll 4
       for (int c = 1; c < kChains; ++c) sum = _mm512_add_ps(sum, sums[c][r][v]);
       _mm512_storeu_ps(to + (r * V + v) * 16, sum);
     }
@@ -160,9 +167,10 @@ void multiply_panel(const BlockedLinearArguments& a, const Packed& x, int64_t pa
   }
 #endif
   static constexpr decltype(&few_rows<1, V>) by_rows[kVectorRows] = {
-      few_rows<1, V>, few_rows<2, V>, few_rows<3, V>, few_rows<4, V>};
-  for (int64_t r = 0; r < a.rows; r += kVectorRows) {
-    const int64_t rows = std::min<int64_t>(kVectorRows, a.rows - r);
+      few_rows<1, V>, few_rows<2, V>, few_rows<3, V>, few_rows<4, V>, few_rows<5, V>, few_rows<6, V>};
+  const int64_t pieces = (a.rows + kVectorRows - 1) / kVectorRows;  // equal ones: a lone row would wait for its sums
+  for (int64_t piece = 0, r = 0, rows; piece < pieces; ++piece, r += rows) {
+    rows = (a.rows - r + pieces - piece - 1) / (pieces - piece);
     by_rows[rows - 1]((const uint32_t*)x.at(r, 0), pairs, w, pairs, sums);
     write_panel<V>(a, r, rows, panel, sums);
   }
@@ -173,7 +181,7 @@ void run(const BlockedLinearArguments& a) {
   static thread_local Scratch inputs, own;
   Packed x{nullptr, (a.inputs + kStepInputs - 1) / kStepInputs, false};
 #if defined(PAGODA_TILES)
-  x.tiles = a.rows > kVectorRows && tiles_allowed();
+  x.tiles = a.rows >= kFewestTiled && tiles_allowed();
 #endif
   const int64_t padded = x.tiles ? round_up(a.rows, 16) : a.rows;
   const int64_t panels = (a.outputs + V * 16 - 1) / (V * 16);

@@ -10,6 +10,7 @@
 
 constexpr int kMaxIntegerRows = 6;   // rows x 4 vectors of sums fill the register file
 constexpr int kTiledRows = 32;
+constexpr int64_t kAhead = 8192;     // bytes of weights, far enough for memory to answer
 
 static inline bool integers_on_tiles(int64_t rows) {
 #if defined(PAGODA_INT8_TILES)
@@ -37,29 +38,33 @@ static inline void dot(__m512i (*sums)[4], const __m512i* weights, const int8_t*
 template <int R, int kBits>
 static void integer_rows(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t steps, int32_t* to) {
   constexpr int64_t kTile = kStepBytes / 4 * kBits / 8;
-  // Far enough ahead for memory to answer; only few rows are waiting for it.
-  constexpr int64_t kAhead = R <= 2 ? 4096 : 0;
   __m512i sums[R][4];
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
     for (int t = 0; t < 4; ++t) sums[r][t] = _mm512_setzero_si512();
   const __m512i low = _mm512_set1_epi8(15);
   for (int64_t s = 0; s < steps; ++s, x += kStep, w += 4 * kTile) {
     for (int64_t i = 0; i < kTile; i += 64) {
-      __m512i first[4], second[4];
+      __m512i weights[4];
 #pragma GCC unroll 4
       for (int t = 0; t < 4; ++t) {
-        first[t] = _mm512_loadu_si512(w + t * kTile + i);
-        if (kAhead) __builtin_prefetch(w + t * kTile + i + kAhead, 0, 3);
-        if constexpr (kBits == 4) {
-          second[t] = _mm512_and_si512(_mm512_srli_epi16(first[t], 4), low);
-          first[t] = _mm512_and_si512(first[t], low);
-        }
+        weights[t] = _mm512_loadu_si512(w + t * kTile + i);
+        __builtin_prefetch(w + t * kTile + i + kAhead, 0, 2);
+        if constexpr (kBits == 4) weights[t] = _mm512_and_si512(weights[t], low);
       }
-      dot<R>(sums, first, x + i / 16, x_stride);
-      if constexpr (kBits == 4) dot<R>(sums, second, x + i / 16 + 32, x_stride);
+      dot<R>(sums, weights, x + i / 16, x_stride);
+      if constexpr (kBits == 4) {
+#pragma GCC unroll 4
+        for (int t = 0; t < 4; ++t)  // read once more: registers are full of sums
+          weights[t] = _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(w + t * kTile + i), 4), low);
+        dot<R>(sums, weights, x + i / 16 + 32, x_stride);
+      }
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
     for (int t = 0; t < 4; ++t) _mm512_storeu_si512(to + r * kPanel + t * 16, sums[r][t]);
 }
 #else
@@ -143,9 +148,12 @@ static void integer_products(const int8_t* x, int64_t x_stride, const uint8_t* w
 
 // Weights of 4 bits, a byte each.
 static void widen_steps(uint8_t* to, const uint8_t* from, int64_t steps) {
-  for (int64_t i = 0; i < steps * kStepBytes / 1024; ++i, to += 1024, from += 512)
-    for (int j = 0; j < 512; ++j) {
-      to[j] = from[j] & 15;
-      to[j + 512] = from[j] >> 4;
+  for (int64_t i = 0; i < steps * kStepBytes / 1024; ++i, to += 1024)
+    for (int j = 0; j < 512; j += 64, from += 64) {
+      __builtin_prefetch(from + kAhead, 0, 2);
+      for (int n = 0; n < 64; ++n) {
+        to[j + n] = from[n] & 15;
+        to[j + n + 512] = from[n] >> 4;
+      }
     }
 }

@@ -75,7 +75,9 @@ static void multiply_block(const typename Kind::element* a, int64_t a_stride, co
                            int64_t b_stride, float* c, int64_t c_stride, int64_t steps, const float* decay,
                            Prefetcher& ahead) {
   vfloat sum[R][V];
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
     for (int v = 0; v < V; ++v) sum[r][v] = vfloat{};
   // Copies, because the compiler would write the members back at every step.
   Prefetcher::Run lines = ahead.current;
@@ -98,7 +100,9 @@ static void multiply_block(const typename Kind::element* a, int64_t a_stride, co
   }
   ahead.current = lines;
   // What was there is added last: a long chain of additions would gather rounding errors.
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
       float* to = c + r * c_stride + v * kLanes;
       store(to, decay ? load(to) * decay[r] + sum[r][v] : sum[r][v]);

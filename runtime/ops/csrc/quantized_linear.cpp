@@ -103,7 +103,7 @@ struct Workspace {
 template <int kBits, int kParts>
 void multiply_panel(const QuantizedLinearArguments& a, const Layout& layout, const Inputs& x, int64_t first,
                     int64_t rows, int64_t panel, const Workspace& space) {
-  const bool tiles = integers_on_tiles(rows * kParts), widens = kBits == 4 && rows * kParts > kMaxIntegerRows;
+  const bool tiles = integers_on_tiles(rows * kParts), widens = kBits == 4 && rows * kParts > 1 * kMaxIntegerRows;
   for (int64_t g = 0; g < layout.groups; ++g) {
     Group group = group_at(a, layout, panel, g);
     if (widens) {
