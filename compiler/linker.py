@@ -16,6 +16,8 @@ from .file_pages import FilePages
 from .linkage import Linkage
 from .merged_weights import link_merged_weights
 from .report import CompileReport
+from .targets.cpu.kernels import GraphCalls
+from .targets.cpu.recorded_step import RecordedSteps
 from .targets.npu.route import Route
 from .verify_weights import check_rounded_weight
 
@@ -71,11 +73,20 @@ class LinkedProgram:
         self._sizes = [self._at[name] for name in linkage.token_counts]
         self._gathers = "logits_rows" in linkage.step_inputs
         self._bound = not self.caches
+        self._recorded = self._records(run, linkage)
         self._read = [self._at[name] for name in linkage.inputs if name in linkage.read]
         self._merged = dict(linkage.merged)
         self._packable = list(linkage.packed)
         self.weight_bits = min((p.quantization.bits for p in self._packable if p.quantization), default=None)
         self.copied_weights = [constants[name] for name in linkage.folded]
+
+    def _records(self, run: Callable[..., Sequence[Any]], linkage: Linkage) -> RecordedSteps | None:
+        """What runs small steps of a graph that is called kernel by kernel on the CPU; None for others."""
+        if not isinstance(run, GraphCalls) or self.device.type != "cpu" or not self.caches:
+            return None
+        names = [linkage.input_ids, *filter(None, [linkage.position_ids]), *linkage.step_inputs]
+        tables = [self._at[name] for name in linkage.step_inputs if name.startswith("block_table")]
+        return RecordedSteps(run, [self._at[name] for name in names], tables)
 
     @property
     def merged_weights(self) -> list[torch.Tensor]:
@@ -173,7 +184,8 @@ class LinkedProgram:
         if self._route is None and self.device.type != "cpu":
             args = [x.to(self.device) if isinstance(x, torch.Tensor) else x for x in args]
         with torch.no_grad():
-            logits: torch.Tensor = self._run(*args)[0][0]
+            outputs = self._run(*args) if self._recorded is None else self._recorded(args)
+        logits: torch.Tensor = outputs[0][0]
         # Without the pass that gathers the asked rows in front of the head they are taken from all.
         logits = logits if self._gathers else logits[step.logits_rows]
         return logits if self._route is None else logits[:asked]

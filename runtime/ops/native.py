@@ -11,10 +11,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -61,11 +63,54 @@ def load_kernels() -> ctypes.CDLL | None:
         return None
 
 
-@functools.cache
+@dataclass(frozen=True, slots=True)
+class NotedCall:
+    """A call of a kernel that was made.
+
+    Attributes:
+        address: of the C function.
+        arguments: packed.
+    """
+
+    address: int
+    arguments: bytes
+
+
+class _Notes(threading.local):
+    calls: list[NotedCall] | None = None
+
+
+_notes = _Notes()
+
+
+@contextmanager
+def noting_calls() -> Iterator[list[NotedCall]]:
+    """Note down the kernel calls that this thread makes and that are not refused."""
+    outer, _notes.calls = _notes.calls, []
+    try:
+        yield _notes.calls
+    finally:
+        _notes.calls = outer
+
+
 def kernel_function(name: str) -> Callable[[bytes], int] | None:
     """The C function ``name`` (packed argument struct → status); None where there are no kernels."""
+    function = _bound_function(name)
+    calls = _notes.calls
+    return function if calls is None or function is None else functools.partial(_note, function, calls)
+
+
+@functools.cache
+def _bound_function(name: str) -> Callable[[bytes], int] | None:
     library = load_kernels()
     return None if library is None else bind_function(library, name)
+
+
+def _note(function: Callable[[bytes], int], calls: list[NotedCall], arguments: bytes) -> int:
+    status = function(arguments)
+    if not status:
+        calls.append(NotedCall(ctypes.cast(function, ctypes.c_void_p).value or 0, arguments))  # type: ignore[arg-type]
+    return status
 
 
 def bind_function(library: ctypes.CDLL, name: str) -> Callable[[bytes], int]:

@@ -21,16 +21,27 @@ _METHODS = {
 """Views that a method of tensors makes in half the time: a decode step makes hundreds."""
 
 
-def call_kernels(traced: TracedGraph) -> Callable[..., Sequence[Any]]:
-    """Run a traced graph as it is, its ``pagoda::`` operators without torch's dispatcher.
+class GraphCalls:
+    """A function of the values of a graph's placeholders, in order, that returns its outputs.
 
-    Returns:
-        a function of the placeholders' values, in order, that returns the graph's outputs.
+    Attributes:
+        module: the graph.
     """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self._forward: Callable[..., Sequence[Any]] = module.forward
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        return self._forward(*args)
+
+
+def call_kernels(traced: TracedGraph) -> GraphCalls:
+    """Run a traced graph as it is, its ``pagoda::`` operators without torch's dispatcher."""
     return kernel_calls(traced.copy().module)
 
 
-def kernel_calls(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
+def kernel_calls(module: fx.GraphModule) -> GraphCalls:
     """Likewise for a graph module of one's own, which is changed."""
     for node in module.graph.nodes:
         if node.op != "call_function":
@@ -42,7 +53,7 @@ def kernel_calls(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
         elif node.target is torch.ops.aten.slice.Tensor and not node.kwargs:
             _index(node)
     module.recompile()
-    return module.forward
+    return GraphCalls(module)
 
 
 def _index(node: fx.Node) -> None:

@@ -1,0 +1,357 @@
+"""Steps of the same sizes make the same kernel calls: those are recorded, and made again without Python between them.
+
+Decoding a token takes hundreds of kernel calls. Python between them costs as much as the kernels of a small model. A
+recorded step holds the tensors that its calls read and write: what a step brings is copied into its inputs, a loop
+in C makes the calls, and the few nodes that are no kernels of ours (the embedding, the angles of rotations) are
+evaluated as before, into the same memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ....runtime.ops import CPU_FUNCTIONS
+from ....runtime.ops.native import NotedCall, load_kernels, noting_calls
+from ....runtime.ops.replay import Replay
+from .kernels import GraphCalls
+
+log = logging.getLogger(__name__)
+
+MOST_TOKENS = 64
+"""Of a step that is recorded. In longer ones kernels take all the time, and hardly two have the same size."""
+
+MOST_STEPS = 128
+"""Records that are kept; the one that was not used for the longest time goes first."""
+
+_LEAST_WIDTH = 16  # of a block table
+_aten = torch.ops.aten
+_ALLOCATIONS = {
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}
+_BY_VALUE = {torch.ops.pagoda.moe.default, torch.ops.pagoda.moe_gating.default}
+_BY_SHAPE = {function for overload, function in CPU_FUNCTIONS.items() if overload not in _BY_VALUE}
+"""Functions whose arguments' shapes, and not values, say which kernels they call with what."""
+
+
+class CannotRecord(RuntimeError):
+    """What a step does depends on more than its sizes; the message says where."""
+
+
+class RecordedSteps:
+    """Runs a graph; small steps whose sizes came before, from their records.
+
+    Args:
+        calls: the graph.
+        varying: which of its inputs are tensors that every step brings; the first one is ``[1, T]``.
+        tables: those of them that are block tables ``[S, W]``, whose entries past a sequence's length are ignored.
+    """
+
+    def __init__(self, calls: GraphCalls, varying: Sequence[int], tables: Sequence[int]) -> None:
+        self._calls = calls
+        self._varying = tuple(varying)
+        self._tables = frozenset(tables)
+        self._steps: OrderedDict[Any, _Step | None] = OrderedDict()  # None: seen once
+        self._memory = _Memory()
+        self._lock = threading.Lock()
+        self._possible = load_kernels() is not None
+
+    def __call__(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The graph's outputs for its inputs, in order; they hold until the next call."""
+        tokens = args[self._varying[0]].shape[1]
+        if tokens > MOST_TOKENS or not self._possible or not self._lock.acquire(blocking=False):
+            return self._calls(*args)
+        try:
+            outputs = self._recorded(args)
+        finally:
+            self._lock.release()
+        return self._calls(*args) if outputs is None else outputs
+
+    def _recorded(self, args: Sequence[Any]) -> Sequence[Any] | None:
+        sizes = [self._size(i, args[i]) for i in self._varying]
+        key = (torch.get_num_threads(), torch.is_inference_mode_enabled(), *sizes)
+        if key not in self._steps:
+            self._steps[key] = None
+            if len(self._steps) > MOST_STEPS:
+                self._steps.popitem(last=False)
+            return None
+        self._steps.move_to_end(key)
+        step = self._steps[key]
+        if step is not None and step.fits(args):
+            return step.replay(args)
+        try:
+            step = _Step(self._calls.module, args, dict(zip(self._varying, sizes, strict=True)), self._memory)
+        except CannotRecord as error:
+            log.info("steps are not recorded: %s", error)
+            self._possible = False
+            self._steps.clear()
+            return None
+        self._steps[key] = step
+        return step.outputs
+
+    def _size(self, index: int, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Of the input that stands for this one in a record."""
+        if index not in self._tables:
+            return tuple(tensor.shape)
+        sequences, width = tensor.shape
+        return sequences, max(_LEAST_WIDTH, 1 << (width - 1).bit_length())
+
+
+class _Step:
+    """A step that was recorded while it ran.
+
+    Args:
+        module: the graph.
+        args: its inputs, in order.
+        varying: index of each input that a step brings → the size that it has in the record.
+        memory: for intermediate results, shared with other records.
+
+    Attributes:
+        outputs: of the graph.
+
+    Raises:
+        CannotRecord: its nodes choose what to do by values.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, args: Sequence[Any], varying: Mapping[int, tuple[int, ...]], memory: _Memory
+    ) -> None:
+        self._constants = [(i, x, _address(x)) for i, x in enumerate(args) if i not in varying]
+        self._inputs = [(i, args[i].new_zeros(size)) for i, size in varying.items()]
+        self._copy(args)
+        given = list(args)
+        for i, tensor in self._inputs:
+            given[i] = tensor
+        self._parts, self.outputs = _Recorder(module, memory).run(given)
+
+    def fits(self, args: Sequence[Any]) -> bool:
+        """Whether all that steps do not bring is still the same, and where it was."""
+        for i, recorded, address in self._constants:
+            if args[i] is not recorded or (address and recorded.data_ptr() != address):
+                return False
+        return True
+
+    def replay(self, args: Sequence[Any]) -> Sequence[Any] | None:
+        """The outputs for other inputs of the same sizes; None where a kernel refuses them, which its operator knows
+        how to tell."""
+        self._copy(args)
+        for run in self._parts:
+            if not run():
+                return None
+        return self.outputs
+
+    def _copy(self, args: Sequence[Any]) -> None:
+        for i, tensor in self._inputs:
+            given = args[i]
+            (tensor if given.shape == tensor.shape else tensor[:, : given.shape[1]]).copy_(given)
+
+
+class _Recorder:
+    """Evaluates a graph and notes what it takes to do so again."""
+
+    def __init__(self, module: fx.GraphModule, memory: _Memory) -> None:
+        self._module = module
+        self._memory = memory
+        self._parts: list[Callable[[], bool]] = []
+        self._calls: list[NotedCall] = []
+        self._holders: Counter[int] = Counter()  # address of memory → values in use that lie there
+
+    def run(self, args: Sequence[Any]) -> tuple[list[Callable[[], bool]], Sequence[Any]]:
+        """What to do for the outputs, and these."""
+        self._memory.take_back_all()
+        inputs, dying = iter(args), _dying(self._module.graph)
+        values: dict[fx.Node, Any] = {}
+        for node in self._module.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(inputs)
+            elif node.op == "output":
+                self._flush()
+                return self._parts, fx.node.map_arg(node.args[0], values.__getitem__)
+            else:
+                given = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = self._evaluate(node, *given)
+                self._hold(values[node])
+            for dead in dying.get(node, ()):
+                self._let_go(values.pop(dead))
+        raise CannotRecord("the graph has no output")
+
+    def _evaluate(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if node.op == "get_attr":
+            return fx.graph_module._get_attr(self._module, str(node.target))
+        if node.op == "call_method":
+            function: Callable[..., Any] = getattr(torch.Tensor, str(node.target))
+        elif node.op == "call_function":
+            assert callable(node.target)
+            function = node.target
+        else:
+            raise CannotRecord(f"{node.name} is a {node.op}")
+        if function in _BY_SHAPE:
+            with noting_calls() as calls, _Watch(self._memory) as watch:
+                found = function(*args, **kwargs)
+            for address in watch.taken:
+                self._holders.setdefault(address, 0)
+            if not watch.computes:
+                self._calls += calls
+                return found
+        else:
+            found = function(*args, **kwargs)
+        self._note_node(node, function, args, kwargs, found)
+        return found
+
+    def _note_node(
+        self, node: fx.Node, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], found: Any
+    ) -> None:
+        """Note a node that Python evaluates again, unless it is but a view."""
+        read = list(_tensors((args, kwargs)))
+        results = list(_tensors(found))
+        if read and not results and not _is_size(node):
+            raise CannotRecord(f"{node.name} makes a number of a tensor")
+        owned = {tensor.untyped_storage().data_ptr() for tensor in read if not tensor.is_mkldnn}
+        fresh = [i for i, tensor in enumerate(results) if tensor.untyped_storage().data_ptr() not in owned]
+        schema = getattr(function, "_schema", None)
+        if not fresh and not (schema is not None and schema.is_mutable):
+            return
+        self._flush()
+
+        def run() -> bool:
+            again = list(_tensors(function(*args, **kwargs)))
+            for i in fresh:
+                if again[i].shape != results[i].shape:
+                    raise RuntimeError(
+                        f"{node.name} has shape {tuple(again[i].shape)}, not {tuple(results[i].shape)} as in a step "
+                        "of the same size before; please report the model"
+                    )
+                results[i].copy_(again[i])
+            return True
+
+        self._parts.append(run)
+
+    def _flush(self) -> None:
+        if self._calls:
+            self._parts.append(Replay(self._calls).run)
+            self._calls = []
+
+    def _hold(self, value: Any) -> None:
+        for tensor in _tensors(value):
+            if not tensor.is_mkldnn and (address := tensor.untyped_storage().data_ptr()) in self._memory:
+                self._holders[address] += 1
+        for address in [address for address, count in self._holders.items() if not count]:
+            del self._holders[address]
+            self._memory.give(address)
+
+    def _let_go(self, value: Any) -> None:
+        for tensor in _tensors(value):
+            if not tensor.is_mkldnn and (address := tensor.untyped_storage().data_ptr()) in self._holders:
+                self._holders[address] -= 1
+                if not self._holders[address]:
+                    del self._holders[address]
+                    self._memory.give(address)
+
+
+class _Memory:
+    """Pieces of memory that stay where they are; one is taken again when what lay there is of no use any more."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, torch.Tensor] = {}  # by address
+        self._free: dict[int, list[torch.Tensor]] = {}  # by size
+
+    def __contains__(self, address: int) -> bool:
+        return address in self._pieces
+
+    def take(self, size: int) -> torch.Tensor:
+        """At least ``size`` bytes."""
+        size = 1 << max(6, (size - 1).bit_length())
+        free = self._free.setdefault(size, [])
+        if free:
+            return free.pop()
+        with torch.inference_mode(False):
+            piece = torch.empty(size, dtype=torch.uint8)
+        self._pieces[piece.data_ptr()] = piece
+        return piece
+
+    def give(self, address: int) -> None:
+        """Nothing of use lies there any more."""
+        piece = self._pieces[address]
+        self._free[piece.numel()].append(piece)
+
+    def take_back_all(self) -> None:
+        """Nothing of use lies anywhere."""
+        self._free = {}
+        for piece in self._pieces.values():
+            self._free.setdefault(piece.numel(), []).append(piece)
+
+
+class _Watch(TorchDispatchMode):
+    """Lets new tensors lie in pieces of memory, and sees whether torch computes anything.
+
+    Attributes:
+        computes: whether it did more than allocate and view.
+        taken: addresses of the pieces.
+    """
+
+    def __init__(self, memory: _Memory) -> None:
+        super().__init__()
+        self._memory = memory
+        self.computes = False
+        self.taken: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in _ALLOCATIONS:
+            self.computes |= not func.is_view
+            return found
+        piece = self._memory.take(found.untyped_storage().nbytes())
+        self.taken.append(piece.data_ptr())
+        with torch.no_grad():
+            return (
+                piece[: found.untyped_storage().nbytes()].view(found.dtype).as_strided(found.size(), found.stride())
+            )
+
+
+def _dying(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Node → those whose values nothing reads after it."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        last.setdefault(node, node)
+        for source in node.all_input_nodes:
+            last[source] = node
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    for node, reader in last.items():
+        dying.setdefault(reader, []).append(node)
+    return dying
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Those in nested sequences and mappings."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _tensors(entry)
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from _tensors(entry)
+
+
+def _address(value: Any) -> int:
+    """Where a tensor's elements lie; 0 for what has no such place."""
+    return value.data_ptr() if isinstance(value, torch.Tensor) and not value.is_mkldnn else 0
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether it asks for a tensor's size or layout."""
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return name.split(".")[0] in ("size", "sym_size", "shape", "dim", "numel", "sym_numel", "stride", "sym_stride")
