@@ -128,6 +128,8 @@ class LinkedProgram:
                 self._args[self._at[f"{part.name}_{i}"]] = tensor
         if self._route is not None:
             self._route.bind(kv_cache)
+        if self._recorded is not None:
+            self._recorded.clear()
         self._bound = True
 
     def pack_weights(self, *, release: bool, check: bool = False) -> int:
@@ -164,6 +166,8 @@ class LinkedProgram:
                     pages.drop(tensor.data_ptr(), tensor.numel() * tensor.element_size())
                     tensor.data = tensor.new_empty(0)
         self._packable = []
+        if self._recorded is not None:
+            self._recorded.clear()
         return size
 
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -155,9 +156,12 @@ def test_weights_that_moved_are_recorded_anew(served, replays):
 @needs_kernels
 def test_other_caches_are_recorded_anew(served, replays):
     warm_up(served)
-    served.program.bind(allocate_kv_cache(served.program.caches, 16, 4))
+    former = weakref.ref(served.caches[0][0])
+    served.caches = allocate_kv_cache(served.program.caches, 16, 4)
+    served.program.bind(served.caches)
+    assert former() is None
     count = len(replays)
-    for position in range(3):
+    for position in range(4):
         found = served.step(20 + position, position)
         assert torch.equal(found, served.graph(20 + position, position))
     assert len(replays) == count + 2
@@ -227,12 +231,14 @@ def test_a_graph_that_looks_at_values_is_not_recorded(replays):
         x = graph.placeholder("x")
         largest = graph.call_function(torch.ops.aten.amax.default, (x,))
         number = graph.call_function(torch.ops.aten._local_scalar_dense.default, (largest,))
-        graph.output((graph.call_function(torch.ops.aten.mul.Scalar, (x, number)),))
+        count = graph.call_function(torch.ops.aten.add_.Tensor, (graph.placeholder("count"), 1))
+        graph.output((graph.call_function(torch.ops.aten.mul.Scalar, (x, number)), count))
 
-    steps = steps_of(build)
+    steps, count = steps_of(build), torch.zeros(())
     for i in range(4):
         x = torch.tensor([[1.0, 2.0, 3.0 + i]])
-        assert torch.equal(steps([x])[0], x * (3 + i))
+        assert torch.equal(steps([x, count])[0], x * (3 + i))
+        assert count == i + 1
     assert not replays
 
 

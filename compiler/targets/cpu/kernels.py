@@ -58,6 +58,7 @@ def kernel_calls(module: fx.GraphModule) -> GraphCalls:
 
 def _index(node: fx.Node) -> None:
     """Write a slice along one dim as indexing."""
-    source, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    given: list[Any] = [*node.args, *[0, None, None, 1][len(node.args) - 1 :]]
+    source, dim, start, end, step = given
     if isinstance(dim, int) and dim >= 0:
         node.target, node.args = operator.getitem, (source, (*[slice(None)] * dim, slice(start, end, step)))

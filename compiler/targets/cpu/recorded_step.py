@@ -45,10 +45,6 @@ _BY_SHAPE = {function for overload, function in CPU_FUNCTIONS.items() if overloa
 """Functions whose arguments' shapes, and not values, say which kernels they call with what."""
 
 
-class CannotRecord(RuntimeError):
-    """What a step does depends on more than its sizes; the message says where."""
-
-
 class RecordedSteps:
     """Runs a graph; small steps whose sizes came before, from their records.
 
@@ -78,6 +74,12 @@ class RecordedSteps:
             self._lock.release()
         return self._calls(*args) if outputs is None else outputs
 
+    def clear(self) -> None:
+        """Forget all records, and what they hold: inputs of the graph were replaced by others."""
+        with self._lock:
+            self._steps.clear()
+            self._memory = _Memory()
+
     def _recorded(self, args: Sequence[Any]) -> Sequence[Any] | None:
         sizes = [self._size(i, args[i]) for i in self._varying]
         key = (torch.get_num_threads(), torch.is_inference_mode_enabled(), *sizes)
@@ -90,14 +92,13 @@ class RecordedSteps:
         step = self._steps[key]
         if step is not None and step.fits(args):
             return step.replay(args)
-        try:
-            step = _Step(self._calls.module, args, dict(zip(self._varying, sizes, strict=True)), self._memory)
-        except CannotRecord as error:
-            log.info("steps are not recorded: %s", error)
+        step = _Step(self._calls.module, args, dict(zip(self._varying, sizes, strict=True)), self._memory)
+        if step.refusal:
+            log.info("steps are not recorded, because %s", step.refusal)
             self._possible = False
             self._steps.clear()
-            return None
-        self._steps[key] = step
+        else:
+            self._steps[key] = step
         return step.outputs
 
     def _size(self, index: int, tensor: torch.Tensor) -> tuple[int, ...]:
@@ -119,9 +120,7 @@ class _Step:
 
     Attributes:
         outputs: of the graph.
-
-    Raises:
-        CannotRecord: its nodes choose what to do by values.
+        refusal: why it cannot be replayed; "" if it can.
     """
 
     def __init__(
@@ -133,7 +132,10 @@ class _Step:
         given = list(args)
         for i, tensor in self._inputs:
             given[i] = tensor
-        self._parts, self.outputs = _Recorder(module, memory).run(given)
+        recorder = _Recorder(module, memory)
+        self.outputs = recorder.run(given)
+        self.refusal = recorder.refusal
+        self._parts = recorder.parts
 
     def fits(self, args: Sequence[Any]) -> bool:
         """Whether all that steps do not bring is still the same, and where it was."""
@@ -158,17 +160,23 @@ class _Step:
 
 
 class _Recorder:
-    """Evaluates a graph and notes what it takes to do so again."""
+    """Evaluates a graph and notes what it takes to do so again.
+
+    Attributes:
+        parts: of that, in order; each returns whether it could be done.
+        refusal: why it is not enough; "" if it is.
+    """
 
     def __init__(self, module: fx.GraphModule, memory: _Memory) -> None:
         self._module = module
         self._memory = memory
-        self._parts: list[Callable[[], bool]] = []
+        self.parts: list[Callable[[], bool]] = []
+        self.refusal = ""
         self._calls: list[NotedCall] = []
         self._holders: Counter[int] = Counter()  # address of memory → values in use that lie there
 
-    def run(self, args: Sequence[Any]) -> tuple[list[Callable[[], bool]], Sequence[Any]]:
-        """What to do for the outputs, and these."""
+    def run(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The outputs."""
         self._memory.take_back_all()
         inputs, dying = iter(args), _dying(self._module.graph)
         values: dict[fx.Node, Any] = {}
@@ -177,25 +185,27 @@ class _Recorder:
                 values[node] = next(inputs)
             elif node.op == "output":
                 self._flush()
-                return self._parts, fx.node.map_arg(node.args[0], values.__getitem__)
+                outputs: Sequence[Any] = fx.node.map_arg(node.args[0], values.__getitem__)
+                return outputs
             else:
                 given = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = self._evaluate(node, *given)
                 self._hold(values[node])
             for dead in dying.get(node, ()):
                 self._let_go(values.pop(dead))
-        raise CannotRecord("the graph has no output")
+        raise ValueError("the graph has no output")
 
     def _evaluate(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if node.op == "get_attr":
             return fx.graph_module._get_attr(self._module, str(node.target))
+        function: Callable[..., Any]
         if node.op == "call_method":
-            function: Callable[..., Any] = getattr(torch.Tensor, str(node.target))
-        elif node.op == "call_function":
+            function = getattr(torch.Tensor, str(node.target))
+        elif node.op == "call_module":
+            function = self._module.get_submodule(str(node.target))
+        else:
             assert callable(node.target)
             function = node.target
-        else:
-            raise CannotRecord(f"{node.name} is a {node.op}")
         if function in _BY_SHAPE:
             with noting_calls() as calls, _Watch(self._memory) as watch:
                 found = function(*args, **kwargs)
@@ -216,7 +226,7 @@ class _Recorder:
         read = list(_tensors((args, kwargs)))
         results = list(_tensors(found))
         if read and not results and not _is_size(node):
-            raise CannotRecord(f"{node.name} makes a number of a tensor")
+            self.refusal = f"{node.name} makes a number of a tensor"
         owned = {tensor.untyped_storage().data_ptr() for tensor in read if not tensor.is_mkldnn}
         fresh = [i for i, tensor in enumerate(results) if tensor.untyped_storage().data_ptr() not in owned]
         schema = getattr(function, "_schema", None)
@@ -235,11 +245,11 @@ class _Recorder:
                 results[i].copy_(again[i])
             return True
 
-        self._parts.append(run)
+        self.parts.append(run)
 
     def _flush(self) -> None:
         if self._calls:
-            self._parts.append(Replay(self._calls).run)
+            self.parts.append(Replay(self._calls).run)
             self._calls = []
 
     def _hold(self, value: Any) -> None:
