@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 
@@ -243,10 +244,15 @@ def test_a_graph_that_looks_at_values_is_not_recorded(replays):
 
 
 @needs_kernels
-def test_operators_that_write_are_repeated(replays):
+@pytest.mark.parametrize("spelled", ["aten", "operator", "method"])
+def test_operators_that_write_are_repeated(spelled, replays):
     def build(graph):
         x, state = graph.placeholder("x"), graph.placeholder("state")
-        written = graph.call_function(torch.ops.aten.add_.Tensor, (state, x))
+        if spelled == "method":
+            written = graph.call_method("add_", (state, x))
+        else:
+            function = torch.ops.aten.add_.Tensor if spelled == "aten" else operator.iadd
+            written = graph.call_function(function, (state, x))
         graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (written, 2)),))
 
     steps, state = steps_of(build), torch.zeros(1, 2)
@@ -255,6 +261,20 @@ def test_operators_that_write_are_repeated(replays):
         assert torch.equal(state, torch.full((1, 2), float(total)))
         assert torch.equal(found, 2 * state)
     assert len(replays) == 3
+
+
+@needs_kernels
+def test_a_graph_that_sets_modes_is_not_recorded(replays):
+    def build(graph):
+        x = graph.placeholder("x")
+        graph.call_function(torch._C._set_grad_enabled, (False,))
+        graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (x, 2)),))
+
+    steps = steps_of(build)
+    with torch.no_grad():
+        for i in range(4):
+            assert torch.equal(steps([torch.full((1, 2), float(i))])[0], torch.full((1, 2), 2.0 * i))
+    assert not replays
 
 
 @needs_kernels

@@ -12,7 +12,7 @@ from torch import fx
 from ....passes import TracedGraph
 from ....runtime.ops import CPU_FUNCTIONS
 
-_METHODS = {
+VIEW_METHODS = {
     torch.ops.aten.view.default: "view",
     torch.ops.aten.transpose.int: "transpose",
     torch.ops.aten.squeeze.dim: "squeeze",
@@ -48,8 +48,8 @@ def kernel_calls(module: fx.GraphModule) -> GraphCalls:
             continue
         if node.target in CPU_FUNCTIONS:
             node.target = CPU_FUNCTIONS[node.target]
-        elif node.target in _METHODS and not node.kwargs:
-            node.op, node.target = "call_method", _METHODS[node.target]
+        elif node.target in VIEW_METHODS and not node.kwargs:
+            node.op, node.target = "call_method", VIEW_METHODS[node.target]
         elif node.target is torch.ops.aten.slice.Tensor and not node.kwargs:
             _index(node)
     module.recompile()

@@ -9,6 +9,7 @@ evaluated as before, into the same memory.
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ....runtime.ops import CPU_FUNCTIONS
 from ....runtime.ops.native import NotedCall, load_kernels, noting_calls
 from ....runtime.ops.replay import Replay
-from .kernels import GraphCalls
+from .kernels import VIEW_METHODS, GraphCalls
+from .result_memory import ResultMemory, ResultWatch
 
 log = logging.getLogger(__name__)
 
@@ -32,17 +33,11 @@ MOST_STEPS = 128
 """Records that are kept; the one that was not used for the longest time goes first."""
 
 _LEAST_WIDTH = 16  # of a block table
-_aten = torch.ops.aten
-_ALLOCATIONS = {
-    _aten.empty.memory_format,
-    _aten.empty_like.default,
-    _aten.empty_strided.default,
-    _aten.new_empty.default,
-    _aten.new_empty_strided.default,
-}
 _BY_VALUE = {torch.ops.pagoda.moe.default, torch.ops.pagoda.moe_gating.default}
 _BY_SHAPE = {function for overload, function in CPU_FUNCTIONS.items() if overload not in _BY_VALUE}
 """Functions whose arguments' shapes, and not values, say which kernels they call with what."""
+_VIEWS = {getattr(torch.Tensor, method) for method in VIEW_METHODS.values()}
+_NUMBERS = (int, float, bool, str, tuple, list, torch.SymInt, torch.dtype, torch.device)
 
 
 class RecordedSteps:
@@ -59,7 +54,7 @@ class RecordedSteps:
         self._varying = tuple(varying)
         self._tables = frozenset(tables)
         self._steps: OrderedDict[Any, _Step | None] = OrderedDict()  # None: seen once
-        self._memory = _Memory()
+        self._memory = ResultMemory()
         self._lock = threading.Lock()
         self._possible = load_kernels() is not None
 
@@ -78,7 +73,7 @@ class RecordedSteps:
         """Forget all records, and what they hold: inputs of the graph were replaced by others."""
         with self._lock:
             self._steps.clear()
-            self._memory = _Memory()
+            self._memory = ResultMemory()
 
     def _recorded(self, args: Sequence[Any]) -> Sequence[Any] | None:
         sizes = [self._size(i, args[i]) for i in self._varying]
@@ -124,7 +119,11 @@ class _Step:
     """
 
     def __init__(
-        self, module: fx.GraphModule, args: Sequence[Any], varying: Mapping[int, tuple[int, ...]], memory: _Memory
+        self,
+        module: fx.GraphModule,
+        args: Sequence[Any],
+        varying: Mapping[int, tuple[int, ...]],
+        memory: ResultMemory,
     ) -> None:
         self._constants = [(i, x, _address(x)) for i, x in enumerate(args) if i not in varying]
         self._inputs = [(i, args[i].new_zeros(size)) for i, size in varying.items()]
@@ -167,7 +166,7 @@ class _Recorder:
         refusal: why it is not enough; "" if it is.
     """
 
-    def __init__(self, module: fx.GraphModule, memory: _Memory) -> None:
+    def __init__(self, module: fx.GraphModule, memory: ResultMemory) -> None:
         self._module = module
         self._memory = memory
         self.parts: list[Callable[[], bool]] = []
@@ -207,7 +206,7 @@ class _Recorder:
             assert callable(node.target)
             function = node.target
         if function in _BY_SHAPE:
-            with noting_calls() as calls, _Watch(self._memory) as watch:
+            with noting_calls() as calls, ResultWatch(self._memory) as watch:
                 found = function(*args, **kwargs)
             for address in watch.taken:
                 self._holders.setdefault(address, 0)
@@ -225,12 +224,15 @@ class _Recorder:
         """Note a node that Python evaluates again, unless it is but a view."""
         read = list(_tensors((args, kwargs)))
         results = list(_tensors(found))
-        if read and not results and not _is_size(node):
-            self.refusal = f"{node.name} makes a number of a tensor"
+        if not results:
+            if read and not _is_size(node):
+                self.refusal = f"{node.name} makes a number of a tensor"
+            elif not isinstance(found, _NUMBERS):
+                self.refusal = f"{node.name} does what its result does not tell"
+            return
         owned = {tensor.untyped_storage().data_ptr() for tensor in read if not tensor.is_mkldnn}
         fresh = [i for i, tensor in enumerate(results) if tensor.untyped_storage().data_ptr() not in owned]
-        schema = getattr(function, "_schema", None)
-        if not fresh and not (schema is not None and schema.is_mutable):
+        if not fresh and _writes_nothing(function):
             return
         self._flush()
 
@@ -269,68 +271,6 @@ class _Recorder:
                     self._memory.give(address)
 
 
-class _Memory:
-    """Pieces of memory that stay where they are; one is taken again when what lay there is of no use any more."""
-
-    def __init__(self) -> None:
-        self._pieces: dict[int, torch.Tensor] = {}  # by address
-        self._free: dict[int, list[torch.Tensor]] = {}  # by size
-
-    def __contains__(self, address: int) -> bool:
-        return address in self._pieces
-
-    def take(self, size: int) -> torch.Tensor:
-        """At least ``size`` bytes."""
-        size = 1 << max(6, (size - 1).bit_length())
-        free = self._free.setdefault(size, [])
-        if free:
-            return free.pop()
-        with torch.inference_mode(False):
-            piece = torch.empty(size, dtype=torch.uint8)
-        self._pieces[piece.data_ptr()] = piece
-        return piece
-
-    def give(self, address: int) -> None:
-        """Nothing of use lies there any more."""
-        piece = self._pieces[address]
-        self._free[piece.numel()].append(piece)
-
-    def take_back_all(self) -> None:
-        """Nothing of use lies anywhere."""
-        self._free = {}
-        for piece in self._pieces.values():
-            self._free.setdefault(piece.numel(), []).append(piece)
-
-
-class _Watch(TorchDispatchMode):
-    """Lets new tensors lie in pieces of memory, and sees whether torch computes anything.
-
-    Attributes:
-        computes: whether it did more than allocate and view.
-        taken: addresses of the pieces.
-    """
-
-    def __init__(self, memory: _Memory) -> None:
-        super().__init__()
-        self._memory = memory
-        self.computes = False
-        self.taken: list[int] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func not in _ALLOCATIONS:
-            self.computes |= not func.is_view
-            return found
-        piece = self._memory.take(found.untyped_storage().nbytes())
-        self.taken.append(piece.data_ptr())
-        with torch.no_grad():
-            return (
-                piece[: found.untyped_storage().nbytes()].view(found.dtype).as_strided(found.size(), found.stride())
-            )
-
-
 def _dying(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Node → those whose values nothing reads after it."""
     last: dict[fx.Node, fx.Node] = {}
@@ -359,6 +299,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def _address(value: Any) -> int:
     """Where a tensor's elements lie; 0 for what has no such place."""
     return value.data_ptr() if isinstance(value, torch.Tensor) and not value.is_mkldnn else 0
+
+
+def _writes_nothing(function: Callable[..., Any]) -> bool:
+    """Whether a function is known to leave its arguments as they are."""
+    if isinstance(function, torch._ops.OpOverload):
+        return not function._schema.is_mutable
+    return function is operator.getitem or function in _VIEWS
 
 
 def _is_size(node: fx.Node) -> bool:
