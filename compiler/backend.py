@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -15,7 +16,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from ..passes import PassRecord, TracedGraph, UnsupportedModel
-from ..passes.fx_nodes import value
+from ..passes.fx_nodes import callee, value
 from . import dump
 from .merged_weights import AddedArguments, link_merged_weights
 from .module_scalars import recover_module_scalars
@@ -24,7 +25,7 @@ from .pipeline import run_passes, selected_passes
 from .targets.cpu.inductor import generate_code, is_fusible
 from .targets.cpu.kernels import call_kernels
 from .targets.npu.ge_route import GeGraphs
-from .verify import TOLERANCE
+from .verify import TOLERANCE, judged_share, typical
 
 log = logging.getLogger(__name__)
 
@@ -248,10 +249,12 @@ def _with_added(traced: TracedGraph, own: int) -> Callable[..., Any]:
     return lambda *args: traced.module(*args, *tensors)
 
 
-def _difference(original: Callable[..., Any], rewritten: Callable[..., Any], example_inputs: list[Any]) -> str:
-    """How the two graphs differ on the example inputs, or ""."""
+def _difference(original: fx.GraphModule, rewritten: Callable[..., Any], example_inputs: list[Any]) -> str:
+    """How the two graphs differ on the example inputs, or "". Where the graph routes tokens, in half precision, a
+    tenth of the rows may differ, as in ``verify.check``."""
     if any(isinstance(x, FakeTensor) for x in example_inputs):
         return ""
+    routed = any(callee(node) in ("topk", "sort") for node in original.graph.nodes)
     with torch.no_grad():
         expected = original(*_fresh(example_inputs))
         found = rewritten(*_fresh(example_inputs))
@@ -259,7 +262,9 @@ def _difference(original: Callable[..., Any], rewritten: Callable[..., Any], exa
         if not isinstance(a, torch.Tensor) or not a.is_floating_point() or not a.numel():
             continue
         spread = a.float().std().clamp_min(1e-6) if a.numel() > 1 else a.float().abs().clamp_min(1e-6)
-        error = float(((a.float() - b.float()).abs().max() / spread).nan_to_num(nan=float("inf")))
+        errors = ((a.float() - b.float()).abs() / spread).nan_to_num(nan=math.inf, posinf=math.inf)
+        rows = errors.reshape(-1, errors.shape[-1] if errors.dim() else 1).amax(-1)
+        error = typical(rows.tolist(), judged_share(a.dtype) if routed else 1.0)
         tolerance = TOLERANCE.get(a.dtype, 0.3)
         if error > 3 * tolerance:
             return f"its outputs differ by {error:.3g} standard deviations (limit {3 * tolerance})"

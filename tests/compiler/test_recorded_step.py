@@ -56,13 +56,10 @@ def generated(llm):
 @pytest.mark.parametrize(
     ("kind", "dtype", "settings"),
     [
-        ("llama", torch.float32, {}),
-        ("qwen3", torch.bfloat16, {}),
         ("qwen3", torch.bfloat16, {"quantization": "int4"}),
         ("llama", torch.float32, {"quantization": "int8", "kv_cache_dtype": "int8"}),
         ("gemma3_text", torch.bfloat16, {}),
         ("gpt_oss", torch.float32, {}),
-        ("mixtral", torch.bfloat16, {}),
         ("bloom", torch.bfloat16, {}),
     ],
     ids=str,
