@@ -81,8 +81,9 @@ class LinkedProgram:
         self.copied_weights = [constants[name] for name in linkage.folded]
 
     def _records(self, run: Callable[..., Sequence[Any]], linkage: Linkage) -> RecordedSteps | None:
-        """What runs small steps of a graph that is called kernel by kernel on the CPU; None for others."""
-        if not isinstance(run, GraphCalls) or self.device.type != "cpu" or not self.caches:
+        """What runs small steps of a graph that is called kernel by kernel; None for others, and for what was lowered
+        for an NPU, whose operators take lengths as lists."""
+        if not isinstance(run, GraphCalls) or self.device.type != "cpu" or not self.caches or self.block_size:
             return None
         names = [linkage.input_ids, *filter(None, [linkage.position_ids]), *linkage.step_inputs]
         tables = [self._at[name] for name in linkage.step_inputs if name.startswith("block_table")]

@@ -20,6 +20,7 @@ from torch_pagoda.runtime.kv_cache import allocate_kv_cache
 from torch_pagoda.runtime.ops.native import load_kernels
 from torch_pagoda.runtime.step import StepMetadata
 
+from legal_models import build_legal_model
 from tiny_models import build_tiny_model
 
 needs_kernels = pytest.mark.skipif(load_kernels() is None, reason="no C++ kernels, no records")
@@ -271,6 +272,13 @@ def test_a_graph_that_sets_modes_is_not_recorded(replays):
     with torch.no_grad():
         for i in range(4):
             assert torch.equal(steps([torch.full((1, 2), float(i))])[0], torch.full((1, 2), 2.0 * i))
+    assert not replays
+
+
+def test_what_was_lowered_for_an_npu_is_not_recorded(replays):
+    options = CompileOptions(target="npu", codegen="none")
+    program = build_program(build_legal_model("llama", dtype=torch.bfloat16), options)
+    assert program._recorded is None
     assert not replays
 
 
