@@ -86,8 +86,8 @@ class Served:
         self.caches = allocate_kv_cache(self.program.caches, 16, 4)
         self.program.bind(self.caches)
 
-    def step(self, token, position, slot=None):
-        width = position // 4 + 1
+    def step(self, token, position, slot=None, width=None):
+        width = width or position // 4 + 1
         metadata = StepMetadata(
             slot_mapping=torch.tensor([position if slot is None else slot]),
             block_table=torch.arange(width, dtype=torch.int32)[None],
@@ -174,6 +174,16 @@ def test_a_refused_step_says_why(served, replays):
         served.step(9, 4, 999)
     assert replays[-1] is False
     assert torch.equal(served.step(9, 4), expected)
+
+
+@needs_kernels
+def test_a_sequence_that_its_blocks_do_not_hold_is_refused(served, replays):
+    """Also where the record has columns for them, from a longer sequence."""
+    for position in range(12):
+        served.step(20 + position, position)
+    with pytest.raises(ValueError, match=r"seq_lens\[0\] is 9;"):
+        served.step(9, 8, width=2)
+    assert replays[-1] is False
 
 
 @needs_kernels

@@ -21,7 +21,7 @@ from torch import fx
 from ....runtime.ops import CPU_FUNCTIONS
 from ....runtime.ops.native import NotedCall, load_kernels, noting_calls
 from ....runtime.ops.replay import Replay
-from .kernels import VIEW_METHODS, GraphCalls
+from .kernels import GraphCalls
 from .result_memory import ResultMemory, ResultWatch
 
 log = logging.getLogger(__name__)
@@ -32,11 +32,13 @@ MOST_TOKENS = 64
 MOST_STEPS = 128
 """Records that are kept; the one that was not used for the longest time goes first."""
 
+NO_BLOCK = -1
+"""What a block table's wider record holds beyond it: kernels refuse a sequence that reaches so far."""
+
 _LEAST_WIDTH = 16  # of a block table
 _BY_VALUE = {torch.ops.pagoda.moe.default, torch.ops.pagoda.moe_gating.default}
 _BY_SHAPE = {function for overload, function in CPU_FUNCTIONS.items() if overload not in _BY_VALUE}
 """Functions whose arguments' shapes, and not values, say which kernels they call with what."""
-_VIEWS = {getattr(torch.Tensor, method) for method in VIEW_METHODS.values()}
 _NUMBERS = (int, float, bool, str, tuple, list, torch.SymInt, torch.dtype, torch.device)
 
 
@@ -126,7 +128,7 @@ class _Step:
         memory: ResultMemory,
     ) -> None:
         self._constants = [(i, x, _address(x)) for i, x in enumerate(args) if i not in varying]
-        self._inputs = [(i, args[i].new_zeros(size)) for i, size in varying.items()]
+        self._inputs = [(i, args[i].new_empty(size)) for i, size in varying.items()]
         self._copy(args)
         given = list(args)
         for i, tensor in self._inputs:
@@ -155,7 +157,10 @@ class _Step:
     def _copy(self, args: Sequence[Any]) -> None:
         for i, tensor in self._inputs:
             given = args[i]
-            (tensor if given.shape == tensor.shape else tensor[:, : given.shape[1]]).copy_(given)
+            if given.shape != tensor.shape:
+                tensor.fill_(NO_BLOCK)
+                tensor = tensor[:, : given.shape[1]]
+            tensor.copy_(given)
 
 
 class _Recorder:
@@ -305,7 +310,7 @@ def _writes_nothing(function: Callable[..., Any]) -> bool:
     """Whether a function is known to leave its arguments as they are."""
     if isinstance(function, torch._ops.OpOverload):
         return not function._schema.is_mutable
-    return function is operator.getitem or function in _VIEWS
+    return function is operator.getitem
 
 
 def _is_size(node: fx.Node) -> bool:

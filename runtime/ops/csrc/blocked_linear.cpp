@@ -27,7 +27,6 @@ constexpr int64_t kStepPairs = 16;
 constexpr int64_t kTallest = 32;   // rows that the tiles take at once
 constexpr int kFewestTiled = 5;    // rows; fewer leave the tiles idle
 constexpr int kVectorRows = 6;     // rows x 4 vectors of sums fill the register file
-constexpr int64_t kAhead = 8192;   // bytes, far enough for memory to answer
 
 // to[r][n] = sum_k x[r][k] w[k][n] for R rows and a panel of V vectors.
 template <int R, int V>
@@ -168,9 +167,8 @@ void multiply_panel(const BlockedLinearArguments& a, const Packed& x, int64_t pa
 #endif
   static constexpr decltype(&few_rows<1, V>) by_rows[kVectorRows] = {
       few_rows<1, V>, few_rows<2, V>, few_rows<3, V>, few_rows<4, V>, few_rows<5, V>, few_rows<6, V>};
-  const int64_t pieces = (a.rows + kVectorRows - 1) / kVectorRows;  // equal ones: a lone row would wait for its sums
-  for (int64_t piece = 0, r = 0, rows; piece < pieces; ++piece, r += rows) {
-    rows = (a.rows - r + pieces - piece - 1) / (pieces - piece);
+  for (int64_t r = 0, rows; r < a.rows; r += rows) {
+    rows = equal_piece(a.rows - r, kVectorRows);
     by_rows[rows - 1]((const uint32_t*)x.at(r, 0), pairs, w, pairs, sums);
     write_panel<V>(a, r, rows, panel, sums);
   }

@@ -3,6 +3,7 @@
 
 #include "multiply.h"
 #include "panels.h"
+#include "shares.h"
 
 #if defined(PAGODA_TILES) && defined(__AMX_INT8__)
 #define PAGODA_INT8_TILES 1
@@ -10,7 +11,6 @@
 
 constexpr int kMaxIntegerRows = 6;   // rows x 4 vectors of sums fill the register file
 constexpr int kTiledRows = 32;
-constexpr int64_t kAhead = 8192;     // bytes of weights, far enough for memory to answer
 
 static inline bool integers_on_tiles(int64_t rows) {
 #if defined(PAGODA_INT8_TILES)
@@ -127,9 +127,7 @@ static void integer_tiles(const int8_t* x, int64_t x_stride, const uint8_t* w, i
 
 // Of `left` rows of the input, `parts` rows of int8 each: how many `integer_products` takes at once.
 static inline int64_t integer_piece(int64_t left, int64_t parts, bool tiles) {
-  const int64_t most = (tiles ? kTiledRows : kMaxIntegerRows) / parts;
-  const int64_t pieces = tiles ? 1 : (left + most - 1) / most;  // equal ones, so that none is left with a single row
-  return std::min(most, (left + pieces - 1) / pieces);
+  return tiles ? std::min(left, kTiledRows / parts) : equal_piece(left, kMaxIntegerRows / parts);
 }
 
 // sums[r][n] = sum_k x[r][k] w[k][n] of at most `integer_piece` rows. On tiles, whose weights have 8 bits, rows

@@ -123,8 +123,11 @@ static void multiply_rows(const typename Kind::element* a, int64_t a_stride, con
   }
 }
 
-// Equal pieces: 8 rows as 4 + 4, not 6 + 2, which would leave the multipliers waiting for each other.
-static inline int row_pieces(int rows) { return (rows + kMaxRows - 1) / kMaxRows; }
+static inline int64_t pieces_of(int64_t rows, int64_t most) { return (rows + most - 1) / most; }
+
+// How many of `left` rows to take at once, at most `most`. Pieces are equal: 8 rows as 4 + 4, not 6 + 2, which would
+// leave the multipliers waiting for each other.
+static inline int64_t equal_piece(int64_t left, int64_t most) { return pieces_of(left, pieces_of(left, most)); }
 
 // Whether a product goes to the tiles. One or two rows leave them idle.
 template <class Kind>
@@ -139,7 +142,7 @@ static inline bool on_tiles(int rows, int64_t steps) {
 // Steps of the inner loops that `multiply` takes.
 template <class Kind>
 static inline int64_t multiply_steps(int rows, int64_t columns, int64_t steps) {
-  const int64_t vector_steps = row_pieces(rows) * ((columns + kMaxVectors * kLanes - 1) / (kMaxVectors * kLanes));
+  const int64_t vector_steps = pieces_of(rows, kMaxRows) * ((columns + kMaxVectors * kLanes - 1) / (kMaxVectors * kLanes));
 #if defined(PAGODA_TILES)
   if (on_tiles<Kind>(rows, steps)) {
     const int64_t blocks = (int64_t)((rows + kTileRows - 1) / kTileRows) * ((columns + 63) / 64);
@@ -157,18 +160,16 @@ static void multiply_on_vectors(const typename Kind::element* a, int64_t a_strid
   static constexpr decltype(&multiply_rows<Kind, 1>) by_rows[kMaxRows] = {
       multiply_rows<Kind, 1>, multiply_rows<Kind, 2>, multiply_rows<Kind, 3>,
       multiply_rows<Kind, 4>, multiply_rows<Kind, 5>, multiply_rows<Kind, 6>};
-  const int pieces = row_pieces(rows);
   for (int n = 0; n < columns; n += kMaxVectors * kLanes) {
     const int left = (columns - n) / kLanes;
     const int vectors = left < kMaxVectors ? left : kMaxVectors;
-    for (int piece = 0, r = 0; piece < pieces; ++piece) {
-      const int count = (rows - r + pieces - piece - 1) / (pieces - piece);
+    for (int r = 0, count; r < rows; r += count) {
+      count = (int)equal_piece(rows - r, kMaxRows);
       const auto* a_r = a + r * a_stride;
       const auto* b_n = b + n;
       float* c_r = c + r * c_stride + n;
       const float* decay_r = decay ? decay + r : nullptr;
       by_rows[count - 1](a_r, a_stride, b_n, b_stride, c_r, c_stride, steps, decay_r, vectors, ahead);
-      r += count;
     }
   }
 }
