@@ -3,6 +3,8 @@
 
 #include "softmax.h"
 
+constexpr int kValueKeys = 8;  // values that are packed between two requests
+
 #if defined(PAGODA_AVX512)
 
 // 16 lanes of 32 bits from element offset `at` of a row of `size` lanes; lanes past its end are 0.
@@ -199,13 +201,15 @@ static inline void pair_int8_values(uint32_t* packed, const char* const* values,
   }
 }
 
+// Which numbers of two vectors of bf16 make pairs of the first 16 of each.
+alignas(64) static const uint16_t kFirstHalves[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                      8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+
 // Values as [key / 2][columns] pairs; columns past `dim` and the key after an odd last one are 0.
 static inline void pack_values(Bf16, uint32_t* packed, const char* const* values, int keys, int64_t dim,
                                int64_t columns, int64_t dtype) {
   if (dtype == kInt8) return pair_int8_values(packed, values, keys, dim, columns);
-  alignas(64) static const uint16_t kLow[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-  const __m512i low = _mm512_load_si512(kLow);
+  const __m512i low = _mm512_load_si512(kFirstHalves);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   for (int key = 0; key < keys; key += 2) {
     const char* first = values[key];

@@ -12,7 +12,7 @@ struct Plan {
   std::vector<Tile> tiles;
   std::vector<Split> splits;
   std::vector<float> partials;
-  double work = 0.;  // multiply-adds
+  double work = 0.;  // multiply-adds, and as much again as reading keys costs
 };
 
 // Cuts the call into tiles of about equal worth. `tall` rows per tile reuse a packed block of keys well and
@@ -40,7 +40,7 @@ static void plan_tiles(const Problem& p, const std::vector<Sequence>& sequences,
         t.end_key = greater(t.end_key, t.first_key);
         tiles.push_back(t);
         total += worth(t);
-        plan.work += (double)t.rows * (double)(t.end_key - t.first_key) * (double)(p.dim + p.value_dim);
+        plan.work += worth(t) * (double)(p.dim + p.value_dim);
       }
   }
   if (threads == 1 || tiles.empty()) return;

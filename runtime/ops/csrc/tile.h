@@ -3,10 +3,10 @@
 // group) pairs, so that a block of keys is read once for all query heads that share it (GQA).
 #pragma once
 
-#include <optional>
 #include <vector>
 
-#include "few_rows.h"
+#include "few_rows_tiles.h"
+#include "few_rows_vectors.h"
 #include "pack.h"
 #include "softmax.h"
 
@@ -149,11 +149,10 @@ static inline char* out_row(const Problem& p, const Sequence& s, int64_t token, 
 static inline size_t scratch_bytes(const Problem& p, int64_t rows) {
   const int64_t floats = rows * (p.dim + 2 * kBlockKeys + p.columns + kBlockKeys + 32) +
                          kBlockKeys * (2 * p.dim + p.columns + p.value_dim + 32) + 8 * (p.dim + p.columns);
-  return floats * 4 + FewRows::bytes(p) + 65536;
+  return floats * 4 + 65536;
 }
 
 constexpr int kGroupKeys = 16;  // keys that are packed together
-constexpr int kValueKeys = 8;   // values that are packed between two requests
 constexpr int kStretchRows = 16;
 
 // What the softmax knows of the rows of a tile before the first key, and their queries.
@@ -194,17 +193,110 @@ static void finish_rows(const Problem& p, const Sequence& s, const Tile& t, cons
   }
 }
 
-// `next`, if any, is the tile that this thread takes after `t`: its first keys are fetched ahead.
+// The keys and values of a tile, a block at a time, while those of the next block are fetched ahead. `next`, if any, is
+// the tile that this thread takes afterwards: its first keys are fetched during the last block.
+class KeyBlocks {
+ public:
+  int64_t first;  // key of the block
+  int n;          // its keys; 0 or less after the last block
+  Prefetcher ahead;
+
+  KeyBlocks(const Problem& p, const std::vector<Sequence>& sequences, const Tile& t, const Tile* next,
+            const char* zeros)
+      : first(t.first_key), p_(p), sequences_(sequences), tile_(t), next_(next), zeros_(zeros) {
+    n = point(first);
+    look_ahead();
+  }
+
+  void advance() {
+    first += kBlockKeys;
+    n = next_n_;
+    now_ = 1 - now_;
+    look_ahead();
+  }
+
+  // One pointer each, padded to full groups of 16. They may be pointed elsewhere.
+  const char** keys() { return keys_[now_]; }
+  const char** values() { return values_[now_]; }
+
+ private:
+  void look_ahead() {
+    if (n <= 0) return;
+    now_ = 1 - now_;
+    next_n_ = point(first + kBlockKeys);
+    now_ = 1 - now_;
+  }
+
+  int point(int64_t first) {
+    const Sequence& s = sequences_[tile_.sequence];
+    const int n = (int)lesser(kBlockKeys, tile_.end_key - first);
+    ahead.clear();
+    if (n > 0) {
+      point_rows(p_, s, tile_.kv_head, first, n, zeros_, keys_[now_], values_[now_]);
+      note_block(p_, s, tile_.kv_head, first, n, ahead);
+    } else if (next_) {
+      const int64_t keys = lesser(kBlockKeys, next_->end_key - next_->first_key);
+      note_block(p_, sequences_[next_->sequence], next_->kv_head, next_->first_key, (int)keys, ahead);
+    }
+    return n;
+  }
+
+  const Problem& p_;
+  const std::vector<Sequence>& sequences_;
+  const Tile& tile_;
+  const Tile* next_;
+  const char* zeros_;
+  int now_ = 0, next_n_ = 0;
+  const char* keys_[2][kBlockKeys];
+  const char* values_[2][kBlockKeys];
+};
+
+#if defined(PAGODA_BF16)
+// A tile of few rows, without packing keys. Way: FewRowsOnTiles or FewRowsOnVectors.
+template <class Way>
+static void attend_few_rows(const Problem& p, const std::vector<Sequence>& sequences, const Tile& t, const Tile* next,
+                            Scratch& scratch) {
+  const Sequence& s = sequences[t.sequence];
+  const int rows = (int)t.rows;
+  scratch.reserve((rows * (p.dim + p.columns + 64) + p.dim + p.columns) * 4 + Way::bytes(p) + 4096);
+  Row* row = scratch.take<Row>(rows);
+  uint32_t* query = scratch.take<uint32_t>(rows * (p.dim / 2));
+  float* result = scratch.take<float>(rows * p.columns);
+  char* zeros = scratch.take<char>((p.dim + p.columns) * 2);
+  std::memset(result, 0, rows * p.columns * sizeof(float));
+  std::memset(zeros, 0, (p.dim + p.columns) * 2);
+  start_rows<Bf16>(p, s, t, row, query);
+  Way way(p, row, rows, query, scratch);
+  for (KeyBlocks block(p, sequences, t, next, zeros); block.n > 0; block.advance()) {
+    block.ahead.spread(way.steps());
+    way.add(block.keys(), block.values(), block.first, block.n, result, block.ahead);
+  }
+  way.finish();
+  finish_rows(p, s, t, row, result);
+}
+#endif
+
 template <class Kind>
 static void attend_tile(const Problem& p, const std::vector<Sequence>& sequences, const Tile& t, const Tile* next,
                         Scratch& scratch) {
   const Sequence& s = sequences[t.sequence];
   typedef typename Kind::element element;
+  const bool plain = p.scale > 0.f && !(p.softcap > 0.f) && !p.slopes && !p.mask;
+#if defined(PAGODA_BF16)
+  if constexpr (Kind::kPerElement == 2) {
+#if defined(PAGODA_TILES)
+    if (plain && FewRowsOnTiles::fits(p, (int)t.rows))
+      return attend_few_rows<FewRowsOnTiles>(p, sequences, t, next, scratch);
+#endif
+    if (plain && FewRowsOnVectors::fits(p, (int)t.rows))
+      return attend_few_rows<FewRowsOnVectors>(p, sequences, t, next, scratch);
+  }
+#endif
   const int64_t steps = p.dim / Kind::kPerElement;
   const int64_t size = bytes_of(p.key_dtype);
   const int rows = (int)t.rows;
   // Few enough at a time that their scores stay in the level-1 cache; the tiles take as many at once.
-  const int stretch = on_tiles<Kind>(rows, steps) ? kStretchRows : rows;
+  const int stretch = (int)lesser(rows, kStretchRows);
 
   scratch.reserve(scratch_bytes(p, rows));
   Row* row = scratch.take<Row>(rows);
@@ -227,52 +319,29 @@ static void attend_tile(const Problem& p, const std::vector<Sequence>& sequences
   start_rows<Kind>(p, s, t, row, query);
   BlockScales block_scales;
   const BlockScales* scales = p.key_scales ? &block_scales : nullptr;
-  const bool plain = p.scale > 0.f && !(p.softcap > 0.f) && !p.slopes && !p.mask;
-  std::optional<FewRows> few;
-  if (Kind::kPerElement == 2 && plain && FewRows::fits(p, rows))
-    few.emplace(p, row, rows, (const uint32_t*)query, scratch);
-  const char* key_rows[2][kBlockKeys];
-  const char* value_rows[2][kBlockKeys];
-  int now = 0;
-  Prefetcher ahead;
-  const auto point = [&](int at, int64_t first) {
-    const int n = (int)lesser(kBlockKeys, t.end_key - first);
-    ahead.clear();
-    if (n > 0) {
-      point_rows(p, s, t.kv_head, first, n, zeros, key_rows[at], value_rows[at]);
-      note_block(p, s, t.kv_head, first, n, ahead);
-    } else if (next) {
-      const int64_t keys = lesser(kBlockKeys, next->end_key - next->first_key);
-      note_block(p, sequences[next->sequence], next->kv_head, next->first_key, (int)keys, ahead);
-    }
-    return n;
-  };
-  int n = point(now, t.first_key), next_n;
-  for (int64_t first = t.first_key; first < t.end_key; first += kBlockKeys, now = 1 - now, n = next_n) {
-    next_n = point(1 - now, first + kBlockKeys);
+  for (KeyBlocks block(p, sequences, t, next, zeros); block.n > 0; block.advance()) {
+    const int64_t first = block.first;
+    const int n = block.n;
+    Prefetcher& ahead = block.ahead;
     // All the work on a block shares the requests for the next one.
-    ahead.spread(few ? few->steps() + kBlockKeys / kValueKeys : multiply_steps<Kind>(rows, kBlockKeys, steps) +
-                 multiply_steps<Kind>(rows, p.columns, kBlockKeys / Kind::kPerElement) + kBlockKeys / kGroupKeys +
-                 rows + kBlockKeys / kValueKeys);
+    ahead.spread(pieces_of(rows, stretch) * (multiply_steps<Kind>(stretch, kBlockKeys, steps) +
+                                             multiply_steps<Kind>(stretch, p.columns, kBlockKeys / Kind::kPerElement)) +
+                 kBlockKeys / kGroupKeys + rows + kBlockKeys / kValueKeys);
     if (mask && !load_tile_mask(p, s, row, rows, first, n, mask)) continue;
-    if (straight_keys) straighten_rows(key_rows[now], n, p.dim, size, p.key_dim, straight_keys);
+    if (straight_keys) straighten_rows(block.keys(), n, p.dim, size, p.key_dim, straight_keys);
     if (straight_values)
-      straighten_rows(value_rows[now], n, p.value_dim, size, p.value_dim_stride, straight_values);
+      straighten_rows(block.values(), n, p.value_dim, size, p.value_dim_stride, straight_values);
 
     if (scales) load_scales(p, s, t.kv_head, first, n, block_scales);
     const int groups = (n + kGroupKeys - 1) / kGroupKeys;
-    for (int i = 0; !few && i < groups * kGroupKeys; i += kGroupKeys) {
-      pack_keys(Kind{}, keys + i, key_rows[now] + i, 1, p.dim, p.key_dtype, spare);
+    for (int i = 0; i < groups * kGroupKeys; i += kGroupKeys) {
+      pack_keys(Kind{}, keys + i, block.keys() + i, 1, p.dim, p.key_dtype, spare);
       ahead.step();
     }
     for (int i = 0; i < n; i += kValueKeys) {
-      pack_values(Kind{}, values + i / Kind::kPerElement * p.columns, value_rows[now] + i,
+      pack_values(Kind{}, values + i / Kind::kPerElement * p.columns, block.values() + i,
                   (int)lesser(kValueKeys, n - i), p.value_dim, p.columns, p.key_dtype);
       ahead.step();
-    }
-    if (few) {
-      few->add(key_rows[now], (uint32_t*)values, first, n, result, ahead);
-      continue;
     }
     for (int from = 0; from < rows; from += stretch) {
       const int count = (int)lesser(stretch, rows - from);
@@ -302,6 +371,5 @@ static void attend_tile(const Problem& p, const std::vector<Sequence>& sequences
     }
   }
 
-  if (few) few->finish(row);
   finish_rows(p, s, t, row, result);
 }

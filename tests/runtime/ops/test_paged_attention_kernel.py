@@ -65,13 +65,14 @@ def test_head_groups(check, paged_case, dtype, heads, kv_heads):
     check(paged_case([(1, 90), (9, 20)], dtype=dtype, heads=heads, kv_heads=kv_heads))
 
 
-@pytest.mark.parametrize("group", [4, 7, 8, 9, 16])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 9, 12, 16])
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 @pytest.mark.parametrize("options", [{}, {"window": 75}, {"chunk": 48}, {"sinks": True}], ids=str)
 def test_few_rows_that_share_keys(check, paged_case, group, block_size, options):
-    """Decoding, whole and partial blocks of keys, columns of values that do not fill a pair of tiles."""
+    """Decoding, whole and partial blocks of keys, columns of values that fill neither tiles nor pieces."""
     sequences = [(1, context) for context in (1, 15, 16, 17, 63, 64, 65, 100, 130, 700)]
-    for dim, value_dim in ((64, 64), (96, 48), (128, 128)):
+    sequences += [(2, 65), (3, 3)]
+    for dim, value_dim in ((64, 64), (96, 48), (32, 160), (128, 128)):
         check(
             paged_case(
                 sequences,
@@ -83,6 +84,17 @@ def test_few_rows_that_share_keys(check, paged_case, group, block_size, options)
                 **options,
             )
         )
+
+
+@pytest.mark.parametrize("group", [1, 2, 8])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("context", [1, 64, 70, 200])
+def test_nan_reaches_few_rows_and_no_others(paged_case, group, bad, context):
+    case = paged_case([(1, context)] * 2, heads=2 * group, dim=64, dtype=torch.bfloat16)
+    case.arguments[0][0, 0, 1] = bad
+    result = kernel(*case.arguments)
+    assert result[0, 0, 1].isnan().all()
+    assert result[0, 1:].isfinite().all() and result[0, 0, 0].isfinite().all()
 
 
 @pytest.mark.parametrize("cache_by_heads", [True, False])

@@ -1,4 +1,4 @@
-// A block of keys and values against 4 to 16 query rows: what a decoding sequence has whose query heads share keys.
+// Few query rows with tiles, 4 to 16: what a decoding sequence has whose query heads share keys.
 //
 // Packing keys for `multiply` would cost more than the products. So the keys are the left operand of their product
 // here, read from where they lie: scores come out as [key][query row], maxima are found lane by lane, and only the
@@ -14,13 +14,14 @@
 
 #if defined(PAGODA_TILES)
 
-class FewRows {
+class FewRowsOnTiles {
  public:
   static constexpr int kMost = 16;
 
   // Of scratch memory.
   static int64_t bytes(const Problem& p) {
-    return (p.dim / 2 * kMost + kBlockKeys * kMost + kMost * kBlockKeys / 2) * 4 + 32 * p.dim * 2 + 1024;
+    return (p.dim / 2 * kMost + kBlockKeys * kMost + kMost * kBlockKeys / 2 + kBlockKeys / 2 * p.columns) * 4 +
+           32 * p.dim * 2 + 1024;
   }
 
   // Whether rows of a call with nothing but a positive scale to apply can go this way.
@@ -30,13 +31,14 @@ class FewRows {
   }
 
   // `query`: [rows][dim / 2] pairs.
-  FewRows(const Problem& p, const Row* row, int rows, const uint32_t* query, Scratch& scratch)
+  FewRowsOnTiles(const Problem& p, Row* row, int rows, const uint32_t* query, Scratch& scratch)
       : scale_(p.scale * kLog2E), rows_(rows), lanes_(rows <= 8 ? 8 : 16), chunks_(p.dim / 32), columns_(p.columns),
-        row_bytes_(p.key_row * 2) {
+        value_dim_(p.value_dim), row_bytes_(p.key_row * 2), row_(row) {
     query_ = scratch.take<uint32_t>(p.dim / 2 * lanes_);
     scores_ = scratch.take<float>(kBlockKeys * lanes_);
     weights_ = scratch.take<uint32_t>(kMost * kBlockKeys / 2);
     straight_ = scratch.take<char>(32 * p.dim * 2);
+    values_ = scratch.take<uint32_t>(kBlockKeys / 2 * p.columns);
     const int64_t pairs = p.dim / 2;
     for (int64_t k = 0; k < pairs; ++k)
       for (int r = 0; r < lanes_; ++r) query_[k * lanes_ + r] = r < rows ? query[r * pairs + k] : 0;
@@ -50,12 +52,18 @@ class FewRows {
   }
 
   // Of `ahead`, in `add`.
-  int64_t steps() const { return (chunks_ + (columns_ + 31) / 32) * (kBlockKeys / 32); }
+  int64_t steps() const { return (chunks_ + (columns_ + 31) / 32) * (kBlockKeys / 32) + kBlockKeys / kValueKeys; }
 
-  // Adds keys [first, first + n) and their values, packed as pairs, to `result` [rows][columns].
-  void add(const char* const* keys, uint32_t* values, int64_t first, int n, float* result, Prefetcher& ahead) {
+  // Adds keys [first, first + n) and their values to `result` [rows][columns].
+  void add(const char* const* keys, const char* const* values, int64_t first, int n, float* result,
+           Prefetcher& ahead) {
+    for (int i = 0; i < n; i += kValueKeys) {
+      pack_values(Bf16{}, values_ + i / 2 * columns_, values + i, (int)lesser(kValueKeys, n - i), value_dim_, columns_,
+                  kBFloat16);
+      ahead.step();
+    }
     const int64_t pairs = (n + 1) / 2;
-    std::memset(values + pairs * columns_, 0, (round_up(pairs, kTilePairs) - pairs) * columns_ * 4);
+    std::memset(values_ + pairs * columns_, 0, (round_up(pairs, kTilePairs) - pairs) * columns_ * 4);
     configure();
     score(keys, n, ahead);
     alignas(64) float decay[kLanes];
@@ -66,14 +74,14 @@ class FewRows {
       for (int64_t d = 0; d < columns_; d += kLanes)
         store(result + r * columns_ + d, load(result + r * columns_ + d) * decay[r]);
     }
-    add_values(values, n, result, ahead);
+    add_values(n, result, ahead);
   }
 
-  void finish(Row* row) const {
+  void finish() const {
     for (int r = 0; r < rows_; ++r) {
-      row[r].maximum = maximum_[r];
-      row[r].sum = vfloat{};
-      row[r].sum[0] = lanes_ == 8 ? sum_[r] + sum_[r + 8] : sum_[r];
+      row_[r].maximum = maximum_[r];
+      row_[r].sum = vfloat{};
+      row_[r].sum[0] = lanes_ == 8 ? sum_[r] + sum_[r + 8] : sum_[r];
     }
   }
 
@@ -193,7 +201,7 @@ class FewRows {
     sum_ = total[0] + total[1];
   }
 
-  void add_values(const uint32_t* values, int n, float* result, Prefetcher& ahead) const {
+  void add_values(int n, float* result, Prefetcher& ahead) const {
     const int64_t stride = columns_ * 4;
     for (int64_t d = 0; d < columns_; d += 32) {
       const bool two = d + 16 < columns_;
@@ -202,7 +210,7 @@ class FewRows {
       if (two) _tile_loadd(7, result + d + 16, stride);
       for (int at = 0; at < n; at += 32) {
         ahead.step();
-        const uint32_t* from = values + at / 2 * columns_ + d;
+        const uint32_t* from = values_ + at / 2 * columns_ + d;
         _tile_loadd(4, weights_ + at / 2, 128);
         _tile_loadd(5, from, stride);
         _tile_dpbf16ps(6, 4, 5);
@@ -218,23 +226,14 @@ class FewRows {
 
   const float scale_;
   const int rows_, lanes_;
-  const int64_t chunks_, columns_, row_bytes_;
+  const int64_t chunks_, columns_, value_dim_, row_bytes_;
+  Row* row_;
   uint32_t *query_, *weights_;  // [dim / 2][lane] and [row][32] pairs
+  uint32_t* values_;            // [key / 2][columns] pairs
   float* scores_;
   char* straight_;
   int32_t low_[kLanes], high_[kLanes];
   int64_t all_low_, all_high_;
   vfloat maximum_, sum_;  // of each lane's row, as in `Row`
-};
-#else
-// Without tiles, all rows go the way of many.
-class FewRows {
- public:
-  static int64_t bytes(const Problem&) { return 0; }
-  static bool fits(const Problem&, int) { return false; }
-  FewRows(const Problem&, const Row*, int, const uint32_t*, Scratch&) {}
-  int64_t steps() const { return 0; }
-  void add(const char* const*, uint32_t*, int64_t, int, float*, Prefetcher&) {}
-  void finish(Row*) const {}
 };
 #endif

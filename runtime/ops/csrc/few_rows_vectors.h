@@ -1,0 +1,206 @@
+// Few query rows with vectors: keys are never packed.
+//
+// A packed block of keys serves 16 lanes of keys at once, but costs four shuffles a vector and a trip through memory:
+// as much as ten query rows. Here four keys are transposed in registers, within the quarters of their vectors only: each
+// quarter then holds one pair of numbers of every key, and the quarters are added up at the end. Values are paired in
+// registers, too.
+#pragma once
+
+#include "pack.h"
+#include "scratch.h"
+#include "softmax.h"
+
+#if defined(PAGODA_BF16)
+
+class FewRowsOnVectors {
+ public:
+  static constexpr int kMost = 16;  // more are better off with packed keys
+  static constexpr int kPiece = 8;  // rows at a time: their sums fill the registers
+
+  // Of scratch memory.
+  static int64_t bytes(const Problem& p) {
+    return (p.dim / 2 * 4 * kMost + kPiece * kBlockKeys + kPiece * kBlockKeys / 2) * 4 + 1024;
+  }
+
+  // Whether rows of a call with nothing but a positive scale to apply can go this way.
+  static bool fits(const Problem& p, int rows) {
+    return rows <= kMost && p.query_dtype == kBFloat16 && p.key_dtype == kBFloat16 && p.key_dim == 1 &&
+           p.value_dim_stride == 1 && p.dim % 32 == 0 && p.value_dim % 32 == 0;
+  }
+
+  // `query`: [rows][dim / 2] pairs.
+  FewRowsOnVectors(const Problem& p, Row* row, int rows, const uint32_t* query, Scratch& scratch)
+      : scale_(p.scale * kLog2E), row_(row), rows_(rows), chunks_(p.dim / 32), columns_(p.columns) {
+    query_ = scratch.take<uint32_t>(rows * chunks_ * 64);
+    scores_ = scratch.take<float>(kPiece * kBlockKeys);
+    weights_ = scratch.take<uint32_t>(kPiece * kBlockKeys / 2);
+    for (int r = 0, count; r < rows; r += count) {
+      count = piece(r);
+      for (int i = 0; i < count; ++i)
+        for (int64_t c = 0; c < chunks_; ++c) {
+          const __m512i x = _mm512_loadu_si512(query + ((r + i) * chunks_ + c) * 16);
+          uint32_t* to = query_ + (r * chunks_ * 4 + c * 4 * count + i) * 16;
+          _mm512_store_si512(to, _mm512_shuffle_epi32(x, _MM_PERM_AAAA));
+          _mm512_store_si512(to + count * 16, _mm512_shuffle_epi32(x, _MM_PERM_BBBB));
+          _mm512_store_si512(to + 2 * count * 16, _mm512_shuffle_epi32(x, _MM_PERM_CCCC));
+          _mm512_store_si512(to + 3 * count * 16, _mm512_shuffle_epi32(x, _MM_PERM_DDDD));
+        }
+    }
+  }
+
+  // Of `ahead`, in `add`.
+  int64_t steps() const {
+    const int64_t pieces = pieces_of(rows_, kPiece), count = equal_piece(rows_, kPiece);
+    const int64_t wide = count <= 2 ? 128 : count <= 4 ? 64 : 32;
+    return pieces * (kBlockKeys / 8 * chunks_ + kBlockKeys / 4 * ((columns_ + wide - 1) / wide));
+  }
+
+  // Adds keys [first, first + n) and their values to `result` [rows][columns].
+  void add(const char* const* keys, const char* const* values, int64_t first, int n, float* result,
+           Prefetcher& ahead) {
+    static constexpr decltype(&FewRowsOnVectors::add_rows<1>) by_rows[kPiece] = {
+        &FewRowsOnVectors::add_rows<1>, &FewRowsOnVectors::add_rows<2>, &FewRowsOnVectors::add_rows<3>,
+        &FewRowsOnVectors::add_rows<4>, &FewRowsOnVectors::add_rows<5>, &FewRowsOnVectors::add_rows<6>,
+        &FewRowsOnVectors::add_rows<7>, &FewRowsOnVectors::add_rows<8>};
+    for (int r = 0, count; r < rows_; r += count) {
+      count = piece(r);
+      (this->*by_rows[count - 1])(r, keys, values, first, n, result + r * columns_, ahead);
+    }
+  }
+
+  void finish() const {}
+
+ private:
+  // Rows to take at once from `row` on.
+  int piece(int row) const { return (int)equal_piece(rows_ - row, kPiece); }
+
+  template <int R>
+  void add_rows(int row, const char* const* keys, const char* const* values, int64_t first, int n, float* result,
+                Prefetcher& ahead) {
+    score<R>(query_ + row * chunks_ * 64, keys, n, ahead);
+    float decay[R];
+    for (int r = 0; r < R; ++r) decay[r] = weigh(row_[row + r], scores_ + r * kBlockKeys, weights_ + r * 32, first, n);
+    constexpr int kWide = R <= 2 ? 4 : R <= 4 ? 2 : 1;
+    int64_t d = 0;
+    for (; d + 32 * kWide <= columns_; d += 32 * kWide) add_values<R, kWide>(values, n, d, decay, result, ahead);
+    for (; d < columns_; d += 32) add_values<R, 1>(values, n, d, decay, result, ahead);
+  }
+
+  // Four keys from number `at` of a row of 16 pairs on, transposed within quarters: quarter i of the j-th vector holds
+  // pair 4 i + j of each key.
+  static inline void transpose_quarters(const char* const* key, int64_t at, __m512i* pair) {
+    const __m512i a = _mm512_loadu_si512(key[0] + at), b = _mm512_loadu_si512(key[1] + at);
+    const __m512i c = _mm512_loadu_si512(key[2] + at), d = _mm512_loadu_si512(key[3] + at);
+    const __m512i ab = _mm512_unpacklo_epi32(a, b), ab2 = _mm512_unpackhi_epi32(a, b);
+    const __m512i cd = _mm512_unpacklo_epi32(c, d), cd2 = _mm512_unpackhi_epi32(c, d);
+    pair[0] = _mm512_unpacklo_epi64(ab, cd), pair[1] = _mm512_unpackhi_epi64(ab, cd);
+    pair[2] = _mm512_unpacklo_epi64(ab2, cd2), pair[3] = _mm512_unpackhi_epi64(ab2, cd2);
+  }
+
+  // scores_[r][key] of n keys, which are padded to full groups of 16. Eight at a time share a vector of the query.
+  template <int R>
+  void score(const uint32_t* query, const char* const* keys, int n, Prefetcher& ahead) {
+    alignas(64) float quarters[R][4][kLanes];
+    for (int at = 0; at < n; at += 16) {
+      for (int half = 0; half < 2; ++half) {
+        const char* const* key = keys + at + 8 * half;
+        vfloat sum[2][R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) sum[0][r] = sum[1][r] = vfloat{};
+        const uint32_t* q = query;
+        for (int64_t c = 0; c < chunks_; ++c, q += 4 * R * 16) {
+          ahead.step();
+          __m512i pair[2][4];
+          transpose_quarters(key, c * 64, pair[0]);
+          transpose_quarters(key + 4, c * 64, pair[1]);
+#pragma GCC unroll 4
+          for (int j = 0; j < 4; ++j)
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+              const __m512i x = Bf16::read(q + (j * R + r) * 16);
+              sum[0][r] = Bf16::fma(sum[0][r], pair[0][j], x);
+              sum[1][r] = Bf16::fma(sum[1][r], pair[1][j], x);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          store(quarters[r][2 * half], sum[0][r]);
+          store(quarters[r][2 * half + 1], sum[1][r]);
+        }
+      }
+      for (int r = 0; r < R; ++r) store(scores_ + r * kBlockKeys + at, add_quarters(quarters[r]));
+    }
+  }
+
+  // Lane 4 i + j is the sum of the lanes j, 4 + j, 8 + j and 12 + j of vector i.
+  static vfloat add_quarters(const float (*v)[kLanes]) {
+    const auto halves = [](vfloat a, vfloat b) {
+      return (vfloat)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x88) +
+             (vfloat)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xDD);
+    };
+    return halves(halves(load(v[0]), load(v[1])), halves(load(v[2]), load(v[3])));
+  }
+
+  // Scores to weights of keys [first, first + n); the factor that the row's earlier results decay by.
+  float weigh(Row& row, float* scores, uint32_t* weights, int64_t first, int n) const {
+    const int64_t begin = row.low - first, end = lesser(row.high - first, n);
+    if (begin > 0 || end < kBlockKeys) hide_scores(scores, begin, end);
+    vfloat x[4], top = load(scores);
+    for (int v = 1; v < 4; ++v) top = larger(top, load(scores + v * kLanes));
+    top *= scale_;
+    float decay = 1.f;
+    if (_mm512_cmp_ps_mask((__m512)top, _mm512_set1_ps(row.maximum), _CMP_GT_OQ)) {  // seldom
+      const float highest = largest_lane(top);
+      decay = power_of_two(row.maximum - highest);
+      row.maximum = highest;
+    }
+    const float low = finite_maximum(row.maximum);
+    for (int v = 0; v < 4; ++v) x[v] = load(scores + v * kLanes) * scale_ - low;
+    row.sum = store_powers(weights, x, row.sum * decay);
+    return decay;
+  }
+
+  // 32 * kWide columns from d on.
+  template <int R, int kWide>
+  void add_values(const char* const* values, int n, int64_t d, const float* decay, float* result,
+                  Prefetcher& ahead) const {
+    const __m512i low = _mm512_load_si512(kFirstHalves), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    vfloat sum[R][2 * kWide];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < 2 * kWide; ++v) sum[r][v] = vfloat{};
+    for (int key = 0; key < n; key += 2) {
+      if (key % 4 == 0) ahead.step();
+      const char *first = values[key] + d * 2, *second = values[key + 1] + d * 2;
+      __m512i pair[2 * kWide];
+#pragma GCC unroll 8
+      for (int v = 0; v < kWide; ++v) {
+        const __m512i x = _mm512_loadu_si512(first + v * 64), y = _mm512_loadu_si512(second + v * 64);
+        pair[2 * v] = _mm512_permutex2var_epi16(x, low, y);
+        pair[2 * v + 1] = _mm512_permutex2var_epi16(x, high, y);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const __m512i weight = Bf16::spread(weights_ + r * 32 + key / 2);
+#pragma GCC unroll 8
+        for (int v = 0; v < 2 * kWide; ++v) sum[r][v] = Bf16::fma(sum[r][v], weight, pair[v]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < 2 * kWide; ++v) {
+        float* to = result + r * columns_ + d + v * kLanes;
+        store(to, load(to) * decay[r] + sum[r][v]);
+      }
+  }
+
+  const float scale_;
+  Row* row_;
+  const int rows_;
+  const int64_t chunks_, columns_;
+  uint32_t *query_, *weights_;  // [piece][chunk][4][row][16] pairs, each four times; [row][32] pairs
+  float* scores_;               // [row][key]
+};
+#endif
