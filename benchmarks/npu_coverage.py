@@ -62,12 +62,12 @@ def npu_row(name: str, model: Any) -> NpuRow:
     import torch
 
     from torch_pagoda.compiler.aten import to_aten
-    from torch_pagoda.compiler.build import rewrite
     from torch_pagoda.compiler.capture import capture
     from torch_pagoda.compiler.explain.expected import expected_matches
     from torch_pagoda.compiler.explain.recognition import recognition
     from torch_pagoda.compiler.options import CompileOptions
     from torch_pagoda.compiler.report import CompileReport
+    from torch_pagoda.compiler.rewrite import rewrite
     from torch_pagoda.compiler.verify import reference_of_model
     from torch_pagoda.passes import UnsupportedModel
     from torch_pagoda.passes.lower.npu.limits import illegal_calls

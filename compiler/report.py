@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from ..passes import PassRecord
@@ -72,3 +73,16 @@ class CompileReport:
     stored: bool = False
     codegen: str = "none"
     seconds: dict[str, float] = field(default_factory=dict)
+
+
+class PhaseClock:
+    """Adds up what the phases of compiling take, in a report's ``seconds``; the first one begins now."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self._seconds, self._start = seconds, time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """The phase ``phase`` ends now and another one begins."""
+        now = time.perf_counter()
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._start
+        self._start = now

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from torch_pagoda.compiler.build import rewrite
 from torch_pagoda.compiler.capture import capture
 from torch_pagoda.compiler.linker import link
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.report import CompileReport
+from torch_pagoda.compiler.rewrite import rewrite
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.lower.npu.target import NpuTarget
 from torch_pagoda.runtime.engine import Engine

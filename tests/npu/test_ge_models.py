@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_pagoda.compiler.build import rewrite
 from torch_pagoda.compiler.capture import capture
 from torch_pagoda.compiler.linker import link
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.report import CompileReport
+from torch_pagoda.compiler.rewrite import rewrite
 from torch_pagoda.compiler.targets.npu.conversion import convert
 from torch_pagoda.passes.fx_nodes import value
 from torch_pagoda.passes.lower.npu.limits import illegal_calls

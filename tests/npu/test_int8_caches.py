@@ -7,11 +7,11 @@ import torch
 from lowered_models import assert_same, served
 
 from torch_pagoda.compiler import CompileOptions
-from torch_pagoda.compiler.build import rewrite
 from torch_pagoda.compiler.capture import capture
 from torch_pagoda.compiler.explain.npu import computed_in
 from torch_pagoda.compiler.explain.traffic import Step, moved
 from torch_pagoda.compiler.report import CompileReport
+from torch_pagoda.compiler.rewrite import rewrite
 from torch_pagoda.compiler.targets.cpu.kernels import call_kernels
 from torch_pagoda.compiler.targets.npu.conversion import convert
 from torch_pagoda.passes.fx_nodes import value

@@ -153,7 +153,8 @@ static inline size_t scratch_bytes(const Problem& p, int64_t rows) {
 }
 
 constexpr int kGroupKeys = 16;  // keys that are packed together
-constexpr int kStretchRows = 16;
+constexpr int kTileKeys = 32;   // values that a tile holds as pairs
+constexpr int kStretchRows = 16;  // that go from scores to weighted values together
 
 // What the softmax knows of the rows of a tile before the first key, and their queries.
 template <class Kind>
@@ -346,9 +347,11 @@ static void attend_tile(const Problem& p, const std::vector<Sequence>& sequences
     for (int from = 0; from < rows; from += stretch) {
       const int count = (int)lesser(stretch, rows - from);
       Row* part = row + from;
-      if (part[count - 1].high <= first || part[0].low >= first + n) continue;  // later rows see later keys
+      const int64_t last = part[count - 1].high - first;  // later rows see later keys
+      if (last <= 0 || part[0].low >= first + n) continue;
+      const int seen = (int)lesser(n, round_up(last, on_tiles<Kind>(count, steps) ? kTileKeys : kGroupKeys));
       multiply<Kind>(query + from * steps, steps, keys, kBlockKeys, scores, kBlockKeys, steps, nullptr, count,
-                     groups * kGroupKeys, ahead);
+                     (int)round_up(seen, kGroupKeys), ahead);
       if (plain && count >= kLanes) {  // fewer leave lanes idle
         for (int r = 0; r < count; ++r) {
           if (scales) scale_scores(scores + r * kBlockKeys, *scales);
@@ -367,7 +370,7 @@ static void attend_tile(const Problem& p, const std::vector<Sequence>& sequences
         }
       }
       multiply<Kind>(weights, kBlockKeys / Kind::kPerElement, values, p.columns, result + from * p.columns,
-                     p.columns, (n + Kind::kPerElement - 1) / Kind::kPerElement, decay, count, (int)p.columns, ahead);
+                     p.columns, (seen + Kind::kPerElement - 1) / Kind::kPerElement, decay, count, (int)p.columns, ahead);
     }
   }
 

@@ -7,10 +7,10 @@ import functools
 import pytest
 import torch
 
-from torch_pagoda.compiler.build import rewrite
 from torch_pagoda.compiler.capture import capture
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.report import CompileReport
+from torch_pagoda.compiler.rewrite import rewrite
 from torch_pagoda.passes.fx_nodes import callee
 from torch_pagoda.passes.lower.npu.call import Call
 from torch_pagoda.passes.lower.npu.limits import LIMITS, npu_calls, violations
