@@ -14,7 +14,7 @@ import peers
 import pytest
 import torch
 from limits import ROWS, Limits, _between, layer_matrices, steps_of_workload
-from peer_figures import DECODE, figures, pairs, plot, prefill_flops, read_bytes, tables
+from peer_figures import DECODE, cache_bytes, figures, pairs, plot, prefill_flops, read_bytes, tables
 from peer_setup import OURS, PEERS, WORKERS, Peer, PeerFailed
 from peers import VARIANTS, Side, Worker, compare, finished_runs
 from shapes import OUTPUT_LENGTHS, PREFILL_PROMPT, PROMPT_LENGTHS, SHAPES, weight_bytes_per_token
@@ -207,7 +207,14 @@ def test_the_table_says_who_is_faster_and_how_near_the_limits():
     assert "| torch-pagoda | 127 | 53% | 1000 | 1024 | 22% | 4676 | 50% |  |  | 100 |" in text
     assert "| torch-pagoda : hf | **3.00×** (2.00–4.00) |  | **3.00×** (2.00–4.00) |" in text
     assert text.count("**1.50×** |") == 1
-    assert "- beside hf: read 500.0 GB/s, GEMM 9000 GFLOP/s, 32 requests 9352.0 tok/s" in text
+    assert "- beside hf: read 500.0 GB/s, GEMM 9000 GFLOP/s, 32 requests 9352.0 tok/s (8213.9" in text
+
+
+def test_keys_and_values_that_the_requests_read():
+    lengths = zip(PROMPT_LENGTHS, OUTPUT_LENGTHS, strict=True)
+    tokens = sum(prompt + n for prompt, out in lengths for n in range(1, out))
+    assert cache_bytes("tinyllama-1.1b") == tokens * 22 * 2 * 4 * 64 * 2 == 34_640_764_928
+    assert cache_bytes("qwen3-0.6b") == tokens * 28 * 2 * 8 * 128 * 2
 
 
 @pytest.mark.parametrize("shape", SHAPES)
