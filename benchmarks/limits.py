@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from shapes import OUTPUT_LENGTHS, PROMPT_LENGTHS, SHAPES, Prompts
+from shapes import OUTPUT_LENGTHS, PROMPT_LENGTHS, SHAPES, Prompts, head_dim
 
 from torch_pagoda.runtime.batching import Batcher
 from torch_pagoda.runtime.blocks import BlockGroup, BlockManager
@@ -90,7 +90,7 @@ def layer_matrices(shape: str) -> list[tuple[int, int]]:
     """``[out, in]`` of a decoder layer's matrices, those of one input merged."""
     config = SHAPES[shape]()
     hidden, inner = config.hidden_size, config.intermediate_size
-    dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    dim = head_dim(config)
     queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
     return [(queries + 2 * keys, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner)]
 

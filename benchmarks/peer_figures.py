@@ -9,7 +9,7 @@ from typing import Any
 
 from limits import layer_matrices
 from report import markdown_table, plotter, save_plot
-from shapes import DECODE_TOKENS, OUTPUT_LENGTHS, PREFILL_PROMPT, PROMPT_LENGTHS, SHAPES
+from shapes import DECODE_TOKENS, OUTPUT_LENGTHS, PREFILL_PROMPT, PROMPT_LENGTHS, SHAPES, head_dim
 
 DECODE, TTFT, PREFILL, OFFLINE = "decode (tok/s)", "TTFT 128 (ms)", "prefill 1024 (tok/s)", "32 requests (tok/s)"
 COLD, WARM, MEMORY = "first token, cold (s)", "first token, warm (s)", "memory (MB)"
@@ -50,8 +50,7 @@ def prefill_flops(shape: str, tokens: int) -> float:
 def cache_bytes(shape: str) -> int:
     """Bytes of keys and values, in bf16, that decoding the 32 requests reads."""
     config = SHAPES[shape]()
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * dim
+    per_token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config)
     seen = sum(prompt + n for prompt, out in zip(PROMPT_LENGTHS, OUTPUT_LENGTHS, strict=True) for n in range(1, out))
     return seen * per_token
 

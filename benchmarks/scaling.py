@@ -35,7 +35,7 @@ from limits import StepTimes, machine_limits
 from peer_figures import prefill_flops
 from random_llama import greedy, random_llama, warm_up
 from report import add_arguments, conditions, markdown_table, plotter, save, save_plot
-from shapes import SHAPES, Prompts, random_model
+from shapes import SHAPES, Prompts, head_dim, random_model
 from workloads import random_prompt
 
 from torch_pagoda import LLM, RequestOutput
@@ -81,9 +81,8 @@ def batch_curve(shape: str, batches: Sequence[int], count: int, repeats: int, se
 def attention_layer(shape: str, context: int) -> Shape:
     """One new token of one sequence, as a layer of the model sees it."""
     config = SHAPES[shape]()
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     name = f"decode 1 x {context}, {shape}"
-    return Shape(name, config.num_attention_heads, config.num_key_value_heads, dim, ((1, context),))
+    return Shape(name, config.num_attention_heads, config.num_key_value_heads, head_dim(config), ((1, context),))
 
 
 def kv_bytes(layer: Shape) -> int:

@@ -48,6 +48,11 @@ OUTPUT_LENGTHS = [
 DECODE_PROMPT, DECODE_TOKENS, PREFILL_PROMPT = 128, 128, 1024
 
 
+def head_dim(config: Any) -> int:
+    """Of one attention head; configs name it only where it does not follow from the others."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def random_model(shape: str) -> PreTrainedModel:
     """A bf16 model of the shape with random weights; the head is spread so that greedy tokens vary."""
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..runtime.ops.native import begin_loading
 from . import dump
 from .linkage import Linkage
 from .linker import LinkedProgram
@@ -33,6 +34,8 @@ def compile_program(model: nn.Module, options: CompileOptions, *, owns_weights: 
     """
     start = time.perf_counter()
     options = options.for_device(next(model.parameters()).device.type)
+    if options.target == "cpu":
+        begin_loading()  # what must be compiled is ready when the first program runs
     store, key, contents = open_store(), "", ""
     if store is not None and (reason := _not_stored(options)):
         log.info("the program is not kept for later starts: %s", reason)

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +45,19 @@ class KernelBuildError(RuntimeError):
     """The C++ kernels could not be built or loaded; the message says why."""
 
 
+def begin_loading() -> None:
+    """Load the library, and build it if need be, on a thread of its own; who calls ``load_kernels`` waits for it."""
+    _loading()
+
+
+@functools.cache
+def _loading() -> Future[ctypes.CDLL]:
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pagoda-kernels")
+    future = pool.submit(_load_or_build, cache_directory())
+    pool.shutdown(wait=False)
+    return future
+
+
 @functools.cache
 def load_kernels() -> ctypes.CDLL | None:
     """The library of C++ kernels, built if need be; None, after one warning, where that is impossible.
@@ -53,7 +66,7 @@ def load_kernels() -> ctypes.CDLL | None:
     hashes sources, flags, compiler and processor. Processes that need it at once build it once.
     """
     try:
-        return _load_or_build(cache_directory())
+        return _loading().result()
     except (KernelBuildError, OSError) as error:
         warnings.warn(
             f"torch-pagoda runs without its C++ kernels, many times slower, because {error}",

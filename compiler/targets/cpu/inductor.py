@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
-from torch._inductor.compile_fx import compile_fx
 
 from ....passes import TracedGraph
 from ....passes.fx_nodes import callee, value
@@ -43,6 +42,9 @@ def generate_code(traced: TracedGraph, context: TracingContext) -> Callable[...,
     Returns:
         a function of the placeholders' values, in order, that returns the graph's outputs.
     """
+    # Imported here: it takes more than half a second, and most programs need none of it.
+    from torch._inductor.compile_fx import compile_fx
+
     traced.recompile()
     examples = [value(n) for n in traced.placeholders]
     # Packed weights are opaque: they have no strides that the generated code could assert.

@@ -1,9 +1,8 @@
 // Few query rows with vectors: keys are never packed.
 //
-// A packed block of keys serves 16 lanes of keys at once, but costs four shuffles a vector and a trip through memory:
-// as much as ten query rows. Here four keys are transposed in registers, within the quarters of their vectors only: each
-// quarter then holds one pair of numbers of every key, and the quarters are added up at the end. Values are paired in
-// registers, too.
+// A packed block of keys serves 16 lanes of keys at once, but costs four shuffles a vector and a trip through memory.
+// Here four keys are transposed in registers, within the quarters of their vectors only: each quarter then holds one
+// pair of numbers of every key, and the quarters are added up at the end. Values are paired in registers, too.
 #pragma once
 
 #include "pack.h"
@@ -14,7 +13,7 @@
 
 class FewRowsOnVectors {
  public:
-  static constexpr int kMost = 16;  // more are better off with packed keys
+  static constexpr int kMost = 16;  // where packed keys have caught up
   static constexpr int kPiece = 8;  // rows at a time: their sums fill the registers
 
   // Of scratch memory.

@@ -259,7 +259,8 @@ static void attend_few_rows(const Problem& p, const std::vector<Sequence>& seque
                             Scratch& scratch) {
   const Sequence& s = sequences[t.sequence];
   const int rows = (int)t.rows;
-  scratch.reserve((rows * (p.dim + p.columns + 64) + p.dim + p.columns) * 4 + Way::bytes(p) + 4096);
+  scratch.reserve(rows * ((int64_t)sizeof(Row) + p.dim * 2 + p.columns * 4) + (p.dim + p.columns) * 2 + Way::bytes(p) +
+                  4096);
   Row* row = scratch.take<Row>(rows);
   uint32_t* query = scratch.take<uint32_t>(rows * (p.dim / 2));
   float* result = scratch.take<float>(rows * p.columns);

@@ -105,6 +105,20 @@ def test_two_processes_build_once(counting_compiler, tmp_path):
     assert len(list((tmp_path / "cache" / "kernels").glob("*.so"))) == 1
 
 
+def test_loading_can_begin_before_the_kernels_are_needed(counting_compiler):
+    code = """
+import threading
+from torch_pagoda.runtime.ops import native
+native.begin_loading()
+native.begin_loading()
+assert not native._loading().done(), "it waits for the compiler"
+assert sum(t.name.startswith("pagoda-kernels") for t in threading.enumerate()) == 1
+assert native.load_kernels().pagoda_attention
+"""
+    output(run_python(code))
+    assert counting_compiler() == 1
+
+
 def test_a_broken_library_is_built_again(counting_compiler, tmp_path):
     directory = tmp_path / "cache" / "kernels"
     directory.mkdir(parents=True)
