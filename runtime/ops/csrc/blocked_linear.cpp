@@ -4,6 +4,7 @@
 //
 // Few rows wait for memory: threads read panels one after the other and fetch ahead (see shares.h).
 
+#include "fetch.h"
 #include "multiply.h"
 #include "rows.h"
 #include "scratch.h"
@@ -30,7 +31,7 @@ constexpr int kVectorRows = 6;     // rows x 4 vectors of sums fill the register
 
 // to[r][n] = sum_k x[r][k] w[k][n] for R rows and a panel of V vectors.
 template <int R, int V>
-void few_rows(const uint32_t* x, int64_t x_stride, const uint32_t* w, int64_t pairs, float* to) {
+void few_rows(const uint32_t* x, int64_t x_stride, const uint32_t* w, int64_t pairs, float* to, Fetch fetch) {
   constexpr int kChains = R * V >= 8 ? 1 : R * V >= 4 ? 2 : 4;  // a single one would wait for each sum
   __m512 sums[kChains][R][V];
 #pragma GCC unroll 4
@@ -45,10 +46,8 @@ void few_rows(const uint32_t* x, int64_t x_stride, const uint32_t* w, int64_t pa
       const uint32_t* at = w + (k + c) * V * 16;
       __m512bh weights[V];
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) {
-        weights[v] = (__m512bh)_mm512_loadu_si512(at + v * 16);
-        __builtin_prefetch((const char*)(at + v * 16) + kAhead, 0, 2);
-      }
+      for (int v = 0; v < V; ++v) weights[v] = (__m512bh)_mm512_loadu_si512(at + v * 16);
+      fetch.round();
 #pragma GCC unroll 6
       for (int r = 0; r < R; ++r) {
         const __m512bh pair = (__m512bh)_mm512_set1_epi32((int)x[r * x_stride + k + c]);
@@ -167,9 +166,12 @@ void multiply_panel(const BlockedLinearArguments& a, const Packed& x, int64_t pa
 #endif
   static constexpr decltype(&few_rows<1, V>) by_rows[kVectorRows] = {
       few_rows<1, V>, few_rows<2, V>, few_rows<3, V>, few_rows<4, V>, few_rows<5, V>, few_rows<6, V>};
-  for (int64_t r = 0, rows; r < a.rows; r += rows) {
+  const int64_t pieces = pieces_of(a.rows, kVectorRows);
+  for (int64_t r = 0, rows, piece = 0; r < a.rows; r += rows, ++piece) {
     rows = equal_piece(a.rows - r, kVectorRows);
-    by_rows[rows - 1]((const uint32_t*)x.at(r, 0), pairs, w, pairs, sums);
+    const Fetch fetch = pieces == 1 ? Fetch{(const char*)w + kAheadInOrder, V}
+                                    : fetch_of_piece(w, w + pairs * V * 16, pairs, V, pieces, piece);
+    by_rows[rows - 1]((const uint32_t*)x.at(r, 0), pairs, w, pairs, sums, fetch);
     write_panel<V>(a, r, rows, panel, sums);
   }
 }

@@ -1,15 +1,16 @@
 // Exact products of rows of int8 with the whole numbers of a panel.
 #pragma once
 
+#include "fetch.h"
 #include "multiply.h"
 #include "panels.h"
-#include "shares.h"
 
 #if defined(PAGODA_TILES) && defined(__AMX_INT8__)
 #define PAGODA_INT8_TILES 1
 #endif
 
 constexpr int kMaxIntegerRows = 6;   // rows x 4 vectors of sums fill the register file
+constexpr int kRowsInOrder = 4;      // of more the arithmetic takes longer than memory
 constexpr int kTiledRows = 32;
 
 static inline bool integers_on_tiles(int64_t rows) {
@@ -34,33 +35,69 @@ static inline void dot(__m512i (*sums)[4], const __m512i* weights, const int8_t*
   }
 }
 
-// sums[r][n] = sum_k x[r][k] w[k][n] for R rows and `steps` steps of a panel.
+// sums += rows of x times a step of a panel, whose four tiles share each broadcast of the input: the fewest
+// instructions.
 template <int R, int kBits>
-static void integer_rows(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t steps, int32_t* to) {
+static inline void add_step(__m512i (*sums)[4], const int8_t* x, int64_t x_stride, const uint8_t* w, Fetch& fetch) {
   constexpr int64_t kTile = kStepBytes / 4 * kBits / 8;
+  const __m512i low = _mm512_set1_epi8(15);
+  for (int64_t i = 0; i < kTile; i += 64) {
+    __m512i weights[4];
+#pragma GCC unroll 4
+    for (int t = 0; t < 4; ++t) {
+      weights[t] = _mm512_loadu_si512(w + t * kTile + i);
+      if constexpr (kBits == 4) weights[t] = _mm512_and_si512(weights[t], low);
+    }
+    fetch.round();
+    dot<R>(sums, weights, x + i / 16, x_stride);
+    if constexpr (kBits == 4) {
+#pragma GCC unroll 4
+      for (int t = 0; t < 4; ++t)  // read once more: registers are full of sums
+        weights[t] = _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(w + t * kTile + i), 4), low);
+      dot<R>(sums, weights, x + i / 16 + 32, x_stride);
+    }
+  }
+}
+
+// The same reading weights in the order in which they lie: the fastest while they come from memory.
+template <int R, int kBits>
+static inline void add_step_in_order(__m512i (*sums)[4], const int8_t* x, int64_t x_stride, const uint8_t* w) {
+  constexpr int64_t kTile = kStepBytes / 4 * kBits / 8;
+  const __m512i low = _mm512_set1_epi8(15);
+  const auto add = [&](int t, __m512i weights, const int8_t* at) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      int32_t four;
+      std::memcpy(&four, at + r * x_stride, 4);
+      sums[r][t] = _mm512_dpbusd_epi32(sums[r][t], weights, _mm512_set1_epi32(four));
+    }
+  };
+#pragma GCC unroll 4
+  for (int t = 0; t < 4; ++t)
+    for (int64_t i = 0; i < kTile; i += 64, w += 64) {
+      const __m512i weights = _mm512_loadu_si512(w);
+      __builtin_prefetch(w + kAheadInOrder, 0, 2);
+      if constexpr (kBits == 4) {
+        add(t, _mm512_and_si512(weights, low), x + i / 16);
+        add(t, _mm512_and_si512(_mm512_srli_epi16(weights, 4), low), x + i / 16 + 32);
+      } else {
+        add(t, weights, x + i / 16);
+      }
+    }
+}
+
+// sums[r][n] = sum_k x[r][k] w[k][n] for R rows and `steps` steps of a panel. kInOrder: the weights come from memory.
+template <int R, int kBits, bool kInOrder>
+static void integer_rows(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t steps, int32_t* to,
+                         Fetch fetch) {
   __m512i sums[R][4];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int t = 0; t < 4; ++t) sums[r][t] = _mm512_setzero_si512();
-  const __m512i low = _mm512_set1_epi8(15);
-  for (int64_t s = 0; s < steps; ++s, x += kStep, w += 4 * kTile) {
-    for (int64_t i = 0; i < kTile; i += 64) {
-      __m512i weights[4];
-#pragma GCC unroll 4
-      for (int t = 0; t < 4; ++t) {
-        weights[t] = _mm512_loadu_si512(w + t * kTile + i);
-        __builtin_prefetch(w + t * kTile + i + kAhead, 0, 2);
-        if constexpr (kBits == 4) weights[t] = _mm512_and_si512(weights[t], low);
-      }
-      dot<R>(sums, weights, x + i / 16, x_stride);
-      if constexpr (kBits == 4) {
-#pragma GCC unroll 4
-        for (int t = 0; t < 4; ++t)  // read once more: registers are full of sums
-          weights[t] = _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(w + t * kTile + i), 4), low);
-        dot<R>(sums, weights, x + i / 16 + 32, x_stride);
-      }
-    }
+  for (int64_t s = 0; s < steps; ++s, x += kStep, w += kStepBytes * kBits / 8) {
+    if constexpr (kInOrder) add_step_in_order<R, kBits>(sums, x, x_stride, w);
+    else add_step<R, kBits>(sums, x, x_stride, w, fetch);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -68,8 +105,8 @@ static void integer_rows(const int8_t* x, int64_t x_stride, const uint8_t* w, in
     for (int t = 0; t < 4; ++t) _mm512_storeu_si512(to + r * kPanel + t * 16, sums[r][t]);
 }
 #else
-template <int R, int kBits>
-static void integer_rows(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t steps, int32_t* to) {
+template <int R, int kBits, bool>
+static void integer_rows(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t steps, int32_t* to, Fetch) {
   constexpr int64_t kTile = kStepBytes / 4 * kBits / 8;
   std::memset(to, 0, R * kPanel * sizeof *to);
   for (int64_t s = 0; s < steps; ++s, x += kStep, w += 4 * kTile)
@@ -131,17 +168,20 @@ static inline int64_t integer_piece(int64_t left, int64_t parts, bool tiles) {
 }
 
 // sums[r][n] = sum_k x[r][k] w[k][n] of at most `integer_piece` rows. On tiles, whose weights have 8 bits, rows
-// of x up to a multiple of 16 are read and as many of `sums` are written.
+// of x up to a multiple of 16 are read and as many of `sums` are written. once: nobody reads these weights again.
 template <int kBits>
 static void integer_products(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t steps, int32_t* sums,
-                             int64_t rows, bool tiles) {
+                             int64_t rows, bool tiles, bool once, Fetch fetch) {
 #if defined(PAGODA_INT8_TILES)
   if (kBits == 8 && tiles) return integer_tiles(x, x_stride, w, steps, sums, rows > 16);
 #endif
-  static constexpr decltype(&integer_rows<1, kBits>) by_rows[kMaxIntegerRows] = {
-      integer_rows<1, kBits>, integer_rows<2, kBits>, integer_rows<3, kBits>,
-      integer_rows<4, kBits>, integer_rows<5, kBits>, integer_rows<6, kBits>};
-  by_rows[rows - 1](x, x_stride, w, steps, sums);
+  using Rows = decltype(&integer_rows<1, kBits, true>);
+  static constexpr Rows in_order[kRowsInOrder] = {integer_rows<1, kBits, true>, integer_rows<2, kBits, true>,
+                                                  integer_rows<3, kBits, true>, integer_rows<4, kBits, true>};
+  static constexpr Rows by_rows[kMaxIntegerRows] = {integer_rows<1, kBits, false>, integer_rows<2, kBits, false>,
+                                                    integer_rows<3, kBits, false>, integer_rows<4, kBits, false>,
+                                                    integer_rows<5, kBits, false>, integer_rows<6, kBits, false>};
+  (once && rows <= kRowsInOrder ? in_order : by_rows)[rows - 1](x, x_stride, w, steps, sums, fetch);
 }
 
 // Weights of 4 bits, a byte each.

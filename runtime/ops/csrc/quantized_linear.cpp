@@ -5,6 +5,7 @@
 // sums within a group are exact then, and groups are added in their order: a row's result depends neither on how many
 // rows there are nor on the instructions at hand.
 
+#include "fetch.h"
 #include "int8.h"
 #include "integers.h"
 #include "rows.h"
@@ -103,21 +104,28 @@ struct Workspace {
 template <int kBits, int kParts>
 void multiply_panel(const QuantizedLinearArguments& a, const Layout& layout, const Inputs& x, int64_t first,
                     int64_t rows, int64_t panel, const Workspace& space) {
-  const bool tiles = integers_on_tiles(rows * kParts), widens = kBits == 4 && rows * kParts > 1 * kMaxIntegerRows;
+  const bool tiles = integers_on_tiles(rows * kParts), widens = kBits == 4 && rows * kParts > kMaxIntegerRows;
   for (int64_t g = 0; g < layout.groups; ++g) {
-    Group group = group_at(a, layout, panel, g);
+    const Group stored = group_at(a, layout, panel, g);
+    Group group = stored;
     if (widens) {
       widen_steps(space.widened, group.weights, group.steps);
       group.weights = space.widened;
     }
-    for (int64_t r = 0, piece; r < rows; r += piece) {
+    // The next group's weights, or the next panel's, follow the scales after this one's.
+    const uint8_t* next = stored.weights + stored.steps * layout.step_bytes + kScaleBytes;
+    const int64_t lines = widens ? 2 : 4, rounds = stored.steps * layout.step_bytes / (lines * kLine);
+    const int64_t pieces = pieces_of(rows, kMaxIntegerRows / kParts);
+    for (int64_t r = 0, piece, i = 0; r < rows; r += piece, ++i) {
       piece = integer_piece(rows - r, kParts, tiles);
+      const bool once = piece == rows && !widens;
+      const Fetch fetch = fetch_of_piece(stored.weights, next, rounds, lines, pieces, i);
       const int64_t row = first + r;
       const int8_t* from = x.integers + row * kParts * x.columns + g * layout.group_steps * kStep;
       if (kBits == 8 || widens)
-        integer_products<8>(from, x.columns, group.weights, group.steps, space.sums, piece * kParts, tiles);
+        integer_products<8>(from, x.columns, group.weights, group.steps, space.sums, piece * kParts, tiles, once, fetch);
       else
-        integer_products<4>(from, x.columns, group.weights, group.steps, space.sums, piece * kParts, false);
+        integer_products<4>(from, x.columns, group.weights, group.steps, space.sums, piece * kParts, false, once, fetch);
       add_group<kParts>(space.totals + r * kPanel, space.sums, x.zeros + row * kParts * layout.groups + g,
                         x.scales + row * layout.groups + g, layout.groups, group.scales, piece, g > 0);
     }

@@ -7,9 +7,6 @@
 #include <atomic>
 #include <cstdint>
 
-// Bytes between what is read and what is fetched: far enough for memory to answer.
-constexpr int64_t kAhead = 8192;
-
 class Shares {
  public:
   Shares(int64_t pieces, int64_t threads) : team_(std::min(threads, kMost)) {
