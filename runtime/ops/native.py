@@ -33,6 +33,7 @@ FLAGS = (
     "-std=c++17",
     "-ffp-contract=fast",
     "-fno-math-errno",
+    "-fno-gnu-unique",  # where several builds are loaded, each uses its own tables
     "-Wno-psabi",
 )
 

@@ -15,6 +15,7 @@ class FewRowsOnVectors {
  public:
   static constexpr int kMost = 16;  // where packed keys have caught up
   static constexpr int kPiece = 8;  // rows at a time: their sums fill the registers
+  static constexpr int kNearValues = 8;  // values that are brought from the second cache into the first ahead of use
 
   // Of scratch memory.
   static int64_t bytes(const Problem& p) {
@@ -70,6 +71,11 @@ class FewRowsOnVectors {
   void finish() const {}
 
  private:
+  // Of fewer rows the arithmetic leaves the processor time to do so by itself.
+  template <int R>
+  static constexpr bool brings_near = R >= 3;
+  static inline void bring_near(const char* line) { __builtin_prefetch(line, 0, 3); }
+
   // Rows to take at once from `row` on.
   int piece(int row) const { return (int)equal_piece(rows_ - row, kPiece); }
 
@@ -81,6 +87,8 @@ class FewRowsOnVectors {
     for (int r = 0; r < R; ++r) decay[r] = weigh(row_[row + r], scores_ + r * kBlockKeys, weights_ + r * 32, first, n);
     constexpr int kWide = R <= 2 ? 4 : R <= 4 ? 2 : 1;
     int64_t d = 0;
+    for (int i = 0; brings_near<R> && i < lesser(n, kNearValues); ++i)
+      for (int64_t at = 0; at < columns_; at += 32) bring_near(values[i] + at * 2);
     for (; d + 32 * kWide <= columns_; d += 32 * kWide) add_values<R, kWide>(values, n, d, decay, result, ahead);
     for (; d < columns_; d += 32) add_values<R, 1>(values, n, d, decay, result, ahead);
   }
@@ -112,6 +120,8 @@ class FewRowsOnVectors {
           __m512i pair[2][4];
           transpose_quarters(key, c * 64, pair[0]);
           transpose_quarters(key + 4, c * 64, pair[1]);
+          if (brings_near<R> && at + 16 < n)
+            for (int i = 16; i < 24; ++i) bring_near(key[i] + c * 64);
 #pragma GCC unroll 4
           for (int j = 0; j < 4; ++j)
 #pragma GCC unroll 8
@@ -172,6 +182,11 @@ class FewRowsOnVectors {
     for (int key = 0; key < n; key += 2) {
       if (key % 4 == 0) ahead.step();
       const char *first = values[key] + d * 2, *second = values[key + 1] + d * 2;
+      if (brings_near<R> && key + kNearValues < n)
+        for (int v = 0; v < kWide; ++v) {
+          bring_near(values[key + kNearValues] + d * 2 + v * 64);
+          bring_near(values[key + kNearValues + 1] + d * 2 + v * 64);
+        }
       __m512i pair[2 * kWide];
 #pragma GCC unroll 8
       for (int v = 0; v < kWide; ++v) {

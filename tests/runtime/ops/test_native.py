@@ -172,7 +172,11 @@ def test_kernels_without_newer_instructions(
     for module in modules:
         monkeypatch.setattr(module, "kernel_function", lambda name: native.bind_function(library, name))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for options in ({"dim": 40}, {"dim": 7, "value_dim": 18, "window": 20, "sinks": True, "softcap": 3.0}):
+        for options in (
+            {"dim": 64},
+            {"dim": 40},
+            {"dim": 7, "value_dim": 18, "window": 20, "sinks": True, "softcap": 3.0},
+        ):
             case = paged_case([(3, 90), (70, 70), (1, 700)], dtype=dtype, **options)
             ours, theirs = case.copy(), case.copy()
             assert_close(torch.ops.pagoda.paged_attention(*ours), paged_attention_reference(*theirs))
