@@ -47,6 +47,13 @@ def prefill_flops(shape: str, tokens: int) -> float:
     return 2.0 * (layers * tokens + config.vocab_size * config.hidden_size)
 
 
+def prompt_flops(shape: str, tokens: int) -> float:
+    """The same with attention's products, of its causal half."""
+    config = SHAPES[shape]()
+    attention = 4 * config.num_attention_heads * head_dim(config) * tokens * (tokens + 1) / 2
+    return prefill_flops(shape, tokens) + config.num_hidden_layers * attention
+
+
 def cache_bytes(shape: str) -> int:
     """Bytes of keys and values, in bf16, that decoding the 32 requests reads."""
     config = SHAPES[shape]()
@@ -140,6 +147,10 @@ def _limits_of(run: Mapping[str, Any]) -> str:
     gemm = statistics.mean(found["gemm_gflops"] for found in run["limits"])
     others = ", ".join(label for label, side in run["sides"].items() if side["name"] != "ours")
     text = f"- beside {others}: read {read:.1f} GB/s, GEMM {gemm:.0f} GFLOP/s"
+    prefill = [
+        PREFILL_PROMPT * 1e9 * gemm / count(run["shape"], PREFILL_PROMPT) for count in (prefill_flops, prompt_flops)
+    ]
+    text += f", prefill {prefill[0]:.0f} tok/s ({prefill[1]:.0f} where attention is multiplied, too)"
     if "ceiling" in run:
         tokens = sum(OUTPUT_LENGTHS)
         with_cache = tokens / (tokens / run["ceiling"] + cache_bytes(run["shape"]) / (1e9 * read))

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from attention_kernels import Shape, Step, best_seconds
 from limits import StepTimes, machine_limits
-from peer_figures import prefill_flops
+from peer_figures import prompt_flops
 from random_llama import greedy, random_llama, warm_up
 from report import add_arguments, conditions, markdown_table, plotter, save, save_plot
 from shapes import SHAPES, Prompts, head_dim, random_model
@@ -98,13 +98,6 @@ def attention_read(shape: str, context: int, repeats: int) -> float:
         steps = [Step(layer, torch.bfloat16) for _ in range(count)]
         seconds = best_seconds(lambda: [step.ours() for step in steps], repeats)
     return count * kv_bytes(layer) / seconds / 1e9
-
-
-def prompt_flops(shape: str, tokens: int) -> float:
-    """Of the products with weights, and of attention's causal half."""
-    layer = attention_layer(shape, 1)
-    attention = 4 * layer.heads * layer.dim * tokens * (tokens + 1) / 2
-    return prefill_flops(shape, tokens) + SHAPES[shape]().num_hidden_layers * attention
 
 
 def context_curve(

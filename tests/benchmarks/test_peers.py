@@ -207,7 +207,8 @@ def test_the_table_says_who_is_faster_and_how_near_the_limits():
     assert "| torch-pagoda | 127 | 53% | 1000 | 1024 | 22% | 4676 | 50% |  |  | 100 |" in text
     assert "| torch-pagoda : hf | **3.00×** (2.00–4.00) |  | **3.00×** (2.00–4.00) |" in text
     assert text.count("**1.50×** |") == 1
-    assert "- beside hf: read 500.0 GB/s, GEMM 9000 GFLOP/s, 32 requests 9352.0 tok/s (8213.9" in text
+    assert "- beside hf: read 500.0 GB/s, GEMM 9000 GFLOP/s, prefill 4644 tok/s (4433 where" in text
+    assert "32 requests 9352.0 tok/s (8213.9" in text
 
 
 def test_keys_and_values_that_the_requests_read():

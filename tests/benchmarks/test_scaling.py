@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from peer_figures import prefill_flops
-from scaling import attention_layer, cold_start, decode_rate, kv_bytes, phases_of, plot, prompt_flops, tables
+from peer_figures import prefill_flops, prompt_flops
+from scaling import attention_layer, cold_start, decode_rate, kv_bytes, phases_of, plot, tables
 
 
 def output(first: float, finished: float, tokens: int) -> SimpleNamespace:

@@ -2,7 +2,7 @@
 // of 16, 32 or 64 outputs, each [inputs / 2][outputs of the panel][2], padded with zeros to whole panels and to 32
 // inputs. Its Python twin is in packed_linear.py, which checks that layout; keep them in step.
 //
-// Few rows wait for memory: threads read panels one after the other and fetch ahead (see shares.h).
+// Few rows wait for memory: threads read panels one after the other and fetch ahead (see shares.h, fetch.h).
 
 #include "fetch.h"
 #include "multiply.h"

@@ -8,8 +8,8 @@ constexpr int64_t kLine = 64;
 constexpr int64_t kSecondCache = 1000000;  // bytes, at least
 // Bytes between what is read and what is fetched: far enough for memory to answer.
 constexpr int64_t kAhead = 8192;
-// Where all is read once and in order the processor fetches ahead by itself; to be far ahead of it disturbs. Measured on
-// Intel's processors with AMX, and on AMD's Zen 4.
+// Where all is read once and in order. AMD's Zen 4 fetches ahead by itself then, and being far ahead of it disturbs;
+// Intel's processors with AMX keep the distance that was measured there.
 #if defined(__AMX_TILE__)
 constexpr int64_t kAheadInOrder = 8192;
 #else
@@ -26,9 +26,10 @@ struct Fetch {
   }
 };
 
-// `pieces` of rows read the same weights one after the other, [begin, next) with `lines` lines at each of `rounds`
-// rounds: what the one numbered `piece` fetches. The later ones find theirs in the second cache and leave memory idle,
-// so each fetches a part of what comes next, unless that and the present weights are more than the cache holds.
+// Pieces of rows that read the same weights one after the other, from `begin` on, `lines` lines at each of `rounds`
+// rounds: what the one numbered `piece` fetches. All but the first find the weights in the second cache and leave memory
+// idle, so each fetches a part of what comes next. A single one, and pieces of more weights than leave room for the
+// next in that cache, fetch what they come to themselves.
 static inline Fetch fetch_of_piece(const void* begin, const void* next, int64_t rounds, int64_t lines, int64_t pieces,
                                    int64_t piece) {
   const int64_t bytes = rounds * lines * kLine;

@@ -122,10 +122,8 @@ void multiply_panel(const QuantizedLinearArguments& a, const Layout& layout, con
       const Fetch fetch = fetch_of_piece(stored.weights, next, rounds, lines, pieces, i);
       const int64_t row = first + r;
       const int8_t* from = x.integers + row * kParts * x.columns + g * layout.group_steps * kStep;
-      if (kBits == 8 || widens)
-        integer_products<8>(from, x.columns, group.weights, group.steps, space.sums, piece * kParts, tiles, once, fetch);
-      else
-        integer_products<4>(from, x.columns, group.weights, group.steps, space.sums, piece * kParts, false, once, fetch);
+      const auto multiply = kBits == 8 || widens ? integer_products<8> : integer_products<4>;
+      multiply(from, x.columns, group.weights, group.steps, space.sums, piece * kParts, tiles, once, fetch);
       add_group<kParts>(space.totals + r * kPanel, space.sums, x.zeros + row * kParts * layout.groups + g,
                         x.scales + row * layout.groups + g, layout.groups, group.scales, piece, g > 0);
     }
