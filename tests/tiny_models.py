@@ -125,6 +125,8 @@ LAYER_COUNTS = frozenset(
 DEFAULTS_WHEN_NONE = frozenset({"head_dim", "num_key_value_heads"})
 """Sizes that are set even where the default configuration leaves them to be derived."""
 
+_A_LAYER_OF_EACH_KIND = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_size": [3], "encoder_hash_byte_group_vocab": 64},
@@ -155,6 +157,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "gemma4_text": {"global_head_dim": 32},
     "gemma4_unified_text": {"global_head_dim": 32},
+    # Compiled often; Gemma 2 stands for models with several layers of a kind.
+    "gemma3_text": _A_LAYER_OF_EACH_KIND,
+    "gpt_oss": _A_LAYER_OF_EACH_KIND,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hrm_text": {"num_layers_per_stack": None},

@@ -88,8 +88,8 @@ def test_generate_with_the_users_cache(cache, ids, monkeypatch):
 def test_training_goes_to_inductor_unrewritten_with_one_warning(ids, monkeypatch):
     graphs = rewritten_graphs(monkeypatch)
     monkeypatch.setattr(backend_module, "_warned_of_training", False)
-    model = build_tiny_model("llama").requires_grad_(True)
-    reference = build_tiny_model("llama").requires_grad_(True)
+    model = build_tiny_model("llama", num_hidden_layers=1).requires_grad_(True)
+    reference = build_tiny_model("llama", num_hidden_layers=1).requires_grad_(True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compiled = torch.compile(model, backend="pagoda")

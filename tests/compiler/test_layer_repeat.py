@@ -58,23 +58,24 @@ def all_layers(monkeypatch):
 
 
 CASES = [
-    ("llama", {}, 4),
-    ("gpt2", {}, 4),  # transposed weights
-    ("bloom", {}, 4),  # a table of slopes for each layer
-    ("gemma2", layer_types(SLIDING, FULL), 6),
-    ("deepseek_v3", {}, 5),  # the first layer has no experts
+    ("llama", 8, {}, 4),
+    ("gpt2", 8, {}, 4),  # transposed weights
+    ("bloom", 8, {}, 4),  # a table of slopes for each layer
+    ("gemma2", 10, layer_types(SLIDING, FULL, depth=10), 6),
+    ("deepseek_v3", 9, {}, 5),  # the first layer has no experts
 ]
+"""Architecture, the fewest layers of it that are worth while, settings, layers compiled."""
 
 
-@pytest.mark.parametrize(("kind", "settings", "kept"), CASES, ids=lambda x: x if isinstance(x, str) else "")
-def test_program_is_the_one_of_all_layers(kind, settings, kept, all_layers):
-    built = build_unpacked(deep(kind, **settings), OPTIONS)
+@pytest.mark.parametrize(("kind", "depth", "settings", "kept"), CASES, ids=lambda x: x if isinstance(x, str) else "")
+def test_program_is_the_one_of_all_layers(kind, depth, settings, kept, all_layers):
+    built = build_unpacked(deep(kind, depth, **settings), OPTIONS)
     with all_layers():
-        whole = build_unpacked(deep(kind, **settings), OPTIONS)
+        whole = build_unpacked(deep(kind, depth, **settings), OPTIONS)
     assert built.program.report.layers_compiled == kept
     assert whole.program.report.layers_compiled is None
     report = built.program.report
-    assert report.attention_recognised == report.attention_total == DEPTH
+    assert report.attention_recognised == report.attention_total == depth
     assert report.verdict == whole.program.report.verdict
 
     def operators(graph):
@@ -86,7 +87,7 @@ def test_program_is_the_one_of_all_layers(kind, settings, kept, all_layers):
     found, expected = Linkage.of(built.traced), Linkage.of(whole.traced)
     assert found.caches == expected.caches
     assert sorted(map(len, found.merged.values())) == sorted(map(len, expected.merged.values()))
-    reference = reference_of_model(deep(kind, **settings))
+    reference = reference_of_model(deep(kind, depth, **settings))
     assert torch.equal(logits(built.program, reference), logits(whole.program, reference))
 
 

@@ -223,7 +223,7 @@ def test_memory_is_taken_again():
         warm_up(served)
         return len(served.program._recorded._memory._pieces)
 
-    assert 0 < pieces(6) == pieces(3)
+    assert 0 < pieces(5) == pieces(2)
 
 
 def steps_of(build, varying=(0,)):
