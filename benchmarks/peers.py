@@ -279,7 +279,7 @@ def chosen_runs(args: argparse.Namespace) -> Iterator[tuple[str, str, list[Side]
                 [Side.theirs(name, variant) for variant in VARIANTS[weights] if variant in PEERS[name].formats]
                 for name in args.peer or PEERS
             ]
-            for group in peers if args.all else [list(itertools.chain(*peers))]:
+            for group in peers if args.all else [list(itertools.chain.from_iterable(peers))]:
                 if ours and group:
                     yield shape, weights, ours + group
 

@@ -61,13 +61,13 @@ CASES = [
     ("llama", 8, {}, 4),
     ("gpt2", 8, {}, 4),  # transposed weights
     ("bloom", 8, {}, 4),  # a table of slopes for each layer
-    ("gemma2", 10, layer_types(SLIDING, FULL, depth=10), 6),
+    ("gemma2", 10, layer_types(SLIDING, FULL), 6),
     ("deepseek_v3", 9, {}, 5),  # the first layer has no experts
 ]
 """Architecture, the fewest layers of it that are worth while, settings, layers compiled."""
 
 
-@pytest.mark.parametrize(("kind", "depth", "settings", "kept"), CASES, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(("kind", "depth", "settings", "kept"), CASES, ids=[case[0] for case in CASES])
 def test_program_is_the_one_of_all_layers(kind, depth, settings, kept, all_layers):
     built = build_unpacked(deep(kind, depth, **settings), OPTIONS)
     with all_layers():

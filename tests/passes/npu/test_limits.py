@@ -210,7 +210,7 @@ def test_every_lowering_is_for_the_npu_alone():
     assert {p.target for p in PASSES if p.name.startswith("lower_npu")} == {"npu"}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     kv_heads=st.sampled_from([1, 2, 3, 8]),
     group=st.integers(1, 8),
