@@ -173,18 +173,33 @@ def build_library(compiler: str, library: Path, flags: Sequence[str] = FLAGS) ->
     Raises:
         KernelBuildError: the compiler refuses; what it printed is logged.
     """
-    sources = sorted(_SOURCES.glob("*.cpp"))
     with tempfile.TemporaryDirectory(prefix=library.stem, dir=library.parent) as folder:
-        objects = [str(Path(folder, source.stem + ".o")) for source in sources]
-        with ThreadPoolExecutor(max_workers=min(len(sources), os.cpu_count() or 1)) as pool:
+        units = _write_units(Path(folder))
+        objects = [str(unit.with_suffix(".o")) for unit in units]
+        with ThreadPoolExecutor(max_workers=min(len(units), os.cpu_count() or 1)) as pool:
             compile_one = functools.partial(_run_compiler, compiler, flags)
             # The first failure is raised here; the others have finished by then and are not reported.
-            list(pool.map(compile_one, [["-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]))
+            list(pool.map(compile_one, [["-c", str(u), "-o", o] for u, o in zip(units, objects, strict=True)]))
         unfinished = Path(folder, library.name)
         _run_compiler(compiler, flags, [*objects, "-o", str(unfinished), *_openmp_of_torch()])
         unfinished.chmod(0o755)
         os.replace(unfinished, library)
     _logger.info("built %s", library)
+
+
+def _write_units(folder: Path) -> list[Path]:
+    """What the compiler is to translate: two units that take it equally long.
+
+    File by file the same headers would be parsed eight times, a fifth of all the compiler's work.
+    """
+    units: dict[str, list[Path]] = {"attention": [], "others": []}
+    for source in sorted(_SOURCES.glob("*.cpp")):
+        units.get(source.stem, units["others"]).append(source)
+    written = []
+    for name, sources in units.items():
+        written.append(folder / f"{name}.cpp")
+        written[-1].write_text("".join(f'#include "{source}"\n' for source in sources))
+    return written
 
 
 def _run_compiler(compiler: str, flags: Sequence[str], arguments: Sequence[str]) -> None:

@@ -107,47 +107,57 @@ class FewRowsOnVectors {
   // scores_[r][key] of n keys, which are padded to full groups of 16. Eight at a time share a vector of the query.
   template <int R>
   void score(const uint32_t* query, const char* const* keys, int n, Prefetcher& ahead) {
-    alignas(64) float quarters[R][4][kLanes];
     for (int at = 0; at < n; at += 16) {
-      for (int half = 0; half < 2; ++half) {
-        const char* const* key = keys + at + 8 * half;
-        vfloat sum[2][R];
+      float* to = scores_ + at;
+      vfloat eight[R];
+      score_eight<R>(query, keys + at, at + 16 < n, eight, ahead);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) sum[0][r] = sum[1][r] = vfloat{};
-        const uint32_t* q = query;
-        for (int64_t c = 0; c < chunks_; ++c, q += 4 * R * 16) {
-          ahead.step();
-          __m512i pair[2][4];
-          transpose_quarters(key, c * 64, pair[0]);
-          transpose_quarters(key + 4, c * 64, pair[1]);
-          if (brings_near<R> && at + 16 < n)
-            for (int i = 16; i < 24; ++i) bring_near(key[i] + c * 64);
-#pragma GCC unroll 4
-          for (int j = 0; j < 4; ++j)
+      for (int r = 0; r < R; ++r) store(to + r * kBlockKeys, eight[r]);
+      score_eight<R>(query, keys + at + 8, at + 16 < n, eight, ahead);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-              const __m512i x = Bf16::read(q + (j * R + r) * 16);
-              sum[0][r] = Bf16::fma(sum[0][r], pair[0][j], x);
-              sum[1][r] = Bf16::fma(sum[1][r], pair[1][j], x);
-            }
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          store(quarters[r][2 * half], sum[0][r]);
-          store(quarters[r][2 * half + 1], sum[1][r]);
-        }
-      }
-      for (int r = 0; r < R; ++r) store(scores_ + r * kBlockKeys + at, add_quarters(quarters[r]));
+      for (int r = 0; r < R; ++r) store(to + r * kBlockKeys, add_halves(load(to + r * kBlockKeys), eight[r]));
     }
   }
 
-  // Lane 4 i + j is the sum of the lanes j, 4 + j, 8 + j and 12 + j of vector i.
-  static vfloat add_quarters(const float (*v)[kLanes]) {
-    const auto halves = [](vfloat a, vfloat b) {
-      return (vfloat)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x88) +
-             (vfloat)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xDD);
-    };
-    return halves(halves(load(v[0]), load(v[1])), halves(load(v[2]), load(v[3])));
+  // The halves of a result add up to the scores of eight keys. `more`: another 16 keys follow.
+  template <int R>
+  __attribute__((always_inline)) void score_eight(const uint32_t* q, const char* const* key, bool more,
+                                                  vfloat* result, Prefetcher& ahead) const {
+    vfloat sum[2][R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) sum[0][r] = sum[1][r] = vfloat{};
+    for (int64_t c = 0; c < chunks_; ++c, q += 4 * R * 16) {
+      ahead.step();
+      __m512i pair[2][4];
+      transpose_quarters(key, c * 64, pair[0]);
+      transpose_quarters(key + 4, c * 64, pair[1]);
+      if (brings_near<R> && more)
+        for (int i = 16; i < 24; ++i) bring_near(key[i] + c * 64);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          const __m512i x = Bf16::read(q + (j * R + r) * 16);
+          sum[0][r] = Bf16::fma(sum[0][r], pair[0][j], x);
+          sum[1][r] = Bf16::fma(sum[1][r], pair[1][j], x);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) result[r] = add_quarters(sum[0][r], sum[1][r]);
+  }
+
+  // Sums come of a blend and one shuffle, not of two shuffles: these take a port of the multiplier.
+  // Quarters 0 + 1 of a, 0 + 1 of b, 2 + 3 of a, 2 + 3 of b.
+  static inline vfloat add_quarters(vfloat a, vfloat b) {
+    const __m512i crossed = _mm512_setr_epi32(4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27);
+    return (vfloat)_mm512_mask_blend_ps(0xF0F0, (__m512)a, (__m512)b) +
+           (vfloat)_mm512_permutex2var_ps((__m512)a, crossed, (__m512)b);
+  }
+
+  // The sum of a's halves, then of b's.
+  static inline vfloat add_halves(vfloat a, vfloat b) {
+    return (vfloat)_mm512_mask_blend_ps(0xFF00, (__m512)a, (__m512)b) +
+           (vfloat)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x4E);
   }
 
   // Scores to weights of keys [first, first + n); the factor that the row's earlier results decay by.
