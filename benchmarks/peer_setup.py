@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 from shapes import random_model
 from transformers import AutoTokenizer
 
+from torch_pagoda.runtime.private_folder import cache_folder
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 WORKERS = HERE / "peer_workers"
@@ -126,8 +128,7 @@ PEERS = {
 
 def home() -> Path:
     """Where all is kept."""
-    root = os.environ.get("TORCH_PAGODA_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "torch_pagoda") / "peers"
+    return cache_folder() / "peers"
 
 
 def python_of(name: str, peer: Peer) -> Path:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import logging
 import os
+import pickle
 import tempfile
 import time
 from contextlib import suppress
@@ -12,12 +15,17 @@ from typing import Any
 
 import torch
 
+from ...runtime.private_folder import cache_folder, check_private_folder, make_private_folder, open_private_file
+
 log = logging.getLogger(__name__)
 
 DISABLE = "TORCH_PAGODA_DISABLE_PROGRAM_CACHE"
 """Environment variable: anything but "" and "0" compiles every program anew and keeps none."""
-_FORMAT = 1
+_MARK = b"pagoda program 2\n"
+_SUFFIX = ".program"
 _MOST_FILES = 256
+_MOST_BYTES = 256 << 20
+"""Of a file: more than its tables and its graph can take."""
 
 
 def open_store() -> ProgramStore | None:
@@ -25,43 +33,56 @@ def open_store() -> ProgramStore | None:
     disabled."""
     if os.environ.get(DISABLE, "") not in ("", "0"):
         return None
-    root = os.environ.get("TORCH_PAGODA_CACHE")
-    return ProgramStore((Path(root) if root else Path.home() / ".cache" / "torch_pagoda") / "programs")
+    return ProgramStore(cache_folder() / "programs")
 
 
 class ProgramStore:
-    """Programs by key, a file each. A file is written whole or not at all; one that is broken counts as not there.
+    """Programs by key, a file each. A file is written whole or not at all; one that is broken counts as not there, as
+    does one that others may have written (``runtime.private_folder``).
+
+    A file is a mark, the SHA-256 of its key and of what follows, and that: a ``torch.save``. Nothing of it is parsed
+    before the digest is right.
 
     Args:
-        folder: made when something is kept in it.
+        folder: made, for this user alone, when something is kept in it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def load(self, key: str) -> dict[str, Any] | None:
-        """What was kept under ``key``; None where there is nothing that can be read."""
+        """What was kept under ``key``; None where there is nothing, or nothing that is as it was written."""
         path = self._path(key)
         try:
-            data: dict[str, Any] = torch.load(path, weights_only=True)
-            if data["format"] != _FORMAT:
-                raise ValueError(f"it has format {data['format']}")
-            os.utime(path)  # used now: the last to be pruned
+            check_private_folder(self.folder)
+            with open_private_file(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size > _MOST_BYTES:
+                    raise ValueError(f"it has {size} bytes")
+                body = _body(file.read(_MOST_BYTES + 1), key)
+            data: dict[str, Any] = _parsed(body)
+            if type(data) is not dict:
+                raise ValueError("it holds no program")
         except FileNotFoundError:
             return None
-        except Exception as error:  # cut short, not ours, or not readable
+        except Exception as error:  # damaged, not ours, or not readable
             log.warning("the stored program %s is not used (%s); compiling again", path, error)
             return None
+        with suppress(OSError):  # of a folder that is only read
+            os.utime(path)  # used now: the last to be pruned
         return data
 
     def save(self, key: str, data: dict[str, Any]) -> None:
         """Keep ``data``, made of literals, containers and tensors. A folder that cannot be written is no error."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self.folder)
+            body = io.BytesIO()
+            torch.save(data, body)
             descriptor, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
             try:
                 with os.fdopen(descriptor, "wb") as file:
-                    torch.save({**data, "format": _FORMAT}, file)
+                    file.write(_MARK + _digest(key, body.getbuffer()))
+                    file.write(body.getbuffer())
                 os.replace(name, self._path(key))
             except BaseException:
                 with suppress(OSError):
@@ -77,7 +98,7 @@ class ProgramStore:
             self._path(key).unlink()
 
     def _path(self, key: str) -> Path:
-        return self.folder / f"{key}.pt"
+        return self.folder / f"{key}{_SUFFIX}"
 
     def _prune(self) -> None:
         """Delete the programs that were not used for the longest time, and what broken-off writes left."""
@@ -85,10 +106,41 @@ class ProgramStore:
         for path in self.folder.iterdir():
             with suppress(OSError):
                 written = path.stat().st_mtime
-                if path.suffix == ".pt":
+                if path.suffix != ".part":
                     kept.append((written, path))
-                elif path.suffix == ".part" and written < time.time() - 3600:
+                elif written < time.time() - 3600:
                     path.unlink()
         for _, path in sorted(kept)[:-_MOST_FILES]:
             with suppress(OSError):
                 path.unlink()
+
+
+def _body(content: bytes, key: str) -> memoryview:
+    """What follows the digest in a file that was written under ``key``.
+
+    Raises:
+        ValueError: it is another file, or not as it was written.
+    """
+    start = len(_MARK) + hashlib.sha256().digest_size
+    mark, digest, body = content[: len(_MARK)], content[len(_MARK) : start], memoryview(content)[start:]
+    if mark != _MARK or digest != _digest(key, body):
+        raise ValueError("its digest is wrong: it is damaged, or another program's")
+    return body
+
+
+def _parsed(body: memoryview) -> Any:
+    """What ``torch.save`` was given.
+
+    Raises:
+        ValueError: it is not made of literals, containers and tensors alone; nothing else of it was made.
+    """
+    try:
+        return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:  # whose message advises to load it regardless
+        raise ValueError("it holds more than data") from None
+
+
+def _digest(key: str, body: memoryview) -> bytes:
+    digest = hashlib.sha256(f"{key}\0".encode())
+    digest.update(body)
+    return digest.digest()

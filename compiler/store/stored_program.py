@@ -2,28 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, fields
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...passes import PassRecord, Rejection, TracedGraph
-from ...passes.packed_weights import PackedWeight
-from ...passes.record import Route
-from ...runtime.ops.quantized_weight import Quantization
-from ...runtime.program import CacheSpec
+from ...passes import TracedGraph
 from ..linkage import Linkage
 from ..linker import LinkedProgram
 from ..merged_weights import merge_inputs
-from ..report import CompileReport, PassCheck, Verdict
+from ..report import CompileReport
 from ..targets.cpu.kernels import kernel_calls
 from .fingerprint import module_tensors, tensor_digest
 from .graph_data import CannotStore, from_data, to_data
+from .linkage_check import check_linkage
+from .typed_data import from_plain, to_plain
 
 _MOST_BYTES = 64 << 20
 """Tensors that passes made, together: tables and masks, not weights."""
+
+
+View = tuple[tuple[int, ...], tuple[int, ...]]
+"""Sizes and strides."""
+
+
+@dataclass(frozen=True)
+class StoredProgram:
+    """What a file holds of a program.
+
+    Attributes:
+        graph: see ``graph_data.to_data``.
+        linkage: what its inputs receive.
+        weights: input → the module's tensor that it receives, or a view of it.
+        tensors: input → what passes made for it.
+        digests: of the constants that others were computed from.
+        rope_switch: see ``LinkedProgram``, as for the next.
+        restart_length: likewise.
+        report: how compiling went.
+    """
+
+    graph: list[Any]
+    linkage: Linkage
+    weights: dict[str, str | tuple[str, View]]
+    tensors: dict[str, torch.Tensor]
+    digests: dict[str, str]
+    rope_switch: int | None
+    restart_length: int | None
+    report: CompileReport
 
 
 class Outdated(Exception):
@@ -53,7 +81,7 @@ def describe(traced: TracedGraph, linkage: Linkage, model: nn.Module) -> dict[st
         raise CannotStore(f"its tables are larger than {_MOST_BYTES >> 20} MiB")
     return {
         "graph": to_data(traced.graph),
-        "linkage": _linkage_data(linkage),
+        "linkage": to_plain(linkage),
         "weights": weights,
         "tensors": tensors,
         "digests": {name: tensor_digest(traced.constants[name]) for name in linkage.folded},
@@ -63,27 +91,39 @@ def describe(traced: TracedGraph, linkage: Linkage, model: nn.Module) -> dict[st
 def restore(data: Mapping[str, Any], model: nn.Module) -> LinkedProgram:
     """The program of ``describe`` over the weights of ``model``, whose parameters may become views of merged ones.
 
+    Args:
+        data: of a ``StoredProgram``, from a file.
+        model: what was compiled.
+
     Raises:
         Outdated: the module's tensors are not those that the program was made for.
+        ValueError: the data is no program; nothing of it has been run.
     """
-    linkage = _linkage(data["linkage"])
+    plain = {f.name: data.get(f.name) for f in fields(StoredProgram)}
+    stored: StoredProgram = from_plain(StoredProgram, plain, "the program")
+    linkage = stored.linkage
     named = module_tensors(model)
-    constants: dict[str, torch.Tensor] = dict(data["tensors"])
-    for name, source in data["weights"].items():
+    constants: dict[str, torch.Tensor] = dict(stored.tensors)
+    for name, source in stored.weights.items():
         weight, view = (source, None) if isinstance(source, str) else source
         if weight not in named:
             raise Outdated(f"the model has no tensor {weight!r}")
         tensor = named[weight]
         constants[name] = tensor if view is None else _view(tensor, view)
-    for name, digest in data["digests"].items():
+    module = from_data(stored.graph)
+    placeholders = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+    check_linkage(linkage, placeholders, constants)
+    if stored.digests.keys() != set(linkage.folded):
+        raise ValueError("the digests are not those of the constants that others were computed from")
+    for name, digest in stored.digests.items():
         if tensor_digest(constants[name]) != digest:
-            raise Outdated(f"constants were computed from other values of {data['weights'].get(name, name)!r}")
-    run = kernel_calls(from_data(data["graph"]))
+            raise Outdated(f"constants were computed from other values of {stored.weights.get(name, name)!r}")
+    run = kernel_calls(module)
     merge_inputs(linkage.merged, constants)
-    return LinkedProgram(linkage, constants, run, report_from_data(data["report"]))
+    return LinkedProgram(linkage, constants, run, stored.report)
 
 
-def _view_of_weight(tensor: torch.Tensor, model: nn.Module) -> tuple[str, tuple[Any, ...]] | None:
+def _view_of_weight(tensor: torch.Tensor, model: nn.Module) -> tuple[str, View] | None:
     """The parameter that all elements of ``tensor`` are in, with the sizes, strides and offset that it has there."""
     storage = tensor.untyped_storage().data_ptr()
     for name, weight in module_tensors(model).items():
@@ -99,62 +139,28 @@ def _view_of_weight(tensor: torch.Tensor, model: nn.Module) -> tuple[str, tuple[
     return None
 
 
-def _view(weight: torch.Tensor, view: tuple[Any, ...]) -> torch.Tensor:
+def _view(weight: torch.Tensor, view: View) -> torch.Tensor:
+    """The elements of ``weight`` in other sizes and strides.
+
+    Raises:
+        ValueError: these reach beyond it.
+    """
     sizes, strides = view
+    fits = len(sizes) == len(strides) and min((*sizes, *strides), default=0) >= 0
+    if (
+        not fits
+        or math.prod(sizes) != weight.numel()
+        or _reach(sizes, strides) > _reach(weight.shape, weight.stride())
+    ):
+        raise ValueError(f"sizes {sizes} and strides {strides} are no view of a weight of {tuple(weight.shape)}")
     return weight.detach().as_strided(sizes, strides, weight.storage_offset())
 
 
-def _linkage_data(linkage: Linkage) -> dict[str, Any]:
-    plain = {f.name: getattr(linkage, f.name) for f in fields(Linkage)}
-    plain["read"] = sorted(linkage.read)
-    plain["caches"] = [asdict(spec) for spec in linkage.caches]
-    plain["merged"] = dict(linkage.merged)
-    plain["packed"] = [
-        (p.name, p.sources, None if p.quantization is None else asdict(p.quantization)) for p in linkage.packed
-    ]
-    plain["device"] = str(linkage.device)
-    return plain
+def _reach(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """The distance from the first element to the farthest."""
+    return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
-def _linkage(plain: Mapping[str, Any]) -> Linkage:
-    packed = tuple(
-        PackedWeight(name, tuple(sources), None if q is None else Quantization(**q))
-        for name, sources, q in plain["packed"]
-    )
-    return Linkage(
-        **{
-            **plain,
-            "read": frozenset(plain["read"]),
-            "caches": tuple(CacheSpec(**spec) for spec in plain["caches"]),
-            "packed": packed,
-            "device": torch.device(plain["device"]),
-        }
-    )
-
-
-def report_data(report: CompileReport) -> dict[str, Any]:
-    """A report as plain data."""
-    return asdict(report)
-
-
-def report_from_data(plain: Mapping[str, Any]) -> CompileReport:
-    """The report of ``report_data``; its seconds are those that compiling took."""
-    verdict = plain["verdict"]
-    return CompileReport(
-        **{
-            **plain,
-            "passes": [_record(record) for record in plain["passes"]],
-            "verdict": None if verdict is None else Verdict(**verdict),
-            "dropped_passes": [(name, why) for name, why in plain["dropped_passes"]],
-            "checks": [PassCheck(**check) for check in plain["checks"]],
-        }
-    )
-
-
-def _record(plain: Mapping[str, Any]) -> PassRecord:
-    rejections = [Rejection(**rejection) for rejection in plain["rejections"]]
-    routes = [
-        Route(**{**route, "chosen": tuple(route["chosen"]), "refused": tuple(map(tuple, route["refused"]))})
-        for route in plain["routes"]
-    ]
-    return PassRecord(**{**plain, "rejections": rejections, "routes": routes})
+def report_data(report: CompileReport) -> Any:
+    """A report as plain data; of its seconds, those that compiling took."""
+    return to_plain(report)

@@ -21,6 +21,9 @@ from pathlib import Path
 
 import torch
 
+from ..private_folder import cache_folder
+from .kernel_cache import Builder, KernelBuildError, load_library
+
 _logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "csrc"
@@ -42,10 +45,6 @@ FLOAT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 DTYPE_CODES = {**FLOAT_CODES, torch.bool: 3}
 
 
-class KernelBuildError(RuntimeError):
-    """The C++ kernels could not be built or loaded; the message says why."""
-
-
 def begin_loading() -> None:
     """Load the library, and build it if need be, on a thread of its own; who calls ``load_kernels`` waits for it."""
     _loading()
@@ -54,7 +53,7 @@ def begin_loading() -> None:
 @functools.cache
 def _loading() -> Future[ctypes.CDLL]:
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pagoda-kernels")
-    future = pool.submit(_load_or_build, cache_directory())
+    future = pool.submit(_load_or_build, cache_folder() / "kernels")
     pool.shutdown(wait=False)
     return future
 
@@ -64,7 +63,7 @@ def load_kernels() -> ctypes.CDLL | None:
     """The library of C++ kernels, built if need be; None, after one warning, where that is impossible.
 
     The library lies in ``$TORCH_PAGODA_CACHE/kernels`` (``~/.cache/torch_pagoda/kernels``) under a name that
-    hashes sources, flags, compiler and processor. Processes that need it at once build it once.
+    hashes sources, flags, processor and compiler, see ``kernel_cache``. Processes that need it at once build it once.
     """
     try:
         return _loading().result()
@@ -135,36 +134,19 @@ def bind_function(library: ctypes.CDLL, name: str) -> Callable[[bytes], int]:
     return function
 
 
-def cache_directory() -> Path:
-    """Where built kernels are kept: ``kernels`` in ``$TORCH_PAGODA_CACHE`` or ``~/.cache/torch_pagoda``."""
-    root = os.environ.get("TORCH_PAGODA_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "torch_pagoda") / "kernels"
-
-
-def _load_or_build(directory: Path) -> ctypes.CDLL:
+def _load_or_build(folder: Path) -> ctypes.CDLL:
+    """The library from ``folder``, or where that serves for nothing from this user's folder for temporary files."""
     compiler = shutil.which("g++")
-    if compiler is None:
-        raise KernelBuildError("there is no g++ on PATH; install it (for instance: apt install g++)")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        writable = os.access(directory, os.W_OK)
-    except OSError:
-        writable = False
-    if not writable:
-        directory = Path(tempfile.mkdtemp(prefix="torch_pagoda_kernels_"))
-        _logger.warning("kernel cache %s is not writable; building in %s", cache_directory(), directory)
-    library = directory / f"kernels-{_fingerprint(compiler)}.so"
-    if library.exists():
-        try:
-            return ctypes.CDLL(str(library))
-        except OSError as error:  # cut short by a full disk, for instance
-            _logger.warning("rebuilding %s, which does not load: %s", library, error)
-    with _locked(library.with_suffix(".lock")):
-        try:
-            return ctypes.CDLL(str(library))
-        except OSError:
-            build_library(compiler, library)
-    return ctypes.CDLL(str(library))
+    builder = None
+    if compiler is not None:
+        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+        builder = Builder(version.partition("\n")[0], functools.partial(build_library, compiler))
+    return load_library([folder, _temporary_folder()], _fingerprint(), builder)
+
+
+def _temporary_folder() -> Path:
+    user = f"-{os.geteuid()}" if hasattr(os, "geteuid") else ""
+    return Path(tempfile.gettempdir(), f"torch_pagoda_kernels{user}")
 
 
 def build_library(compiler: str, library: Path, flags: Sequence[str] = FLAGS) -> None:
@@ -221,9 +203,9 @@ def _openmp_of_torch() -> list[str]:
     return []
 
 
-def _fingerprint(compiler: str) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [version, " ".join(FLAGS), processor(), " ".join(_openmp_of_torch())]
+def _fingerprint() -> str:
+    """A digest of what the library is built from, and for; whatever compiler builds it."""
+    parts = [" ".join(FLAGS), processor(), " ".join(_openmp_of_torch())]
     parts += [path.read_text() for path in sorted(_SOURCES.iterdir()) if path.suffix in (".h", ".cpp")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
@@ -237,16 +219,3 @@ def processor() -> str:
     wanted = ("flags", "Features", "model name", "cpu family", "model", "CPU part", "CPU implementer")
     found = {line.split(":")[0].strip(): line for line in reversed(lines) if ":" in line}
     return platform.machine() + "".join(found.get(name, "") for name in wanted)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock between processes, where the system has one; renaming is safe without it."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -11,7 +11,7 @@ import torch
 from torch_pagoda import LLM, SamplingParams
 from torch_pagoda.compiler import CompileOptions, compile_program
 from torch_pagoda.compiler import build as build_module
-from torch_pagoda.compiler.store.program_store import DISABLE
+from torch_pagoda.compiler.store.program_store import DISABLE, ProgramStore
 from torch_pagoda.compiler.user_passes import register_pass, unregister_pass
 from torch_pagoda.compiler.verify import compared_steps, reference_of_model
 from torch_pagoda.passes import PassRecord
@@ -213,16 +213,17 @@ def test_disabled(folder, monkeypatch):
 def test_programs_that_do_not_fit_are_replaced(folder, caplog):
     options = CompileOptions(codegen="none")
     compile_program(build_tiny_model("llama"), options)
-    (path,) = folder.glob("*.pt")
-    data = torch.load(path, weights_only=True)
-    data["weights"] = {name: "no.such.tensor" for name in data["weights"]}
-    torch.save(data, path)
+    (path,) = folder.iterdir()
+    store, key = ProgramStore(folder), path.stem
+    data = store.load(key)
+    assert data is not None
+    store.save(key, {**data, "weights": {name: "no.such.tensor" for name in data["weights"]}})
     with caplog.at_level(logging.INFO):
         assert not compile_program(build_tiny_model("llama"), options).report.stored
     assert "no tensor 'no.such.tensor'" in caplog.text
-    data["graph"] = [("call_function", "a", "operator aten.no_such.default", (), {})]
-    torch.save(data, path)
+    store.save(key, {**data, "graph": [("call_function", "a", "operator aten.no_such.default", ("tuple",), ())]})
     assert not compile_program(build_tiny_model("llama"), options).report.stored
+    assert "there is no 'operator aten.no_such.default'" in caplog.text
     assert compile_program(build_tiny_model("llama"), options).report.stored
 
 

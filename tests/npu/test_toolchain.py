@@ -317,3 +317,13 @@ def test_torchair_tests_fail_where_they_cannot_run(tmp_path: Path) -> None:
     result = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
     assert "ERROR: a C compiler" in result.stderr and "not found on PATH" in result.stderr
+
+
+@pytest.mark.parametrize("part", ["..", ".", "libraries", "packages"])
+def test_what_others_can_write_is_not_loaded(part: str) -> None:
+    toolchain = complete(locate_toolchain().folder)
+    assert find_toolchain().folder == toolchain.folder
+    (toolchain.folder / part).resolve().chmod(0o777)
+    for find in (find_toolchain, set_up_toolchain):
+        with pytest.raises(ToolchainError, match=r"is not used: others may write to .*chmod go-w"):
+            find()

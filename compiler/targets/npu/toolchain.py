@@ -15,14 +15,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from ....runtime.ops.native import cache_directory
+from ....runtime.private_folder import NotPrivate, cache_folder, check_private_folder, locked, make_private_folder
 from .stand_in import ToolchainError, build_stand_ins, find_tools
 from .wheels import PROTOBUF, TORCH_NPU, Requirement
 
@@ -101,18 +100,19 @@ def locate_toolchain(torch_version: str | None = None, python_tag: str | None = 
     recipe = "\n".join((str(_RECIPE), torch_version, *map(str, wanted)))
     digest = hashlib.sha256(recipe.encode()).hexdigest()[:10]
     name = f"torch_npu-{version}-torch-{torch_version}-{python_tag}-{digest}"
-    return Toolchain(cache_directory().with_name("npu") / name, wanted)
+    return Toolchain(cache_folder() / "npu" / name, wanted)
 
 
 def find_toolchain() -> Toolchain:
     """The toolchain, which must be there.
 
     Raises:
-        ToolchainError: it is not, or there can be none here.
+        ToolchainError: it is not, or others may have written to it, or there can be none here.
     """
     toolchain = locate_toolchain()
     if not toolchain.complete:
         raise ToolchainError(f"the offline Ascend toolchain is not in {toolchain.folder}; run: pagoda npu setup")
+    _check_private(toolchain)
     return toolchain
 
 
@@ -132,21 +132,34 @@ def set_up_toolchain(on_step: Callable[[str], None] = _logger.info, toolchain: T
     """
     toolchain = toolchain or locate_toolchain()
     if toolchain.complete:
+        _check_private(toolchain)
         return toolchain
     find_tools()  # before the download: it is the cheaper thing to miss
     if util.find_spec("pip") is None:
         raise ToolchainError(f"pip is missing in {sys.executable}; run: {sys.executable} -m ensurepip")
     try:
-        toolchain.folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(toolchain.folder.with_name(f".{toolchain.folder.name}.lock"), on_step):
+        make_private_folder(toolchain.folder.parent)
+        lock = toolchain.folder.with_name(f".{toolchain.folder.name}.lock")
+        with locked(lock, lambda: on_step("waiting for another process that builds the toolchain")):
             if not toolchain.complete:
                 _build(toolchain, on_step)
+    except NotPrivate as error:
+        raise ToolchainError(f"the offline Ascend toolchain cannot be kept: {error}") from error
     except OSError as error:
         raise ToolchainError(
             f"cannot write the offline Ascend toolchain to {toolchain.folder}: {error}; set TORCH_PAGODA_CACHE to a "
             "folder that can be written to"
         ) from error
     return toolchain
+
+
+def _check_private(toolchain: Toolchain) -> None:
+    """Raise ``ToolchainError`` if the libraries and packages that are about to be loaded may be somebody else's."""
+    for folder in (toolchain.folder.parent, toolchain.folder, toolchain.libraries, toolchain.packages):
+        try:
+            check_private_folder(folder)
+        except OSError as error:
+            raise ToolchainError(f"the offline Ascend toolchain is not used: {error}") from error
 
 
 def _require_platform() -> None:
@@ -169,7 +182,9 @@ def _build(toolchain: Toolchain, on_step: Callable[[str], None]) -> None:
     torch_libraries = sorted((Path(torch_folder.origin).parent / "lib").glob("*.so*"))
     with tempfile.TemporaryDirectory(prefix=f".{toolchain.folder.name}.", dir=toolchain.folder.parent) as name:
         unfinished = Toolchain(Path(name, "toolchain"), toolchain.requirements)
-        unfinished.libraries.mkdir(parents=True)
+        unfinished.folder.mkdir(mode=0o700)  # pip does not keep others from writing to what it unpacks
+        unfinished.libraries.mkdir(mode=0o700)
+        unfinished.packages.mkdir(mode=0o700)
         # The folders that torch_npu looks for in a CANN installation; they may be empty.
         for part in ("home/runtime", "home/compiler", "opp"):
             (unfinished.cann / part).mkdir(parents=True)
@@ -218,16 +233,3 @@ def _install(requirements: tuple[Requirement, ...], folder: Path) -> None:
         f"pip could not install {names}: {reason}. A package index must be reachable once (pip's settings apply, for "
         f"instance PIP_INDEX_URL), or copy the folder {folder.parent.parent.parent} from a machine that has it"
     )
-
-
-@contextmanager
-def _locked(path: Path, on_step: Callable[[str], None]) -> Iterator[None]:
-    import fcntl  # there where the platform check lets anyone come so far
-
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            on_step("waiting for another process that builds the toolchain")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

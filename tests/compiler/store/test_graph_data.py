@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import operator
 
 import pytest
@@ -21,8 +22,8 @@ def example() -> fx.Graph:
     y = graph.call_function(aten.mm.default, (x, x))
     y = graph.call_function(aten.to.dtype, (y, torch.float64), {"memory_format": torch.contiguous_format})
     y = graph.call_function(operator.getitem, (y, (slice(None, n, 1), [0, 1])))
-    y = graph.call_function(torch.nn.functional.silu, (y,))
-    y = graph.call_method("reshape", (y, -1))
+    y = graph.call_function(aten.reshape.default, (y, [-1]))
+    y = graph.call_function(aten.mul.Tensor, (y, graph.call_function(operator.mul, (n, 2))))
     ones = graph.call_function(
         aten.full.default,
         ([2], 0.5),
@@ -84,5 +85,106 @@ def test_tensors_as_arguments_are_refused():
 def test_what_is_gone_raises():
     rows = to_data(example())
     gone = [(op, name, target.replace("aten.mm", "aten.no_such"), args, kw) for op, name, target, args, kw in rows]
-    with pytest.raises(AttributeError):
+    with pytest.raises(ValueError, match=r"there is no 'operator aten\.no_such\.default'"):
         from_data(gone)
+
+
+@pytest.mark.parametrize("name", ["operator.mul", "math.ceil", "torch.sym_max"])
+def test_arithmetic_comes_back(name):
+    module, _, attribute = name.partition(".")
+    function = getattr({"operator": operator, "math": math, "torch": torch}[module], attribute)
+    graph = fx.Graph()
+    graph.output(graph.call_function(function, (graph.placeholder("n"), 3)[: 1 if module == "math" else 2]))
+    assert from_data(through_a_file(to_data(graph)))(2) == {"mul": 6, "ceil": 2, "sym_max": 3}[attribute]
+
+
+FORBIDDEN = [
+    "torch:os.system",
+    "torch.os.system",
+    "torch.sym_max.__globals__",
+    "_operator:methodcaller",
+    "operator.attrgetter",
+    "builtins.eval",
+    "math.factorial",
+    "operator higher_order.cond.default",
+    "operator quantized.linear.default",
+    "operator torch.os.system",
+    "operator aten.__class__.mro",
+    "operator aten.add.__call__",
+    "operator aten.add",
+    "operator aten.from_file.default",
+    "operator aten.save.default",
+    "",
+    None,
+    ("operator.mul",),
+]
+
+
+@pytest.mark.parametrize("name", FORBIDDEN, ids=str)
+def test_other_functions_are_refused(name):
+    rows = [
+        ("placeholder", "x", "x", ("tuple",), ()),
+        ("call_function", "y", name, ("tuple", ("node", "x")), ()),
+        ("output", "output", "output", ("tuple", ("node", "y")), ()),
+    ]
+    with pytest.raises(ValueError, match=r"may not call|there is no|is no function"):
+        from_data(rows)
+
+
+def test_what_cannot_be_read_is_not_written():
+    graph = fx.Graph()
+    graph.output(graph.call_function(torch.nn.functional.silu, (graph.placeholder("x"),)))
+    with pytest.raises(CannotStore, match="silu"):
+        to_data(graph)
+    graph = fx.Graph()
+    graph.output(graph.call_method("reshape", (graph.placeholder("x"), -1)))
+    with pytest.raises(CannotStore, match="call_method"):
+        to_data(graph)
+    graph = fx.Graph()
+    graph.output(graph.call_function(aten.from_file.default, ("/etc/passwd",)))
+    with pytest.raises(CannotStore, match="opens files"):
+        to_data(graph)
+
+
+X = ("placeholder", "x", "x", ("tuple",), ())
+Y = ("call_function", "y", "operator aten.relu.default", ("tuple", ("node", "x")), ())
+OUT = ("output", "output", "output", ("tuple", ("node", "x")), ())
+CODE = "__import__('builtins').print('ran')"
+
+
+def hostile():
+    """Rows that are no graph; fx writes names, inputs and arguments by name into source code as they are."""
+    yield "code in the name of an input", [(*X[:2], f"x={CODE}", *X[3:]), OUT]
+    yield "code in a name", [X, (Y[0], CODE, *Y[2:]), OUT]
+    yield "code in the name of an argument", [X, (*Y[:4], ((f"x={CODE}, y", 1),)), OUT]
+    yield "an argument that there is not", [X, (*Y[:4], (("other", 1),)), OUT]
+    yield "a default of an input", [(*X[:3], ("tuple", 3), ()), OUT]
+    yield "a keyword", [("placeholder", "class", "class", ("tuple",), ()), OUT]
+    yield "a name of Python's", [("placeholder", "print", "print", ("tuple",), ()), OUT]
+    yield "a method", [X, ("call_method", "y", "__class__", ("tuple", ("node", "x")), ()), OUT]
+    yield "an attribute", [("get_attr", "x", "forward.__globals__", ("tuple",), ()), OUT]
+    yield "a module", [X, ("call_module", "y", "x", ("tuple",), ()), OUT]
+    yield "a second node of a name", [X, X, OUT]
+    yield "a later node", [("placeholder", "x", "x", ("tuple",), ()), (*Y[:3], ("tuple", ("node", "z")), ()), OUT]
+    yield "a function of torch as an argument", [X, (*Y[:3], ("tuple", ("torch", "load")), ()), OUT]
+    yield "another device", [X, (*Y[:3], ("tuple", ("device", "cuda:0")), ()), OUT]
+    yield "a tensor", [X, (*Y[:3], ("tuple", torch.ones(1)), ()), OUT]
+    yield "a dict", [X, (*Y[:3], ("tuple", {"a": 1}), ()), OUT]
+    yield "bytes", [X, (*Y[:3], ("tuple", b"a"), ()), OUT]
+    yield "an unknown kind", [X, (*Y[:3], ("tuple", ("set", 1)), ()), OUT]
+    yield "half a slice", [X, (*Y[:3], ("tuple", ("slice", 1)), ()), OUT]
+    yield "arguments that are one", [X, (*Y[:3], ("node", "x"), ()), OUT]
+    yield "a short row", [X, Y[:4], OUT]
+    yield "no output", [X, Y]
+    yield "nodes behind the output", [X, OUT, Y]
+    yield "two outputs", [X, OUT, OUT]
+    yield "nothing", []
+    yield "no list", {"x": 1}
+
+
+@pytest.mark.parametrize("rows", [pytest.param(rows, id=name) for name, rows in hostile()])
+def test_hostile_rows_are_refused(rows, capsys):
+    assert from_data([X, Y, OUT])(torch.ones(1)) == 1
+    with pytest.raises(ValueError):
+        from_data(rows)
+    assert "ran" not in capsys.readouterr().out

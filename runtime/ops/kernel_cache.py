@@ -1,0 +1,164 @@
+"""Built libraries on disk: found by what they were built from, checked by their digest, built once.
+
+A library ``kernels-KEY-COMPILER.so`` lies beside a file ``kernels-KEY-COMPILER.so.sha256``, as ``sha256sum -c`` reads
+it, that also says which compiler built it. Every compiler has a library of its own; where none can be built, without
+a compiler or in a folder that is only read, another one's serves, which was made of the same sources for the same
+processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..private_folder import check_private_folder, locked, make_private_folder, open_private_file
+
+_logger = logging.getLogger(__name__)
+
+
+class KernelBuildError(RuntimeError):
+    """The C++ kernels could not be built or loaded; the message says why."""
+
+
+@dataclass(frozen=True)
+class Builder:
+    """A compiler that can build the library.
+
+    Attributes:
+        version: what it says about itself.
+        build: compiles the library and puts it where it is told to, whole or not at all.
+    """
+
+    version: str
+    build: Callable[[Path], None]
+
+    @property
+    def key(self) -> str:
+        """What tells it from other compilers in names of files."""
+        return hashlib.sha256(self.version.encode()).hexdigest()[:8]
+
+
+def load_library(folders: Sequence[Path], key: str, builder: Builder | None) -> ctypes.CDLL:
+    """Load the library from the first folder that has it or lets it be built there.
+
+    A folder that others can write to, or that belongs to another user, is passed over with a warning, as is one that
+    is only read and does not have it. Where no folder serves, the library is built in one that lasts only until it is
+    loaded.
+
+    Args:
+        folders: where it may lie.
+        key: a digest of what it is built from, and for.
+        builder: None where there is no compiler.
+
+    Raises:
+        KernelBuildError: it is nowhere, and cannot be built.
+        OSError: the loader refuses what was just built.
+    """
+    for folder in folders:
+        try:
+            library = _in_folder(folder, key, builder)
+        except OSError as error:
+            _logger.warning("no kernels are kept in %s: %s", folder, error)
+        else:
+            if library is not None:
+                return library
+    if builder is None:
+        raise KernelBuildError("there is no g++ on PATH; install it (for instance: apt install g++)")
+    with tempfile.TemporaryDirectory(prefix="torch_pagoda_kernels_") as name:
+        return _built(Path(name, f"kernels-{key}-{builder.key}.so"), builder)
+
+
+def _in_folder(folder: Path, key: str, builder: Builder | None) -> ctypes.CDLL | None:
+    """The library in ``folder``, built there if need be; None where nobody can build it.
+
+    Raises:
+        OSError: the folder is not ours alone, or is not there and cannot be made, or cannot be written.
+        KernelBuildError: the compiler refuses.
+    """
+    try:
+        check_private_folder(folder)
+    except FileNotFoundError:
+        if builder is None:
+            return None
+    unusable: OSError | KernelBuildError | None = None
+    if builder is not None:
+        library = folder / f"kernels-{key}-{builder.key}.so"
+        if (loaded := _load(library)) is not None:
+            return loaded
+        try:
+            make_private_folder(folder)
+            with locked(library.with_suffix(".lock")):
+                return _load(library) or _built(library, builder)
+        except (OSError, KernelBuildError) as error:
+            unusable = error
+    for other in sorted(folder.glob(f"kernels-{key}-*.so")):
+        if (loaded := _load(other)) is not None:
+            _logger.info("kernels of another compiler are used: %s", other)
+            return loaded
+    if unusable is not None:
+        raise unusable
+    return None
+
+
+def _built(library: Path, builder: Builder) -> ctypes.CDLL:
+    """Build a library whose lock is held, note its digest, load it."""
+    for left in library.parent.glob(f"{library.stem}?*/"):  # where a build was killed
+        shutil.rmtree(left, ignore_errors=True)
+    builder.build(library)
+    with library.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    noted = _digest_file(library)
+    unfinished = noted.with_suffix(".part")
+    unfinished.unlink(missing_ok=True)
+    unfinished.write_text(f"{digest}  {library.name}\n# built by {builder.version}\n", encoding="utf-8")
+    unfinished.chmod(0o644)
+    os.replace(unfinished, noted)
+    loaded = _load(library)
+    if loaded is None:
+        raise OSError(f"{library} does not load; the log says why")
+    return loaded
+
+
+def _load(library: Path) -> ctypes.CDLL | None:
+    """A library that is as it was built; None, after a warning unless it is missing, for any other."""
+    try:
+        file = open_private_file(library)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _logger.warning("%s is not used: %s", library, error)
+        return None
+    try:
+        with open_private_file(_digest_file(library)) as noted:
+            said = noted.read(64).decode("ascii", "replace")
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != said:
+            raise OSError(f"its digest is {found}, and {said or 'none'} is noted; it is damaged")
+        loaded = ctypes.CDLL(_same_file(file.fileno(), library))
+    except OSError as error:
+        _logger.warning("%s is not used: %s", library, error)
+        file.close()
+        return None
+    _opened.append(file)
+    return loaded
+
+
+_opened: list[object] = []
+"""Files of loaded libraries: the loader knows a library by the name of its descriptor, which nothing else may get."""
+
+
+def _same_file(descriptor: int, path: Path) -> str:
+    """A name of the very file that is open, where the system has such names."""
+    name = f"/proc/self/fd/{descriptor}"
+    return name if os.path.exists(name) else str(path)
+
+
+def _digest_file(library: Path) -> Path:
+    return library.with_name(f"{library.name}.sha256")
