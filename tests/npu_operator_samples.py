@@ -47,7 +47,7 @@ def all_samples() -> list[Sample]:
 
 
 def _fused_attention() -> list[Sample]:
-    heads, kv_heads, dim, value_dim, block = 4, 2, 16, 16, 8
+    heads, kv_heads, dim, value_dim, block = 4, 2, 128, 128, 16
     samples = []
     names = [
         ("npu_fused_infer_attention_score", "num_heads", "actual_seq_lengths", "actual_seq_lengths_kv", "scale"),
@@ -217,11 +217,11 @@ def _activations() -> list[Sample]:
     samples += [
         Sample("npu_linear", "plain", (torch.randn(5, 8), torch.randn(6, 8))),
         Sample("npu_linear", "bias", (torch.randn(5, 8), torch.randn(6, 8), torch.randn(6))),
-        Sample("npu_transpose_batchmatmul", "batch first", (torch.randn(3, 5, 8), torch.randn(3, 8, 6))),
+        Sample("npu_transpose_batchmatmul", "batch first", (torch.randn(3, 5, 16), torch.randn(3, 16, 32))),
         Sample(
             "npu_transpose_batchmatmul",
             "rows first",
-            (torch.randn(5, 3, 8).half(), torch.randn(3, 8, 6).half()),
+            (torch.randn(5, 3, 16).half(), torch.randn(3, 16, 32).half()),
             {"perm_x1": [1, 0, 2], "perm_x2": [0, 1, 2], "perm_y": [1, 0, 2], "batch_split_factor": 2},
         ),
         Sample("npu_gelu", "tanh", (x,), {"approximate": "tanh"}),
@@ -301,6 +301,8 @@ def _mixture_of_experts() -> list[Sample]:
         Sample("npu_moe_finalize_routing", "rows", (rows, None, None, None, *finalize[4:6], None, 2)),
         Sample("npu_moe_finalize_routing", "k", (rows, None, None, None, None, places, None, 2, 2)),
         Sample("npu_moe_finalize_routing", "padded", (rows.view(2, 5, 8), None, None, None, *finalize[4:6], None, 3)),
+        Sample("npu_moe_token_unpermute", "weights", (rows, places, finalize[4])),
+        Sample("npu_moe_token_unpermute", "plain", (rows.bfloat16(), places)),
         Sample("npu_moe_compute_expert_tokens", "plain", (torch.tensor([0, 0, 2, 5], dtype=torch.int32), 6)),
     ]
     for kind in range(3):

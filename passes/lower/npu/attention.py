@@ -65,6 +65,8 @@ def _fused(site: Site, call: AttentionCall) -> fx.Node | None:
     )
     if results is not None:
         return site.item(results, 0)
+    if common["num_key_value_heads"] == common["num_heads"]:
+        common["num_key_value_heads"] = 0  # as many as there are heads; the inference chip takes no other value
     return site.call(_npu.npu_prompt_flash_attention.default, *tensors, scale_value=call.scale, **common)
 
 
@@ -98,4 +100,4 @@ def _masking(site: Site, call: AttentionCall) -> tuple[int, fx.Node | None, str]
     if str(sizes[0]) not in ("1", str(expected[0])) or [str(s) for s in sizes[2:]] != [str(s) for s in expected[2:]]:
         return _FREE, None, f"its mask has shape {tuple(sizes)} and would have to be repeated"
     # True means seen there, masked out here.
-    return _GIVEN, site.aten(_aten.logical_not.default, mask), ""
+    return _GIVEN, site.dense(site.aten(_aten.logical_not.default, mask)), ""

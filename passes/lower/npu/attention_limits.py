@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
+from ....runtime.ops.npu import attention_limits
+from ....runtime.ops.npu.attention_limits import HEAD_DIM, LATENT_DIM, MAX_SEQUENCES, AttentionSizes
 from .call import Call
+from .target import Product
 
 MASK_SIZE = 2048
 """Rows and columns of the mask that the causal and band modes read, whatever the lengths are."""
 UNLIMITED = 2147483647
-_POWERS_OF_TWO = tuple(1 << i for i in range(8))
 _TOKEN_LAYOUTS = ("TND", "NTD", "TND_NTD", "NTD_TND")
-_HEAD_DIM = 128
-_LATENT_DIM = 512
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Attention:
     pre_tokens: int
     next_tokens: int
     inner_precise: int
+    wants_lse: bool
 
     @staticmethod
     def of(call: Call) -> Attention:
@@ -48,6 +49,7 @@ class Attention:
             pre_tokens=call["pre_tokens"],
             next_tokens=call["next_tokens"],
             inner_precise=call["inner_precise"],
+            wants_lse=call["return_softmax_lse" if second else "softmax_lse_flag"],
         )
 
     @property
@@ -58,7 +60,7 @@ class Attention:
 
 def _heads(call: Call) -> str:
     a = Attention.of(call)
-    most = 128 if _LATENT_DIM in head_dims(call) else 64  # the section on MLA allows more than the general one
+    most = 128 if LATENT_DIM in head_dims(call) else 64  # the section on MLA allows more than the general one
     if a.heads % a.kv_heads or a.heads // a.kv_heads > most or a.heads > 256:
         return f"{a.heads} heads over {a.kv_heads} KV heads; at most {most} to one, 256 in all, and the one divides"
     return ""
@@ -81,40 +83,39 @@ def head_dims(call: Call) -> tuple[int | None, int | None, int | None]:
     return dim, of_cache(key), of_cache(value)
 
 
-def _head_dims(call: Call) -> str:
+def _sizes(call: Call) -> AttentionSizes:
     a = Attention.of(call)
-    dims = dim, key_dim, value_dim = head_dims(call)
-    if dim is None or key_dim is None or value_dim is None:
-        return "the size of a head varies"
-    with_rope = call["query_rope"] is not None
-    paged = call["block_table"] is not None
-    if any(d > _LATENT_DIM or d % 16 for d in (dim, key_dim, value_dim)):
-        return f"heads of {dims} dims; multiples of 16, at most {_LATENT_DIM}"
-    if dim != key_dim:
-        return f"heads of {dim} dims in query, {key_dim} in key"
-    if _LATENT_DIM in dims:
-        if not with_rope:
-            return f"heads of {_LATENT_DIM} dims need query_rope and key_rope"
-        if a.kv_heads != 1 or a.heads not in _POWERS_OF_TWO or a.sparse_mode not in (0, 3, 4):
-            return (
-                f"{a.heads} heads over {a.kv_heads} with sparse_mode {a.sparse_mode}: heads of {_LATENT_DIM} dims "
-                "are for one KV head, a power of two of at most 128 heads, and sparse_mode 0, 3 or 4"
-            )
-        return ""
-    if a.by_token and with_rope and dims != (_HEAD_DIM,) * 3:
-        return f"heads of {dims} dims with rope; {_HEAD_DIM} in this layout"
-    if a.by_token and not with_rope:
-        grouped = a.heads != a.kv_heads
-        if dims in ((128, 128, 128), (192, 192, 128)):
-            return ""
-        if dims == (192, 192, 192):
-            return "heads of 192 dims are not for GQA or paging" if grouped or paged else ""
-        if dims == (64, 64, 64):
-            return "heads of 64 dims are not for GQA in this layout" if grouped else ""
-        return f"heads of {dims} dims; {a.layout} takes 128, 192 (values 128 or 192) and, without GQA, 64"
-    if paged and value_dim != dim:
-        return f"values of {value_dim} dims beside keys of {dim}, with paging"
-    return ""
+    rope, table = call.shape("query_rope"), call.shape("block_table")
+    queries = None if a.by_token else _query_tokens(call, a)
+    keys = sequences = None
+    if table:
+        keys = None if table[1] is None else table[1] * a.block_size
+        sequences = table[0]
+    elif a.by_token:
+        sequences = len(a.query_lengths) if isinstance(a.query_lengths, list | tuple) else None
+    else:
+        keys = call.shape("key")[2 if a.layout.startswith("BNSD") else 1]
+    return AttentionSizes(
+        layout=a.layout,
+        heads=a.heads,
+        kv_heads=a.kv_heads,
+        dims=head_dims(call),
+        rope_dim=(rope[-1] or 0) if rope else 0,
+        sparse_mode=a.sparse_mode,
+        wants_lse=a.wants_lse,
+        block_size=a.block_size if table else 0,
+        queries=queries,
+        sequences=sequences if a.by_token else call.shape("query")[0],
+        keys=None if a.by_token else keys,
+    )
+
+
+def _head_dims(call: Call) -> str:
+    return attention_limits.head_dims(_sizes(call))
+
+
+def _extents(call: Call) -> str:
+    return attention_limits.extents(_sizes(call))
 
 
 def _rope_parts(call: Call) -> str:
@@ -125,7 +126,7 @@ def _rope_parts(call: Call) -> str:
         return ""
     if call.dtype("query_rope") != call.dtype("query") or call.dtype("key_rope") != call.dtype("key"):
         return "query_rope and key_rope must have the dtypes of query and key"
-    return "" if query.shape[-1] == 64 else f"query_rope has {query.shape[-1]} dims; it must have 64"
+    return ""
 
 
 def _paging(call: Call) -> str:
@@ -146,12 +147,7 @@ def _paging(call: Call) -> str:
     in_cache = key[1] if len(key) == 3 else key[2] if len(key) == 4 else key[3]
     if in_cache is not None and in_cache != size:
         return f"block_size is {size}, the cache has blocks of {in_cache}"
-    latent = _LATENT_DIM in head_dims(call)
-    if a.by_token or latent:
-        return "" if 16 <= size <= 1024 and size % 16 == 0 else f"blocks of {size}; multiples of 16 up to 1024"
-    if _query_tokens(call, a) == 1:
-        return "" if 16 <= size <= 512 and size % 16 == 0 else f"blocks of {size}; multiples of 16 up to 512"
-    return "" if size in (128, 256, 384, 512) else f"blocks of {size}; 128, 256, 384 or 512 for several tokens"
+    return attention_limits.blocks(_sizes(call))
 
 
 def _query_tokens(call: Call, a: Attention) -> int | None:
@@ -208,11 +204,6 @@ def _precision(call: Call) -> str:
     return "" if found in (0, 1, 2, 3) else f"inner_precise is {found}"
 
 
-def _tokens_of_padded_query(call: Call) -> str:
-    size = call.shape("query")
-    return "" if not size or size[0] is None or size[0] <= 65536 else f"{size[0]} sequences, more than 65536"
-
-
 ATTENTION_RULES = (
     _layout,
     _heads,
@@ -222,7 +213,7 @@ ATTENTION_RULES = (
     _paging,
     _mask,
     _precision,
-    _tokens_of_padded_query,
+    _extents,
 )
 
 
@@ -234,8 +225,8 @@ def _sink(call: Call) -> str:
     if a.layout not in ("TND", "NTD_TND"):
         return f"sinks are for TND and NTD_TND, not {a.layout}"
     value_dim = head_dims(call)[2]
-    if value_dim is None or value_dim > _HEAD_DIM:
-        return f"sinks beside values of {value_dim} dims; at most {_HEAD_DIM}"
+    if value_dim is None or value_dim > HEAD_DIM:
+        return f"sinks beside values of {value_dim} dims; at most {HEAD_DIM}"
     if call.dtype("learnable_sink") is not torch.bfloat16 or call.shape("learnable_sink") != (a.heads,):
         return (
             f"learnable_sink is {call.shape('learnable_sink')} {call.dtype('learnable_sink')}; "
@@ -244,7 +235,22 @@ def _sink(call: Call) -> str:
     return ""
 
 
-RULES_V2 = (_sink,)
+def _packed_without_groups(call: Call) -> str:
+    """What the second version says of as many KV heads as heads in the packed layouts."""
+    a = Attention.of(call)
+    if not a.by_token or a.heads != a.kv_heads or head_dims(call)[0] == LATENT_DIM:
+        return ""
+    allowed = (0, 1) if call.dtype("query") is torch.float16 else (0,)
+    if a.inner_precise not in allowed:
+        return f"inner_precise is {a.inner_precise} without GQA in {a.layout}; {' or '.join(map(str, allowed))}"
+    if a.sparse_mode not in (0, 3, 4) or (a.sparse_mode == 0 and call["atten_mask"] is not None):
+        return f"sparse_mode is {a.sparse_mode} without GQA in {a.layout}; 0 without a mask, 3 or 4"
+    if call["block_table"] is not None and len(call.shape("key")) != 3:
+        return f"a cache of {len(call.shape('key'))} dims without GQA in {a.layout}; [blocks, tokens, heads * dim]"
+    return ""
+
+
+RULES_V2 = (_sink, _packed_without_groups)
 
 
 def _cache_write(call: Call) -> str:
@@ -266,11 +272,39 @@ def _prompt(call: Call) -> str:
     if call["input_layout"] not in ("BSH", "BSND", "BNSD", "BNSD_BSND"):
         return f"input_layout is {call['input_layout']!r}"
     heads, kv_heads = call["num_heads"], call["num_key_value_heads"] or call["num_heads"]
-    if heads % kv_heads:
-        return f"{heads} heads over {kv_heads} KV heads"
+    if heads % kv_heads or heads // kv_heads > 64 or heads > 256:
+        return f"{heads} heads over {kv_heads} KV heads; at most 64 to one, 256 in all, and the one divides"
+    query, wide = call.shape("query"), call["input_layout"] == "BSH"
+    dim = query[-1] // heads if wide and query[-1] is not None else query[-1]
+    if dim is None or dim > LATENT_DIM:
+        return f"heads of {dim} dims; at most {LATENT_DIM}"
+    if call["input_layout"] in ("BSH", "BSND") and heads * dim >= 65535:
+        return f"a row of the query has {heads * dim} entries; below 65535 in {call['input_layout']}"
+    most = 128 if dim % 16 or call.target.product is Product.INFERENCE else MAX_SEQUENCES
+    if query[0] is not None and query[0] > most:
+        return f"{query[0]} sequences; at most {most}"
+    if call["sparse_mode"] not in (0, 1, 2, 3, 4):
+        return f"sparse_mode is {call['sparse_mode']}"
+    if call["sparse_mode"] and call["atten_mask"] is None:
+        return f"sparse_mode {call['sparse_mode']} needs a mask"
     if call["sparse_mode"] in (2, 3, 4) and call.shape("atten_mask")[-2:] != (MASK_SIZE, MASK_SIZE):
         return f"sparse_mode {call['sparse_mode']} reads a mask of ({MASK_SIZE}, {MASK_SIZE})"
     return ""
 
 
-PROMPT_RULES = (_prompt,)
+def _prompt_inference_chip(call: Call) -> str:
+    if call.target.product is not Product.INFERENCE:
+        return ""
+    if call["num_key_value_heads"] not in (0, call["num_heads"]):
+        return f"{call['num_heads']} heads over {call['num_key_value_heads']} KV heads; no GQA on this chip"
+    if call["num_key_value_heads"]:
+        return "num_key_value_heads must be left at 0 on this chip"
+    if call["sparse_mode"] != 0 or call["pre_tokens"] != UNLIMITED or call["next_tokens"] not in (0, UNLIMITED):
+        return f"sparse_mode is {call['sparse_mode']}; 0 on this chip, without a band"
+    if call["actual_seq_lengths"] is not None or call["actual_seq_lengths_kv"] is not None:
+        return "lengths of sequences are not for this chip"
+    tokens = call.shape("query")[2 if call["input_layout"].startswith("BNSD") else 1]
+    return f"{tokens} tokens; below 65536 on this chip" if tokens is not None and tokens > 65535 else ""
+
+
+PROMPT_RULES = (_prompt, _prompt_inference_chip)

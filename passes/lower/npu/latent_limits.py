@@ -3,6 +3,7 @@ npu_kv_rmsnorm_rope_cache and npu_mla_prolog_v3."""
 
 from __future__ import annotations
 
+from ....runtime.ops.npu.linear import MAX_PRODUCT_DIM, PRODUCT_MULTIPLE
 from .call import Call
 
 _LATENT, _ROTARY = 512, 64
@@ -31,12 +32,12 @@ def _batched_product(call: Call) -> str:
     if batch is None or features is None or (batch, features) != weight[:2]:
         return f"input is {x}, turned by {turn}, and weight {weight}"
     columns = weight[2]
-    if features % 16 or columns is None or columns % 16:
-        return f"weight is {weight}; its last two dims must be multiples of 16"
-    if columns > 65535 or batch > 65535 or features > 65535:
-        return f"weight is {weight}; each dim at most 65535"
-    if turn == _ROWS_FIRST and batch * features > 65535:
-        return f"a row of the input has {batch} * {features} entries; at most 65535 where it is turned"
+    if features % PRODUCT_MULTIPLE or columns is None or columns % PRODUCT_MULTIPLE:
+        return f"weight is {weight}; its last two dims must be multiples of {PRODUCT_MULTIPLE}"
+    if max(columns, batch, features) > MAX_PRODUCT_DIM:
+        return f"weight is {weight}; each dim at most {MAX_PRODUCT_DIM}"
+    if turn == _ROWS_FIRST and batch * features > MAX_PRODUCT_DIM:
+        return f"a row of the input has {batch} * {features} entries; at most {MAX_PRODUCT_DIM} where it is turned"
     return ""
 
 

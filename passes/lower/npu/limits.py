@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....runtime.ops.npu.moe_routing import MAX_UNPERMUTED_CHOICES
+from ....runtime.ops.npu.rope import INTERLEAVED_DIM, MAX_ROTARY_DIM
 from ...traced import TracedGraph
 from .attention_limits import ATTENTION_RULES, CACHE_WRITE_RULES, PROMPT_RULES, RULES_V2
 from .call import Call
@@ -23,12 +25,15 @@ from .latent_limits import (
     PROLOG_RULES,
     TRANSPOSE_BATCHMATMUL_RULES,
 )
+from .moe_limits import chosen_experts, expert_groups, grouped_matmul, routed_experts
+from .rope_limits import ROTARY_RULES
 from .target import NpuTarget, Product
 
 Rule = Callable[[Call], str]
 """Says why a call is not legal; "" when it is, as far as the rule goes."""
 
 A2, A3, A5, INFERENCE = Product.A2, Product.A3, Product.A5, Product.INFERENCE
+DENSE_INPUTS = ("query", "key", "value", "query_rope", "key_rope", "atten_mask", "pse_shift")
 HALF = frozenset({torch.float16, torch.bfloat16})
 FLOAT = HALF | {torch.float32}
 INDEX = frozenset({torch.int32, torch.int64})
@@ -109,39 +114,19 @@ def dense(*arguments: str) -> Rule:
     return check
 
 
+def captured_only(call: Call) -> str:
+    """An operator that torchair does not convert, and that is called as it is where graphs are captured."""
+    return "torchair has no GE converter for it" if call.target.graph_mode == "ge" else ""
+
+
 def _weight_is_last_dim(call: Call) -> str:
     x, gamma = call.shape(next(iter(call.arguments))), call.shape("gamma")
     return "" if len(gamma) == 1 and gamma[0] == x[-1] else f"gamma is {gamma}, the input {x}"
 
 
-def _rotary_layout(call: Call) -> str:
-    """x [B, S, N, D] with cos and sin [B or 1, S, 1, D]; D even."""
-    x, cos, sin = call.shape("input"), call.shape("r1"), call.shape("r2")
-    if cos != sin or len(cos) != 4 or cos[2] != 1:
-        return f"r1 is {cos} and r2 {sin}; both must be [B or 1, S, 1, D]"
-    if cos[3] != x[3] or x[3] is None or x[3] % 2:
-        return f"r1 has {cos[3]} entries, a head {x[3]} dims; they must agree and be even"
-    batch, _, heads, _ = x
-    if cos[0] not in (1, batch):
-        return f"r1 has batch {cos[0]}, the input {batch}"
-    if heads is None or heads >= 1000 or (batch is not None and batch >= 1000):
-        return f"batch {batch} and heads {heads} must be below 1000"
-    return ""
-
-
-def _rotary_mode(call: Call) -> str:
-    mode, rotate, product = call["rotary_mode"], call["rotate"], call.target.product
-    if mode == "half":
-        return ""
-    if mode != "interleave":
-        return f"rotary_mode is {mode!r}; it must be 'half' or 'interleave'"
-    if product is A5:
-        return "" if rotate is None else "rotate is not for this chip, which knows the mode itself"
-    # Without the matrix torchair emits RotaryMul on these chips, which has no mode and rotates halves.
-    if rotate is None:
-        return "without rotate the graph engine ignores rotary_mode='interleave' on this chip"
-    dim = call.shape("input")[-1]
-    return "" if call.shape("rotate") == (dim, dim) else f"rotate is {call.shape('rotate')}; it must be {(dim, dim)}"
+def on_inference_chip(rule: Rule) -> Rule:
+    """``rule`` on the inference chip alone."""
+    return lambda call: rule(call) if call.target.product is INFERENCE else ""
 
 
 def _even_split(call: Call) -> str:
@@ -157,45 +142,6 @@ def _matrix_product(call: Call) -> str:
     return f"bias is {bias}, weight {weight}" if bias and bias != weight[:1] else ""
 
 
-def _expert_groups(call: Call) -> str:
-    experts, groups = call.shape("x")[-1], call["group_count"]
-    if experts is None or experts > 2048 or experts % groups:
-        return f"{experts} experts in {groups} groups; at most 2048, in equal groups"
-    size = experts // groups
-    if size <= 2 and groups > 1:
-        return f"groups of {size} experts; more than 2"
-    if -(-size // 32) * 32 * groups > 2048:
-        return f"{groups} groups of {size} experts, filled up to multiples of 32, are more than 2048"
-    if call["renorm"] != 0 or call["norm_type"] not in (0, 1) or call["group_select_mode"] not in (0, 1):
-        return "renorm must be 0, norm_type and group_select_mode 0 or 1"
-    return (
-        "" if 0 < call["k"] <= size * call["k_group"] else f"k is {call['k']}, of {call['k_group']} groups of {size}"
-    )
-
-
-def _grouped_matmul(call: Call) -> str:
-    """One tensor of rows, one of matrices [E, K, N], groups of rows given by a tensor of int64."""
-    if call["group_type"] != 0 or call["split_item"] not in (2, 3) or call["group_list_type"] not in (0, 1):
-        return "group_type must be 0, split_item 2 or 3, group_list_type 0 or 1"
-    tensors = call.tensors()
-    x, weight, groups = tensors["x[0]"], tensors["weight[0]"], tensors.get("group_list")
-    dtype = call.target.counted(x.dtype)
-    if dtype not in HALF or call.target.counted(weight.dtype) is not dtype:
-        return f"rows of {dtype} and matrices of {weight.dtype}; both float16 or both bfloat16"
-    if groups is None or groups.dtype is not torch.int64:
-        return "group_list must be a tensor of int64"
-    if weight.dim() != 3 or x.dim() != 2 or weight.shape[1] != x.shape[1]:
-        return f"rows {tuple(x.shape)} and matrices {tuple(weight.shape)}"
-    if max(int(weight.shape[1]), int(weight.shape[2])) >= 65536:
-        return f"matrices of {tuple(weight.shape[1:])}; inner sizes below 65536"
-    bias = tensors.get("bias[0]")
-    if bias is not None:
-        wanted = torch.float32 if dtype is torch.bfloat16 else torch.float16
-        if bias.dtype is not wanted:
-            return f"a bias of {bias.dtype}; {wanted} beside {dtype}"
-    return ""
-
-
 LIMITS: dict[str, Limits] = {
     "npu_rms_norm": Limits(
         frozenset({A2, A3, A5, INFERENCE}),
@@ -207,8 +153,12 @@ LIMITS: dict[str, Limits] = {
                 if c.dtype("gamma") in (c.dtype("input"), torch.float32)
                 else f"gamma is {c.dtype('gamma')}; it must have the dtype of the input or be float32"
             ),
+            on_inference_chip(
+                lambda c: "" if c.dtype("gamma") is c.dtype("input") else "gamma must have the dtype of the input"
+            ),
         ],
     ),
+    # Of 950 the document names the DT alone; its PR has the same cores, and every other document names both together.
     "npu_add_rms_norm": Limits(
         frozenset({A2, A3, A5, INFERENCE}),
         {"x1": FLOAT},
@@ -240,15 +190,17 @@ LIMITS: dict[str, Limits] = {
         # The eager kernel casts cos and sin to the dtype of the input, the graph engine does not.
         alike=[("input", "r1", "r2")],
         ranks={"input": (4,)},
-        rules=[_rotary_layout, _rotary_mode, below("input", -1, 896)],
+        rules=[*ROTARY_RULES, below("input", -1, MAX_ROTARY_DIM)],
     ),
     "npu_interleave_rope": Limits(
         frozenset({A2, A3}),
         {"x": HALF},
         alike=[("x", "cos", "sin")],
         ranks={"x": (4,), "cos": (4,), "sin": (4,)},
-        rules=[sizes("x", -1, (64,)), sizes("cos", 1, (1,))],
+        rules=[sizes("x", -1, (INTERLEAVED_DIM,)), sizes("cos", 1, (1,)), dense("x", "cos", "sin")],
     ),
+    # The document lists float32, float16, int32 and int8 alone. It is older than the kernel, which is aclnnMatmul
+    # (GE: MatMul) with the weight turned: those take bfloat16, and plain linear layers of bf16 models run on them.
     "npu_linear": Limits(
         frozenset({A2, A3, INFERENCE}),
         {"input": FLOAT},
@@ -267,28 +219,28 @@ LIMITS: dict[str, Limits] = {
         frozenset({A2, A3, A5}),
         {"query": HALF, "block_table": frozenset({torch.int32})},
         alike=[("query", "key", "value")],
-        rules=[*ATTENTION_RULES, dense("query", "key", "value")],
+        rules=[*ATTENTION_RULES, dense(*DENSE_INPUTS)],
     ),
     "npu_fused_infer_attention_score_v2": Limits(
         frozenset({A2, A3, A5}),
         {"query": HALF, "block_table": frozenset({torch.int32})},
         alike=[("query", "key", "value")],
-        rules=[*ATTENTION_RULES, *RULES_V2, dense("query", "key", "value")],
+        rules=[*ATTENTION_RULES, *RULES_V2, dense(*DENSE_INPUTS)],
     ),
     "npu_prompt_flash_attention": Limits(
         frozenset({A2, A3, INFERENCE}),
         {"query": HALF},
         alike=[("query", "key", "value")],
-        rules=[*PROMPT_RULES, dense("query", "key", "value")],
+        rules=[*PROMPT_RULES, dense(*DENSE_INPUTS)],
     ),
     "npu_moe_gating_top_k_softmax": Limits(
         frozenset({A2, A3, A5}),
         {"x": FLOAT},
         ranks={"x": (2, 3)},
-        rules=[lambda c: "" if 0 < c["k"] <= 1024 else f"k is {c['k']}; at most 1024"],
+        rules=[chosen_experts],
     ),
     "npu_moe_gating_top_k": Limits(
-        frozenset({A2, A3, A5}), {"x": FLOAT}, alike=[("x", "bias")], ranks={"x": (2,)}, rules=[_expert_groups]
+        frozenset({A2, A3, A5}), {"x": FLOAT}, alike=[("x", "bias")], ranks={"x": (2,)}, rules=[expert_groups]
     ),
     "npu_moe_init_routing_v2": Limits(
         frozenset({A2, A3, A5, INFERENCE}),
@@ -298,16 +250,32 @@ LIMITS: dict[str, Limits] = {
             given("drop_pad_mode", 0),
             given("quant_mode", -1),
             given("expert_tokens_num_flag", True),
-            lambda c: "" if 0 < c["expert_num"] <= 10240 else f"{c['expert_num']} experts",
+            routed_experts,
+            # Whatever is asked for, this chip says where each expert's rows end.
+            on_inference_chip(given("expert_tokens_num_type", 0)),
         ],
     ),
-    "npu_grouped_matmul": Limits(frozenset({A2, A3, A5, INFERENCE}), rules=[_grouped_matmul]),
-    # Documented for A2, whose cores A3 has two dies of.
+    "npu_grouped_matmul": Limits(frozenset({A2, A3, A5, INFERENCE}), rules=[grouped_matmul]),
+    # op-plugin names A2 alone, the README of CANN's own moe_finalize_routing_v2 (ops-transformer) all of these.
     "npu_moe_finalize_routing": Limits(
-        frozenset({A2, A3}),
+        frozenset({A2, A3, A5}),
         {"expanded_permuted_rows": FLOAT, "expanded_src_to_dst_row": frozenset({torch.int32})},
         alike=[("expanded_permuted_rows", "skip1", "skip2", "bias", "scales")],
         rules=[given("drop_pad_mode", 0, 1, 2, 3)],
+    ),
+    # No document names 950; vllm-ascend runs it there.
+    "npu_moe_token_unpermute": Limits(
+        frozenset({A2, A3, A5}),
+        {"permuted_tokens": FLOAT, "sorted_indices": frozenset({torch.int32})},
+        alike=[("permuted_tokens", "probs")],
+        ranks={"permuted_tokens": (2,), "sorted_indices": (1,), "probs": (2,)},
+        rules=[
+            captured_only,
+            given("padded_mode", False),
+            given("restore_shape", None),
+            below("probs", 1, MAX_UNPERMUTED_CHOICES + 1),
+            dense("permuted_tokens", "sorted_indices", "probs"),
+        ],
     ),
     "npu_transpose_batchmatmul": Limits(
         frozenset({A2, A3}),
@@ -331,11 +299,18 @@ LIMITS: dict[str, Limits] = {
         rules=[*PROLOG_RULES, dense("token_x", "rope_sin", "rope_cos", "kv_cache", "kr_cache")],
     ),
     "npu_scatter_nd_update_": Limits(
-        frozenset({A2, A3, INFERENCE}), {"indices": INDEX}, alike=[("input", "updates")]
+        frozenset({A2, A3, INFERENCE}),
+        {"indices": INDEX},
+        alike=[("input", "updates")],
+        rules=[
+            on_inference_chip(
+                lambda c: f"input is {torch.int8}, which it does not write" if c.dtype("input") is torch.int8 else ""
+            )
+        ],
     ),
 }
 """Operator → its limits. Lowering emits no ``npu::`` operator that is not in here, and each of them has a converter
-in torchair or one of ours, ``compiler.targets.npu.converters``."""
+in torchair or one of ours, ``compiler.targets.npu.converters``, or is :func:`captured_only`."""
 
 
 def violations(call: Call) -> list[str]:
@@ -346,6 +321,8 @@ def violations(call: Call) -> list[str]:
     found = []
     if call.target.product not in limits.products:
         found.append(f"{call.target.soc} does not run it")
+    elif call.target.product is INFERENCE and torch.bfloat16 in map(call.target.counted, _dtypes(call)):
+        found.append(f"{call.target.soc} has no bfloat16")
     for name, allowed in limits.dtypes.items():
         dtype = call.dtype(name)
         if dtype is not None and dtype not in allowed:
@@ -361,6 +338,10 @@ def violations(call: Call) -> list[str]:
     if not found:  # the rules take ranks for granted
         found = [reason for rule in limits.rules if (reason := rule(call))]
     return found
+
+
+def _dtypes(call: Call) -> list[torch.dtype]:
+    return [tensor.dtype for tensor in call.tensors().values()]
 
 
 def npu_calls(traced: TracedGraph, target: NpuTarget) -> Iterator[tuple[fx.Node, Call]]:

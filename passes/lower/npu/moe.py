@@ -5,10 +5,15 @@ Matches:
     pagoda::moe(x, weights, ids, up, down, ...)
 Becomes:
     npu_moe_gating_top_k_softmax, or npu_moe_gating_top_k for sigmoid scores with groups
-    npu_moe_init_routing_v2 -> npu_grouped_matmul -> npu_swiglu -> npu_grouped_matmul -> npu_moe_finalize_routing
+    npu_moe_init_routing_v2 -> npu_grouped_matmul -> npu_swiglu -> npu_grouped_matmul
+    -> npu_moe_token_unpermute, or npu_moe_finalize_routing in GE graphs
     or, where these are not legal, every expert over every token, in batched ATen products
 Why it is faster:
     rows are sorted by expert once, and each expert's rows are one part of one product.
+
+The last two give the same sum. npu_moe_token_unpermute is what vllm-ascend runs on devices, where it reports wrong
+numbers of npu_moe_finalize_routing (ops/fused_moe/moe_comm_method.py), so it is taken wherever it can be: torchair
+has no GE converter for it.
 
 Level 0.
 """
@@ -183,6 +188,9 @@ def _grouped(
     if out is None:
         return None
     scales = None if weight_input else site.cast(weights, value(out).dtype)
+    combined = site.call(_npu.npu_moe_token_unpermute.default, out, row_of, scales)
+    if combined is not None:
+        return combined
     return site.call(
         _npu.npu_moe_finalize_routing.default,
         out,

@@ -224,8 +224,13 @@ class _PagedAttention:
         place = self.traced.call(_aten.stack.default, [block, offset], -1)
         for cache, rows in written:
             if self.site.call(_npu.npu_scatter_nd_update_.default, cache, place, rows) is None:
-                what = f"no operator of {self.site.target.soc} writes the KV cache of {self.site.node.name}"
-                raise UnsupportedModel(what + ("; give kv_cache_dtype='auto'" if self.key_scale is not None else ""))
+                what = f"no operator of {self.site.target.soc} writes the KV cache of {self.site.node.name}: "
+                what += self.site.refused[-1][1]
+                if self.key_scale is not None:
+                    what += "; give kv_cache_dtype='auto'"
+                elif value(cache).dtype is torch.bfloat16:
+                    what += "; give dtype='float16'"
+                raise UnsupportedModel(what)
 
     def _tokens(self, stored: Heads) -> fx.Node:
         """``[T, H, Dv]`` by the kernel in layout TND."""

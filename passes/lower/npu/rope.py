@@ -87,8 +87,8 @@ def _rotate_all(site: Site, x: fx.Node, cos: fx.Node, sin: fx.Node, mode: str) -
 def _pairs_to_halves(site: Site, x: fx.Node, cos: fx.Node, sin: fx.Node) -> fx.Node | None:
     """The operator reads ``[B, N, S, D]``; with one token per batch entry that is the layout of ours."""
     if not site.traced.paged:
-        heads_first = site.traced.call(_aten.transpose.int, x, 1, 2)
-        tables = [_table(site, table, x, axis=1) for table in (cos, sin)]
+        heads_first = site.dense(site.traced.call(_aten.transpose.int, x, 1, 2))
+        tables = [site.dense(_table(site, table, x, axis=1)) for table in (cos, sin)]
         turned = site.call(_npu.npu_interleave_rope.default, heads_first, *tables)
         return None if turned is None else site.traced.call(_aten.transpose.int, turned, 1, 2)
     # A flat step [1, T, H, D] is [T, H, 1, D]: T entries of the batch with one token each.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .numerics import stored_like, widened
+from .numerics import check_floating, stored_like, widened
 from .registration import Operator
 
 _GELU = {"none", "tanh"}
@@ -106,6 +106,7 @@ def npu_clipped_swiglu(
 
 
 def _halves(input: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    check_floating(input=input)
     if not -input.dim() <= dim < input.dim() or input.shape[dim] % 2:
         raise ValueError(f"input has shape {tuple(input.shape)}; its size along dim {dim} must be even")
     first, second = widened(input).chunk(2, dim)

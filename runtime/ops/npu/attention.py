@@ -115,6 +115,7 @@ def npu_fused_infer_attention_score(
                 "value_antiquant_scale", value_antiquant_scale, value_antiquant_offset, value_antiquant_mode
             ),
             want_lse=softmax_lse_flag,
+            fused=True,
         )
     )
 
@@ -185,6 +186,7 @@ def npu_fused_infer_attention_score_v2(
             value_scales=scales("dequant_scale_value", dequant_scale_value, dequant_offset_value, value_quant_mode),
             sinks=learnable_sink,
             want_lse=return_softmax_lse,
+            fused=True,
         )
     )
 

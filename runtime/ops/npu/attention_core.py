@@ -10,6 +10,7 @@ import torch
 
 from .attention_caches import Scales, check_paged_cache, read_paged
 from .attention_layouts import Layout, batch_lengths, packed_bounds, parse_layout
+from .attention_limits import LATENT_DIM, AttentionSizes, blocks, extents, head_dims
 from .attention_masks import check_compressed_mask, check_full_mask, visible_pairs
 from .numerics import widened
 
@@ -17,13 +18,13 @@ _MAX_GROUP = 64
 # With heads of 512 dims and rope, by the document's section on MLA.
 _MAX_LATENT_GROUP = 128
 _SINK_MAX_VALUE_DIM = 128
-_MLA_DIM = 512
 
 
 @dataclass(frozen=True)
 class AttentionCall:
     """Arguments of one attention operator under common names; see :mod:`.attention` for their meaning.
 
+    ``fused`` is whether the limits of npu_fused_infer_attention_score hold.
     ``query_lengths`` and ``kv_lengths`` are pairs of the operator's own argument name and the list given.
     """
 
@@ -49,6 +50,7 @@ class AttentionCall:
     value_scales: Scales | None = None
     sinks: torch.Tensor | None = None
     want_lse: bool = False
+    fused: bool = False
 
 
 def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,7 +140,7 @@ class _Reader:
                     f"of the {sequences} sequences (per sequence, not cumulative)"
                 )
             if call.key.dim() == 5 or call.key_rope is None or call.key_rope.dim() == call.key.dim():
-                nz = call.key.dtype is torch.int8 or (call.query_rope is not None and _query_dim(call) == _MLA_DIM)
+                nz = call.key.dtype is torch.int8 or (call.query_rope is not None and _query_dim(call) == LATENT_DIM)
                 for tensor_name in ("key", "value", "key_rope"):
                     tensor = getattr(call, tensor_name)
                     if tensor is not None:
@@ -227,11 +229,17 @@ def _softmax_attention(
         scores = scores + bias
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
-    logits = scores
+    peak = scores.amax(-1, keepdim=True)
     if sinks is not None:
-        logits = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(heads, length, 1)], -1)
-    lse = logits.logsumexp(-1, keepdim=True)
-    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0))
+        logit = sinks.to(scores.dtype)[:, None, None]
+        peak = torch.maximum(peak, logit)
+    # exp(scores - lse) would carry the rounding of lse, which grows with the scores: the weights would not sum to 1.
+    weights = torch.exp(scores - peak.masked_fill(peak == float("-inf"), 0))
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(logit - peak)
+    lse = peak + total.log()
+    weights = weights / total.masked_fill(total == 0, 1)
     output = weights.view(key.shape[0], -1, key.shape[1]) @ value
     return output.view(heads, length, -1), lse
 
@@ -288,7 +296,7 @@ def _paged_dim(cache: torch.Tensor, kv_heads: int) -> int:
 
 def _check(call: AttentionCall, layout: Layout, kv_heads: int) -> None:
     query, key = call.query, call.key
-    latent = call.query_rope is not None and call.heads > 0 and _query_dim(call) == _MLA_DIM
+    latent = call.query_rope is not None and call.heads > 0 and _query_dim(call) == LATENT_DIM
     group = _MAX_LATENT_GROUP if latent else _MAX_GROUP
     if call.heads <= 0 or call.heads % kv_heads or call.heads // kv_heads > group:
         raise ValueError(
@@ -361,6 +369,49 @@ def _check(call: AttentionCall, layout: Layout, kv_heads: int) -> None:
             )
     if call.sinks is not None:
         _check_sinks(call)
+    _check_sizes(call, layout, kv_heads)
+
+
+def _check_sizes(call: AttentionCall, layout: Layout, kv_heads: int) -> None:
+    query, paged = call.query, call.block_table is not None
+    dim = _query_dim(call)
+    if not paged and call.key.dim() != query.dim():
+        return  # of another layout, which the reader of keys refuses
+
+    def dims_of(tensor: torch.Tensor) -> int:
+        if paged:
+            return _paged_dim(tensor, kv_heads)
+        return tensor.shape[-1] // (kv_heads if layout.inputs == "BSH" else 1)
+
+    if dims_of(call.key) != dim:
+        raise ValueError(f"heads of {dim} dims in query, {dims_of(call.key)} in key")
+    if not call.fused:
+        return
+    batch, queries, _ = (None, None, None) if layout.packed else layout.batch_length_heads(query, call.heads)
+    lengths = call.query_lengths[1]
+    keys = None
+    if call.block_table is not None:
+        keys = call.block_table.shape[-1] * call.block_size
+    elif not layout.packed:
+        keys = layout.heads_first(call.key, kv_heads).shape[-2]
+    rope = call.query_rope
+    sizes = AttentionSizes(
+        layout=layout.name,
+        heads=call.heads,
+        kv_heads=kv_heads,
+        dims=(dim, dims_of(call.key), dims_of(call.value)),
+        rope_dim=0 if rope is None else rope.shape[-1] // (call.heads if layout.inputs == "BSH" else 1),
+        sparse_mode=call.sparse_mode,
+        wants_lse=call.want_lse,
+        # int8 caches have blocks of their own sizes.
+        block_size=call.block_size if paged and call.key.dtype is not torch.int8 else 0,
+        queries=queries,
+        sequences=len(lengths or ()) if layout.packed else batch,
+        keys=None if layout.packed else keys,
+    )
+    reason = head_dims(sizes) or blocks(sizes) or extents(sizes)
+    if reason:
+        raise ValueError(reason)
 
 
 def _check_sinks(call: AttentionCall) -> None:

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
-from .numerics import refuse_given, widened
+from .numerics import check_floating, refuse_given, widened
 from .registration import Operator
 
+PRODUCT_MULTIPLE, MAX_PRODUCT_DIM = 16, 65535
+"""Sizes of npu_transpose_batchmatmul."""
 _AS_STORED, _ROWS_FIRST = (0, 1, 2), (1, 0, 2)
 
 
@@ -29,10 +31,16 @@ def npu_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         ``[M, N]`` in the dtype of ``input``.
 
     Raises:
-        ValueError: tensors of another rank, or sizes that do not fit.
+        ValueError: tensors of another rank, sizes or dtypes that do not fit.
     """
+    check_floating(input=input)
     if input.dim() != 2 or weight.dim() != 2 or input.shape[1] != weight.shape[1]:
         raise ValueError(f"input {tuple(input.shape)} and weight {tuple(weight.shape)} must be [M, K] and [N, K]")
+    if weight.dtype is not input.dtype or (bias is not None and bias.dtype is not input.dtype):
+        given = "" if bias is None else f", bias {bias.dtype}"
+        raise ValueError(f"input is {input.dtype}, weight {weight.dtype}{given}; they must have one dtype")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [{len(weight)}], the rows of weight")
     return F.linear(input, weight, bias)
 
 
@@ -81,6 +89,17 @@ def npu_transpose_batchmatmul(
     if rows.shape[0] != weight.shape[0] or rows.shape[2] != weight.shape[1]:
         raise ValueError(
             f"input, turned to {tuple(rows.shape)}, and weight {tuple(weight.shape)} must be [B, M, K] and [B, K, N]"
+        )
+    batch, features, columns = weight.shape
+    if features % PRODUCT_MULTIPLE or columns % PRODUCT_MULTIPLE:
+        raise ValueError(
+            f"weight is {tuple(weight.shape)}; its last two dims must be multiples of {PRODUCT_MULTIPLE}"
+        )
+    row = batch * features if turn == _ROWS_FIRST else features
+    if max(batch, columns, row) > MAX_PRODUCT_DIM:
+        raise ValueError(
+            f"weight is {tuple(weight.shape)} and a row of the input has {row} entries; all of them at most "
+            f"{MAX_PRODUCT_DIM}"
         )
     product = torch.bmm(widened(rows), widened(weight)).to(input.dtype).transpose(0, 1)
     parts = batch_split_factor or 1

@@ -54,6 +54,11 @@ def npu_mla_prolog_v3(
     then rotates halves. Products are summed in fp32; what enters the next product is rounded to bf16. (With fp32 or
     fp64 throughout, which a device does not take, nothing is rounded.)
 
+    ``x Wdq`` is not rounded before its norm, nor ``r`` before its rotation. The vendor publishes no unquantized
+    golden test of this operator; that of the first version (``test_mla_prolog``) rounds both to bf16, the int8 one of
+    this version rounds neither, and one launch has no reason to. Between the two readings about one entry in a
+    hundred of the queries differs, by one unit in the last place of bf16.
+
     Args:
         token_x: bf16 ``[T, He]`` or ``[B, S, He]``, like all the others but ``cache_index``.
         weight_dq: ``[He, Hcq]``; weight_uq_qr: ``[Hcq, N·(D + Dr)]``; weight_uk: ``[N, D, Hckv]``; weight_dkv_kr:

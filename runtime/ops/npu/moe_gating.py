@@ -10,6 +10,11 @@ import torch
 from .numerics import refuse_given
 from .registration import Operator
 
+MAX_CHOSEN_EXPERTS = 1024
+"""k of npu_moe_gating_top_k_softmax."""
+MAX_GATED_EXPERTS = 2048
+"""E of npu_moe_gating_top_k, and of its groups filled up to multiples of 32."""
+
 
 def npu_moe_gating_top_k(
     x: torch.Tensor,
@@ -59,8 +64,14 @@ def npu_moe_gating_top_k(
             f"renorm is {renorm}, norm_type {norm_type}, group_select_mode {group_select_mode}; the first must be 0, "
             "the others 0 or 1"
         )
-    if group_count < 1 or experts % group_count or (group_count > 1 and experts // group_count <= 2):
+    if group_count < 1 or experts % group_count or experts // group_count <= 2:
         raise ValueError(f"group_count is {group_count}; groups of {experts} experts must be equal and larger than 2")
+    filled = -(-experts // group_count // 32) * 32 * group_count
+    if max(experts, filled) > MAX_GATED_EXPERTS:
+        raise ValueError(
+            f"x has {experts} experts in {group_count} groups; they, and the groups filled up to multiples of 32, "
+            f"are at most {MAX_GATED_EXPERTS}"
+        )
     if not 1 <= k_group <= group_count or not 1 <= k <= experts // group_count * k_group:
         raise ValueError(f"k is {k} and k_group {k_group}; there are {group_count} groups and {experts} experts")
     logits = x.float()
@@ -85,6 +96,10 @@ def npu_moe_gating_top_k_softmax(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The ``k`` largest of ``softmax(x)``, not normalised again; equal ones go to the lower expert.
 
+    Experts are ranked by the fp32 softmax. The golden test of op-plugin rounds it to the dtype of ``x`` first, so
+    that for fp16 logits near-equal experts tie and the lower one wins, but marks every row as finished, which hides
+    what a device does. Lowering gives the operator fp32 logits, for which both are one.
+
     Args:
         x: ``[T, E]`` or ``[B, S, E]``.
 
@@ -96,9 +111,10 @@ def npu_moe_gating_top_k_softmax(
         NotImplementedError: finished rows.
     """
     refuse_given("npu_moe_gating_top_k_softmax", finished=finished)
-    if x.dim() not in (2, 3) or not 0 < k <= x.shape[-1]:
+    if x.dim() not in (2, 3) or not 0 < k <= min(x.shape[-1], MAX_CHOSEN_EXPERTS):
         raise ValueError(
-            f"x has shape {tuple(x.shape)} and k is {k}; give 2 or 3 dims and k of {x.shape[-1]} at most"
+            f"x has shape {tuple(x.shape)} and k is {k}; give 2 or 3 dims and k of "
+            f"{min(x.shape[-1], MAX_CHOSEN_EXPERTS)} at most"
         )
     scores = x.float().softmax(-1)
     chosen = _best(scores, k)

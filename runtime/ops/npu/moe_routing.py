@@ -1,7 +1,8 @@
 """`npu::` routing of tokens to experts: npu_moe_init_routing_v2, npu_moe_compute_expert_tokens and the way back.
 
 Source: op-plugin, docs `torch_npu-npu_moe_init_routing_v2.md` and `…-npu_moe_finalize_routing.md`, golden tests
-`test_npu_moe_init_routing_v2`, `test_npu_moe_finalize_routing_v2` and `test_npu_moe_compute_tokens`.
+`test_npu_moe_init_routing_v2`, `test_npu_moe_finalize_routing_v2`, `test_npu_moe_token_permute_and_unpermute` and
+`test_npu_moe_compute_tokens`.
 
 Letters: T tokens, K experts per token, E experts, H hidden size. A token's K choices are the rows ``token · K + k``
 of the expanded input.
@@ -15,6 +16,11 @@ import torch
 
 from .numerics import refuse_given, widened
 from .registration import Operator
+
+MAX_EXPERTS, MAX_EXPERTS_IN_PAIRS = 10240, 5120
+"""Of npu_moe_init_routing_v2; the second where it counts in pairs (expert_tokens_num_type 2)."""
+MAX_UNPERMUTED_CHOICES = 512
+"""Rows that npu_moe_token_unpermute adds to one token at most."""
 
 
 def npu_moe_init_routing_v2(
@@ -74,6 +80,11 @@ def npu_moe_init_routing_v2(
         raise ValueError(
             f"expert_num is {expert_num}, expert_tokens_num_type {expert_tokens_num_type}, row_idx_type "
             f"{row_idx_type}; give the number of experts, 0 to 2, and 0 or 1"
+        )
+    most = MAX_EXPERTS_IN_PAIRS if expert_tokens_num_type == 2 else MAX_EXPERTS
+    if expert_num > most:
+        raise ValueError(
+            f"expert_num is {expert_num}; with expert_tokens_num_type {expert_tokens_num_type} it is at most {most}"
         )
     if scale is not None and (scale.shape != x.shape[:1] or scale.dtype is not torch.float32):
         raise ValueError(f"scale has shape {tuple(scale.shape)} and dtype {scale.dtype}; it must be fp32 [{len(x)}]")
@@ -188,6 +199,53 @@ def npu_moe_finalize_routing(
     return total.to(rows.dtype)
 
 
+def npu_moe_token_unpermute(
+    permuted_tokens: torch.Tensor,
+    sorted_indices: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """``out[i] = Σ_k probs[i, k] · permuted_tokens[sorted_indices[i · K + k]]``.
+
+    Args:
+        permuted_tokens: ``[T·K, H]``.
+        sorted_indices: ``[T·K]`` int32, where each choice lies: what npu_moe_init_routing_v2 returns with
+            ``row_idx_type`` 0, and npu_moe_token_permute as its second result.
+        probs: ``[T, K]``, K at most 512; None: K is 1, and every row counts as it is.
+
+    Returns:
+        ``[T, H]`` in the dtype of the rows, summed in fp32.
+
+    Raises:
+        ValueError: arguments that do not fit.
+        NotImplementedError: ``padded_mode``, and ``restore_shape``, which only that mode reads.
+    """
+    refuse_given("npu_moe_token_unpermute", padded_mode=padded_mode or None, restore_shape=restore_shape)
+    rows, places = permuted_tokens, sorted_indices
+    if rows.dim() != 2 or places.shape != rows.shape[:1] or places.dtype is not torch.int32:
+        raise ValueError(
+            f"permuted_tokens has shape {tuple(rows.shape)}, sorted_indices {tuple(places.shape)} and dtype "
+            f"{places.dtype}; they must be [T*K, H] and int32 [T*K]"
+        )
+    choices = 1
+    if probs is not None:
+        choices = probs.shape[-1]
+        if probs.dim() != 2 or probs.numel() != len(rows) or choices > MAX_UNPERMUTED_CHOICES:
+            raise ValueError(
+                f"probs has shape {tuple(probs.shape)}; with {len(rows)} rows it must be [T, K] of as many entries, "
+                f"and K at most {MAX_UNPERMUTED_CHOICES}"
+            )
+    if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < len(rows):
+        raise ValueError(
+            f"sorted_indices lies in [{int(places.min())}, {int(places.max())}]; there are {len(rows)} rows"
+        )
+    parts = widened(rows)[places.long()].unflatten(0, (-1, choices))
+    if probs is not None:
+        parts = parts * widened(probs).unsqueeze(-1)
+    return parts.sum(1).to(rows.dtype)
+
+
 def npu_moe_compute_expert_tokens(sorted_expert_for_source_row: torch.Tensor, num_expert: int) -> torch.Tensor:
     """Where each expert's rows end in the ascending list of the rows' experts; int32 ``[num_expert]``."""
     experts = torch.arange(num_expert, dtype=sorted_expert_for_source_row.dtype)
@@ -242,6 +300,18 @@ def _finalize_fake(
     return expanded_permuted_rows.new_empty((tokens, expanded_permuted_rows.shape[-1]))
 
 
+def _unpermute_fake(
+    permuted_tokens: torch.Tensor,
+    sorted_indices: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: Sequence[int] | None = None,
+) -> torch.Tensor:
+    refuse_given("npu_moe_token_unpermute", padded_mode=padded_mode or None, restore_shape=restore_shape)
+    tokens = permuted_tokens.shape[0] if probs is None else probs.shape[0]
+    return permuted_tokens.new_empty((tokens, permuted_tokens.shape[1]))
+
+
 def _expert_tokens_fake(sorted_expert_for_source_row: torch.Tensor, num_expert: int) -> torch.Tensor:
     return sorted_expert_for_source_row.new_empty((num_expert,), dtype=torch.int32)
 
@@ -249,5 +319,6 @@ def _expert_tokens_fake(sorted_expert_for_source_row: torch.Tensor, num_expert: 
 OPERATORS = (
     Operator("npu_moe_init_routing_v2", npu_moe_init_routing_v2, _init_routing_fake),
     Operator("npu_moe_finalize_routing", npu_moe_finalize_routing, _finalize_fake),
+    Operator("npu_moe_token_unpermute", npu_moe_token_unpermute, _unpermute_fake),
     Operator("npu_moe_compute_expert_tokens", npu_moe_compute_expert_tokens, _expert_tokens_fake),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .numerics import stored_like, widened
+from .numerics import check_floating, stored_like, widened
 from .registration import Operator
 
 
@@ -79,18 +79,23 @@ def npu_add_layer_norm(
     """Layer norm of ``x = x1 + x2`` over the dims of ``gamma``: ``(x - mean) · rstd · gamma + beta``.
 
     Args:
-        x1, x2: one shape and dtype.
-        gamma, beta: the last dims of ``x1``; its dtype, or fp32.
+        x1, x2: one shape; one dtype, or one of them fp32.
+        gamma, beta: the last dims of ``x1``; the dtype of the sum, or fp32.
         additional_output: whether the sum is returned.
 
     Returns:
-        ``(y, mean, rstd, x)``, ``mean`` and ``rstd`` in fp32. Without ``additional_output`` the last one has no
-        meaning; it is NaN here.
+        ``(y, mean, rstd, x)``, ``mean`` and ``rstd`` in fp32, the others in the dtype of the sum: fp32 where the
+        dtypes differ. Without ``additional_output`` the last one has no meaning; it is NaN here.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
     """
-    _check_sum(x1, x2)
-    _check_gamma("gamma", gamma, x1, fp32_allowed=True)
-    _check_gamma("beta", beta, x1, fp32_allowed=True)
-    total = stored_like(x1 + x2, x1)
+    dtype = torch.promote_types(x1.dtype, x2.dtype)
+    mixed = x1.dtype is not x2.dtype and dtype is torch.float32 and torch.float32 in (x1.dtype, x2.dtype)
+    _check_sum(x1.to(dtype) if mixed else x1, x2.to(dtype) if mixed else x2)
+    total = stored_like(x1 + x2, x1, dtype)
+    _check_gamma("gamma", gamma, total, fp32_allowed=True)
+    _check_gamma("beta", beta, total, fp32_allowed=True)
     wide = widened(total)
     dims = tuple(range(-gamma.dim(), 0))
     mean = wide.mean(dims, keepdim=True)
@@ -98,7 +103,7 @@ def npu_add_layer_norm(
     normed = (wide - mean) * rstd * widened(gamma) + widened(beta)
     if not additional_output:
         total = torch.full_like(total, float("nan"))
-    return stored_like(normed, x1), mean.float().contiguous(), rstd.float().contiguous(), total
+    return stored_like(normed, total), mean.float().contiguous(), rstd.float().contiguous(), total
 
 
 def _rms_norm(wide: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,6 +123,7 @@ def _add_rms_norm(
 
 
 def _check_sum(x1: torch.Tensor, x2: torch.Tensor) -> None:
+    check_floating(x1=x1, x2=x2)
     if x1.shape != x2.shape or x1.dtype is not x2.dtype:
         raise ValueError(
             f"x2 has shape {tuple(x2.shape)} and dtype {x2.dtype}, x1 {tuple(x1.shape)} and {x1.dtype}; "
@@ -126,6 +132,7 @@ def _check_sum(x1: torch.Tensor, x2: torch.Tensor) -> None:
 
 
 def _check_gamma(name: str, gamma: torch.Tensor, input: torch.Tensor, fp32_allowed: bool) -> None:
+    check_floating(input=input)
     allowed = {input.dtype, torch.float32} if fp32_allowed else {input.dtype}
     if gamma.dim() == 0 or gamma.shape != input.shape[input.dim() - gamma.dim() :] or gamma.dtype not in allowed:
         raise ValueError(
@@ -166,7 +173,8 @@ def _add_layer_norm_fake(
     epsilon: float = 1e-5,
     additional_output: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x1), _statistics(x1, gamma), _statistics(x1, gamma), torch.empty_like(x1)
+    total = torch.empty_like(x1, dtype=torch.promote_types(x1.dtype, x2.dtype))
+    return total, _statistics(x1, gamma), _statistics(x1, gamma), torch.empty_like(total)
 
 
 OPERATORS = (

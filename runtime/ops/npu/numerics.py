@@ -51,6 +51,13 @@ def rounded_to_int8(value: torch.Tensor) -> torch.Tensor:
     return value.round().clamp(-128, 127).to(torch.int8)
 
 
+def check_floating(**tensors: torch.Tensor) -> None:
+    """Raise ``ValueError`` for the first of ``tensors`` that does not hold floating point numbers."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} has dtype {tensor.dtype}; it must be float16, bfloat16 or float32")
+
+
 def refuse_given(operator: str, **arguments: object) -> None:
     """Raise ``NotImplementedError`` for the first of ``arguments`` that is not None."""
     for name, given in arguments.items():

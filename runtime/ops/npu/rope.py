@@ -11,6 +11,11 @@ import torch
 from .numerics import stored_like, widened
 from .registration import Operator
 
+MAX_ROTARY_DIM = 896
+"""Dims of a head are below it in npu_rotary_mul."""
+INTERLEAVED_DIM = 64
+"""Dims of a head in npu_interleave_rope."""
+
 
 def rotated_half(x: torch.Tensor) -> torch.Tensor:
     """``[-x₂, x₁]`` of the halves ``x₁``, ``x₂`` of the last dim."""
@@ -61,6 +66,8 @@ def npu_rotary_mul(
         raise ValueError(f"rotary_mode is {rotary_mode!r}; it must be 'half' or 'interleave'")
     if input.dim() not in (3, 4) or input.shape[-1] % 2:
         raise ValueError(f"input has shape {tuple(input.shape)}; it must have 3 or 4 dims, the last one even")
+    if input.shape[-1] >= MAX_ROTARY_DIM:
+        raise ValueError(f"input has heads of {input.shape[-1]} dims; they must be below {MAX_ROTARY_DIM}")
     for name, table in (("r1", r1), ("r2", r2)):
         _check_table(name, table, input)
     wide = widened(input)
@@ -79,7 +86,7 @@ def npu_interleave_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
     """``q · cos + rotated_half(q) · sin`` with ``q = deinterleaved(x)``: the result stays in halves.
 
     Args:
-        x: ``[B, N, S, D]``; a device takes D = 64, fp16 and bf16 only.
+        x: ``[B, N, S, 64]``; a device takes fp16 and bf16 only.
         cos, sin: ``[B, 1, S or 1, D]``, the dtype of ``x``.
 
     Returns:
@@ -88,8 +95,8 @@ def npu_interleave_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    if x.dim() != 4 or x.shape[-1] % 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}; it must have 4 dims, the last one even")
+    if x.dim() != 4 or x.shape[-1] != INTERLEAVED_DIM:
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [B, N, S, {INTERLEAVED_DIM}]")
     for name, table in (("cos", cos), ("sin", sin)):
         _check_table(name, table, x)
         if table.shape[1] != 1:

@@ -12,11 +12,12 @@ from torch_pagoda.passes.lower.npu.call import Call
 from torch_pagoda.passes.lower.npu.limits import LIMITS, violations
 from torch_pagoda.passes.lower.npu.paged_attention import lower_npu_paged_attention
 from torch_pagoda.passes.lower.npu.target import NpuTarget, Product
+from torch_pagoda.passes.traced import UnsupportedModel
 
 from npu_graphs import AttentionGraph, assert_legal
 
 npu = torch.ops.npu
-TARGET = NpuTarget()
+TARGET, INFERENCE, CAPTURED = NpuTarget(), NpuTarget("Ascend310P3"), NpuTarget(graph_mode="aclgraph")
 HALF, FLOAT = torch.bfloat16, torch.float32
 
 
@@ -25,6 +26,8 @@ def empty(*sizes, dtype=HALF):
 
 
 MASK = empty(2048, 2048, dtype=torch.int8)
+INTERLEAVED = empty(1, 5, 1, 64), empty(1, 5, 1, 64), "interleave", empty(64, 64)
+F16 = torch.float16
 
 
 def fia(
@@ -59,6 +62,20 @@ def fia(
     )
 
 
+def unpaged(**changes):
+    return fia(key=empty(7, 2, 128), value=empty(7, 2, 128), **{"block_table": None, **changes})
+
+
+def decoding(blocks):
+    """One query each of three sequences over that many blocks."""
+    return fia(layout="BSH", tokens=1, block_table=empty(3, blocks, dtype=torch.int32))
+
+
+def rope(layout, kv_heads):
+    query = {"BNSD": (3, 4, 7, 64), "TND": (7, 4, 64)}[layout]
+    return {"query_rope": empty(*query), "key_rope": empty(9, 128, kv_heads * 64)}
+
+
 LATENT = {"query_rope": empty(7, 4, 64), "key_rope": empty(9, 128, 64)}
 
 
@@ -75,6 +92,16 @@ LATENT = {"query_rope": empty(7, 4, 64), "key_rope": empty(9, 128, 64)}
         fia(sparse_mode=4, pre_tokens=7, next_tokens=0),
         fia(second=True, learnable_sink=empty(4)),
         fia(4, 1, 512, **LATENT),
+        fia(tokens=70000),  # tokens of one layout are no batch of another
+        fia(block_table=empty(4096, 5, dtype=torch.int32)),
+        unpaged(actual_seq_lengths=[1] * 4096, actual_seq_lengths_kv=[1] * 4096),
+        fia(layout="BSH", query=empty(65536, 7, 512)),
+        decoding(2048),
+        fia(layout="BSH", block_table=empty(3, 2049, dtype=torch.int32)),  # several queries may look further back
+        fia(4, 2, 128, layout="BNSD", **rope("BNSD", 2)),
+        fia(4, 4, 128, second=True),
+        fia(4, 2, 128, second=True, inner_precise=1),
+        fia(4, 1, 512, layout="TND_NTD", **LATENT),
         fia(64, 1, 512, query_rope=empty(7, 64, 64), key_rope=empty(9, 128, 64)),
     ],
     ids=lambda c: f"{c['input_layout']}-{tuple(c['query'].shape)}",
@@ -88,7 +115,8 @@ def test_legal_attention(call):
     [
         (fia(4, 2, 64), "heads of 64 dims are not for GQA"),
         (fia(4, 2, 96), "heads of (96, 96, 96) dims"),
-        (fia(4, 4, 192), "heads of 192 dims are not for GQA or paging"),
+        (fia(4, 4, 192), "takes 128, 192 with values of 128"),
+        (fia(4, 4, 192, key=empty(7, 4, 192), value=empty(7, 4, 192), block_table=None), "192 with values of 128"),
         (fia(4, 2, 120), "multiples of 16"),
         (fia(4, 2, 528, layout="BSH"), "at most 512"),
         (fia(4, 2, 128, 64, layout="BSH"), "values of 64 dims beside keys of 128"),
@@ -127,6 +155,17 @@ def test_legal_attention(call):
         (fia(4, 2, 64, second=True, layout="BSH", learnable_sink=empty(4)), "sinks are for TND"),
         (fia(4, 4, 192, 192, second=True, learnable_sink=empty(4)), "192"),
         (fia(target=NpuTarget("Ascend310P3")), "Ascend310P3 does not run it"),
+        (fia(block_table=empty(4097, 5, dtype=torch.int32)), "4097 sequences; at most 4096 in TND"),
+        (unpaged(actual_seq_lengths=[1] * 4097, actual_seq_lengths_kv=[1] * 4097), "4097 sequences; at most 4096"),
+        (fia(layout="BSH", query=empty(65537, 7, 512)), "65537 sequences; at most 65536 in BSH"),
+        (decoding(2049), "262272 keys before one query; at most 262144 in BSH"),
+        (fia(4, 2, 64, layout="BNSD", **rope("BNSD", 2)), "with rope; 128 or 512"),
+        (fia(4, 1, 512, layout="NTD_TND", query=empty(4, 7, 512), **LATENT), "512 dims are not for NTD_TND"),
+        (fia(4, 1, 512, softmax_lse_flag=True, **LATENT), "without the log-sum-exp"),
+        (fia(4, 2, 128, layout="TND_NTD", **rope("TND", 2)), "128 dims is not for TND_NTD"),
+        (fia(4, 4, 128, second=True, inner_precise=1), "inner_precise is 1 without GQA in TND"),
+        (fia(4, 4, 128, second=True, sparse_mode=2), "sparse_mode is 2 without GQA"),
+        (fia(4, 4, second=True, key=empty(9, 4, 128, 128), value=empty(9, 4, 128, 128)), "4 dims without GQA"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -150,6 +189,22 @@ def test_illegal_attention(call, reason):
         (npu.npu_rotary_mul, (empty(1, 5, 4, 64), *[empty(1, 5, 1, 64)] * 2, "interleave"), "ignores rotary_mode"),
         (npu.npu_rotary_mul, (empty(1, 5, 4, 64), *[empty(1, 5, 1, 64, dtype=FLOAT)] * 2), "dtypes differ"),
         (npu.npu_interleave_rope, (empty(5, 4, 1, 32), *[empty(5, 1, 1, 32)] * 2), "it must be 64"),
+        (npu.npu_rotary_mul, (empty(1, 5, 4, 64), *[empty(1, 6, 1, 64)] * 2), "r1 has 6 tokens, the input 5"),
+        (npu.npu_rotary_mul, (empty(50, 5, 20, 64), *[empty(1, 5, 1, 64)] * 2), ""),
+        (npu.npu_rotary_mul, (empty(49, 5, 20, 64), *INTERLEAVED), ""),
+        (npu.npu_rotary_mul, (empty(50, 5, 20, 64), *INTERLEAVED), "batch 50 times heads 20 must be below 1000"),
+        (npu.npu_rotary_mul, (empty(3, 5, 4, 64), *[empty(3, 5, 1, 64)] * 2), ""),
+        (
+            npu.npu_rotary_mul,
+            (empty(3, 5, 4, 64), *[empty(3, 5, 1, 64)] * 2, *INTERLEAVED[2:]),
+            "one table serves the whole batch",
+        ),
+        (npu.npu_linear, (empty(5, 32), empty(8, 32)), ""),
+        (npu.npu_moe_gating_top_k_softmax, (empty(5, 8), None, 8), ""),
+        (npu.npu_moe_gating_top_k_softmax, (empty(5, 8), None, 9), "k is 9, of 8 experts"),
+        (npu.npu_moe_gating_top_k_softmax, (empty(5, 1100), None, 1025), "at most 1024"),
+        (npu.npu_moe_gating_top_k, (empty(5, 3), 1), ""),
+        (npu.npu_moe_gating_top_k, (empty(5, 2), 1), "groups of 2 experts; more than 2"),
         (npu.npu_linear, (empty(5, 4, 32), empty(8, 32)), "input has 3 dims"),
         (npu.npu_linear, (empty(5, 32), empty(8, 16)), "weight (8, 16)"),
     ],
@@ -181,6 +236,169 @@ def test_gaps_matter_where_calls_are_captured_as_they_are():
     assert violations(Call.make(npu.npu_swiglu.default, TARGET, gapped)) == []
     captured = NpuTarget(graph_mode="aclgraph")
     assert violations(Call.make(npu.npu_swiglu.default, captured, gapped)) == ["input is not contiguous"]
+
+
+def keyword_call(operator, *arguments, target=TARGET, **keywords):
+    return violations(Call.make(operator.default, target, *arguments, **keywords))
+
+
+def test_groups_of_experts():
+    assert keyword_call(npu.npu_moe_gating_top_k, empty(5, 16), 4, k_group=4, group_count=4) == []
+    assert (
+        "k_group is 5, of 4 groups"
+        in keyword_call(npu.npu_moe_gating_top_k, empty(5, 16), 4, k_group=5, group_count=4)[0]
+    )
+
+
+@pytest.mark.parametrize(("kind", "most"), [(1, 10240), (2, 5120)])
+def test_experts_that_are_counted(kind, most):
+    def found(experts):
+        return keyword_call(
+            npu.npu_moe_init_routing_v2,
+            empty(5, 8),
+            empty(5, 2, dtype=torch.int32),
+            expert_num=experts,
+            expert_tokens_num_flag=True,
+            expert_tokens_num_type=kind,
+        )
+
+    assert found(most) == []
+    assert found(most + 1) == [f"{most + 1} experts; at most {most}"]
+
+
+@pytest.mark.parametrize("argument", ["query_rope", "key_rope", "atten_mask"])
+def test_everything_that_the_attention_reads_is_dense(argument):
+    def turned(tensor):
+        return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+    given = {**LATENT, "atten_mask": MASK}
+    assert violations(fia(4, 1, 512, target=CAPTURED, **given)) == []
+    given[argument] = turned(given[argument])
+    assert violations(fia(4, 1, 512, target=CAPTURED, **given)) == [f"{argument} is not contiguous"]
+    assert violations(fia(4, 1, 512, **given)) == []  # graphs hold dense tensors alone
+
+
+def test_pairs_to_halves_reads_dense_tensors():
+    heads_first = empty(2, 5, 4, 64).transpose(1, 2)
+    tables = [empty(2, 1, 5, 64)] * 2
+    assert keyword_call(npu.npu_interleave_rope, heads_first, *tables) == []
+    assert keyword_call(npu.npu_interleave_rope, heads_first, *tables, target=CAPTURED) == ["x is not contiguous"]
+    assert keyword_call(npu.npu_interleave_rope, heads_first.contiguous(), *tables, target=CAPTURED) == []
+
+
+def prompt(heads=4, kv_heads=0, dim=64, *, layout="BNSD", batch=2, tokens=7, dtype=HALF, target=TARGET, **changes):
+    """A prompt without a mask, with changes."""
+
+    def tensor(n):
+        return {
+            "BNSD": empty(batch, n, tokens, dim, dtype=dtype),
+            "BSND": empty(batch, tokens, n, dim, dtype=dtype),
+            "BSH": empty(batch, tokens, n * dim, dtype=dtype),
+        }[layout]
+
+    keys = tensor(kv_heads or heads)
+    given = {"num_heads": heads, "num_key_value_heads": kv_heads, "input_layout": layout, **changes}
+    return keyword_call(npu.npu_prompt_flash_attention, tensor(heads), keys, keys, target=target, **given)
+
+
+CAUSAL = {"sparse_mode": 2, "atten_mask": MASK}
+
+
+@pytest.mark.parametrize(
+    ("legal", "illegal", "reason"),
+    [
+        ({"heads": 256, "kv_heads": 4}, {"heads": 257, "kv_heads": 257}, "257 heads over 257"),
+        ({"heads": 64, "kv_heads": 1}, {"heads": 65, "kv_heads": 1}, "at most 64 to one"),
+        ({"dim": 512}, {"dim": 528}, "heads of 528 dims; at most 512"),
+        ({"heads": 256, "dim": 256}, {"heads": 256, "dim": 256, "layout": "BSND"}, "row of the query has 65536"),
+        ({"batch": 65536}, {"batch": 65537}, "65537 sequences; at most 65536"),
+        ({"batch": 128, "dim": 72}, {"batch": 129, "dim": 72}, "129 sequences; at most 128"),
+        (CAUSAL, {"sparse_mode": 2}, "needs a mask"),
+        (CAUSAL, {**CAUSAL, "sparse_mode": 5}, "sparse_mode is 5"),
+    ],
+)
+def test_prompts(legal, illegal, reason):
+    assert prompt(**legal) == []
+    assert reason in "; ".join(prompt(**illegal))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"next_tokens": 2147483647}, ""),
+        ({"dtype": HALF}, "has no bfloat16"),
+        ({"kv_heads": 2}, "no GQA on this chip"),
+        ({"kv_heads": 4}, "must be left at 0"),
+        (CAUSAL, "sparse_mode is 2; 0 on this chip"),
+        ({"next_tokens": 5}, "without a band"),
+        ({"actual_seq_lengths": [7, 7]}, "lengths of sequences"),
+        ({"batch": 129}, "129 sequences; at most 128"),
+        ({"tokens": 65536}, "65536 tokens"),
+    ],
+    ids=str,
+)
+def test_prompts_on_the_inference_chip(changes, reason):
+    found = prompt(**{"dtype": F16, "target": INFERENCE, **changes})
+    assert reason in "; ".join(found) and bool(found) == bool(reason)
+
+
+def f16(*sizes):
+    return empty(*sizes, dtype=F16)
+
+
+@pytest.mark.parametrize(
+    ("operator", "legal", "illegal", "reason"),
+    [
+        (npu.npu_rms_norm, (f16(5, 32), f16(32)), (empty(5, 32), empty(32)), "has no bfloat16"),
+        (npu.npu_rms_norm, (f16(5, 32), f16(32)), (f16(5, 32), empty(32, dtype=FLOAT)), "dtype of the input"),
+        (npu.npu_add_rms_norm, (f16(5, 32),) * 2 + (f16(32),), (empty(5, 32),) * 2 + (empty(32),), "no bfloat16"),
+        (npu.npu_gelu, (f16(5, 32),), (empty(5, 32),), "has no bfloat16"),
+        (npu.npu_linear, (f16(5, 32), f16(8, 32)), (empty(5, 32), empty(8, 32)), "has no bfloat16"),
+        (
+            npu.npu_rotary_mul,
+            (f16(1, 5, 4, 128), *[f16(1, 5, 1, 128)] * 2),
+            (f16(1, 5, 4, 64), *[f16(1, 5, 1, 64)] * 2),
+            "heads of 64 dims; 128 on this chip",
+        ),
+        (
+            npu.npu_rotary_mul,
+            (f16(8, 5, 128, 128), *[f16(1, 5, 1, 128)] * 2),
+            (f16(9, 5, 128, 128), *[f16(1, 5, 1, 128)] * 2),
+            "spread over 1152 heads; at most 1024",
+        ),
+        (
+            npu.npu_rotary_mul,
+            (f16(9, 5, 128, 128), *[f16(9, 5, 1, 128)] * 2),
+            (f16(1, 5, 4, 128), *[f16(1, 5, 1, 128)] * 2, "interleave", f16(128, 128)),
+            "rotary_mode must be 'half'",
+        ),
+        (
+            npu.npu_scatter_nd_update_,
+            (f16(5, 32), empty(3, 1, dtype=torch.int64), f16(3, 32)),
+            (empty(5, 32, dtype=torch.int8), empty(3, 1, dtype=torch.int64), empty(3, 32, dtype=torch.int8)),
+            "input is torch.int8",
+        ),
+    ],
+)
+def test_other_operators_of_the_inference_chip(operator, legal, illegal, reason):
+    assert keyword_call(operator, *legal, target=INFERENCE) == []
+    assert reason in "; ".join(keyword_call(operator, *illegal, target=INFERENCE))
+
+
+def test_the_inference_chip_counts_where_experts_end():
+    def found(kind):
+        return keyword_call(
+            npu.npu_moe_init_routing_v2,
+            f16(5, 8),
+            empty(5, 2, dtype=torch.int32),
+            expert_num=4,
+            expert_tokens_num_flag=True,
+            expert_tokens_num_type=kind,
+            target=INFERENCE,
+        )
+
+    assert found(0) == [] and found(1) == ["expert_tokens_num_type is 1; it must be 0"]
 
 
 def test_an_operator_that_the_table_does_not_know_is_refused():
@@ -238,6 +456,10 @@ def test_no_draw_of_shapes_breaks_a_limit(
         softcap=softcap,
         target=NpuTarget(soc, block_size, mode),
     )
+    if soc == "Ascend310P3" and dtype is torch.bfloat16:
+        with pytest.raises(UnsupportedModel, match="has no bfloat16; give dtype='float16'"):
+            lower_npu_paged_attention(graph.traced)
+        return
     assert lower_npu_paged_attention(graph.traced).matches == 1
     assert_legal(graph.traced)
     if dtype is torch.bfloat16 and dim == 128 and value_dim in (None, 128) and not softcap and soc != "Ascend310P3":

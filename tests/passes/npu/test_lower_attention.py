@@ -109,9 +109,20 @@ def test_a_window_over_more_keys_than_queries_counts_from_the_other_end():
 
 
 def test_the_inference_chip_has_another_kernel():
-    graph, record = lowered(attention(causal=True), *tensors(), target=NpuTarget("Ascend310P3"))
+    """Of as many KV heads as heads, fp16, and not the causal mode."""
+    given = [x.half() for x in tensors()]
+    alike = [given[0], *(x.repeat_interleave(H // x.shape[1], 1) for x in given[1:])]
+    graph, record = lowered(attention(), *alike, target=NpuTarget("Ascend310P3"))
     assert [n for n in operators(graph) if n.startswith("npu.")] == ["npu.npu_prompt_flash_attention"]
     assert "does not run it" in refusals(record)
+    for function, inputs, reason in (
+        (attention(), given, "no GQA on this chip"),
+        (attention(causal=True), alike, "sparse_mode is 2; 0 on this chip"),
+        (attention(), [x.bfloat16() for x in alike], "has no bfloat16"),
+    ):
+        graph, record = lowered(function, *inputs, target=NpuTarget("Ascend310P3"))
+        assert not [n for n in operators(graph) if n.startswith("npu.")]
+        assert reason in refusals(record)
 
 
 def test_full_precision_is_spelled_out():

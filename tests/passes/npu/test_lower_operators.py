@@ -7,7 +7,7 @@ import torch
 from aten_graphs import run_graph
 from torch.nn import functional as F
 
-from torch_pagoda.passes.fx_nodes import is_dynamic, shape
+from torch_pagoda.passes.fx_nodes import is_dynamic, shape, value
 from torch_pagoda.passes.lower.npu.activations import lower_npu_activations
 from torch_pagoda.passes.lower.npu.heads_first import sink_transposes
 from torch_pagoda.passes.lower.npu.linears import lower_npu_linears
@@ -261,7 +261,7 @@ def test_pairs_to_halves_has_an_operator_of_its_own():
     [
         ("interleaved_to_half", 32, "Ascend910B3", "dim -1 of x is 32; it must be 64"),
         ("interleaved_to_half", 64, "Ascend950PR", "Ascend950PR does not run it"),
-        ("interleaved", 64, "Ascend310P3", ""),
+        ("interleaved", 64, "Ascend310P3", "has no bfloat16"),
     ],
 )
 def test_rotations_without_an_operator(mode, rotary, soc, reason):
@@ -279,6 +279,21 @@ def test_tables_of_each_batch_entry():
     x = HEADS.expand(3, -1, -1, -1).contiguous()
     graph, _ = lowered(lower_npu_rope, rotation("half"), x, *tables(7, 64, "half", batch=3))
     assert "npu.npu_rotary_mul" in operators(graph)
+    graph, record = lowered(lower_npu_rope, rotation("interleaved"), x, *tables(7, 64, "interleaved", batch=3))
+    assert not [n for n in operators(graph) if n.startswith("npu.")]
+    assert "one table serves the whole batch" in refusals(record)
+
+
+@pytest.mark.parametrize("mode", ["ge", "aclgraph"])
+def test_pairs_to_halves_of_a_batch_is_copied_where_calls_are_captured(mode):
+    x = HEADS.expand(3, -1, -1, -1).contiguous()
+    kind = "interleaved_to_half"
+    graph, record = lowered(
+        lower_npu_rope, rotation(kind), x, *tables(7, 64, kind, batch=3), target=NpuTarget(graph_mode=mode)
+    )
+    calls = [n for n in graph.graph.nodes if "npu_interleave_rope" in str(n.target)]
+    assert len(calls) == 2 and not refusals(record)
+    assert all(value(call.args[0]).is_contiguous() for call in calls) == (mode == "aclgraph")
 
 
 @pytest.mark.parametrize("lead", [(1, 5), (2, 5), (5, 3)])

@@ -27,7 +27,7 @@ SILENT_WRITERS = (
 # No converter in torchair, none of ours, and none that works.
 UNCONVERTED = (
     "npu_add_rms_norm_quant npu_rms_norm_quant npu_swiglu_quant npu_gelu_mul npu_silu npu_mrope "
-    "npu_moe_token_permute npu_moe_token_unpermute npu_top_k_top_p npu_gather_pa_kv_cache npu_scatter_pa_cache "
+    "npu_moe_token_permute npu_top_k_top_p npu_gather_pa_kv_cache npu_scatter_pa_cache "
     "npu_advance_step_flashattn npu_format_cast npu_fusion_attention_v2 npu_fusion_attention_v3 "
     "npu_grouped_matmul_swiglu_quant npu_moe_gating_top_k_softmax_v2 npu_fused_matmul npu_chunk_gated_delta_rule "
     "npu_scatter_list_"
@@ -113,6 +113,13 @@ def test_trap_7_lengths_are_inputs_and_nothing_is_read_off_a_tensor(model_type):
 @pytest.mark.parametrize("name", UNCONVERTED)
 def test_trap_8_and_9_what_does_not_convert_is_not_in_the_table(name):
     assert name not in LIMITS
+
+
+def test_trap_8_what_is_called_where_graphs_are_captured_alone_is_refused_in_ge_graphs():
+    arguments = empty(8, 32), torch.empty(8, dtype=torch.int32, device="meta"), empty(4, 2)
+    operator = torch.ops.npu.npu_moe_token_unpermute.default
+    assert violations(Call.make(operator, NpuTarget(), *arguments)) == ["torchair has no GE converter for it"]
+    assert not violations(Call.make(operator, NpuTarget(graph_mode="aclgraph"), *arguments))
 
 
 @pytest.mark.parametrize("name", WITHOUT_FAKE)

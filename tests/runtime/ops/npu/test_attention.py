@@ -15,7 +15,7 @@ from torch_pagoda.runtime.ops.npu.attention import (
 )
 from torch_pagoda.runtime.ops.npu.flash_attention import npu_incre_flash_attention, npu_prompt_flash_attention
 
-HEADS, KV_HEADS, DIM, VALUE_DIM, BLOCK = 8, 2, 16, 16, 8
+HEADS, KV_HEADS, DIM, VALUE_DIM, BLOCK = 8, 2, 128, 128, 16
 CAUSAL = torch.ones(2048, 2048, dtype=torch.int8).triu(1)
 BATCH_LAYOUTS = ["BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD", "BSH_BNSD", "BSND_BNSD"]
 PACKED_LAYOUTS = ["TND", "NTD", "TND_NTD", "NTD_TND"]
@@ -142,7 +142,7 @@ def test_packed_queries_over_a_paged_cache(form, dtype, assert_close):
     assert_close(result, torch.cat(wanted).to(dtype))
 
 
-@pytest.mark.parametrize("name", ["BSH", "BSND", "BNSD", "BNSD_NBSD"])
+@pytest.mark.parametrize("name", ["BSH", "BSND", "BNSD", "BSND_NBSD"])
 def test_decode_over_a_paged_cache(name, assert_close):
     inputs, _, output = name.partition("_")
     queries, keys, values = random_sequences([1, 1, 1], [20, 9, 1])

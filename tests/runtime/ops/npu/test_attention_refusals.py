@@ -11,7 +11,7 @@ from torch_pagoda.runtime.ops.npu.attention import (
 )
 from torch_pagoda.runtime.ops.npu.flash_attention import npu_incre_flash_attention, npu_prompt_flash_attention
 
-HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 8
+HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 128, 16
 CAUSAL = torch.ones(2048, 2048, dtype=torch.int8).triu(1)
 
 
@@ -72,7 +72,7 @@ def test_query_lengths_of_packed_layouts(lengths, match):
 
 
 def test_context_lengths_are_per_sequence_only_with_a_block_table():
-    assert_refuses("between 0 and 16", packed(actual_seq_lengths_kv=[8, 21]))
+    assert_refuses("between 0 and 32", packed(actual_seq_lengths_kv=[8, 37]))
     assert_refuses("ends at 8.*13 tokens", unpaged(actual_seq_lengths_kv=[5, 8]))
     assert_refuses("never decrease", unpaged(actual_seq_lengths_kv=[8, 5]))
     assert_refuses("1 entries and actual_seq_lengths 2", unpaged(actual_seq_lengths_kv=[13]))
@@ -130,16 +130,16 @@ def test_a_window_over_one_query_of_a_batch_layout(sparse_mode):
 
 def test_paged_caches():
     assert_refuses("block_size is 0", packed(block_size=0))
-    assert_refuses("block_size is 16", packed(block_size=16))
+    assert_refuses("block_size is 32", packed(block_size=32))
     assert_refuses("int32", packed(block_table=torch.tensor([[0, 1], [2, 3]])))
     assert_refuses("one row for each of the 2", packed(block_table=torch.zeros(3, 2, dtype=torch.int32)))
     by_token = torch.randn(4, BLOCK, KV_HEADS, DIM)
     assert_refuses("view .* as that", packed(key=by_token, value=by_token))
     by_head = by_token.transpose(1, 2).contiguous()
     npu_fused_infer_attention_score(**packed(key=by_head, value=by_head))
-    rows = {"query": torch.randn(2, 3, HEADS * DIM), "input_layout": "BSH", "actual_seq_lengths": None}
+    rows = {"query": torch.randn(2, 1, HEADS * DIM), "input_layout": "BSH", "actual_seq_lengths": None}
     assert_refuses("BSH queries", packed(key=by_head, value=by_head, **rows))
-    nz = by_token.unflatten(3, (1, 16)).permute(0, 2, 3, 1, 4).contiguous()
+    nz = by_token.unflatten(3, (-1, 16)).permute(0, 2, 3, 1, 4).contiguous()
     assert_refuses("only for MLA", packed(key=nz, value=nz))
 
 
@@ -280,3 +280,107 @@ def test_what_v2_has_no_kernel_for_is_named(name):
         npu_fused_infer_attention_score_v2(*[torch.randn(1, 2, 3, 16)] * 3, **{name: torch.ones(1)})
     with pytest.raises(NotImplementedError, match="query_quant_mode"):
         npu_fused_infer_attention_score_v2(*[torch.randn(1, 2, 3, 16)] * 3, query_quant_mode=3)
+
+
+def latent(**changes):
+    """Two queries of 512 dims and their rotated part over 20 paged keys of one head."""
+    cache = torch.randn(2, BLOCK, 512)
+    return packed(
+        **{
+            "query": torch.randn(2, HEADS, 512),
+            "key": cache,
+            "value": cache,
+            "query_rope": torch.randn(2, HEADS, 64),
+            "key_rope": torch.randn(2, BLOCK, 64),
+            "num_key_value_heads": 1,
+            "actual_seq_lengths": [2],
+            "actual_seq_lengths_kv": [20],
+            "block_table": torch.tensor([[1, 0]], dtype=torch.int32),
+            **changes,
+        }
+    )
+
+
+def tokens(dim, *, heads=HEADS, kv_heads=KV_HEADS, layout="TND", queries=3, key_dim=None, value_dim=None, **changes):
+    """One sequence without paging, with heads of that size."""
+    key_dim, value_dim = key_dim or dim, value_dim or dim
+    sizes = {
+        "TND": lambda n, count, d: (count, n, d),
+        "NTD": lambda n, count, d: (n, count, d),
+        "BNSD": lambda n, count, d: (1, n, count, d),
+        "BSH": lambda n, count, d: (1, count, n * d),
+    }[layout.partition("_")[0]]
+    arguments = {
+        "query": torch.zeros(sizes(heads, queries, dim)),
+        "key": torch.zeros(sizes(kv_heads, 5, key_dim)),
+        "value": torch.zeros(sizes(kv_heads, 5, value_dim)),
+        "num_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "input_layout": layout,
+        **({"actual_seq_lengths": [queries], "actual_seq_lengths_kv": [5]} if "T" in layout else {}),
+    }
+    return {**arguments, **changes}
+
+
+def paged_batch(block_size, queries, blocks=2):
+    cache = torch.zeros(2, block_size, KV_HEADS * DIM)
+    return batched(
+        queries,
+        key=cache,
+        value=cache,
+        block_table=torch.zeros(2, blocks, dtype=torch.int32),
+        block_size=block_size,
+        actual_seq_lengths_kv=[5, 5],
+    )
+
+
+def with_rope(arguments, dim=64):
+    extra = {name: arguments[name][..., :1].expand(*arguments[name].shape[:-1], dim) for name in ("query", "key")}
+    return {**arguments, "query_rope": extra["query"].contiguous(), "key_rope": extra["key"].contiguous()}
+
+
+@pytest.mark.parametrize(
+    ("legal", "illegal", "match"),
+    [
+        (tokens(512 - 16, layout="BNSD"), tokens(512 + 16, layout="BNSD"), "multiples of 16, at most 512"),
+        (tokens(48, layout="BSH"), tokens(40, layout="BSH"), "multiples of 16"),
+        (tokens(128), tokens(96), r"heads of \(96, 96, 96\) dims; TND takes 128"),
+        (tokens(64, heads=2), tokens(64), "heads of 64 dims are not for GQA"),
+        (tokens(192, value_dim=128), tokens(192), "192 with values of 128"),
+        (tokens(64, layout="BNSD"), tokens(64, layout="BNSD", key_dim=48), "64 dims in query, 48 in key"),
+        (tokens(128), tokens(128, key_dim=64), "128 dims in query, 64 in key"),
+        (with_rope(tokens(128)), with_rope(tokens(128), 32), "query_rope has 32 dims"),
+        (with_rope(tokens(128)), with_rope(tokens(64, heads=2)), "with rope; 128 or 512"),
+        (with_rope(tokens(128)), with_rope(tokens(128, layout="TND_NTD")), "is not for TND_NTD"),
+        (latent(), latent(softmax_lse_flag=True), "without the log-sum-exp"),
+        (latent(), latent(query_rope=None, key_rope=None), "need query_rope"),
+        (latent(), latent(sparse_mode=2), "sparse_mode 2"),
+        (paged_batch(16, 1), paged_batch(16, 3), "128, 256, 384 or 512 for several tokens"),
+        (paged_batch(512, 1), paged_batch(1024, 1), "multiples of 16 up to 512"),
+        (tokens(128, layout="BNSD_BSND", queries=1), tokens(128, layout="BNSD_NBSD", queries=1), "1 queries a"),
+        (tokens(128, layout="BNSD_NBSD", queries=16), tokens(128, layout="BNSD_NBSD", queries=17), "17 queries"),
+        (paged_batch(128, 1, 2048), paged_batch(128, 1, 2049), "262272 keys before one query; at most 262144"),
+        (
+            tokens(128, actual_seq_lengths=[0] * 4095 + [3], actual_seq_lengths_kv=[0] * 4095 + [5]),
+            tokens(128, actual_seq_lengths=[0] * 4096 + [3], actual_seq_lengths_kv=[0] * 4096 + [5]),
+            "4097 sequences; at most 4096 in TND",
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_sizes_that_the_documents_forbid(legal, illegal, match):
+    npu_fused_infer_attention_score(**legal)
+    with pytest.raises(ValueError, match=match):
+        torch.ops.npu.npu_fused_infer_attention_score(**illegal)
+    if "softmax_lse_flag" not in illegal:
+        names = {"actual_seq_lengths": "actual_seq_qlen", "actual_seq_lengths_kv": "actual_seq_kvlen"}
+        names["num_heads"] = "num_query_heads"
+        with pytest.raises(ValueError, match=match):
+            npu_fused_infer_attention_score_v2(**{names.get(name, name): given for name, given in illegal.items()})
+
+
+@pytest.mark.parametrize("kernel", [npu_prompt_flash_attention, npu_incre_flash_attention])
+def test_heads_of_query_and_key_are_of_one_size(kernel):
+    arguments = batched(length=1, key=torch.randn(2, KV_HEADS, 6, DIM // 2))
+    with pytest.raises(ValueError, match="128 dims in query, 64 in key"):
+        kernel(**arguments)

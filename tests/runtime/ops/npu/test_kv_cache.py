@@ -139,3 +139,13 @@ def test_scatter_update_writes_from_an_offset_on():
     ):
         with pytest.raises(ValueError, match=match):
             scatter_update_(x, indices, update, axis)
+
+
+def test_keys_and_values_have_as_many_heads():
+    caches = torch.zeros(2, 4, 2, 16), torch.zeros(2, 4, 1, 16)
+    slots = torch.tensor([0, 5])
+    with pytest.raises(ValueError, match="as many tokens and as many heads"):
+        torch.ops.npu.npu_scatter_pa_kv_cache(
+            torch.ones(2, 2, 16), torch.ones(2, 1, 16), *caches, slots, cache_mode="Norm"
+        )
+    assert not caches[0].any() and not caches[1].any()

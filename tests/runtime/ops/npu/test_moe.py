@@ -12,6 +12,7 @@ from torch_pagoda.runtime.ops.npu.moe_routing import (
     npu_moe_compute_expert_tokens,
     npu_moe_finalize_routing,
     npu_moe_init_routing_v2,
+    npu_moe_token_unpermute,
 )
 
 TOKENS, EXPERTS, CHOICES, HIDDEN = 6, 16, 3, 8
@@ -141,6 +142,26 @@ def test_finalize_routing(mode, dtype, assert_close):
     assert torch.equal(unscaled, ones)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("choices", [1, CHOICES])
+def test_token_unpermute(dtype, choices, assert_close):
+    """Rows that init_routing sorted come back weighted, whichever of the two operators adds them up."""
+    x = torch.randn(TOKENS, HIDDEN).to(dtype)
+    experts = torch.randint(0, EXPERTS, (TOKENS, choices), dtype=torch.int32)
+    rows, places, *_ = npu_moe_init_routing_v2(x, experts, expert_num=EXPERTS)
+    rows = rows + torch.arange(len(rows))[:, None].to(dtype)  # each row its own
+    scales = torch.rand(TOKENS, choices).to(dtype)
+    found = torch.ops.npu.npu_moe_token_unpermute(rows, places, scales)
+    assert found.dtype is dtype
+    assert_close(found, npu_moe_finalize_routing(rows, None, None, None, scales, places, None, 2))
+    wanted = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+    for i, place in enumerate(places.tolist()):
+        wanted[i // choices] += scales.flatten()[i].double() * rows[place].double()
+    assert_close(found, wanted.to(dtype))
+    if choices == 1:
+        assert torch.equal(torch.ops.npu.npu_moe_token_unpermute(rows, places), rows[places.long()])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("form", ["cumsum", "counts", "list of weights", "transposed"])
 def test_grouped_matmul(dtype, form, assert_close):
@@ -188,6 +209,7 @@ X, CHOSEN = torch.zeros(TOKENS, HIDDEN), torch.zeros(TOKENS, CHOICES, dtype=torc
 LOGITS = torch.zeros(TOKENS, EXPERTS)
 GROUPED = {"split_item": 2, "group_type": 0, "group_list": torch.tensor([2, 6])}
 WEIGHT = torch.zeros(2, HIDDEN, 4)
+ONES = torch.ones(513, 2)
 PLACES = torch.arange(18, dtype=torch.int32)
 
 
@@ -219,6 +241,17 @@ PLACES = torch.arange(18, dtype=torch.int32)
         (lambda: npu_moe_finalize_routing(X, None, None, None, None, PLACES, None, 0, 3), r"lies in \[0, 17\]"),
         (lambda: npu_moe_finalize_routing(X, None, None, None, None, PLACES[:6], None, 1), "must be"),
         (lambda: npu_moe_finalize_routing(X, X.half(), None, None, None, PLACES[:6], None), "skip1 has dtype"),
+        (lambda: npu_moe_gating_top_k(torch.zeros(1, 2), 1), "larger than 2"),
+        (lambda: npu_moe_gating_top_k(torch.zeros(1, 2049), 1), "x has 2049 experts"),
+        (lambda: npu_moe_gating_top_k(torch.zeros(1, 325), 1, group_count=65), "filled up to multiples of 32"),
+        (lambda: npu_moe_gating_top_k_softmax(torch.zeros(1, 1100), None, 1025), "k of 1024 at most"),
+        (lambda: npu_moe_init_routing_v2(X, CHOSEN, expert_num=10241), "at most 10240"),
+        (lambda: npu_moe_init_routing_v2(X, CHOSEN, expert_num=5121, expert_tokens_num_type=2), "at most 5120"),
+        (lambda: npu_moe_token_unpermute(X, PLACES[:5]), r"int32 \[T\*K\]"),
+        (lambda: npu_moe_token_unpermute(X, PLACES[:6].long()), "int32"),
+        (lambda: npu_moe_token_unpermute(X, PLACES[:6] + 1), r"lies in \[1, 6\]; there are 6 rows"),
+        (lambda: npu_moe_token_unpermute(X, PLACES[:6], torch.rand(2, 2)), r"probs has shape \(2, 2\)"),
+        (lambda: npu_moe_token_unpermute(ONES, ONES[:, 0].int() - 1, torch.rand(1, 513)), "K at most 512"),
     ],
 )
 def test_refusals(call, match):
@@ -234,6 +267,8 @@ def test_refusals(call, match):
         (lambda: npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, drop_pad_mode=1), "drop_pad_mode"),
         (lambda: npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, quant_mode=1), "quant_mode"),
         (lambda: npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, active_num=5), "active_num"),
+        (lambda: npu_moe_token_unpermute(X, PLACES[:6], padded_mode=True), "padded_mode"),
+        (lambda: npu_moe_token_unpermute(X, PLACES[:6], restore_shape=[6, 8]), "restore_shape"),
         (lambda: npu_grouped_matmul([X], [WEIGHT]), "split_item"),
         (lambda: npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_type": 2}), "group_type"),
         (lambda: npu_grouped_matmul([X], [WEIGHT], group_list_type=2, **GROUPED), "group_list_type"),

@@ -91,3 +91,30 @@ def test_add_layer_norm(dtype):
 def test_refusals(call, match):
     with pytest.raises(ValueError, match=match):
         call(torch.randn(2, 8))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+def test_add_layer_norm_of_two_dtypes_is_in_fp32(dtypes, assert_close):
+    """As op-plugin's own test of it expects."""
+    x1, x2 = (100 * torch.rand(3, 5, 64).to(dtype) for dtype in dtypes)
+    gamma, beta = torch.rand(64), torch.rand(64)
+    y, mean, rstd, total = torch.ops.npu.npu_add_layer_norm(x1, x2, gamma, beta, 1e-5, True)
+    assert {t.dtype for t in (y, mean, rstd, total)} == {torch.float32}
+    wanted = x1.double() + x2.double()
+    assert_close(total, wanted.float())
+    assert_close(mean, wanted.mean(-1, keepdim=True).float())
+    assert_close(y, torch.nn.functional.layer_norm(wanted, (64,), gamma.double(), beta.double(), 1e-5).float())
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda i, f: torch.ops.npu.npu_rms_norm(i, f[0]), "input has dtype torch.int32"),
+        (lambda i, f: torch.ops.npu.npu_add_rms_norm(i, i, i[0]), "x1 has dtype torch.int32"),
+        (lambda i, f: torch.ops.npu.npu_add_layer_norm(f.half(), f.bfloat16(), f[0], f[0]), "x2 has shape"),
+        (lambda i, f: torch.ops.npu.npu_swiglu(i), "input has dtype torch.int32"),
+    ],
+)
+def test_what_is_no_floating_point_number_is_refused(call, match):
+    with pytest.raises(ValueError, match=match):
+        call(torch.ones(2, 64, dtype=torch.int32), torch.ones(2, 64))

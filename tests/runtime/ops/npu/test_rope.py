@@ -7,7 +7,8 @@ import torch
 
 from torch_pagoda.runtime.ops.npu.rope import npu_interleave_rope, npu_rotary_mul
 
-DIM, TOKENS, HEADS = 16, 5, 3
+DIM, TOKENS, HEADS = 64, 5, 3
+WIDE = torch.zeros(1, 1, 896)
 
 
 def angles():
@@ -74,9 +75,11 @@ def test_rounds_once(dtype):
         (lambda x, t: npu_rotary_mul(x, t[..., :8], t), "r1 has shape"),
         (lambda x, t: npu_rotary_mul(x, t, t[:2]), "r2 has shape"),
         (lambda x, t: npu_rotary_mul(x, t.half(), t), "r1 has shape .* torch.float16"),
-        (lambda x, t: npu_rotary_mul(x, t, t, "half", torch.eye(8)), "square, 16 a side"),
-        (lambda x, t: npu_interleave_rope(x, t, t), "4 dims"),
-        (lambda x, t: npu_interleave_rope(x[None], t[None].expand(1, 5, 3, 16), t[None]), "second dim must be 1"),
+        (lambda x, t: npu_rotary_mul(x, t, t, "half", torch.eye(8)), "square, 64 a side"),
+        (lambda x, t: npu_interleave_rope(x, t, t), r"it must be \[B, N, S, 64\]"),
+        (lambda x, t: npu_interleave_rope(x[None, ..., :32], t[None, ..., :32], t[None]), r"S, 64\]"),
+        (lambda x, t: npu_rotary_mul(WIDE, WIDE, WIDE), "input has heads of 896 dims; they must be below 896"),
+        (lambda x, t: npu_interleave_rope(x[None], t[None].expand(1, 5, 3, 64), t[None]), "second dim must be 1"),
     ],
 )
 def test_refusals(call, match):
