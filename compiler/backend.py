@@ -60,6 +60,11 @@ def pagoda(
     if mode not in (None, "default"):
         raise ValueError(f"mode={mode!r} is not supported by backend 'pagoda'; leave it out or use options={{...}}")
     given = dict(options or {})
+    if given.get("batch_invariant"):
+        raise ValueError(
+            "batch_invariant=True is not for backend 'pagoda', where batches are the caller's; leave it out, or use "
+            "torch_pagoda.compile or torch_pagoda.LLM"
+        )
     if given.get("target") != "npu":
         given.setdefault("codegen", "inductor")
     parsed = CompileOptions.from_dict(given)

@@ -131,10 +131,19 @@ def _with_few_layers(
 
 def finish(built: Built, *, owns_weights: bool) -> None:
     """The second part: pack the weights, where the options ask for it."""
-    if (built.options.pack_weights or built.options.quantization) and built.traced.npu is None:
-        clock = PhaseClock(built.program.report.seconds)
-        _pack(built.program, built.reference, built.program.report, owns_weights)
+    if built.traced.npu is not None:
+        return
+    report = built.program.report
+    clock = PhaseClock(report.seconds)
+    if built.options.pack_weights or built.options.quantization:
+        _pack(built.program, built.reference, report, owns_weights)
         clock.lap("pack")
+    if built.options.batch_invariant and built.reference is not None and not built.options.quantization:
+        verdict = check(built.program, built.reference)
+        clock.lap("verify")
+        if not verdict.ok:
+            raise UnsupportedModel(f"{report.model}: with batch_invariant=True {verdict.reason}; leave it out")
+        report.verdict = verdict
 
 
 def _pack(program: LinkedProgram, reference: Reference | None, report: CompileReport, release: bool) -> None:

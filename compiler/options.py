@@ -50,6 +50,8 @@ class CompileOptions:
             and their inputs to 8 bits, or where "-weight-only" follows to 16; None keeps the model's numbers.
         group_size: inputs of a quantised weight that share a scale, a multiple of 64, or 0 for all; None is 256 for
             8 bits and 128 for 4. Rounded inputs have the same groups.
+        batch_invariant: cpu only: a token's logits do not change by a bit with its batch mates, with the chunks that
+            its prompt is computed in, or with the number of threads. Weights are read where they lie, not packed.
         patterns: rewrites of the user's own, see ``Pattern``.
     """
 
@@ -64,6 +66,7 @@ class CompileOptions:
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
     group_size: int | None = None
+    batch_invariant: bool = False
     patterns: Sequence[Pattern] = ()
 
     def __post_init__(self) -> None:
@@ -72,6 +75,12 @@ class CompileOptions:
         _one_of("codegen", self.codegen, CODEGEN)
         _one_of("target", self.target, TARGETS)
         _one_of("pack_weights", self.pack_weights, (True, False))
+        _one_of("batch_invariant", self.batch_invariant, (True, False))
+        if self.batch_invariant and self.codegen not in ("auto", "none"):
+            raise ValueError(
+                f"codegen={self.codegen!r} does not keep batch_invariant=True, whose order of sums generated code "
+                "does not know; leave one of them out"
+            )
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         if self.quantization is not None:
             _one_of("quantization", self.quantization, QUANTIZATIONS)
@@ -137,6 +146,8 @@ class CompileOptions:
         if target == "npu" and codegen == "auto":
             codegen = "ge" if device == "npu" else "none"
         simulated = target == "npu" and device != "npu"
+        if target == "npu" and self.batch_invariant:
+            raise ValueError("batch_invariant=True is for target='cpu' so far; leave it out, or use the CPU")
         if target == "npu" and self.quantization is not None:
             raise ValueError(
                 f"quantization={self.quantization!r} is for target='cpu' so far; leave it out, or use the CPU"
@@ -180,6 +191,8 @@ class CompileOptions:
         """Whether a pass is to run."""
         if entry.option and not getattr(self, entry.option):
             return False
+        if entry.option == "batch_invariant":
+            return True  # a promise, which no list of passes takes back
         if entry.target and entry.target != ("npu" if self.target == "npu" else "cpu"):
             return False
         if "only" in self.passes:
@@ -195,6 +208,8 @@ class CompileOptions:
             parameters: how many it has.
             fusible: its lowered graph holds operators of which inductor makes fewer (see ``is_fusible``).
         """
+        if self.batch_invariant:
+            return False
         if self.codegen == "auto":
             return fusible and parameters > AUTO_CODEGEN_PARAMETERS
         return self.codegen == "inductor"

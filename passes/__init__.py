@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .lower.batch_invariant import make_batch_invariant
 from .lower.npu.activations import lower_npu_activations
 from .lower.npu.attention import lower_npu_attention
 from .lower.npu.heads_first import sink_transposes
@@ -132,5 +133,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("share_subexpressions", share_subexpressions, "aten", level=1, required=False, target="npu"),
     # How weights are held, once the graph over plain ones has been compared. First what takes fewer bits.
     Pass("quantise_linears", quantise_linears, "weights", required=False, option="quantization", target="cpu"),
+    # Rounded products are invariant already; packed ones would not be.
+    Pass("make_batch_invariant", make_batch_invariant, "weights", option="batch_invariant", target="cpu"),
     Pass("pack_linears", pack_linears, "weights", required=False, option="pack_weights", target="cpu"),
 )

@@ -67,6 +67,7 @@ class PagedAttentionCall:
     softcap: float
     key_scale: fx.Node | None
     value_scale: fx.Node | None
+    batch_invariant: bool = False
 
     @staticmethod
     def of(node: fx.Node) -> PagedAttentionCall:

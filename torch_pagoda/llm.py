@@ -44,6 +44,7 @@ _COMPILE_OPTIONS = (
     "pack_weights",
     "kv_cache_dtype",
     "quantization",
+    "batch_invariant",
     "group_size",
 )
 
@@ -99,6 +100,9 @@ class LLM:
             beside them.
         group_size: inputs of a rounded weight that share a scale, a multiple of 64, or 0 for all of them; by default
             256 for 8 bits and 128 for 4. Rounded inputs have the same groups.
+        batch_invariant: on a CPU, the logits of a token do not change by a bit with its batch mates, the chunks of
+            its prompt, cached prefixes or the number of threads, for one machine and one build of the kernels.
+            Slower; a model of which that cannot be said is refused with the operator's name.
         trust_remote_code: run model code that comes with the checkpoint.
 
     Attributes:
@@ -140,6 +144,7 @@ class LLM:
         pack_weights: bool | None = None,
         quantization: str | None = None,
         group_size: int | None = None,
+        batch_invariant: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
         limits = {
@@ -173,6 +178,7 @@ class LLM:
                 "kv_cache_dtype": kv_cache_dtype,
                 "quantization": quantization,
                 "group_size": group_size,
+                "batch_invariant": batch_invariant,
             }
         ).for_device(resolved.type)
 

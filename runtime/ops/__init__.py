@@ -14,7 +14,9 @@ import torch
 
 from . import (
     attention,
+    elementwise,
     gated_activation,
+    invariant_linear,
     layer_norm,
     moe,
     packed_linear,
@@ -28,6 +30,8 @@ from .reference import attention_reference, paged_attention_reference
 CPU_FUNCTIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.pagoda.attention.default: attention.attention_cpu,
     torch.ops.pagoda.paged_attention.default: paged_attention.paged_attention_cpu,
+    elementwise.elementwise: elementwise.elementwise_cpu,
+    invariant_linear.invariant_linear: invariant_linear.invariant_linear_cpu,
     packed_linear.packed_linear: packed_linear.packed_linear_cpu,
     quantized_linear.quantized_linear: quantized_linear.quantized_linear_cpu,
     moe.moe: moe.moe_cpu,
@@ -48,7 +52,9 @@ __all__ = [
     "CPU_FUNCTIONS",
     "attention",
     "attention_reference",
+    "elementwise",
     "gated_activation",
+    "invariant_linear",
     "layer_norm",
     "moe",
     "packed_linear",

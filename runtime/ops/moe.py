@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
 
+from .elementwise import elementwise_cpu
 from .gated_activation import (
     activation_cpu,
     activation_reference,
     gated_activation_cpu,
     gated_activation_reference,
 )
+from .invariant_linear import invariant_linear_cpu
 from .registration import register_operator
 
 _SCHEMA = (
     "moe(Tensor input, Tensor topk_weights, Tensor topk_ids, Tensor up, Tensor down, Tensor? up_bias, "
-    "Tensor? down_bias, str activation, float alpha, float limit, str layout, bool transposed, bool weight_input) "
-    "-> Tensor"
+    "Tensor? down_bias, str activation, float alpha, float limit, str layout, bool transposed, bool weight_input, "
+    "bool batch_invariant=False) -> Tensor"
 )
 _GATING_SCHEMA = (
     "moe_gating(Tensor logits, Tensor? correction_bias, int top_k, str scoring, int groups, int topk_groups, "
-    "str group_scoring, str weighting, float epsilon, float scaling) -> (Tensor weights, Tensor ids)"
+    "str group_scoring, str weighting, float epsilon, float scaling, bool batch_invariant=False) "
+    "-> (Tensor weights, Tensor ids)"
 )
 
 LAYOUTS = ("halves", "interleaved", "plain")
@@ -32,7 +36,11 @@ SCORINGS = ("softmax", "sigmoid", "sqrt_softplus", "none")
 GROUP_SCORINGS = ("max", "top2")
 WEIGHTINGS = ("none", "sum", "clamped_sum", "softmax", "sigmoid")
 
+INVARIANT_SCORINGS = frozenset(("softmax", "sigmoid", "none", "sum", "clamped_sum"))
+"""Scorings and weightings that do not depend on the batch when asked not to."""
+
 Activate = Callable[..., torch.Tensor]
+_Scoring = Callable[[torch.Tensor], torch.Tensor]
 
 
 def moe_reference(
@@ -49,6 +57,7 @@ def moe_reference(
     layout: str,
     transposed: bool,
     weight_input: bool,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """``sum_k weight[n, k] * expert[ids[n, k]](input[n])``, the routed part of a mixture of experts.
 
@@ -73,6 +82,7 @@ def moe_reference(
             is no gate.
         transposed: how ``up`` and ``down`` are stored.
         weight_input: the weight multiplies the expert's input, not its output.
+        batch_invariant: a token's result does not change by a bit with the other tokens; on a CPU with kernels only.
 
     Returns:
         ``[N, O]`` in the dtype of ``input``, contiguous.
@@ -171,6 +181,7 @@ def _fake(
     layout: str,
     transposed: bool,
     weight_input: bool,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     return input.new_empty(input.shape[0], down.shape[2 if transposed else 1])
 
@@ -189,6 +200,7 @@ def moe_cpu(
     layout: str,
     transposed: bool,
     weight_input: bool,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """:func:`moe_reference` for CPU tensors: rows sorted by expert once, two products per expert that has any.
 
@@ -209,7 +221,12 @@ def moe_cpu(
             continue
         start, end = end, end + number
         bias = None if up_bias is None else up_bias[expert]
-        if number >= columns_from:
+        if batch_invariant:
+            hidden = invariant_linear_cpu(rows[start:end], up[expert].t() if transposed else up[expert], bias)
+            hidden = _activate(hidden, *formula, -1, gated_activation_cpu, activation_cpu)
+            bias = None if down_bias is None else down_bias[expert]
+            chosen[start:end] = invariant_linear_cpu(hidden, down[expert].t() if transposed else down[expert], bias)
+        elif number >= columns_from:
             hidden = _columns_product(up[expert], rows[start:end].t(), bias)
             hidden = _activate(hidden, *formula, 0, gated_activation_cpu, activation_cpu)
             bias = None if down_bias is None else down_bias[expert]
@@ -220,6 +237,10 @@ def moe_cpu(
             bias = None if down_bias is None else down_bias[expert]
             chosen[start:end] = _rows_product(hidden, down[expert], bias, transposed)
     terms = torch.empty_like(chosen).index_copy_(0, order, chosen).view(tokens, count, chosen.shape[1])
+    if batch_invariant:
+        common = torch.promote_types(torch.promote_types(topk_weights.dtype, input.dtype), torch.float32)
+        weighted = terms.to(common) if weight_input else terms.to(common) * topk_weights.to(common)[..., None]
+        return _in_order(weighted, 1).to(input.dtype)
     if weight_input:
         return terms.sum(1)
     common = torch.promote_types(topk_weights.dtype, input.dtype)
@@ -261,6 +282,7 @@ def moe_gating_reference(
     weighting: str,
     epsilon: float,
     scaling: float,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Which experts each token goes to, and with which weights.
 
@@ -280,6 +302,8 @@ def moe_gating_reference(
             "clamped_sum", divided by their sum or ``epsilon``, whichever is larger; "softmax" or "sigmoid" of them.
         epsilon: see ``weighting``.
         scaling: multiplies the weights at last.
+        batch_invariant: a token's weights do not change by a bit with the other tokens; on a CPU with kernels only,
+            and for the scorings and weightings in ``INVARIANT_SCORINGS``.
 
     Returns:
         weights: ``[N, top_k]`` in the dtype of ``logits``, contiguous.
@@ -301,7 +325,9 @@ def moe_gating_reference(
             f"groups={groups} and topk_groups={topk_groups} do not fit {experts} experts: groups must divide them, "
             "and topk_groups lie between 1 and groups"
         )
-    scores = _scored(logits, scoring)
+    softmax = _invariant_softmax if batch_invariant else functools.partial(F.softmax, dim=-1)
+    sigmoid = functools.partial(elementwise_cpu, function="sigmoid") if batch_invariant else torch.sigmoid
+    scores = _scored(logits, scoring, softmax, sigmoid)
     choice = scores if correction_bias is None else scores + correction_bias
     if groups > 1:
         grouped = choice.unflatten(1, (groups, -1))
@@ -312,23 +338,44 @@ def moe_gating_reference(
     ids = choice.topk(top_k, dim=-1).indices
     weights = scores.gather(1, ids)
     if weighting == "sum":
-        total = weights.sum(-1, keepdim=True)
+        total = _total(weights, batch_invariant)
         weights = weights / (total + epsilon if epsilon else total)
     elif weighting == "clamped_sum":
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=epsilon)
+        weights = weights / _total(weights, batch_invariant).clamp(min=epsilon)
     elif weighting == "softmax":
-        weights = F.softmax(weights, dim=-1)
+        weights = softmax(weights)
     elif weighting == "sigmoid":
-        weights = torch.sigmoid(weights)
+        weights = sigmoid(weights)
     return (weights if scaling == 1.0 else weights * scaling), ids
 
 
-def _scored(logits: torch.Tensor, scoring: str) -> torch.Tensor:
+def _scored(logits: torch.Tensor, scoring: str, softmax: _Scoring, sigmoid: _Scoring) -> torch.Tensor:
     if scoring == "softmax":
-        return F.softmax(logits, dim=-1)
+        return softmax(logits)
     if scoring == "sigmoid":
-        return torch.sigmoid(logits)
+        return sigmoid(logits)
     return F.softplus(logits).sqrt() if scoring == "sqrt_softplus" else logits
+
+
+def _invariant_softmax(scores: torch.Tensor) -> torch.Tensor:
+    """Over the last dim, ``[N, E]``; the sum of a row is taken in one order."""
+    powers = elementwise_cpu((scores - scores.amax(-1, keepdim=True)).float(), "exp")
+    total = invariant_linear_cpu(powers, powers.new_ones(1, powers.shape[1]))
+    return (powers / total).to(scores.dtype)
+
+
+def _total(weights: torch.Tensor, batch_invariant: bool) -> torch.Tensor:
+    if not batch_invariant:
+        return weights.sum(-1, keepdim=True)
+    return _in_order(weights.float(), -1).to(weights.dtype)[:, None]
+
+
+def _in_order(terms: torch.Tensor, dim: int) -> torch.Tensor:
+    """Their sum along a dim, one added after the other."""
+    first, *others = terms.unbind(dim)
+    for term in others:
+        first = first + term
+    return first
 
 
 def _gating_fake(

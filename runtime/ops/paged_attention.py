@@ -15,12 +15,12 @@ _SCHEMA = (
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
     "Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, Tensor? sinks, "
     "Tensor? alibi_slopes, float scale, int sliding_window, int chunk, float softcap, "
-    "Tensor(c!)? key_scale, Tensor(d!)? value_scale) -> Tensor"
+    "Tensor(c!)? key_scale, Tensor(d!)? value_scale, bool batch_invariant=False) -> Tensor"
 )
 _CACHE_CODES = {**FLOAT_CODES, torch.int8: 4}
 # Field for field the struct PagedAttentionArguments of csrc/attention.cpp; packing all at once is several
 # times faster than filling a ctypes.Structure.
-_ARGUMENTS = struct.Struct("=55q2d")
+_ARGUMENTS = struct.Struct("=56q2d")
 
 
 def _paged_attention_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
@@ -45,6 +45,7 @@ def paged_attention_cpu(
     softcap: float,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     batch, heads, tokens, dim = query.shape
     num_blocks, block_size, kv_heads, _ = key_cache.shape
@@ -81,6 +82,9 @@ def paged_attention_cpu(
     check_scales(key_cache, key_scale, value_scale)
     kernel = kernel_function("pagoda_paged_attention")
     if kernel is None or dtype not in FLOAT_CODES or cache_dtype not in _CACHE_CODES:
+        if batch_invariant:
+            reason = "the C++ kernels" if kernel is None else f"a kernel for {dtype} over a cache of {cache_dtype}"
+            raise RuntimeError(f"pagoda::paged_attention needs {reason}; compile without batch_invariant")
         return paged_attention_reference(
             query,
             key,
@@ -146,6 +150,7 @@ def paged_attention_cpu(
             sliding_window,
             chunk,
             torch.get_num_threads(),
+            batch_invariant,
             scale,
             softcap,
         )
@@ -218,6 +223,7 @@ def paged_attention(
     softcap: float = 0.0,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Causal attention of one flat step (prefill chunks and decodes mixed) over a paged KV cache.
 
@@ -245,12 +251,14 @@ def paged_attention(
         seq_lens: ``[S]`` int32; context length of each sequence, this step's tokens included.
         sinks, alibi_slopes, scale, sliding_window, chunk, softcap: as in ``attention``.
         key_scale, value_scale: of int8 caches, ``[num_blocks, block_size, Hk]`` float32; written. None for others.
+        batch_invariant: a token's result does not change by a bit with the other tokens of the step, the other
+            sequences, the blocks' size or the number of threads: its keys are cut by their positions alone.
 
     Returns:
         ``[1, H, T, Dv]`` in query's dtype, stored as ``[1, T, H, Dv]``. Tokens of no sequence are zero.
 
     Raises:
-        RuntimeError: grad mode is on and an input requires grad.
+        RuntimeError: grad mode is on and an input requires grad; or ``batch_invariant`` without a kernel for it.
         ValueError: shapes or dtypes that do not fit, a slot or block id outside the cache, a context longer
             than its row of the block table. Nothing is written then.
     """
@@ -272,4 +280,5 @@ def paged_attention(
         softcap,
         key_scale,
         value_scale,
+        batch_invariant,
     )

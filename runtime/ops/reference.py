@@ -49,10 +49,12 @@ def paged_attention_reference(
     softcap: float,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """What ``pagoda::paged_attention`` means; see ``paged_attention.paged_attention``.
 
-    One sequence at a time. Unlike the kernel it may have written to the caches when it raises.
+    One sequence at a time; ``batch_invariant`` asks for nothing that it could tell apart.
+    Unlike the kernel it may have written to the caches when it raises.
     """
     check_scales(key_cache, key_scale, value_scale)
     block_size = key_cache.shape[1]

@@ -53,12 +53,12 @@ struct PagedAttentionArguments {
   int64_t key_scale_block, key_scale_row, key_scale_head;
   int64_t value_scale_block, value_scale_row, value_scale_head;
   int64_t sinks_stride, slopes_stride;
-  int64_t window, chunk, threads;
+  int64_t window, chunk, threads, invariant;
   double scale, softcap;
 };
 static_assert(sizeof(AttentionArguments) == 42 * 8, "attention.py packs 40 integers and 2 doubles");
-static_assert(sizeof(PagedAttentionArguments) == 57 * 8,
-              "paged_attention.py packs 55 integers and 2 doubles");
+static_assert(sizeof(PagedAttentionArguments) == 58 * 8,
+              "paged_attention.py packs 56 integers and 2 doubles");
 
 // What a kernel returns: 0, or one of these in the low byte and the index of the culprit above it.
 enum Failure : int64_t { kBadSlot = 1, kBadQueryStart = 2, kBadLength = 3, kBadBlock = 4 };
@@ -66,6 +66,20 @@ enum Failure : int64_t { kBadSlot = 1, kBadQueryStart = 2, kBadLength = 3, kBadB
 static inline int64_t failure(Failure what, int64_t index) { return what | index << 8; }
 
 namespace {
+
+// One thread takes the pieces of a tile, one after the other. `attend` takes a tile and the next one.
+template <class Attend>
+void attend_in_pieces(const Problem& p, const Sequence& s, const Tile& tile, const Tile* next, Scratch& scratch,
+                      const Attend& attend) {
+  static thread_local std::vector<Tile> pieces;
+  static thread_local std::vector<float> partials;
+  pieces.clear();
+  const int64_t count = append_pieces(tile, 0, kSplitKeys, pieces);
+  partials.resize(count * tile.rows * (p.columns + 2));
+  place_partials(p, pieces.data(), count, partials.data());
+  for (int64_t n = 0; n < count; ++n) attend(pieces[n], n + 1 < count ? &pieces[n + 1] : next);
+  merge_split(p, s, pieces.data(), count, scratch);
+}
 
 // Runs `before` for n indices and then the tiles, in one parallel region. Threads meet as seldom as possible:
 // where another program runs on one of our cores, every meeting can cost a time slice.
@@ -98,13 +112,16 @@ void run(const Problem& p, const std::vector<Sequence>& sequences, const Plan& p
         if (plan.tiles[i].rows > 0) return &plan.tiles[i];  // else it was split into others
       }
     };
+    const auto attend = [&](const Tile& tile, const Tile* next) {
+#if defined(PAGODA_BF16)
+      if (bf16) return attend_tile<Bf16>(p, sequences, tile, next, scratch);
+#endif
+      attend_tile<Float>(p, sequences, tile, next, scratch);
+    };
     for (const Tile *tile = take(), *next; tile; tile = next) {
       next = takes_early ? take() : nullptr;
-#if defined(PAGODA_BF16)
-      if (bf16) attend_tile<Bf16>(p, sequences, *tile, next, scratch);
-      else
-#endif
-        attend_tile<Float>(p, sequences, *tile, next, scratch);
+      if (is_in_pieces(p, *tile)) attend_in_pieces(p, sequences[tile->sequence], *tile, next, scratch, attend);
+      else attend(*tile, next);
       if (!takes_early) next = take();
     }
 #if defined(PAGODA_TILES)
@@ -261,6 +278,7 @@ extern "C" int64_t pagoda_paged_attention(const PagedAttentionArguments* argumen
   p.slopes = a.slopes, p.slopes_dtype = a.slopes_dtype, p.slopes_stride = a.slopes_stride;
   p.scale = (float)a.scale, p.softcap = (float)a.softcap;
   p.is_causal = 1, p.window = a.window, p.chunk = a.chunk;
+  p.invariant = a.invariant;
 
   sequences.clear();
   for (int64_t s = 0; s < a.sequences; ++s) {

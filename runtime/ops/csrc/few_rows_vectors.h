@@ -58,13 +58,19 @@ class FewRowsOnVectors {
   // Adds keys [first, first + n) and their values to `result` [rows][columns].
   void add(const char* const* keys, const char* const* values, int64_t first, int n, float* result,
            Prefetcher& ahead) {
-    static constexpr decltype(&FewRowsOnVectors::add_rows<1>) by_rows[kPiece] = {
-        &FewRowsOnVectors::add_rows<1>, &FewRowsOnVectors::add_rows<2>, &FewRowsOnVectors::add_rows<3>,
-        &FewRowsOnVectors::add_rows<4>, &FewRowsOnVectors::add_rows<5>, &FewRowsOnVectors::add_rows<6>,
-        &FewRowsOnVectors::add_rows<7>, &FewRowsOnVectors::add_rows<8>};
     for (int r = 0, count; r < rows_; r += count) {
       count = piece(r);
-      (this->*by_rows[count - 1])(r, keys, values, first, n, result + r * columns_, ahead);
+      float* to = result + r * columns_;
+      switch (count) {
+        case 1: add_rows<1>(r, keys, values, first, n, to, ahead); break;
+        case 2: add_rows<2>(r, keys, values, first, n, to, ahead); break;
+        case 3: add_rows<3>(r, keys, values, first, n, to, ahead); break;
+        case 4: add_rows<4>(r, keys, values, first, n, to, ahead); break;
+        case 5: add_rows<5>(r, keys, values, first, n, to, ahead); break;
+        case 6: add_rows<6>(r, keys, values, first, n, to, ahead); break;
+        case 7: add_rows<7>(r, keys, values, first, n, to, ahead); break;
+        case 8: add_rows<8>(r, keys, values, first, n, to, ahead); break;
+      }
     }
   }
 

@@ -12,7 +12,7 @@ struct Float {
   typedef vfloat vector;
   static inline vector read(const element* p) { return load(p); }
   static inline vector spread(const element* p) { return splat(*p); }
-  static inline vfloat fma(vfloat sum, vector a, vector b) { return sum + a * b; }
+  static inline vfloat fma(vfloat sum, vector a, vector b) { return multiply_add(sum, a, b); }
 };
 
 #if defined(PAGODA_BF16)
@@ -105,7 +105,7 @@ static void multiply_block(const typename Kind::element* a, int64_t a_stride, co
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
       float* to = c + r * c_stride + v * kLanes;
-      store(to, decay ? load(to) * decay[r] + sum[r][v] : sum[r][v]);
+      store(to, decay ? multiply_add(sum[r][v], load(to), splat(decay[r])) : sum[r][v]);
     }
 }
 
@@ -203,16 +203,19 @@ static void multiply_on_tiles(const uint32_t* a, int64_t a_stride, const uint32_
 }
 #endif
 
+// `invariant`: by the same instructions for any number of rows.
 template <class Kind>
 static void multiply(const typename Kind::element* a, int64_t a_stride, const typename Kind::element* b,
                      int64_t b_stride, float* c, int64_t c_stride, int64_t steps, const float* decay,
-                     int rows, int columns, Prefetcher& ahead) {
+                     int rows, int columns, bool invariant, Prefetcher& ahead) {
 #if defined(PAGODA_TILES)
   if constexpr (Kind::kPerElement == 2)
-    if (on_tiles<Kind>(rows, steps)) {
+    if (!invariant && on_tiles<Kind>(rows, steps)) {
       multiply_on_tiles(a, a_stride, b, b_stride, c, c_stride, steps, decay, rows, columns, ahead);
       return;
     }
+#else
+  (void)invariant;
 #endif
   multiply_on_vectors<Kind>(a, a_stride, b, b_stride, c, c_stride, steps, decay, rows, columns, ahead);
 }

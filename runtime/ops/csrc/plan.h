@@ -15,6 +15,27 @@ struct Plan {
   double work = 0.;  // multiply-adds, and as much again as reading keys costs
 };
 
+// Appends the pieces of a tile to `to`, cut at multiples of `step` keys from `origin` on; how many there are.
+static int64_t append_pieces(Tile t, int64_t origin, int64_t step, std::vector<Tile>& to) {
+  int64_t pieces = 0;
+  for (int64_t end = t.end_key; t.first_key < end; t.first_key = t.end_key, ++pieces) {
+    t.end_key = lesser(end, origin + ((t.first_key - origin) / step + 1) * step);
+    to.push_back(t);
+  }
+  return pieces;
+}
+
+// Gives the pieces of a tile, from `first` on, room for their results at `at`; where the next ones' begins.
+static float* place_partials(const Problem& p, Tile* first, int64_t count, float* at) {
+  for (int64_t n = 0; n < count; ++n, at += first->rows * (p.columns + 2)) first[n].partial = at;
+  return at;
+}
+
+// Whether the result of a tile is that of several pieces, whoever takes them.
+static inline bool is_in_pieces(const Problem& p, const Tile& t) {
+  return p.invariant && !t.partial && t.first_key / kSplitKeys < (t.end_key - 1) / kSplitKeys;
+}
+
 // Cuts the call into tiles of about equal worth. `tall` rows per tile reuse a packed block of keys well and
 // still leave query, scores and results in the level-2 cache.
 static void plan_tiles(const Problem& p, const std::vector<Sequence>& sequences, int64_t threads,
@@ -45,37 +66,34 @@ static void plan_tiles(const Problem& p, const std::vector<Sequence>& sequences,
   }
   if (threads == 1 || tiles.empty()) return;
 
-  // Few long sequences: what is worth more than its share is split over its keys, too (as in Flash-Decoding).
+  // Few long sequences: what is worth more than its share is split over its keys, too (as in Flash-Decoding). Of an
+  // invariant call one thread takes the pieces of a tile where there are tiles enough.
   constexpr int64_t kLeastKeys = 256;
   const double share = total / (double)(4 * threads);
   const int64_t whole = (int64_t)tiles.size();
+  if (p.invariant && whole >= 4 * threads) return;
   int64_t floats = 0;
   for (int64_t i = 0; i < whole; ++i) {
     const Tile t = tiles[i];
     const int64_t keys = t.end_key - t.first_key;
-    int64_t pieces = lesser((int64_t)(worth(t) / share) + 1, keys / kLeastKeys);
-    if (worth(t) <= share || pieces < 2) continue;
-    const int64_t step = round_up((keys + pieces - 1) / pieces, kBlockKeys);
-    pieces = (keys + step - 1) / step;
-    plan.splits.push_back(Split{(int64_t)tiles.size(), pieces});
-    for (int64_t n = 0; n < pieces; ++n) {
-      Tile piece = t;
-      piece.first_key = t.first_key + n * step;
-      piece.end_key = lesser(t.end_key, piece.first_key + step);
-      tiles.push_back(piece);
+    int64_t origin = 0, step = kSplitKeys;
+    if (p.invariant) {
+      if (!is_in_pieces(p, t)) continue;
+    } else {
+      const int64_t pieces = lesser((int64_t)(worth(t) / share) + 1, keys / kLeastKeys);
+      if (worth(t) <= share || pieces < 2) continue;
+      origin = t.first_key;
+      step = round_up((keys + pieces - 1) / pieces, kBlockKeys);
     }
+    const int64_t first = (int64_t)tiles.size(), pieces = append_pieces(t, origin, step, tiles);
+    plan.splits.push_back(Split{first, pieces});
     tiles[i].rows = 0;  // replaced by its pieces
     floats += pieces * t.rows * (p.columns + 2);
   }
   if (plan.splits.empty()) return;
   plan.partials.resize(floats);
   float* at = plan.partials.data();
-  for (const Split& split : plan.splits)
-    for (int64_t n = 0; n < split.count; ++n) {
-      Tile& t = tiles[split.first_tile + n];
-      t.partial = at;
-      at += t.rows * (p.columns + 2);
-    }
+  for (const Split& split : plan.splits) at = place_partials(p, tiles.data() + split.first_tile, split.count, at);
 }
 
 static void merge_split(const Problem& p, const Sequence& s, const Tile* pieces, int64_t count,

@@ -6,6 +6,7 @@
 #include "multiply.h"
 
 constexpr int kBlockKeys = 64;  // keys per block
+constexpr int64_t kSplitKeys = 1024;  // of one piece of an invariant call
 
 // What holds for the whole call. Strides are in elements.
 struct Problem {
@@ -31,6 +32,9 @@ struct Problem {
   int64_t slopes_dtype, slopes_stride;
   float scale, softcap;
   int64_t is_causal, window, chunk;
+  // A row's result depends neither on the other rows of the call nor on the threads: blocks of keys begin at multiples
+  // of kBlockKeys, keys are split at multiples of kSplitKeys, and all rows go the same way.
+  int64_t invariant;
 };
 
 static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -277,8 +281,9 @@ static float weigh_row(const Problem& p, Row& row, const float* scores, const Bl
   return decay;
 }
 
-// Divides by the softmax denominator, the sink included, and writes one head of one token.
-static void finish_row(const Problem& p, char* out, int64_t head, float* values, float maximum, float sum) {
+// Divides by the softmax denominator, the sink included, and writes one head of one token. Inlined, it could be rounded
+// here and there differently.
+__attribute__((noinline)) static void finish_row(const Problem& p, char* out, int64_t head, float* values, float maximum, float sum) {
   float factor = 1.f;
   if (p.sinks) {
     const float sink = load_entry(p.sinks, head * p.sinks_stride, p.sinks_dtype) * kLog2E;

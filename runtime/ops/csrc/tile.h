@@ -27,17 +27,23 @@ struct Tile {
   float* partial;  // null: normalise and write the result; else: (weighted values, maximum, sum) per row
 };
 
+// Where a tile's blocks of keys begin. What lies before its first key is not looked at.
+static inline int64_t first_block_key(const Problem& p, const Tile& t) {
+  return p.invariant ? t.first_key / kBlockKeys * kBlockKeys : t.first_key;
+}
+
 static inline void note_rows(Prefetcher& ahead, const char* row, int rows, int64_t stride, int64_t bytes) {
   if (stride == bytes) ahead.add(row, rows * bytes);
   else for (int i = 0; i < rows; ++i) ahead.add(row + i * stride, bytes);
 }
 
-// Calls each(i, run, id, offset) for the runs of keys [first, first + n) that lie in one block: key first + i and
+// Calls each(i, run, id, offset) for the runs of keys [first + skip, first + n) that lie in one block: key first + i and
 // the `run` - 1 after it are in block `id` from `offset` on.
 template <class Each>
-static inline void for_each_part(const Problem& p, const Sequence& s, int64_t first, int n, const Each& each) {
-  int64_t block = first / p.block_size, offset = first % p.block_size;
-  for (int i = 0; i < n; ++block, offset = 0) {
+static inline void for_each_part(const Problem& p, const Sequence& s, int64_t first, int skip, int n,
+                                 const Each& each) {
+  int64_t block = (first + skip) / p.block_size, offset = (first + skip) % p.block_size;
+  for (int i = skip; i < n; ++block, offset = 0) {
     const int run = (int)lesser(n - i, p.block_size - offset);
     each(i, run, (int64_t)s.blocks[block], offset);
     i += run;
@@ -47,10 +53,10 @@ static inline void for_each_part(const Problem& p, const Sequence& s, int64_t fi
 // Calls each(i, run, key, value) for the same runs: key first + i is at `key`, the `run` - 1 after it follow at the
 // row strides.
 template <class Each>
-static inline void for_each_run(const Problem& p, const Sequence& s, int64_t kv_head, int64_t first, int n,
+static inline void for_each_run(const Problem& p, const Sequence& s, int64_t kv_head, int64_t first, int skip, int n,
                                 const Each& each) {
   const int64_t size = bytes_of(p.key_dtype);
-  for_each_part(p, s, first, n, [&](int i, int run, int64_t id, int64_t offset) {
+  for_each_part(p, s, first, skip, n, [&](int i, int run, int64_t id, int64_t offset) {
     each(i, run, p.key + (id * p.key_block + kv_head * p.key_head + offset * p.key_row) * size,
          p.value + (id * p.value_block + kv_head * p.value_head + offset * p.value_row) * size);
   });
@@ -59,17 +65,18 @@ static inline void for_each_run(const Problem& p, const Sequence& s, int64_t kv_
 // Calls each(i, run, key_scale, value_scale) for the same runs.
 template <class Each>
 static inline void for_each_run_of_scales(const Problem& p, const Sequence& s, int64_t kv_head, int64_t first,
-                                          int n, const Each& each) {
-  for_each_part(p, s, first, n, [&](int i, int run, int64_t id, int64_t offset) {
+                                          int skip, int n, const Each& each) {
+  for_each_part(p, s, first, skip, n, [&](int i, int run, int64_t id, int64_t offset) {
     each(i, run,
          p.key_scales + id * p.key_scale_block + kv_head * p.key_scale_head + offset * p.key_scale_row,
          p.value_scales + id * p.value_scale_block + kv_head * p.value_scale_head + offset * p.value_scale_row);
   });
 }
 
-static inline void load_scales(const Problem& p, const Sequence& s, int64_t kv_head, int64_t first, int n,
+static inline void load_scales(const Problem& p, const Sequence& s, int64_t kv_head, int64_t first, int skip, int n,
                                BlockScales& scales) {
-  for_each_run_of_scales(p, s, kv_head, first, n, [&](int i, int run, const float* key, const float* value) {
+  for (int i = 0; i < skip; ++i) scales.keys[i] = scales.values[i] = 0.f;
+  for_each_run_of_scales(p, s, kv_head, first, skip, n, [&](int i, int run, const float* key, const float* value) {
     for (int j = 0; j < run; ++j) {
       scales.keys[i + j] = key[j * p.key_scale_row];
       scales.values[i + j] = value[j * p.value_scale_row];
@@ -78,11 +85,13 @@ static inline void load_scales(const Problem& p, const Sequence& s, int64_t kv_h
   for (int i = n; i < kBlockKeys; ++i) scales.keys[i] = scales.values[i] = 0.f;
 }
 
-// One pointer per key and per value of [first, first + n), padded with `zeros` to full groups of 16.
-static void point_rows(const Problem& p, const Sequence& s, int64_t kv_head, int64_t first, int n,
+// One pointer per key and per value of [first, first + n), padded with `zeros` to full groups of 16, and in place of
+// the first `skip`.
+static void point_rows(const Problem& p, const Sequence& s, int64_t kv_head, int64_t first, int skip, int n,
                        const char* zeros, const char** keys, const char** values) {
   const int64_t key_row = p.key_row * bytes_of(p.key_dtype), value_row = p.value_row * bytes_of(p.key_dtype);
-  for_each_run(p, s, kv_head, first, n, [&](int i, int run, const char* key, const char* value) {
+  for (int i = 0; i < skip; ++i) keys[i] = values[i] = zeros;
+  for_each_run(p, s, kv_head, first, skip, n, [&](int i, int run, const char* key, const char* value) {
     for (int j = 0; j < run; ++j) {
       keys[i + j] = key + j * key_row;
       values[i + j] = value + j * value_row;
@@ -91,16 +100,16 @@ static void point_rows(const Problem& p, const Sequence& s, int64_t kv_head, int
   for (int i = n; i % 16; ++i) keys[i] = values[i] = zeros;
 }
 
-// Notes the keys and values of [first, first + n) to be fetched ahead.
-static void note_block(const Problem& p, const Sequence& s, int64_t kv_head, int64_t first, int n,
+// Notes the keys and values of [first + skip, first + n) to be fetched ahead.
+static void note_block(const Problem& p, const Sequence& s, int64_t kv_head, int64_t first, int skip, int n,
                        Prefetcher& ahead) {
   const int64_t size = bytes_of(p.key_dtype);
-  for_each_run(p, s, kv_head, first, n, [&](int, int run, const char* key, const char* value) {
+  for_each_run(p, s, kv_head, first, skip, n, [&](int, int run, const char* key, const char* value) {
     note_rows(ahead, key, run, p.key_row * size, p.dim * size);
     note_rows(ahead, value, run, p.value_row * size, p.value_dim * size);
   });
   if (p.key_scales == nullptr) return;
-  for_each_run_of_scales(p, s, kv_head, first, n, [&](int, int run, const float* key, const float* value) {
+  for_each_run_of_scales(p, s, kv_head, first, skip, n, [&](int, int run, const float* key, const float* value) {
     note_rows(ahead, (const char*)key, run, p.key_scale_row * 4, 4);
     note_rows(ahead, (const char*)value, run, p.value_scale_row * 4, 4);
   });
@@ -204,7 +213,7 @@ class KeyBlocks {
 
   KeyBlocks(const Problem& p, const std::vector<Sequence>& sequences, const Tile& t, const Tile* next,
             const char* zeros)
-      : first(t.first_key), p_(p), sequences_(sequences), tile_(t), next_(next), zeros_(zeros) {
+      : first(first_block_key(p, t)), p_(p), sequences_(sequences), tile_(t), next_(next), zeros_(zeros) {
     n = point(first);
     look_ahead();
   }
@@ -215,6 +224,9 @@ class KeyBlocks {
     now_ = 1 - now_;
     look_ahead();
   }
+
+  // How many keys of the block lie before the tile's first one; zeros stand for them.
+  int skip() const { return (int)greater(0, tile_.first_key - first); }
 
   // One pointer each, padded to full groups of 16. They may be pointed elsewhere.
   const char** keys() { return keys_[now_]; }
@@ -233,11 +245,12 @@ class KeyBlocks {
     const int n = (int)lesser(kBlockKeys, tile_.end_key - first);
     ahead.clear();
     if (n > 0) {
-      point_rows(p_, s, tile_.kv_head, first, n, zeros_, keys_[now_], values_[now_]);
-      note_block(p_, s, tile_.kv_head, first, n, ahead);
+      const int skip = (int)greater(0, tile_.first_key - first);
+      point_rows(p_, s, tile_.kv_head, first, skip, n, zeros_, keys_[now_], values_[now_]);
+      note_block(p_, s, tile_.kv_head, first, skip, n, ahead);
     } else if (next_) {
       const int64_t keys = lesser(kBlockKeys, next_->end_key - next_->first_key);
-      note_block(p_, sequences_[next_->sequence], next_->kv_head, next_->first_key, (int)keys, ahead);
+      note_block(p_, sequences_[next_->sequence], next_->kv_head, next_->first_key, 0, (int)keys, ahead);
     }
     return n;
   }
@@ -287,10 +300,10 @@ static void attend_tile(const Problem& p, const std::vector<Sequence>& sequences
 #if defined(PAGODA_BF16)
   if constexpr (Kind::kPerElement == 2) {
 #if defined(PAGODA_TILES)
-    if (plain && FewRowsOnTiles::fits(p, (int)t.rows))
+    if (!p.invariant && plain && FewRowsOnTiles::fits(p, (int)t.rows))
       return attend_few_rows<FewRowsOnTiles>(p, sequences, t, next, scratch);
 #endif
-    if (plain && FewRowsOnVectors::fits(p, (int)t.rows))
+    if (!p.invariant && plain && FewRowsOnVectors::fits(p, (int)t.rows))
       return attend_few_rows<FewRowsOnVectors>(p, sequences, t, next, scratch);
   }
 #endif
@@ -330,11 +343,12 @@ static void attend_tile(const Problem& p, const std::vector<Sequence>& sequences
                                              multiply_steps<Kind>(stretch, p.columns, kBlockKeys / Kind::kPerElement)) +
                  kBlockKeys / kGroupKeys + rows + kBlockKeys / kValueKeys);
     if (mask && !load_tile_mask(p, s, row, rows, first, n, mask)) continue;
-    if (straight_keys) straighten_rows(block.keys(), n, p.dim, size, p.key_dim, straight_keys);
+    const int skip = block.skip();
+    if (straight_keys) straighten_rows(block.keys() + skip, n - skip, p.dim, size, p.key_dim, straight_keys);
     if (straight_values)
-      straighten_rows(block.values(), n, p.value_dim, size, p.value_dim_stride, straight_values);
+      straighten_rows(block.values() + skip, n - skip, p.value_dim, size, p.value_dim_stride, straight_values);
 
-    if (scales) load_scales(p, s, t.kv_head, first, n, block_scales);
+    if (scales) load_scales(p, s, t.kv_head, first, skip, n, block_scales);
     const int groups = (n + kGroupKeys - 1) / kGroupKeys;
     for (int i = 0; i < groups * kGroupKeys; i += kGroupKeys) {
       pack_keys(Kind{}, keys + i, block.keys() + i, 1, p.dim, p.key_dtype, spare);
@@ -352,8 +366,8 @@ static void attend_tile(const Problem& p, const std::vector<Sequence>& sequences
       if (last <= 0 || part[0].low >= first + n) continue;
       const int seen = (int)lesser(n, round_up(last, on_tiles<Kind>(count, steps) ? kTileKeys : kGroupKeys));
       multiply<Kind>(query + from * steps, steps, keys, kBlockKeys, scores, kBlockKeys, steps, nullptr, count,
-                     (int)round_up(seen, kGroupKeys), ahead);
-      if (plain && count >= kLanes) {  // fewer leave lanes idle
+                     (int)round_up(seen, kGroupKeys), p.invariant, ahead);
+      if (plain && (count >= kLanes || p.invariant)) {  // fewer leave lanes idle
         for (int r = 0; r < count; ++r) {
           if (scales) scale_scores(scores + r * kBlockKeys, *scales);
           const int64_t begin = part[r].low - first, end = lesser(part[r].high - first, n);
@@ -371,7 +385,8 @@ static void attend_tile(const Problem& p, const std::vector<Sequence>& sequences
         }
       }
       multiply<Kind>(weights, kBlockKeys / Kind::kPerElement, values, p.columns, result + from * p.columns,
-                     p.columns, (seen + Kind::kPerElement - 1) / Kind::kPerElement, decay, count, (int)p.columns, ahead);
+                     p.columns, (seen + Kind::kPerElement - 1) / Kind::kPerElement, decay, count, (int)p.columns,
+                     p.invariant, ahead);
     }
   }
 

@@ -10,8 +10,10 @@
 #if defined(__AVX512BF16__)
 #define PAGODA_BF16 1
 #endif
-#elif defined(__F16C__)
+#elif defined(__F16C__) || defined(__FMA__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(PAGODA_AVX512)
@@ -36,6 +38,19 @@ static inline vfloat iota() {
   vfloat v;
   for (int i = 0; i < kLanes; ++i) v[i] = (float)i;
   return v;
+}
+// sum + a * b, rounded once where the processor can. Said to the compiler it is its choice, which differs from one
+// place to the next: GCC keeps single chains of sums for Zen in two steps.
+static inline vfloat multiply_add(vfloat sum, vfloat a, vfloat b) {
+#if defined(PAGODA_AVX512)
+  return (vfloat)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__FMA__)
+  return (vfloat)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(__aarch64__)
+  return (vfloat)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
+#else
+  return sum + a * b;
+#endif
 }
 // A NaN in `a` is not dropped: clamping must not turn a bad score into a good weight.
 static inline vfloat at_least(vfloat a, float floor) { return a < splat(floor) ? splat(floor) : a; }
