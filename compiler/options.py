@@ -32,7 +32,10 @@ class CompileOptions:
     Attributes:
         opt_level: 0 swaps attention only; 1 adds rewrites that are bitwise equal to level 0 when the graph runs as
             it is (``codegen="none"``); 2 adds the fusions; 3 all passes.
-        passes: ``{"skip": [names]}`` or ``{"only": [names]}``; {} runs all of the level.
+        passes: ``{"skip": [names]}``, or ``{"only": [names]}``, which chooses among the optional ones, of any level:
+            those that a program cannot be made without and those that an option of their own asks for run beside
+            them. One that reads what another recognises (``merge_linears`` what ``recognise_linear`` does) needs that
+            one named too. {} runs all of the level.
         verify: "model" compares the finished program with the model on a few tokens; "every-pass" also after
             each pass; "off" trusts.
         codegen: "none" runs the rewritten graph as it is. For a CPU: "inductor"; "auto" takes inductor above 50 M
@@ -196,7 +199,7 @@ class CompileOptions:
         if entry.target and entry.target != ("npu" if self.target == "npu" else "cpu"):
             return False
         if "only" in self.passes:
-            return entry.name in self.passes["only"]
+            return entry.required or bool(entry.option) or entry.name in self.passes["only"]
         if entry.level > self.opt_level:
             return False
         return entry.name not in self.passes.get("skip", ())

@@ -83,7 +83,7 @@ class LLM:
         max_queue: most prompts that wait; more are refused with ``QueueFull``. By default any number.
         verify: ``"model"`` checks the compiled model against the original, ``"every-pass"`` after each pass
             too, ``"off"`` not at all.
-        passes: ``{"skip": [names]}`` or ``{"only": [names]}``.
+        passes: ``{"skip": [names]}``, or ``{"only": [names]}``, which chooses among the optional passes.
         opt_level: 0 swaps attention only; 1 adds rewrites that change no bit; 2 the fusions; 3 all passes.
         patterns: rewrites of your own, see :class:`~torch_pagoda.Pattern`.
         codegen: ``"none"`` runs the rewritten graph as it is. For a CPU also ``"inductor"``; ``"auto"`` is either.

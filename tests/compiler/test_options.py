@@ -26,8 +26,20 @@ def test_skip_and_only():
     given = {"passes": {"skip": ["gather_logits"]}, "pack_weights": True, "quantization": "int8"}
     skipping = CompileOptions.from_dict(given)
     assert [p.name for p in PASSES if not skipping.selects(p) and p.target != "npu"] == ["gather_logits"]
-    only = CompileOptions.from_dict({"passes": {"only": ["recognise_sdpa"]}})
-    assert [p.name for p in PASSES if only.selects(p)] == ["recognise_sdpa"]
+
+
+@pytest.mark.parametrize("target", ["cpu", "npu"])
+def test_only_chooses_among_the_optional_passes(target):
+    only = CompileOptions(passes={"only": ["merge_linears"]}, target=target, opt_level=0)
+    chosen = {p.name for p in PASSES if only.selects(p)}
+    required = {p.name for p in PASSES if p.required and p.target in ("", target)}
+    assert "insert_paged_cache" in required and ("lower_npu_norms" in required) == (target == "npu")
+    assert chosen == {*required, "merge_linears"}
+
+
+def test_only_keeps_what_an_option_asks_for():
+    only = CompileOptions(passes={"only": []}, pack_weights=True, quantization="int8")
+    assert {p.name for p in PASSES if only.selects(p) and not p.required} == {"quantise_linears", "pack_linears"}
 
 
 @pytest.mark.parametrize(

@@ -306,3 +306,14 @@ def test_import_is_light() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "nonsense" in done.stdout
+
+
+def test_passes_that_are_chosen_run_beside_the_required_ones(
+    reference: PreTrainedModel, llama: PreTrainedModel, fast: dict[str, Any]
+) -> None:
+    chosen = ["recognise_rms_norm", "fuse_residual_norm"]
+    llm = pagoda.LLM(llama, passes={"only": chosen}, **fast)
+    ran = {record.name: record.matches for record in llm.compile_report.passes}
+    assert ran["insert_paged_cache"] == 2 and all(ran[name] for name in chosen) and "recognise_rope" not in ran
+    tokens = llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids
+    assert list(tokens) == greedy_tokens(reference, [5, 6, 7], 8)

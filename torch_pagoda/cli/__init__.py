@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -10,7 +9,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from .errors import INTERRUPTED, USER_ERROR
+from .errors import INTERRUPTED, OUTPUT_FAILED, USER_ERROR, give_up_output, is_of_output
 from .generate import generate
 from .npu import app as npu
 from .plan import plan
@@ -73,15 +72,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, typer.Abort):
         typer.echo("pagoda: interrupted", err=True)
         raise SystemExit(INTERRUPTED) from None
-    except BrokenPipeError:
-        # The reader of our output is gone; keep the interpreter from complaining when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
     except Exception as error:
+        if isinstance(error, OSError) and is_of_output(error):
+            give_up_output(error)
+            raise SystemExit(OUTPUT_FAILED) from None
         # A wrong option is click's own exception, which knows its text; typer brings its own copy of click,
         # so it is told by what it can do and not by its class.
         if not hasattr(error, "format_message"):
             raise
-        typer.echo(f"pagoda: error: {error.format_message()} (see pagoda --help)", err=True)
+        text = error.format_message()
+        if text:  # without arguments there is none: the help has been printed
+            typer.echo(f"pagoda: error: {text} (see pagoda --help)", err=True)
         raise SystemExit(USER_ERROR) from None
     raise SystemExit(status if isinstance(status, int) else 0)

@@ -172,7 +172,8 @@ def generate(
         list[str] | None, typer.Option(help="Leave this pass out; repeatable.", rich_help_panel="Compiler")
     ] = None,
     only_pass: Annotated[
-        list[str] | None, typer.Option(help="Run only this pass; repeatable.", rich_help_panel="Compiler")
+        list[str] | None,
+        typer.Option(help="Of the optional passes run only this one; repeatable.", rich_help_panel="Compiler"),
     ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
