@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import sympy
 import torch
 from torch import fx, nn
 from torch._guards import TracingContext
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from .layer_repeat import LayerRepeat
 
 SHORTEST_TRACE = 40
+_LONGEST_ASKED = 1 << 20
+_FACTORS = (2, 3, 5, 16, 101, 1024)
 _LOGGING = {getattr(logging.Logger, level) for level in ("debug", "info", "warning", "error")}
 
 
@@ -85,6 +88,7 @@ def capture(model: nn.Module) -> Captured:
     if "gm" not in caught:
         raise UnsupportedModel(f"{type(model).__name__} does nothing that can be traced")
     traced = _traced_graph(model, caught["gm"], caught["inputs"], input_ids, positions)
+    _check_guards(model, traced, tokens)
     # Dynamo hands backends a context with a fresh fake mode; the recorded values belong to the one it traced with.
     caught["context"].fake_mode = traced.fake_mode
     return Captured(traced, caught["context"])
@@ -167,6 +171,32 @@ def _traced_graph(
     clone = logits[0]
     traced.output.args = ((clone.args[0],),)
     return traced
+
+
+def _check_guards(model: nn.Module, traced: TracedGraph, tokens: int) -> None:
+    """Refuse a graph that holds for some numbers of tokens only, such as a loop over chunks that was unrolled for as
+    many as were traced.
+
+    Looked at are lengths above the traced one within the model's positions: what holds below is another branch, which
+    a program that is driven directly never takes.
+
+    Raises:
+        UnsupportedModel: a guard of the tracer is false at one of them.
+    """
+    shapes = traced.fake_mode.shape_env
+    if shapes is None:
+        return
+    limit = traced.max_positions or _LONGEST_ASKED
+    longer = {tokens + 1, limit - 1, *(factor * tokens + extra for factor in _FACTORS for extra in (0, 1))}
+    for guard in shapes.guards:
+        if guard.expr.free_symbols != {traced.token_symbol}:
+            continue
+        for length in sorted(n for n in longer if tokens < n < limit):
+            if guard.expr.subs({traced.token_symbol: length}) == sympy.false:
+                raise UnsupportedModel(
+                    f"{type(model).__name__} takes another path at {length} tokens than at the {tokens} that it is "
+                    f"traced with ({guard.expr} is false there); one graph cannot stand for both"
+                )
 
 
 def first_line(error: BaseException) -> str:

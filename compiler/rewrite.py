@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..passes import Pass, Rejection, TracedGraph, UnsupportedModel
 from ..passes.attention_node import attention_nodes, paged_attention_nodes
@@ -13,11 +13,12 @@ from ..passes.token_axis import mixers
 from . import dump
 from .aten import to_aten
 from .capture import Captured, first_line
+from .graph_check import can_check, check_graph, measure_rounding
 from .layer_repeat import CannotRepeat
 from .linker import link
 from .options import CompileOptions
 from .pipeline import PassError, run_passes, selected_passes
-from .report import CompileReport, PassCheck, PhaseClock
+from .report import CompileReport, PassCheck, PhaseClock, Verdict
 from .shrink import check_long_windows
 from .verify import Reference, check
 
@@ -45,30 +46,31 @@ def rewrite(
         dropped = []
     captured.traced.cache_dtype = options.cache_dtype
     captured.traced.quantization = options.weight_quantization
-    traced: TracedGraph | None = None
-    few: TracedGraph  # the graph over the layers that were captured
+    if reference is not None:
+        measure_rounding(captured, reference)
+        clock.lap("verify")
+    found: _Rewritten | None = None
     if options.verify != "every-pass":
         try:
-            traced = _all_at_once(captured, options, report, clock)
+            found = _all_at_once(captured, options, report, clock)
         except PassError as error:
             if captured.repeat is not None:
                 raise CannotRepeat(str(error)) from error
             log.warning("%s; applying the passes one by one", error)
         else:
-            few = traced
             if captured.repeat is not None:
-                traced = captured.repeat.deepen(few)
-                report.attention_recognised = report.attention_total = len(list(paged_attention_nodes(traced)))
+                found = replace(found, traced=captured.repeat.deepen(found.captured))
+                report.attention_recognised = report.attention_total = len(list(paged_attention_nodes(found.traced)))
                 clock.lap("passes")
             if reference is not None:
-                report.verdict = check(link(traced, traced.module), reference)
+                report.verdict = _difference(captured, found.traced, found.captured, reference)
                 clock.lap("verify")
     if captured.repeat is not None and report.verdict is not None and not report.verdict.ok:
         raise CannotRepeat(report.verdict.reason)
-    if traced is None or (report.verdict is not None and not report.verdict.ok):
-        traced = few = _one_by_one(captured, options, reference, report, clock)
+    if found is None or (report.verdict is not None and not report.verdict.ok):
+        found = _one_by_one(captured, options, reference, report, clock)
         if reference is not None:
-            report.verdict = check(link(traced, traced.module), reference)
+            report.verdict = _difference(captured, found.traced, found.captured, reference)
             clock.lap("verify")
     if report.verdict is not None and not report.verdict.ok:
         raise UnsupportedModel(
@@ -76,15 +78,36 @@ def rewrite(
             "sequences that run alone; the self-check refuses it. Please report the model; verify='off' serves it "
             "regardless"
         )
-    if reference is not None:
-        long_windows = check_long_windows(captured.traced, few, reference)
+    if reference is not None and can_check(found.captured):
+        lowering = _lowering(options)
+        long_windows = check_long_windows(captured.traced, found.paged, lambda graph: run_passes(graph, lowering))
         if long_windows is not None and not long_windows.ok:
             raise UnsupportedModel(f"{report.model}: a long window is not exact ({long_windows.reason})")
         clock.lap("verify")
     report.dropped_passes = dropped + report.dropped_passes
-    _hold_weights(traced, options, report)
+    _hold_weights(found.traced, options, report)
     clock.lap("passes")
-    return traced
+    return found.traced
+
+
+@dataclass(frozen=True)
+class _Rewritten:
+    """What the passes made of a captured graph.
+
+    Attributes:
+        traced: the graph with all layers.
+        captured: the same over the layers that were captured.
+        paged: that one before its attention was lowered.
+    """
+
+    traced: TracedGraph
+    captured: TracedGraph
+    paged: TracedGraph
+
+
+def _lowering(options: CompileOptions) -> list[Pass]:
+    """The passes that put operators of the target in the place of canonical ones."""
+    return [entry for entry in selected_passes(options, "aten") if entry.target]
 
 
 def _hold_weights(traced: TracedGraph, options: CompileOptions, report: CompileReport) -> None:
@@ -125,9 +148,7 @@ def _checked_without_rounding(
     return replace(options, passes=passes), dropped
 
 
-def _all_at_once(
-    captured: Captured, options: CompileOptions, report: CompileReport, clock: PhaseClock
-) -> TracedGraph:
+def _all_at_once(captured: Captured, options: CompileOptions, report: CompileReport, clock: PhaseClock) -> _Rewritten:
     """Apply all passes and prove the paged graph between the two stages.
 
     Raises:
@@ -143,41 +164,65 @@ def _all_at_once(
         raise PassError(f"AOTAutograd cannot trace the rewritten graph: {first_line(error)}") from error
     dump.write_graph(traced, "aten")
     clock.lap("aten")
-    report.passes += run_passes(traced, selected_passes(options, "aten"))
+    lowering = _lowering(options)
+    before = [entry for entry in selected_passes(options, "aten") if entry not in lowering]
+    report.passes += run_passes(traced, before)
+    paged = traced.copy() if lowering else traced
+    report.passes += run_passes(traced, lowering)
     clock.lap("passes")
-    return traced
+    return _Rewritten(traced, traced, paged)
 
 
 def _one_by_one(
     captured: Captured, options: CompileOptions, reference: Reference | None, report: CompileReport, clock: PhaseClock
-) -> TracedGraph:
+) -> _Rewritten:
     """Apply the passes one at a time, comparing after each; leave out optional ones that fail or break the numbers.
 
     Raises:
         UnsupportedModel: a required pass fails (PassError) or breaks the numbers; the message names it.
     """
     report.passes, report.dropped_passes = [], []
-    traced = _each(captured.traced.copy(), selected_passes(options, "dynamo"), reference, report)
+    traced = _each(captured, captured.traced.copy(), selected_passes(options, "dynamo"), reference, report)
     _prove(traced, report)
     clock.lap("passes")
     try:
         aten = to_aten(traced, captured.context)
         dump.write_graph(aten, "aten")
-        reason = check(link(aten, aten.module), reference).reason if reference is not None else ""
+        reason = _difference(captured, aten, aten, reference).reason if reference is not None else ""
     except Exception as error:
         reason = first_line(error)
     clock.lap("aten")
     if reason:
         report.dropped_passes.append(("to_aten", reason))
         log.warning("no pass on the ATen graph is applied: %s", reason)
-        return traced
-    traced = _each(aten, selected_passes(options, "aten"), reference, report)
+        return _Rewritten(traced, traced, traced)
+    lowering = _lowering(options)
+    before = [entry for entry in selected_passes(options, "aten") if entry not in lowering]
+    traced = _each(captured, aten, before, reference, report)
+    paged = traced.copy() if lowering else traced
+    traced = _each(captured, traced, lowering, reference, report)
     clock.lap("passes")
-    return traced
+    return _Rewritten(traced, traced, paged)
+
+
+def _difference(
+    captured: Captured, traced: TracedGraph, shallow: TracedGraph, reference: Reference, *, alone: bool = False
+) -> Verdict:
+    """Compare a graph with the model, and what it is made of (the same over the layers that were captured) in float32
+    with the captured graph."""
+    verdict = check(link(traced, traced.module), reference, alone=alone)
+    if verdict.ok and can_check(shallow):
+        in_float32 = check_graph(captured.traced, shallow, alone=alone)
+        return verdict if in_float32.ok else in_float32
+    return verdict
 
 
 def _each(
-    traced: TracedGraph, passes: Sequence[Pass], reference: Reference | None, report: CompileReport
+    captured: Captured,
+    traced: TracedGraph,
+    passes: Sequence[Pass],
+    reference: Reference | None,
+    report: CompileReport,
 ) -> TracedGraph:
     """Apply passes of one stage one at a time. Until all required ones have run, the graph is compared on sequences
     that run alone.
@@ -189,7 +234,7 @@ def _each(
         try:
             records = run_passes(traced, [entry])
             if reference is not None and records[0].matches:
-                verdict = check(link(traced, traced.module), reference, alone=alone)
+                verdict = _difference(captured, traced, traced, reference, alone=alone)
                 reason = verdict.reason
                 report.checks.append(PassCheck(entry.name, verdict.error, reason))
                 if reason:
@@ -208,7 +253,7 @@ def _each(
             )
         else:
             report.dropped_passes.append((entry.name, reason))
-            log.warning("pass %s is left out: with it, %s", entry.name, reason)
+            log.warning("pass %s is left out: %s", entry.name, reason)
             traced = before
     return traced
 

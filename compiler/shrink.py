@@ -1,36 +1,38 @@
-"""Check windows that are longer than the self-check's sequences on copies with the window shrunk."""
+"""The check of windows longer than the self-check's sequences, on copies of the graphs with the window shrunk."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 from torch import fx
 
 from ..passes import TracedGraph
 from ..passes.attention_node import paged_attention_nodes
-from .linker import link
+from .graph_check import check_graph
 from .report import Verdict
-from .verify import Reference, check, reference_of_graph
 
 _SHRUNK = 8
 
 
-def check_long_windows(original: TracedGraph, rewritten: TracedGraph, reference: Reference) -> Verdict | None:
+def check_long_windows(
+    original: TracedGraph, paged: TracedGraph, lower: Callable[[TracedGraph], object] | None = None
+) -> Verdict | None:
     """Shrink every window and chunk that was too long to run, in the model's own masks and in the rewritten
     attention alike, and compare the two.
 
     Args:
         original: the graph before any pass.
-        rewritten: the paged graph.
-        reference: gives the sequences; its logits are not used.
+        paged: the paged graph, its attention not lowered yet.
+        lower: lowers what was shrunk, in place; None where that changes nothing.
 
     Returns:
         the verdict; None when no window is that long.
     """
-    literals: dict[int, set[str]] = rewritten.notes.get("followed_literals", {})
+    literals: dict[int, set[str]] = paged.notes.get("followed_literals", {})
     if not literals:
         return None
-    shrunk_original, shrunk = original.copy(), rewritten.copy()
+    shrunk_original, shrunk = original.copy(), paged.copy()
     for literal, names in literals.items():
         for node in shrunk_original.graph.nodes:
             if node.name in names:
@@ -43,8 +45,9 @@ def check_long_windows(original: TracedGraph, rewritten: TracedGraph, reference:
             if chunk == literal:
                 chunk = _SHRUNK
             node.args = (*node.args[:12], window, chunk, *node.args[14:])
-    shrunk.recompile()
-    return check(link(shrunk, shrunk.module), reference_of_graph(shrunk_original, reference))
+    if lower is not None:
+        lower(shrunk)
+    return check_graph(shrunk_original, shrunk)
 
 
 def _swap(arguments: Any, literal: int) -> Any:

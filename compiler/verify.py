@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from .capture import first_line, max_positions, takes_positions
 from .report import Verdict
 
 TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6, torch.bfloat16: 0.3, torch.float16: 0.05}
+"""Of half precision until its rounding was measured (``measure_rounding``)."""
 INT8_TOLERANCE = 0.3
 """Of programs with int8 caches, for the median of the rows. What the graph computes was compared with ``TOLERANCE``
 before anything was rounded (``build.rewrite``), so this one has to tell rounding from keys or values that are
@@ -29,9 +31,31 @@ WEIGHT_TOLERANCE = {8: 1.0, 4: 3.9}
 architectures, with random weights, rounding moves the median row by 0.05 to 0.11 at 8 bits and 0.44 to 0.92 at 4,
 gpt_oss's by 0.45 and 2.05, and that of 22 layers of random numbers by 2.9 at 4. Logits that have nothing to do with
 the model's differ by 4.1 and more."""
-_LENGTHS = (7, 23, 44)
-_DECODE_STEPS = 4
-_BLOCK = 4
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which sequences a check runs, and how their prompts are cut.
+
+    Attributes:
+        lengths: tokens of each sequence.
+        first: of each prompt, how many tokens come with the first step.
+        block_size: tokens per cache block, where the program takes any.
+        decoded: tokens of each sequence that come one at a time, the last of them with a step of its own.
+    """
+
+    lengths: tuple[int, ...]
+    first: tuple[int, ...]
+    block_size: int
+    decoded: int = 4
+
+    def within(self, limit: int) -> Schedule:
+        """The same with sequences of at most ``limit`` tokens."""
+        return replace(self, lengths=tuple(max(1 + self.decoded, min(n, limit)) for n in self.lengths))
+
+
+MODEL_SCHEDULE = Schedule((11, 27, 48), (3, 9, 6), 4)
+"""How the model's own logits are compared."""
 
 
 @dataclass
@@ -41,17 +65,21 @@ class Reference:
     Attributes:
         tokens: one ``[length]`` int64 tensor per sequence.
         logits: one ``[length, vocab]`` float32 tensor per sequence.
-        dtype: that the model computes in; it sets the tolerance.
+        dtype: that the model computes in.
+        schedule: how the sequences are run.
+        tolerance: largest error of a logit that is right, in standard deviations of its row.
     """
 
     tokens: list[torch.Tensor]
     logits: list[torch.Tensor]
     dtype: torch.dtype
+    schedule: Schedule
+    tolerance: float
 
     @property
     def prompts(self) -> list[int]:
         """How many tokens of each sequence are prefilled; the rest is decoded."""
-        return [len(t) - _DECODE_STEPS for t in self.tokens]
+        return [len(t) - self.schedule.decoded for t in self.tokens]
 
 
 def reference_of_model(model: nn.Module) -> Reference:
@@ -60,14 +88,13 @@ def reference_of_model(model: nn.Module) -> Reference:
     Raises:
         UnsupportedModel: the model does not run on ``input_ids`` alone.
     """
-    limit = max_positions(model) or 1 << 30
     table = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
     if table is None:
         raise UnsupportedModel(f"{type(model).__name__} has no single table of token embeddings")
-    lengths = [max(1, min(n, limit - _DECODE_STEPS)) for n in _LENGTHS]
+    schedule = MODEL_SCHEDULE.within(max_positions(model) or 1 << 30)
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
-    tokens = [torch.randint(0, table.shape[0], (n + _DECODE_STEPS,), generator=generator) for n in lengths]
+    tokens = [torch.randint(0, table.shape[0], (n,), generator=generator) for n in schedule.lengths]
     logits = []
     names_positions = takes_positions(model)
     for sequence in tokens:
@@ -81,20 +108,27 @@ def reference_of_model(model: nn.Module) -> Reference:
                 f"{type(model).__name__} does not run on input_ids alone: {first_line(error)}"
             ) from error
         logits.append(output.logits[0].float().cpu())
-    return Reference(tokens, logits, next(p.dtype for p in model.parameters() if p.is_floating_point()))
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    return Reference(tokens, logits, dtype, schedule, TOLERANCE.get(dtype, 0.3))
 
 
-def reference_of_graph(traced: TracedGraph, like: Reference) -> Reference:
-    """What a graph without caches says for the sequences of another reference."""
-    traced.recompile()
-    logits = []
-    for sequence in like.tokens:
-        positions = torch.arange(len(sequence))[None]
-        given = {**traced.constants, traced.input_ids: sequence[None], traced.position_ids: positions}
-        with torch.no_grad():
-            results = traced.module(*[given.get(n.name, len(sequence)) for n in traced.placeholders])
-        logits.append(results[0][0].float())
-    return Reference(like.tokens, logits, like.dtype)
+def run_alone(
+    traced: TracedGraph, run: Callable[..., Sequence[Any]], constants: Mapping[str, Any], tokens: torch.Tensor
+) -> torch.Tensor:
+    """Logits ``[length, vocab]``, float32, of one sequence by a graph without caches.
+
+    Args:
+        traced: the graph.
+        run: function of its inputs.
+        constants: by input.
+        tokens: ``[length]`` int64.
+    """
+    positions = torch.arange(len(tokens))[None]
+    given = {**constants, traced.input_ids: tokens[None], traced.position_ids: positions}
+    with torch.no_grad():
+        results = run(*[given.get(node.name, len(tokens)) for node in traced.placeholders])
+    logits: torch.Tensor = results[0][0]
+    return logits.float()
 
 
 def check(program: Program, reference: Reference, *, alone: bool = False, weight_bits: int | None = None) -> Verdict:
@@ -104,18 +138,19 @@ def check(program: Program, reference: Reference, *, alone: bool = False, weight
     decode together, and at last each of them alone.
 
     Args:
-        program: bound to a small cache of its own here.
+        program: bound to a small cache of its own here. One that raises is not right.
         reference: what to run and what is right.
         alone: run each sequence in one step by itself instead, which a graph that is not finished can do too.
         weight_bits: the fewest that the program's weights are rounded to; None where none is.
     """
     # Errors of the steps that are alike are judged together.
     errors: dict[int, list[float]] = {}
-    for group, logits, expected in compared_steps(program, reference, alone=alone):
-        spread = expected.std(dim=-1).clamp_min(1e-6)
-        error = (logits - expected).abs().amax(dim=-1) / spread
-        errors.setdefault(group, []).extend(torch.nan_to_num(error, nan=float("inf")).tolist())
-    tolerance = TOLERANCE.get(reference.dtype, 0.3)
+    try:
+        for group, logits, expected in compared_steps(program, reference, alone=alone):
+            errors.setdefault(group, []).extend(row_errors(logits, expected).tolist())
+    except Exception as error:
+        return Verdict(False, float("inf"), reference.tolerance, 0, f"the program fails: {first_line(error)}")
+    tolerance = reference.tolerance
     share = judged_share(reference.dtype)
     if weight_bits is not None or any(spec.has_scales for spec in program.caches):
         tolerance, share = INT8_TOLERANCE if weight_bits is None else WEIGHT_TOLERANCE[weight_bits], 0.5
@@ -123,6 +158,13 @@ def check(program: Program, reference: Reference, *, alone: bool = False, weight
     ok = judged <= tolerance
     reason = "" if ok else f"logits differ from the model's by {judged:.3g} standard deviations (limit {tolerance})"
     return Verdict(ok, max(map(max, errors.values())), tolerance, sum(map(len, errors.values())), reason)
+
+
+def row_errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """``[R]``: the largest difference in each row of logits ``[R, vocab]``, in standard deviations of the row that is
+    right; infinite where something is no number."""
+    spread = torch.maximum(expected.std(dim=-1), 1e-6 * expected.abs().amax(dim=-1)).clamp_min(1e-30)
+    return torch.nan_to_num((found - expected).abs().amax(dim=-1) / spread, nan=float("inf"))
 
 
 def compared_steps(
@@ -142,9 +184,9 @@ _Step = list[tuple[int, int]]
 def _mixed_schedule(reference: Reference) -> list[list[_Step]]:
     prompts = reference.prompts
     sequences = range(len(prompts))
-    first = [(s, min(n, prompt)) for s, (n, prompt) in enumerate(zip((3, 9, 6), prompts, strict=True))]
+    first = [(s, min(n, prompt)) for s, (n, prompt) in enumerate(zip(reference.schedule.first, prompts, strict=True))]
     rest = [(s, prompt - first[s][1]) for s, prompt in enumerate(prompts) if prompt > first[s][1]]
-    together = [[(s, 1) for s in sequences] for _ in range(_DECODE_STEPS - 1)]
+    together = [[(s, 1) for s in sequences] for _ in range(reference.schedule.decoded - 1)]
     apart = [[(s, 1)] for s in sequences]
     return [group for group in ([first], [rest] if rest else [], together, apart) if group]
 
@@ -172,7 +214,7 @@ class _PagedState:
         self.program = program
         self.reference = reference
         count = len(reference.tokens)
-        self.block_size = program.block_size or _BLOCK
+        self.block_size = program.block_size or reference.schedule.block_size
         width = max(-(-len(t) // self.block_size) for t in reference.tokens)
         self.table = np.arange(width * count, dtype=np.int32).reshape(width, count).T[:, ::-1].copy()
         self.done = [0] * count

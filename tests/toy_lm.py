@@ -42,8 +42,8 @@ class ToyLM(nn.Module):
         self.o = nn.Linear(HEADS * DIM, HIDDEN, bias=False)
         self.head = nn.Linear(HIDDEN, VOCAB, bias=tied_head_bias)
         self.sinks = nn.Parameter(torch.randn(HEADS))
-        self.register_buffer("causal_table", torch.ones(128, 128).tril().bool())
-        self.register_buffer("position_table", torch.randn(128, HIDDEN))
+        self.register_buffer("causal_table", torch.ones(256, 256).tril().bool())
+        self.register_buffer("position_table", torch.randn(256, HIDDEN))
         self.register_buffer("slopes", torch.tensor([0.5, 0.25, 0.125, 0.0625]))
         for p in self.parameters():
             p.requires_grad_(False)
