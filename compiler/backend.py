@@ -88,6 +88,13 @@ def pagoda(
     if why:
         _warn_of_training(why)
         return cast("Callable[..., Any]", compile_fx(gm, example_inputs))
+    if _is_autocast(gm, example_inputs):
+        # What is recognised has one dtype throughout; autocast chooses one for every operator.
+        log.warning(
+            "this graph runs under torch.autocast, so it goes to inductor unrewritten; load the model in the dtype "
+            "that it shall compute in, and leave autocast out, to have it rewritten"
+        )
+        return cast("Callable[..., Any]", compile_fx(gm, example_inputs))
     recover_module_scalars(gm)
     rewritten = _rewrite(gm, example_inputs, parsed)
 
@@ -109,6 +116,15 @@ def _training_reason(example_inputs: list[Any]) -> str:
     if any(part.training for module in _traced_modules() for part in module.modules()):
         return "comes from a module in train()"
     return ""
+
+
+def _is_autocast(gm: fx.GraphModule, example_inputs: list[Any]) -> bool:
+    """Whether autocast is on around the graph or switched on within it."""
+    devices = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
+    if any(torch.is_autocast_enabled(device) for device in devices):
+        return True
+    entered = [n for n in gm.graph.nodes if callee(n) == "_enter_autocast"]
+    return any(len(node.args) < 3 or node.args[2] for node in entered)
 
 
 def _traced_modules() -> list[nn.Module]:

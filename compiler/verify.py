@@ -108,8 +108,22 @@ def reference_of_model(model: nn.Module) -> Reference:
                 f"{type(model).__name__} does not run on input_ids alone: {first_line(error)}"
             ) from error
         logits.append(output.logits[0].float().cpu())
+    if not all(bool(rows.isfinite().all()) for rows in logits):
+        raise UnsupportedModel(_not_finite(model))
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     return Reference(tokens, logits, dtype, schedule, TOLERANCE.get(dtype, 0.3))
+
+
+def _not_finite(model: nn.Module) -> str:
+    """Why a model's own logits are NaN or infinite: the first parameter that is, where one is."""
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            what = "NaN" if parameter.isnan().any() else "an infinity"
+            return f"{name!r} of {type(model).__name__} holds {what}; the weights are broken, get them again"
+    return (
+        f"{type(model).__name__} itself yields logits that are NaN or infinite, from finite weights; "
+        "use dtype='float32' or 'bfloat16'"
+    )
 
 
 def run_alone(

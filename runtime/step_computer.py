@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .autocast import without_autocast
 from .batching import PreemptionCost, ScheduledRequest
 from .beams import Candidates, likely_tokens
 from .logprobs import Logprob
@@ -92,7 +93,8 @@ class StepComputer:
             draws: one for each; nothing is drawn for those that have tokens left to compute.
         """
         try:
-            return self._compute_together(scheduled, draws)
+            with without_autocast(self.runner.program.device.type):
+                return self._compute_together(scheduled, draws)
         except Exception as error:
             if len(scheduled) == 1:
                 logger.debug("a model step failed", exc_info=True)

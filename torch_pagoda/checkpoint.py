@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -19,9 +20,15 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from .quantized_checkpoint import check_description, check_loaded, check_stored
+from .stored_tensors import GGUF_REMEDY, stored_tensors
+
 logger = logging.getLogger(__name__)
 
 Loaded = TypeVar("Loaded")
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""Of a folder that peft wrote."""
 
 _DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -65,13 +72,11 @@ def load_model(
     Raises:
         ValueError: nothing there, not a causal LM, quantised, or weights that are missing or broken.
     """
-    name = check_source(source)
     wanted = resolve_dtype(dtype)
-    config = _one_line(
-        f"model={name!r}: could not read its config",
-        lambda: AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code),
-    )
-    check_config(config, name, trust_remote_code)
+    name, config = load_config(source, trust_remote_code)
+    could_not = f"model={name!r}: could not load its weights"
+    stored = _one_line(could_not, lambda: stored_tensors(name, config))
+    check_stored(stored, name)
 
     def load() -> Any:
         return AutoModelForCausalLM.from_pretrained(
@@ -80,9 +85,19 @@ def load_model(
             dtype=wanted if wanted is not None else "auto",
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, where transformers only says that there are some
         )
 
-    model, report = _one_line(f"model={name!r}: could not load its weights", load)
+    model, report = _one_line(could_not, load)
+    check_loaded(stored, model, report["unexpected_keys"], name)
+    mismatched = sorted(report["mismatched_keys"])
+    if mismatched:
+        key, found, expected = mismatched[0]
+        raise ValueError(
+            f"model={name!r} holds {key!r} of shape {list(found)} where its config asks for {list(expected)}"
+            f"{f', and {len(mismatched) - 1} more such' if len(mismatched) > 1 else ''}; pass a checkpoint whose "
+            "config.json and weights belong together"
+        )
     missing = sorted(report["missing_keys"])
     if missing:
         # transformers would initialise them at random and only say so in a report.
@@ -91,6 +106,21 @@ def load_model(
             "pass a complete causal-LM checkpoint"
         )
     return model.to(device).eval().requires_grad_(False)
+
+
+def load_config(source: str | os.PathLike[str], trust_remote_code: bool) -> tuple[str, Any]:
+    """The folder or hub id as a string, and its config, checked by :func:`check_config`.
+
+    Raises:
+        ValueError: as ``load_model`` does for what shows without the weights.
+    """
+    name = check_source(source)
+    config = _one_line(
+        f"model={name!r}: could not read its config",
+        lambda: AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code),
+    )
+    check_config(config, name, trust_remote_code)
+    return name, config
 
 
 def load_tokenizer(
@@ -137,14 +167,42 @@ def check_source(source: str | os.PathLike[str], argument: str = "model") -> str
     path = Path(name)
     if name and path.is_dir():
         if argument == "model" and not (path / "config.json").is_file():
-            raise ValueError(f"model={name!r} has no config.json; pass a folder written by save_pretrained")
+            raise ValueError(f"model={name!r} {_without_config(path)}")
         return name
     if name and path.exists():
+        if _is_gguf(path):
+            raise ValueError(f"{argument}={name!r}: {GGUF_REMEDY}")
         raise ValueError(f"{argument}={name!r} is a file; pass the folder that holds it, or a hub id")
     looks_like_path = not name or name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
     if looks_like_path:
         raise ValueError(f"{argument}={name!r} does not exist; pass an existing checkpoint folder or a hub id")
     return name
+
+
+def _without_config(folder: Path) -> str:
+    """What a folder without a config.json is, and the remedy."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        try:
+            base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+            base = repr(str(base)[:200])
+        except (OSError, ValueError, TypeError, KeyError):
+            base = "its base model"
+        return (
+            f"holds an adapter alone ({ADAPTER_CONFIG}, no config.json); load {base} with transformers, put the "
+            "adapter on it with peft's PeftModel.from_pretrained, and pass what merge_and_unload() returns"
+        )
+    if any(map(_is_gguf, sorted(folder.glob("*.gguf")))):
+        return f"holds a GGUF file and no config.json; {GGUF_REMEDY}"
+    return "has no config.json; pass a folder written by save_pretrained"
+
+
+def _is_gguf(file: Path) -> bool:
+    """Whether a file begins as one of llama.cpp's."""
+    try:
+        with file.open("rb") as opened:
+            return opened.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def check_config(config: Any, name: str, trust_remote_code: bool) -> None:
@@ -161,8 +219,7 @@ def check_config(config: Any, name: str, trust_remote_code: bool) -> None:
             else "pass a checkpoint that AutoModelForCausalLM loads"
         )
         raise ValueError(f"model={name!r} has model_type {config.model_type!r}, which is not a causal LM; {remedy}")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"model={name!r} is quantised, which is not supported; pass its float checkpoint")
+    check_description(config, name)
 
 
 def check_module(model: object, dtype: str | torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -221,9 +278,12 @@ def is_causal_lm(model: PreTrainedModel) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, or its class name."""
-    text = str(error).strip()
-    return text.splitlines()[0].rstrip() if text else type(error).__name__
+    """The first line of an exception's text, with the next one where it only announces that; or its class name."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"KeyError: {text}" if isinstance(error, KeyError) else text
 
 
 def _one_line(what: str, load: Callable[[], Loaded]) -> Loaded:

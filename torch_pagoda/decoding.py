@@ -108,7 +108,7 @@ def plan_decoding(
     max_tokens = max_length - width
     sampling = _sampling_arguments(logits_processor, width, bool(config.do_sample))
     sampling["min_tokens"] = min(sampling["min_tokens"], max_tokens)
-    sampling |= {"max_tokens": max_tokens, "stop_token_ids": sorted(eos), "ignore_eos": True}
+    sampling |= {"max_tokens": max_tokens, "stop_token_ids": sorted(t for t in eos if t >= 0), "ignore_eos": True}
     pad = config._pad_token_tensor
     ids = input_ids.tolist()
     return DecodingPlan(

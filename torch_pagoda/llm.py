@@ -17,6 +17,7 @@ from .compiler.user_passes import Pattern
 from .device import free_memory, resolve_device
 from .option_checks import LIMITS, check_cache_size, check_limits, check_scheduling, check_swap_space
 from .passes.lower.npu.target import DEFAULT_BLOCK_SIZE as NPU_BLOCK_SIZE
+from .runtime.autocast import without_autocast
 from .runtime.beam_search import BeamSearchParams
 from .runtime.engine import Engine
 from .runtime.kv_cache import bytes_per_block, default_num_blocks, parse_memory
@@ -194,7 +195,8 @@ class LLM:
             self.tokenizer = check_tokenizer(tokenizer)
 
         try:
-            program = compile_program(module, options, owns_weights=loads)
+            with without_autocast(resolved.type):
+                program = compile_program(module, options, owns_weights=loads)
         except UnsupportedModel as error:
             name = f"{os.fspath(model)!r}" if isinstance(model, str | os.PathLike) else type(model).__name__
             raise UnsupportedModel(
@@ -432,9 +434,12 @@ def check_options(options: dict[str, Any]) -> None:
 
 
 def eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """Tokens that end a sequence: the generation config's, else the model config's, else the tokenizer's."""
+    """Tokens that end a sequence: the generation config's, else the model config's, else the tokenizer's.
+
+    Negative ones, with which some configs say that nothing does, are left out: no token is one.
+    """
     for owner in (getattr(module, "generation_config", None), module.config, tokenizer):
         found = getattr(owner, "eos_token_id", None)
         if found is not None:
-            return [int(token) for token in (found if isinstance(found, list | tuple) else [found])]
+            return [int(t) for t in (found if isinstance(found, list | tuple) else [found]) if t >= 0]
     return []

@@ -120,14 +120,11 @@ def plan(
 
 def _kind_and_config(model: str) -> tuple[Any, Any]:
     """Class and configuration of a causal LM that transformers knows."""
-    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    from ..checkpoint import check_config, check_source
+    from ..checkpoint import load_config
 
-    name = check_source(model)
-    config = AutoConfig.from_pretrained(name)
-    check_config(config, name, trust_remote_code=False)
+    _, config = load_config(model, trust_remote_code=False)
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config
 
 

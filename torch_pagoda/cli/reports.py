@@ -161,15 +161,12 @@ def _load_or_build(model: str, dtype: str, trust_remote_code: bool, target: str)
     """The model, or a few layers of it where the folder holds no weights."""
     if not _lacks_weights(Path(model).expanduser()):
         return _load(model, dtype, trust_remote_code, target)
-    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    from ..checkpoint import check_config, check_source, resolve_dtype
+    from ..checkpoint import load_config, resolve_dtype
     from ..compiler.explain import build_skeleton
 
-    name = check_source(model)
-    config = AutoConfig.from_pretrained(name)
-    check_config(config, name, trust_remote_code=False)
+    _, config = load_config(model, trust_remote_code=False)
     return build_skeleton(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, resolve_dtype(dtype))
 
 

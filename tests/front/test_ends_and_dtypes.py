@@ -1,0 +1,92 @@
+"""End tokens below zero, autocast around the engine, weights that are NaN, models that keep state."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import torch_pagoda as pagoda
+from torch_pagoda.compiler import CompileOptions, build
+
+from tiny_models import build_tiny_model
+
+PROMPT = [4, 5, 6]
+GREEDY = pagoda.SamplingParams(max_tokens=6, temperature=0)
+
+
+def tokens(model: PreTrainedModel) -> list[int]:
+    ids = torch.tensor([PROMPT])
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)[0, 3:].tolist()
+
+
+@pytest.mark.parametrize("end", [-1, [-1, -2]], ids=str)
+def test_end_tokens_below_zero_end_nothing(
+    end: int | list[int], llama: PreTrainedModel, reference: PreTrainedModel, fast: dict[str, Any]
+) -> None:
+    """With ``min_tokens``, too, which holds end tokens back: -1 is not the last of the vocabulary."""
+    llama.generation_config.eos_token_id = end
+    engine = pagoda.LLM(llama, **fast)
+    assert not engine.engine.eos_token_ids
+    for params in (GREEDY, pagoda.SamplingParams(max_tokens=6, min_tokens=3, temperature=0)):
+        found = engine.generate([PROMPT], params)[0].outputs[0]
+        assert found.token_ids == tokens(reference) and found.finish_reason == "length"
+    ids = torch.tensor([PROMPT])
+    compiled = pagoda.compile(llama, **fast)
+    more = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": end, "pad_token_id": 1}
+    assert compiled.generate(ids, attention_mask=torch.ones_like(ids), **more)[0, 3:].tolist() == tokens(reference)
+
+
+def test_autocast_around_the_engine_changes_nothing(
+    llama: PreTrainedModel, reference: PreTrainedModel, fast: dict[str, Any]
+) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        found = pagoda.LLM(llama, **fast).generate([PROMPT], GREEDY)[0].outputs[0]
+    assert found.token_ids == tokens(reference), found.error
+
+
+def test_the_drop_in_leaves_graphs_under_autocast_to_inductor(
+    llama: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = torch.tensor([PROMPT])
+    # Inductor's own code is not what is tested, and takes seconds to build.
+    with caplog.at_level(logging.WARNING, "torch_pagoda"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch_pagoda.compiler.backend.compile_fx", lambda gm, inputs: gm.forward)
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            expected = llama(ids, use_cache=False).logits
+            found = torch.compile(llama, backend="pagoda")(ids, use_cache=False).logits
+    assert torch.equal(found, expected) and found.dtype == torch.bfloat16
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages and all("runs under torch.autocast" in message for message in messages), messages
+
+
+@pytest.mark.parametrize(
+    ("value", "word"), [(float("nan"), "NaN"), (float("inf"), "an infinity")], ids=["nan", "inf"]
+)
+def test_broken_weights_are_named(value: float, word: str, llama: PreTrainedModel) -> None:
+    llama.model.layers[1].mlp.up_proj.weight.data[0, 0] = value
+    with pytest.raises(ValueError, match=rf"'model\.layers\.1\.mlp\.up_proj\.weight' of .* holds {word}"):
+        build.build_unpacked(llama, CompileOptions())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        ("mamba", "2 of its 2 layers keep recurrent or convolutional state"),
+        ("rwkv", "keep recurrent state"),
+        ("lfm2_moe", "1 of its 2 layers"),
+    ],
+)
+def test_models_with_state_are_refused_before_they_are_traced(
+    model_type: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trace(*args: Any) -> None:
+        raise AssertionError("traced")
+
+    monkeypatch.setattr(build, "capture", trace)
+    monkeypatch.setattr(build, "reference_of_model", trace)
+    with pytest.raises(ValueError, match=words):
+        build.build_unpacked(build_tiny_model(model_type), CompileOptions())
