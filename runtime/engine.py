@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 from .batching import Batcher, Batches, PreemptionCost, make_policy
 from .beam_search import BeamSearch, BeamSearchParams
@@ -40,15 +41,23 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_OPTIONS = RequestOptions()
 
+AnySubmission = TypeVar("AnySubmission", bound=Submission)
+
 
 class Engine:
     """Serves prompts from one compiled program: ``generate`` a batch, ``stream`` one, or ``submit`` and
     ``step``.
 
-    The three can be mixed; every prompt in the engine shares its steps with the others. Not thread-safe: one
-    thread calls it. An exception or Ctrl-C may leave any method at any point; what it interrupted is undone
-    before the next use: a request keeps the tokens that it has and is recomputed, except those of an
-    interrupted ``generate`` or ``stream``, which are dropped and their blocks freed.
+    The three can be mixed; every prompt in the engine shares its steps with the others. An exception or Ctrl-C
+    may leave any method at any point; what it interrupted is undone before the next use: a request keeps the
+    tokens that it has and is recomputed, except those of an interrupted ``generate`` or ``stream``, which are
+    dropped and their blocks freed.
+
+    Any number of threads may call it. They take turns, in the order in which they ask; a turn is at most one step.
+    So calls of ``generate`` in two threads run in one batch, and a ``submit`` or ``cancel`` waits for the step that
+    is under way, not for the calls of others. Callbacks run between the turns and may call the engine; what runs
+    within a step (a hook of the model, a signal handler) may not, and gets a RuntimeError. So does a process that was
+    forked after the engine was made.
 
     Args:
         program: the compiled model.
@@ -173,19 +182,23 @@ class Engine:
             ValueError: the prompt, the parameters or the id is refused; nothing else is affected.
             QueueFull: ``max_queue`` prompts wait already.
         """
+        core = self._core
+        core.turns.check_process()
         checked = check_prompt(prompt, self.tokenizer, self.limits)
-        submission = self._prepare(
-            checked, check_params(sampling_params, self.tokenizer, self.limits), request_id, options, is_private=False
-        )
-        self._core.check_queue(1)
-        self._core.add([submission])
-        return submission.request_id
+        params = check_params(sampling_params, self.tokenizer, self.limits)
+        batch: list[Submission] = []
+        prepare = partial(self._prepare, checked, params, request_id, options, is_private=False)
+        core.turns.take(self._queue, batch, [prepare])
+        return batch[0].request_id
 
     def step(self) -> list[RequestOutput]:
         """Run one model step and return the requests of ``submit`` that progressed or ended.
 
         Each output holds everything up to now; the last one of a request has ``finished`` set and comes once.
         """
+        return self._core.turns.take(self._step)
+
+    def _step(self) -> list[RequestOutput]:
         core = self._core
         core.run_step()
         with core.change:
@@ -202,6 +215,9 @@ class Engine:
         Returns:
             Whether there was an unfinished request of that id.
         """
+        return self._core.turns.take(self._cancel, request_id)
+
+    def _cancel(self, request_id: str) -> bool:
         with self._core.change:
             submission = self._core.submissions.get(request_id)
             if submission is None or submission.is_finished:
@@ -238,18 +254,18 @@ class Engine:
             QueueFull: not all of them have room in the queue; none runs.
         """
         core = self._core
+        core.turns.check_process()
         checked = check_batch(prompts, sampling_params, self.tokenizer, self.limits)
         options = [DEFAULT_OPTIONS] * len(checked) if options is None else options
-        batch = [
-            self._prepare(prompt, entry, None, own, is_private=True)
+        batch: list[Submission] = []
+        prepare = [
+            partial(self._prepare, prompt, entry, None, own, is_private=True)
             for (prompt, entry), own in zip(checked, options, strict=True)
         ]
-        self._core.check_queue(len(batch))
         try:
-            core.add(batch)
+            core.turns.take(self._queue, batch, prepare)
             self._run_to_the_end(batch, on_step)
-            with core.change:
-                return [self._output(submission) for submission in batch]
+            return core.turns.take(self._outputs, batch)
         finally:
             core.drop(batch)
 
@@ -276,25 +292,33 @@ class Engine:
             QueueFull: not all of them have room in the queue; none runs.
         """
         core = self._core
+        core.turns.check_process()
         checked = check_beam_batch(prompts, params, self.tokenizer, self.limits)
         options = [DEFAULT_OPTIONS] * len(checked) if options is None else options
-        batch = [
-            self._prepare_search(prompt, entry, own) for (prompt, entry), own in zip(checked, options, strict=True)
+        batch: list[BeamSubmission] = []
+        prepare = [
+            partial(self._prepare_search, prompt, entry, own)
+            for (prompt, entry), own in zip(checked, options, strict=True)
         ]
-        self._core.check_queue(len(batch))
         try:
-            core.add(batch)
+            core.turns.take(self._queue, batch, prepare)
             self._run_to_the_end(batch, on_step)
-            return [submission.result() for submission in batch]
+            return core.turns.take(lambda: [submission.result() for submission in batch])
         finally:
             core.drop(batch)
+
+    def _queue(self, batch: list[AnySubmission], prepare: Iterable[Callable[[], AnySubmission]]) -> None:
+        """Make the submissions, ids included, and take them in, all or none; ``batch`` gets them."""
+        batch.extend(make() for make in prepare)
+        self._core.check_queue(len(batch))
+        self._core.add(batch)
 
     def _run_to_the_end(self, batch: Sequence[Submission], on_step: Callable[[Progress], None] | None) -> None:
         core = self._core
         unfinished = set(batch)
         before = core.num_generated_tokens
         while unfinished:
-            own = [submission for submission in core.run_step() if submission in unfinished]
+            own = [submission for submission in core.turns.take(core.run_step) if submission in unfinished]
             # Without progress of ours, somebody else's step or a cancel may have ended some.
             unfinished.difference_update([s for s in own or batch if s.is_finished])
             if on_step is not None:
@@ -314,6 +338,7 @@ class Engine:
         Raises:
             ValueError: the prompt or the parameters are refused, at once and not with the first piece.
         """
+        self._core.turns.check_process()
         checked = check_prompt(prompt, self.tokenizer, self.limits)
         params = check_params(sampling_params, self.tokenizer, self.limits)
         if params.num_completions > params.n:
@@ -332,20 +357,27 @@ class Engine:
             ``model_seconds`` (packing and model) and ``total_seconds`` of steps; ``block_size``; and the block
             manager's figures, see ``blocks.inspection.stats``.
         """
+        return self._core.turns.take(self._stats)
+
+    def _stats(self) -> dict[str, int | float]:
         core = self._core
-        return {
-            **self.batcher.stats(),
-            "block_size": self.block_manager.block_size,
-            "steps": core.num_steps,
-            "computed_tokens": core.num_computed_tokens,
-            "generated_tokens": core.num_generated_tokens,
-            "failed": core.num_failed,
-            "model_seconds": core.computer.model_seconds,
-            "total_seconds": core.total_seconds,
-        }
+        with core.change:
+            return {
+                **self.batcher.stats(),
+                "block_size": self.block_manager.block_size,
+                "steps": core.num_steps,
+                "computed_tokens": core.num_computed_tokens,
+                "generated_tokens": core.num_generated_tokens,
+                "failed": core.num_failed,
+                "model_seconds": core.computer.model_seconds,
+                "total_seconds": core.total_seconds,
+            }
 
     def profile(self, *, reset: bool = False) -> Profile:
         """Where the time of the steps went, since the engine was made or the last reset."""
+        return self._core.turns.take(self._profile, reset)
+
+    def _profile(self, reset: bool) -> Profile:
         result = self._core.profiler.result()
         if reset:
             self._core.profiler.reset()
@@ -353,12 +385,18 @@ class Engine:
 
     def defragment(self) -> int:
         """Move used and cached blocks to the front of the KV cache, with the next step; returns how many move."""
+        return self._core.turns.take(self._defragment)
+
+    def _defragment(self) -> int:
         with self._core.change:
             self.block_manager.settle()
             return self.block_manager.defragment()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, as is needed when weights change."""
+        self._core.turns.take(self._reset_prefix_cache)
+
+    def _reset_prefix_cache(self) -> None:
         with self._core.change:
             self.block_manager.forget_prefixes()
 
@@ -366,27 +404,36 @@ class Engine:
         self, prompt: CheckedPrompt, params: SamplingParams, options: RequestOptions
     ) -> Iterator[StreamPiece]:
         core = self._core
-        submission = self._prepare(prompt, params, None, options, is_private=True)
-        may_be_nested = False
+        batch: list[Submission] = []
+        prepare = partial(self._prepare, prompt, params, None, options, is_private=True)
+        may_wait = True
         try:
-            self._core.check_queue(1)
-            core.add([submission])
+            core.turns.take(self._queue, batch, [prepare])
+            submission = batch[0]
             while True:
                 finished = submission.is_finished
                 for completion in submission.completions:
-                    with core.change:
-                        piece = completion.next_piece()
-                        self._end_undecodable(completion)
+                    piece = core.turns.take(self._next_piece, completion)
                     if piece is not None:
                         yield piece
                 if finished:
                     return
-                core.run_step()
+                core.turns.take(core.run_step)
         except GeneratorExit:
-            may_be_nested = True
+            may_wait = False
             raise
         finally:
-            core.drop([submission], may_be_nested=may_be_nested)
+            core.drop(batch, may_wait=may_wait)
+
+    def _next_piece(self, completion: Completion) -> StreamPiece | None:
+        with self._core.change:
+            piece = completion.next_piece()
+            self._end_undecodable(completion)
+        return piece
+
+    def _outputs(self, batch: Iterable[Submission]) -> list[RequestOutput]:
+        with self._core.change:
+            return [self._output(submission) for submission in batch]
 
     def _output(self, submission: Submission) -> RequestOutput:
         """Everything up to now; a completion whose text cannot be given ends with an error."""

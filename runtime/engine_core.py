@@ -17,6 +17,7 @@ from .sampler import Sampler
 from .step_computer import Choice, Draw, Outcome, StepComputer
 from .step_profile import DETOKENISE, SCHEDULE
 from .submission import Completion, Submission, undecodable
+from .turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,10 @@ class EngineCore:
     from the submissions alone: all blocks and rows are taken back and every unfinished request queues again
     with the tokens that it has settled. So no line in here needs to be atomic.
 
+    Whoever calls a method, or enters ``change``, does so in a turn of ``turns``; only ``drop`` takes its own.
+
     Attributes:
+        turns: of the threads that use the engine.
         submissions: by id; those of ``generate`` and ``stream`` until they end, others until their last
             output has been given to the caller.
         completions: the unfinished ones, by the id of their request.
@@ -40,6 +44,7 @@ class EngineCore:
     def __init__(
         self, batcher: Batcher, runner: Runner, sampler: Sampler, mover: CacheMover, cost: PreemptionCost
     ) -> None:
+        self.turns = Turns()
         self.batcher = batcher
         self.runner = runner
         self.mover = mover
@@ -117,17 +122,26 @@ class EngineCore:
                     self.end(other, "cancelled")
         self.end(completion, reason, error)
 
-    def drop(self, batch: Iterable[Submission], *, may_be_nested: bool = False) -> None:
+    def drop(self, batch: Iterable[Submission], *, may_wait: bool = True) -> None:
         """Cancel what is unfinished and forget all, whatever state an exception left behind.
 
-        A Ctrl-C meanwhile is raised when this is done.
+        A Ctrl-C meanwhile is raised when this is done. In a forked process nothing is done.
 
         Args:
-            may_be_nested: the garbage collector may be calling within a change, whose end then does it.
+            may_wait: for the turn of this thread. The garbage collector may not: it can be calling from anywhere in
+                here. What is under way then does it at its end, or the next change at its beginning.
         """
-        self._dropped.extend(batch)
-        if may_be_nested and self._is_changing:
-            return
+        self._dropped.extend(batch)  # first: if the wait for a turn is interrupted, the next change does it
+        if not may_wait:
+            self.turns.take_if_free(self._drop_unless_changing)
+        elif self.turns.is_here:
+            self.turns.take(self._drop_all)
+
+    def _drop_unless_changing(self) -> None:
+        if not self._is_changing:
+            self._drop_all()
+
+    def _drop_all(self) -> None:
         interrupt: KeyboardInterrupt | None = None
         while self._dropped:
             try:
@@ -342,13 +356,15 @@ class EngineCore:
         return limit is not None and request.num_prompt_tokens <= limit and request.num_tokens == limit + 1
 
     def _drop_quickly(self) -> None:
-        for submission in self._dropped:
+        dropped = self._dropped  # another thread may append to it meanwhile
+        while dropped:
+            submission = dropped[0]
             for completion in submission.completions:
                 if self.batcher.get(completion.request.request_id) is completion.request:
                     self.end(completion, "cancelled")
                 completion.mark_cancelled()  # it was never queued
             self._forget(submission)
-        self._dropped = []
+            del dropped[0]
 
     def _forget(self, submission: Submission) -> None:
         for known in (self.submissions, self.news):
@@ -359,7 +375,8 @@ class EngineCore:
         """Rebuild everything from the submissions; can be interrupted and repeated."""
         self._is_sound = False
         self._is_changing = True
-        for submission in self._dropped:
+        dropped = list(self._dropped)  # another thread may append to it meanwhile
+        for submission in dropped:
             self._forget(submission)
             submission.restore()
         completions = {}
@@ -380,11 +397,11 @@ class EngineCore:
             if self.batcher.get(request_id) is None:
                 self.batcher.add(completion.request, was_promised=True)
         # Dropped before they were queued.
-        for submission in self._dropped:
+        for submission in dropped:
             for completion in submission.completions:
                 completion.mark_cancelled()
         self.completions = completions
-        self._dropped = []
+        del self._dropped[: len(dropped)]
         self._is_changing = False
         self._is_sound = True
 
@@ -403,6 +420,8 @@ class _Change:
             core._recover()
         core._is_sound = False
         core._is_changing = True
+        if core._dropped:
+            core._drop_quickly()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -412,4 +431,4 @@ class _Change:
         if kind is None:
             core._is_sound = True
             if core._dropped:
-                core.drop(())
+                core._drop_all()

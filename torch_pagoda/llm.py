@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -52,6 +53,10 @@ _COMPILE_OPTIONS = (
 
 class LLM:
     """Serves one causal LM: prompts in, tokens out, batched token by token.
+
+    Any number of threads may call it: they take turns, step by step, and their prompts share the batch. A call waits
+    for the step that is under way, not for the calls of others. It cannot be used in a process that was forked after
+    it was made (RuntimeError); make it there, or start the process with multiprocessing's ``"spawn"``.
 
     Args:
         model: a checkpoint folder or hub id, or a live transformers module in eval mode. A live module keeps
@@ -203,6 +208,7 @@ class LLM:
                 f"model={name} cannot be served: {error}; use transformers' own generate, which "
                 'torch.compile(model, backend="pagoda") can speed up'
             ) from error
+        self._checking = threading.Lock()
         self._weights = WeightGuard(module, program.copied_weights, program.merged_weights)
         self.program: Program = program
         self.compile_report: CompileReport = program.report
@@ -383,9 +389,10 @@ class LLM:
         Raises:
             RuntimeError: one was replaced, moved, or written to after it was packed.
         """
-        self._weights.check()
-        if self._weights.written_since_last_time():
-            self.engine.reset_prefix_cache()
+        with self._checking:  # nobody else goes on before the cache is empty
+            self._weights.check()
+            if self._weights.written_since_last_time():
+                self.engine.reset_prefix_cache()
 
     def step(self) -> list[RequestOutput]:
         """Run one step of the engine; returns the requests that got on."""

@@ -203,3 +203,21 @@ def test_a_program_that_breaks_the_contract_is_named() -> None:
     runner.add(req)
     with pytest.raises(RuntimeError, match="for 1 asked rows"):
         runner.run([planned(runner, blocks, req, 0, 2)])
+
+
+def test_a_chunk_that_asks_for_nothing_shifts_nobodys_rows() -> None:
+    program, runner, blocks = make()
+    scored = Request("s", [3, 1, 4, 1, 5, 9], SamplingParams(max_tokens=8, prompt_logprobs=0))
+    chunk, plain = request("c", *range(10, 20)), request("p", 6, 5)
+    for req in (scored, chunk, plain):
+        runner.add(req)
+    got = runner.run(
+        [
+            planned(runner, blocks, chunk, 0, 3),
+            planned(runner, blocks, scored, 0, 4),
+            planned(runner, blocks, plain, 0, 2),
+        ]
+    )
+    torch.testing.assert_close(got.prompts[1], program.dense_logits([3, 1, 4, 1, 5, 9])[:4])
+    torch.testing.assert_close(got.sampled[0], program.dense_logits([6, 5])[-1])
+    assert program.steps[-1] == (9, 3, 5), "tokens, sequences, asked rows"

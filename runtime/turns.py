@@ -1,0 +1,91 @@
+"""Turns: one thread at a time, in the order in which they asked, in the process that began."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Turns:
+    """Lets threads act one after the other: whoever asked first acts first.
+
+    A lock alone is not fair: a thread that gives it back and asks again at once gets it before those who wait. Here
+    everybody holds a lock of their own while they wait and act, and waits for that of whoever asked before (the queue
+    lock of Craig, and of Magnussen, Landin and Hagersten, 1993). That is the order; exclusion is the business of one
+    more lock, which does not depend on it. Both are held by ``with`` statements on locks of C only, which no
+    exception and no Ctrl-C can leave locked.
+    """
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._acting = threading.RLock()  # re-entrant only to know its owner
+        self._last = threading.Lock()  # of whoever asked last
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that made it."""
+        return os.getpid() == self._process
+
+    def check_process(self) -> None:
+        """Raise unless this is the process that made it.
+
+        Raises:
+            RuntimeError: it was forked since. Its threads (torch's among them) are gone there, and locks that they
+                held stay locked.
+        """
+        if not self.is_here:
+            raise RuntimeError(
+                f"the engine was made in process {self._process} and cannot be used in process {os.getpid()}, which "
+                "was forked from it; make it in the process that uses it, or start that with multiprocessing's "
+                '"spawn"'
+            )
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread is acting."""
+        owned: bool = self._acting._is_owned()  # type: ignore[attr-defined]  # what threading.Condition asks, too
+        return owned
+
+    def take(self, action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Wait for this thread's turn and call ``action`` in it; returns what that returns.
+
+        Raises:
+            RuntimeError: this thread is acting already: a hook or a signal handler calls, at a moment when nothing
+                can be relied on. Or the process was forked.
+        """
+        self.check_process()
+        if self.is_mine:
+            raise RuntimeError(
+                "the engine is called by a hook or signal handler that runs within one of its own steps; call it "
+                "after the step, or from another thread"
+            )
+        mine = threading.Lock()
+        with mine:
+            before, self._last = self._last, mine
+            with before:
+                pass
+            with self._acting:
+                return action(*args, **kwargs)
+
+    def take_if_free(self, action: Callable[[], None]) -> None:
+        """Call ``action`` if nobody waits or acts, or if this thread is the one that acts; else do nothing.
+
+        For the garbage collector, which may call in the middle of anything: of ``take``, or while this thread holds a
+        lock that the one that acts will ask for. It never waits.
+        """
+        if not self.is_here:
+            return
+        if self.is_mine:
+            action()
+            return
+        mine = threading.Lock()
+        with mine:
+            before, self._last = self._last, mine
+            if not before.locked():
+                with self._acting:
+                    action()
