@@ -23,7 +23,7 @@ class BeamSearchParams:
 
     Attributes:
         beam_width: beams that are kept, and texts that are returned at most.
-        max_tokens: most tokens to generate, >= 1.
+        max_tokens: most tokens to generate, >= 1; None: until the context is full.
         ignore_eos: go on after the model's end-of-sequence token.
         length_penalty: the sum of a text's log-probabilities is divided by its number of generated tokens to this
             power: 0 compares the sums, 1 the means; larger values favour long texts, negative ones short texts.
@@ -37,7 +37,7 @@ class BeamSearchParams:
     """
 
     beam_width: int
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     ignore_eos: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
@@ -47,7 +47,9 @@ class BeamSearchParams:
             object.__setattr__(self, name, value)
 
         put("beam_width", whole_number("beam_width", self.beam_width, 1, "keep at least one beam"))
-        put("max_tokens", whole_number("max_tokens", self.max_tokens, 1, "ask for at least one token"))
+        if self.max_tokens is not None:
+            remedy = "ask for at least one token, or use None to fill the context"
+            put("max_tokens", whole_number("max_tokens", self.max_tokens, 1, remedy))
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos={self.ignore_eos!r} is not a bool; use True or False")
         remedy = "use 0.0 to compare sums of log-probabilities"
@@ -95,12 +97,17 @@ class BeamSearch:
     say how the sequences go on: a parent with several children is copied, one without is dropped.
 
     Args:
-        params: width, lengths and scores.
+        params: width, lengths and scores; ``max_tokens`` is a number.
         eos_token_ids: the model's end-of-sequence ids.
     """
 
     def __init__(self, params: BeamSearchParams, eos_token_ids: Sequence[int] = ()) -> None:
+        if params.max_tokens is None:
+            raise ValueError(
+                "max_tokens=None does not end a search; give the number of tokens that there is room for"
+            )
         self.params = params
+        self._max_tokens = params.max_tokens
         self.beams: list[Beam] = [Beam(0, (), 0.0)]
         """The live beams, best first; one without tokens at the start, none at the end."""
         self.is_done = False
@@ -152,7 +159,7 @@ class BeamSearch:
         tokens = ids.ravel()[order].tolist()
 
         self._length += 1
-        at_limit = self._length >= self.params.max_tokens
+        at_limit = self._length >= self._max_tokens
         going_on: list[Beam] = []
         ended: list[Hypothesis] = []
         for place, (parent, token, total) in enumerate(zip(parents, tokens, totals[order].tolist(), strict=True)):
@@ -177,7 +184,7 @@ class BeamSearch:
         if params.early_stopping is True:
             return False
         patient = params.early_stopping == "never" and params.length_penalty > 0.0
-        length = params.max_tokens if patient else self._length
+        length = self._max_tokens if patient else self._length
         return self._score(best.cumulative_logprob, length) > self._finished[-1].score
 
     def _score(self, cumulative_logprob: float, length: int) -> float:

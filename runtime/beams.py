@@ -194,8 +194,9 @@ class BeamSubmission(Submission):
 
 
 def bounded(params: BeamSearchParams, num_prompt_tokens: int, max_model_len: int) -> BeamSearchParams:
-    """The parameters with ``max_tokens`` lowered to what a prompt leaves room for."""
-    return replace(params, max_tokens=min(params.max_tokens, max_model_len - num_prompt_tokens))
+    """The parameters with ``max_tokens`` lowered to what a prompt leaves room for, which None asks for."""
+    room = max_model_len - num_prompt_tokens
+    return replace(params, max_tokens=room if params.max_tokens is None else min(params.max_tokens, room))
 
 
 def likely_tokens(logits: Tensor, counts: Sequence[int]) -> list[Candidates | None]:

@@ -35,10 +35,22 @@ class Detokenizer:
         tokenizer: a HuggingFace tokenizer.
         prompt_token_ids: the tokens before the completion; the last few are read.
         stop: strings that end the text; the earliest occurrence counts, the text ends before it.
+        skip_special_tokens: special tokens have no text.
+        include_stop: the text ends after the stop string.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        *,
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._include_stop = include_stop
         self._stop = tuple(stop)
         self._longest_stop = max(map(len, self._stop), default=0)
         self._start_window = [int(token) for token in prompt_token_ids[-_CONTEXT:]]
@@ -59,7 +71,7 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """The text up to now: whole characters only, nothing from a stop string on."""
+        """The text up to now: whole characters only, nothing behind a stop string."""
         if len(self._text) > 1:
             self._text = ["".join(self._text)]
         return self._text[0] if self._text else ""
@@ -67,7 +79,7 @@ class Detokenizer:
     @property
     def stable_length(self) -> int:
         """Characters of ``text`` that no later token takes back: all but what may begin a stop string."""
-        if self.stop_string is not None or not self._stop:
+        if self.stop_string is not None or not self._stop or self._include_stop:
             return self._length
         tail = self._tail
         for size in range(min(len(tail), self._longest_stop - 1), 0, -1):
@@ -105,7 +117,9 @@ class Detokenizer:
     def _decode(self, token_ids: list[int]) -> str:
         if not token_ids:
             return ""
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(
+            token_ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+        )
         return str(text)
 
     def _take(self) -> str:
@@ -156,8 +170,8 @@ class Detokenizer:
                     if (at := recent.find(stop, max(0, known - len(stop) + 1))) >= 0
                 ]
                 if ends:
-                    _, at, self.stop_string = min(ends)
-                    self._length += at - known
+                    end, at, self.stop_string = min(ends)
+                    self._length += (end if self._include_stop else at) - known
                     self._text = [(self.text + added)[: self._length]]
                     return True
             self._tail = recent[-self._longest_stop :] if self._longest_stop > 1 else ""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
+from weakref import proxy
 
 from .batching import Batcher, Batches, PreemptionCost, make_policy
 from .beam_search import BeamSearch, BeamSearchParams
@@ -21,6 +22,7 @@ from .kv_cache import allocate_kv_cache, bytes_per_block
 from .outputs import BeamSearchOutput, Progress, RequestOutput, StreamPiece
 from .pool_plan import blocks_by_group
 from .program import Program
+from .prompt_forms import Prompt
 from .request_options import RequestOptions
 from .runner import Runner
 from .sampler import Sampler
@@ -29,7 +31,6 @@ from .step_profile import Profile
 from .submission import Completion, Submission
 from .validation import (
     CheckedPrompt,
-    Prompt,
     PromptLimits,
     check_batch,
     check_beam_batch,
@@ -147,7 +148,7 @@ class Engine:
             cost=cost,
             max_queue=max_queue,
             batches=batches,
-            key_variant=partial(key_variant, program),
+            key_variant=partial(key_variant, proxy(program)),  # the runner keeps it, until the engine is shut down
         )
         spare = program.reserve(max_num_seqs, max_num_batched_tokens, max_model_len)
         cache = allocate_kv_cache(program.caches, [count + spare for count in counts], block_size, program.device)
@@ -399,6 +400,16 @@ class Engine:
     def _reset_prefix_cache(self) -> None:
         with self._core.change:
             self.block_manager.forget_prefixes()
+
+    def shutdown(self) -> list[RequestOutput]:
+        """End what has not ended as cancelled, free the KV cache and the program, and refuse prompts from now on.
+
+        Returns:
+            The last outputs of ``submit``'s requests; those of ``stream`` get their last piece.
+        """
+        self._core.turns.take(self._core.shut_down)
+        self.__dict__.pop("runner", None)
+        return self.step()
 
     def _stream(
         self, prompt: CheckedPrompt, params: SamplingParams, options: RequestOptions

@@ -65,6 +65,7 @@ class EngineCore:
         self._dropped: list[Submission] = []
         self._is_sound = True
         self._is_changing = False
+        self._is_shut_down = False
 
     def check_queue(self, count: int) -> None:
         """Raise ``QueueFull`` if so many more prompts find no room."""
@@ -78,6 +79,8 @@ class EngineCore:
         Of several completions of a prompt only the first is queued. The others follow it: they are forked from it, on
         the same blocks, when the prompt is computed.
         """
+        if self._is_shut_down:
+            raise RuntimeError("the engine was shut down and takes no prompts; make a new one")
         with self.change:
             for submission in batch:
                 self.submissions[submission.request_id] = submission
@@ -154,6 +157,16 @@ class EngineCore:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
+
+    def shut_down(self) -> None:
+        """Cancel everything and let go of the program and the caches; ``add`` raises ``RuntimeError`` from now on."""
+        if self._is_shut_down:
+            return
+        with self.change:
+            for completion in list(self.completions.values()):
+                self.end(completion, "cancelled")
+        self._is_shut_down = True
+        del self.runner, self.computer, self.mover  # nothing is left that a step would ask them for
 
     def run_step(self) -> list[Submission]:
         """Run one model step; returns whose completions got a token or ended, once per completion."""

@@ -17,7 +17,8 @@ class CompletionOutput:
 
     Attributes:
         index: which of the ``n`` completions.
-        text: the new text, without stop string and end-of-sequence token; "" without a tokenizer.
+        text: the new text, without stop string and end-of-sequence token unless they were asked for; "" without a
+            tokenizer.
         token_ids: generated ids, including the token that ended the text.
         logprobs: per token, id → log-probability and rank; None unless asked for.
         finish_reason: "stop" (EOS, stop token or string), "length", "cancelled", "timeout", "error"; None while it

@@ -52,6 +52,7 @@ class Request:
         error: one line, when ``finish_reason`` is "error".
         num_preemptions: times that it lost its blocks.
         row: the runner's row while running, else None.
+        max_tokens: most tokens to generate.
     """
 
     request_id: str
@@ -83,8 +84,12 @@ class Request:
     finished_time: float | None = None
 
     num_prompt_tokens: int = field(init=False, default=0)
+    max_tokens: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
+        if self.params.max_tokens is None:
+            raise ValueError(f"max_tokens of request {self.request_id!r} is open; settle it by SamplingParams.within")
+        self.max_tokens = self.params.max_tokens
         self.num_prompt_tokens = len(self.prompt_token_ids)
         if not self.num_prompt_tokens:
             raise ValueError(f"prompt_token_ids of request {self.request_id!r} is empty; give at least one token")

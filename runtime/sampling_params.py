@@ -21,14 +21,15 @@ class SamplingParams:
     """How to choose the tokens of one request, and when to stop.
 
     Attributes:
-        max_tokens: most tokens to generate, >= 1.
+        max_tokens: most tokens to generate, >= 1; None: until the context is full.
         min_tokens: tokens before EOS or ``stop_token_ids`` may be chosen, or a stop string end the request.
         temperature: divides the logits; 0 (anything below 1e-5) is greedy.
         top_k: keep the k most likely tokens (ties with the k-th stay); 0 or -1 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches this, in (0, 1].
         min_p: drop tokens less likely than this fraction of the most likely one, in [0, 1].
         seed: makes the draws of this request reproducible, whatever else runs beside it.
-        stop: strings that end the text; they are not part of it. A single string is accepted.
+        stop: strings that end the text; they are no part of it unless ``include_stop_str_in_output``. A single
+            string is accepted.
         stop_token_ids: token ids that end the request.
         ignore_eos: keep generating after the model's end-of-sequence token.
         logprobs: per token, report this many most likely tokens beside the chosen one; None reports nothing.
@@ -46,12 +47,15 @@ class SamplingParams:
         allowed_token_ids: the only tokens that may be chosen; None allows all.
         prompt_logprobs: the log-probability of each prompt token but the first, and so many most likely tokens
             in its place; None reports nothing.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: the text ends with the stop string that ended it, or with that of the stop or
+            end-of-sequence token, unless that is special and skipped.
 
     Raises:
         ValueError: a value is out of range; the message names argument, value and remedy.
     """
 
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
@@ -71,6 +75,8 @@ class SamplingParams:
     bad_words: str | Sequence[str] | None = None
     allowed_token_ids: Sequence[int] | None = None
     prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
 
     is_greedy: bool = field(init=False, repr=False, compare=False, default=False)
     """The most likely token is taken, nothing is drawn."""
@@ -87,9 +93,11 @@ class SamplingParams:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        put("max_tokens", whole_number("max_tokens", self.max_tokens, 1, "ask for at least one token"))
+        if self.max_tokens is not None:
+            remedy = "ask for at least one token, or use None to fill the context"
+            put("max_tokens", whole_number("max_tokens", self.max_tokens, 1, remedy))
         put("min_tokens", whole_number("min_tokens", self.min_tokens, 0, "use 0 for no minimum"))
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; lower it")
         inf = math.inf
         put("temperature", real_number("temperature", self.temperature, 0, inf, "use 0 for greedy decoding"))
@@ -103,8 +111,9 @@ class SamplingParams:
             put("seed", seed)
         put("stop", () if self.stop is None else texts("stop", self.stop))
         put("stop_token_ids", () if self.stop_token_ids is None else token_ids("stop_token_ids", self.stop_token_ids))
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos={self.ignore_eos!r} is not a bool; use True or False")
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not a bool; use True or False")
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 put(name, whole_number(name, count, 0, "use None for no log-probabilities"))
@@ -180,6 +189,14 @@ class SamplingParams:
         """A copy that knows the tokens of its ``bad_words``."""
         other = copy.copy(self)
         object.__setattr__(other, "_bad_words_token_ids", tuple(tuple(sequence) for sequence in sequences))
+        return other
+
+    def within(self, room: int) -> SamplingParams:
+        """The parameters where ``room`` tokens are left of the context: what ``max_tokens=None`` means there."""
+        if self.max_tokens is not None:
+            return self
+        other = copy.copy(self)
+        object.__setattr__(other, "max_tokens", room)
         return other
 
     def completion(self, index: int) -> SamplingParams:

@@ -68,7 +68,7 @@ class Completion:
         if params.stop_strings and text is not None and text.append((token,), count > params.min_tokens):
             request.stop_reason = text.stop_string
             return "stop"
-        return "length" if count >= params.max_tokens or request.num_tokens >= self.max_model_len else None
+        return "length" if count >= request.max_tokens or request.num_tokens >= self.max_model_len else None
 
     def restore(self) -> None:
         """Return to the last settled token, from whatever state an interrupted call left this in."""
@@ -147,8 +147,10 @@ class Completion:
         return self.request.finish_reason if self.text_error is None else "error"
 
     def _text_tokens(self) -> list[int]:
-        """Output tokens that have text: a token that ends the completion has none."""
+        """Output tokens that have text: one that ends the completion has none, unless that is asked for."""
         request = self.request
+        if request.params.include_stop_str_in_output:
+            return request.output_token_ids
         if request.finish_reason == "stop" and not isinstance(request.stop_reason, str):
             return request.output_token_ids[:-1]
         return request.output_token_ids
@@ -216,12 +218,18 @@ class Submission:
         if count > params.n:
             self.num_returned, self.reports_logprobs = params.n, params.logprobs is not None
         for index in range(count):
-            own = params.completion(index)
+            own = params.completion(index).within(max_model_len - len(self.prompt_token_ids))
             # No caller's id holds a zero.
             name = self.request_id if count == 1 else f"{self.request_id}\0{index}"
             detokenizer = None
             if tokenizer is not None:
-                detokenizer = Detokenizer(tokenizer, self.prompt_token_ids, own.stop_strings)
+                detokenizer = Detokenizer(
+                    tokenizer,
+                    self.prompt_token_ids,
+                    own.stop_strings,
+                    skip_special_tokens=own.skip_special_tokens,
+                    include_stop=own.include_stop_str_in_output,
+                )
             scored = own.prompt_logprobs
             self.completions.append(
                 Completion(

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 
 from .beam_search import BeamSearchParams
 from .detokenizer import Tokenizer
+from .prompt_forms import Prompt, open_prompt
 from .sampling_params import SamplingParams
-
-Prompt: TypeAlias = "str | Sequence[int] | np.ndarray[Any, Any] | torch.Tensor"
-"""Text, or token ids in any 1-D container of whole numbers."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class CheckedPrompt:
     """A prompt that can run.
 
     Attributes:
-        text: None when token ids were given.
+        text: None when token ids were given, unless their dict had it, too.
         token_ids: at least one, all within the vocabulary, leaving room for one more.
     """
 
@@ -54,7 +52,7 @@ def check_prompt(
     Raises:
         ValueError: one line with ``name``, the value and the remedy.
     """
-    text = None
+    prompt, text = open_prompt(prompt, name)
     if isinstance(prompt, str):
         text = prompt
         if tokenizer is None:
@@ -195,11 +193,11 @@ def as_batch(prompts: object) -> list[Any]:
     Raises:
         ValueError: it is neither.
     """
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, (torch.Tensor, np.ndarray)):
         return list(prompts) if prompts.ndim > 1 else [prompts]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, dict)):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
         raise ValueError(f"prompts={_short(prompts)} is not a prompt or a list of prompts; use [prompt, ...]")
     batch = list(prompts)
     if batch and all(isinstance(entry, (int, np.integer)) for entry in batch):

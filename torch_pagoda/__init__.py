@@ -1,7 +1,7 @@
 """torch-pagoda: a ``torch.compile`` backend that serves unmodified HuggingFace causal LMs, paged and batched.
 
 Three ways in: ``torch.compile(model, backend="pagoda")`` for any forward call, :func:`compile` for the
-model's own ``generate``, and :class:`LLM` for an offline engine with vLLM's names.
+model's own ``generate``, and an engine with vLLM's names: :class:`LLM`, or :class:`AsyncLLM` for asyncio.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .async_llm import AsyncLLM
     from .compiler.explain import Explanation, explain
     from .compiler.user_passes import Pattern, register_pass, unregister_pass
     from .generation import compile, restore
@@ -30,6 +31,7 @@ except PackageNotFoundError:  # the sources lie on sys.path without being instal
 # backend, which torch loads by entry point, do not pay for transformers and the engine.
 _HOME = {
     "LLM": ".llm",
+    "AsyncLLM": ".async_llm",
     "SamplingParams": ".runtime.sampling_params",
     "QueueFull": ".runtime.batching",
     "BeamSearchParams": ".runtime.beam_search",
@@ -51,6 +53,7 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",

@@ -124,7 +124,7 @@ class PagedGeneration:
                 # Compiling draws random numbers; a call that samples must not depend on whether it was the
                 # first.
                 with torch.random.fork_rng(devices=[]):
-                    self._llm = LLM(self.model, **self.options)
+                    self._llm = LLM(self.model, generation_config="vllm", **self.options)
             return self._llm
 
     @property

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .chat import Message, chat_prompts
 from .checkpoint import check_module, check_tokenizer, load_model, load_tokenizer, resolve_dtype
 from .compiler import CompileOptions, CompileReport, UnsupportedModel, WeightGuard, compile_program
 from .compiler.user_passes import Pattern
+from .default_params import default_params, params_or, recommended_params
 from .device import free_memory, resolve_device
 from .option_checks import LIMITS, check_cache_size, check_limits, check_scheduling, check_swap_space
 from .passes.lower.npu.target import DEFAULT_BLOCK_SIZE as NPU_BLOCK_SIZE
@@ -24,10 +27,11 @@ from .runtime.engine import Engine
 from .runtime.kv_cache import bytes_per_block, default_num_blocks, parse_memory
 from .runtime.outputs import BeamSearchOutput, Progress, RequestOutput, StreamPiece
 from .runtime.program import Program
+from .runtime.prompt_forms import Prompt
 from .runtime.request_options import RequestOptions, options_for
 from .runtime.sampling_params import SamplingParams
 from .runtime.step_profile import Profile
-from .runtime.validation import Prompt, as_batch
+from .runtime.validation import as_batch
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +113,10 @@ class LLM:
         batch_invariant: on a CPU, the logits of a token do not change by a bit with its batch mates, the chunks of
             its prompt, cached prefixes or the number of threads, for one machine and one build of the kernels.
             Slower; a model of which that cannot be said is refused with the operator's name.
+        generation_config: where the parameters of requests come from that bring none: ``"auto"``, the generation
+            config of the checkpoint (or live module); ``"vllm"``, ``SamplingParams()``; or a folder with such a file.
+            Its temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens are read, and
+            ``do_sample=False`` as greedy. What ends a text is the model's own in any case.
         trust_remote_code: run model code that comes with the checkpoint.
 
     Attributes:
@@ -116,6 +124,7 @@ class LLM:
         engine: the engine that runs it.
         compile_report: what the compiler did, pass by pass.
         tokenizer: the tokenizer in use, or None.
+        recommended_params: what the generation config says of sampling, by the names in ``SamplingParams``.
 
     Raises:
         TypeError, ValueError: an argument that cannot be served, in one line that says what to do.
@@ -151,6 +160,7 @@ class LLM:
         quantization: str | None = None,
         group_size: int | None = None,
         batch_invariant: bool = False,
+        generation_config: str | os.PathLike[str] = "auto",
         trust_remote_code: bool = False,
     ) -> None:
         limits = {
@@ -198,6 +208,8 @@ class LLM:
             self.tokenizer = load_tokenizer(tokenizer, trust_remote_code, required=True)
         else:
             self.tokenizer = check_tokenizer(tokenizer)
+        self.recommended_params = recommended_params(generation_config, module)
+        self._default_params = default_params(self.recommended_params)
 
         try:
             with without_autocast(resolved.type):
@@ -257,8 +269,10 @@ class LLM:
         """Run prompts to their end, all in one continuous batch.
 
         Args:
-            prompts: texts, or token ids (lists of int, or 1-d tensors); or a single one.
-            sampling_params: for all prompts, or one per prompt.
+            prompts: texts, token ids (lists of int, or 1-d tensors), or dicts of these, ``{"prompt": text}`` or
+                ``{"prompt_token_ids": ids}``; or a single one.
+            sampling_params: for all prompts, or one per prompt; by default :meth:`get_default_sampling_params`, which
+                given ones replace as a whole.
             priority: lower comes first under ``policy="priority"``; this and the next three for all prompts, or a
                 list with one for each.
             client: whose prompt it is, for ``policy="fair"``.
@@ -279,7 +293,46 @@ class LLM:
         self.check_weights()
         batch = as_batch(prompts)
         options = options_for(len(batch), priority=priority, client=client, deadline=deadline, cache_salt=cache_salt)
-        return self.engine.generate(batch, sampling_params, on_progress, options)
+        return self.engine.generate(batch, params_or(self._default_params, sampling_params), on_progress, options)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **terms: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several in one batch: :meth:`generate` behind the tokenizer's chat template.
+
+        Args:
+            messages: ``[{"role": "user", "content": "Hello"}, ...]``, or a list of such.
+            sampling_params: as for :meth:`generate`.
+            chat_template: in place of the tokenizer's.
+            add_generation_prompt: end the prompt where the answer begins.
+            continue_final_message: go on with the last message; with ``add_generation_prompt=False``.
+            tools: functions that the model may call, as JSON schemas.
+            chat_template_kwargs: further variables of the template.
+            terms: ``priority``, ``client``, ``deadline``, ``cache_salt``, ``on_progress``, as for :meth:`generate`.
+
+        Raises:
+            ValueError: there is no tokenizer or chat template, or it refuses a conversation, before any runs.
+            TypeError, QueueFull, RuntimeError: as :meth:`generate`.
+        """
+        prompts = chat_prompts(
+            self.get_tokenizer(),
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self.generate(prompts, sampling_params, **terms)
 
     def beam_search(
         self,
@@ -298,7 +351,8 @@ class LLM:
         HuggingFace's ``generate(num_beams=beam_width, num_return_sequences=beam_width)``.
 
         Args:
-            prompts: texts, or token ids (lists of int, or 1-d tensors); or a single one.
+            prompts: texts, token ids (lists of int, or 1-d tensors), or dicts of these, ``{"prompt": text}`` or
+                ``{"prompt_token_ids": ids}``; or a single one.
             params: how wide to search, how long, what to prefer; for all prompts, or one per prompt.
             priority, client, deadline, cache_salt: as in :meth:`generate`.
             on_progress: called after every step.
@@ -336,7 +390,9 @@ class LLM:
         """
         self.check_weights()
         options = RequestOptions(priority, client, deadline, cache_salt)
-        return self.engine.stream(prompt, sampling_params, options)
+        return self.engine.stream(
+            prompt, self._default_params if sampling_params is None else sampling_params, options
+        )
 
     def submit(
         self,
@@ -356,7 +412,12 @@ class LLM:
         """
         self.check_weights()
         options = RequestOptions(priority, client, deadline, cache_salt)
-        return self.engine.submit(prompt, sampling_params, request_id, options)
+        params = self._default_params if sampling_params is None else sampling_params
+        return self.engine.submit(prompt, params, request_id, options)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of requests that bring none; ``dataclasses.replace`` makes others of them."""
+        return self._default_params
 
     def stats(self) -> dict[str, int | float]:
         """Figures of the queue, the KV cache and the steps since the engine was made.
@@ -402,6 +463,45 @@ class LLM:
         """End a request early; False when there is none of that id."""
         return self.engine.cancel(request_id)
 
+    def shutdown(self) -> list[RequestOutput]:
+        """Free the KV cache and the program, and the weights of a model that was loaded here.
+
+        What has not ended ends as cancelled. Any later use of the engine raises ``RuntimeError``; leaving ``with
+        LLM(...) as llm:`` does this, too.
+
+        Returns:
+            The last outputs of the requests of :meth:`submit`.
+        """
+        if "engine" not in self.__dict__:
+            return []
+        outputs = self.engine.shutdown()
+        del self.engine, self.program, self._weights
+        gc.collect()  # programs and engines hold on to themselves
+        return outputs
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in ("engine", "program", "_weights"):
+                raise RuntimeError(f"{self!r} takes no more calls; make a new one")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer in use.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.tokenizer is None:
+            raise ValueError("the model has no tokenizer; pass tokenizer= to LLM")
+        return self.tokenizer
+
     def has_unfinished(self) -> bool:
         """Whether :meth:`step` has anything to do."""
         return self.engine.has_unfinished()
@@ -412,6 +512,8 @@ class LLM:
         return self.engine.max_model_len
 
     def __repr__(self) -> str:
+        if "engine" not in self.__dict__:
+            return f"LLM({self.compile_report.model}, shut down)"
         return f"LLM({self.compile_report.model} on {self.program.device}, {self.engine.max_model_len} tokens)"
 
 
@@ -421,7 +523,7 @@ def check_options(options: dict[str, Any]) -> None:
     Raises:
         ValueError: an unknown option, or a value out of range.
     """
-    known = set(inspect.signature(LLM).parameters) - {"model", "tokenizer", "trust_remote_code"}
+    known = set(inspect.signature(LLM).parameters) - {"model", "tokenizer", "generation_config", "trust_remote_code"}
     for name in options:
         if name not in known:
             raise ValueError(

@@ -75,4 +75,4 @@ class PaddedBatches:
 
 
 def _longest(request: Request) -> int:
-    return request.num_prompt_tokens + request.params.max_tokens
+    return request.num_prompt_tokens + request.max_tokens

@@ -168,7 +168,7 @@ def make_policy(name: str) -> Policy:
 
 
 def _job(request: Request) -> int:
-    return request.num_prompt_tokens + request.params.max_tokens
+    return request.num_prompt_tokens + request.max_tokens
 
 
 def _positive(name: str, value: float) -> float:

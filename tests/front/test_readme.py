@@ -34,7 +34,7 @@ def test_python_blocks_parse() -> None:
     blocks = code_blocks("python")
     assert blocks
     for block in blocks:
-        ast.parse(block)
+        compile(block, "README.md", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 def test_code_for_many_requests_runs(

@@ -21,16 +21,11 @@ from .printing import print_outputs, print_summary, stats_table
 if TYPE_CHECKING:
     from ..runtime.outputs import Progress as EngineProgress
 
-_NOT_GIVEN = {
-    "temperature": 0.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
+_NOT_GIVEN = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
 """What sampling options are when they are not given; the others are None."""
+
+_NOT_RECOMMENDED = {"max_tokens": 64, "temperature": 0.0}
+"""What is used where neither the options nor the checkpoint say anything; else ``SamplingParams``' own defaults."""
 
 
 def generate(
@@ -45,14 +40,27 @@ def generate(
             "--prompts-file", "-f", help="UTF-8 text, one prompt per line, blank lines skipped; '-': stdin."
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="New tokens per prompt at most.", rich_help_panel="Sampling")] = 64,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="New tokens per prompt at most; else the model's, or 64.", rich_help_panel="Sampling"),
+    ] = None,
     temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest token.", rich_help_panel="Sampling")
-    ] = 0.0,
-    top_k: Annotated[int, typer.Option(help="0: off.", rich_help_panel="Sampling")] = 0,
-    top_p: Annotated[float, typer.Option(help="1: off.", rich_help_panel="Sampling")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="0: off.", rich_help_panel="Sampling")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="1: off.", rich_help_panel="Sampling")] = 1.0,
+        float | None,
+        typer.Option(help="0 takes the likeliest token; else the model's, or 0.", rich_help_panel="Sampling"),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="0: off; else the model's.", rich_help_panel="Sampling")] = None,
+    top_p: Annotated[float | None, typer.Option(help="1: off; else the model's.", rich_help_panel="Sampling")] = None,
+    min_p: Annotated[float | None, typer.Option(help="0: off; else the model's.", rich_help_panel="Sampling")] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="1: off; else the model's.", rich_help_panel="Sampling")
+    ] = None,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Where the model's own values are: auto (its checkpoint), a folder, or vllm (nowhere).",
+            rich_help_panel="Sampling",
+        ),
+    ] = "auto",
     presence_penalty: Annotated[
         float, typer.Option(help="-2 to 2, off each token the output holds; 0: off.", rich_help_panel="Sampling")
     ] = 0.0,
@@ -215,6 +223,7 @@ def generate(
         "preemption": preemption,
         "swap_space": swap_space,
         "max_queue": max_queue,
+        "generation_config": generation_config,
         "verify": verify,
         "codegen": codegen,
         "passes": pass_selection(skip_pass, only_pass),
@@ -246,7 +255,8 @@ def generate(
             if count is not None and not as_json:
                 raise ValueError(f"{name} {count} has nowhere to go; add --json")
         bias = _read_biases(logit_bias)
-        beams = beam_params(beam_width, length_penalty, {**sampling, "logit_bias": bias}, _NOT_GIVEN)
+        length = {"max_tokens": _NOT_RECOMMENDED["max_tokens"] if max_tokens is None else max_tokens}
+        beams = beam_params(beam_width, length_penalty, {**sampling, **length, "logit_bias": bias}, _NOT_GIVEN)
         # Imported here, so that --help and --version answer at once.
         from transformers.utils import logging as transformers_logging
 
@@ -256,10 +266,12 @@ def generate(
 
         if not sys.stderr.isatty():
             transformers_logging.disable_progress_bar()
-        params = SamplingParams(logit_bias=bias, **sampling)  # type: ignore[arg-type]
-        options_for(len(prompts), **terms)  # a mistake in them is found before the model is loaded
+        asked_for: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
+        SamplingParams(logit_bias=bias, **asked_for)  # a mistake in them is found before the model is loaded
+        options_for(len(prompts), **terms)
         given: dict[str, Any] = {name: value for name, value in engine_options.items() if value is not None}
         llm = LLM(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, **given)
+        params = SamplingParams(logit_bias=bias, **_NOT_RECOMMENDED | llm.recommended_params | asked_for)
         scores: list[list[float]] | None = None
         begin = time.perf_counter()
         with _progress_bar(len(prompts)) as advance:

@@ -1,0 +1,342 @@
+"""The engine for asyncio: requests of many tasks share its steps, which one thread runs."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import queue
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Self, TypeVar
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .llm import LLM
+from .runtime.outputs import RequestOutput
+from .runtime.prompt_forms import Prompt
+from .runtime.sampling_params import SamplingParams
+from .runtime.submission import one_line
+
+Result = TypeVar("Result")
+
+
+class AsyncLLM:
+    """Serves one causal LM to the tasks of an event loop, or of several.
+
+    Only a thread of its own touches the engine; what tasks ask for goes through a queue, so no call waits for a step.
+    While it is open nothing else may use the :class:`LLM` beneath it. Making one loads and compiles the model; within
+    a running loop use ``await asyncio.to_thread(AsyncLLM, ...)``.
+
+    Args:
+        model: an :class:`LLM`, which stays open when this is shut down; or what ``LLM`` takes, and then the engine
+            belongs to this.
+        tokenizer: as for ``LLM``; not with an ``LLM``.
+        options: as for ``LLM``; not with an ``LLM``.
+
+    Attributes:
+        llm: the engine; its options, tokenizer and report may be read at any time.
+
+    Raises:
+        TypeError, ValueError: as ``LLM``.
+    """
+
+    def __init__(
+        self,
+        model: LLM | str | os.PathLike[str] | PreTrainedModel,
+        tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
+        **options: Any,
+    ) -> None:
+        if isinstance(model, LLM):
+            if tokenizer is not None or options:
+                given = ", ".join([*(["tokenizer"] if tokenizer is not None else []), *options])
+                raise TypeError(f"model is an LLM and {given} cannot change it any more; give them to that LLM")
+            self.llm = model
+        else:
+            self.llm = LLM(model, tokenizer, **options)
+        self._stepper = _Stepper(self.llm, owns_llm=self.llm is not model)
+        # Also when this is forgotten, and before the interpreter goes down under a thread that computes.
+        self._finalizer = weakref.finalize(self, self._stepper.stop)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        client: str = "",
+        deadline: float | None = None,
+        cache_salt: str = "",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run one prompt; yields everything up to now whenever there is more, with ``finished`` set at last.
+
+        A consumer that is slower than the engine finds the newest output and skips those between. Cancelling the task
+        that waits here, or closing the iterator, cancels the request.
+
+        Args:
+            prompt, sampling_params: as for :meth:`LLM.submit`.
+            request_id: a name for :meth:`abort`; by default a new one.
+            priority, client, deadline, cache_salt: as for :meth:`LLM.generate`.
+
+        Raises:
+            TypeError, ValueError: the prompt, the parameters or the id is refused.
+            QueueFull: ``max_queue`` prompts wait already.
+            RuntimeError: the engine failed, or was shut down before the request was taken.
+        """
+        consumer, stepper = _Consumer(asyncio.get_running_loop()), self._stepper
+
+        def submit(llm: LLM) -> str:
+            return llm.submit(
+                prompt,
+                sampling_params,
+                request_id,
+                priority=priority,
+                client=client,
+                deadline=deadline,
+                cache_salt=cache_salt,
+            )
+
+        stepper.send(lambda: stepper.admit(consumer, submit))
+        finished = False
+        try:
+            while not finished:
+                output = await consumer.next()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                stepper.send(lambda: stepper.drop(consumer), if_open=True)
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request early; its consumer gets a last output with ``finish_reason="cancelled"``.
+
+        Returns:
+            Whether there was an unfinished request of that id.
+        """
+        return await self._call(lambda: self.llm.cancel(request_id))
+
+    async def stats(self) -> dict[str, int | float]:
+        """Figures of the queue, the KV cache and the steps, see :meth:`LLM.stats`."""
+        return await self._call(self.llm.stats)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer in use, see :meth:`LLM.get_tokenizer`."""
+        return self.llm.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of requests that bring none."""
+        return self.llm.get_default_sampling_params()
+
+    def shutdown(self) -> None:
+        """End what has not ended as cancelled, stop the thread, and shut down an engine that belongs to this.
+
+        Waits for the step that is running; ``async with`` does so without holding up the loop. Later requests raise
+        ``RuntimeError``.
+        """
+        self._finalizer()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+    async def _call(self, function: Callable[[], Result]) -> Result:
+        """Run a function between two steps."""
+        future: concurrent.futures.Future[Result] = concurrent.futures.Future()
+        stepper = self._stepper
+        stepper.send(lambda: stepper.answer(future, function))
+        return await asyncio.wrap_future(future)
+
+
+class _Consumer:
+    """Where one ``generate`` waits; the engine's thread puts, the event loop takes."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._ready = asyncio.Event()
+        self._newest: RequestOutput | BaseException | None = None
+
+    def put(self, news: RequestOutput | BaseException) -> bool:
+        """Hand over what is new, in place of what has not been taken; False if nobody can take it any more."""
+        with self._lock:
+            is_announced, self._newest = self._newest is not None, news
+        if is_announced:
+            return not self._loop.is_closed()
+        try:
+            self._loop.call_soon_threadsafe(self._ready.set)
+        except RuntimeError:  # the loop is closed
+            return False
+        return True
+
+    async def next(self) -> RequestOutput:
+        """Wait for what is new; raises it if it is an exception."""
+        await self._ready.wait()
+        self._ready.clear()
+        with self._lock:
+            news, self._newest = self._newest, None
+        assert news is not None  # it was announced, and only this takes it
+        if isinstance(news, BaseException):
+            raise news
+        return news
+
+
+class _Stepper:
+    """The thread that runs the engine. It knows nothing of the ``AsyncLLM``, so that one can be forgotten."""
+
+    def __init__(self, llm: LLM, owns_llm: bool) -> None:
+        self._llm = llm
+        self._owns_llm = owns_llm
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # nothing is put into the inbox after it was emptied for the last time
+        self._is_closed = False
+        self._is_stopping = False
+        self._failure: BaseException | None = None
+        self._consumers: dict[str, _Consumer] = {}
+        self._ids_in_use = False  # cancelled requests have theirs until a step has given their last output
+        self._thread = threading.Thread(target=self._run, name="pagoda-engine", daemon=True)
+        self._thread.start()
+
+    def send(self, command: Callable[[], None], *, if_open: bool = False) -> None:
+        """Have the thread call ``command`` before its next step.
+
+        Raises:
+            RuntimeError: it has ended, unless ``if_open``.
+        """
+        with self._lock:
+            if not self._is_closed:
+                self._inbox.put(command)
+                return
+        if not if_open:
+            raise self._error()
+
+    def stop(self) -> None:
+        """End the thread and wait for that."""
+        self.send(self._begin_to_stop, if_open=True)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def admit(self, consumer: _Consumer, submit: Callable[[LLM], str]) -> None:
+        """Submit a request whose outputs go to ``consumer``; in the thread, as all below."""
+        if self._is_stopping:
+            consumer.put(self._error())
+            return
+        if self._ids_in_use:
+            try:
+                self._step()
+            except Exception as error:
+                consumer.put(_failure(error))
+                return
+        try:
+            self._consumers[submit(self._llm)] = consumer
+        except Exception as error:
+            consumer.put(error)
+
+    def drop(self, consumer: _Consumer) -> None:
+        """Cancel the request of a consumer that has gone."""
+        for request_id, known in list(self._consumers.items()):
+            if known is consumer:
+                del self._consumers[request_id]
+                self._cancel(request_id)
+
+    def answer(self, future: concurrent.futures.Future[Any], function: Callable[[], Any]) -> None:
+        """Call a function for somebody who awaits its result."""
+        if not future.set_running_or_notify_cancel():
+            return
+        if self._is_stopping:
+            future.set_exception(self._error())
+            return
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
+
+    def _begin_to_stop(self) -> None:
+        self._is_stopping = True
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                try:
+                    command = self._inbox.get(block=not self._consumers and not self._llm.has_unfinished())
+                except queue.Empty:
+                    self._step()
+                else:
+                    command()
+                    del command  # it may be the last that knows the AsyncLLM
+            self._cancel_all()
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._close()
+
+    def _step(self) -> None:
+        """One step. An exception ends the requests and reaches all who wait; with nobody there it ends the thread."""
+        self._ids_in_use = False
+        try:
+            outputs = self._llm.step()
+            if self._consumers and not outputs and not self._llm.has_unfinished():
+                raise RuntimeError("requests were taken away; use the LLM beneath an AsyncLLM nowhere else")
+        except Exception as error:
+            if not self._consumers:
+                raise
+            failed, self._consumers = self._consumers, {}
+            for consumer in failed.values():
+                consumer.put(_failure(error))
+            for request_id in failed:
+                self._cancel(request_id)
+            return
+        self._hand_out(outputs)
+
+    def _hand_out(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            consumer = self._consumers.get(output.request_id)
+            if consumer is None:
+                continue
+            is_heard = consumer.put(output)
+            if output.finished:
+                del self._consumers[output.request_id]
+            elif not is_heard:
+                self.drop(consumer)
+
+    def _cancel(self, request_id: str) -> None:
+        self._llm.cancel(request_id)
+        self._ids_in_use = True
+
+    def _cancel_all(self) -> None:
+        if self._owns_llm:
+            self._hand_out(self._llm.shutdown())
+            return
+        for request_id in self._consumers:
+            self._cancel(request_id)
+        while self._consumers:
+            self._step()
+
+    def _close(self) -> None:
+        """Leave nobody waiting, whatever ended the thread."""
+        self._is_stopping = True
+        with self._lock:
+            self._is_closed = True
+        for consumer in self._consumers.values():
+            consumer.put(self._error())
+        self._consumers = {}
+        while True:
+            try:
+                self._inbox.get_nowait()()
+            except queue.Empty:
+                return
+
+    def _error(self) -> RuntimeError:
+        if self._failure is not None:
+            return _failure(self._failure)
+        return RuntimeError("this AsyncLLM was shut down and takes no more calls; make a new one")
+
+
+def _failure(cause: BaseException) -> RuntimeError:
+    """An exception of its own for each that gets it: tracebacks grow where they are raised."""
+    error = RuntimeError(f"the engine failed: {one_line(cause)}")
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,92 @@
+"""Default sampling parameters: what the checkpoint's generation config recommends, as in vLLM."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from .checkpoint import first_line
+from .runtime.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""transformers' name → ours, of what vLLM reads of a generation config."""
+
+_OFF = 'correct the file, or pass generation_config="vllm"'
+
+
+def recommended_params(source: str | os.PathLike[str], module: PreTrainedModel) -> dict[str, Any]:
+    """Sampling parameters that a generation config sets, by their names in ``SamplingParams``.
+
+    ``do_sample=False`` means greedy decoding, as in transformers, where the config says so; where it says nothing of
+    it, as most do, the temperature is the config's or vLLM's 1.0. (vLLM does not read ``do_sample`` at all.)
+
+    Args:
+        source: ``"auto"`` for the module's own, which came with its checkpoint; ``"vllm"`` for none; or a folder with
+            a ``generation_config.json``, or a hub id.
+        module: the model.
+
+    Raises:
+        TypeError: ``source`` is neither text nor a path.
+        ValueError: there is no such file, or a value in it is out of range.
+    """
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(f'generation_config={source!r} is a {type(source).__name__}; use "auto", "vllm" or a folder')
+    name = os.fspath(source)
+    if name == "vllm":
+        return {}
+    config = getattr(module, "generation_config", None) if name == "auto" else _read(name)
+    found = {ours: value for theirs, ours in _NAMES.items() if (value := getattr(config, theirs, None)) is not None}
+    if getattr(config, "do_sample", None) is False:
+        found["temperature"] = 0.0
+    try:
+        SamplingParams(**found)
+    except ValueError as error:
+        renamed = str(error).replace("max_tokens", "max_new_tokens")
+        raise ValueError(
+            f"generation_config={name!r} recommends what cannot be sampled: {renamed}; {_OFF}"
+        ) from error
+    neutral = SamplingParams()
+    return {name: value for name, value in found.items() if value != getattr(neutral, name)}
+
+
+def default_params(recommended: dict[str, Any]) -> SamplingParams:
+    """The parameters of requests that bring none; says so where they are not ``SamplingParams()``."""
+    if recommended:
+        logger.info(
+            "default sampling parameters from the model's generation_config: %s; those that a request brings replace "
+            'all of them, and LLM(generation_config="vllm") leaves them out',
+            ", ".join(f"{name}={value!r}" for name, value in recommended.items()),
+        )
+    return SamplingParams(**recommended)
+
+
+def params_or(
+    default: SamplingParams, given: SamplingParams | Sequence[SamplingParams | None] | None
+) -> SamplingParams | Sequence[SamplingParams]:
+    """What was given, with ``default`` in place of None."""
+    if isinstance(given, list | tuple):
+        return [default if entry is None else entry for entry in given]
+    return default if given is None else given  # type: ignore[return-value]  # other kinds are refused by the engine
+
+
+def _read(name: str) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(os.path.expanduser(name))
+    except Exception as error:
+        raise ValueError(
+            f"generation_config={name!r}: could not read it: {first_line(error)}; pass a folder that holds a "
+            'generation_config.json, "auto" or "vllm"'
+        ) from error
