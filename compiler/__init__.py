@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ..passes.traced import UnsupportedModel
 from .compile import compile_program
+from .module_guard import ModuleGuard
 from .options import CompileOptions
 from .report import CompileReport
 from .weights import WeightGuard
 
-__all__ = ["CompileOptions", "CompileReport", "UnsupportedModel", "WeightGuard", "compile_program"]
+__all__ = ["CompileOptions", "CompileReport", "ModuleGuard", "UnsupportedModel", "WeightGuard", "compile_program"]

@@ -14,10 +14,12 @@ from .linkage import Linkage
 from .linker import LinkedProgram
 from .options import CompileOptions
 from .report import CompileReport
-from .store.fingerprint import CannotIdentify, contents_digest, fingerprint
+from .store.describer import CannotIdentify
+from .store.fingerprint import fingerprint
 from .store.graph_data import CannotStore
 from .store.program_store import ProgramStore, open_store
 from .store.stored_program import Outdated, describe, report_data, restore
+from .store.tensor_contents import contents_digest
 from .user_passes import registered_passes
 
 if TYPE_CHECKING:

@@ -24,7 +24,9 @@ from ..passes.attention_node import paged_attention_nodes
 from ..passes.fx_nodes import is_pure, value
 from ..runtime.program import is_cache_input
 from .capture import configs
-from .store.fingerprint import CannotIdentify, describe_module, module_tensors
+from .store.describer import CannotIdentify
+from .store.fingerprint import describe_module
+from .store.tensor_contents import module_tensors
 
 LEAST_SAVED = 4
 """Layers that have to be spared for it to be worth while."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
+from torch._C._dynamo.guards import dict_version
 
 Place = tuple[int, torch.dtype, torch.device]
 """Where a tensor's elements are and what they are."""
@@ -33,6 +34,10 @@ class WeightGuard:
     ) -> None:
         self._model = model
         self._known = self._now()
+        self._tensors = [tensor for _, tensor in _tensors(model)]
+        dicts = [d for m in model.modules() for d in (m._parameters, m._buffers, m._modules)]
+        self._dicts, self._empty = [d for d in dicts if d], [d for d in dicts if not d]
+        self._quick = self._glance()
         self._copied = [(tensor, tensor._version) for tensor in copied if not tensor.is_inference()]
         self._merged = {id(tensor) for tensor in merged}
         self._writes = self._count_writes()
@@ -45,13 +50,10 @@ class WeightGuard:
             RuntimeError: a parameter or buffer was replaced, moved, converted, added or removed; or one that is
                 packed was written to.
         """
-        now = self._now()
-        if now != self._known:
-            changed = next(name for name in {**self._known, **now} if now.get(name) != self._known.get(name))
-            raise RuntimeError(
-                f"{changed!r} of {type(self._model).__name__} was replaced or moved after the model was compiled "
-                "(.to(), load_state_dict(assign=True), an adapter); compile it again"
-            )
+        glance = self._glance()
+        if glance != self._quick:
+            self._check_places()
+            self._quick = glance
         for tensor, version in self._copied:
             if tensor._version != version:
                 name = next(name for name, other in _tensors(self._model) if other is tensor)
@@ -59,6 +61,15 @@ class WeightGuard:
                     f"{name!r} of {type(self._model).__name__} was written to after the model was compiled, and the "
                     "program holds a packed copy of it or constants computed from it; compile the model again"
                 )
+
+    def _check_places(self) -> None:
+        now = self._now()
+        if now != self._known:
+            changed = next(name for name in {**self._known, **now} if now.get(name) != self._known.get(name))
+            raise RuntimeError(
+                f"{changed!r} of {type(self._model).__name__} was replaced or moved after the model was compiled "
+                "(.to(), load_state_dict(assign=True), an adapter); compile it again"
+            )
 
     def written_since_last_time(self) -> bool:
         """Whether any tensor was written to in place since the last call, or since this was made."""
@@ -76,7 +87,12 @@ class WeightGuard:
                 self._known[name] = (identity, after)
 
     def _count_writes(self) -> int:
-        return sum(tensor._version for _, tensor in _tensors(self._model) if not tensor.is_inference())
+        return sum(tensor._version for tensor in self._tensors if not tensor.is_inference())
+
+    def _glance(self) -> tuple[list[int], list[int], bool]:
+        """What no tensor can be replaced, added or moved without changing."""
+        places = [tensor.data_ptr() for tensor in self._tensors]
+        return list(map(dict_version, self._dicts)), places, any(self._empty)
 
     def _now(self) -> dict[str, tuple[int, Place]]:
         return {name: (id(tensor), place_of(tensor)) for name, tensor in _tensors(self._model)}

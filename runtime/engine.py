@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_OPTIONS = RequestOptions()
 
+Result = TypeVar("Result")
 AnySubmission = TypeVar("AnySubmission", bound=Submission)
 
 
@@ -104,6 +105,7 @@ class Engine:
         swap_space: int = 0,
         max_queue: int | None = None,
         batches: Batches | None = None,
+        before_step: Callable[[], None] | None = None,
     ) -> None:
         for name, value in (
             ("block_size", block_size),
@@ -158,6 +160,8 @@ class Engine:
         self.sampler = Sampler(sorted(self.eos_token_ids))
         mover = CacheMover(cache, host, [spec.group for spec in program.caches])
         self._core = EngineCore(self.batcher, self.runner, self.sampler, mover, cost)
+        if before_step is not None:
+            self._core.before_step = before_step
         self._next_id = 0
         if program.device.type == "cpu":
             keep_freed_memory()
@@ -410,6 +414,15 @@ class Engine:
         self._core.turns.take(self._core.shut_down)
         self.__dict__.pop("runner", None)
         return self.step()
+
+    def in_turn(self, action: Callable[[], Result]) -> Result:
+        """Call ``action`` while no step runs and no other thread uses the engine; returns what it returns."""
+        return self._core.turns.take(action)
+
+    def compute_again(self) -> None:
+        """Forget all keys and values: requests under way are computed again from their tokens, prompt and output,
+        with the weights as they are now. For ``before_step`` and ``in_turn``."""
+        self._core.compute_again()
 
     def _stream(
         self, prompt: CheckedPrompt, params: SamplingParams, options: RequestOptions

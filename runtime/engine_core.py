@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
 from .batching import Batcher, PreemptionCost, Schedule, ScheduledRequest
@@ -60,12 +60,19 @@ class EngineCore:
         self.profiler = Profiler()
         self.computer = StepComputer(runner, sampler, cost, self.profiler)
         self.total_seconds = 0.0
+        self.before_step: Callable[[], object] = lambda: None  # called where a step is about to be planned
         self._pool_sizes = [pool.num_blocks for pool in batcher.block_manager.pools]
         self._sampled: list[str] = []  # ids of the sequences that got a token in this step
         self._dropped: list[Submission] = []
         self._is_sound = True
         self._is_changing = False
         self._is_shut_down = False
+
+    def compute_again(self) -> None:
+        """Let what is under way wait again and be computed from its tokens: no key is used again."""
+        with self.change:
+            self.batcher.block_manager.forget_prefixes()
+        self._recover()
 
     def check_queue(self, count: int) -> None:
         """Raise ``QueueFull`` if so many more prompts find no room."""
@@ -170,6 +177,8 @@ class EngineCore:
 
     def run_step(self) -> list[Submission]:
         """Run one model step; returns whose completions got a token or ended, once per completion."""
+        if self.batcher.has_unfinished():
+            self.before_step()
         with self.change:
             if not self.batcher.has_unfinished():
                 return []

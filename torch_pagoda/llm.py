@@ -6,8 +6,8 @@ import gc
 import inspect
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .chat import Message, chat_prompts
 from .checkpoint import check_module, check_tokenizer, load_model, load_tokenizer, resolve_dtype
-from .compiler import CompileOptions, CompileReport, UnsupportedModel, WeightGuard, compile_program
+from .compiler import CompileOptions, CompileReport, ModuleGuard, UnsupportedModel, WeightGuard, compile_program
 from .compiler.user_passes import Pattern
 from .default_params import default_params, params_or, recommended_params
 from .device import free_memory, resolve_device
@@ -220,8 +220,8 @@ class LLM:
                 f"model={name} cannot be served: {error}; use transformers' own generate, which "
                 'torch.compile(model, backend="pagoda") can speed up'
             ) from error
-        self._checking = threading.Lock()
         self._weights = WeightGuard(module, program.copied_weights, program.merged_weights)
+        self._module = None if loads else ModuleGuard(module)
         self.program: Program = program
         self.compile_report: CompileReport = program.report
         if memory is None and num_blocks is None and (free := free_memory(resolved)) is not None:
@@ -253,6 +253,7 @@ class LLM:
             preemption=preemption,
             swap_space=swap_bytes,
             max_queue=max_queue,
+            before_step=self._check_unchanged,
         )
 
     def generate(
@@ -442,18 +443,24 @@ class LLM:
         self.engine.reset_prefix_cache()
 
     def check_weights(self) -> None:
-        """Compare the module's weights with those that were compiled.
+        """Compare the module with what was compiled; every call and every step does.
 
-        Weights that were written to in place are used as they are now, and what the prefix cache holds of the former
-        ones is dropped.
+        Weights that were written to in place are used as they are now: what the prefix cache holds of the former ones
+        is dropped, and requests under way are computed again from their tokens, those that they got so far included.
 
         Raises:
-            RuntimeError: one was replaced, moved, or written to after it was packed.
+            RuntimeError: a weight was replaced, moved, or written to after it was packed; or a live module changed
+                otherwise: an adapter, a hook, an attribute, a setting of its config, a submodule, a method, train().
+                Make a new ``LLM``; :func:`~torch_pagoda.compile`, called again, does.
         """
-        with self._checking:  # nobody else goes on before the cache is empty
-            self._weights.check()
-            if self._weights.written_since_last_time():
-                self.engine.reset_prefix_cache()
+        self.engine.in_turn(partial(self._check_unchanged, fully=True))
+
+    def _check_unchanged(self, *, fully: bool = False) -> None:
+        self._weights.check()
+        if self._module is not None:
+            self._module.check(fully=fully)
+        if self._weights.written_since_last_time():
+            self.engine.compute_again()
 
     def step(self) -> list[RequestOutput]:
         """Run one step of the engine; returns the requests that got on."""

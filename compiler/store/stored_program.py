@@ -16,9 +16,9 @@ from ..linker import LinkedProgram
 from ..merged_weights import merge_inputs
 from ..report import CompileReport
 from ..targets.cpu.kernels import kernel_calls
-from .fingerprint import module_tensors, tensor_digest
 from .graph_data import CannotStore, from_data, to_data
 from .linkage_check import check_linkage
+from .tensor_contents import module_tensors, tensor_digest
 from .typed_data import from_plain, to_plain
 
 _MOST_BYTES = 64 << 20

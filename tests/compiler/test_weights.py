@@ -63,3 +63,13 @@ def test_moved_weights_are_noticed(model, change):
     change(model)
     with pytest.raises(RuntimeError, match="after the model was compiled"):
         guard.check()
+
+
+def test_writes_are_counted_once(model):
+    """They empty the prefix cache."""
+    guard = WeightGuard(model)
+    assert not guard.written_since_last_time()
+    with torch.no_grad():
+        model[0].bias.add_(1.0)
+    assert guard.written_since_last_time()
+    assert not guard.written_since_last_time()

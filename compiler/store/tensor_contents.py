@@ -1,0 +1,58 @@
+"""Digests of what tensors hold."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import nn
+
+WHOLE_BYTES = 1 << 16
+"""Parameters up to this size are read in full."""
+_SAMPLES = 8
+_SAMPLE_BYTES = 512
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """A digest of all elements of a tensor."""
+    digest = hashlib.sha256()
+    update_whole(digest, tensor)
+    return digest.hexdigest()
+
+
+def contents_digest(model: nn.Module) -> str:
+    """A digest of what the module's tensors hold, wherever in memory they are: samples of large parameters, all of
+    the others."""
+    digest = hashlib.sha256()
+    known: set[int] = set()
+    for name, tensor in module_tensors(model).items():
+        if id(tensor) in known or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            continue
+        known.add(id(tensor))
+        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        small = tensor.numel() * tensor.element_size() <= WHOLE_BYTES
+        if small or not isinstance(tensor, nn.Parameter) or not tensor.is_contiguous():
+            update_whole(digest, tensor)
+        else:
+            _update_samples(digest, tensor)
+    return digest.hexdigest()
+
+
+def module_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by qualified name; shared ones under each of their names."""
+    named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    named.update(model.named_buffers(remove_duplicate=False))
+    return named
+
+
+def update_whole(digest: Any, tensor: torch.Tensor) -> None:
+    """Feed a digest with all elements of a tensor."""
+    digest.update(memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()))
+
+
+def _update_samples(digest: Any, tensor: torch.Tensor) -> None:
+    flat = tensor.detach().view(-1).view(torch.uint8)
+    step = (flat.numel() - _SAMPLE_BYTES) // (_SAMPLES - 1)
+    for i in range(_SAMPLES):
+        digest.update(memoryview(flat[i * step : i * step + _SAMPLE_BYTES].numpy()))
