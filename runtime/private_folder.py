@@ -12,8 +12,8 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 CACHE = "TORCH_PAGODA_CACHE"
 """Environment variable: the cache folder."""
@@ -56,7 +56,7 @@ def make_private_folder(folder: Path) -> None:
     check_private_folder(folder)
 
 
-def open_private_file(path: Path) -> BinaryIO:
+def open_private_file(path: Path) -> BufferedReader:
     """Open a file that keeps the rule for reading.
 
     Raises:

@@ -56,7 +56,7 @@ def chat_prompts(
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                tools=list(tools) if tools else None,
+                tools=[dict(tool) for tool in tools] if tools else None,
                 tokenize=False,
                 **(chat_template_kwargs or {}),
             )

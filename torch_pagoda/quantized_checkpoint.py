@@ -67,7 +67,7 @@ def check_description(config: Any, name: str) -> None:
     Raises:
         ValueError: it names the method.
     """
-    found = next(_quantization_configs(config.to_dict()), None)
+    found = next(iter(_quantization_configs(config.to_dict())), None)
     if found is not None:
         key, said = found
         method = said.get("quant_method") if isinstance(said, Mapping) else None

@@ -42,7 +42,7 @@ _TYPE_HINTS = (types.UnionType, types.GenericAlias, inspect.Signature)
 _TORCH_VALUES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _C_FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _CODE = (types.FunctionType, property, classmethod, staticmethod, functools.cached_property, functools.partialmethod)
-_FIELDS = (types.MemberDescriptorType, types.GetSetDescriptorType, type(namedtuple("_", "x").x))
+_FIELDS = (types.MemberDescriptorType, types.GetSetDescriptorType, type(vars(namedtuple("_", "x"))["x"]))
 _FOLLOWED = ("transformers.", "torch.nn.")
 """Parts of the framework whose code is followed to find patches behind it."""
 _KEPT_APART = frozenset(("_parameters", "_buffers", "_modules", "generation_config", "generate"))

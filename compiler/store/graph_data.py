@@ -9,7 +9,7 @@ from __future__ import annotations
 import keyword
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -112,7 +112,8 @@ def _value(item: Any, nodes: dict[str, fx.Node]) -> Any:
         raise ValueError(f"{item!r:.60} is no argument")
     kind, *rest = item
     if kind in ("node", "torch", "device"):
-        known = {"node": nodes, "torch": _OF_TORCH, "device": {"cpu": _CPU}}[kind]
+        tables: dict[str, Mapping[str, Any]] = {"node": nodes, "torch": _OF_TORCH, "device": {"cpu": _CPU}}
+        known = tables[kind]
         if len(rest) != 1 or not isinstance(rest[0], str) or rest[0] not in known:
             raise ValueError(f"{item!r:.60} is no {kind} of a graph")
         return known[rest[0]]

@@ -121,7 +121,7 @@ def _refusal(node: fx.Node) -> str:
         if name not in _OWN:
             return "is not known to be invariant"
         if name == "moe_gating" and (unknown := {node.args[3], node.args[7]} - INVARIANT_SCORINGS):
-            return f"has no invariant form of {', '.join(map(str, sorted(unknown)))}"
+            return f"has no invariant form of {', '.join(sorted(map(str, unknown)))}"
         wide = dtypes - set(FLOAT_CODES)
         return f"has no kernel for {wide.pop()}" if wide else ""
     if name in ("add", "sub", "rsub") and argument(node, 2, "alpha", 1) != 1:
