@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..passes import UnsupportedModel
+from ..runtime.ops.kernel_check import check_kernels
 from ..runtime.ops.native import begin_loading
 from . import dump
 from .linkage import Linkage
 from .linker import LinkedProgram
 from .options import CompileOptions
-from .report import CompileReport
+from .report import CompileReport, PhaseClock
 from .store.describer import CannotIdentify
 from .store.fingerprint import fingerprint
 from .store.graph_data import CannotStore
@@ -21,6 +24,7 @@ from .store.program_store import ProgramStore, open_store
 from .store.stored_program import Outdated, describe, report_data, restore
 from .store.tensor_contents import contents_digest
 from .user_passes import registered_passes
+from .verify import SHORT_SCHEDULE, check, reference_of_model
 
 if TYPE_CHECKING:
     from .build import Built
@@ -49,21 +53,25 @@ def compile_program(model: nn.Module, options: CompileOptions, *, owns_weights: 
         except CannotIdentify as error:
             log.info("the program is not kept for later starts: %s", error)
             store = None
-    if store is not None and (program := _stored(store, key, model)) is not None:
-        program.report.seconds["load"] = time.perf_counter() - start
-        _pack_stored(program, options, owns_weights)
+    if store is not None and (program := _stored(store, key, model, options, owns_weights, start)) is not None:
         return program
     # Imported here: it brings the tracer, which a process that finds its program in the store never needs.
     from .build import build_unpacked, finish
 
     built = build_unpacked(model, options)
+    if options.target == "cpu" and options.verify != "off":
+        check_kernels()
     data = None
     if store is not None and _is_plain(built.program.report):
         data = _described(built, model, contents)
     finish(built, owns_weights=owns_weights)
     program = built.program
     if store is not None and data is not None:
-        more = {"rope_switch": program.rope_switch, "restart_length": program.restart_length}
+        more = {
+            "rope_switch": program.rope_switch,
+            "restart_length": program.restart_length,
+            "tolerance": None if built.reference is None else built.reference.tolerance,
+        }
         store.save(key, {**data, **more, "report": report_data(program.report)})
     return program
 
@@ -77,30 +85,55 @@ def _not_stored(options: CompileOptions) -> str:
     return f"the content of pass {names[0]!r} is not known" if names else ""
 
 
-def _stored(store: ProgramStore, key: str, model: nn.Module) -> LinkedProgram | None:
+def _stored(
+    store: ProgramStore, key: str, model: nn.Module, options: CompileOptions, release: bool, start: float
+) -> LinkedProgram | None:
+    """The program that is kept under ``key``, compared with the model and its weights packed; None where there is
+    none that fits.
+
+    Raises:
+        UnsupportedModel: its rounded weights do not say what the model says; it is forgotten.
+    """
     data = store.load(key)
     if data is None:
         return None
     try:
         program = restore(data, model)
+        program.rope_switch, program.restart_length = data["rope_switch"], data["restart_length"]
+        tolerance = None if options.verify == "off" else float(data["tolerance"])
     except Outdated as error:
         log.info("the stored program is not used: %s", error)
+        store.discard(key)
+        return None
     except Exception as error:
         log.warning("the stored program %s cannot be used (%s); compiling again", key, error)
-    else:
-        program.rope_switch, program.restart_length = data["rope_switch"], data["restart_length"]
-        program.report.stored = True
-        program.report.seconds = {}
-        return program
-    store.discard(key)
-    return None
-
-
-def _pack_stored(program: LinkedProgram, options: CompileOptions, release: bool) -> None:
+        store.discard(key)
+        return None
+    program.report.stored = True
+    program.report.seconds = {}
+    clock = PhaseClock(program.report.seconds, start)
+    clock.lap("load")
+    if tolerance is not None:
+        check_kernels()
+    reference = None if tolerance is None else replace(reference_of_model(model, SHORT_SCHEDULE), tolerance=tolerance)
+    # Until weights are rounded and packed, every product would round its own.
+    if reference is not None and not options.quantization:
+        verdict = check(program, reference)
+        clock.lap("verify")
+        if not verdict.ok:
+            log.warning("the stored program %s is not the model's: %s; compiling again", key, verdict.reason)
+            store.discard(key)
+            return None
     if options.pack_weights or options.quantization:
-        start = time.perf_counter()
         program.pack_weights(release=release)
-        program.report.seconds["pack"] = time.perf_counter() - start
+        clock.lap("pack")
+    if reference is not None and options.quantization:
+        verdict = check(program, reference, weight_bits=program.weight_bits)
+        clock.lap("verify")
+        if not verdict.ok:
+            store.discard(key)
+            raise UnsupportedModel(f"the stored program is not the model's: {verdict.reason}; start again")
+    return program
 
 
 def _described(built: Built, model: nn.Module, contents: str) -> dict[str, Any] | None:

@@ -76,10 +76,11 @@ class CompileReport:
 
 
 class PhaseClock:
-    """Adds up what the phases of compiling take, in a report's ``seconds``; the first one begins now."""
+    """Adds up what the phases of compiling take, in a report's ``seconds``; the first one begins now, or at
+    ``start``."""
 
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self._seconds, self._start = seconds, time.perf_counter()
+    def __init__(self, seconds: dict[str, float], start: float | None = None) -> None:
+        self._seconds, self._start = seconds, time.perf_counter() if start is None else start
 
     def lap(self, phase: str) -> None:
         """The phase ``phase`` ends now and another one begins."""

@@ -56,6 +56,8 @@ class Schedule:
 
 MODEL_SCHEDULE = Schedule((11, 27, 48), (3, 9, 6), 4)
 """How the model's own logits are compared."""
+SHORT_SCHEDULE = Schedule((5, 12, 9), (3, 9, 6), 4, decoded=1)
+"""The same for a program that was compared before it was stored."""
 
 
 @dataclass
@@ -82,7 +84,7 @@ class Reference:
         return [len(t) - self.schedule.decoded for t in self.tokens]
 
 
-def reference_of_model(model: nn.Module) -> Reference:
+def reference_of_model(model: nn.Module, schedule: Schedule = MODEL_SCHEDULE) -> Reference:
     """What the model says when HuggingFace runs it, each sequence alone and without a cache.
 
     Raises:
@@ -91,7 +93,7 @@ def reference_of_model(model: nn.Module) -> Reference:
     table = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
     if table is None:
         raise UnsupportedModel(f"{type(model).__name__} has no single table of token embeddings")
-    schedule = MODEL_SCHEDULE.within(max_positions(model) or 1 << 30)
+    schedule = schedule.within(max_positions(model) or 1 << 30)
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(0, table.shape[0], (n,), generator=generator) for n in schedule.lengths]

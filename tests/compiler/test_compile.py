@@ -11,9 +11,10 @@ import torch
 from torch_pagoda import LLM, SamplingParams
 from torch_pagoda.compiler import CompileOptions, compile_program
 from torch_pagoda.compiler import build as build_module
+from torch_pagoda.compiler import compile as compile_module
 from torch_pagoda.compiler.store.program_store import DISABLE, ProgramStore
 from torch_pagoda.compiler.user_passes import register_pass, unregister_pass
-from torch_pagoda.compiler.verify import compared_steps, reference_of_model
+from torch_pagoda.compiler.verify import check, compared_steps, reference_of_model
 from torch_pagoda.passes import PassRecord
 
 from tiny_models import build_tiny_model
@@ -73,7 +74,7 @@ def test_second_start_takes_the_same_program(kind, given, no_compiler):
     assert torch.equal(logits(second, reference), expected)
     assert second.report.verdict == first.report.verdict
     assert second.report.passes == first.report.passes
-    assert set(second.report.seconds) <= {"load", "pack"}
+    assert set(second.report.seconds) <= {"load", "verify", "pack"}
     assert second.caches == first.caches
     assert (second.max_model_len, second.vocab_size) == (first.max_model_len, first.vocab_size)
     assert [t.shape for t in second.copied_weights] == [t.shape for t in first.copied_weights]
@@ -102,6 +103,23 @@ def test_stored_program_reads_the_weights_that_there_are(no_compiler):
         model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
     for _, found, expected in compared_steps(program, reference_of_model(model)):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_stale_program_is_found_when_it_is_loaded(monkeypatch, caplog):
+    """Whatever the digest leaves out: here it leaves out everything."""
+    monkeypatch.setattr(compile_module, "fingerprint", lambda *args: "0" * 64)
+
+    def with_gain(gain):
+        return ToyLM(sdpa, finish=lambda logits: logits * gain + gain * logits.square())
+
+    options = CompileOptions(codegen="none")
+    assert not compile_program(with_gain(0.5), options).report.stored
+    assert compile_program(with_gain(0.5), options).report.stored
+    program = compile_program(with_gain(2.0), options)
+    assert not program.report.stored
+    assert "is not the model's" in caplog.text
+    assert check(program, reference_of_model(with_gain(2.0))).ok
+    assert compile_program(with_gain(2.0), options).report.stored, "the new one took its place"
 
 
 def test_changed_weights_are_compiled_and_checked_anew():

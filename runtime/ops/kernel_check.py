@@ -1,0 +1,95 @@
+"""The comparison of the attention kernel with its reference, once per process, before a program relies on it.
+
+A self-check of whole models runs short sequences. Here sequences are longer than every block of keys that the kernel
+takes at a time, and long enough to be split over their keys and merged again where threads are idle.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from ..private_folder import cache_folder
+from .native import load_kernels
+from .paged_attention import paged_attention_cpu
+from .reference import paged_attention_reference
+
+_HEADS, _KV_HEADS, _DIM, _BLOCK = 8, 2, 64, 32
+_CONTEXTS = (70, 1300, 150)
+_NEW = (1, 1, 5)
+_TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
+
+
+@functools.cache
+def check_kernels() -> None:
+    """Compare the kernels that were loaded; nothing where there are none.
+
+    Raises:
+        RuntimeError: they give wrong numbers, or read blocks that do not exist.
+    """
+    why = "" if load_kernels() is None else wrong_attention(paged_attention_cpu)
+    if why:
+        raise RuntimeError(
+            f"the C++ kernels in {cache_folder() / 'kernels'} are wrong on this machine: {why}; delete them, so that "
+            "they are built again, and report it if that does not help"
+        )
+
+
+def wrong_attention(attend: Callable[..., torch.Tensor]) -> str:
+    """What is wrong with a function that is to do what ``paged_attention_reference`` does; "" if nothing is found."""
+    for dtype, window in ((torch.float32, 0), (torch.float32, 100), (torch.bfloat16, 0)):
+        given = _arguments(dtype, window)
+        found = attend(*_fresh(given)).float()
+        expected = paged_attention_reference(*_fresh(given)).float()
+        error = torch.nan_to_num((found - expected).abs(), nan=float("inf")).max() / expected.std()
+        if error > _TOLERANCE[dtype]:
+            what = f"attention in {dtype} with sliding_window={window}"
+            return f"{what} differs from the reference by {float(error):.2g} standard deviations"
+    given = _arguments(torch.float32, 0)
+    table = given[6]
+    assert isinstance(table, torch.Tensor)
+    table[1, 3] = 1 << 20
+    try:
+        attend(*_fresh(given))
+    except ValueError:
+        return ""
+    return "a block id outside the cache is not refused"
+
+
+def _arguments(dtype: torch.dtype, window: int) -> list[object]:
+    """Positional arguments of ``paged_attention``: a step of three sequences over a full cache."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).to(dtype)
+
+    width = -(-max(_CONTEXTS) // _BLOCK)
+    blocks = width * len(_CONTEXTS)
+    table = torch.randperm(blocks, generator=generator).reshape(len(_CONTEXTS), width).to(torch.int32)
+    places = [torch.arange(length - new, length) for length, new in zip(_CONTEXTS, _NEW, strict=True)]
+    slots = [table[s][at // _BLOCK].long() * _BLOCK + at % _BLOCK for s, at in enumerate(places)]
+    tokens = sum(_NEW)
+    return [
+        random(1, tokens, _HEADS, _DIM).transpose(1, 2) * 2,
+        random(1, tokens, _KV_HEADS, _DIM).transpose(1, 2),
+        random(1, tokens, _KV_HEADS, _DIM).transpose(1, 2),
+        random(blocks, _KV_HEADS, _BLOCK, _DIM).transpose(1, 2),
+        random(blocks, _KV_HEADS, _BLOCK, _DIM).transpose(1, 2),
+        torch.cat(slots),
+        table,
+        torch.tensor([0, *torch.tensor(_NEW).cumsum(0).tolist()], dtype=torch.int32),
+        torch.tensor(_CONTEXTS, dtype=torch.int32),
+        random(_HEADS),
+        None,
+        _DIM**-0.5,
+        window,
+        0,
+        30.0,
+    ]
+
+
+def _fresh(given: list[object]) -> list[object]:
+    """The same with caches of their own, which the operator writes."""
+    return [x.clone() if i in (3, 4) and isinstance(x, torch.Tensor) else x for i, x in enumerate(given)]

@@ -1,0 +1,87 @@
+"""What the check of the attention kernel accepts, and the mistakes that it must find."""
+
+from __future__ import annotations
+
+import pytest
+
+from torch_pagoda.runtime.ops import kernel_check
+from torch_pagoda.runtime.ops.kernel_check import check_kernels, wrong_attention
+from torch_pagoda.runtime.ops.paged_attention import paged_attention_cpu
+from torch_pagoda.runtime.ops.reference import paged_attention_reference
+
+KEY_CACHE, VALUE_CACHE, TABLE, LENS, SINKS, SCALE, WINDOW, SOFTCAP = 3, 4, 6, 8, 9, 11, 12, 14
+
+
+def test_the_kernel_is_right(two_threads):
+    assert wrong_attention(paged_attention_cpu) == ""
+    check_kernels.cache_clear()
+    check_kernels()
+
+
+def changed(place, change):
+    def attend(*args):
+        args = list(args)
+        args[place] = change(args[place])
+        return paged_attention_reference(*args)
+
+    return attend
+
+
+def lose_a_key_of_the_second_block(*args):
+    """Key 64 of the first sequence, whose decoded token is the 70th, is as if it were not there."""
+    args = list(args)
+    args[KEY_CACHE] = args[KEY_CACHE].clone()
+    block = int(args[TABLE][0, 64 // 32])
+    args[KEY_CACHE][block, 0] = 0
+    return paged_attention_reference(*args)
+
+
+def merge_halves_without_weights(*args):
+    """The second sequence split over its keys, its halves averaged."""
+    right = paged_attention_reference(*args)
+    args = list(args)
+    halves = []
+    for keep in (slice(None, 20), slice(20, None)):
+        part = list(args)
+        part[TABLE] = args[TABLE].clone()
+        rows = args[TABLE][1][keep]
+        part[TABLE][1] = rows.repeat(4)[: args[TABLE].shape[1]]
+        halves.append(paged_attention_reference(*part))
+    right[:, :, 1] = (halves[0][:, :, 1] + halves[1][:, :, 1]) / 2
+    return right
+
+
+def read_any_block(*args):
+    args = list(args)
+    args[TABLE] = args[TABLE].clamp(0, args[KEY_CACHE].shape[0] - 1)
+    return paged_attention_reference(*args)
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        changed(SCALE, lambda scale: scale * 1.02),
+        changed(SOFTCAP, lambda softcap: 0.0),
+        changed(SINKS, lambda sinks: None),
+        changed(WINDOW, lambda window: window + 1 if window else 0),
+        lose_a_key_of_the_second_block,
+        merge_halves_without_weights,
+    ],
+    ids=["scale", "softcap", "sinks", "window", "lost key", "merge"],
+)
+def test_wrong_numbers_are_found(mutant):
+    assert "differs from the reference" in wrong_attention(mutant)
+
+
+def test_missing_validation_is_found():
+    assert wrong_attention(read_any_block) == "a block id outside the cache is not refused"
+
+
+def test_wrong_kernels_are_not_used(monkeypatch):
+    if kernel_check.load_kernels() is None:
+        pytest.skip("there are no kernels")
+    monkeypatch.setattr(kernel_check, "paged_attention_cpu", lose_a_key_of_the_second_block)
+    check_kernels.cache_clear()
+    with pytest.raises(RuntimeError, match=r"kernels in .* are wrong on this machine: attention in torch.float32"):
+        check_kernels()
+    check_kernels.cache_clear()
