@@ -417,6 +417,8 @@ class Describer:
             return
         self._add_file(cls.__module__)
         for place, item in patches(cls):
+            if place in _NOT_RUN:  # the tracer puts its own __init__ into nn.Module
+                continue
             self._say("patch", f"{cls.__qualname__}.{place}")
             self.add(item)
         for key, item in vars(cls).items():
