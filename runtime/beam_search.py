@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .parameter_checks import real_number, whole_number
+from .request_limits import MAX_COMPLETIONS
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,10 @@ class BeamSearchParams:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        put("beam_width", whole_number("beam_width", self.beam_width, 1, "keep at least one beam"))
+        put(
+            "beam_width",
+            whole_number("beam_width", self.beam_width, 1, "keep at least one beam", highest=MAX_COMPLETIONS),
+        )
         if self.max_tokens is not None:
             remedy = "ask for at least one token, or use None to fill the context"
             put("max_tokens", whole_number("max_tokens", self.max_tokens, 1, remedy))

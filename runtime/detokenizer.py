@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from .stop_strings import StopStrings
+
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 6
 """Tokens before the new ones that are decoded with them, for spacing and for characters in parts."""
@@ -17,8 +19,8 @@ _MAX_CHARACTER_TOKENS = 3
 class Tokenizer(Protocol):
     """What the runtime needs of a HuggingFace tokenizer."""
 
-    def __call__(self, text: str, **kwargs: Any) -> Any:
-        """Encode; the result has ``input_ids``."""
+    def __call__(self, text: str | list[str], **kwargs: Any) -> Any:
+        """Encode; the result has ``input_ids``, a list of them for a list of texts."""
 
     def decode(self, token_ids: Any, **kwargs: Any) -> Any:
         """Text of the tokens."""
@@ -43,7 +45,7 @@ class Detokenizer:
         self,
         tokenizer: Tokenizer,
         prompt_token_ids: Sequence[int],
-        stop: Sequence[str] = (),
+        stop: StopStrings | None = None,
         *,
         skip_special_tokens: bool = True,
         include_stop: bool = False,
@@ -51,8 +53,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._include_stop = include_stop
-        self._stop = tuple(stop)
-        self._longest_stop = max(map(len, self._stop), default=0)
+        self._stop = stop
         self._start_window = [int(token) for token in prompt_token_ids[-_CONTEXT:]]
         self.reset()
 
@@ -64,7 +65,7 @@ class Detokenizer:
         """The stop string that ended the text."""
         self._text: list[str] = []
         self._length = 0
-        self._tail = ""  # the last characters of the text, as many as a stop string may begin in
+        self._stop_state = 0
         self._window = list(self._start_window)
         self._window_text = self._decode(self._window)
         self._held: list[int] = []  # tokens whose last character is incomplete
@@ -79,14 +80,9 @@ class Detokenizer:
     @property
     def stable_length(self) -> int:
         """Characters of ``text`` that no later token takes back: all but what may begin a stop string."""
-        if self.stop_string is not None or not self._stop or self._include_stop:
+        if self.stop_string is not None or self._stop is None or self._include_stop:
             return self._length
-        tail = self._tail
-        for size in range(min(len(tail), self._longest_stop - 1), 0, -1):
-            end = tail[-size:]
-            if any(stop.startswith(end) for stop in self._stop):
-                return self._length - size
-        return self._length
+        return self._length - self._stop.pending(self._stop_state)
 
     def append(self, token_ids: Sequence[int], check_stop: bool = True) -> bool:
         """Take the next tokens; no-op once a stop string was found.
@@ -159,22 +155,13 @@ class Detokenizer:
     def _add(self, added: str, check_stop: bool) -> bool:
         if not added:
             return False
-        if self._stop:
-            known = len(self._tail)
-            recent = self._tail + added
-            if check_stop:
-                # (end, start): the stop string that is complete first, and of those the longest.
-                ends = [
-                    (at + len(stop), at, stop)
-                    for stop in self._stop
-                    if (at := recent.find(stop, max(0, known - len(stop) + 1))) >= 0
-                ]
-                if ends:
-                    end, at, self.stop_string = min(ends)
-                    self._length += (end if self._include_stop else at) - known
-                    self._text = [(self.text + added)[: self._length]]
-                    return True
-            self._tail = recent[-self._longest_stop :] if self._longest_stop > 1 else ""
+        if self._stop is not None:
+            self._stop_state, count, found = self._stop.read(self._stop_state, added, look=check_stop)
+            if found:
+                self.stop_string = found
+                self._length += count if self._include_stop else count - len(found)
+                self._text = [(self.text + added)[: self._length]]
+                return True
         self._text.append(added)
         self._length += len(added)
         return False

@@ -79,7 +79,7 @@ class Engine:
         preemption: how a sequence gives up its blocks: "recompute", "swap" (to host memory, where there is room), or
             "auto", whatever measures as cheaper.
         swap_space: bytes of host memory for swapped sequences.
-        max_queue: most prompts that wait; more are refused. None: any number.
+        max_queue: most completions that wait, those of one prompt included; more are refused. None: any number.
         batches: to form batches that run to their end, for comparison; None: continuous batching.
 
     Raises:
@@ -315,7 +315,7 @@ class Engine:
     def _queue(self, batch: list[AnySubmission], prepare: Iterable[Callable[[], AnySubmission]]) -> None:
         """Make the submissions, ids included, and take them in, all or none; ``batch`` gets them."""
         batch.extend(make() for make in prepare)
-        self._core.check_queue(len(batch))
+        self._core.check_queue(sum(len(submission.completions) for submission in batch))
         self._core.add(batch)
 
     def _run_to_the_end(self, batch: Sequence[Submission], on_step: Callable[[Progress], None] | None) -> None:

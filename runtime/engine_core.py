@@ -75,10 +75,11 @@ class EngineCore:
         self._recover()
 
     def check_queue(self, count: int) -> None:
-        """Raise ``QueueFull`` if so many more prompts find no room."""
+        """Raise ``QueueFull`` if so many more completions find no room."""
         if not self._is_sound:
             self._recover()  # what an interrupted step left running waits again, and counts
-        self.batcher.check_queue(count)
+        # Completions that follow the first of their prompt wait, too, though the batcher does not know them yet.
+        self.batcher.check_queue(count, len(self.completions) - self.batcher.num_unfinished)
 
     def add(self, batch: Iterable[Submission]) -> None:
         """Queue the submissions, in order; ``check_queue`` is asked before.

@@ -110,16 +110,11 @@ class _State:
         self.allowed: _Ids | None = None
         if params.allowed_token_ids is not None:
             self.allowed = _within(params.allowed_token_ids, vocab)
-        words = params.bad_words_token_ids
-        self._words = _within([word[0] for word in words if len(word) == 1], vocab)
-        # By their last token but one: one look-up tells that no word is about to be completed.
-        self._phrases: dict[int, list[tuple[tuple[int, ...], int]]] = {}
-        for word in words:
-            if len(word) > 1 and word[-1] < vocab:
-                self._phrases.setdefault(word[-2], []).append((word[:-1], word[-1]))
+        self._vocab = vocab
+        self._words = params.banned_sequences
         ends = params.stop_ids if params.ignore_eos else params.stop_ids + eos_token_ids
         self._ends = _within(ends, vocab)
-        self._completing: list[int] = []
+        self._completing: list[_Ids] = []
         self.biased: _Ids | None = None
         if params.logit_bias:
             bias = {token: value for token, value in params.logit_bias.items() if token < vocab}
@@ -138,13 +133,7 @@ class _State:
             self.seen.add(new)
         if self.counted is not None:
             self.counted.add(new)
-        self._completing = []
-        if self._phrases and output:
-            self._completing = [
-                last
-                for rest, last in self._phrases.get(output[-1], ())
-                if len(rest) <= len(output) and tuple(output[-len(rest) :]) == rest
-            ]
+        self._completing = [] if self._words is None else self._words.completing(output)
 
     def seen_ids(self) -> _Ids | None:
         """Tokens of prompt and output; None without ``repetition_penalty``."""
@@ -156,7 +145,7 @@ class _State:
 
     def banned(self) -> _Ids | None:
         """Tokens that may not come next; None for no rule of that kind."""
-        parts = [self._words, np.array(self._completing, np.int64)]
+        parts = [ids[ids < self._vocab] for ids in self._completing]
         if self.num_output_tokens < self.params.min_tokens:
             parts.append(self._ends)
         parts = [part for part in parts if len(part)]

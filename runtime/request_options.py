@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+from .parameter_checks import is_finite, shown
 from .request import Request
+from .request_limits import MAX_PRIORITY
 from .sampling_params import SamplingParams
 
 
@@ -34,15 +35,21 @@ class RequestOptions:
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, Integral):
-            raise ValueError(f"priority={self.priority!r} is not a whole number; use one, lower for more urgent")
+            raise ValueError(f"priority={shown(self.priority)} is not a whole number; use one, lower for more urgent")
+        if abs(self.priority) > MAX_PRIORITY:
+            raise ValueError(
+                f"priority={shown(self.priority)} is not between {-MAX_PRIORITY} and {MAX_PRIORITY}; use one that is"
+            )
         for name in ("client", "cache_salt"):
             if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name}={getattr(self, name)!r} is not text; use a string")
+                raise ValueError(f"{name}={shown(getattr(self, name))} is not text; use a string")
         seconds = self.deadline
         if seconds is not None and (
-            isinstance(seconds, bool) or not isinstance(seconds, Real) or not math.isfinite(seconds) or seconds <= 0
+            isinstance(seconds, bool) or not isinstance(seconds, Real) or not is_finite(seconds) or seconds <= 0
         ):
-            raise ValueError(f"deadline={seconds!r} is not a positive number of seconds; use None for no deadline")
+            raise ValueError(
+                f"deadline={shown(seconds)} is not a positive number of seconds; use None for no deadline"
+            )
 
     def request(
         self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, arrival_time: float

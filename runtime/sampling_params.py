@@ -5,9 +5,19 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from .parameter_checks import real_number, texts, token_ids, whole_number
+from .bad_words import BadWords
+from .parameter_checks import real_number, shown, texts, token_ids, whole_number
+from .request_limits import (
+    MAX_BAD_WORDS,
+    MAX_BAD_WORDS_CHARACTERS,
+    MAX_COMPLETIONS,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+)
+from .stop_strings import StopStrings
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean argmax: dividing by them would overflow (vLLM uses the same bound)."""
@@ -52,7 +62,8 @@ class SamplingParams:
             end-of-sequence token, unless that is special and skipped.
 
     Raises:
-        ValueError: a value is out of range; the message names argument, value and remedy.
+        ValueError: a value is out of range, or above a limit of ``request_limits``; the message names argument, value
+            and remedy.
     """
 
     max_tokens: int | None = 16
@@ -85,9 +96,12 @@ class SamplingParams:
     is_plain: bool = field(init=False, repr=False, compare=False, default=False)
     """The argmax of the untouched logits is the answer and nothing else is asked."""
 
-    _bad_words_token_ids: tuple[tuple[int, ...], ...] | None = field(
-        init=False, repr=False, compare=False, default=None
-    )
+    stop_automaton: StopStrings | None = field(init=False, repr=False, compare=False, default=None)
+    """Looks for ``stop``; None where there is none."""
+    stop_id_set: frozenset[int] = field(init=False, repr=False, compare=False, default=frozenset())
+    """``stop_token_ids``."""
+
+    _bad_words: BadWords | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -105,21 +119,26 @@ class SamplingParams:
         put("top_p", real_number("top_p", self.top_p, 0, 1, "use 1.0 to keep every token", open_low=True))
         put("min_p", real_number("min_p", self.min_p, 0, 1, "use 0.0 to keep every token"))
         if self.seed is not None:
-            seed = whole_number("seed", self.seed, SEED_MIN, "use None for no seed")
-            if seed > SEED_MAX:
-                raise ValueError(f"seed={self.seed} does not fit in 64 bits; use a seed <= {SEED_MAX}")
-            put("seed", seed)
-        put("stop", () if self.stop is None else texts("stop", self.stop))
+            put("seed", whole_number("seed", self.seed, SEED_MIN, "use None for no seed", highest=SEED_MAX))
+        put(
+            "stop",
+            ()
+            if self.stop is None
+            else texts("stop", self.stop, most=MAX_STOP_STRINGS, most_characters=MAX_STOP_CHARACTERS),
+        )
+        put("stop_automaton", StopStrings(self.stop_strings) if self.stop else None)
         put("stop_token_ids", () if self.stop_token_ids is None else token_ids("stop_token_ids", self.stop_token_ids))
+        put("stop_id_set", frozenset(self.stop_ids))
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} is not a bool; use True or False")
+                raise ValueError(f"{name}={shown(getattr(self, name))} is not a bool; use True or False")
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
-                put(name, whole_number(name, count, 0, "use None for no log-probabilities"))
-        put("n", whole_number("n", self.n, 1, "ask for at least one completion"))
+                put(name, whole_number(name, count, 0, "use None for no log-probabilities", highest=MAX_LOGPROBS))
+        put("n", whole_number("n", self.n, 1, "ask for at least one completion", highest=MAX_COMPLETIONS))
         if self.best_of is not None:
-            put("best_of", whole_number("best_of", self.best_of, 1, "use None to return all that are run"))
+            remedy = "use None to return all that are run"
+            put("best_of", whole_number("best_of", self.best_of, 1, remedy, highest=MAX_COMPLETIONS))
             if self.best_of < self.n:
                 raise ValueError(f"best_of={self.best_of} is below n={self.n}; run at least as many as you want back")
             if self.best_of > 1 and self.temperature < GREEDY_BELOW:
@@ -135,12 +154,14 @@ class SamplingParams:
             put(name, real_number(name, getattr(self, name), -2, 2, "use 0.0 for no penalty"))
         if self.logit_bias is not None:
             put("logit_bias", _checked_bias(self.logit_bias))
-        put("bad_words", () if self.bad_words is None else tuple(dict.fromkeys(texts("bad_words", self.bad_words))))
+        words = () if self.bad_words is None else self.bad_words
+        words = texts("bad_words", words, most=MAX_BAD_WORDS, most_characters=MAX_BAD_WORDS_CHARACTERS)
+        put("bad_words", tuple(dict.fromkeys(words)))
         if self.allowed_token_ids is not None:
             allowed = token_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
                 raise ValueError(
-                    f"allowed_token_ids={self.allowed_token_ids!r} allows nothing; use None to allow every token"
+                    f"allowed_token_ids={shown(self.allowed_token_ids)} allows nothing; use None to allow every token"
                 )
             put("allowed_token_ids", tuple(dict.fromkeys(allowed)))
 
@@ -179,16 +200,25 @@ class SamplingParams:
         Raises:
             ValueError: nobody has tokenised the words yet.
         """
-        if self._bad_words_token_ids is None:
-            if not self.bad_words:
-                return ()
-            raise ValueError(f"bad_words={list(self.bad_words)} are not tokenised; use an engine with a tokenizer")
-        return self._bad_words_token_ids
+        banned = self.banned_sequences
+        return () if banned is None else banned.token_ids
+
+    @property
+    def banned_sequences(self) -> BadWords | None:
+        """``bad_words`` as what to look for in an output; None where there are none.
+
+        Raises:
+            ValueError: nobody has tokenised the words yet.
+        """
+        if self._bad_words is None and self.bad_words:
+            words = shown(list(self.bad_words))
+            raise ValueError(f"bad_words={words} are not tokenised; use an engine with a tokenizer")
+        return self._bad_words
 
     def with_bad_words_token_ids(self, sequences: Sequence[Sequence[int]]) -> SamplingParams:
         """A copy that knows the tokens of its ``bad_words``."""
         other = copy.copy(self)
-        object.__setattr__(other, "_bad_words_token_ids", tuple(tuple(sequence) for sequence in sequences))
+        object.__setattr__(other, "_bad_words", BadWords(sequences))
         return other
 
     def within(self, room: int) -> SamplingParams:
@@ -210,21 +240,24 @@ class SamplingParams:
         seed = None if self.seed is None else self.seed + index
         if seed is not None and seed > SEED_MAX:
             seed -= 2**64
-        own = replace(
-            self,
-            n=1,
-            best_of=None,
-            seed=seed,
-            logprobs=0 if self.logprobs is None and self.num_completions > self.n else self.logprobs,
-            prompt_logprobs=self.prompt_logprobs if index == 0 else None,
-        )
-        words = self._bad_words_token_ids
-        return own if words is None else own.with_bad_words_token_ids(words)
+        changes = {
+            "n": 1,
+            "best_of": None,
+            "seed": seed,
+            "logprobs": 0 if self.logprobs is None and self.num_completions > self.n else self.logprobs,
+            "prompt_logprobs": self.prompt_logprobs if index == 0 else None,
+        }
+        # A copy and not ``replace``: what is checked and built already is shared by all completions.
+        own = copy.copy(self)
+        for name, value in changes.items():
+            object.__setattr__(own, name, value)
+        object.__setattr__(own, "is_plain", own.is_greedy and not own.changes_logits and own.logprobs is None)
+        return own
 
 
 def _checked_bias(bias: object) -> dict[int, float]:
     if not isinstance(bias, Mapping):
-        raise ValueError(f"logit_bias={bias!r} is not a mapping; use a dict such as {{2: -100.0}}")
+        raise ValueError(f"logit_bias={shown(bias)} is not a mapping; use a dict such as {{2: -100.0}}")
     ids = token_ids("logit_bias", list(bias))
     remedy = "use a bias between -100 and 100"
     values = [real_number(f"logit_bias[{token}]", value, -100, 100, remedy) for token, value in bias.items()]

@@ -59,7 +59,7 @@ class Completion:
             self.logprobs.append(logprob)
         if token in self.eos_token_ids:
             return "stop"
-        if token in params.stop_ids:
+        if token in params.stop_id_set:
             request.stop_reason = token
             return "stop"
         count = request.num_output_tokens
@@ -226,7 +226,7 @@ class Submission:
                 detokenizer = Detokenizer(
                     tokenizer,
                     self.prompt_token_ids,
-                    own.stop_strings,
+                    own.stop_automaton,
                     skip_special_tokens=own.skip_special_tokens,
                     include_stop=own.include_stop_str_in_output,
                 )

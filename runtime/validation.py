@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from .beam_search import BeamSearchParams
 from .detokenizer import Tokenizer
+from .parameter_checks import shown as _short
 from .prompt_forms import Prompt, open_prompt
 from .sampling_params import SamplingParams
 
@@ -96,7 +97,7 @@ def check_params(
         raise ValueError(f"{name}={_short(params)} is not SamplingParams; use SamplingParams(max_tokens=..., ...)")
     if params.stop_strings and tokenizer is None:
         raise ValueError(
-            f"{name}.stop={list(params.stop_strings)} needs text; use stop_token_ids, or give a tokenizer"
+            f"{name}.stop={_short(list(params.stop_strings))} needs text; use stop_token_ids, or give a tokenizer"
         )
     for field in ("logit_bias", "allowed_token_ids"):
         highest = max(getattr(params, field) or (0,))
@@ -106,34 +107,33 @@ def check_params(
                 "use ids of the model's tokenizer"
             )
     if params.bad_words:
-        return params.with_bad_words_token_ids(_bad_word_sequences(params.bad_words, tokenizer, limits, name))
+        return params.with_bad_words_token_ids(_bad_word_sequences(list(params.bad_words), tokenizer, limits, name))
     return params
 
 
 def _bad_word_sequences(
-    words: Iterable[str], tokenizer: Tokenizer | None, limits: PromptLimits, name: str
-) -> list[list[int]]:
+    words: Sequence[str], tokenizer: Tokenizer | None, limits: PromptLimits, name: str
+) -> list[tuple[int, ...]]:
     """What each word is tokenised to at the beginning of a text and after a space.
 
     vLLM leaves the second out where it has another number of tokens than the first; the word could be
     generated then, so that both are kept here.
     """
     if tokenizer is None:
-        raise ValueError(f"{name}.bad_words={list(words)} needs a tokenizer; use logit_bias, or give one")
-    sequences: list[list[int]] = []
-    for word in words:
-        for text in (word.lstrip(), " " + word.lstrip()):
-            token_ids = [int(token) for token in tokenizer(text, add_special_tokens=False).input_ids]
-            if not token_ids:
-                raise ValueError(f"{name}.bad_words holds {word!r}, which has no tokens; leave it out")
-            if max(token_ids) >= limits.vocab_size:
-                raise ValueError(
-                    f"{name}.bad_words holds {word!r}, whose token {max(token_ids)} is outside the vocabulary "
-                    f"[0, {limits.vocab_size}); use the model's own tokenizer"
-                )
-            if token_ids not in sequences:
-                sequences.append(token_ids)
-    return sequences
+        raise ValueError(f"{name}.bad_words={_short(words)} needs a tokenizer; use logit_bias, or give one")
+    texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
+    sequences: dict[tuple[int, ...], None] = {}
+    for i, entry in enumerate(tokenizer(texts, add_special_tokens=False).input_ids):
+        token_ids = tuple(int(token) for token in entry)
+        if not token_ids:
+            raise ValueError(f"{name}.bad_words holds {_short(words[i // 2])}, which has no tokens; leave it out")
+        if max(token_ids) >= limits.vocab_size:
+            raise ValueError(
+                f"{name}.bad_words holds {_short(words[i // 2])}, whose token {max(token_ids)} is outside the "
+                f"vocabulary [0, {limits.vocab_size}); use the model's own tokenizer"
+            )
+        sequences[token_ids] = None
+    return list(sequences)
 
 
 def check_batch(
@@ -227,8 +227,3 @@ def _whole_numbers(prompt: object, name: str) -> list[int]:
         if isinstance(entry, (bool, np.bool_)) or not hasattr(entry, "__index__"):
             raise ValueError(f"{name}[{i}]={_short(entry)} is not a token id; give whole numbers")
     return [operator.index(entry) for entry in entries]
-
-
-def _short(value: object) -> str:
-    shown = repr(value).replace("\n", " ")
-    return shown if len(shown) <= 60 else shown[:57] + "..."

@@ -90,7 +90,7 @@ class LLM:
         preemption: how a sequence gives up its blocks when they run out: ``"recompute"``, ``"swap"`` (to host memory)
             or ``"auto"``, whatever measures as cheaper.
         swap_space: host memory for swapped sequences, in bytes or as ``"1GiB"``.
-        max_queue: most prompts that wait; more are refused with ``QueueFull``. By default any number.
+        max_queue: most completions that wait; more are refused with ``QueueFull``. By default any number.
         verify: ``"model"`` checks the compiled model against the original, ``"every-pass"`` after each pass
             too, ``"off"`` not at all.
         passes: ``{"skip": [names]}``, or ``{"only": [names]}``, which chooses among the optional passes.

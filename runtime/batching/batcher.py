@@ -145,6 +145,11 @@ class Batcher:
         """Whether anything waits or runs."""
         return bool(self._lineup.requests)
 
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run."""
+        return len(self._lineup.requests)
+
     def get(self, request_id: str) -> Request | None:
         """The unfinished request of that id, if there is one."""
         return self._lineup.requests.get(request_id)
@@ -169,11 +174,12 @@ class Batcher:
         self._accept(request, now)
         self._lineup.queue(request)
 
-    def check_queue(self, count: int) -> None:
-        """Raise ``QueueFull`` if the queue has no room for so many more requests."""
-        if self.max_queue is not None and len(self._lineup.waiting) + count > self.max_queue:
+    def check_queue(self, count: int, num_promised: int = 0) -> None:
+        """Raise ``QueueFull`` if the queue has no room for so many more requests, beside those promised."""
+        waiting = len(self._lineup.waiting) + num_promised
+        if self.max_queue is not None and waiting + count > self.max_queue:
             raise QueueFull(
-                f"{count} more requests find {len(self._lineup.waiting)} waiting, max_queue={self.max_queue}; "
+                f"{count} more requests find {waiting} waiting, max_queue={self.max_queue}; "
                 "send them again later, or raise max_queue"
             )
 

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from torch_pagoda.runtime.detokenizer import Detokenizer
+from torch_pagoda.runtime.stop_strings import StopStrings
 
 from toy_program import character_tokenizer
 
@@ -110,7 +111,7 @@ def feed(detokenizer: Detokenizer, text: str) -> list[int]:
 
 
 def test_stop_string_over_several_tokens_is_cut_off() -> None:
-    detokenizer = Detokenizer(BYTES, ids("p"), stop=["END", "\n\n"])
+    detokenizer = Detokenizer(BYTES, ids("p"), stop=StopStrings(["END", "\n\n"]))
     lengths = feed(detokenizer, "some ENtry\nthen END more")
     assert detokenizer.text == "some ENtry\nthen "
     assert detokenizer.stop_string == "END"
@@ -122,22 +123,22 @@ def test_stop_string_over_several_tokens_is_cut_off() -> None:
 
 
 def test_the_stop_string_that_is_complete_first_wins() -> None:
-    detokenizer = Detokenizer(BYTES, [], stop=["bcd", "c"])
+    detokenizer = Detokenizer(BYTES, [], stop=StopStrings(["bcd", "c"]))
     feed(detokenizer, "abcd")
     assert (detokenizer.text, detokenizer.stop_string) == ("ab", "c")
-    detokenizer = Detokenizer(BYTES, [], stop=["c", "abc"])
+    detokenizer = Detokenizer(BYTES, [], stop=StopStrings(["c", "abc"]))
     feed(detokenizer, "xabcd")
     assert (detokenizer.text, detokenizer.stop_string) == ("x", "abc")
 
 
 def test_a_stop_string_within_one_token() -> None:
-    detokenizer = Detokenizer(words(), [0], stop=["or"])
+    detokenizer = Detokenizer(words(), [0], stop=StopStrings(["or"]))
     assert detokenizer.append([1])
     assert detokenizer.text == " w"
 
 
 def test_text_before_the_check_starts_does_not_stop() -> None:
-    detokenizer = Detokenizer(BYTES, [], stop=["ab"])
+    detokenizer = Detokenizer(BYTES, [], stop=StopStrings(["ab"]))
     for token in ids("abxa"):
         assert not detokenizer.append([token], check_stop=False)
     assert not detokenizer.append(ids("x"))
@@ -151,7 +152,7 @@ def test_stop_strings_equal_a_search_in_the_whole_text() -> None:
     for _ in range(200):
         text = "".join(rng.choice("abé") for _ in range(rng.randrange(1, 80)))
         stops = ["".join(rng.choice("abé") for _ in range(rng.randrange(1, 6))) for _ in range(2)]
-        detokenizer = Detokenizer(BYTES, ids("ab"), stop=stops)
+        detokenizer = Detokenizer(BYTES, ids("ab"), stop=StopStrings(stops))
         lengths = feed(detokenizer, text)
         ends = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
         assert detokenizer.text == (text[: min(ends)[1]] if ends else text)
@@ -161,7 +162,7 @@ def test_stop_strings_equal_a_search_in_the_whole_text() -> None:
 
 def test_reset_forgets_the_output_only() -> None:
     first, second = ids("é")
-    detokenizer = Detokenizer(BYTES, [first], stop=["z"])
+    detokenizer = Detokenizer(BYTES, [first], stop=StopStrings(["z"]))
     detokenizer.append([second, *ids("abcz")])
     detokenizer.reset()
     assert (detokenizer.text, detokenizer.num_tokens, detokenizer.stop_string) == ("", 0, None)

@@ -117,7 +117,7 @@ def test_the_tokens_of_bad_words_survive_in_completions():
     with pytest.raises(ValueError, match="tokenise"):
         _ = p.completion(1).bad_words_token_ids
     known = p.with_bad_words_token_ids([[1, 2], [3]])
-    assert known == p and p._bad_words_token_ids is None
+    assert known == p and p._bad_words is None
     assert known.completion(1).bad_words_token_ids == known.bad_words_token_ids == ((1, 2), (3,))
     assert SamplingParams().bad_words_token_ids == ()
 

@@ -17,7 +17,9 @@ class Letters:
     def __init__(self, **words: int) -> None:
         self.words = words
 
-    def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
+    def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> Any:
+        if isinstance(text, list):
+            return SimpleNamespace(input_ids=[self(one, add_special_tokens).input_ids for one in text])
         ids = [99] if add_special_tokens else []
         for piece in text.split(" ") if " " in text else [text]:
             if piece in self.words:
@@ -74,3 +76,17 @@ def test_a_batch_shares_tokenised_parameters() -> None:
 
 def test_no_parameters_are_the_default_ones() -> None:
     assert check_params(None, None, LIMITS) == SamplingParams()
+
+
+def test_bad_words_are_tokenised_in_one_call_however_many() -> None:
+    class Counted(Letters):
+        batches = 0
+
+        def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> Any:
+            self.batches += isinstance(text, list)
+            return super().__call__(text, add_special_tokens)
+
+    tokenizer = Counted()
+    words = [first + second for first in "abcdefgh" for second in "abcdefgh"]
+    assert len(tokenised(words, tokenizer)) == 2 * len(words)
+    assert tokenizer.batches == 1
