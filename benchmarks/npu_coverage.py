@@ -36,7 +36,8 @@ class NpuRow:
         gaps: ``(operator or kind, reason)`` of those that they would allow.
         illegal: calls that break a limit; there must be none.
         dropped: passes that the self-check took out.
-        launches: operators of the last decoder layer that launch work, before and after.
+        launches: operators of the last decoder layer that launch work, before (None where the untouched graph cannot
+            be counted) and after; None for a model whose conversion was not reached.
     """
 
     name: str
@@ -49,7 +50,7 @@ class NpuRow:
     gaps: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     illegal: list[str] = dataclasses.field(default_factory=list)
     dropped: list[str] = dataclasses.field(default_factory=list)
-    launches: tuple[int, int] = (0, 0)
+    launches: tuple[int | None, int] | None = None
 
     @property
     def clean(self) -> bool:
@@ -96,10 +97,10 @@ def npu_row(name: str, model: Any) -> NpuRow:
     row.dropped = [name for name, _ in report.dropped_passes]
     row.illegal = illegal_calls(lowered, lowered.npu)
     layers = decoder_layers(lowered.graph, tokens=lowered.placeholder(lowered.input_ids))
-    last = sum(launches_work(n) for n in layers.nodes(len(layers.paths) - 1))
+    row.launches = None, sum(launches_work(n) for n in layers.nodes(len(layers.paths) - 1))
     if untouched is not None:
         before = decoder_layers(untouched.graph, tokens=untouched.placeholder(untouched.input_ids))
-        row.launches = (sum(launches_work(n) for n in before.nodes(len(before.paths) - 1)), last)
+        row.launches = sum(launches_work(n) for n in before.nodes(len(before.paths) - 1)), row.launches[1]
         like = decoder_layers(canonical.graph, before, canonical.placeholder(canonical.input_ids))
         expected = expected_matches(untouched.graph, before)
         for found in recognition(expected, canonical.graph, like, canonical_report.passes):
@@ -141,6 +142,14 @@ def _count_routes(row: NpuRow, records: Any) -> None:
     row.lowered = dict(lowered)
 
 
+def _launches(row: NpuRow) -> str:
+    """A cell: how many operators of a layer launch work, before and after."""
+    if row.launches is None:
+        return "not converted"
+    before, after = row.launches
+    return f"{'not counted' if before is None else before} → {after}"
+
+
 def npu_tables(rows: list[NpuRow]) -> str:
     """Counts over all rows, one line per architecture, then what is left with its reasons, as Markdown."""
     compiled = [row for row in rows if not row.refused]
@@ -157,9 +166,8 @@ def npu_tables(rows: list[NpuRow]) -> str:
         counts = " | ".join(
             f"{row.matched.get(kind, 0)}/{row.expected[kind]}" if row.expected.get(kind) else "" for kind in KINDS
         )
-        before, after = row.launches
         lines.append(
-            f"| {row.name} | {counts} | {before} → {after} | {row.error:.1e} | {len(row.limited)} | {len(row.gaps)} |"
+            f"| {row.name} | {counts} | {_launches(row)} | {row.error:.1e} | {len(row.limited)} | {len(row.gaps)} |"
         )
     for title, of in (("Kept in ATen by a limit", "limited"), ("Left though the limits allow it", "gaps")):
         said = Counter((row.name, *each) for row in compiled for each in getattr(row, of))

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from ..passes.traced import UnsupportedModel
+from ..passes.traced import NotFinite, UnsupportedModel
 from .compile import compile_program
 from .module_guard import ModuleGuard
 from .options import CompileOptions
 from .report import CompileReport
 from .weights import WeightGuard
 
-__all__ = ["CompileOptions", "CompileReport", "ModuleGuard", "UnsupportedModel", "WeightGuard", "compile_program"]
+__all__ = [
+    "CompileOptions",
+    "CompileReport",
+    "ModuleGuard",
+    "NotFinite",
+    "UnsupportedModel",
+    "WeightGuard",
+    "compile_program",
+]

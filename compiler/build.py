@@ -18,7 +18,7 @@ from .linker import LinkedProgram, link
 from .options import CompileOptions
 from .report import CompileReport, PhaseClock
 from .rewrite import rewrite
-from .state_layers import kept_state
+from .state_layers import check_state
 from .targets.cpu.inductor import generate_code, is_fusible
 from .targets.cpu.kernels import call_kernels
 from .targets.npu.routes import make_route
@@ -79,8 +79,8 @@ def build_unpacked(
     """The first part of ``build_program``: all but packing the weights of a CPU's program."""
     report = CompileReport(type(model).__name__) if report is None else report
     options = options.for_device(next(model.parameters()).device.type)
-    if (config := getattr(model, "config", None)) is not None and (state := kept_state(type(model), config)):
-        raise UnsupportedModel(f"{report.model} is not served yet: {state}")
+    if (config := getattr(model, "config", None)) is not None:
+        check_state(type(model), config)
     dump.begin(report.model)
     clock = PhaseClock(report.seconds)
     # The reference comes first: some models settle into their final form at the first call.

@@ -51,8 +51,9 @@ class CompileOptions:
             scale per token and head, about half of bfloat16's memory, at the price of rounding.
         quantization: cpu only: round the weights of a paged program's linear layers to 8 or 4 bits, "int8" or "int4",
             and their inputs to 8 bits, or where "-weight-only" follows to 16; None keeps the model's numbers.
-        group_size: inputs of a quantised weight that share a scale, a multiple of 64, or 0 for all; None is 256 for
-            8 bits and 128 for 4. Rounded inputs have the same groups.
+        group_size: inputs of a quantised weight that share a scale, a multiple of 64, or 0 for all; None is what a
+            calibrated model records (see ``recorded_grid``), else 256 for 8 bits and 128 for 4. Rounded inputs
+            have the same groups.
         batch_invariant: cpu only: a token's logits do not change by a bit with its batch mates, with the chunks that
             its prompt is computed in, or with the number of threads. Weights are read where they lie, not packed.
         patterns: rewrites of the user's own, see ``Pattern``.

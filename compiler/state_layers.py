@@ -5,6 +5,14 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from ..passes.traced import UnsupportedModel
+
+
+def check_state(model_class: type, config: Any) -> None:
+    """Raise ``UnsupportedModel`` for a model of which :func:`kept_state` knows that it keeps state."""
+    if state := kept_state(model_class, config):
+        raise UnsupportedModel(f"{model_class.__name__} is not served yet: {state}")
+
 
 def kept_state(model_class: type, config: Any) -> str:
     """Which of a model's layers keep recurrent or convolutional state; "" where that is not known of any.

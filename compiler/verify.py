@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..passes import TracedGraph, UnsupportedModel
+from ..passes import NotFinite, TracedGraph, UnsupportedModel
 from ..runtime.kv_cache import allocate_kv_cache
 from ..runtime.program import Program
 from ..runtime.step import StepMetadata
@@ -89,6 +89,7 @@ def reference_of_model(model: nn.Module, schedule: Schedule = MODEL_SCHEDULE) ->
 
     Raises:
         UnsupportedModel: the model does not run on ``input_ids`` alone.
+        NotFinite: its logits are NaN or infinite.
     """
     table = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
     if table is None:
@@ -111,7 +112,7 @@ def reference_of_model(model: nn.Module, schedule: Schedule = MODEL_SCHEDULE) ->
             ) from error
         logits.append(output.logits[0].float().cpu())
     if not all(bool(rows.isfinite().all()) for rows in logits):
-        raise UnsupportedModel(_not_finite(model))
+        raise NotFinite(_not_finite(model))
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     return Reference(tokens, logits, dtype, schedule, TOLERANCE.get(dtype, 0.3))
 

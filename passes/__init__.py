@@ -43,9 +43,18 @@ from .rewrite.residual_norm import fuse_residual_norm
 from .rewrite.rope_length import choose_rope_per_sequence
 from .rewrite.share_subexpressions import share_subexpressions
 from .rewrite.slice_for_index import slice_for_index
-from .traced import TracedGraph, UnsupportedModel
+from .traced import NotFinite, TracedGraph, UnsupportedModel
 
-__all__ = ["FIRST_OF_LOWERING", "PASSES", "Pass", "PassRecord", "Rejection", "TracedGraph", "UnsupportedModel"]
+__all__ = [
+    "FIRST_OF_LOWERING",
+    "PASSES",
+    "NotFinite",
+    "Pass",
+    "PassRecord",
+    "Rejection",
+    "TracedGraph",
+    "UnsupportedModel",
+]
 
 
 @dataclass(frozen=True)

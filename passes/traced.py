@@ -26,6 +26,10 @@ class UnsupportedModel(ValueError):
     """A model that cannot be served exactly. The message says which part of it and why."""
 
 
+class NotFinite(UnsupportedModel):
+    """A model whose own logits are NaN or infinite: nothing that runs its weights does better."""
+
+
 @dataclass
 class TracedGraph:
     """A Dynamo graph whose parameters are graph inputs.

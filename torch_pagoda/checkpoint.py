@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .quantized_checkpoint import check_description, check_loaded, check_stored
 from .stored_tensors import GGUF_REMEDY, stored_tensors
@@ -59,7 +59,11 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 
 def load_model(
-    source: str | os.PathLike[str], dtype: str | torch.dtype, trust_remote_code: bool, device: torch.device
+    source: str | os.PathLike[str],
+    dtype: str | torch.dtype,
+    trust_remote_code: bool,
+    device: torch.device,
+    config: Any = None,
 ) -> PreTrainedModel:
     """Load a causal LM for inference: eval mode, no parameter asks for gradients.
 
@@ -68,12 +72,15 @@ def load_model(
         dtype: ``"auto"`` for the checkpoint's own.
         trust_remote_code: run model code that comes with the checkpoint.
         device: where the weights go.
+        config: what ``load_config`` found; by default it is read here.
 
     Raises:
         ValueError: nothing there, not a causal LM, quantised, or weights that are missing or broken.
     """
     wanted = resolve_dtype(dtype)
-    name, config = load_config(source, trust_remote_code)
+    if config is None:
+        _, config = load_config(source, trust_remote_code)
+    name = check_source(source)
     could_not = f"model={name!r}: could not load its weights"
     stored = _one_line(could_not, lambda: stored_tensors(name, config))
     check_stored(stored, name)
@@ -121,6 +128,12 @@ def load_config(source: str | os.PathLike[str], trust_remote_code: bool) -> tupl
     )
     check_config(config, name, trust_remote_code)
     return name, config
+
+
+def causal_lm_class(config: Any) -> type | None:
+    """The class of transformers that makes a config's causal LM; None where the checkpoint's own code does."""
+    has_own = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    return None if has_own else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
 def load_tokenizer(

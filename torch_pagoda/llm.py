@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -14,8 +15,26 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .chat import Message, chat_prompts
-from .checkpoint import check_module, check_tokenizer, load_model, load_tokenizer, resolve_dtype
-from .compiler import CompileOptions, CompileReport, ModuleGuard, UnsupportedModel, WeightGuard, compile_program
+from .checkpoint import (
+    causal_lm_class,
+    check_module,
+    check_tokenizer,
+    load_config,
+    load_model,
+    load_tokenizer,
+    resolve_dtype,
+)
+from .compiler import (
+    CompileOptions,
+    CompileReport,
+    ModuleGuard,
+    NotFinite,
+    UnsupportedModel,
+    WeightGuard,
+    compile_program,
+)
+from .compiler.recorded_grid import on_recorded_grid
+from .compiler.state_layers import check_state
 from .compiler.user_passes import Pattern
 from .default_params import default_params, params_or, recommended_params
 from .device import free_memory, resolve_device
@@ -109,7 +128,8 @@ class LLM:
             slightly. Rounded weights take the place of those of a model loaded here; a live module keeps its own
             beside them.
         group_size: inputs of a rounded weight that share a scale, a multiple of 64, or 0 for all of them; by default
-            256 for 8 bits and 128 for 4. Rounded inputs have the same groups.
+            what ``pagoda quantize`` recorded in the config, else 256 for 8 bits and 128 for 4. Rounded inputs have
+            the same groups.
         batch_invariant: on a CPU, the logits of a token do not change by a bit with its batch mates, the chunks of
             its prompt, cached prefixes or the number of threads, for one machine and one build of the kernels.
             Slower; a model of which that cannot be said is refused with the operator's name.
@@ -199,9 +219,15 @@ class LLM:
         ).for_device(resolved.type)
 
         if isinstance(model, str | os.PathLike):
-            module = load_model(model, dtype, trust_remote_code, resolved)
+            _, config = load_config(model, trust_remote_code)
+            options = on_recorded_grid(options, config)
+            if (model_class := causal_lm_class(config)) is not None:
+                with _refusals_named(model):
+                    check_state(model_class, config)
+            module = load_model(model, dtype, trust_remote_code, resolved, config)
         else:
             module = check_module(model, dtype, resolved)
+            options = on_recorded_grid(options, module.config)
         if tokenizer is None and isinstance(model, str | os.PathLike):
             self.tokenizer = load_tokenizer(model, trust_remote_code, required=False)
         elif isinstance(tokenizer, str | os.PathLike):
@@ -211,15 +237,8 @@ class LLM:
         self.recommended_params = recommended_params(generation_config, module)
         self._default_params = default_params(self.recommended_params)
 
-        try:
-            with without_autocast(resolved.type):
-                program = compile_program(module, options, owns_weights=loads)
-        except UnsupportedModel as error:
-            name = f"{os.fspath(model)!r}" if isinstance(model, str | os.PathLike) else type(model).__name__
-            raise UnsupportedModel(
-                f"model={name} cannot be served: {error}; use transformers' own generate, which "
-                'torch.compile(model, backend="pagoda") can speed up'
-            ) from error
+        with _refusals_named(model), without_autocast(resolved.type):
+            program = compile_program(module, options, owns_weights=loads)
         self._weights = WeightGuard(module, program.copied_weights, program.merged_weights)
         self._module = None if loads else ModuleGuard(module)
         self.program: Program = program
@@ -522,6 +541,21 @@ class LLM:
         if "engine" not in self.__dict__:
             return f"LLM({self.compile_report.model}, shut down)"
         return f"LLM({self.compile_report.model} on {self.program.device}, {self.engine.max_model_len} tokens)"
+
+
+@contextmanager
+def _refusals_named(model: object) -> Iterator[None]:
+    """Has every ``UnsupportedModel`` from within name the model, and say what else would run it, if anything does."""
+    try:
+        yield
+    except UnsupportedModel as error:
+        name = f"{os.fspath(model)!r}" if isinstance(model, str | os.PathLike) else type(model).__name__
+        refused = f"model={name} cannot be served: {error}"
+        if isinstance(error, NotFinite):
+            raise NotFinite(refused) from error
+        raise UnsupportedModel(
+            f'{refused}; use transformers\' own generate, which torch.compile(model, backend="pagoda") can speed up'
+        ) from error
 
 
 def check_options(options: dict[str, Any]) -> None:

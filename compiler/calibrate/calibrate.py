@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...runtime.ops.quantized_weight import Quantization, check_group_size, restored_weight, round_weight
+from ..recorded_grid import record_grid
 from .decoder_layers import (
     LayerCall,
     Matrix,
@@ -61,9 +62,10 @@ def calibrate(
     """Put the matrices of the decoder layers on a 4-bit grid, in place.
 
     The model stays an ordinary one, of its own dtype: its numbers are whole numbers from -8 to 7 times the scale of
-    their group, up to the rounding of that dtype. ``quantization="int4"`` with the same ``group_size`` finds these
-    whole numbers again. Embeddings, norms, biases and the head are not touched; nor are matrices outside of
-    ``nn.Linear`` and ``Conv1D``, such as stacked experts, and those that the first batch does not reach.
+    their group, up to the rounding of that dtype. ``quantization="int4"`` finds these whole numbers again, for the
+    model's config records the grid (see ``recorded_grid.py``). Embeddings, norms, biases and the head are not
+    touched; nor are matrices outside of ``nn.Linear`` and ``Conv1D``, such as stacked experts, and those that the
+    first batch does not reach.
 
     Args:
         model: in eval mode, in a float dtype.
@@ -102,6 +104,7 @@ def calibrate(
             call.hidden = call.run(layer, index)
         if on_layer is not None:
             on_layer(index + 1, len(layers))
+    record_grid(model.config, group_size)
     return found
 
 

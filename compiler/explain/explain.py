@@ -22,6 +22,7 @@ from ..build import rewrite
 from ..capture import Captured, capture, first_line, takes_positions
 from ..options import CompileOptions
 from ..pipeline import selected_passes
+from ..recorded_grid import on_recorded_grid
 from ..report import CompileReport
 from ..targets.npu.socs import chip
 from ..verify import reference_of_model
@@ -95,6 +96,7 @@ def explain(
         options["verify"] = "off"
     parsed = CompileOptions.from_dict({**options, "codegen": "none", "target": target or "auto"})
     parsed = parsed.for_device(next((p.device.type for p in model.parameters()), "cpu"))
+    parsed = on_recorded_grid(parsed, getattr(model, "config", None))
     report = CompileReport(type(model).__name__)
     refused, captured, reference = "", None, None
     dump.begin(report.model)
@@ -294,9 +296,9 @@ def _operators(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
 
 def _target_graph(after: TracedGraph | None, layers: DecoderLayers | None) -> TargetGraph:
     if after is None or layers is None:
-        return TargetGraph({}, 0, 0)
+        return TargetGraph({}, None, 0)
     counts = Counter(operator_name(n) for n in after.graph.nodes if launches_work(n))
-    most = max((len(_operators(layers.nodes(i))) for i in range(len(layers.paths))), default=0)
+    most = max((len(_operators(layers.nodes(i))) for i in range(len(layers.paths))), default=None)
     return TargetGraph(dict(counts.most_common()), most, cache_copies(after.graph))
 
 

@@ -89,12 +89,12 @@ class TargetGraph:
 
     Attributes:
         operators: how often each operator that launches work is in it.
-        launches_per_layer: operators of the decoder layer that has most.
+        launches_per_layer: operators of the decoder layer that has most; None where nothing was lowered.
         cache_copies: copies of a whole key or value cache.
     """
 
     operators: dict[str, int]
-    launches_per_layer: int
+    launches_per_layer: int | None
     cache_copies: int
 
 

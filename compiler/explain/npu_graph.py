@@ -61,9 +61,9 @@ class GeReport:
     cache_copies: tuple[str, ...] = ()
 
     @property
-    def launches_per_layer(self) -> int:
-        """Kernels of the layer that launches most."""
-        return max((layer.launches for layer in self.layers), default=0)
+    def launches_per_layer(self) -> int | None:
+        """Kernels of the layer that launches most; None where nothing was converted."""
+        return max((layer.launches for layer in self.layers), default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for ``json.dump``."""

@@ -62,7 +62,7 @@ def _graph(report: NpuReport, layers: Sequence[LayerSummary]) -> Section:
     graph = report.graph
     title = f"Kernels that torchair's graph launches on {report.soc}"
     if graph.unavailable:
-        return Section(title, (), (), f"Not known: {graph.unavailable}")
+        return Section(title, (), (), f"Not converted: {graph.unavailable}")
     rows = []
     for kind in graph.layers:
         like = layers[kind.layers[0]] if kind.layers and kind.layers[0] < len(layers) else None

@@ -193,6 +193,7 @@ def test_a_refused_model_is_explained_as_far_as_it_goes(tmp_path):
 
     explanation = explain(ToyLM(masked_by_data))
     assert "depends on the tokens" in explanation.refused
+    assert explanation.to_dict()["target_graph"]["launches_per_layer"] is None
     assert "refused" in repr(explanation)
     misses = [miss.reason for p in explanation.passes for miss in p.near_misses]
     assert any("depends on the tokens" in reason for reason in misses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,3 +91,24 @@ def test_models_with_state_are_refused_before_they_are_traced(
     monkeypatch.setattr(build, "reference_of_model", trace)
     with pytest.raises(ValueError, match=words):
         build.build_unpacked(build_tiny_model(model_type), CompileOptions())
+
+
+@pytest.mark.parametrize("value", [float("nan"), 3e38], ids=["nan", "overflow"])
+def test_nobody_is_sent_elsewhere_with_weights_that_nothing_runs(value: float, llama: PreTrainedModel) -> None:
+    llama.model.layers[1].mlp.up_proj.weight.data[:] = value
+    with pytest.raises(ValueError, match=r"cannot be served: .*(NaN|infinite)") as raised:
+        pagoda.LLM(llama)
+    assert "use transformers' own generate" not in str(raised.value)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "rwkv", "lfm2_moe"])
+def test_checkpoints_of_models_with_state_are_refused_before_their_weights_are_read(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*args: Any) -> None:
+        raise AssertionError("weights were read")
+
+    build_tiny_model(model_type).config.save_pretrained(tmp_path)
+    monkeypatch.setattr("torch_pagoda.llm.load_model", read)
+    with pytest.raises(ValueError, match=r"cannot be served: .* is not served yet: .*state.*transformers' own"):
+        pagoda.LLM(tmp_path)

@@ -23,17 +23,19 @@ def test_it_writes_a_checkpoint_on_the_grid(run: Run, checkpoint: Path, sample: 
     out = tmp_path / "out"
     status, printed, err = run("quantize", checkpoint, out, "--text", sample, "--group-size", 64, "--window", 16)
     assert status == 0 and printed == "", err
-    assert "14 matrices on " in err and "--quantization int4 --group-size 64" in err
+    assert "14 matrices on " in err and "--quantization int4" in err
     before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (checkpoint, out))
     assert before.dtype == after.dtype
     weight = after.model.layers[0].mlp.up_proj.weight
     assert weight.shape[1] == 64 and all(len(row.unique()) <= 16 for row in weight)
     assert not torch.equal(before.model.layers[0].mlp.up_proj.weight, weight)
     assert torch.equal(before.model.embed_tokens.weight, after.model.embed_tokens.weight)
-    status, printed, err = run(
-        "generate", out, "--prompt", "the cat", "--quantization", "int4", "--group-size", 64, "--max-tokens", 4
-    )
+    assert after.config.pagoda_grid == {"bits": 4, "group_size": 64}
+    asked = ("generate", out, "--prompt", "the cat", "--quantization", "int4", "--max-tokens", 4)
+    status, printed, err = run(*asked)
     assert status == 0, err
+    status, _, err = run(*asked, "--group-size", 128)
+    assert status == 2 and "group_size=128 was given, but the weights lie on a 4-bit grid with group_size=64" in err
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_unknown_figures_are_said_to_be_unknown() -> None:
     assert estimate.seconds is None and estimate.bound_by == ""
     report = NpuReport("Ascend910B4-1", None, 128, "float32", (), GeReport("not asked for"), (estimate,))
     routes, graph, least = npu_sections(SimpleNamespace(npu=report, layers=[]))  # type: ignore[arg-type]
-    assert routes.rows == () and "not asked for" in graph.note
+    assert routes.rows == () and graph.rows == () and graph.note == "Not converted: not asked for"
     assert dict(least.rows)["so a step takes at least"] == "unknown"
     assert "No published figures of Ascend910B4-1" in least.note
 
@@ -152,7 +152,8 @@ def test_without_a_toolchain_the_report_says_how_to_get_it(llama: Any, monkeypat
     monkeypatch.setattr(npu_graph, "is_offline", lambda: False)
     monkeypatch.setattr(npu_graph, "find_toolchain", missing)
     report = npu_graph.graph_engine_report(llama, (0, 1), CompileOptions(target="npu"))
-    assert "pagoda npu setup" in report.unavailable and report.launches_per_layer == 0
+    assert "pagoda npu setup" in report.unavailable
+    assert report.launches_per_layer is None and report.to_dict()["launches_per_layer"] is None
     assert (
         "no class of transformers"
         in npu_graph.graph_engine_report(torch.nn.Linear(1, 1), (), CompileOptions()).unavailable

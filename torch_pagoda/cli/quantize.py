@@ -25,9 +25,7 @@ def quantize(
         list[Path],
         typer.Option(help="UTF-8 text of the kind that the model will see; repeatable.", metavar="FILE"),
     ],
-    group_size: Annotated[
-        int, typer.Option(help="Inputs that share a scale, a multiple of 64; 0: all. Load with the same.")
-    ] = 128,
+    group_size: Annotated[int, typer.Option(help="Inputs that share a scale, a multiple of 64; 0: all.")] = 128,
     tokens: Annotated[int, typer.Option(help="Tokens of the text to use at most, spread over all of it.")] = 65536,
     window: Annotated[int, typer.Option(help="Tokens that are computed as one sequence.")] = 512,
     dtype: Annotated[
@@ -41,9 +39,9 @@ def quantize(
 ) -> None:
     """Calibrate a model for 4 bits on sample text, and write it as an ordinary checkpoint.
 
-    Its numbers lie on a 4-bit grid already: --quantization int4 (or int4-weight-only) with the same group size finds
-    the very same whole numbers again, and transformers loads it as any other. The head is not rounded
-    here; int4 keeps 8 bits of it.
+    Its numbers lie on a 4-bit grid already: --quantization int4 (or int4-weight-only) reads the group size from its
+    config.json and finds the very same whole numbers again, and transformers loads it as any other. The head is not
+    rounded here; int4 keeps 8 bits of it.
 
     Takes memory for the float model and the hidden states of the text, and runs the text through each decoder layer
     twice for each group of matrices that read the same, and three times more.
@@ -86,7 +84,7 @@ def quantize(
         f"rounded to nearest by {nearest:.2%}",
         err=True,
     )
-    typer.echo(f"written: {out}; load it with --quantization int4 --group-size {group_size}", err=True)
+    typer.echo(f"written: {out}; load it with --quantization int4", err=True)
 
 
 def _read(path: Path) -> str:

@@ -158,7 +158,7 @@ LIMITS: dict[str, Limits] = {
             ),
         ],
     ),
-    # Of 950 the document names the DT alone; its PR has the same cores, and every other document names both together.
+    # Of 950 this operator's documents name Ascend 950DT alone. Taken for 950PR as well; to be confirmed on a device.
     "npu_add_rms_norm": Limits(
         frozenset({A2, A3, A5, INFERENCE}),
         {"x1": FLOAT},
