@@ -12,8 +12,10 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 
 from ..passes import TracedGraph
 from ..passes.fx_nodes import value
+from ..runtime.phases import phase
 
 
+@phase("aten")
 def to_aten(traced: TracedGraph, context: TracingContext) -> TracedGraph:
     """The same computation over ATen and ``pagoda::`` operators, as AOTAutograd traces it for inference.
 

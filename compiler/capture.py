@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..passes.fx_nodes import callee, shape, value
 from ..passes.traced import TracedGraph, UnsupportedModel
+from ..runtime.phases import phase
 
 if TYPE_CHECKING:
     from .layer_repeat import LayerRepeat
@@ -46,6 +47,7 @@ class _Stop(Exception):
     """Raised instead of running the traced graph: capturing must not execute the model."""
 
 
+@phase("capture")
 def capture(model: nn.Module) -> Captured:
     """Trace ``model(input_ids[1, T], position_ids[1, T], use_cache=False).logits`` with T dynamic.
 

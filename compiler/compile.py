@@ -12,6 +12,7 @@ from torch import nn
 from ..passes import UnsupportedModel
 from ..runtime.ops.kernel_check import check_kernels
 from ..runtime.ops.native import begin_loading
+from ..runtime.phases import phase
 from . import dump
 from .linkage import Linkage
 from .linker import LinkedProgram
@@ -85,6 +86,7 @@ def _not_stored(options: CompileOptions) -> str:
     return f"the content of pass {names[0]!r} is not known" if names else ""
 
 
+@phase("load")
 def _stored(
     store: ProgramStore, key: str, model: nn.Module, options: CompileOptions, release: bool, start: float
 ) -> LinkedProgram | None:

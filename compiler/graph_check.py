@@ -18,6 +18,7 @@ from torch import nn
 
 from ..passes import TracedGraph
 from ..passes.fx_nodes import value
+from ..runtime.phases import phase
 from .capture import Captured
 from .float32_run import HALF, Deferred, Float32Graph
 from .linkage import Linkage
@@ -56,6 +57,7 @@ LARGE = Weights("large weights", 1.5, 1.0, 0.1, Schedule((150, 9, 40), (70, 3, 3
 SMALL = Weights("small weights", 0.02, 0.1, 0.0, Schedule((12, 5), (6, 3), 4, decoded=1))
 
 
+@phase("verify")
 def check_graph(original: TracedGraph, rewritten: TracedGraph, *, alone: bool = False) -> Verdict:
     """Compare two graphs over caches of full precision.
 
@@ -81,6 +83,7 @@ def check_graph(original: TracedGraph, rewritten: TracedGraph, *, alone: bool = 
     return max(verdicts, key=lambda verdict: verdict.error)
 
 
+@phase("verify")
 def measure_rounding(captured: Captured, reference: Reference) -> None:
     """Let a reference of a half-precision model tolerate what that precision does to the model itself: the captured
     graph as it is, beside the same in float32, on the model's weights.

@@ -10,6 +10,7 @@ import torch
 from ..passes import TracedGraph
 from ..runtime.ops.packed_linear import pack_weight
 from ..runtime.ops.quantized_weight import Quantization, quantise_weight
+from ..runtime.phases import phase
 from ..runtime.program import CacheSpec, KVCache
 from ..runtime.step import StepMetadata
 from .file_pages import FilePages
@@ -133,6 +134,7 @@ class LinkedProgram:
             self._recorded.clear()
         self._bound = True
 
+    @phase("pack")
     def pack_weights(self, *, release: bool, check: bool = False) -> int:
         """Lay the weights of packed linears out for the CPU's matrix kernels, and round those of quantised ones, one
         at a time.

@@ -9,6 +9,7 @@ import torch
 
 from ..passes import PASSES, Pass, PassRecord, TracedGraph, UnsupportedModel
 from ..passes.fx_nodes import VMAP_BOUNDS, callee, is_tensor, value
+from ..runtime.phases import phase
 from . import dump
 from .capture import first_line
 from .options import CompileOptions
@@ -25,6 +26,7 @@ def selected_passes(options: CompileOptions, stage: str = "") -> list[Pass]:
     return [p for p in passes if options.selects(p) and stage in ("", p.stage)]
 
 
+@phase("passes")
 def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
     """Apply ``passes`` in order.
 

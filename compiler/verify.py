@@ -12,6 +12,7 @@ from torch import nn
 
 from ..passes import NotFinite, TracedGraph, UnsupportedModel
 from ..runtime.kv_cache import allocate_kv_cache
+from ..runtime.phases import phase
 from ..runtime.program import Program
 from ..runtime.step import StepMetadata
 from .capture import first_line, max_positions, takes_positions
@@ -84,6 +85,7 @@ class Reference:
         return [len(t) - self.schedule.decoded for t in self.tokens]
 
 
+@phase("reference")
 def reference_of_model(model: nn.Module, schedule: Schedule = MODEL_SCHEDULE) -> Reference:
     """What the model says when HuggingFace runs it, each sequence alone and without a cache.
 
@@ -148,6 +150,7 @@ def run_alone(
     return logits.float()
 
 
+@phase("verify")
 def check(program: Program, reference: Reference, *, alone: bool = False, weight_bits: int | None = None) -> Verdict:
     """Run the reference's sequences through ``program`` as a runtime would, and compare every row of logits.
 

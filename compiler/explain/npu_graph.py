@@ -16,6 +16,7 @@ from torch import nn
 from ...passes import UnsupportedModel
 from ...passes.fx_nodes import value
 from ...passes.provenance import decoder_layers
+from ...runtime.phases import phase
 from ...runtime.program import is_cache_input
 from ..options import CompileOptions
 from ..targets.npu.ge_graph import GeGraph
@@ -71,6 +72,7 @@ class GeReport:
         return {**asdict(self), "layers": layers, "launches_per_layer": self.launches_per_layer}
 
 
+@phase("torchair")
 def graph_engine_report(model: nn.Module, stands_for: Sequence[int], options: CompileOptions) -> GeReport:
     """Convert a model with the real torchair; it is built anew from its configuration, without values.
 

@@ -37,18 +37,28 @@ def npu_sections(explanation: Explanation) -> list[Section]:
     report = explanation.npu
     if report is None:
         return []
-    return [_routes(report), _graph(report, explanation.layers), _estimates(report)]
+    return [_routes(report), *_refused(report), _graph(report, explanation.layers), _estimates(report)]
 
 
 def _routes(report: NpuReport) -> Section:
+    rows = tuple(
+        (_short(route.operator), str(route.count), " +\n".join(_short(name) for name in route.chosen))
+        for route in report.routes
+    )
+    return Section(f"Routes on {report.soc}", ("operator!", "sites#", "becomes"), rows)
+
+
+def _refused(report: NpuReport) -> list[Section]:
+    """Better operators that were not taken; [] where there are none."""
     rows = []
     for route in report.routes:
-        refused = "\n".join(f"{_short(name)}: {reason}" for name, reason in route.refused)
-        where = "\n".join(f"in {module}" for module in route.modules) if route.refused else ""
-        chosen = " + ".join(_short(name) for name in route.chosen)
-        rows.append((_short(route.operator), str(route.count), chosen, "\n".join(t for t in (refused, where) if t)))
-    columns = ("operator!", "sites#", "becomes", "better ones refused, and where")
-    return Section(f"Routes on {report.soc}", columns, tuple(rows))
+        if route.refused:
+            reasons = [f"{_short(name)}: {reason}" for name, reason in route.refused]
+            rows.append(
+                (_short(route.operator), "\n".join((*reasons, *(f"in {module}" for module in route.modules))))
+            )
+    title = f"Better routes that were refused on {report.soc}"
+    return [Section(title, ("operator!", "why, and where"), tuple(rows))] if rows else []
 
 
 def _short(name: str) -> str:
@@ -86,7 +96,7 @@ def _graph(report: NpuReport, layers: Sequence[LayerSummary]) -> Section:
 
 
 def _estimates(report: NpuReport) -> Section:
-    columns = ("one sequence!", *(f"{_step_name(e)}#" for e in report.estimates))
+    columns = ("one sequence", *(f"{_step_name(e)}#" for e in report.estimates))
     rows: tuple[tuple[str, Callable[[Estimate], str]], ...] = (
         ("tokens in the KV cache afterwards", lambda e: str(e.step.context)),
         ("weights read", lambda e: size(e.moved.weights)),
@@ -97,7 +107,8 @@ def _estimates(report: NpuReport) -> Section:
         ("per token: operations", lambda e: quantity(e.flops / e.step.tokens, "FLOP")),
         ("weights and KV cache at the memory's bandwidth", lambda e: _time(e.memory_seconds)),
         ("operations at the chip's peak", lambda e: _time(e.compute_seconds)),
-        ("so a step takes at least", _least),
+        ("so a step takes at least", lambda e: _time(e.seconds)),
+        ("which is the time of", lambda e: e.bound_by or _UNKNOWN),
         ("tokens per second at most", lambda e: f"{e.step.tokens / e.seconds:,.0f}" if e.seconds else _UNKNOWN),
     )
     note = (
@@ -126,8 +137,3 @@ def _published(report: NpuReport) -> str:
 
 def _time(seconds: float | None) -> str:
     return _UNKNOWN if seconds is None else duration(seconds)
-
-
-def _least(estimate: Estimate) -> str:
-    by = f" ({estimate.bound_by})" if estimate.bound_by else ""
-    return f"{_time(estimate.seconds)}{by}"

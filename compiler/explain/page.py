@@ -7,6 +7,7 @@ from html import escape
 
 from .drawing import LayerGraph
 from .explanation import Explanation
+from .figures import figures
 from .npu_sections import npu_sections
 from .svg import KINDS, svg
 from .wording import (
@@ -37,7 +38,7 @@ body { font: 14px/1.45 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans
 h1 { font-size: 22px; margin: 0 0 12px; } h2 { font-size: 16px; margin: 34px 0 8px; }
 p { margin: 4px 0 8px; max-width: 75em; color: var(--dim); }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 3px 18px; margin: 0; }
-dt { color: var(--dim); } dd { margin: 0; }
+dt { color: var(--dim); } dd { margin: 0; overflow-wrap: anywhere; }
 .good { color: var(--good); } .bad { color: var(--bad); } .warn { color: var(--warn); } .strong { font-weight: 600; }
 table { border-collapse: collapse; } th, td { padding: 3px 14px 3px 0; text-align: left; vertical-align: top; }
 th { font-weight: 600; border-bottom: 1px solid var(--line); color: var(--dim); }
@@ -58,6 +59,17 @@ svg rect { fill: var(--other); stroke: var(--edge); stroke-width: 1; }
 svg .box:hover rect { stroke: var(--text); stroke-width: 2; }
 svg .line { fill: none; stroke: var(--edge); stroke-width: 1.3; } svg .head { fill: var(--edge); }
 svg .k-input rect, svg .k-output rect { fill: var(--back); stroke-dasharray: 4 3; }
+.scroll { overflow-x: auto; } h1, h2, p { overflow-wrap: anywhere; }
+.figures { display: flex; flex-wrap: wrap; gap: 24px 48px; } .figures figure { margin: 0; max-width: 100%; }
+.figures figcaption { font-weight: 600; margin-bottom: 6px; }
+svg.chart { max-width: 100%; height: auto; overflow: visible; }
+svg.chart text { font: 12px system-ui, "DejaVu Sans", sans-serif; text-anchor: start; }
+svg.chart text.dim { fill: var(--dim); } svg.chart text[text-anchor="end"] { text-anchor: end; }
+svg.chart rect { stroke: none; fill: var(--good); } svg.chart rect.before { fill: var(--edge); }
+svg.chart path { fill: none; stroke: var(--edge); } svg.chart path.roof { stroke: var(--text); stroke-width: 2; }
+svg.chart circle { fill: var(--good); }
+@media (max-width: 600px) { body { padding: 12px 14px 40px; } dl { grid-template-columns: 1fr; }
+  dd { margin-bottom: 6px; } }
 """
 
 
@@ -76,6 +88,7 @@ def page(explanation: Explanation, layer: int | None = None) -> str:
         f"<style>{_STYLE}{_colours()}</style></head><body>",
         f"<h1>{escape(explanation.model)}</h1>",
         _heading(explanation),
+        *figures(explanation),
         *_passes(explanation),
         *_recognised(explanation),
         *_near_misses(explanation),
@@ -137,7 +150,9 @@ def _table(columns: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], co
     for row, cells in rows:
         written = "".join(f'<td class="{kind}">{escape(cell)}</td>' for cell, kind in zip(cells, kinds, strict=True))
         lines.append(f'<tr class="{row}">{written}</tr>')
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    # A table that is wider than the page scrolls by itself; tabindex lets the keyboard do it, too.
+    return f'<div class="scroll" tabindex="0">{table}</div>'
 
 
 def _passes(explanation: Explanation) -> list[str]:
@@ -226,7 +241,7 @@ def _npu(explanation: Explanation) -> list[str]:
             parts.append(f"<p>{escape(section.note)}</p>")
         if section.columns:
             columns = tuple(name.removesuffix("!") for name in section.columns)
-            rows = (("", [cell.replace("\n", "; ") for cell in row]) for row in section.rows)
+            rows = (("", [cell.replace(" +\n", " + ").replace("\n", "; ") for cell in row]) for row in section.rows)
             parts.append(_table(columns, rows))
     return parts
 

@@ -121,9 +121,8 @@ def verdict_line(explanation: Explanation) -> str:
     if verdict is None:
         return "not compared with the model (verify is off)"
     right = "equal to the model" if verdict.ok else verdict.reason
-    return (
-        f"{right}: error {verdict.error:.2g} standard deviations over {verdict.rows} rows, limit {verdict.tolerance}"
-    )
+    compared = f"error {verdict.error:.2g} standard deviations over {verdict.rows} rows"
+    return f"{right}: {compared}, limit {verdict.tolerance:.2g}"
 
 
 def drop_in_line(explanation: Explanation) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from ..phases import phase
 from ..private_folder import cache_folder
 from .kernel_cache import Builder, KernelBuildError, load_library
 
@@ -66,7 +67,8 @@ def load_kernels() -> ctypes.CDLL | None:
     hashes sources, flags, processor and compiler, see ``kernel_cache``. Processes that need it at once build it once.
     """
     try:
-        return _loading().result()
+        with phase("kernels"):
+            return _loading().result()
     except (KernelBuildError, OSError) as error:
         warnings.warn(
             f"torch-pagoda runs without its C++ kernels, many times slower, because {error}",

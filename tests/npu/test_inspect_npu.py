@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,21 @@ def test_unknown_figures_are_said_to_be_unknown() -> None:
     assert routes.rows == () and graph.rows == () and graph.note == "Not converted: not asked for"
     assert dict(least.rows)["so a step takes at least"] == "unknown"
     assert "No published figures of Ascend910B4-1" in least.note
+
+
+def test_no_cell_is_cut_on_80_columns(explained: Explanation, refused: Explanation) -> None:
+    for explanation in (explained, refused):
+        sheet = io.StringIO()
+        Console(file=sheet, width=80).print(explanation)
+        lines = sheet.getvalue().splitlines()
+        assert max(map(len, lines)) <= 80 and "…" not in sheet.getvalue()
+        shown = Counter(word for line in lines for word in line.split())
+        for section in npu_sections(explanation):
+            cells = [cell for row in (section.columns, *section.rows) for cell in row]
+            words = Counter(word for cell in cells for word in cell.rstrip("#!").split())
+            # Reasons may hold words longer than their column, which are folded; nothing else does.
+            cut = {word for word, count in words.items() if shown[word] < count and len(word) < 40}
+            assert not cut, f"{section.title}: {cut}"
 
 
 def test_estimate_of_a_decode_step_by_hand(llama: Any, explained: Explanation) -> None:

@@ -11,6 +11,7 @@ import typer
 from .. import __version__
 from .errors import INTERRUPTED, OUTPUT_FAILED, USER_ERROR, give_up_output, is_of_output
 from .generate import generate
+from .help_text import join_lines
 from .npu import app as npu
 from .plan import plan
 from .quantize import quantize
@@ -50,20 +51,22 @@ def _root(
 
 app.command(
     epilog=(
-        "Examples:  pagoda generate ./my-model --prompt 'Once upon a time'  |  "
-        "pagoda generate ./my-model --prompts-file prompts.txt --max-tokens 128 --json > out.jsonl"
+        "Examples:\n"
+        "pagoda generate ./my-model --prompt 'Once upon a time'\n"
+        "pagoda generate ./my-model --prompts-file prompts.txt --json > out.jsonl"
     )
 )(generate)
 app.command(epilog="Example:  pagoda inspect examples/tiny-pydoc --html report.html")(inspect)
 app.command(epilog="Example:  pagoda bisect examples/tiny-pydoc --codegen none")(bisect)
 app.command(epilog="Example:  pagoda plan examples/tiny-pydoc --memory 64MiB")(plan)
-app.command(epilog="Example:  pagoda quantize ./my-model ./my-model-int4 --text sample.txt --group-size 64")(quantize)
+app.command(epilog="Example:\npagoda quantize ./my-model ./my-model-int4 --text sample.txt --group-size 64")(quantize)
 app.add_typer(npu)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; ``arguments`` default to the process's own. Always ends in :class:`SystemExit`."""
     command = typer.main.get_command(app)
+    join_lines(command)
     try:
         status = command.main(
             args=None if arguments is None else list(arguments), prog_name="pagoda", standalone_mode=False

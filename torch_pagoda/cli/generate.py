@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .beams import beam_params, best_texts
 from .errors import REQUEST_FAILED, one_line_errors
+from .phases import show_phases
 from .printing import print_outputs, print_summary, stats_table
 
 if TYPE_CHECKING:
@@ -142,14 +143,16 @@ def generate(
     max_model_len: Annotated[
         int | None, typer.Option(help="Tokens per sequence, prompt included.", rich_help_panel="Engine")
     ] = None,
-    enable_prefix_caching: Annotated[
+    no_enable_prefix_caching: Annotated[
         bool,
         typer.Option(
-            "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="Compute beginnings that prompts share once.",
+            "--no-enable-prefix-caching",
+            help="Compute beginnings that prompts share each time.",
             rich_help_panel="Scheduling",
         ),
-    ] = True,
+    ] = False,
+    # A pair of such long names leaves no room for what they mean on 80 columns.
+    enable_prefix_caching: Annotated[bool, typer.Option("--enable-prefix-caching", hidden=True)] = False,
     policy: Annotated[
         str, typer.Option(help="fcfs, priority, sjf, fair or prefix.", rich_help_panel="Scheduling")
     ] = "fcfs",
@@ -218,7 +221,7 @@ def generate(
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_model_len": max_model_len,
-        "enable_prefix_caching": enable_prefix_caching,
+        "enable_prefix_caching": not no_enable_prefix_caching,
         "policy": policy,
         "preemption": preemption,
         "swap_space": swap_space,
@@ -250,6 +253,8 @@ def generate(
     asked = {"priority": _one_or_each(priority), "client": _one_or_each(client), "deadline": deadline}
     terms: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     with one_line_errors(debug):
+        if enable_prefix_caching and no_enable_prefix_caching:
+            raise ValueError("--enable-prefix-caching and --no-enable-prefix-caching contradict each other; give one")
         prompts = _read_prompts(prompt, prompts_file)
         for name, count in (("--logprobs", logprobs), ("--prompt-logprobs", prompt_logprobs)):
             if count is not None and not as_json:
@@ -270,7 +275,8 @@ def generate(
         SamplingParams(logit_bias=bias, **asked_for)  # a mistake in them is found before the model is loaded
         options_for(len(prompts), **terms)
         given: dict[str, Any] = {name: value for name, value in engine_options.items() if value is not None}
-        llm = LLM(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, **given)
+        with show_phases():
+            llm = LLM(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, **given)
         params = SamplingParams(logit_bias=bias, **_NOT_RECOMMENDED | llm.recommended_params | asked_for)
         scores: list[list[float]] | None = None
         begin = time.perf_counter()

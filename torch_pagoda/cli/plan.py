@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from .errors import one_line_errors
+from .memory_table import GB, GIB, block_line, memory_table
+from .phases import show_phases
 
 if TYPE_CHECKING:
     from ..compiler.explain.requirements import Requirements
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from ..runtime.memory_plan import MemoryPlan
 
 DOES_NOT_FIT = 1
-
-_GIB, _GB = 2**30, 10**9
 
 
 def plan(
@@ -95,7 +95,8 @@ def plan(
             block_size = sizes.block_size if sizes is not None else _default_block_size(options.target)
         options = replace(options, block_size=block_size) if options.target == "npu" else options
         if measure:
-            activations = _measured(model, dtype, options, max_num_batched_tokens, max_num_seqs, block_size)
+            with show_phases():
+                activations = _measured(model, dtype, options, max_num_batched_tokens, max_num_seqs, block_size)
         else:
             activations = needs.activation_bytes(max_num_batched_tokens, max_num_seqs)
         found = plan_memory(
@@ -187,7 +188,7 @@ def _print(
     console = Console()
     stored = "" if kv_cache_dtype == "auto" else f", KV cache in {kv_cache_dtype}"
     console.print(f"{needs.model} in {needs.weight_dtype}{stored}, {needs.parameters:,} parameters", highlight=False)
-    for table in (_memory(found, measured), _limits(found), *([] if sizes is None else [_sizes(sizes)])):
+    for table in (memory_table(found, measured), _limits(found), *([] if sizes is None else [_sizes(sizes)])):
         console.print()
         console.print(table)
     console.print()
@@ -203,29 +204,14 @@ def _table(first: str, *numbers: str) -> Table:
     return table
 
 
-def _memory(found: MemoryPlan, measured: bool) -> Table:
-    """What the memory is divided into, in binary and in decimal units."""
-    table = _table("memory", "GiB", "GB")
-    how = "measured" if measured else "estimated"
-    rows = (
-        ("weights", found.weight_bytes),
-        (f"activations, {found.max_num_batched_tokens} tokens, {how}", found.activation_bytes),
-        ("KV cache", found.cache_bytes),
-        ("all", found.memory),
-    )
-    for name, size in rows:
-        table.add_row(name, _number(size / _GIB), _number(size / _GB))
-    return table
-
-
 def _limits(found: MemoryPlan) -> Table:
     """Sequences at once by length, in blocks and contiguous."""
     table = _table("tokens each", "KV GiB", "KV GB", "paged", "used", "contiguous", "used", "run at once")
     for limit in found.limits:
         table.add_row(
             str(limit.tokens),
-            _number(limit.sequence_bytes / _GIB),
-            _number(limit.sequence_bytes / _GB),
+            _number(limit.sequence_bytes / GIB),
+            _number(limit.sequence_bytes / GB),
             str(limit.paged),
             f"{100 * limit.paged_utilisation:.0f} %",
             str(limit.contiguous),
@@ -253,15 +239,11 @@ def _sizes(sizes: BlockSizePlan) -> Table:
 
 def _words(found: MemoryPlan, measured: bool) -> Iterator[str]:
     """The figures that are single numbers."""
-    yield f"KV per token: {_size(found.token_bytes)}; a block of {found.block_size}: {_size(found.block_bytes)}"
+    yield f"KV per token: {_exactly(found.token_bytes)}; a block of {found.block_size}: {_exactly(found.block_bytes)}"
     if found.missing_bytes:
         yield f"It does not fit: a first block needs {_size(found.missing_bytes)} more."
         return
-    for pool in found.pools:
-        layers = f" of {len(pool.layers)} layers" if len(found.pools) > 1 else ""
-        window = f" with a window of {pool.window} tokens" if pool.window else ""
-        tokens = pool.num_blocks * found.block_size
-        yield f"{pool.num_blocks:,} blocks{layers}{window}, for {tokens:,} tokens."
+    yield block_line(found)
     yield f"Longest sequence: {found.longest_sequence} tokens; contiguous: {found.contiguous_longest_sequence}."
     yield f"At most {found.max_num_seqs} sequences run at once (max_num_seqs)."
     if not measured:
@@ -279,3 +261,8 @@ def _size(size: int) -> str:
         if size >= 1 << power:
             return f"{size / (1 << power):.2f} {unit}"
     return f"{size} bytes"
+
+
+def _exactly(size: int) -> str:
+    """Bytes in the binary unit that fits, and all of them."""
+    return f"{_size(size)} ({size:,} bytes)" if size >= 1 << 10 else _size(size)

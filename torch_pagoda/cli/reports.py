@@ -14,6 +14,7 @@ from rich.text import Text
 
 from .errors import one_line_errors
 from .generate import pass_selection
+from .phases import show_phases
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,16 +81,17 @@ def inspect(
         from ..compiler.explain import explain
 
         module = _load_or_build(model, dtype, trust_remote_code, target)
-        explanation = explain(
-            module,
-            target=target,
-            soc=soc,
-            context=context,
-            torchair=torchair,
-            verify=verify,
-            opt_level=opt_level,
-            passes=pass_selection(skip_pass, only_pass),
-        )
+        with show_phases():
+            explanation = explain(
+                module,
+                target=target,
+                soc=soc,
+                context=context,
+                torchair=torchair,
+                verify=verify,
+                opt_level=opt_level,
+                passes=pass_selection(skip_pass, only_pass),
+            )
         if html is not None:
             explanation.to_html(html, layer)
         text = json.dumps(explanation.to_dict(), indent=1, allow_nan=False)
@@ -140,7 +142,8 @@ def bisect(
         module = _load(model, dtype, trust_remote_code, target)
         report = CompileReport(type(module).__name__)
         try:
-            build_program(module, options, owns_weights=True, report=report)
+            with show_phases():
+                build_program(module, options, owns_weights=True, report=report)
         except UnsupportedModel:
             if not _culprit(report):
                 raise
@@ -149,7 +152,9 @@ def bisect(
     if name:
         typer.echo(f"{name} is the first that breaks {report.model}: {reason}")
         raise typer.Exit(CULPRIT_FOUND)
-    error = "" if report.verdict is None else f" (error {report.verdict.error:.2g}, limit {report.verdict.tolerance})"
+    error = (
+        "" if report.verdict is None else f" (error {report.verdict.error:.2g}, limit {report.verdict.tolerance:.2g})"
+    )
     typer.echo(f"every pass is right, and so is the finished program{error}")
 
 

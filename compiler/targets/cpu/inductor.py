@@ -12,6 +12,7 @@ from torch._guards import TracingContext, tracing
 from ....passes import TracedGraph
 from ....passes.fx_nodes import callee, value
 from ....passes.provenance import decoder_layers, launches_work
+from ....runtime.phases import phase
 
 _SINGLE = frozenset("linear mm addmm bmm baddbmm _grouped_mm embedding index_select".split())
 
@@ -32,6 +33,7 @@ def _stays_single(node: fx.Node) -> bool:
     return ours or callee(node) in _SINGLE
 
 
+@phase("codegen")
 def generate_code(traced: TracedGraph, context: TracingContext) -> Callable[..., Sequence[Any]]:
     """Compile a traced graph with inductor.
 

@@ -1,0 +1,127 @@
+"""What a terminal shows of a compilation, and a pipe does not."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from torch_pagoda.cli.phases import show_phases
+from torch_pagoda.compiler import CompileOptions
+from torch_pagoda.compiler.build import build_program
+from torch_pagoda.runtime.phases import phase, watched
+
+from tiny_models import build_tiny_model
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+class Terminal:
+    """A pseudo-terminal of 80 columns."""
+
+    def __init__(self) -> None:
+        self._reader, writer = os.openpty()
+        os.set_blocking(self._reader, False)
+        self.stream = os.fdopen(writer, "w")
+
+    def sent(self) -> str:
+        """What was written to it since the last call."""
+        self.stream.flush()
+        parts = []
+        with suppress(BlockingIOError):
+            while part := os.read(self._reader, 1 << 16):
+                parts.append(part)
+        return b"".join(parts).decode()
+
+    def close(self) -> None:
+        self.stream.close()
+        os.close(self._reader)
+
+
+@contextmanager
+def stderr_on_a_terminal() -> Iterator[Terminal]:
+    """Makes stderr a terminal. Not a fixture: pytest puts its own stderr back before a test begins."""
+    with pytest.MonkeyPatch.context() as patch:
+        terminal = Terminal()
+        patch.setattr(sys, "stderr", terminal.stream)
+        patch.setenv("TERM", "xterm")
+        patch.setenv("COLUMNS", "80")
+        yield terminal
+    terminal.close()
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).replace("\u00a0", " ")
+
+
+def test_phases_are_told_and_nest() -> None:
+    told: list[str] = []
+    with watched(told.append), phase("passes"):
+        with phase("verify"), phase("verify"), phase("kernels"):
+            pass
+        with pytest.raises(ValueError), phase("aten"):
+            raise ValueError
+    with phase("nobody watches"):
+        pass
+    assert told == ["passes", "verify", "kernels", "verify", "passes", "aten", "passes", ""]
+
+
+def test_compiling_tells_its_phases() -> None:
+    told: list[str] = []
+    with watched(told.append):
+        program = build_program(build_tiny_model("llama"), CompileOptions(codegen="none", pack_weights=True))
+    named = [name for name in told if name and name != "kernels"]
+    assert set(named) == {"reference", "capture", "passes", "aten", "verify", "pack"} == set(program.report.seconds)
+    assert named[:2] == ["reference", "capture"] and named.index("passes") < named.index("aten")
+    assert told[-1] == ""
+
+
+def test_a_terminal_shows_phases_and_seconds_and_is_left_clear() -> None:
+    with stderr_on_a_terminal() as terminal:
+        handler = logging.StreamHandler(sys.stderr)
+        logging.getLogger().addHandler(handler)
+        try:
+            with show_phases():
+                with phase("capture"):
+                    pass
+                with phase("verify"):
+                    logging.getLogger().warning("look here")
+            assert handler.stream is terminal.stream
+        finally:
+            logging.getLogger().removeHandler(handler)
+        text = terminal.sent()
+    shown = plain(text)
+    assert re.search(r"compiling, seconds: capture \d+\.\d", shown)
+    assert re.search(r"capture \d+\.\d verify \d+\.\d", shown)
+    assert "look here" in shown.replace("\r", "\n").splitlines()  # on a line of its own
+    assert text.endswith("\x1b[2K")  # the line is wiped
+
+
+def test_nothing_is_shown_before_the_first_phase() -> None:
+    with stderr_on_a_terminal() as terminal:
+        with show_phases():
+            pass
+        assert terminal.sent() == ""
+
+
+def test_nothing_is_shown_in_a_pipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # asks for colours, and makes no terminal of a pipe
+    with show_phases(), phase("capture"):
+        pass
+    assert capsys.readouterr() == ("", "")
+
+
+def test_generate_shows_them_on_a_terminal(run: Run, checkpoint: Path) -> None:
+    arguments = ("generate", checkpoint, "-p", "the", "--max-tokens", "1", "--verify", "off", "--codegen", "none")
+    with stderr_on_a_terminal() as terminal:
+        # A pass is left out so that the program is not one that another test has compiled.
+        status, out, _ = run(*arguments, "--skip-pass", "hoist_gather")
+        shown = plain(terminal.sent())
+    assert status == 0 and out.startswith("the") and "compiling" not in out
+    assert re.search(r"compiling, seconds: capture \d+\.\d", shown) and re.search(r"passes \d+\.\d", shown)

@@ -1,0 +1,99 @@
+"""The table of ``pagoda plan`` about what a memory is divided into; its figures add up as they are printed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from ..runtime.memory_plan import MemoryPlan
+
+GIB, GB = 2**30, 10**9
+
+_FEWEST_DECIMALS, _MOST_DECIMALS = 2, 6
+
+
+def memory_table(found: MemoryPlan, measured: bool) -> Table:
+    """What the memory is divided into, in binary and in decimal units.
+
+    In each column the rows that are not indented add up to the last one, and the indented ones to the KV cache.
+
+    Args:
+        found: the plan.
+        measured: whether the activations were; they are estimated otherwise.
+    """
+    how = "measured" if measured else "estimated"
+    outer = {
+        "weights": found.weight_bytes,
+        f"activations, {found.max_num_batched_tokens} tokens, {how}": found.activation_bytes,
+        "KV cache": found.cache_bytes,
+    }
+    lacking = sum(outer.values()) - found.memory
+    if lacking:
+        outer["not there"] = -lacking
+    inner = {}
+    if found.cache_bytes:
+        left = left_over(found)
+        inner = {"  blocks": found.cache_bytes - left, "  left over": left}
+    columns = [_column(outer, inner, found.memory, unit) for unit in (GIB, GB)]
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("memory")
+    for name in ("GiB", "GB"):
+        table.add_column(name, justify="right")
+    for name in columns[0]:
+        table.add_row(name, *(column[name] for column in columns))
+    return table
+
+
+def block_line(found: MemoryPlan) -> str:
+    """Say what blocks each pool has, for how many tokens, and what of the cache is too little for another block."""
+    parts = []
+    for pool in found.pools:
+        layers = f" of {len(pool.layers)} layers" if len(found.pools) > 1 else ""
+        window = f" with a window of {pool.window} tokens" if pool.window else ""
+        parts.append(f"{pool.num_blocks:,} blocks{layers}{window}, for {pool.num_blocks * found.block_size:,} tokens")
+    return f"{'; '.join(parts)}; {left_over(found):,} bytes are left over."
+
+
+def left_over(found: MemoryPlan) -> int:
+    """Bytes of the KV cache that no block takes."""
+    return found.cache_bytes - sum(pool.num_blocks * pool.block_bytes for pool in found.pools)
+
+
+def apportioned(parts: Sequence[int], unit: Fraction | int, whole: int) -> list[int]:
+    """Round sizes to multiples of a unit so that they add up, by the method of the largest remainder.
+
+    Args:
+        parts: sizes.
+        unit: what one counts.
+        whole: units that they make up; their sum, rounded up or down.
+
+    Returns:
+        The multiples: each the size divided by the unit, rounded up or down.
+    """
+    shares = [math.floor(Fraction(part) / unit) for part in parts]
+    remainders = [Fraction(part) / unit - share for part, share in zip(parts, shares, strict=True)]
+    missing = whole - sum(shares)
+    for i in sorted(range(len(parts)), key=lambda i: -remainders[i])[:missing]:
+        shares[i] += 1
+    return shares
+
+
+def _column(outer: dict[str, int], inner: dict[str, int], memory: int, unit: int) -> dict[str, str]:
+    """The figures of a column by row, with as many decimals as show three digits of the smallest part."""
+    smallest = min(size for size in (memory, *outer.values()) if size > 0)
+    decimals = min(max(2 - math.floor(math.log10(smallest / unit)), _FEWEST_DECIMALS), _MOST_DECIMALS)
+    last = Fraction(unit, 10**decimals)
+    whole = round(memory / last)
+    shares = dict(zip(outer, apportioned(list(outer.values()), last, whole), strict=True))
+    within = dict(zip(inner, apportioned(list(inner.values()), last, shares["KV cache"]), strict=True))
+    rows = {}
+    for name, share in {**shares, "all": whole}.items():
+        rows[name] = share
+        if name == "KV cache":
+            rows.update(within)
+    return {name: f"{share / 10**decimals:.{decimals}f}" for name, share in rows.items()}

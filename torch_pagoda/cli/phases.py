@@ -1,0 +1,85 @@
+"""A line on the terminal that says what the compiler is doing, and for how long."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from ..runtime.phases import watched
+
+
+class PhaseLine:
+    """Phases in the order in which they first began, with their seconds so far; one that comes again goes on."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._current, self._since = "", time.perf_counter()
+
+    def begin(self, phase: str) -> None:
+        """The phase that was under way ends and ``phase`` begins; "" for none."""
+        now = time.perf_counter()
+        if self._current:
+            self._seconds[self._current] += now - self._since
+        self._current, self._since = phase, now
+        if phase:
+            self._seconds.setdefault(phase, 0.0)
+
+    def __rich__(self) -> Text:
+        text = Text("compiling, seconds:")
+        running = time.perf_counter() - self._since
+        for phase, seconds in self._seconds.items():
+            current = phase == self._current
+            # Spaces inside an entry do not break, so that a narrow terminal keeps name and figure together.
+            text.append(f" {phase}\u00a0{seconds + running * current:.1f}", style="bold cyan" if current else "dim")
+        return text
+
+
+@contextmanager
+def show_phases() -> Iterator[None]:
+    """Show the phases of what is compiled inside on stderr, and clear them at the end.
+
+    Nothing is shown unless stderr is a terminal, nor before the first phase begins.
+    """
+    console = Console(stderr=True)
+    if not (console.is_terminal and sys.stderr.isatty()):
+        yield
+        return
+    line = PhaseLine()
+    with ExitStack() as stack:
+
+        def show(phase: str) -> None:
+            if live.is_started:
+                line.begin(phase)
+            elif phase:
+                line.begin(phase)
+                stack.enter_context(live)
+                stack.enter_context(_logging_above(terminal))
+
+        terminal = sys.stderr
+        live = Live(line, console=console, transient=True, refresh_per_second=8, redirect_stdout=False)
+        stack.enter_context(watched(show))
+        yield
+
+
+@contextmanager
+def _logging_above(terminal: object) -> Iterator[None]:
+    """Let log messages that would go to ``terminal`` appear above the line instead of in it."""
+    moved = [
+        handler
+        for handler in logging.getLogger().handlers
+        if isinstance(handler, logging.StreamHandler) and handler.stream is terminal
+    ]
+    for handler in moved:
+        handler.setStream(sys.stderr)  # rich's, while the line is shown
+    try:
+        yield
+    finally:
+        for handler in moved:
+            handler.setStream(terminal)
