@@ -47,7 +47,8 @@ def main() -> None:
                     found[name].append(took)
         default, invariant = (statistics.median(found[name]) for name in ("default", "invariant"))
         print(
-            f"{shape:14} default {default:8.3f}  invariant {invariant:8.3f}  {invariant / default:.2f} times as long"
+            f"{shape:14} default {default:8.3f}  invariant {invariant:8.3f}  {invariant / default:.2f} times as long",
+            flush=True,
         )
 
 

@@ -19,7 +19,8 @@ from ...passes.provenance import DecoderLayers, Scope, decoder_layers, frames, l
 KINDS = ("attention", "norm", "rope", "gated_mlp", "activation", "moe")
 
 GEMMS = frozenset(
-    "mm addmm bmm baddbmm linear _grouped_mm grouped_mm_fallback packed_linear quantized_linear matmul".split()
+    "mm addmm bmm baddbmm linear _grouped_mm grouped_mm_fallback packed_linear quantized_linear invariant_linear "
+    "matmul".split()
 )
 ACTIVATIONS = frozenset("silu gelu relu leaky_relu hardswish mish elu relu6 activation".split())
 _BATCHED = frozenset({"bmm", "baddbmm", "matmul"})

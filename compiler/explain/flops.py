@@ -114,7 +114,8 @@ def _fused(node: fx.Node, step: Step, sizes: Sizes) -> int:
 
 _FORMULAS: dict[str, Callable[[fx.Node, Step, Sizes], int]] = {
     **dict.fromkeys(("mm", "bmm", "linear", "matmul", "npu_linear", "npu_transpose_batchmatmul"), _product(0)),
-    **dict.fromkeys(("packed_linear", "quantized_linear", "npu_grouped_matmul", "_grouped_mm"), _product(0)),
+    **dict.fromkeys(("packed_linear", "quantized_linear", "invariant_linear"), _product(0)),
+    **dict.fromkeys(("npu_grouped_matmul", "_grouped_mm"), _product(0)),
     **dict.fromkeys(("addmm", "baddbmm"), _product(1)),
     "moe": _experts,
     "paged_attention": _paged,

@@ -139,9 +139,9 @@ def test_scheduling_options_reach_the_engine(
     for name, value in wanted.items():
         for each in value if isinstance(value, list) else [value]:
             options += [f"--{name.replace('_', '-')}", str(each)]
-    status, _, err = run("generate", checkpoint, "-p", "the", "-p", "a", *options, *FAST)
+    status, _, err = run("generate", checkpoint, "-p", "the", "-p", "a", *options, "--batch-invariant", *FAST)
     assert status == 0, err
-    assert {name: seen[name] for name in wanted} == wanted
+    assert {name: seen[name] for name in wanted} == wanted and seen["batch_invariant"] is True
     assert run("generate", checkpoint, "-p", "the", "--swap-space", "0", *FAST)[0] == 0
 
 

@@ -134,6 +134,14 @@ def generate(
     group_size: Annotated[
         int | None, typer.Option(help="Inputs of a rounded weight that share a scale.", rich_help_panel="Engine")
     ] = None,
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="On a CPU: the same numbers in every batch, bit for bit; slower.",
+            rich_help_panel="Engine",
+        ),
+    ] = False,
     max_num_seqs: Annotated[
         int | None, typer.Option(help="Sequences at the same time.", rich_help_panel="Engine")
     ] = None,
@@ -218,6 +226,7 @@ def generate(
         "kv_cache_dtype": kv_cache_dtype,
         "quantization": quantization,
         "group_size": group_size,
+        "batch_invariant": batch_invariant,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_model_len": max_model_len,
