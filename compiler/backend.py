@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from ..passes import PassRecord, TracedGraph, UnsupportedModel
 from ..passes.fx_nodes import callee, value
 from . import dump
+from .graph_check import ROUTERS
 from .merged_weights import AddedArguments, link_merged_weights
 from .module_scalars import recover_module_scalars
 from .options import CompileOptions
@@ -275,7 +276,7 @@ def _difference(original: fx.GraphModule, rewritten: Callable[..., Any], example
     tenth of the rows may differ, as in ``verify.check``."""
     if any(isinstance(x, FakeTensor) for x in example_inputs):
         return ""
-    routed = any(callee(node) in ("topk", "sort") for node in original.graph.nodes)
+    routed = any(callee(node) in ROUTERS for node in original.graph.nodes)
     with torch.no_grad():
         expected = original(*_fresh(example_inputs))
         found = rewritten(*_fresh(example_inputs))

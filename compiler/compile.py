@@ -71,7 +71,7 @@ def compile_program(model: nn.Module, options: CompileOptions, *, owns_weights: 
         more = {
             "rope_switch": program.rope_switch,
             "restart_length": program.restart_length,
-            "tolerance": None if built.reference is None else built.reference.tolerance,
+            "judged": None if built.reference is None else (built.reference.tolerance, built.reference.share),
         }
         store.save(key, {**data, **more, "report": report_data(program.report)})
     return program
@@ -102,7 +102,7 @@ def _stored(
     try:
         program = restore(data, model)
         program.rope_switch, program.restart_length = data["rope_switch"], data["restart_length"]
-        tolerance = None if options.verify == "off" else float(data["tolerance"])
+        tolerance, share = map(float, data["judged"] or (0.0, 0.0))
     except Outdated as error:
         log.info("the stored program is not used: %s", error)
         store.discard(key)
@@ -115,9 +115,10 @@ def _stored(
     program.report.seconds = {}
     clock = PhaseClock(program.report.seconds, start)
     clock.lap("load")
-    if tolerance is not None:
+    reference = None
+    if options.verify != "off":
         check_kernels()
-    reference = None if tolerance is None else replace(reference_of_model(model, SHORT_SCHEDULE), tolerance=tolerance)
+        reference = replace(reference_of_model(model, SHORT_SCHEDULE), tolerance=tolerance, share=share)
     # Until weights are rounded and packed, every product would round its own.
     if reference is not None and not options.quantization:
         verdict = check(program, reference)

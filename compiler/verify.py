@@ -71,6 +71,7 @@ class Reference:
         dtype: that the model computes in.
         schedule: how the sequences are run.
         tolerance: largest error of a logit that is right, in standard deviations of its row.
+        share: of the rows, how many have to be right.
     """
 
     tokens: list[torch.Tensor]
@@ -78,6 +79,7 @@ class Reference:
     dtype: torch.dtype
     schedule: Schedule
     tolerance: float
+    share: float = 1.0
 
     @property
     def prompts(self) -> list[int]:
@@ -116,7 +118,7 @@ def reference_of_model(model: nn.Module, schedule: Schedule = MODEL_SCHEDULE) ->
     if not all(bool(rows.isfinite().all()) for rows in logits):
         raise NotFinite(_not_finite(model))
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    return Reference(tokens, logits, dtype, schedule, TOLERANCE.get(dtype, 0.3))
+    return Reference(tokens, logits, dtype, schedule, TOLERANCE.get(dtype, 0.3), judged_share(dtype))
 
 
 def _not_finite(model: nn.Module) -> str:
@@ -170,8 +172,7 @@ def check(program: Program, reference: Reference, *, alone: bool = False, weight
             errors.setdefault(group, []).extend(row_errors(logits, expected).tolist())
     except Exception as error:
         return Verdict(False, float("inf"), reference.tolerance, 0, f"the program fails: {first_line(error)}")
-    tolerance = reference.tolerance
-    share = judged_share(reference.dtype)
+    tolerance, share = reference.tolerance, reference.share
     if weight_bits is not None or any(spec.has_scales for spec in program.caches):
         tolerance, share = INT8_TOLERANCE if weight_bits is None else WEIGHT_TOLERANCE[weight_bits], 0.5
     judged = max(typical(group, share) for group in errors.values())
