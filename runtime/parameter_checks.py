@@ -31,7 +31,7 @@ def whole_number(name: str, value: object, lowest: int, remedy: str, *, highest:
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < lowest:
         raise ValueError(f"{name}={shown(value)} is not a whole number >= {lowest}; {remedy}")
-    if value > highest:
+    if int(value) > highest:
         raise ValueError(f"{name}={shown(value)} is above the limit of {highest}; lower it")
     return int(value)
 
@@ -69,7 +69,7 @@ def token_ids(name: str, value: object) -> tuple[int, ...]:
     """
     if isinstance(value, (str, bytes, dict)) or not hasattr(value, "__iter__"):
         raise ValueError(f"{name}={shown(value)} is not a list of token ids; use a list such as [2]")
-    ids = []
+    ids: list[int] = []
     for entry in value:
         if isinstance(entry, bool) or not isinstance(entry, Integral) or entry < 0:
             raise ValueError(f"{name}={shown(value)} holds {shown(entry)}; use token ids, whole numbers >= 0")
@@ -88,7 +88,7 @@ def texts(name: str, value: object, *, most: int, most_characters: int) -> tuple
     entries = (value,) if isinstance(value, str) else value
     if isinstance(entries, bytes) or not hasattr(entries, "__iter__"):
         raise ValueError(f"{name}={shown(value)} is not text; use a string or a list of strings")
-    result = []
+    result: list[str] = []
     characters = 0
     for entry in entries:
         if not isinstance(entry, str) or not entry:

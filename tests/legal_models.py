@@ -12,6 +12,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import tiny_models
 
 _HIDDEN, _HEAD = 512, 128
+_LENGTHS = frozenset(
+    "local_attention attention_chunk_size n_ctx max_seq_len context_length model_max_length seq_length "
+    "max_sequence_length max_seq_length".split()
+)
+"""Names of windows and of numbers of positions that say neither."""
 _LATENT = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
@@ -29,9 +34,19 @@ _LATENT_MODELS = {
 }
 
 
-def build_legal_model(model_type: str, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
-    """As ``tiny_models.build_tiny_model``, with sizes that the limits of the NPU operators allow."""
+def build_legal_model(
+    model_type: str, *, dtype: torch.dtype = torch.float32, window: int = tiny_models.WINDOW, **overrides: Any
+) -> PreTrainedModel:
+    """As ``tiny_models.build_tiny_model``, with sizes that the limits of the NPU operators allow, and windows and
+    chunks of so many tokens wherever the architecture has any."""
     default = CONFIG_MAPPING[model_type]()
     latent = getattr(default, "kv_lora_rank", None) is not None
-    with mock.patch.object(tiny_models, "SIZES", _LATENT_MODELS if latent else _SIZES):
+    positions = max(tiny_models.MAX_POSITIONS, 2 * window)
+    own = {tiny_models.WINDOW: window, tiny_models.MAX_POSITIONS: positions}
+    names = {name for name in tiny_models.SIZES if "window" in name or "position" in name or name in _LENGTHS}
+    sizes = {
+        name: own.get(size, size) if name in names else size
+        for name, size in (_LATENT_MODELS if latent else _SIZES).items()
+    }
+    with mock.patch.object(tiny_models, "SIZES", sizes):
         return tiny_models.build_tiny_model(model_type, dtype=dtype, **overrides)
