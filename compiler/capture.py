@@ -70,8 +70,7 @@ def capture(model: nn.Module) -> Captured:
     has_positions = takes_positions(model)
     tokens = trace_length(model)
     device = next(model.parameters()).device
-    input_ids = torch.ones(1, tokens, dtype=torch.int64, device=device)
-    positions = torch.arange(tokens, device=device)[None]
+    input_ids, positions = _first_tokens(tokens, device)
     torch._dynamo.mark_dynamic(input_ids, 1)
     torch._dynamo.mark_dynamic(positions, 1)
     step = _step_function(model, has_positions)
@@ -90,7 +89,7 @@ def capture(model: nn.Module) -> Captured:
     if "gm" not in caught:
         raise UnsupportedModel(f"{type(model).__name__} does nothing that can be traced")
     traced = _traced_graph(model, caught["gm"], caught["inputs"], input_ids, positions)
-    _check_guards(model, traced, tokens)
+    _check_guards(model, traced, tokens, lambda length: step(*_first_tokens(length, device)))
     # Dynamo hands backends a context with a fresh fake mode; the recorded values belong to the one it traced with.
     caught["context"].fake_mode = traced.fake_mode
     return Captured(traced, caught["context"])
@@ -175,12 +174,25 @@ def _traced_graph(
     return traced
 
 
-def _check_guards(model: nn.Module, traced: TracedGraph, tokens: int) -> None:
+def _first_tokens(length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and positions ``[1, length]`` of a sequence."""
+    ids = torch.ones(1, length, dtype=torch.int64, device=device)
+    return ids, torch.arange(length, device=device)[None]
+
+
+def _check_guards(model: nn.Module, traced: TracedGraph, tokens: int, run: Callable[[int], object]) -> None:
     """Refuse a graph that holds for some numbers of tokens only, such as a loop over chunks that was unrolled for as
     many as were traced.
 
     Looked at are lengths above the traced one within the model's positions: what holds below is another branch, which
-    a program that is driven directly never takes.
+    a program that is driven directly never takes. Where the model itself fails at such a length, as at the end of a
+    table of positions that no config tells, the guard only says so.
+
+    Args:
+        model: it.
+        traced: its graph.
+        tokens: number of tokens that it was traced with.
+        run: runs the model on so many tokens.
 
     Raises:
         UnsupportedModel: a guard of the tracer is false at one of them.
@@ -194,11 +206,20 @@ def _check_guards(model: nn.Module, traced: TracedGraph, tokens: int) -> None:
         if guard.expr.free_symbols != {traced.token_symbol}:
             continue
         for length in sorted(n for n in longer if tokens < n < limit):
-            if guard.expr.subs({traced.token_symbol: length}) == sympy.false:
+            if guard.expr.subs({traced.token_symbol: length}) == sympy.false and _succeeds(run, length):
                 raise UnsupportedModel(
                     f"{type(model).__name__} takes another path at {length} tokens than at the {tokens} that it is "
                     f"traced with ({guard.expr} is false there); one graph cannot stand for both"
                 )
+
+
+def _succeeds(run: Callable[[int], object], length: int) -> bool:
+    try:
+        with torch.no_grad():
+            run(length)
+    except Exception:
+        return False
+    return True
 
 
 def first_line(error: BaseException) -> str:

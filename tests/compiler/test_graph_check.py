@@ -127,7 +127,7 @@ def test_rounding_is_measured_and_not_supposed():
     reference = reference_of_model(model)
     assert reference.tolerance == TOLERANCE[torch.bfloat16]
     measure_rounding(captured(model), reference)
-    assert 0.005 < reference.tolerance < 0.15
+    assert 0.005 < reference.tolerance < 0.25
 
 
 def test_a_program_that_raises_is_not_right():
@@ -142,9 +142,15 @@ def test_a_program_that_raises_is_not_right():
     assert (verdict.ok, verdict.reason) == (False, "the program fails: a block is missing")
 
 
-def test_a_loop_unrolled_for_the_traced_length_refuses_the_model():
-    def chunks(model, hidden, positions):
-        return hidden * 2.0 if hidden.shape[1] <= 64 else torch.cat([hidden[:, :64] * 2.0, hidden[:, 64:]], dim=1)
+def first_chunk_doubled(model, hidden, positions):
+    return hidden * 2.0 if hidden.shape[1] <= 64 else torch.cat([hidden[:, :64] * 2.0, hidden[:, 64:]], dim=1)
 
+
+def quarters_exchanged(model, hidden, positions):
+    return hidden + hidden.view(4, -1, 8).transpose(0, 1).reshape(hidden.shape)
+
+
+@pytest.mark.parametrize("chunks", [first_chunk_doubled, quarters_exchanged])
+def test_what_holds_for_some_lengths_only_refuses_the_model(chunks):
     with pytest.raises(UnsupportedModel, match=r"takes another path at .* tokens"):
         build_program(ToyLM(sdpa, before=chunks), PLAIN)

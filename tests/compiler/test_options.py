@@ -18,21 +18,22 @@ from toy_lm import ToyLM, sdpa
 def test_defaults_select_every_pass():
     options = CompileOptions.from_dict(None)
     left_out = [p.name for p in PASSES if not options.selects(p) and p.target != "npu"]
-    assert left_out == ["quantise_linears", "pack_linears"]
+    assert left_out == ["quantise_linears", "make_batch_invariant", "pack_linears"]
     assert (options.verify, options.codegen) == ("model", "auto")
 
 
 def test_skip_and_only():
     given = {"passes": {"skip": ["gather_logits"]}, "pack_weights": True, "quantization": "int8"}
     skipping = CompileOptions.from_dict(given)
-    assert [p.name for p in PASSES if not skipping.selects(p) and p.target != "npu"] == ["gather_logits"]
+    left_out = [p.name for p in PASSES if not skipping.selects(p) and p.target != "npu"]
+    assert left_out == ["gather_logits", "make_batch_invariant"]
 
 
 @pytest.mark.parametrize("target", ["cpu", "npu"])
 def test_only_chooses_among_the_optional_passes(target):
     only = CompileOptions(passes={"only": ["merge_linears"]}, target=target, opt_level=0)
     chosen = {p.name for p in PASSES if only.selects(p)}
-    required = {p.name for p in PASSES if p.required and p.target in ("", target)}
+    required = {p.name for p in PASSES if p.required and not p.option and p.target in ("", target)}
     assert "insert_paged_cache" in required and ("lower_npu_norms" in required) == (target == "npu")
     assert chosen == {*required, "merge_linears"}
 

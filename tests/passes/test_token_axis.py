@@ -59,10 +59,6 @@ MIXING = {
     "cosine along tokens": (lambda m, h, pos: h * F.cosine_similarity(h, h + 1)[:, None], "cosine_similarity runs"),
     "length of all": (lambda m, h, pos: h / torch.linalg.vector_norm(h), "linalg_vector_norm runs over all"),
     "hstack": (lambda m, h, pos: torch.hstack([h, h])[:, : h.shape[1]], "joined along the tokens"),
-    "heads before tokens": (
-        lambda m, h, pos: h + h.view(4, -1, 8).transpose(0, 1).reshape(h.shape),
-        "several",
-    ),
     "norm over all": (lambda m, h, pos: F.layer_norm(h, h.shape[1:]), "layer_norm runs over the tokens"),
 }
 

@@ -256,7 +256,15 @@ def test_ctrl_c_in_one_thread_spares_the_others(expected: list[list[int]]) -> No
     assert_idle(engine)
 
 
-def test_ctrl_c_while_waiting_for_a_turn(expected: list[list[int]]) -> None:
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """What is started in the background begins with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_while_waiting_for_a_turn(expected: list[list[int]], heeds_ctrl_c: None) -> None:
     program = ToyProgram()
     engine = make_engine(program)
     main = threading.main_thread()

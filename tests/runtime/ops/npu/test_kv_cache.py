@@ -48,13 +48,13 @@ def test_scatter_writes_fractal_nz_by_default():
 
 
 def test_what_is_scattered_is_what_attention_reads(assert_close):
-    length, heads = 21, 4
-    keys, values = torch.randn(length, HEADS, DIM), torch.randn(length, HEADS, DIM)
-    key_cache, value_cache = (torch.full((BLOCKS, BLOCK, HEADS, DIM), float("nan")) for _ in range(2))
+    length, heads, block, dim = 300, 4, 128, 128
+    keys, values = torch.randn(length, HEADS, dim), torch.randn(length, HEADS, dim)
+    key_cache, value_cache = (torch.full((BLOCKS, block, HEADS, dim), float("nan")) for _ in range(2))
     table = torch.tensor([[4, 0, 2, 1]], dtype=torch.int32)
     positions = torch.arange(length)
-    slots = table[0].long()[positions // BLOCK] * BLOCK + positions % BLOCK
-    query = torch.randn(3, heads, DIM)
+    slots = table[0].long()[positions // block] * block + positions % block
+    query = torch.randn(3, heads, dim)
     common = {
         "atten_mask": torch.ones(2048, 2048, dtype=torch.bool).triu(1),
         "actual_seq_lengths": [3],
@@ -64,11 +64,11 @@ def test_what_is_scattered_is_what_attention_reads(assert_close):
         "input_layout": "TND",
         "sparse_mode": 3,
     }
-    for start, end in ((0, 9), (9, 10), (10, length)):
+    for start, end in ((0, 150), (150, 151), (151, length)):
         tokens = keys[start:end], values[start:end]
         npu_scatter_pa_kv_cache(*tokens, key_cache, value_cache, slots[start:end].int(), cache_mode="Norm")
     paged, _ = npu_fused_infer_attention_score(
-        query, key_cache.flatten(2), value_cache.flatten(2), block_table=table, block_size=BLOCK, **common
+        query, key_cache.flatten(2), value_cache.flatten(2), block_table=table, block_size=block, **common
     )
     plain, _ = npu_fused_infer_attention_score(query, keys, values, **common)
     assert_close(paged, plain)
