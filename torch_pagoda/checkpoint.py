@@ -133,7 +133,8 @@ def load_config(source: str | os.PathLike[str], trust_remote_code: bool) -> tupl
 def causal_lm_class(config: Any) -> type | None:
     """The class of transformers that makes a config's causal LM; None where the checkpoint's own code does."""
     has_own = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    return None if has_own else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    found = None if has_own else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return found if isinstance(found, type) else None
 
 
 def load_tokenizer(
