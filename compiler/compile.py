@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -103,6 +104,8 @@ def _stored(
         program = restore(data, model)
         program.rope_switch, program.restart_length = data["rope_switch"], data["restart_length"]
         tolerance, share = map(float, data["judged"] or (0.0, 0.0))
+        if options.verify != "off" and not (0 < tolerance < math.inf and 0 < share <= 1):
+            raise ValueError(f"it was judged by {data['judged']!r}")
     except Outdated as error:
         log.info("the stored program is not used: %s", error)
         store.discard(key)

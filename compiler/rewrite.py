@@ -79,7 +79,7 @@ def rewrite(
             "regardless"
         )
     if reference is not None and can_check(found.captured):
-        lowering = _lowering(options)
+        _, lowering = _aten_passes(options)
         long_windows = check_long_windows(captured.traced, found.paged, lambda graph: run_passes(graph, lowering))
         if long_windows is not None and not long_windows.ok:
             raise UnsupportedModel(f"{report.model}: a long window is not exact ({long_windows.reason})")
@@ -105,9 +105,12 @@ class _Rewritten:
     paged: TracedGraph
 
 
-def _lowering(options: CompileOptions) -> list[Pass]:
-    """The passes that put operators of the target in the place of canonical ones."""
-    return [entry for entry in selected_passes(options, "aten") if entry.target]
+def _aten_passes(options: CompileOptions) -> tuple[list[Pass], list[Pass]]:
+    """The passes on the ATen graph: those on canonical operators, and from the first that puts the target's own in
+    their place."""
+    passes = selected_passes(options, "aten")
+    first = next((i for i, entry in enumerate(passes) if entry.target), len(passes))
+    return passes[:first], passes[first:]
 
 
 def _hold_weights(traced: TracedGraph, options: CompileOptions, report: CompileReport) -> None:
@@ -164,8 +167,7 @@ def _all_at_once(captured: Captured, options: CompileOptions, report: CompileRep
         raise PassError(f"AOTAutograd cannot trace the rewritten graph: {first_line(error)}") from error
     dump.write_graph(traced, "aten")
     clock.lap("aten")
-    lowering = _lowering(options)
-    before = [entry for entry in selected_passes(options, "aten") if entry not in lowering]
+    before, lowering = _aten_passes(options)
     report.passes += run_passes(traced, before)
     paged = traced.copy() if lowering else traced
     report.passes += run_passes(traced, lowering)
@@ -196,8 +198,7 @@ def _one_by_one(
         report.dropped_passes.append(("to_aten", reason))
         log.warning("no pass on the ATen graph is applied: %s", reason)
         return _Rewritten(traced, traced, traced)
-    lowering = _lowering(options)
-    before = [entry for entry in selected_passes(options, "aten") if entry not in lowering]
+    before, lowering = _aten_passes(options)
     traced = _each(captured, aten, before, reference, report)
     paged = traced.copy() if lowering else traced
     traced = _each(captured, traced, lowering, reference, report)
