@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -18,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from ..passes import PassRecord, TracedGraph, UnsupportedModel
 from ..passes.fx_nodes import callee, value
 from . import dump
-from .graph_check import ROUTERS
+from .drop_in_check import difference
 from .merged_weights import AddedArguments, link_merged_weights
 from .module_scalars import recover_module_scalars
 from .options import CompileOptions
@@ -26,7 +25,6 @@ from .pipeline import run_passes, selected_passes
 from .targets.cpu.inductor import generate_code, is_fusible
 from .targets.cpu.kernels import call_kernels
 from .targets.npu.ge_route import GeGraphs
-from .verify import TOLERANCE, judged_share, typical
 
 log = logging.getLogger(__name__)
 
@@ -161,13 +159,13 @@ def _rewrite(gm: fx.GraphModule, example_inputs: list[Any], options: CompileOpti
     dump.begin("drop_in")
     dump.write_graph(traced, "captured")
     traced, records = _one_by_one(
-        traced, "dynamo", options, lambda candidate: _difference(gm, candidate.module, example_inputs)
+        traced, "dynamo", options, lambda candidate: difference(gm, candidate.module, example_inputs)
     )
     _log(records)
     if not any(record.matches for record in records):
         return gm
     if options.verify != "off":
-        reason = _difference(gm, traced.module, example_inputs)
+        reason = difference(gm, traced.module, example_inputs)
         if reason:
             log.warning("the rewritten graph is not used: %s", reason)
             return gm
@@ -238,7 +236,11 @@ def _fuse(
             original.constants[node.name] = x
 
     def refusal(candidate: TracedGraph) -> str:
-        return _difference(gm, _with_added(candidate, len(original.placeholders)), real) if real else ""
+        if not real:
+            return ""
+        link_merged_weights(candidate)
+        added = AddedArguments(candidate, len(original.placeholders))
+        return difference(gm, candidate.module, real, added.tensors)
 
     traced, records = _one_by_one(original.copy(), "aten", options, refusal)
     _log(records)
@@ -262,45 +264,3 @@ def _fuse(
         return run(*args, *added.tensors)
 
     return fused if added.tensors else run
-
-
-def _with_added(traced: TracedGraph, own: int) -> Callable[..., Any]:
-    """The graph as a function of its first ``own`` inputs, those that it had before passes added some."""
-    link_merged_weights(traced)
-    tensors = AddedArguments(traced, own).tensors
-    return lambda *args: traced.module(*args, *tensors)
-
-
-def _difference(original: fx.GraphModule, rewritten: Callable[..., Any], example_inputs: list[Any]) -> str:
-    """How the two graphs differ on the example inputs, or "". Where the graph routes tokens, in half precision, a
-    tenth of the rows may differ, as in ``verify.check``."""
-    if any(isinstance(x, FakeTensor) for x in example_inputs):
-        return ""
-    routed = any(callee(node) in ROUTERS for node in original.graph.nodes)
-    with torch.no_grad():
-        expected = original(*_fresh(example_inputs))
-        found = rewritten(*_fresh(example_inputs))
-    for a, b in zip(expected, found, strict=True):
-        if not isinstance(a, torch.Tensor) or not a.is_floating_point() or not a.numel():
-            continue
-        spread = a.float().std().clamp_min(1e-6) if a.numel() > 1 else a.float().abs().clamp_min(1e-6)
-        errors = ((a.float() - b.float()).abs() / spread).nan_to_num(nan=math.inf, posinf=math.inf)
-        rows = errors.reshape(-1, errors.shape[-1] if errors.dim() else 1).amax(-1)
-        error = typical(rows.tolist(), judged_share(a.dtype) if routed else 1.0)
-        tolerance = TOLERANCE.get(a.dtype, 0.3)
-        if error > 3 * tolerance:
-            return f"its outputs differ by {error:.3g} standard deviations (limit {3 * tolerance})"
-    return ""
-
-
-def _fresh(inputs: list[Any]) -> list[Any]:
-    """Inputs to run a graph on without the caller seeing its in-place writes; sizes without new guards."""
-
-    def one(x: Any) -> Any:
-        if isinstance(x, torch.SymInt):
-            return x.node.hint
-        if isinstance(x, torch.Tensor) and not isinstance(x, nn.Parameter):
-            return x.detach().clone()
-        return x
-
-    return [one(x) for x in inputs]

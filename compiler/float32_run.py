@@ -9,15 +9,18 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..passes.fx_nodes import value
+from ..passes.fx_nodes import callee, value
 
 HALF = (torch.bfloat16, torch.float16)
+_ROWS = 1 << 13
+_Runs: TypeAlias = "Sequence[dict[fx.Node, Any]]"
+"""Of each call, the values of the nodes that have run and are still read."""
 
 
 class InFloat32(TorchDispatchMode):
@@ -47,13 +50,22 @@ class Deferred(ABC):
     def make(self) -> torch.Tensor:
         """The tensor; float32, if it is one of floating-point numbers."""
 
+    def rows(self, index: slice | torch.Tensor) -> torch.Tensor:
+        """``make()[index]``."""
+        return self.make()[index]
+
+    @property
+    @abstractmethod
+    def num_rows(self) -> int:
+        """The size of its first dim."""
+
 
 class Float32Graph:
     """A graph as a function of its inputs, computed in float32 node by node.
 
-    Inputs may be ``Deferred``; each is made for the node that reads it and freed behind it, so that no more than a
-    few widened weights are in memory at a time. What follows from ``constants`` alone is computed in their own
-    precision, for that is what passes fold.
+    Inputs may be ``Deferred``; each is made for the node that reads it and freed behind it, of large matrices some
+    rows at a time, so that few widened weights are in memory at a time. What follows from ``constants`` alone is
+    computed in their own precision, for that is what passes fold.
 
     Args:
         module: the graph.
@@ -75,40 +87,91 @@ class Float32Graph:
             seen.update(self._last_use[node])
 
     def __call__(self, *args: Any) -> Sequence[Any]:
-        given = iter(args)
-        values: dict[fx.Node, Any] = {}
+        return self.together([args])[0]
+
+    def together(self, calls: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
+        """What several calls yield, each node run for all of them before the next one: a weight is made once.
+
+        Calls that write into the same tensors do so in their order, node by node.
+        """
+        runs: list[dict[fx.Node, Any]] = []
         nodes = list(self._module.graph.nodes)
-        for node in nodes:
-            if node.op == "placeholder":
-                values[node] = next(given)
-        mode: AbstractContextManager[Any] = InFloat32() if self._widens else nullcontext()
+        for args in calls:
+            given = iter(args)
+            runs.append({node: next(given) for node in nodes if node.op == "placeholder"})
+        as_it_is: AbstractContextManager[Any] = nullcontext()
+        mode = InFloat32() if self._widens else as_it_is
         with torch.no_grad():
             for node in nodes:
                 if node in self._fixed:
-                    self._run(node, values)
-            with mode:
-                for node in nodes:
-                    if node.op == "output":
-                        return fx.map_arg(node.args[0], values.__getitem__)  # type: ignore[no-any-return]
-                    if node not in self._fixed:
-                        self._run(node, values)
+                    self._run(node, runs, as_it_is)
+            for node in nodes:
+                if node.op == "output":
+                    return [fx.map_arg(node.args[0], values.__getitem__) for values in runs]
+                if node not in self._fixed:
+                    self._run(node, runs, mode)
+                    for values in runs:
                         for unused in self._last_use[node]:
                             del values[unused]
         raise ValueError("the graph has no output")
 
-    def _run(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
-        def read(n: fx.Node) -> Any:
-            found = values[n]
-            return found.make() if isinstance(found, Deferred) else found
-
+    def _run(self, node: fx.Node, runs: _Runs, mode: AbstractContextManager[Any]) -> None:
         if node.op == "placeholder":
             return
         if node.op == "get_attr":
-            values[node] = operator.attrgetter(str(node.target))(self._module)
+            for values in runs:
+                values[node] = operator.attrgetter(str(node.target))(self._module)
             return
-        args, kwargs = fx.map_arg((node.args, node.kwargs), read)
-        if node.op == "call_method":
-            values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        else:
-            target: Callable[..., Any] = node.target  # type: ignore[assignment]
-            values[node] = target(*args, **kwargs)
+        by_rows = _BY_ROWS.get(callee(node))
+        if by_rows is not None and by_rows(node, runs):
+            return
+        made: dict[int, torch.Tensor] = {}
+        for values in runs:
+
+            def read(n: fx.Node, values: dict[fx.Node, Any] = values) -> Any:
+                found = values[n]
+                if not isinstance(found, Deferred):
+                    return found
+                if id(found) not in made:
+                    made[id(found)] = found.make()
+                return made[id(found)]
+
+            args, kwargs = fx.map_arg((node.args, node.kwargs), read)
+            with mode:  # in which weights are not made: it would widen each of them twice
+                if node.op == "call_method":
+                    values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                else:
+                    target: Callable[..., Any] = node.target  # type: ignore[assignment]
+                    values[node] = target(*args, **kwargs)
+
+
+def _look_up(node: fx.Node, runs: _Runs) -> bool:
+    """Run ``embedding`` for all calls with the rows that they name; False where its table is there already."""
+    tables = [n for n in node.all_input_nodes if isinstance(runs[0][n], Deferred)]
+    others = [n for n in node.all_input_nodes if n not in tables]
+    if len(tables) != 1 or len(others) != 1 or node.kwargs.get("max_norm") is not None:
+        return False
+    for values in runs:
+        ids = values[others[0]]
+        rows = values[tables[0]].rows(ids.flatten())
+        values[node] = rows.unflatten(0, ids.shape)
+    return True
+
+
+def _multiply(node: fx.Node, runs: _Runs) -> bool:
+    """Run ``linear`` for all calls, some rows of its weight at a time; False where it is there already, or small."""
+    x, weight, *rest = node.args
+    made = isinstance(weight, fx.Node) and runs[0][weight]
+    if not isinstance(made, Deferred) or made.num_rows <= _ROWS or rest or node.kwargs:
+        return False
+    parts: list[list[torch.Tensor]] = [[] for _ in runs]
+    for first in range(0, made.num_rows, _ROWS):
+        rows = made.rows(slice(first, first + _ROWS))
+        for values, part in zip(runs, parts, strict=True):
+            part.append(torch.nn.functional.linear(values[x], rows))  # type: ignore[index]
+    for values, part in zip(runs, parts, strict=True):
+        values[node] = torch.cat(part, -1)
+    return True
+
+
+_BY_ROWS = {"embedding": _look_up, "linear": _multiply}

@@ -9,7 +9,7 @@ small that the mean square of every row comes near the eps of its norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,11 +25,21 @@ from .linkage import Linkage
 from .linker import LinkedProgram
 from .merged_weights import link_merged_weights
 from .report import Verdict
-from .verify import Reference, Schedule, check, judged_share, row_errors, run_alone, typical
+from .verify import (
+    Reference,
+    Schedule,
+    arguments_alone,
+    judge,
+    judged_share,
+    planned_steps,
+    row_errors,
+    run_alone,
+    typical,
+)
 
 TOLERANCE = 5e-4
 """Float32's own rounding makes 1e-5 of it."""
-_ROUNDINGS = 5.0
+ROUNDINGS = 5.0
 """By how many times its own rounding a half-precision program may differ from the model, which rounds likewise."""
 ROUTERS = ("topk", "sort")
 """What chooses experts: in half precision it decides otherwise where two are nearly as good, and the row with it. In
@@ -99,7 +109,7 @@ def measure_rounding(captured: Captured, reference: Reference) -> None:
     exact = run_alone(traced, Float32Graph(traced.module, traced.constants), traced.constants, tokens)
     rounding = typical(row_errors(rounded, exact).tolist(), judged_share(reference.dtype))
     deeper = 1.0 if captured.repeat is None else captured.repeat.total / captured.repeat.kept
-    reference.tolerance = _ROUNDINGS * rounding * math.sqrt(deeper)
+    reference.tolerance = ROUNDINGS * rounding * math.sqrt(deeper)
     if any(callee(node) in ROUTERS for node in traced.graph.nodes):
         reference.share = 0.5
 
@@ -122,16 +132,25 @@ def _compare(original: TracedGraph, rewritten: TracedGraph, weights: Weights, *,
     tokens = [torch.randint(0, vocab_size, (n,), generator=generator) for n in schedule.lengths]
     original.recompile()
     run = Float32Graph(original.module, _kept(constants))
-    logits = [run_alone(original, run, constants, sequence) for sequence in tokens]
+    yielded = run.together([arguments_alone(original, constants, sequence) for sequence in tokens])
+    logits = [outputs[0][0].float() for outputs in yielded]
     reference = Reference(tokens, logits, torch.float32, schedule=schedule, tolerance=TOLERANCE)
-    return check(_program(rewritten, constants), reference, alone=alone)
+    return judge(_compared_steps(rewritten, constants, reference, alone), reference)
 
 
-def _program(traced: TracedGraph, constants: Mapping[str, Any]) -> LinkedProgram:
+def _compared_steps(
+    traced: TracedGraph, constants: Mapping[str, Any], reference: Reference, alone: bool
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """As ``verify.compared_steps``; all steps run together, a weight is made once for them."""
     linkage = Linkage.of(traced)
     caches = tuple(replace(spec, dtype=torch.float32) for spec in linkage.caches)
     traced.recompile()
-    return LinkedProgram(replace(linkage, caches=caches), constants, Float32Graph(traced.module, _kept(constants)))
+    run = Float32Graph(traced.module, _kept(constants))
+    program = LinkedProgram(replace(linkage, caches=caches), constants, run)
+    steps = list(planned_steps(program, reference, alone=alone))
+    outputs = run.together([program.arguments(step.input_ids, step.position_ids, step.metadata) for step in steps])
+    for step, yielded in zip(steps, outputs, strict=True):
+        yield step.group, program.logits(yielded, step.metadata).float(), step.expected
 
 
 def _kept(constants: Mapping[str, Any]) -> list[str]:
@@ -195,11 +214,22 @@ class ChangedWeight(Deferred):
 
     def make(self) -> torch.Tensor:
         """The changed weight."""
-        made = self.tensor.detach().float() * self.factor
+        made = self.tensor.detach().to(torch.float32, copy=True).mul_(self.factor)
         if self.noise:
             generator = torch.Generator().manual_seed(made.numel())
             made += self.noise * torch.randn(made.shape, generator=generator)
         return made
+
+    def rows(self, index: slice | torch.Tensor) -> torch.Tensor:
+        """The same of ``tensor[index]``."""
+        if self.noise:
+            return self.make()[index]
+        return self.tensor.detach()[index].to(torch.float32, copy=True).mul_(self.factor)
+
+    @property
+    def num_rows(self) -> int:
+        """The size of its first dim."""
+        return self.tensor.shape[0]
 
 
 @dataclass(frozen=True)
@@ -215,6 +245,11 @@ class Rows(Deferred):
     def make(self) -> torch.Tensor:
         """The tensor that has the rows of all."""
         return torch.cat([part.make() if isinstance(part, Deferred) else part.float() for part in self.parts])
+
+    @property
+    def num_rows(self) -> int:
+        """The size of its first dim."""
+        return sum(part.num_rows if isinstance(part, Deferred) else part.shape[0] for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -233,3 +268,8 @@ class Part(Deferred):
         """The view of the changed weight."""
         offset = self.view.storage_offset() - self.of.tensor.storage_offset()
         return self.of.make().as_strided(self.view.shape, self.view.stride(), offset)
+
+    @property
+    def num_rows(self) -> int:
+        """The size of its first dim."""
+        return self.view.shape[0]

@@ -175,11 +175,19 @@ class LinkedProgram:
 
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """Run one flat step: ``[1, T]`` ids and positions → ``[R, vocab_size]`` logits of the asked rows."""
-        if not self._bound:
-            raise RuntimeError("the program has no KV cache; call bind() first")
         asked = step.logits_rows.shape[0]
         if self._route is not None:
             input_ids, position_ids, step = self._route.fit(input_ids, position_ids, step)
+        args = self.arguments(input_ids, position_ids, step)
+        with torch.no_grad():
+            outputs = self._run(*args) if self._recorded is None else self._recorded(args)
+        logits = self.logits(outputs, step)
+        return logits if self._route is None else logits[:asked]
+
+    def arguments(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> list[Any]:
+        """What the inputs of the graph receive for a step."""
+        if not self._bound:
+            raise RuntimeError("the program has no KV cache; call bind() first")
         args = list(self._args)
         args[self._input_ids] = input_ids
         if self._position_ids >= 0:
@@ -190,12 +198,13 @@ class LinkedProgram:
             args[i] = input_ids.shape[1]
         if self._route is None and self.device.type != "cpu":
             args = [x.to(self.device) if isinstance(x, torch.Tensor) else x for x in args]
-        with torch.no_grad():
-            outputs = self._run(*args) if self._recorded is None else self._recorded(args)
+        return args
+
+    def logits(self, outputs: Sequence[Any], step: StepMetadata) -> torch.Tensor:
+        """``[R, vocab_size]`` logits of the rows that a step asks for, of what the graph yields for it."""
         logits: torch.Tensor = outputs[0][0]
         # Without the pass that gathers the asked rows in front of the head they are taken from all.
-        logits = logits if self._gathers else logits[step.logits_rows]
-        return logits if self._route is None else logits[:asked]
+        return logits if self._gathers else logits[step.logits_rows]
 
 
 def _packed(weight: torch.Tensor, quantization: Quantization | None) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,12 +144,17 @@ def run_alone(
         constants: by input.
         tokens: ``[length]`` int64.
     """
-    positions = torch.arange(len(tokens))[None]
-    given = {**constants, traced.input_ids: tokens[None], traced.position_ids: positions}
     with torch.no_grad():
-        results = run(*[given.get(node.name, len(tokens)) for node in traced.placeholders])
+        results = run(*arguments_alone(traced, constants, tokens))
     logits: torch.Tensor = results[0][0]
     return logits.float()
+
+
+def arguments_alone(traced: TracedGraph, constants: Mapping[str, Any], tokens: torch.Tensor) -> list[Any]:
+    """What the inputs of a graph without caches receive for one sequence of ``[length]`` tokens."""
+    positions = torch.arange(len(tokens))[None]
+    given = {**constants, traced.input_ids: tokens[None], traced.position_ids: positions}
+    return [given.get(node.name, len(tokens)) for node in traced.placeholders]
 
 
 @phase("verify")
@@ -165,16 +170,23 @@ def check(program: Program, reference: Reference, *, alone: bool = False, weight
         alone: run each sequence in one step by itself instead, which a graph that is not finished can do too.
         weight_bits: the fewest that the program's weights are rounded to; None where none is.
     """
+    if weight_bits is not None or any(spec.has_scales for spec in program.caches):
+        tolerance = INT8_TOLERANCE if weight_bits is None else WEIGHT_TOLERANCE[weight_bits]
+        reference = replace(reference, tolerance=tolerance, share=0.5)
+    return judge(compared_steps(program, reference, alone=alone), reference)
+
+
+def judge(compared: Iterable[tuple[int, torch.Tensor, torch.Tensor]], reference: Reference) -> Verdict:
+    """The verdict on logits and those that are right, as ``compared_steps`` yields them. Where that raises, the
+    program is not right."""
+    tolerance, share = reference.tolerance, reference.share
     # Errors of the steps that are alike are judged together.
     errors: dict[int, list[float]] = {}
     try:
-        for group, logits, expected in compared_steps(program, reference, alone=alone):
+        for group, logits, expected in compared:
             errors.setdefault(group, []).extend(row_errors(logits, expected).tolist())
     except Exception as error:
-        return Verdict(False, float("inf"), reference.tolerance, 0, f"the program fails: {first_line(error)}")
-    tolerance, share = reference.tolerance, reference.share
-    if weight_bits is not None or any(spec.has_scales for spec in program.caches):
-        tolerance, share = INT8_TOLERANCE if weight_bits is None else WEIGHT_TOLERANCE[weight_bits], 0.5
+        return Verdict(False, float("inf"), tolerance, 0, f"the program fails: {first_line(error)}")
     judged = max(typical(group, share) for group in errors.values())
     ok = judged <= tolerance
     reason = "" if ok else f"logits differ from the model's by {judged:.3g} standard deviations (limit {tolerance})"
@@ -192,10 +204,34 @@ def compared_steps(
     program: Program, reference: Reference, *, alone: bool = False
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Run the steps of ``check``: for each, the group of steps that are alike, its logits, and the right ones."""
+    for step in planned_steps(program, reference, alone=alone):
+        logits = program(step.input_ids, step.position_ids, step.metadata)
+        yield step.group, logits.float().cpu(), step.expected
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step of a check.
+
+    Attributes:
+        group: of the steps that are alike.
+        input_ids, position_ids, metadata: what the program gets.
+        expected: the right logits, a row for each token.
+    """
+
+    group: int
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    metadata: StepMetadata
+    expected: torch.Tensor
+
+
+def planned_steps(program: Program, reference: Reference, *, alone: bool = False) -> Iterator[PlannedStep]:
+    """The steps of ``check``, to be run in their order; the program is bound to a small cache of its own for them."""
     state = _PagedState(program, reference)
     for group, steps in enumerate(_alone_schedule(reference) if alone else _mixed_schedule(reference)):
         for step in steps:
-            yield group, *state.run(step)
+            yield state.plan(group, step)
 
 
 _Step = list[tuple[int, int]]
@@ -243,8 +279,8 @@ class _PagedState:
         spare = program.reserve(count, most, width * self.block_size)
         program.bind(allocate_kv_cache(program.caches, width * count + spare, self.block_size, program.device))
 
-    def run(self, step: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run ``(sequence, tokens)`` pairs; return the program's logits and the model's, one row per token."""
+    def plan(self, group: int, step: Sequence[tuple[int, int]]) -> PlannedStep:
+        """The step that comes next, of ``(sequence, tokens)`` pairs."""
         ids, positions, slots, lengths, expected = [], [], [], [], []
         size = self.block_size
         for s, n in step:
@@ -269,5 +305,4 @@ class _PagedState:
             token_lengths=tensor(np.concatenate(lengths), torch.int64),
         )
         position_ids = tensor(np.concatenate(positions), torch.int64)[None]
-        logits = self.program(torch.cat(ids)[None], position_ids, metadata)
-        return logits.float().cpu(), torch.cat(expected)
+        return PlannedStep(group, torch.cat(ids)[None], position_ids, metadata, torch.cat(expected))

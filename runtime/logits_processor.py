@@ -80,7 +80,9 @@ class LogitsProcessor:
         places, states, _ = gather(lambda state: state.biased)
         if states:
             # A mapping holds each token once.
-            flat[places] += torch.from_numpy(np.concatenate([state.bias for state in states])).to(x.device)
+            flat[places] += torch.from_numpy(
+                np.concatenate([state.bias for state in states if state.bias is not None])
+            ).to(x.device)
 
         places, states, lengths = gather(_State.seen_ids)
         if states:
@@ -107,19 +109,16 @@ class _State:
         params: SamplingParams = request.params
         self.params = params
         self.num_output_tokens = 0
-        self.allowed: _Ids | None = None
-        if params.allowed_token_ids is not None:
-            self.allowed = _within(params.allowed_token_ids, vocab)
+        self.allowed = None if params.allowed_ids is None else _within(params.allowed_ids, vocab)
         self._vocab = vocab
         self._words = params.banned_sequences
         ends = params.stop_ids if params.ignore_eos else params.stop_ids + eos_token_ids
-        self._ends = _within(ends, vocab)
+        self._ends = _within(np.array(ends, np.int64), vocab)
         self._completing: list[_Ids] = []
-        self.biased: _Ids | None = None
-        if params.logit_bias:
-            bias = {token: value for token, value in params.logit_bias.items() if token < vocab}
-            self.biased = np.array(list(bias), np.int64)
-            self.bias: _Floats = np.array(list(bias.values()), np.float32)
+        self.biased, self.bias = params.biased_ids, params.biases
+        if self.biased is not None and self.bias is not None and self.biased.max() >= vocab:
+            self.bias = self.bias[self.biased < vocab]
+            self.biased = _within(self.biased, vocab)
         self.seen = _SeenTokens(request, vocab) if params.repetition_penalty != 1.0 else None
         penalised = params.presence_penalty or params.frequency_penalty
         self.counted = _CountedTokens() if penalised else None
@@ -209,6 +208,6 @@ class _GrowingArray:
         self.values = self._room[: count + len(new)]
 
 
-def _within(token_ids: Sequence[int], vocab: int) -> _Ids:
-    ids = np.array(token_ids, np.int64)
-    return ids[ids < vocab]
+def _within(ids: _Ids, vocab: int) -> _Ids:
+    """Those below ``vocab``: the array itself, where all are, for it may be shared by many."""
+    return ids[ids < vocab] if len(ids) and ids.max() >= vocab else ids

@@ -57,27 +57,32 @@ class Sampler:
         self._processor = LogitsProcessor(eos_token_ids)
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, requests: Sequence[Request]) -> SampleOutput:
+    def sample(self, logits: Tensor, requests: Sequence[Request], taken: Sequence[int] | None = None) -> SampleOutput:
         """Choose the next token of each request.
 
         Args:
             logits: ``[R, V]``, any float dtype; not modified.
-            requests: R of them; row i is the distribution after ``requests[i]``'s last token.
+            requests: whose tokens are chosen.
+            taken: the row of each, the distribution after its last token; by default row i for ``requests[i]``.
         """
-        if logits.dim() != 2 or logits.shape[0] != len(requests):
+        if taken is None and logits.dim() == 2:
+            taken = range(logits.shape[0])
+        if taken is None or len(taken) != len(requests):
             raise ValueError(
                 f"logits of shape {tuple(logits.shape)} do not fit {len(requests)} requests; give a row each"
             )
         batch = max(1, _WORK_ELEMENTS // logits.shape[1])
         best = torch.cat([_argmax(part) for part in logits.split(batch)]) if len(logits) else logits.argmax(-1)
         # argmax lands on a NaN if there is one, so the peak alone tells whether the row can be used.
-        finite = logits.gather(-1, best[:, None]).isfinite()[:, 0].tolist()
-        tokens: list[int] = best.tolist()
+        usable = logits.gather(-1, best[:, None]).isfinite()[:, 0].tolist()
+        likeliest = best.tolist()
+        finite: list[bool] = [usable[row] for row in taken]
+        tokens: list[int] = [likeliest[row] for row in taken]
         logprobs: list[dict[int, Logprob] | None] = [None] * len(requests)
         rows = [i for i, r in enumerate(requests) if finite[i] and not r.params.is_plain]
         for first in range(0, len(rows), batch):
             part = rows[first : first + batch]
-            index = torch.tensor(part, device=logits.device)
+            index = torch.tensor([taken[i] for i in part], device=logits.device)
             chosen, reports = self._sample_rows(logits[index].float(), best[index], [requests[i] for i in part])
             for i, token, report in zip(part, chosen, reports, strict=True):
                 tokens[i], logprobs[i] = token, report

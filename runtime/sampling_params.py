@@ -7,6 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from .bad_words import BadWords
 from .parameter_checks import real_number, shown, texts, token_ids, whole_number
 from .request_limits import (
@@ -101,6 +104,13 @@ class SamplingParams:
     stop_id_set: frozenset[int] = field(init=False, repr=False, compare=False, default=frozenset())
     """``stop_token_ids``."""
 
+    allowed_ids: npt.NDArray[np.int64] | None = field(init=False, repr=False, compare=False, default=None)
+    """``allowed_token_ids`` as an array, shared by all completions."""
+    biased_ids: npt.NDArray[np.int64] | None = field(init=False, repr=False, compare=False, default=None)
+    """The keys of ``logit_bias``, likewise; None where it is empty."""
+    biases: npt.NDArray[np.float32] | None = field(init=False, repr=False, compare=False, default=None)
+    """Its values."""
+
     _bad_words: BadWords | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
@@ -154,6 +164,9 @@ class SamplingParams:
             put(name, real_number(name, getattr(self, name), -2, 2, "use 0.0 for no penalty"))
         if self.logit_bias is not None:
             put("logit_bias", _checked_bias(self.logit_bias))
+        if self.logit_bias:
+            put("biased_ids", np.array(list(self.logit_bias), np.int64))
+            put("biases", np.array(list(self.logit_bias.values()), np.float32))
         words = () if self.bad_words is None else self.bad_words
         words = texts("bad_words", words, most=MAX_BAD_WORDS, most_characters=MAX_BAD_WORDS_CHARACTERS)
         put("bad_words", tuple(dict.fromkeys(words)))
@@ -164,6 +177,7 @@ class SamplingParams:
                     f"allowed_token_ids={shown(self.allowed_token_ids)} allows nothing; use None to allow every token"
                 )
             put("allowed_token_ids", tuple(dict.fromkeys(allowed)))
+            put("allowed_ids", np.array(self.allowed_token_ids, np.int64))
 
         put("is_greedy", self.temperature < GREEDY_BELOW)
         put(

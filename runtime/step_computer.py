@@ -134,9 +134,7 @@ class StepComputer:
         requests = [request for own in takers for request in own]
         if not requests:
             return []
-        if any(len(own) != 1 for own in takers):
-            logits = logits[torch.tensor([row for row, own in enumerate(takers) for _ in own], device=logits.device)]
-        drawn = self.sampler.sample(logits, requests)
+        drawn = self.sampler.sample(logits, requests, [row for row, own in enumerate(takers) for _ in own])
         choices = [Choice(*pair) for pair in zip(drawn.token_ids, drawn.logprobs, strict=True)]
         for failed in drawn.failed:
             choices[failed] = Choice(error=_UNUSABLE_LOGITS)

@@ -15,6 +15,7 @@ from .detokenizer import Tokenizer
 from .parameter_checks import shown as _short
 from .prompt_forms import Prompt, open_prompt
 from .sampling_params import SamplingParams
+from .tokenise import cut_above, tokenise
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def check_prompt(
             raise ValueError(f"{name}={_short(prompt)} is text; give token ids, or a tokenizer to the engine")
         if not prompt:
             raise ValueError(f'{name}="" is empty; give at least one character')
-        token_ids = [int(token) for token in tokenizer(prompt).input_ids]
+        token_ids = tokenise(prompt, tokenizer, limits.max_model_len)
         if not token_ids:
             raise ValueError(f"{name}={_short(prompt)} has no tokens after tokenising; give other text")
     else:
@@ -75,8 +76,11 @@ def check_prompt(
             + ("use the model's own tokenizer" if text is not None else "use ids of the model's tokenizer")
         )
     if len(token_ids) >= limits.max_model_len:
+        count = f"{len(token_ids)} tokens"
+        if text is not None and len(token_ids) > cut_above(limits.max_model_len):
+            count += " or more"
         raise ValueError(
-            f"{name} has {len(token_ids)} tokens, which leaves no room for a new one within "
+            f"{name} has {count}, which leaves no room for a new one within "
             f"max_model_len={limits.max_model_len}; shorten it or {limits.reason}"
         )
     return CheckedPrompt(text, token_ids)

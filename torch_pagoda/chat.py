@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from transformers import PreTrainedTokenizerBase
 
 from .checkpoint import first_line
+from .runtime.tokenise import tokenise
 
 Message: TypeAlias = Mapping[str, Any]
 """``{"role": ..., "content": ...}`` in OpenAI's form; content is text or a list of ``{"type": "text"}`` parts."""
@@ -17,6 +18,7 @@ Message: TypeAlias = Mapping[str, Any]
 def chat_prompts(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message] | Sequence[Sequence[Message]],
+    max_model_len: int,
     *,
     chat_template: str | None = None,
     add_generation_prompt: bool = True,
@@ -31,6 +33,7 @@ def chat_prompts(
     Args:
         tokenizer: whose template it is.
         messages: a conversation, or a list of them.
+        max_model_len: what is longer is not tokenised to its end.
         chat_template: in place of the tokenizer's.
         add_generation_prompt: end where the answer begins.
         continue_final_message: end within the last message, for the model to go on with.
@@ -64,7 +67,8 @@ def chat_prompts(
             raise ValueError(
                 f"messages[{index}]: the chat template refuses them: {type(error).__name__}: {first_line(error)}"
             ) from error
-        prompts.append({"prompt": text, "prompt_token_ids": tokenizer(text, add_special_tokens=False).input_ids})
+        token_ids = tokenise(text, tokenizer, max_model_len, add_special_tokens=False)
+        prompts.append({"prompt": text, "prompt_token_ids": token_ids})
     return prompts
 
 

@@ -346,6 +346,7 @@ class LLM:
         prompts = chat_prompts(
             self.get_tokenizer(),
             messages,
+            self.max_model_len,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,

@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_pagoda.compiler import backend as backend_module
 from torch_pagoda.compiler import pipeline
@@ -198,7 +197,7 @@ def test_unknown_options_are_named(ids):
 
 def test_a_rewrite_that_changes_the_numbers_is_not_used(ids, monkeypatch, caplog):
     model = build_tiny_model("llama")
-    monkeypatch.setattr(backend_module, "_difference", lambda *a: "its outputs differ")
+    monkeypatch.setattr(backend_module, "difference", lambda *a: "its outputs differ")
     graphs = rewritten_graphs(monkeypatch)
     with torch.no_grad():
         torch.compile(model, backend="pagoda", options=OPTIONS)(ids)
@@ -273,26 +272,3 @@ def test_numbers_of_modules_are_constants_when_all_is_dynamic(ids, monkeypatch):
         layer.input_layernorm.variance_epsilon = 0.5
     compare(0.9)
     assert len(graphs) > compiled, "Dynamo guards the constants"
-
-
-@pytest.mark.parametrize("value", [9.0, float("nan")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("routes", [False, True])
-def test_one_wrong_row_of_twenty_is_excused_where_tokens_are_routed(routes, dtype, value):
-    """In half precision only: routers flip on ties. Never a NaN."""
-
-    def outputs(x):
-        if routes:
-            x = x + 0 * x.topk(2).values[..., :1]
-        return (x,)
-
-    def wrong(x):
-        changed = outputs(x)[0].clone()
-        changed[0, 7] = value
-        return (changed,)
-
-    gm = make_fx(outputs)(torch.zeros(1, 20, 8, dtype=dtype))
-    x = torch.randn(1, 20, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
-    assert backend_module._difference(gm, outputs, [x]) == ""
-    excused = routes and dtype is torch.bfloat16 and value == value
-    assert (backend_module._difference(gm, wrong, [x]) == "") is excused
