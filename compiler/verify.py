@@ -57,7 +57,7 @@ class Schedule:
 
 MODEL_SCHEDULE = Schedule((11, 27, 48), (3, 9, 6), 4)
 """How the model's own logits are compared."""
-SHORT_SCHEDULE = Schedule((5, 12, 9), (3, 9, 6), 4, decoded=1)
+SHORT_SCHEDULE = Schedule((3, 8, 5), (2, 5, 3), 4, decoded=1)
 """The same for a program that was compared before it was stored."""
 
 

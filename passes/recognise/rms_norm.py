@@ -9,7 +9,8 @@ Becomes:
 Why it is faster:
     one pass over the row instead of seven operators; and it is what residual additions fuse with.
 
-Level 2. Source of the operator: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
+Level 2. Where half precision rounds is found by following the casts, and compared by running the norm. Source of the
+operator: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from ...runtime.ops.rms_norm import rms_norm_reference
 from ..fx_nodes import callee, eliminate_dead_code, module_path, value
 from ..norm_region import (
     HALF,
     NoNorm,
     Root,
     cast_source,
+    check_rounding,
     follow_scale,
     mean_over_last,
     product_with,
@@ -84,6 +87,8 @@ def _replace(traced: TracedGraph, root: Root) -> None:
             entry = squares  # stays in float32: the cast before it is not the norm's
     if found is None:
         found = follow_scale(normalised, value(entry).dtype)
+    rest = (root.eps, found.weight_offset, found.round_before_scale)
+    check_rounding(entry, found, lambda x, weight: rms_norm_reference(x, weight, *rest))
     with traced.before(found.output):
-        norm = traced.call(RMS_NORM, entry, found.weight, root.eps, found.weight_offset, found.round_before_scale)
+        norm = traced.call(RMS_NORM, entry, found.weight, *rest)
     traced.substitute(found.output, norm)

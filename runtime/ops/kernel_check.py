@@ -1,7 +1,10 @@
-"""The comparison of the attention kernel with its reference, once per process, before a program relies on it.
+"""The comparison of kernels with their references, once per process, before a program relies on them.
 
-A self-check of whole models runs short sequences. Here sequences are longer than every block of keys that the kernel
-takes at a time, and long enough to be split over their keys and merged again where threads are idle.
+Attention: a self-check of whole models runs short sequences. Here sequences are longer than every block of keys that
+the kernel takes at a time, and long enough to be split over their keys and merged again where threads are idle.
+
+Mixtures of experts: in half precision a self-check of whole models excuses rows that a router may have sent
+elsewhere. Here the experts are given.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 import torch
 
 from ..private_folder import cache_folder
+from .moe import moe_cpu, moe_reference
 from .native import load_kernels
 from .paged_attention import paged_attention_cpu
 from .reference import paged_attention_reference
@@ -30,7 +34,7 @@ def check_kernels() -> None:
     Raises:
         RuntimeError: they give wrong numbers, or read blocks that do not exist.
     """
-    why = "" if load_kernels() is None else wrong_attention(paged_attention_cpu)
+    why = "" if load_kernels() is None else wrong_attention(paged_attention_cpu) or wrong_experts(moe_cpu)
     if why:
         raise RuntimeError(
             f"the C++ kernels in {cache_folder() / 'kernels'} are wrong on this machine: {why}; delete them, so that "
@@ -56,6 +60,49 @@ def wrong_attention(attend: Callable[..., torch.Tensor]) -> str:
     except ValueError:
         return ""
     return "a block id outside the cache is not refused"
+
+
+def wrong_experts(mix: Callable[..., torch.Tensor]) -> str:
+    """What is wrong with a function that is to do what ``moe_reference`` does; "" if nothing is found."""
+    for dtype in _TOLERANCE:
+        for layout, transposed in (("halves", False), ("interleaved", True), ("plain", False)):
+            given = _experts(dtype, layout, transposed)
+            found, expected = mix(*given).float(), moe_reference(*given).float()
+            error = torch.nan_to_num((found - expected).abs(), nan=float("inf")).max() / expected.std()
+            if error > _TOLERANCE[dtype]:
+                what = f"a mixture of experts in {dtype} with layout={layout!r} and transposed={transposed}"
+                return f"{what} differs from the reference by {float(error):.2g} standard deviations"
+    return ""
+
+
+def _experts(dtype: torch.dtype, layout: str, transposed: bool) -> list[Any]:
+    """Positional arguments of ``moe``: one expert without tokens, one with a single one, one with many."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).to(dtype)
+
+    experts, features, inner = 6, 64, 96
+    first = inner if layout == "plain" else 2 * inner
+    ids = torch.tensor([[i % 2, 3 + (i == 4)] for i in range(20)])  # never the third and the last
+    up, down = random(experts, first, features) / features**0.5, random(experts, features, inner) / inner**0.5
+    if transposed:
+        up, down = up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+    return [
+        random(len(ids), features),
+        torch.rand(ids.shape, generator=generator).to(dtype),
+        ids,
+        up,
+        down,
+        random(experts, first),
+        random(experts, features),
+        "silu",
+        1.0,
+        2.0,
+        layout,
+        transposed,
+        False,
+    ]
 
 
 def _arguments(dtype: torch.dtype, window: int) -> list[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from aten_graphs import aten_of_module, aten_of_tiny_model, run_graph
@@ -9,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torch_pagoda.passes.fx_nodes import callee, shape
+from torch_pagoda.passes.recognise import rms_norm
 from torch_pagoda.passes.recognise.layer_norm import recognise_layer_norm
 from torch_pagoda.passes.recognise.rms_norm import recognise_rms_norm
 from torch_pagoda.passes.rewrite.residual_norm import fuse_residual_norm
@@ -154,6 +157,22 @@ def test_only_what_belongs_to_the_norm_is_taken(kind, dtype):
     found, expected = run_graph(graph, x), module(x)
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "scaled in float32"])
+def test_a_norm_that_would_round_elsewhere_stays(kind, monkeypatch):
+    """The casts are followed, and the norm is run: one that was followed wrongly is found by its last bits."""
+    follow = rms_norm.follow_scale
+
+    def inverted(normalised, dtype):
+        found = follow(normalised, dtype)
+        return dataclasses.replace(found, round_before_scale=not found.round_before_scale)
+
+    monkeypatch.setattr(rms_norm, "follow_scale", inverted)
+    half = torch.bfloat16
+    record = recognise_rms_norm(aten_of_module(Spelled(RMS[kind], half), torch.randn(2, 5, 6).to(half)))
+    assert record.matches == 0
+    assert "rounds elsewhere than pagoda::rms_norm" in record.rejections[0].reason
 
 
 def test_eps_and_rounding_are_recorded():

@@ -1,19 +1,23 @@
-"""What the check of the attention kernel accepts, and the mistakes that it must find."""
+"""What the check of the kernels accepts, and the mistakes that it must find."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from torch_pagoda.runtime.ops import kernel_check
-from torch_pagoda.runtime.ops.kernel_check import check_kernels, wrong_attention
+from torch_pagoda.runtime.ops.kernel_check import check_kernels, wrong_attention, wrong_experts
+from torch_pagoda.runtime.ops.moe import moe_cpu, moe_reference
 from torch_pagoda.runtime.ops.paged_attention import paged_attention_cpu
 from torch_pagoda.runtime.ops.reference import paged_attention_reference
 
+WEIGHTS, IDS, DOWN_BIAS, LIMIT = 1, 2, 6, 9
 KEY_CACHE, VALUE_CACHE, TABLE, LENS, SINKS, SCALE, WINDOW, SOFTCAP = 3, 4, 6, 8, 9, 11, 12, 14
 
 
-def test_the_kernel_is_right(two_threads):
+def test_the_kernels_are_right(two_threads):
     assert wrong_attention(paged_attention_cpu) == ""
+    assert wrong_experts(moe_cpu) == ""
     check_kernels.cache_clear()
     check_kernels()
 
@@ -71,6 +75,49 @@ def read_any_block(*args):
 )
 def test_wrong_numbers_are_found(mutant):
     assert "differs from the reference" in wrong_attention(mutant)
+
+
+def with_experts(change):
+    def mix(*args):
+        args = list(args)
+        change(args)
+        return moe_reference(*args)
+
+    return mix
+
+
+def forget_the_single_token(args):
+    args[WEIGHTS] = args[WEIGHTS].clone()
+    args[WEIGHTS][args[IDS] == 4] = 0
+
+
+def exchange_two_experts(args):
+    args[IDS] = torch.where(args[IDS] == 0, 1, torch.where(args[IDS] == 1, 0, args[IDS]))
+
+
+def drop_the_down_bias(args):
+    args[DOWN_BIAS] = None
+
+
+def lift_the_limit(args):
+    args[LIMIT] = 0.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [forget_the_single_token, exchange_two_experts, drop_the_down_bias, lift_the_limit],
+    ids=lambda f: f.__name__,
+)
+def test_wrong_experts_are_found(change):
+    assert "a mixture of experts in torch.float32" in wrong_experts(with_experts(change))
+
+
+def test_a_wrong_kernel_of_half_precision_is_found():
+    def mix(*args):
+        right = moe_reference(*args)
+        return right * 1.1 if right.dtype is torch.bfloat16 else right
+
+    assert "a mixture of experts in torch.bfloat16" in wrong_experts(mix)
 
 
 def test_missing_validation_is_found():
