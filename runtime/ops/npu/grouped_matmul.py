@@ -46,23 +46,7 @@ def npu_grouped_matmul(
         ValueError: shapes, dtypes or groups that do not fit.
         NotImplementedError: several inputs or results, groups along K, quantisation, activations.
     """
-    refuse_given(
-        "npu_grouped_matmul",
-        split_item=None if split_item in (2, 3) else split_item,
-        group_type=None if group_type == 0 else group_type,
-        group_list_type=None if group_list_type in (0, 1) else group_list_type,
-        act_type=act_type or None,
-        **others,
-    )
-    if group_type is None:
-        raise ValueError("group_type is None; with a group_list tensor it must be 0")
-    if len(x) != 1:
-        raise NotImplementedError(f"x holds {len(x)} tensors; the CPU kernel of npu::npu_grouped_matmul takes one")
-    rows = x[0]
-    if not rows.is_floating_point() or any(w.dtype is not rows.dtype for w in weight):
-        raise NotImplementedError(
-            f"x has dtype {rows.dtype} and weight {weight[0].dtype}; quantised matmuls have no CPU kernel"
-        )
+    rows = _only_input(x, weight, split_item, group_type, group_list_type, act_type, others)
     matrices = list(weight[0]) if len(weight) == 1 and weight[0].dim() == 3 else list(weight)
     if rows.dim() != 2 or any(w.dim() != 2 or w.shape != (rows.shape[1], matrices[0].shape[1]) for w in matrices):
         raise ValueError(
@@ -105,13 +89,58 @@ def _group_ends(group_list: torch.Tensor | None, group_list_type: int | None, gr
     return ends
 
 
+def _only_input(
+    x: Sequence[torch.Tensor],
+    weight: Sequence[torch.Tensor],
+    split_item: int | None,
+    group_type: int | None,
+    group_list_type: int | None,
+    act_type: int | None,
+    others: dict[str, object],
+) -> torch.Tensor:
+    """The one tensor of ``x``, of a call that the CPU kernel can make.
+
+    Raises:
+        ValueError: no ``group_type``.
+        NotImplementedError: a call of another kind.
+    """
+    refuse_given(
+        "npu_grouped_matmul",
+        split_item=None if split_item in (2, 3) else split_item,
+        group_type=None if group_type == 0 else group_type,
+        group_list_type=None if group_list_type in (0, 1) else group_list_type,
+        act_type=act_type or None,
+        **others,
+    )
+    if group_type is None:
+        raise ValueError("group_type is None; with a group_list tensor it must be 0")
+    if len(x) != 1:
+        raise NotImplementedError(f"x holds {len(x)} tensors; the CPU kernel of npu::npu_grouped_matmul takes one")
+    rows = x[0]
+    if not rows.is_floating_point() or any(w.dtype is not rows.dtype for w in weight):
+        raise NotImplementedError(
+            f"x has dtype {rows.dtype} and weight {weight[0].dtype}; quantised matmuls have no CPU kernel"
+        )
+    return rows
+
+
 def _grouped_matmul_fake(
-    x: Sequence[torch.Tensor], weight: Sequence[torch.Tensor], *, output_dtype: int | None = None, **others: object
+    x: Sequence[torch.Tensor],
+    weight: Sequence[torch.Tensor],
+    *,
+    bias: Sequence[torch.Tensor] | None = None,
+    group_list: torch.Tensor | None = None,
+    split_item: int | None = 0,
+    group_type: int | None = None,
+    group_list_type: int | None = 0,
+    act_type: int | None = 0,
+    output_dtype: int | None = None,
+    tuning_config: Sequence[int] | None = None,
+    **others: object,
 ) -> list[torch.Tensor]:
-    refuse_given("npu_grouped_matmul", split_item=None if others.get("split_item") in (2, 3) else "0 or 1")
-    columns = weight[0].shape[-1]
-    dtype = x[0].dtype if not output_dtype else DTYPES_BY_CODE[output_dtype]
-    return [x[0].new_empty((sum(part.shape[0] for part in x), columns), dtype=dtype)]
+    rows = _only_input(x, weight, split_item, group_type, group_list_type, act_type, others)
+    dtype = rows.dtype if not output_dtype else DTYPES_BY_CODE[output_dtype]
+    return [rows.new_empty((rows.shape[0], weight[0].shape[-1]), dtype=dtype)]
 
 
 OPERATORS = (Operator("npu_grouped_matmul", npu_grouped_matmul, _grouped_matmul_fake),)

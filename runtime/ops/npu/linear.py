@@ -125,12 +125,14 @@ def _transpose_batchmatmul_fake(
     input: torch.Tensor,
     weight: torch.Tensor,
     *,
+    bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
     perm_x1: Sequence[int] | None = None,
     perm_x2: Sequence[int] | None = None,
     perm_y: Sequence[int] | None = None,
     batch_split_factor: int | None = 1,
-    **_: object,
 ) -> torch.Tensor:
+    refuse_given("npu_transpose_batchmatmul", bias=bias, scale=scale)
     turn = _turn_of_input(perm_x1, perm_x2, perm_y)
     batch, rows = (input.shape[turn[i]] for i in (0, 1))
     parts = batch_split_factor or 1

@@ -51,13 +51,9 @@ def npu_mla_prolog_v3(
 
     ``c = rms_norm(x Wdq) · qc_qr_scale``; per head ``[n, r] = c Wuqqr``, ``query = n Wuk``, ``query_rope = rope(r)``;
     ``[l, p] = x Wdkvkr``, ``kv_cache ← rms_norm(l) · kc_scale``, ``kr_cache ← rope(p)``. ``rope`` de-interleaves,
-    then rotates halves. Products are summed in fp32; what enters the next product is rounded to bf16. (With fp32 or
-    fp64 throughout, which a device does not take, nothing is rounded.)
-
-    ``x Wdq`` is not rounded before its norm, nor ``r`` before its rotation. The vendor publishes no unquantized
-    golden test of this operator; that of the first version (``test_mla_prolog``) rounds both to bf16, the int8 one of
-    this version rounds neither, and one launch has no reason to. Between the two readings about one entry in a
-    hundred of the queries differs, by one unit in the last place of bf16.
+    then rotates halves. Products are summed in fp32 and rounded to bf16, those before a norm or a rotation, too: the
+    vendor's kernel says so (ops-transformer, ``mla_prolog_comm.h``, ``MLAPType`` of bf16), and so does the golden test
+    of the first version. (With fp32 or fp64 throughout, which a device does not take, nothing is rounded.)
 
     Args:
         token_x: bf16 ``[T, He]`` or ``[B, S, He]``, like all the others but ``cache_index``.
@@ -97,17 +93,20 @@ def npu_mla_prolog_v3(
             f"cache_index has shape {None if cache_index is None else tuple(cache_index.shape)}; with cache_mode "
             f"{cache_mode!r} there is one slot for each token, {tuple(leading)}"
         )
-    dtype, tokens = token_x.dtype, widened(token_x.flatten(0, -2))
+    dtype, tokens = token_x.dtype, token_x.flatten(0, -2)
     sin, cos = rope_sin.reshape(-1, rope_dim), rope_cos.reshape(-1, rope_dim)
 
-    compressed = rms_normed(tokens @ widened(weight_dq), rmsnorm_gamma_cq, rmsnorm_epsilon_cq) * qc_qr_scale
+    def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return widened((widened(rows) @ widened(weight)).to(dtype))
+
+    compressed = rms_normed(product(tokens, weight_dq), rmsnorm_gamma_cq, rmsnorm_epsilon_cq) * qc_qr_scale
     compressed = compressed.to(dtype)
-    per_head = (widened(compressed) @ widened(weight_uq_qr)).unflatten(1, (heads, -1))
-    content = widened(per_head[..., :-rope_dim].to(dtype))
+    per_head = product(compressed, weight_uq_qr).unflatten(1, (heads, -1))
+    content = per_head[..., :-rope_dim]
     query = torch.einsum("tnd,ndl->tnl", content, widened(weight_uk)).to(dtype)
     query_rope = rotated(deinterleaved(per_head[..., -rope_dim:]), cos.unsqueeze(1), sin.unsqueeze(1))
 
-    latent, key_rope = (tokens @ widened(weight_dkv_kr)).split([latent_dim, rope_dim], 1)
+    latent, key_rope = product(tokens, weight_dkv_kr).split([latent_dim, rope_dim], 1)
     latent = rms_normed(latent, rmsnorm_gamma_ckv, rmsnorm_epsilon_ckv) * kc_scale
     key_rope = rotated(deinterleaved(key_rope), cos, sin)
     for name, value, cache in (("kv", latent, kv_cache), ("kr", key_rope, kr_cache)):

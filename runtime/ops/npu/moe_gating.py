@@ -96,9 +96,10 @@ def npu_moe_gating_top_k_softmax(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The ``k`` largest of ``softmax(x)``, not normalised again; equal ones go to the lower expert.
 
-    Experts are ranked by the fp32 softmax. The golden test of op-plugin rounds it to the dtype of ``x`` first, so
-    that for fp16 logits near-equal experts tie and the lower one wins, but marks every row as finished, which hides
-    what a device does. Lowering gives the operator fp32 logits, for which both are one.
+    Experts are ranked by the fp32 softmax. Of fp16 logits a device ranks it rounded to fp16 (so that near-equal
+    experts tie, and the lower one wins) where its kernel for many experts runs: with ``k`` above 8, or with 8 experts
+    and more unless there are at most 1024 and a multiple of 8 (ops-transformer, ``moe_gating_top_k_softmax``, its
+    tiling). Lowering gives the operator fp32 logits.
 
     Args:
         x: ``[T, E]`` or ``[B, S, E]``.
@@ -117,6 +118,9 @@ def npu_moe_gating_top_k_softmax(
             f"{min(x.shape[-1], MAX_CHOSEN_EXPERTS)} at most"
         )
     scores = x.float().softmax(-1)
+    experts = x.shape[-1]
+    if x.dtype is torch.float16 and experts >= 8 and (k > 8 or experts > 1024 or experts % 8):
+        scores = scores.half().float()
     chosen = _best(scores, k)
     tokens = x.shape[:-1].numel()
     rows = torch.arange(tokens * k, dtype=torch.int32).reshape(k, tokens).t().reshape(*x.shape[:-1], k)

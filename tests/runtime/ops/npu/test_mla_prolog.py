@@ -42,14 +42,15 @@ def turned(x, sin, cos):
     return torch.cat([result.real, result.imag], -1)
 
 
-def by_layers(x, w, sin, cos, query_scale=1.0, key_scale=1.0):
+def by_layers(x, w, sin, cos, query_scale=1.0, key_scale=1.0, rounded=lambda value: value):
     down_q, up_q, absorb, down_kv, gamma_q, gamma_kv = (t.double() for t in w)
     x = x.double()
-    compressed = F.rms_norm(x @ down_q, (COMPRESSED,), gamma_q, 1e-5) * query_scale
-    per_head = (compressed @ up_q).unflatten(-1, (HEADS, -1))
+    compressed = F.rms_norm(rounded(x @ down_q), (COMPRESSED,), gamma_q, 1e-5) * query_scale
+    compressed = rounded(compressed)
+    per_head = rounded(compressed @ up_q).unflatten(-1, (HEADS, -1))
     query = torch.einsum("tnd,ndl->tnl", per_head[..., :CONTENT], absorb)
     query_rope = turned(per_head[..., CONTENT:], sin[:, None], cos[:, None])
-    latent, rope = (x @ down_kv).split([LATENT, ROPE], -1)
+    latent, rope = rounded(x @ down_kv).split([LATENT, ROPE], -1)
     return (
         query,
         query_rope,
@@ -91,6 +92,17 @@ def test_equals_its_layers(mode, leading, assert_close):
         rows = rows.clone()
         rows[kept] = 0
         assert rows.count_nonzero() == 0
+
+
+def test_products_are_rounded_before_norms_and_rotations():
+    """As the vendor's kernel does: each result is the nearest bfloat16, but where fp32's own rounding decides."""
+    w, (sin, cos), (kv_cache, kr_cache) = weights(), tables(), caches()
+    x, slots = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.arange(TOKENS)
+    found = npu_mla_prolog_v3(x, *w, sin, cos, kv_cache, kr_cache, cache_index=slots, query_norm_flag=True)
+    rows = [cache.flatten(0, 2)[:TOKENS] for cache in (kv_cache, kr_cache)]
+    expected = by_layers(x, w, sin, cos, rounded=lambda value: value.bfloat16().double())
+    for result, wanted in zip((found[0], found[1], *rows, found[3]), expected, strict=True):
+        assert (result != wanted.bfloat16()).float().mean() < 0.02
 
 
 @pytest.mark.parametrize("mode", ["PA_BSND", "PA_NZ"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_pagoda.runtime.ops.npu.grouped_matmul import npu_grouped_matmul
 from torch_pagoda.runtime.ops.npu.moe_gating import npu_moe_gating_top_k, npu_moe_gating_top_k_softmax
@@ -71,6 +72,17 @@ def test_gating_top_k_softmax(dtype):
     values, indices = x.float().softmax(-1).topk(CHOICES)
     assert torch.equal(weights, values.to(dtype)) and torch.equal(experts.long(), indices)
     assert rows.reshape(6, CHOICES).tolist() == [[j * 6 + i for j in range(CHOICES)] for i in range(6)]
+
+
+@pytest.mark.parametrize("experts, count, rounds", [(64, 8, False), (64, 9, True), (1256, 4, True), (100, 2, True)])
+def test_half_precision_is_ranked_rounded_where_a_device_does(experts, count, rounds):
+    """Two experts whose probabilities differ by less than half precision can tell."""
+    x = torch.full((1, experts), -1.0, dtype=torch.float16)
+    x[0, 5], x[0, 3] = 1e-4, 0.0
+    probabilities = x.float().softmax(-1).half()
+    assert probabilities[0, 5] == probabilities[0, 3]
+    _, chosen, _ = npu_moe_gating_top_k_softmax(x, None, count)
+    assert chosen[0, :2].tolist() == ([3, 5] if rounds else [5, 3])
 
 
 def routed(**changes):
@@ -281,3 +293,24 @@ def test_refusals(call, match):
 def test_what_has_no_kernel_is_named(call, name):
     with pytest.raises(NotImplementedError, match=name):
         call()
+
+
+@pytest.mark.parametrize(
+    "changes, name",
+    [({"group_type": 2}, "group_type"), ({"scale": True}, "scale"), ({"split_item": 0}, "split_item")],
+)
+def test_traced_calls_of_it_are_refused_likewise(changes, name):
+    """A fake that guessed would give graphs another shape than the device does."""
+    with FakeTensorMode():
+        x, weight = torch.empty(6, 8), torch.empty(2, 8, 4)
+        arguments = {**GROUPED, "group_list": torch.empty(2, dtype=torch.int64), **changes}
+        if "scale" in changes:
+            arguments["scale"] = [torch.empty(2, 4)]
+        with pytest.raises(NotImplementedError, match=name):
+            torch.ops.npu.npu_grouped_matmul([x], [weight], **arguments)
+
+
+def test_a_traced_scale_of_a_batched_product_is_refused():
+    with FakeTensorMode(), pytest.raises(NotImplementedError, match="scale"):
+        x, weight = torch.empty(16, 2, 32), torch.empty(2, 32, 16)
+        torch.ops.npu.npu_transpose_batchmatmul(x, weight, scale=torch.empty(32), perm_x1=[1, 0, 2])
