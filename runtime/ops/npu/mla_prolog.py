@@ -51,9 +51,9 @@ def npu_mla_prolog_v3(
 
     ``c = rms_norm(x Wdq) · qc_qr_scale``; per head ``[n, r] = c Wuqqr``, ``query = n Wuk``, ``query_rope = rope(r)``;
     ``[l, p] = x Wdkvkr``, ``kv_cache ← rms_norm(l) · kc_scale``, ``kr_cache ← rope(p)``. ``rope`` de-interleaves,
-    then rotates halves. Products are summed in fp32 and rounded to bf16, those before a norm or a rotation, too: the
-    vendor's kernel says so (ops-transformer, ``mla_prolog_comm.h``, ``MLAPType`` of bf16), and so does the golden test
-    of the first version. (With fp32 or fp64 throughout, which a device does not take, nothing is rounded.)
+    then rotates halves. Products are summed in fp32 and rounded to bf16, those before a norm or a rotation, too: so
+    does the vendor's kernel (ops-transformer, ``mla_prolog_comm.h``, ``MLAPType`` of bf16), and the golden test of
+    the first version. (With fp32 or fp64 throughout, which a device does not take, nothing is rounded.)
 
     Args:
         token_x: bf16 ``[T, He]`` or ``[B, S, He]``, like all the others but ``cache_index``.
