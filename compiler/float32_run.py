@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..passes.fx_nodes import callee, value
+from ..passes.fx_nodes import callee, mutated_argument, storage_key, value
 
 HALF = (torch.bfloat16, torch.float16)
 _ROWS = 1 << 13
@@ -76,10 +76,14 @@ class Float32Graph:
         self._module = module
         self._widens = any(getattr(value(node), "dtype", None) in HALF for node in module.graph.nodes)
         self._last_use: dict[fx.Node, list[fx.Node]] = {}
+        written = {storage_key(t) for n in module.graph.nodes if (t := mutated_argument(n)) is not None}
+        self._own: list[fx.Node] = []
         self._fixed: set[fx.Node] = set()
         for node in module.graph.nodes:
             inputs = node.all_input_nodes
-            if node.name in constants if node.op == "placeholder" else inputs and self._fixed.issuperset(inputs):
+            if node.op == "placeholder" and node.name in constants:
+                (self._own.append if storage_key(node) in written else self._fixed.add)(node)
+            elif inputs and self._fixed.issuperset(inputs):
                 self._fixed.add(node)
         seen: set[fx.Node] = set()
         for node in reversed(module.graph.nodes):
@@ -92,13 +96,19 @@ class Float32Graph:
     def together(self, calls: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
         """What several calls yield, each node run for all of them before the next one: a weight is made once.
 
-        Calls that write into the same tensors do so in their order, node by node.
+        Calls that write into the same tensors do so in their order, node by node. That is right for caches, of which a
+        step reads no more than earlier steps and itself wrote. Of constants that the graph writes into, such as a
+        rotary table for the length at hand, each call has copies of its own.
         """
         runs: list[dict[fx.Node, Any]] = []
         nodes = list(self._module.graph.nodes)
         for args in calls:
             given = iter(args)
-            runs.append({node: next(given) for node in nodes if node.op == "placeholder"})
+            values = {node: next(given) for node in nodes if node.op == "placeholder"}
+            for node in self._own:
+                if isinstance(values[node], torch.Tensor):
+                    values[node] = values[node].clone()
+            runs.append(values)
         as_it_is: AbstractContextManager[Any] = nullcontext()
         mode = InFloat32() if self._widens else as_it_is
         with torch.no_grad():
@@ -168,7 +178,7 @@ def _multiply(node: fx.Node, runs: _Runs) -> bool:
     for first in range(0, made.num_rows, _ROWS):
         rows = made.rows(slice(first, first + _ROWS))
         for values, part in zip(runs, parts, strict=True):
-            part.append(torch.nn.functional.linear(values[x], rows))  # type: ignore[index]
+            part.append(torch.nn.functional.linear(_wide(values[x]), rows))  # type: ignore[index]
     for values, part in zip(runs, parts, strict=True):
         values[node] = torch.cat(part, -1)
     return True

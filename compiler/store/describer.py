@@ -54,6 +54,7 @@ _NOT_RUN = frozenset(
 )
 """Methods that a forward call of a finished object does not run unless its code names them."""
 _INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
+_AUTO_CLASSES = "transformers.models.auto.auto_factory"
 _MAKERS = frozenset(("__init__", "__post_init__", "__new__"))
 
 
@@ -247,6 +248,12 @@ class Describer:
         self._add_mapping(_state(item) or {})
 
     def _add_mapping(self, item: Mapping[Any, Any]) -> None:
+        if type(item).__module__ == _AUTO_CLASSES:
+            # Its items are the classes of all models, each imported when it is read: the version tells them. What was
+            # registered besides is at hand.
+            self._say(type(item).__qualname__, "")
+            self.add(getattr(item, "_extra_content", None))
+            return
         self._say(type(item).__qualname__, str(len(item)))
         for key, inner in item.items():
             self.add(key)

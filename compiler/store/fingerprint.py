@@ -12,7 +12,8 @@ import functools
 import hashlib
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ...runtime.ops.native import processor
+from ..capture import first_line
 from ..options import CompileOptions
 from ..pipeline import selected_passes
 from .describer import CannotIdentify, Describer
@@ -43,13 +45,25 @@ def fingerprint(model: nn.Module, options: CompileOptions, contents: str) -> str
     Raises:
         CannotIdentify: something that the program may depend on cannot be described.
     """
-    describer = Describer()
-    describer.add((*environment(), torch.get_default_dtype(), *_modes()))
-    describer.add(options)
-    describer.add([selected_passes(options, stage) for stage in ("dynamo", "aten", "weights")])
-    describer.add(contents)
-    describer.add_module(model)
-    return describer.digest()
+    with _told():
+        describer = Describer()
+        describer.add((*environment(), torch.get_default_dtype(), *_modes()))
+        describer.add(options)
+        describer.add([selected_passes(options, stage) for stage in ("dynamo", "aten", "weights")])
+        describer.add(contents)
+        describer.add_module(model)
+        return describer.digest()
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Objects run code of their own when they are looked at: one that fails there cannot be told, no more."""
+    try:
+        yield
+    except CannotIdentify:
+        raise
+    except Exception as error:
+        raise CannotIdentify(f"looking at it fails: {type(error).__name__}: {first_line(error)}") from error
 
 
 def describe_module(module: nn.Module, more: Any, ignores: Callable[[str], bool]) -> str:
@@ -63,10 +77,11 @@ def describe_module(module: nn.Module, more: Any, ignores: Callable[[str], bool]
     Raises:
         CannotIdentify: something in it cannot be described.
     """
-    describer = Describer(ignores, follows=False)
-    describer.add(more)
-    describer.add_module(module)
-    return describer.digest()
+    with _told():
+        describer = Describer(ignores, follows=False)
+        describer.add(more)
+        describer.add_module(module)
+        return describer.digest()
 
 
 @functools.cache

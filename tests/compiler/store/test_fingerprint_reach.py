@@ -354,3 +354,33 @@ def test_kernels_registered_for_operators_of_torch_are_refused(llama, monkeypatc
     monkeypatch.setattr(torch.library, "_impls", torch.library._impls | {"aten/silu/CPU"})
     with pytest.raises(CannotIdentify, match="aten/silu"):
         of(llama)
+
+
+def test_the_classes_of_all_models_are_told_by_the_version(monkeypatch):
+    """Models that contain others name transformers' auto classes, which import a module for every item that is read,
+    some of which fail."""
+    from transformers.models.auto.auto_factory import _LazyAutoMapping
+
+    def fail(*args):
+        raise ValueError("could not find a model")
+
+    model = build_tiny_model("llama", num_hidden_layers=1)
+    for name in ("items", "values", "__getitem__"):
+        monkeypatch.setattr(_LazyAutoMapping, name, fail)
+    model.auto_classes = transformers.AutoModel._model_mapping
+    before = of(model)
+    assert before == of(model)
+    monkeypatch.setitem(transformers.AutoModel._model_mapping._extra_content, transformers.LlamaConfig, nn.Linear)
+    assert before != of(model)
+
+
+class Failing(dict):
+    def items(self):
+        raise ValueError("not now")
+
+
+def test_what_fails_when_it_is_looked_at_is_not_identified():
+    model = build_tiny_model("llama", num_hidden_layers=1)
+    model.failing = Failing(a=1)
+    with pytest.raises(CannotIdentify, match="looking at it fails: ValueError: not now"):
+        of(model)
