@@ -96,8 +96,8 @@ class Float32Graph:
     def together(self, calls: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
         """What several calls yield, each node run for all of them before the next one: a weight is made once.
 
-        Calls that write into the same tensors do so in their order, node by node. That is right for caches, of which a
-        step reads no more than earlier steps and itself wrote. Of constants that the graph writes into, such as a
+        Calls that write into the same tensors do so in their order, node by node. That is right for caches, of which
+        a step reads no more than earlier steps and itself wrote. Of constants that the graph writes into, such as a
         rotary table for the length at hand, each call has copies of its own.
         """
         runs: list[dict[fx.Node, Any]] = []
