@@ -101,7 +101,8 @@ def takes_positions(model: nn.Module) -> bool:
 
 
 def trace_length(model: nn.Module) -> int:
-    """Number of tokens to trace at: above every window and chunk, within the positions that the model has."""
+    """Number of tokens to trace at: above every window and chunk, and below the positions that the model has: a table
+    has as many rows, and a slice of all of them would be taken for the table."""
     longest = SHORTEST_TRACE
     limit = max_positions(model)
     for config in configs(model):
@@ -109,7 +110,7 @@ def trace_length(model: nn.Module) -> int:
             size = getattr(config, name, None)
             if isinstance(size, int) and not isinstance(size, bool):
                 longest = max(longest, 2 * size + 9)
-    return max(4, min(longest, limit)) if limit else longest
+    return max(4, min(longest, limit - 1)) if limit else longest
 
 
 def max_positions(model: nn.Module) -> int | None:

@@ -48,5 +48,13 @@ def build_legal_model(
         name: own.get(size, size) if name in names else size
         for name, size in (_LATENT_MODELS if latent else _SIZES).items()
     }
+    rope = overrides.get("rope_parameters", {})
+    factors = {
+        name: rope[name] * (_HEAD // 2 // len(rope[name]))
+        for name in rope
+        if name.endswith("_factor") and isinstance(rope[name], list)
+    }
+    if factors:  # one for each pair of dims
+        overrides["rope_parameters"] = {**rope, **factors}
     with mock.patch.object(tiny_models, "SIZES", sizes):
         return tiny_models.build_tiny_model(model_type, dtype=dtype, **overrides)

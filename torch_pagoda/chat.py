@@ -67,7 +67,7 @@ def chat_prompts(
             raise ValueError(
                 f"messages[{index}]: the chat template refuses them: {type(error).__name__}: {first_line(error)}"
             ) from error
-        token_ids = tokenise(text, tokenizer, max_model_len, add_special_tokens=False)
+        token_ids = tokenise(str(text), tokenizer, max_model_len, add_special_tokens=False)
         prompts.append({"prompt": text, "prompt_token_ids": token_ids})
     return prompts
 
