@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from torch_pagoda.runtime.ops.huge_pages import advise_huge_pages
+from torch_pagoda.runtime.memory import advise_huge_pages
 from torch_pagoda.runtime.ops.int8_rows import quantise_rows
 from torch_pagoda.runtime.ops.paged_attention import paged_attention
 

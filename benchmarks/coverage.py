@@ -40,7 +40,7 @@ from typing import Any
 from fusions import FusionRow, fusion_tables, fusions_of, unmet
 from npu_coverage import TARGET, NpuRow, npu_row, npu_tables
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 PROMPT_LENGTHS = (5, 9, 14, 40)
 MAX_TOKENS = 12

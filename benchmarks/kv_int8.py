@@ -19,10 +19,10 @@ import torch
 from transformers import AutoTokenizer
 
 from torch_pagoda import LLM, SamplingParams
-from torch_pagoda.runtime.kv_cache import bytes_per_block
+from torch_pagoda.runtime.cache.kv_cache import bytes_per_block
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "examples")]
 from pydoc_text import gather_documents  # noqa: E402
 
 from perplexity import loss_per_token  # noqa: E402

@@ -29,8 +29,8 @@ from shapes import OUTPUT_LENGTHS, PROMPT_LENGTHS, SHAPES, Prompts, head_dim
 from torch_pagoda.runtime.batching import Batcher
 from torch_pagoda.runtime.blocks import BlockGroup, BlockManager
 from torch_pagoda.runtime.ops.packed_linear import pack_weight
-from torch_pagoda.runtime.request import Request
-from torch_pagoda.runtime.sampling_params import SamplingParams
+from torch_pagoda.runtime.requests.request import Request
+from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
 ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _MATRIX = (5632, 2048)

@@ -62,18 +62,18 @@ def npu_row(name: str, model: Any) -> NpuRow:
     """Lower a model, compare it, and count."""
     import torch
 
-    from torch_pagoda.compiler.aten import to_aten
-    from torch_pagoda.compiler.capture import capture
+    from torch_pagoda.compiler.capture.aten import to_aten
+    from torch_pagoda.compiler.capture.trace import capture
     from torch_pagoda.compiler.explain.expected import expected_matches
     from torch_pagoda.compiler.explain.recognition import recognition
     from torch_pagoda.compiler.options import CompileOptions
     from torch_pagoda.compiler.report import CompileReport
     from torch_pagoda.compiler.rewrite import rewrite
-    from torch_pagoda.compiler.verify import reference_of_model
+    from torch_pagoda.compiler.verify.self_check import reference_of_model
     from torch_pagoda.passes import UnsupportedModel
+    from torch_pagoda.passes.graph.npu_target import NpuTarget
+    from torch_pagoda.passes.graph.provenance import decoder_layers, launches_work
     from torch_pagoda.passes.lower.npu.limits import illegal_calls
-    from torch_pagoda.passes.lower.npu.target import NpuTarget
-    from torch_pagoda.passes.provenance import decoder_layers, launches_work
 
     row = NpuRow(name)
     report = CompileReport(name)

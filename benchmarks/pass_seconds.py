@@ -21,7 +21,7 @@ from torch import fx
 from torch_pagoda.compiler.pipeline import run_passes
 from torch_pagoda.passes import PASSES, Pass, TracedGraph
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 from aten_graphs import aten_of_model
 

@@ -24,7 +24,7 @@ from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.options import QUANTIZATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "examples")]
 from pydoc_text import gather_documents  # noqa: E402
 
 from perplexity import loss_per_token  # noqa: E402

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from torch_pagoda.runtime.request import Request
-from torch_pagoda.runtime.sampling_params import SamplingParams
+from torch_pagoda.runtime.requests.request import Request
+from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
 ARRIVALS = ("poisson", "gamma", "bursty")
 URGENT, ORDINARY = 0, 1

@@ -46,13 +46,13 @@ from transformers import AutoModelForCausalLM
 
 from torch_pagoda import LLM, RequestOutput
 from torch_pagoda.runtime.batching.batcher import QueueFull
-from torch_pagoda.runtime.detokenizer import Tokenizer
-from torch_pagoda.runtime.engine import Engine
-from torch_pagoda.runtime.kv_cache import bytes_per_block
+from torch_pagoda.runtime.cache.kv_cache import bytes_per_block
+from torch_pagoda.runtime.engine.engine import Engine
+from torch_pagoda.runtime.engine.submission import Completion
 from torch_pagoda.runtime.program import Program
-from torch_pagoda.runtime.request import Request
-from torch_pagoda.runtime.request_options import RequestOptions
-from torch_pagoda.runtime.submission import Completion
+from torch_pagoda.runtime.requests.detokenizer import Tokenizer
+from torch_pagoda.runtime.requests.request import Request
+from torch_pagoda.runtime.requests.request_options import RequestOptions
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "tiny-pydoc"
 MAX_NUM_SEQS = 24

@@ -11,7 +11,7 @@ import torch
 
 from torch_pagoda import RequestOutput, SamplingParams
 from torch_pagoda.runtime.program import Program
-from torch_pagoda.runtime.step import StepMetadata
+from torch_pagoda.runtime.step_metadata import StepMetadata
 
 VOCAB_SIZE = 2048
 EOS, RAISES, GIVES_NAN = 0, 1, 2

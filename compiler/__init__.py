@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..passes.traced import NotFinite, UnsupportedModel
+from ..passes.graph.traced import NotFinite, UnsupportedModel
 from .compile import compile_program
-from .module_guard import ModuleGuard
+from .fingerprint.module_guard import ModuleGuard
 from .options import CompileOptions
 from .report import CompileReport
-from .weights import WeightGuard
+from .weights.weight_guard import WeightGuard
 
 __all__ = [
     "CompileOptions",

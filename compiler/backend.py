@@ -15,16 +15,16 @@ from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from ..passes import PassRecord, TracedGraph, UnsupportedModel
-from ..passes.fx_nodes import callee, value
-from . import dump
-from .drop_in_check import difference
-from .merged_weights import AddedArguments, link_merged_weights
-from .module_scalars import recover_module_scalars
-from .options import CompileOptions
-from .pipeline import run_passes, selected_passes
+from ..passes.graph.fx_nodes import callee, value
+from .capture.module_scalars import recover_module_scalars
+from .options import CompileOptions, selected_passes
+from .pipeline import run_passes
 from .targets.cpu.inductor import generate_code, is_fusible
 from .targets.cpu.kernels import call_kernels
 from .targets.npu.ge_route import GeGraphs
+from .verify import dump
+from .verify.drop_in_check import difference
+from .weights.merged_weights import AddedArguments, link_merged_weights
 
 log = logging.getLogger(__name__)
 

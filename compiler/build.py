@@ -10,21 +10,21 @@ from typing import Any
 from torch import nn
 
 from ..passes import TracedGraph, UnsupportedModel
-from . import dump
-from .cache_restart import restart_length
-from .capture import Captured, capture, first_line
-from .layer_repeat import CannotRepeat, LayerRepeat
-from .linker import LinkedProgram, link
+from .capture.layer_repeat import CannotRepeat, LayerRepeat
+from .capture.state_layers import check_state
+from .capture.trace import Captured, capture
+from .link.linker import LinkedProgram, link
 from .options import CompileOptions
-from .report import CompileReport, PhaseClock
+from .report import CompileReport, PhaseClock, first_line
 from .rewrite import rewrite
-from .state_layers import check_state
 from .targets.cpu.inductor import generate_code, is_fusible
 from .targets.cpu.kernels import call_kernels
 from .targets.npu.routes import make_route
 from .targets.npu.weights import prepare_weights
 from .user_passes import registered_passes
-from .verify import Reference, check, reference_of_model
+from .verify import dump
+from .verify.cache_restart import restart_length
+from .verify.self_check import Reference, check, reference_of_model
 
 log = logging.getLogger(__name__)
 

@@ -14,19 +14,19 @@ from ..passes import UnsupportedModel
 from ..runtime.ops.kernel_check import check_kernels
 from ..runtime.ops.native import begin_loading
 from ..runtime.phases import phase
-from . import dump
-from .linkage import Linkage
-from .linker import LinkedProgram
+from .fingerprint.describer import CannotIdentify
+from .fingerprint.fingerprint import fingerprint
+from .fingerprint.tensor_contents import contents_digest
+from .link.linkage import Linkage
+from .link.linker import LinkedProgram
 from .options import CompileOptions
 from .report import CompileReport, PhaseClock
-from .store.describer import CannotIdentify
-from .store.fingerprint import fingerprint
 from .store.graph_data import CannotStore
 from .store.program_store import ProgramStore, open_store
 from .store.stored_program import Outdated, describe, report_data, restore
-from .store.tensor_contents import contents_digest
 from .user_passes import registered_passes
-from .verify import SHORT_SCHEDULE, check, reference_of_model
+from .verify import dump
+from .verify.self_check import SHORT_SCHEDULE, check, reference_of_model
 
 if TYPE_CHECKING:
     from .build import Built

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..passes import PASSES, Pass
-from ..passes.lower.npu.target import DEFAULT_BLOCK_SIZE, DEFAULT_SOC, NpuTarget
+from ..passes.graph.npu_target import DEFAULT_BLOCK_SIZE, DEFAULT_SOC, NpuTarget
 from ..runtime.ops.quantized_weight import DEFAULT_GROUP_SIZES, Quantization, check_group_size
-from .targets.npu.offline import is_offline
+from .targets.npu.offline.run import is_offline
 from .user_passes import Pattern, with_user_passes
 
 VERIFY = ("model", "off", "every-pass")
@@ -217,6 +217,12 @@ class CompileOptions:
         if self.codegen == "auto":
             return fusible and parameters > AUTO_CODEGEN_PARAMETERS
         return self.codegen == "inductor"
+
+
+def selected_passes(options: CompileOptions, stage: str = "") -> list[Pass]:
+    """The passes that ``options`` asks for, in order; only those of ``stage`` when it is given."""
+    passes = with_user_passes(PASSES, options.patterns)
+    return [p for p in passes if options.selects(p) and stage in ("", p.stage)]
 
 
 def installed_soc() -> str:

@@ -7,23 +7,15 @@ from collections.abc import Sequence
 
 import torch
 
-from ..passes import PASSES, Pass, PassRecord, TracedGraph, UnsupportedModel
-from ..passes.fx_nodes import VMAP_BOUNDS, callee, is_tensor, value
+from ..passes import Pass, PassRecord, TracedGraph, UnsupportedModel
+from ..passes.graph.fx_nodes import VMAP_BOUNDS, callee, is_tensor, value
 from ..runtime.phases import phase
-from . import dump
-from .capture import first_line
-from .options import CompileOptions
-from .user_passes import with_user_passes
+from .report import first_line
+from .verify import dump
 
 
 class PassError(UnsupportedModel):
     """A pass failed or left a graph that is not well-formed. The message names the pass."""
-
-
-def selected_passes(options: CompileOptions, stage: str = "") -> list[Pass]:
-    """The passes that ``options`` asks for, in order; only those of ``stage`` when it is given."""
-    passes = with_user_passes(PASSES, options.patterns)
-    return [p for p in passes if options.selects(p) and stage in ("", p.stage)]
 
 
 @phase("passes")

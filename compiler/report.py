@@ -87,3 +87,9 @@ class PhaseClock:
         now = time.perf_counter()
         self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._start
         self._start = now
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says, cut to a length that fits into another message."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return text[:300]

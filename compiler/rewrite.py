@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..passes import Pass, Rejection, TracedGraph, UnsupportedModel
-from ..passes.attention_node import attention_nodes, paged_attention_nodes
-from ..passes.fx_nodes import callee, module_path, value
-from ..passes.token_axis import mixers
-from . import dump
-from .aten import to_aten
-from .capture import Captured, first_line
-from .graph_check import can_check, check_graph, measure_rounding
-from .layer_repeat import CannotRepeat
-from .linker import link
-from .options import CompileOptions
-from .pipeline import PassError, run_passes, selected_passes
-from .report import CompileReport, PassCheck, PhaseClock, Verdict
-from .shrink import check_long_windows
-from .verify import Reference, check
+from ..passes.graph.attention_node import attention_nodes, paged_attention_nodes
+from ..passes.graph.fx_nodes import callee, module_path, value
+from ..passes.proof.token_axis import mixers
+from .capture.aten import to_aten
+from .capture.layer_repeat import CannotRepeat
+from .capture.trace import Captured
+from .link.linker import link
+from .options import CompileOptions, selected_passes
+from .pipeline import PassError, run_passes
+from .report import CompileReport, PassCheck, PhaseClock, Verdict, first_line
+from .verify import dump
+from .verify.graph_check import can_check, check_graph, measure_rounding
+from .verify.long_windows import check_long_windows
+from .verify.self_check import Reference, check
 
 log = logging.getLogger(__name__)
 

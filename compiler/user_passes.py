@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ..passes import FIRST_OF_LOWERING, PASSES, Pass, PassRecord, TracedGraph
-from ..passes.fx_nodes import value
+from ..passes.graph.fx_nodes import value
 
 if TYPE_CHECKING:
     from torch._inductor.pattern_matcher import Match, PatternMatcherPass

@@ -5,45 +5,45 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .lower.batch_invariant import make_batch_invariant
+from .graph.record import PassRecord, Rejection
+from .graph.traced import NotFinite, TracedGraph, UnsupportedModel
+from .lower.cpu.batch_invariant import make_batch_invariant
+from .lower.cpu.pack_linears import pack_linears
+from .lower.cpu.quantise_linears import quantise_linears
 from .lower.npu.activations import lower_npu_activations
 from .lower.npu.attention import lower_npu_attention
-from .lower.npu.heads_first import sink_transposes
-from .lower.npu.latent_attention import absorb_latent_attention
-from .lower.npu.leftovers import spell_out_leftovers
+from .lower.npu.latent.attention import absorb_latent_attention
 from .lower.npu.linears import lower_npu_linears
 from .lower.npu.moe import lower_npu_moe
 from .lower.npu.norms import lower_npu_norms
 from .lower.npu.paged_attention import lower_npu_paged_attention
 from .lower.npu.rope import lower_npu_rope
-from .lower.npu.splits import split_products
-from .lower.pack_linears import pack_linears
+from .lower.npu.sink_transposes import sink_transposes
+from .lower.npu.spell_out_leftovers import spell_out_leftovers
+from .lower.npu.split_products import split_products
 from .recognise.activation import recognise_activation
+from .recognise.classify_masks import classify_masks
 from .recognise.eager_attention import recognise_eager_attention
 from .recognise.gated_activation import recognise_gated_activation
 from .recognise.layer_norm import recognise_layer_norm
 from .recognise.linear import recognise_linear
-from .recognise.masks import classify_masks
 from .recognise.moe import recognise_moe
 from .recognise.moe_routing import recognise_moe_routing
 from .recognise.rms_norm import recognise_rms_norm
 from .recognise.rope import recognise_rope
 from .recognise.sdpa import recognise_sdpa
-from .record import PassRecord, Rejection
+from .rewrite.choose_rope_per_sequence import choose_rope_per_sequence
+from .rewrite.feed_positions import feed_positions
 from .rewrite.fold_constants import fold_constants
+from .rewrite.fuse_residual_norm import fuse_residual_norm
 from .rewrite.gather_logits import gather_logits
 from .rewrite.group_rope import group_rope
 from .rewrite.hoist_gather import hoist_gather
+from .rewrite.insert_paged_cache import insert_paged_cache
 from .rewrite.merge_linears import merge_linears
-from .rewrite.paged_attention import insert_paged_cache
-from .rewrite.positions import feed_positions
-from .rewrite.quantise_linears import quantise_linears
 from .rewrite.remove_noops import remove_noops
-from .rewrite.residual_norm import fuse_residual_norm
-from .rewrite.rope_length import choose_rope_per_sequence
 from .rewrite.share_subexpressions import share_subexpressions
 from .rewrite.slice_for_index import slice_for_index
-from .traced import NotFinite, TracedGraph, UnsupportedModel
 
 __all__ = [
     "FIRST_OF_LOWERING",

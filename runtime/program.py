@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from .step import StepMetadata
+from .step_metadata import StepMetadata
 
 KVCache = list[tuple[torch.Tensor, ...]]
 """Per layer its keys and values, and in int8 the scales of both. Dim 0 of every tensor counts blocks."""

@@ -8,8 +8,8 @@ import pytest
 from _pytest.mark.expression import Expression
 
 from torch_pagoda.compiler.store.program_store import DISABLE
-from torch_pagoda.compiler.targets.npu.offline import is_offline, run_python
-from torch_pagoda.compiler.targets.npu.toolchain import ToolchainError, set_up_toolchain
+from torch_pagoda.compiler.targets.npu.offline.run import is_offline, run_python
+from torch_pagoda.compiler.targets.npu.offline.toolchain import ToolchainError, set_up_toolchain
 
 # What a test compiles shall be of the sources that it tests, all of it, every time.
 os.environ[DISABLE] = "1"

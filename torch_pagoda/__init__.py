@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from .llm import LLM
     from .passes import PassRecord, Rejection, TracedGraph
     from .runtime.batching import QueueFull
-    from .runtime.beam_search import BeamSearchParams
-    from .runtime.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
-    from .runtime.sampling_params import SamplingParams
+    from .runtime.requests.beam_search_params import BeamSearchParams
+    from .runtime.requests.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
+    from .runtime.requests.sampling_params import SamplingParams
 
 try:
     __version__ = version("torch-pagoda")
@@ -32,13 +32,13 @@ except PackageNotFoundError:  # the sources lie on sys.path without being instal
 _HOME = {
     "LLM": ".llm",
     "AsyncLLM": ".async_llm",
-    "SamplingParams": ".runtime.sampling_params",
+    "SamplingParams": ".runtime.requests.sampling_params",
     "QueueFull": ".runtime.batching",
-    "BeamSearchParams": ".runtime.beam_search",
-    "BeamSearchOutput": ".runtime.outputs",
-    "BeamSearchSequence": ".runtime.outputs",
-    "RequestOutput": ".runtime.outputs",
-    "CompletionOutput": ".runtime.outputs",
+    "BeamSearchParams": ".runtime.requests.beam_search_params",
+    "BeamSearchOutput": ".runtime.requests.outputs",
+    "BeamSearchSequence": ".runtime.requests.outputs",
+    "RequestOutput": ".runtime.requests.outputs",
+    "CompletionOutput": ".runtime.requests.outputs",
     "compile": ".generation",
     "restore": ".generation",
     "Explanation": ".compiler.explain",

@@ -14,10 +14,10 @@ from typing import Any, Self, TypeVar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .llm import LLM
-from .runtime.outputs import RequestOutput
-from .runtime.prompt_forms import Prompt
-from .runtime.sampling_params import SamplingParams
-from .runtime.submission import one_line
+from .runtime.engine.submission import one_line
+from .runtime.requests.outputs import RequestOutput
+from .runtime.requests.prompt_forms import Prompt
+from .runtime.requests.sampling_params import SamplingParams
 
 Result = TypeVar("Result")
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from transformers import PreTrainedTokenizerBase
 
 from .checkpoint import first_line
-from .runtime.tokenise import tokenise
+from .runtime.requests.tokenise import tokenise
 
 Message: TypeAlias = Mapping[str, Any]
 """``{"role": ..., "content": ...}`` in OpenAI's form; content is text or a list of ``{"type": "text"}`` parts."""

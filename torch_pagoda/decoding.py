@@ -18,9 +18,9 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
 )
 
-from .runtime.engine import Engine
-from .runtime.sampling_params import SamplingParams
-from .runtime.validation import check_prompt
+from .runtime.engine.engine import Engine
+from .runtime.requests.sampling_params import SamplingParams
+from .runtime.requests.validation import check_prompt
 
 # What transformers' `generate` puts into model_kwargs by itself, and the engine has its own of.
 _KNOWN_MODEL_KWARGS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}

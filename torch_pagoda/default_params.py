@@ -10,7 +10,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 
 from .checkpoint import first_line
-from .runtime.sampling_params import SamplingParams
+from .runtime.requests.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -33,31 +33,31 @@ from .compiler import (
     WeightGuard,
     compile_program,
 )
-from .compiler.recorded_grid import on_recorded_grid
-from .compiler.state_layers import check_state
+from .compiler.calibrate.recorded_grid import on_recorded_grid
+from .compiler.capture.state_layers import check_state
 from .compiler.user_passes import Pattern
 from .default_params import default_params, params_or, recommended_params
 from .device import free_memory, resolve_device
 from .option_checks import LIMITS, check_cache_size, check_limits, check_scheduling, check_swap_space
-from .passes.lower.npu.target import DEFAULT_BLOCK_SIZE as NPU_BLOCK_SIZE
+from .passes.graph.npu_target import DEFAULT_BLOCK_SIZE as NPU_BLOCK_SIZE
 from .runtime.autocast import without_autocast
-from .runtime.beam_search import BeamSearchParams
-from .runtime.engine import Engine
-from .runtime.kv_cache import bytes_per_block, default_num_blocks, parse_memory
-from .runtime.outputs import BeamSearchOutput, Progress, RequestOutput, StreamPiece
+from .runtime.cache.kv_cache import bytes_per_block, default_num_blocks, parse_memory
+from .runtime.engine.engine import Engine
+from .runtime.profiling.profile import Profile
 from .runtime.program import Program
-from .runtime.prompt_forms import Prompt
-from .runtime.request_options import RequestOptions, options_for
-from .runtime.sampling_params import SamplingParams
-from .runtime.step_profile import Profile
-from .runtime.validation import as_batch
+from .runtime.requests.beam_search_params import BeamSearchParams
+from .runtime.requests.outputs import BeamSearchOutput, Progress, RequestOutput, StreamPiece
+from .runtime.requests.prompt_forms import Prompt
+from .runtime.requests.request_options import RequestOptions, options_for
+from .runtime.requests.sampling_params import SamplingParams
+from .runtime.requests.validation import as_batch
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DEFAULT_BLOCK_SIZE = 32
-"""For a CPU; see ``passes.lower.npu.target`` for NPUs."""
+"""For a CPU; see ``passes.graph.npu_target`` for NPUs."""
 
 _COMPILE_OPTIONS = (
     "verify",

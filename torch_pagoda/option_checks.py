@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from .runtime.batching import make_policy, preemption_mode
-from .runtime.kv_cache import parse_memory
+from .runtime.cache.kv_cache import parse_memory
 
 LIMITS = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_queue")
 """Options that are whole numbers of at least 1."""

@@ -18,16 +18,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...runtime.ops.quantized_weight import Quantization, check_group_size, restored_weight, round_weight
-from ..recorded_grid import record_grid
-from .decoder_layers import (
-    LayerCall,
-    Matrix,
-    find_decoder_layers,
-    first_call,
-    input_of,
-    matrices_by_input,
-)
+from .decoder_layers import LayerCall, Matrix, find_decoder_layers, first_call, input_of, matrices_by_input
 from .grid import damped, output_error, round_to_grid
+from .recorded_grid import record_grid
 
 logger = logging.getLogger(__name__)
 

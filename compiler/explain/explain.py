@@ -13,19 +13,19 @@ import torch
 from torch import fx, nn
 
 from ...passes import PassRecord, TracedGraph, UnsupportedModel
-from ...passes.fx_nodes import callee, value
-from ...passes.provenance import DecoderLayers, decoder_layers, launches_work, operator_name
+from ...passes.graph.fx_nodes import callee, value
+from ...passes.graph.provenance import DecoderLayers, decoder_layers, launches_work, operator_name
 from ...runtime.program import is_cache_input
-from .. import dump
-from ..aten import to_aten
 from ..build import rewrite
-from ..capture import Captured, capture, first_line, takes_positions
-from ..options import CompileOptions
-from ..pipeline import selected_passes
-from ..recorded_grid import on_recorded_grid
-from ..report import CompileReport
+from ..calibrate.recorded_grid import on_recorded_grid
+from ..capture.aten import to_aten
+from ..capture.model_facts import takes_positions
+from ..capture.trace import Captured, capture
+from ..options import CompileOptions, selected_passes
+from ..report import CompileReport, first_line
 from ..targets.npu.socs import chip
-from ..verify import reference_of_model
+from ..verify import dump
+from ..verify.self_check import reference_of_model
 from .drawing import LayerGraph, layer_graph
 from .drop_in import CAPTURED_WHOLE, DropIn, observe
 from .expected import KINDS, Expected, expected_matches, per_layer

@@ -11,8 +11,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ...passes import TracedGraph
-from ...passes.fx_nodes import shape, value
-from ...passes.provenance import launches_work, operator_name
+from ...passes.graph.fx_nodes import shape, value
+from ...passes.graph.provenance import launches_work, operator_name
 from .traffic import Sizes, Step, is_weight
 
 _SPARSE_BAND = 4

@@ -7,8 +7,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ...passes import TracedGraph
-from ...passes.fx_nodes import value
-from ...passes.provenance import launches_work
+from ...passes.graph.fx_nodes import value
+from ...passes.graph.provenance import launches_work
 from ...runtime.program import is_cache_input
 from .traffic import Sizes, Step, is_weight
 

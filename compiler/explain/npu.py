@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ...passes import PassRecord, TracedGraph
-from ...passes.fx_nodes import module_path
-from ...passes.provenance import DecoderLayers, launches_work, operator_name, source_line
-from ...passes.record import Route
+from ...passes.graph.fx_nodes import module_path
+from ...passes.graph.provenance import DecoderLayers, launches_work, operator_name, source_line
+from ...passes.graph.record import Route
 from ..targets.npu.socs import Chip
 from .flops import flops
 from .npu_graph import GeReport

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from ...passes import UnsupportedModel
-from ...passes.fx_nodes import value
-from ...passes.provenance import decoder_layers
+from ...passes.graph.fx_nodes import value
+from ...passes.graph.provenance import decoder_layers
 from ...runtime.phases import phase
 from ...runtime.program import is_cache_input
 from ..options import CompileOptions
-from ..targets.npu.ge_graph import GeGraph
-from ..targets.npu.offline import call_offline, is_offline
-from ..targets.npu.toolchain import ToolchainError, find_toolchain
+from ..targets.npu.offline.ge_graph import GeGraph
+from ..targets.npu.offline.run import call_offline, is_offline
+from ..targets.npu.offline.toolchain import ToolchainError, find_toolchain
 from .skeleton import Skeleton, build_skeleton
 
 
@@ -148,9 +148,9 @@ def convert_configuration(
     from transformers import AutoConfig
 
     from ..build import rewrite
-    from ..capture import capture
+    from ..capture.trace import capture
     from ..report import CompileReport
-    from ..targets.npu.conversion import convert
+    from ..targets.npu.offline.conversion import convert
 
     module, _, name = kind.partition(":")
     options = CompileOptions(

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from ...passes import PassRecord
-from ...passes.fx_nodes import module_path
-from ...passes.provenance import DecoderLayers, scopes
+from ...passes.graph.fx_nodes import module_path
+from ...passes.graph.provenance import DecoderLayers, scopes
 from .expected import KINDS, Expected
 from .regions import UNSAID, said_about
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from ...passes import TracedGraph
-from ...passes.provenance import decoder_layers
+from ...passes.graph.provenance import decoder_layers
 from ...runtime.program import CacheSpec, is_cache_input
 from ..build import rewrite
-from ..capture import capture
+from ..capture.trace import capture
 from ..options import CompileOptions
 from ..report import CompileReport
 from .live_memory import peak_live_bytes

@@ -12,12 +12,12 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ...passes import TracedGraph
-from ...passes.fx_nodes import callee, value
-from ...passes.provenance import launches_work
+from ...passes.graph.fx_nodes import callee, value
+from ...passes.graph.provenance import launches_work
 from ...runtime.ops.quantized_linear import quantized_linear
 from ...runtime.ops.quantized_weight import Quantization, packed_bytes
 from ...runtime.program import is_cache_input
-from ...runtime.step import GROUP_FIELDS
+from ...runtime.step_metadata import GROUP_FIELDS
 
 TOKENS = 128
 """Tokens of the step that is counted where none is given, all of one sequence."""

@@ -8,8 +8,8 @@ from dataclasses import fields
 import torch
 
 from ...runtime.program import CacheSpec, is_cache_input
-from ...runtime.step import GROUP_FIELDS, StepMetadata
-from ..linkage import Linkage
+from ...runtime.step_metadata import GROUP_FIELDS, StepMetadata
+from ..link.linkage import Linkage
 
 _LARGEST = 1 << 24
 """Heads, sizes of heads, positions, columns of logits: none is larger."""

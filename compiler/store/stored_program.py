@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from ...passes import TracedGraph
-from ..linkage import Linkage
-from ..linker import LinkedProgram
-from ..merged_weights import merge_inputs
+from ..fingerprint.tensor_contents import module_tensors, tensor_digest
+from ..link.linkage import Linkage
+from ..link.linker import LinkedProgram
 from ..report import CompileReport
 from ..targets.cpu.kernels import kernel_calls
+from ..weights.merged_weights import merge_inputs
 from .graph_data import CannotStore, from_data, to_data
 from .linkage_check import check_linkage
-from .tensor_contents import module_tensors, tensor_digest
 from .typed_data import from_plain, to_plain
 
 _MOST_BYTES = 64 << 20

@@ -23,9 +23,9 @@ import torch
 from torch import fx
 
 from ...runtime.ops.gated_activation import activation_reference
-from ..fx_nodes import callee, eliminate_dead_code, is_tensor, module_path, shape, value
-from ..record import PassRecord, Rejection
-from ..traced import TracedGraph
+from ..graph.fx_nodes import callee, eliminate_dead_code, is_tensor, module_path, shape, value
+from ..graph.record import PassRecord, Rejection
+from ..graph.traced import TracedGraph
 
 NAME = "recognise_activation"
 

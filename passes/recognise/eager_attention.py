@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..attention_node import insert_attention
-from ..evaluate import DependsOnData, Evaluation, is_size, small_sizes
-from ..fx_nodes import (
+from ..graph.attention_node import insert_attention
+from ..graph.evaluate import DependsOnData, Evaluation, is_size, small_sizes
+from ..graph.fx_nodes import (
     METADATA_CALLS,
     argument,
     callee,
@@ -37,9 +37,9 @@ from ..fx_nodes import (
     shape,
     value,
 )
-from ..head_layout import HeadLayout, find_layout, insert_layout
-from ..record import PassRecord, Rejection
-from ..traced import TracedGraph
+from ..graph.head_layout import HeadLayout, find_layout, insert_layout
+from ..graph.record import PassRecord, Rejection
+from ..graph.traced import TracedGraph
 
 NAME = "recognise_eager_attention"
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..fx_nodes import callee, module_path, shape, value
-from ..record import PassRecord, Rejection
-from ..traced import TracedGraph
+from ..graph.fx_nodes import callee, module_path, shape, value
+from ..graph.record import PassRecord, Rejection
+from ..graph.traced import TracedGraph
 from .activation import ACTIVATION
 
 NAME = "recognise_gated_activation"

@@ -16,18 +16,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..fx_nodes import callee, eliminate_dead_code, module_path, value
-from ..norm_region import (
-    HALF,
-    NoNorm,
-    cast_source,
-    follow_scale,
-    mean_over_last,
-    product_with,
-    root_of_mean_square,
-)
-from ..record import PassRecord, Rejection
-from ..traced import TracedGraph
+from ..graph.fx_nodes import callee, eliminate_dead_code, module_path, value
+from ..graph.record import PassRecord, Rejection
+from ..graph.traced import TracedGraph
+from .norm_region import HALF, NoNorm, cast_source, follow_scale, mean_over_last, product_with, root_of_mean_square
 
 NAME = "recognise_layer_norm"
 

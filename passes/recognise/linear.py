@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..fx_nodes import callee, eliminate_dead_code, is_dynamic, module_path, shape, value
-from ..record import PassRecord, Rejection
-from ..traced import TracedGraph
+from ..graph.fx_nodes import callee, eliminate_dead_code, is_dynamic, module_path, shape, value
+from ..graph.record import PassRecord, Rejection
+from ..graph.traced import TracedGraph
 
 NAME = "recognise_linear"
 

@@ -29,12 +29,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..expert_formula import ExpertFormula, RandomNumbers, close, find_formula
-from ..expert_products import ExpertProduct, expert_product, parts, products_before
-from ..fx_nodes import callee, eliminate_dead_code, is_dynamic, is_tensor, module_path, shape, value
-from ..record import PassRecord, Rejection
-from ..region import OpenRegion, Region
-from ..traced import TracedGraph
+from ..graph.fx_nodes import callee, eliminate_dead_code, is_dynamic, is_tensor, module_path, shape, value
+from ..graph.record import PassRecord, Rejection
+from ..graph.region import OpenRegion, Region
+from ..graph.traced import TracedGraph
+from .expert_formula import ExpertFormula, RandomNumbers, close, find_formula
+from .expert_products import ExpertProduct, expert_product, parts, products_before
 
 NAME = "recognise_moe"
 

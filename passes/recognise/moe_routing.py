@@ -31,11 +31,11 @@ import torch
 from torch import fx
 
 from ...runtime.ops.moe import moe_gating_reference
-from ..evaluate import at_sizes
-from ..fx_nodes import callee, eliminate_dead_code, is_dynamic, is_tensor, module_path, shape, value
-from ..record import PassRecord, Rejection
-from ..region import OpenRegion, Region
-from ..traced import TracedGraph
+from ..graph.evaluate import at_sizes
+from ..graph.fx_nodes import callee, eliminate_dead_code, is_dynamic, is_tensor, module_path, shape, value
+from ..graph.record import PassRecord, Rejection
+from ..graph.region import OpenRegion, Region
+from ..graph.traced import TracedGraph
 from .moe import MOE, NoMatch
 
 NAME = "recognise_moe_routing"

@@ -19,8 +19,10 @@ import torch
 from torch import fx
 
 from ...runtime.ops.rms_norm import rms_norm_reference
-from ..fx_nodes import callee, eliminate_dead_code, module_path, value
-from ..norm_region import (
+from ..graph.fx_nodes import callee, eliminate_dead_code, module_path, value
+from ..graph.record import PassRecord, Rejection
+from ..graph.traced import TracedGraph
+from .norm_region import (
     HALF,
     NoNorm,
     Root,
@@ -31,8 +33,6 @@ from ..norm_region import (
     product_with,
     root_of_mean_square,
 )
-from ..record import PassRecord, Rejection
-from ..traced import TracedGraph
 
 NAME = "recognise_rms_norm"
 

@@ -22,11 +22,11 @@ import torch
 from torch import fx
 
 from ...runtime.ops.rope import rope_reference
-from ..evaluate import at_sizes, is_size
-from ..fx_nodes import callee, eliminate_dead_code, is_dynamic, is_tensor, module_path, shape, value
-from ..record import PassRecord, Rejection
-from ..region import OpenRegion, Region
-from ..traced import TracedGraph
+from ..graph.evaluate import at_sizes, is_size
+from ..graph.fx_nodes import callee, eliminate_dead_code, is_dynamic, is_tensor, module_path, shape, value
+from ..graph.record import PassRecord, Rejection
+from ..graph.region import OpenRegion, Region
+from ..graph.traced import TracedGraph
 
 NAME = "recognise_rope"
 

@@ -19,12 +19,12 @@ from typing import Any
 
 from torch import fx
 
-from ..attention_node import insert_attention
-from ..evaluate import DependsOnData, Evaluation, small_sizes
-from ..fx_nodes import argument, callee, eliminate_dead_code, is_tensor, module_path, shape, value
-from ..head_layout import find_layout
-from ..record import PassRecord, Rejection
-from ..traced import TracedGraph
+from ..graph.attention_node import insert_attention
+from ..graph.evaluate import DependsOnData, Evaluation, small_sizes
+from ..graph.fx_nodes import argument, callee, eliminate_dead_code, is_tensor, module_path, shape, value
+from ..graph.head_layout import find_layout
+from ..graph.record import PassRecord, Rejection
+from ..graph.traced import TracedGraph
 
 NAME = "recognise_sdpa"
 

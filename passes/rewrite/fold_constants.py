@@ -17,8 +17,8 @@ import itertools
 import torch
 from torch import fx
 
-from ..evaluate import Evaluation
-from ..fx_nodes import (
+from ..graph.evaluate import Evaluation
+from ..graph.fx_nodes import (
     closure,
     eliminate_dead_code,
     is_dynamic,
@@ -30,9 +30,9 @@ from ..fx_nodes import (
     storage_key,
     value,
 )
-from ..provenance import launches_work
-from ..record import PassRecord, Rejection
-from ..traced import TracedGraph
+from ..graph.provenance import launches_work
+from ..graph.record import PassRecord, Rejection
+from ..graph.traced import TracedGraph
 
 NAME = "fold_constants"
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..fx_nodes import callee, is_dynamic, is_tensor, shape
-from ..record import PassRecord, Rejection
-from ..traced import TracedGraph, UnsupportedModel
+from ..graph.fx_nodes import callee, is_dynamic, is_tensor, shape
+from ..graph.record import PassRecord, Rejection
+from ..graph.traced import TracedGraph, UnsupportedModel
 
 NAME = "gather_logits"
 

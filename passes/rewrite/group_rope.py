@@ -17,9 +17,9 @@ import operator
 import torch
 from torch import fx
 
-from ..fx_nodes import callee
-from ..record import PassRecord
-from ..traced import TracedGraph
+from ..graph.fx_nodes import callee
+from ..graph.record import PassRecord
+from ..graph.traced import TracedGraph
 
 NAME = "group_rope"
 

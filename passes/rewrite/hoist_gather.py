@@ -18,10 +18,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ..fx_nodes import CUT_DIM_AT, argument, callee, is_dynamic, is_tensor, shape, value
-from ..provenance import launches_work
-from ..record import PassRecord
-from ..traced import TracedGraph
+from ..graph.fx_nodes import CUT_DIM_AT, argument, callee, is_dynamic, is_tensor, shape, value
+from ..graph.provenance import launches_work
+from ..graph.record import PassRecord
+from ..graph.traced import TracedGraph
 
 NAME = "hoist_gather"
 

@@ -12,7 +12,7 @@ Why it is faster:
     the cores. The input is read once.
 
 The pass touches no weights. It notes which inputs are to be merged; when the graph is linked, the parameters become
-views of the merged tensor, so that memory does not grow (see ``compiler.merged_weights``).
+views of the merged tensor, so that memory does not grow (see ``compiler.weights.merged_weights``).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ..fx_nodes import argument, callee, eliminate_dead_code, module_path, shape, value
-from ..record import PassRecord, Rejection
-from ..traced import TracedGraph
+from ..graph.fx_nodes import argument, callee, eliminate_dead_code, module_path, shape, value
+from ..graph.record import PassRecord, Rejection
+from ..graph.traced import TracedGraph
 
 NAME = "merge_linears"
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..fx_nodes import callee, value
-from ..record import PassRecord
-from ..traced import TracedGraph
+from ..graph.fx_nodes import callee, value
+from ..graph.record import PassRecord
+from ..graph.traced import TracedGraph
 
 NAME = "remove_noops"
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import fx
 
-from ..fx_nodes import is_pure, mutated_argument, storage_key
-from ..record import PassRecord
-from ..traced import TracedGraph
+from ..graph.fx_nodes import is_pure, mutated_argument, storage_key
+from ..graph.record import PassRecord
+from ..graph.traced import TracedGraph
 
 NAME = "share_subexpressions"
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..fx_nodes import callee, eliminate_dead_code, is_dynamic, shape
-from ..record import PassRecord
-from ..traced import TracedGraph
+from ..graph.fx_nodes import callee, eliminate_dead_code, is_dynamic, shape
+from ..graph.record import PassRecord
+from ..graph.traced import TracedGraph
 
 NAME = "slice_for_index"
 

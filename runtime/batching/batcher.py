@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..blocks import BlockManager
-from ..request import FinishReason, Request, RequestStatus
+from ..requests.request import FinishReason, Request, RequestStatus
 from .lineup import Lineup
 from .modes import Batches
 from .planner import Planner

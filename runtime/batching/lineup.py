@@ -6,7 +6,7 @@ import bisect
 import heapq
 from collections.abc import Iterable
 
-from ..request import Request, RequestStatus
+from ..requests.request import Request, RequestStatus
 from .policies import Policy
 from .shared_prefixes import SharedPrefixes
 from .waiting import WaitingQueue

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..request import Request
+from ..requests.request import Request
 from .waiting import WaitingQueue
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from ..blocks import BlockManager
-from ..request import Request, RequestStatus
+from ..requests.request import Request, RequestStatus
 from .lineup import Lineup
 from .modes import Batches
 from .preemption import PreemptionCost, PreemptionMode

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
-from ..request import Request
+from ..requests.request import Request
 
 _FEW = 64
 """Clients whose tags are kept without looking whether they still matter."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..blocks import CacheCopy
-from ..request import Request
+from ..requests.request import Request
 
 
 @dataclass(frozen=True, slots=True)

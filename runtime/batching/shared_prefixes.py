@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable
 
 from ..blocks import BlockManager, chain_start, extend_chain
-from ..request import Request
+from ..requests.request import Request
 from .policies import Policy
 from .waiting import WaitingQueue
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from ..request import Request
+from ..requests.request import Request
 
 
 class WaitingQueue:

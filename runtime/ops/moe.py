@@ -9,12 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from .elementwise import elementwise_cpu
-from .gated_activation import (
-    activation_cpu,
-    activation_reference,
-    gated_activation_cpu,
-    gated_activation_reference,
-)
+from .gated_activation import activation_cpu, activation_reference, gated_activation_cpu, gated_activation_reference
 from .invariant_linear import invariant_linear_cpu
 from .registration import register_operator
 

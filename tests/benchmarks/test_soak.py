@@ -12,8 +12,8 @@ from soak_requests import EOS, GIVES_NAN, MAX_MODEL_LEN, RAISES, Asked, FailingP
 from transformers import AutoTokenizer
 
 from torch_pagoda import RequestOutput, SamplingParams
-from torch_pagoda.runtime.outputs import CompletionOutput, RequestMetrics
 from torch_pagoda.runtime.program import Program
+from torch_pagoda.runtime.requests.outputs import CompletionOutput, RequestMetrics
 
 from toy_program import ToyProgram
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from torch_pagoda.compiler import backend as backend_module
-from torch_pagoda.compiler import pipeline
+from torch_pagoda.compiler import options
 from torch_pagoda.passes import PASSES, Pass, PassRecord
-from torch_pagoda.passes.fx_nodes import callee
+from torch_pagoda.passes.graph.fx_nodes import callee
 
 from tiny_models import build_tiny_model
 
@@ -148,7 +148,7 @@ def test_a_pass_that_fails_is_left_out(ids, monkeypatch, caplog):
     def fail(graph):
         raise IndexError("out of luck")
 
-    monkeypatch.setattr(pipeline, "PASSES", (*PASSES, Pass("unlucky", fail, required=False)))
+    monkeypatch.setattr(options, "PASSES", (*PASSES, Pass("unlucky", fail, required=False)))
     graphs = rewritten_graphs(monkeypatch)
     model = build_tiny_model("llama")
     with torch.no_grad():
@@ -168,7 +168,7 @@ def test_every_pass_leaves_out_the_one_that_changes_the_numbers(ids, monkeypatch
         head.replace_all_uses_with(wrong, delete_user_cb=lambda u: u is not wrong)
         return PassRecord("scale", matches=1)
 
-    monkeypatch.setattr(pipeline, "PASSES", (*PASSES, Pass("scale", scale, required=False)))
+    monkeypatch.setattr(options, "PASSES", (*PASSES, Pass("scale", scale, required=False)))
     graphs = rewritten_graphs(monkeypatch)
     model = build_tiny_model("llama")
     with torch.no_grad():

@@ -9,18 +9,18 @@ import torch
 from torch.nn import functional as F
 
 from torch_pagoda import passes
-from torch_pagoda.compiler import CompileOptions, UnsupportedModel, build, pipeline, rewrite
+from torch_pagoda.compiler import CompileOptions, UnsupportedModel, build, options, rewrite
 from torch_pagoda.compiler.build import build_program
-from torch_pagoda.compiler.linker import link
+from torch_pagoda.compiler.link.linker import link
 from torch_pagoda.compiler.pipeline import PassError
-from torch_pagoda.compiler.shrink import check_long_windows
-from torch_pagoda.compiler.verify import check, reference_of_model
+from torch_pagoda.compiler.verify.long_windows import check_long_windows
+from torch_pagoda.compiler.verify.self_check import check, reference_of_model
 from torch_pagoda.passes import PASSES, Pass, PassRecord
-from torch_pagoda.passes.attention_node import paged_attention_nodes
-from torch_pagoda.passes.fx_nodes import callee
-from torch_pagoda.runtime.engine import Engine
-from torch_pagoda.runtime.kv_cache import allocate_kv_cache
-from torch_pagoda.runtime.sampling_params import SamplingParams
+from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
+from torch_pagoda.passes.graph.fx_nodes import callee
+from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache
+from torch_pagoda.runtime.engine.engine import Engine
+from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
 from toy_lm import DYNAMO_PASSES, HIDDEN, ToyLM, causal_mask, repeat_kv, sdpa, traced
 
@@ -33,7 +33,7 @@ def extra_pass(monkeypatch):
 
     def add(name, apply, required):
         entry = Pass(name, apply, required=required)
-        monkeypatch.setattr(pipeline, "PASSES", (*PASSES, entry))
+        monkeypatch.setattr(options, "PASSES", (*PASSES, entry))
         return entry
 
     return add

@@ -14,7 +14,7 @@ from torch_pagoda.compiler import build as build_module
 from torch_pagoda.compiler import compile as compile_module
 from torch_pagoda.compiler.store.program_store import DISABLE, ProgramStore
 from torch_pagoda.compiler.user_passes import register_pass, unregister_pass
-from torch_pagoda.compiler.verify import check, compared_steps, reference_of_model
+from torch_pagoda.compiler.verify.self_check import check, compared_steps, reference_of_model
 from torch_pagoda.passes import PassRecord
 
 from tiny_models import build_tiny_model
@@ -174,16 +174,16 @@ def test_registered_passes_are_not_stored(folder, caplog):
 
 
 def test_programs_that_lost_a_pass_are_not_stored(folder, monkeypatch, caplog):
-    from torch_pagoda.compiler import pipeline
+    from torch_pagoda.compiler import options
     from torch_pagoda.passes import Pass
-    from torch_pagoda.passes.attention_node import paged_attention_nodes
+    from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
 
     def wrong(graph):
         for node in paged_attention_nodes(graph):
             node.args = (*node.args[:11], node.args[11] * 1.5, *node.args[12:])
         return PassRecord("wrong", matches=1)
 
-    monkeypatch.setattr(pipeline, "PASSES", (*pipeline.PASSES, Pass("wrong", wrong, required=False)))
+    monkeypatch.setattr(options, "PASSES", (*options.PASSES, Pass("wrong", wrong, required=False)))
     program = compile_program(ToyLM(sdpa), CompileOptions(codegen="none"))
     assert [name for name, _ in program.report.dropped_passes] == ["wrong"]
     assert not folder.exists()

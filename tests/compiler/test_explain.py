@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import torch_pagoda
-from torch_pagoda.compiler import pipeline
+from torch_pagoda.compiler import options
 from torch_pagoda.compiler.explain import Explanation, explain
 from torch_pagoda.compiler.explain.drop_in import observe
 from torch_pagoda.compiler.explain.explain import cache_copies
 from torch_pagoda.passes import PASSES, Pass, PassRecord, Rejection
-from torch_pagoda.passes.attention_node import paged_attention_nodes
+from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
 
 from tiny_models import build_tiny_model
 from toy_lm import ToyLM, causal_mask, repeat_kv, sdpa
@@ -46,7 +46,7 @@ def bare(llama):
     with pytest.MonkeyPatch.context() as patch:
         entry = Pass("recognise_rms_norm", hesitant, stage="aten", required=False)
         kept = tuple(p for p in PASSES if p.stage == "dynamo")
-        patch.setattr(pipeline, "PASSES", (*kept, entry))
+        patch.setattr(options, "PASSES", (*kept, entry))
         yield explain(llama, verify="off")
 
 
@@ -177,7 +177,7 @@ def test_a_wrong_pass_on_the_aten_graph_is_left_out_and_named(monkeypatch, caplo
         return PassRecord("wrong_scale", matches=1)
 
     kept = tuple(p for p in PASSES if p.stage == "dynamo")
-    monkeypatch.setattr(pipeline, "PASSES", (*kept, Pass("wrong_scale", scale, stage="aten", required=False)))
+    monkeypatch.setattr(options, "PASSES", (*kept, Pass("wrong_scale", scale, stage="aten", required=False)))
     explanation = explain(ToyLM(sdpa))
     dropped = explanation.to_dict()["dropped_passes"]
     assert [entry["name"] for entry in dropped] == ["wrong_scale"]

@@ -10,11 +10,18 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutput
 
-from torch_pagoda.compiler.aten import to_aten
-from torch_pagoda.compiler.capture import capture
+from torch_pagoda.compiler.capture.aten import to_aten
+from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.explain.expected import expected_matches, per_layer
 from torch_pagoda.compiler.explain.regions import region
-from torch_pagoda.passes.provenance import decoder_layers, frames, launches_work, operator_name, scopes, source_line
+from torch_pagoda.passes.graph.provenance import (
+    decoder_layers,
+    frames,
+    launches_work,
+    operator_name,
+    scopes,
+    source_line,
+)
 
 VOCAB, HIDDEN, HEADS, DIM = 53, 32, 4, 8
 

@@ -16,9 +16,9 @@ from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.targets.cpu import recorded_step
 from torch_pagoda.compiler.targets.cpu.kernels import GraphCalls, kernel_calls
 from torch_pagoda.compiler.targets.cpu.recorded_step import RecordedSteps, _Step
-from torch_pagoda.runtime.kv_cache import allocate_kv_cache
+from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache
 from torch_pagoda.runtime.ops.native import load_kernels
-from torch_pagoda.runtime.step import StepMetadata
+from torch_pagoda.runtime.step_metadata import StepMetadata
 
 from legal_models import build_legal_model
 from tiny_models import build_tiny_model

@@ -77,7 +77,7 @@ def test_what_cannot_be_kept_is_refused():
 
 
 def test_no_list_of_passes_takes_the_promise_back():
-    from torch_pagoda.compiler.pipeline import selected_passes
+    from torch_pagoda.compiler.options import selected_passes
 
     for passes in ({"skip": ["make_batch_invariant"]}, {"only": ["remove_noops"]}):
         options = CompileOptions(batch_invariant=True, target="cpu", passes=passes)

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.build import build_program
-from torch_pagoda.runtime.engine import Engine
-from torch_pagoda.runtime.outputs import RequestOutput
+from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.program import Program
-from torch_pagoda.runtime.sampling_params import SamplingParams
+from torch_pagoda.runtime.requests.outputs import RequestOutput
+from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
 from hf_reference import forced
 from tiny_models import build_tiny_model

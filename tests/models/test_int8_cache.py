@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from torch_pagoda import LLM, SamplingParams
 from torch_pagoda.compiler import CompileOptions, UnsupportedModel, user_passes
 from torch_pagoda.compiler.build import build_program
-from torch_pagoda.compiler.capture import capture
+from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.user_passes import register_pass
-from torch_pagoda.compiler.verify import INT8_TOLERANCE, compared_steps, reference_of_model
+from torch_pagoda.compiler.verify.self_check import INT8_TOLERANCE, compared_steps, reference_of_model
 from torch_pagoda.passes import PassRecord, TracedGraph
-from torch_pagoda.passes.attention_node import paged_attention_nodes
-from torch_pagoda.runtime.kv_cache import allocate_kv_cache, bytes_per_block
+from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
+from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache, bytes_per_block
 from torch_pagoda.runtime.ops import paged_attention, reference
 from torch_pagoda.runtime.ops.int8_rows import dequantise_rows
 

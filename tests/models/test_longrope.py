@@ -7,9 +7,9 @@ from transformers import PreTrainedModel
 
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.build import build_program
-from torch_pagoda.compiler.linker import LinkedProgram
-from torch_pagoda.runtime.engine import Engine
-from torch_pagoda.runtime.sampling_params import SamplingParams
+from torch_pagoda.compiler.link.linker import LinkedProgram
+from torch_pagoda.runtime.engine.engine import Engine
+from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
 from hf_reference import greedy_with_cache
 from tiny_models import LLAMA_VARIANTS, build_tiny_model

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from torch_pagoda.compiler.options import CompileOptions
-from torch_pagoda.compiler.pipeline import propagate, run_passes, selected_passes
-from torch_pagoda.passes.fx_nodes import callee, value
+from torch_pagoda.compiler.options import CompileOptions, selected_passes
+from torch_pagoda.compiler.pipeline import propagate, run_passes
+from torch_pagoda.passes.graph.fx_nodes import callee, value
 
 HEADS, DIM = 2, 8
 SIZE = HEADS * DIM

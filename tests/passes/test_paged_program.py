@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from torch_pagoda.compiler.linker import link
-from torch_pagoda.compiler.verify import check, reference_of_model
-from torch_pagoda.passes.attention_node import paged_attention_nodes
-from torch_pagoda.passes.fx_nodes import callee, shape
-from torch_pagoda.passes.recognise.masks import classify_masks
+from torch_pagoda.compiler.link.linker import link
+from torch_pagoda.compiler.verify.self_check import check, reference_of_model
+from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
+from torch_pagoda.passes.graph.fx_nodes import callee, shape
+from torch_pagoda.passes.proof.token_axis import mixers
+from torch_pagoda.passes.recognise.classify_masks import classify_masks
 from torch_pagoda.passes.recognise.sdpa import recognise_sdpa
 from torch_pagoda.passes.rewrite.gather_logits import gather_logits
-from torch_pagoda.passes.rewrite.paged_attention import insert_paged_cache
-from torch_pagoda.passes.token_axis import mixers
+from torch_pagoda.passes.rewrite.insert_paged_cache import insert_paged_cache
 
 from toy_lm import DYNAMO_PASSES, HIDDEN, KV_HEADS, ToyLM, causal_mask, repeat_kv, sdpa, traced
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..runtime.beam_search import BeamSearchParams
-    from ..runtime.outputs import BeamSearchOutput, RequestOutput
+    from ..runtime.requests.beam_search_params import BeamSearchParams
+    from ..runtime.requests.outputs import BeamSearchOutput, RequestOutput
 
 _ALLOWED = ("max_tokens", "ignore_eos", "n")
 
@@ -36,7 +36,7 @@ def beam_params(
                 f"--{name.replace('_', '-')} does not go with --beam-width {beam_width}, which chooses by the "
                 "model's probabilities alone; leave one of them out"
             )
-    from ..runtime.beam_search import BeamSearchParams
+    from ..runtime.requests.beam_search_params import BeamSearchParams
 
     params = BeamSearchParams(
         beam_width,
@@ -51,7 +51,7 @@ def beam_params(
 
 def best_texts(output: BeamSearchOutput, count: int) -> tuple[RequestOutput, list[float]]:
     """The best texts as completions, with their scores; of a search that failed, its error in place of them."""
-    from ..runtime.outputs import CompletionOutput, RequestOutput
+    from ..runtime.requests.outputs import CompletionOutput, RequestOutput
 
     best = output.sequences[:count]
     completions = [

@@ -20,7 +20,7 @@ from .phases import show_phases
 from .printing import print_outputs, print_summary, stats_table
 
 if TYPE_CHECKING:
-    from ..runtime.outputs import Progress as EngineProgress
+    from ..runtime.requests.outputs import Progress as EngineProgress
 
 _NOT_GIVEN = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
 """What sampling options are when they are not given; the others are None."""
@@ -275,8 +275,8 @@ def generate(
         from transformers.utils import logging as transformers_logging
 
         from ..llm import LLM
-        from ..runtime.request_options import options_for
-        from ..runtime.sampling_params import SamplingParams
+        from ..runtime.requests.request_options import options_for
+        from ..runtime.requests.sampling_params import SamplingParams
 
         if not sys.stderr.isatty():
             transformers_logging.disable_progress_bar()

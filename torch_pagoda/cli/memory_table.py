@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from ..runtime.memory_plan import MemoryPlan
+    from ..runtime.planning.memory_plan import MemoryPlan
 
 GIB, GB = 2**30, 10**9
 

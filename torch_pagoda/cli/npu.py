@@ -41,7 +41,7 @@ def setup(debug: Debug = False) -> None:
         console.print(Text(f"{step} …"))
 
     with one_line_errors(debug):
-        from ..compiler.targets.npu.toolchain import set_up_toolchain
+        from ..compiler.targets.npu.offline.toolchain import set_up_toolchain
 
         toolchain = set_up_toolchain(show)
         manifest = toolchain.manifest()
@@ -62,7 +62,7 @@ def setup(debug: Debug = False) -> None:
 def python(context: typer.Context) -> None:
     """Start Python with the toolchain; all ARGS are Python's, and its exit status is passed on."""
     with one_line_errors(debug=False):
-        from ..compiler.targets.npu.offline import run_python
+        from ..compiler.targets.npu.offline.run import run_python
 
         status = run_python(context.args)
     raise typer.Exit(status)

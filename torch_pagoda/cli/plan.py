@@ -18,8 +18,8 @@ from .phases import show_phases
 
 if TYPE_CHECKING:
     from ..compiler.explain.requirements import Requirements
-    from ..runtime.block_size_plan import BlockSizePlan
-    from ..runtime.memory_plan import MemoryPlan
+    from ..runtime.planning.block_size_plan import BlockSizePlan
+    from ..runtime.planning.memory_plan import MemoryPlan
 
 DOES_NOT_FIT = 1
 
@@ -73,8 +73,8 @@ def plan(
         from ..device import resolve_device
         from ..llm import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
         from ..option_checks import check_limits
-        from ..runtime.kv_cache import UNSTATED_MODEL_LEN, available_memory, parse_memory
-        from ..runtime.memory_plan import plan_memory
+        from ..runtime.cache.kv_cache import UNSTATED_MODEL_LEN, available_memory, parse_memory
+        from ..runtime.planning.memory_plan import plan_memory
 
         check_limits({"block_size": block_size, "max_model_len": max_model_len})
         max_num_seqs = DEFAULT_MAX_NUM_SEQS if max_num_seqs is None else max_num_seqs
@@ -138,7 +138,7 @@ def _default_block_size(target: str) -> int:
 
 def _block_sizes(mean: float | None, sigma: float, longest: int, *, for_npu: bool) -> BlockSizePlan | None:
     """Block sizes compared for the expected lengths; None where nothing is said about them."""
-    from ..runtime.block_size_plan import CANDIDATES, LogNormalLengths, plan_block_size
+    from ..runtime.planning.block_size_plan import CANDIDATES, LogNormalLengths, plan_block_size
 
     if mean is None:
         return None
@@ -153,7 +153,7 @@ def _measured(
     from ..checkpoint import load_model
     from ..compiler.build import build_program
     from ..device import resolve_device
-    from ..runtime.profile_run import measure_activations
+    from ..runtime.planning.measured_activations import measure_activations
 
     module = load_model(model, dtype, False, resolve_device("auto"))
     program = build_program(module, replace(options, verify="off", pack_weights=True), owns_weights=True)

@@ -12,8 +12,7 @@ import typer
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from ..runtime.logprobs import Logprob
-    from ..runtime.outputs import RequestOutput
+    from ..runtime.requests.outputs import Logprob, RequestOutput
 
 _RATIOS = ("utilisation", "internal_fragmentation", "prefix_hit_rate")
 

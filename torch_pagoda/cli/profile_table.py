@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from ..runtime.step_profile import Percentiles, Profile
+from ..runtime.profiling.profile import Percentiles, Profile
 
 
 def profile_table(profile: Profile) -> RenderableType:

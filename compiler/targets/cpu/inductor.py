@@ -10,8 +10,8 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 
 from ....passes import TracedGraph
-from ....passes.fx_nodes import callee, value
-from ....passes.provenance import decoder_layers, launches_work
+from ....passes.graph.fx_nodes import callee, value
+from ....passes.graph.provenance import decoder_layers, launches_work
 from ....runtime.phases import phase
 
 _SINGLE = frozenset("linear mm addmm bmm baddbmm _grouped_mm embedding index_select".split())

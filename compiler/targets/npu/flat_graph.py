@@ -18,7 +18,7 @@ from torch._dynamo.source import LocalSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from ....passes import TracedGraph
-from ....passes.fx_nodes import value
+from ....passes.graph.fx_nodes import value
 from ....runtime.program import is_cache_input
 
 

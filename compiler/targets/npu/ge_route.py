@@ -23,10 +23,10 @@ from ....passes import TracedGraph
 from .capture_sizes import most_padding, padded_size, plan_capture_sizes
 from .converters import register_converters
 from .flat_graph import flat_graph
-from .offline import is_offline
+from .offline.run import is_offline
+from .offline.without_device import without_device
 from .route import Route, Run, ctrl_c_kept
 from .step_padding import StepSize
-from .without_device import without_device
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def ge_config(*, run_eagerly: bool = False) -> Any:
     - pattern_fusion_pass off: it fuses norms with what follows, after our passes, to operators that nobody has held
       against the limits.
     - frozen_parameter on: GE is told the addresses of weights once, not at every launch. They do not move; whoever
-      moves one is stopped (``compiler.weights``). Caches move when an engine is made, so they are not marked.
+      moves one is stopped (``weight_guard``). Caches move when an engine is made, so they are not marked.
     - enable_view_optimize, remove_noop_ops and keep_inference_input_mutations are on by default.
     - enable_ref_data stays off: torchair's removal of copies leaves none to the caches.
     - tiling_schedule_optimize stays off: it is for graphs of static sizes.

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ....passes import TracedGraph
-from ....passes.fx_nodes import is_tensor, value
+from ....passes.graph.fx_nodes import is_tensor, value
 from ....runtime.program import KVCache, is_cache_input
-from ....runtime.step import StepMetadata
+from ....runtime.step_metadata import StepMetadata
 from .flat_graph import is_constant, list_inputs
 from .step_padding import StepSize, pad_step, size_of, spare_blocks
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ....runtime.step import StepMetadata
+from ....runtime.step_metadata import StepMetadata
 
 
 @dataclass(frozen=True)

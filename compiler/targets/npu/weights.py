@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ....passes import TracedGraph
 from ....runtime.ops import npu  # noqa: F401  registers the operators
-from ...merged_weights import link_merged_weights
+from ...weights.merged_weights import link_merged_weights
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from ....runtime.ops.gated_activation import activation_reference, gated_activation_reference
-from ...record import PassRecord
-from ...traced import TracedGraph
+from ...graph.record import PassRecord
+from ...graph.traced import TracedGraph
 from .site import Site, lower_each
 from .spans import whole_of_halves
 

@@ -21,10 +21,10 @@ import torch
 from torch import fx
 
 from ....runtime.ops.reference import attention_reference
-from ...attention_node import ATTENTION, AttentionCall
-from ...fx_nodes import shape, value
-from ...record import PassRecord
-from ...traced import TracedGraph
+from ...graph.attention_node import ATTENTION, AttentionCall
+from ...graph.fx_nodes import shape, value
+from ...graph.record import PassRecord
+from ...graph.traced import TracedGraph
 from .attention_limits import UNLIMITED
 from .paged_attention import causal_mask
 from .site import Site, lower_each

@@ -9,8 +9,8 @@ import torch
 
 from ....runtime.ops.npu import attention_limits
 from ....runtime.ops.npu.attention_limits import HEAD_DIM, LATENT_DIM, MAX_SEQUENCES, AttentionSizes
+from ...graph.npu_target import Product
 from .call import Call
-from .target import Product
 
 MASK_SIZE = 2048
 """Rows and columns of the mask that the causal and band modes read, whatever the lengths are."""

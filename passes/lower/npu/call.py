@@ -10,8 +10,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ...fx_nodes import is_dynamic, value
-from .target import NpuTarget
+from ...graph.fx_nodes import is_dynamic, value
+from ...graph.npu_target import NpuTarget
 
 
 @dataclass(frozen=True)

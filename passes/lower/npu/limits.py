@@ -16,18 +16,13 @@ from torch import fx
 
 from ....runtime.ops.npu.moe_routing import MAX_UNPERMUTED_CHOICES
 from ....runtime.ops.npu.rope import INTERLEAVED_DIM, MAX_ROTARY_DIM
-from ...traced import TracedGraph
+from ...graph.npu_target import NpuTarget, Product
+from ...graph.traced import TracedGraph
 from .attention_limits import ATTENTION_RULES, CACHE_WRITE_RULES, PROMPT_RULES, RULES_V2
 from .call import Call
-from .latent_limits import (
-    KV_RMSNORM_ROPE_CACHE_RULES,
-    PROLOG_ALIKE,
-    PROLOG_RULES,
-    TRANSPOSE_BATCHMATMUL_RULES,
-)
+from .latent.limits import KV_RMSNORM_ROPE_CACHE_RULES, PROLOG_ALIKE, PROLOG_RULES, TRANSPOSE_BATCHMATMUL_RULES
 from .moe_limits import chosen_experts, expert_groups, grouped_matmul, routed_experts
 from .rope_limits import ROTARY_RULES
-from .target import NpuTarget, Product
 
 Rule = Callable[[Call], str]
 """Says why a call is not legal; "" when it is, as far as the rule goes."""

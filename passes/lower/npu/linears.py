@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...fx_nodes import argument, callee, eliminate_dead_code, is_dynamic, shape
-from ...record import PassRecord
-from ...traced import TracedGraph
+from ...graph.fx_nodes import argument, callee, eliminate_dead_code, is_dynamic, shape
+from ...graph.record import PassRecord
+from ...graph.traced import TracedGraph
 from .site import Site
 
 NAME = "lower_npu_linears"

@@ -27,9 +27,9 @@ from torch import fx
 from torch.nn import functional as F
 
 from ....runtime.ops import moe
-from ...fx_nodes import callee, shape, value
-from ...record import PassRecord
-from ...traced import TracedGraph
+from ...graph.fx_nodes import callee, shape, value
+from ...graph.record import PassRecord
+from ...graph.traced import TracedGraph
 from .activations import lower_activation, lower_gated
 from .site import Site, lower_each
 

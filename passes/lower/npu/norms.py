@@ -19,9 +19,9 @@ import torch
 from torch import fx
 
 from ....runtime.ops import layer_norm, rms_norm
-from ...fx_nodes import shape, value
-from ...record import PassRecord
-from ...traced import TracedGraph
+from ...graph.fx_nodes import shape, value
+from ...graph.record import PassRecord
+from ...graph.traced import TracedGraph
 from .site import Lowering, Site, lower_each
 
 NAME = "lower_npu_norms"

@@ -27,17 +27,17 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....runtime.ops.gathered_attention import gathered_attention
 from ....runtime.ops.int8_rows import quantise_rows
-from ...attention_node import PagedAttentionCall, paged_attention_nodes
-from ...fx_nodes import callee, eliminate_dead_code, shape, value
-from ...record import PassRecord
-from ...traced import TracedGraph, UnsupportedModel
+from ...graph.attention_node import PagedAttentionCall, paged_attention_nodes
+from ...graph.fx_nodes import callee, eliminate_dead_code, shape, value
+from ...graph.record import PassRecord
+from ...graph.traced import TracedGraph, UnsupportedModel
 from .attention_limits import MASK_SIZE, UNLIMITED
 from .attention_routes import Heads, routes_by_traffic
 from .call import Call
-from .gathered_attention import gathered_attention
-from .heads_first import turns_heads
 from .limits import violations
+from .sink_transposes import turns_heads
 from .site import Site
 
 NAME = "lower_npu_paged_attention"

@@ -18,11 +18,11 @@ import torch
 from torch import fx
 
 from ....runtime.ops.rope import rope_reference
-from ...fx_nodes import eliminate_dead_code, shape, value
-from ...record import PassRecord
-from ...traced import TracedGraph
+from ...graph.fx_nodes import eliminate_dead_code, shape, value
+from ...graph.npu_target import Product
+from ...graph.record import PassRecord
+from ...graph.traced import TracedGraph
 from .site import Site
-from .target import Product
 
 NAME = "lower_npu_rope"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from ...graph.npu_target import Product
 from .call import Call
-from .target import Product
 
 
 def _product_of(*sizes: int | None) -> int | None:

@@ -14,13 +14,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ....runtime.ops import npu  # noqa: F401  registers the operators
-from ...fx_nodes import eliminate_dead_code, module_path, value
-from ...provenance import operator_name
-from ...record import PassRecord, Route
-from ...traced import TracedGraph
+from ...graph.fx_nodes import eliminate_dead_code, module_path, value
+from ...graph.provenance import operator_name
+from ...graph.record import PassRecord, Route
+from ...graph.traced import TracedGraph
 from .call import Call
-from .heads_first import turns_heads
 from .limits import violations
+from .sink_transposes import turns_heads
 
 _aten = torch.ops.aten
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from ...fx_nodes import argument, callee, shape, value
+from ...graph.fx_nodes import argument, callee, shape, value
 
 
 class Cut(NamedTuple):

@@ -5,7 +5,7 @@ import pytest
 from torch_pagoda.runtime.batching import Batcher
 from torch_pagoda.runtime.batching.planner import Planner
 from torch_pagoda.runtime.blocks import BlockGroup, BlockManager
-from torch_pagoda.runtime.request import RequestStatus
+from torch_pagoda.runtime.requests.request import RequestStatus
 
 from batcher_steps import make_batcher, make_request, next_token, run, shares
 

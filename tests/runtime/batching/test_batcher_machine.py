@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from torch_pagoda.runtime.batching import POLICIES, Batcher, PreemptionCost, QueueFull, make_policy
 from torch_pagoda.runtime.blocks import BlockGroup, BlockManager
-from torch_pagoda.runtime.request import Request, RequestStatus
-from torch_pagoda.runtime.sampling_params import SamplingParams
+from torch_pagoda.runtime.requests.request import Request, RequestStatus
+from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
 from simulated_engine import TIMES, SimulatedEngine
 

@@ -8,9 +8,9 @@ import pytest
 
 from torch_pagoda.runtime.batching import Batches, PaddedBatches, StaticBatches
 from torch_pagoda.runtime.batching.waiting import WaitingQueue
-from torch_pagoda.runtime.engine import Engine
-from torch_pagoda.runtime.request import Request
-from torch_pagoda.runtime.sampling_params import SamplingParams
+from torch_pagoda.runtime.engine.engine import Engine
+from torch_pagoda.runtime.requests.request import Request
+from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
 from toy_program import ToyProgram
 

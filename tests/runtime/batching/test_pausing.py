@@ -6,8 +6,8 @@ import pytest
 
 from torch_pagoda.runtime.batching import Batcher, QueueFull
 from torch_pagoda.runtime.blocks import BlockGroup, BlockManager
-from torch_pagoda.runtime.request import Request, RequestStatus
-from torch_pagoda.runtime.sampling_params import SamplingParams
+from torch_pagoda.runtime.requests.request import Request, RequestStatus
+from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
 
 def make_batcher(num_blocks: int = 8, max_num_seqs: int = 4, **options: object) -> Batcher:

@@ -9,8 +9,8 @@ import pytest
 
 from torch_pagoda.runtime.batching import POLICIES, Batcher, make_policy
 from torch_pagoda.runtime.blocks import BlockGroup, BlockManager
-from torch_pagoda.runtime.request import Request
-from torch_pagoda.runtime.sampling_params import SamplingParams
+from torch_pagoda.runtime.requests.request import Request
+from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
 from batcher_steps import run
 

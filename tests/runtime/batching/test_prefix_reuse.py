@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from torch_pagoda.runtime.blocks import chain_start, extend_chain
-from torch_pagoda.runtime.request import Request
-from torch_pagoda.runtime.sampling_params import SamplingParams
+from torch_pagoda.runtime.requests.request import Request
+from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
 from batcher_steps import finish_all, make_batcher, make_request, run, shares
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from torch_pagoda.runtime.batching import QueueFull
-from torch_pagoda.runtime.request import RequestStatus
+from torch_pagoda.runtime.requests.request import RequestStatus
 
 from batcher_steps import finish_all, make_batcher, make_request, run, shares
 

@@ -21,8 +21,8 @@ from simulate_traces import ARRIVALS, Workload, arrival_times, requests_of
 
 from torch_pagoda.runtime.batching import POLICIES, Schedule, ScheduledRequest
 from torch_pagoda.runtime.blocks import CacheCopy
-from torch_pagoda.runtime.request import Request
-from torch_pagoda.runtime.sampling_params import SamplingParams
+from torch_pagoda.runtime.requests.request import Request
+from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
 SIZES = EngineSizes(num_blocks=40, block_size=8, max_num_seqs=8, max_num_batched_tokens=48, num_host_blocks=24)
 WORKLOAD = Workload(

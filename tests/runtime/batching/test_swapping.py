@@ -4,7 +4,7 @@ import pytest
 
 from torch_pagoda.runtime.batching import PreemptionCost
 from torch_pagoda.runtime.blocks import CacheCopy
-from torch_pagoda.runtime.request import RequestStatus
+from torch_pagoda.runtime.requests.request import RequestStatus
 
 from batcher_steps import finish_all, make_batcher, make_request, run, shares
 

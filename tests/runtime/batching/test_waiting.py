@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_pagoda.runtime.batching.waiting import WaitingQueue
-from torch_pagoda.runtime.request import Request
-from torch_pagoda.runtime.sampling_params import SamplingParams
+from torch_pagoda.runtime.requests.request import Request
+from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
 
 def make_request(rank: float, arrival: int) -> Request:

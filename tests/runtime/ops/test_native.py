@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from torch_pagoda.runtime.memory import advise_huge_pages
 from torch_pagoda.runtime.ops import (
     attention,
     attention_reference,
@@ -25,7 +26,6 @@ from torch_pagoda.runtime.ops import (
     rms_norm,
     rope,
 )
-from torch_pagoda.runtime.ops.huge_pages import advise_huge_pages
 from torch_pagoda.runtime.ops.quantized_weight import Quantization
 from torch_pagoda.runtime.ops.reference import paged_attention_reference
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from torch_pagoda.runtime.kv_cache import allocate_kv_cache
+from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache
 from torch_pagoda.runtime.ops import paged_attention_reference
 from torch_pagoda.runtime.ops.paged_attention import paged_attention
 from torch_pagoda.runtime.program import CacheSpec

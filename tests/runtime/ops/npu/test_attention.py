@@ -9,10 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import torch_pagoda.runtime.ops.npu  # noqa: F401
-from torch_pagoda.runtime.ops.npu.attention import (
-    npu_fused_infer_attention_score,
-    npu_fused_infer_attention_score_v2,
-)
+from torch_pagoda.runtime.ops.npu.attention import npu_fused_infer_attention_score, npu_fused_infer_attention_score_v2
 from torch_pagoda.runtime.ops.npu.flash_attention import npu_incre_flash_attention, npu_prompt_flash_attention
 
 HEADS, KV_HEADS, DIM, VALUE_DIM, BLOCK = 8, 2, 128, 128, 16

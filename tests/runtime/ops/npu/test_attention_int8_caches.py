@@ -6,10 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torch_pagoda.runtime.ops.npu.attention import (
-    npu_fused_infer_attention_score,
-    npu_fused_infer_attention_score_v2,
-)
+from torch_pagoda.runtime.ops.npu.attention import npu_fused_infer_attention_score, npu_fused_infer_attention_score_v2
 from torch_pagoda.runtime.ops.npu.flash_attention import npu_incre_flash_attention
 
 BATCH, HEADS, KV_HEADS, DIM, LENGTH, BLOCK, BLOCKS = 2, 4, 2, 32, 12, 8, 7

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torch_pagoda.runtime.ops.npu.attention import (
-    npu_fused_infer_attention_score,
-    npu_fused_infer_attention_score_v2,
-)
+from torch_pagoda.runtime.ops.npu.attention import npu_fused_infer_attention_score, npu_fused_infer_attention_score_v2
 
 HEADS, DIM = 4, 128
 CAUSAL = torch.ones(2048, 2048, dtype=torch.int8).triu(1)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torch_pagoda.runtime.ops.npu.attention import (
-    npu_fused_infer_attention_score,
-    npu_fused_infer_attention_score_v2,
-)
+from torch_pagoda.runtime.ops.npu.attention import npu_fused_infer_attention_score, npu_fused_infer_attention_score_v2
 from torch_pagoda.runtime.ops.npu.flash_attention import npu_incre_flash_attention, npu_prompt_flash_attention
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 128, 16

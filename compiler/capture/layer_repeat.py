@@ -1,0 +1,323 @@
+"""Compile a few decoder layers and repeat the last of them: compile time that does not grow with depth.
+
+Layers that are alike as modules (same classes, attributes, tensors, and entries in the config's lists with an item
+for each layer) are traced and rewritten once. The model is captured with the first ``kept`` layers only; in its
+rewritten graph the layers' parts are compared node by node, and the last part is repeated over the parameters of the
+layers that were left out. Nothing is taken on trust: where two compiled layers differ in the graph, or the deep graph
+does not say what the whole model says, everything is compiled again with all layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ...passes import TracedGraph
+from ...passes.graph.attention_node import paged_attention_nodes
+from ...passes.graph.fx_nodes import is_pure, value
+from ...runtime.program import is_cache_input
+from ..fingerprint.describer import CannotIdentify
+from ..fingerprint.fingerprint import describe_module
+from ..fingerprint.tensor_contents import module_tensors
+from .model_facts import configs
+
+LEAST_SAVED = 4
+"""Layers that have to be spared for it to be worth while."""
+_PLACE = re.compile("layer_?(idx|id|index|number)|block_idx|idx|index")
+"""Names of attributes that only say where a layer stands."""
+
+
+class CannotRepeat(Exception):
+    """The layers of the graph are not alike. The message says where."""
+
+
+@dataclass(frozen=True)
+class LayerRepeat:
+    """Which layers of a model are compiled, and which of them stand for others.
+
+    Attributes:
+        model: it, with all its layers.
+        path: qualified name of the module list that holds them.
+        total: how many there are.
+        kept: how many of the first are compiled; their last ``2 * period + 2`` and all that follow are
+            periodic.
+        period: layers after which the same kinds of layer follow.
+    """
+
+    model: nn.Module
+    path: str
+    total: int
+    kept: int
+    period: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> LayerRepeat | None:
+        """The repeat of a model whose decoder layers are mostly alike; None for any other."""
+        lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+        outermost = [entry for entry in lists.items() if not any(entry[0].startswith(f"{name}.") for name in lists)]
+        path, layers = max(outermost, key=lambda entry: len(entry[1]), default=("", nn.ModuleList()))
+        total = len(layers)
+        if not path or total <= LEAST_SAVED:
+            return None
+        try:
+            kinds = [_kind(model, layer, i, total) for i, layer in enumerate(layers)]
+        except CannotIdentify:
+            return None
+        best = None
+        for period in range(1, total // 2):
+            first = total - period  # of the layers that have one of their kind a period later
+            while first > 0 and kinds[first - 1] == kinds[first - 1 + period]:
+                first -= 1
+            kept = first + 2 * period + 2  # what comes before the first period is read by it, not by the second
+            kept += (total - kept) % period
+            if best is None or kept < best[0]:
+                best = kept, period
+        if best is None or total - best[0] < LEAST_SAVED:
+            return None
+        return cls(model, path, total, *best)
+
+    @contextmanager
+    def shortened(self) -> Iterator[None]:
+        """Leave the model with the kept layers for a while."""
+        parent_path, _, name = self.path.rpartition(".")
+        parent = self.model.get_submodule(parent_path)
+        whole = getattr(parent, name)
+        short = type(whole)(list(whole)[: self.kept])
+        short.train(whole.training)
+        setattr(parent, name, short)
+        try:
+            yield
+        finally:
+            setattr(parent, name, whole)
+
+    def deepen(self, traced: TracedGraph) -> TracedGraph:
+        """The rewritten graph of the kept layers, with the periodic part repeated up to all layers.
+
+        Raises:
+            CannotRepeat: the compiled layers are not alike in it.
+        """
+        return _Deepening(self, traced.copy()).run()
+
+
+def _kind(model: nn.Module, layer: nn.Module, index: int, total: int) -> str:
+    """What sets a layer apart from others."""
+    settings = []
+    for config in configs(model):
+        for name, item in vars(config).items():
+            if isinstance(item, (list, tuple)) and len(item) == total:
+                settings.append((name, item[index]))
+    return describe_module(layer, settings, lambda name: _PLACE.fullmatch(name) is not None)
+
+
+class _Deepening:
+    """One deepening of one graph, which is changed."""
+
+    def __init__(self, repeat: LayerRepeat, traced: TracedGraph) -> None:
+        self.repeat, self.traced = repeat, traced
+        self.tensors = module_tensors(repeat.model)
+        self.names = {id(tensor): name for name, tensor in self.tensors.items()}
+        self.layer = re.compile(rf"({re.escape(repeat.path)}\.)(\d+)(\.|$)")
+        self.merged: dict[str, tuple[str, ...]] = dict(traced.notes.get("merged", {}))
+        self.inputs = {node.name: node for node in traced.placeholders}
+        self.input_of = {self.names[id(t)]: name for name, t in traced.constants.items() if id(t) in self.names}
+        self.merged_of = {sources: name for name, sources in self.merged.items()}
+        self._move_shared_ahead()
+        self.calls = [n for n in traced.graph.nodes if n.op in ("call_function", "call_method")]
+        self.at = {node: i for i, node in enumerate(self.calls)}
+        attention = [self.at[node] for node in paged_attention_nodes(traced)]
+        if len(attention) != repeat.kept:
+            raise CannotRepeat(f"{repeat.kept} layers have {len(attention)} attention calls")
+        period = repeat.period
+        self.start, self.middle, self.end = (attention[-1 - i * period] for i in (2, 1, 0))
+        self.length = self.end - self.middle
+        self.caches = len(traced.caches) - self._caches_before(attention[-1 - period])
+        if self.middle - self.start != self.length:
+            raise CannotRepeat(
+                f"layers of {self.middle - self.start} and of {self.length} operators follow each other"
+            )
+
+    def run(self) -> TracedGraph:
+        for i in range(1, self.length + 1):
+            self._compare(self.calls[self.start + i], self.calls[self.middle + i])
+        specs = self.traced.caches[-2 * self.caches :]
+        if self.caches == 0 or specs[: self.caches] != specs[self.caches :]:
+            raise CannotRepeat("their caches differ")
+        repeats = (self.repeat.total - self.repeat.kept) // self.repeat.period
+        unit = self.calls[self.middle + 1 : self.end + 1]
+        tail = self.calls[self.end + 1 :]
+        for node in [*tail, self.traced.output]:
+            self._check_tail(node)
+        newest: dict[fx.Node, fx.Node] = {}  # node of the last compiled period → that of the last period so far
+        behind = self.calls[self.end]
+        for count in range(1, repeats + 1):
+            copies: dict[fx.Node, fx.Node] = {}
+
+            shifted = functools.partial(self._shifted, count, copies, newest)
+            self.traced.caches += specs[: self.caches]
+            for node in unit:
+                with self.traced.graph.inserting_after(behind):
+                    behind = copies[node] = self.traced.graph.node_copy(node, shifted)
+                self._move_scopes(behind, count)
+            newest = copies
+
+        def last(old: fx.Node) -> fx.Node:
+            return self._input(old, repeats) if old.op == "placeholder" else newest.get(old, old)
+
+        for node in [*tail, self.traced.output]:
+            node.args = fx.map_arg(node.args, last)
+            node.kwargs = fx.map_arg(node.kwargs, last)
+            self._move_scopes(node, repeats)
+        self.traced.notes["merged"] = self.merged
+        self.traced.recompile()
+        return self.traced
+
+    def _move_shared_ahead(self) -> None:
+        """Put what follows from the step alone, such as a rotary table, in front of the layers: the first layer that
+        reads it may be any."""
+        inputs = self.traced.placeholders
+        shared = {n for n in inputs if not self._is_of_a_layer(n.name) and n.name != self.traced.input_ids}
+        place = inputs[-1]
+        for node in list(self.traced.graph.nodes):
+            pure = node.op == "call_function" and is_pure(node.target)
+            if pure and all(n in shared for n in node.all_input_nodes):
+                shared.add(node)
+                place.append(node)
+                place = node
+
+    def _is_of_a_layer(self, name: str) -> bool:
+        if name in self.merged:
+            return any(map(self._is_of_a_layer, self.merged[name]))
+        tensor = self.traced.constants.get(name)
+        return is_cache_input(name) or self.layer.match(self.names.get(id(tensor), "")) is not None
+
+    def _shifted(
+        self, periods: int, copies: dict[fx.Node, fx.Node], newest: dict[fx.Node, fx.Node], old: fx.Node
+    ) -> fx.Node:
+        """What a copy reads that is made so many periods after the one that reads ``old``."""
+        if old.op == "placeholder":
+            return self._input(old, periods)
+        if self.at[old] > self.middle:
+            return copies[old]
+        if self.at[old] > self.start:  # of the period before
+            same = self.calls[self.at[old] + self.length]
+            return newest.get(same, same)
+        return old
+
+    def _caches_before(self, attention: int) -> int:
+        """Number of caches that the calls up to this one use."""
+        used = {
+            node.name
+            for call in self.calls[: attention + 1]
+            for node in call.all_input_nodes
+            if is_cache_input(node.name)
+        }
+        return len({name.rpartition("_")[2] for name in used})
+
+    # Comparing two periods
+
+    def _compare(self, a: fx.Node, b: fx.Node) -> None:
+        """Let ``b`` do in its period what ``a`` does in the one before."""
+        if (a.op, a.target) != (b.op, b.target) or not self._alike((a.args, a.kwargs), (b.args, b.kwargs)):
+            raise CannotRepeat(f"{a.format_node()} and {b.format_node()} differ")
+
+    def _alike(self, a: Any, b: Any) -> bool:
+        if isinstance(a, fx.Node) or isinstance(b, fx.Node):
+            return isinstance(a, fx.Node) and isinstance(b, fx.Node) and self._corresponds(a, b)
+        if isinstance(a, (list, tuple)):
+            same = type(a) is type(b) and len(a) == len(b)
+            return same and all(self._alike(x, y) for x, y in zip(a, b, strict=True))
+        if isinstance(a, Mapping):
+            same = isinstance(b, Mapping) and list(a) == list(b)
+            return same and all(self._alike(a[key], b[key]) for key in a)
+        if isinstance(a, slice):
+            return isinstance(b, slice) and self._alike((a.start, a.stop, a.step), (b.start, b.stop, b.step))
+        return type(a) is type(b) and bool(a == b)
+
+    def _corresponds(self, a: fx.Node, b: fx.Node) -> bool:
+        if a.op == "placeholder" or b.op == "placeholder":
+            return a.op == b.op and (self._shifted_name(a.name, 1) == b.name or self._equal_tables(a, b))
+        if self.at[b] > self.start:
+            return self.at[b] - self.at[a] == self.length
+        return a is b
+
+    def _equal_tables(self, a: fx.Node, b: fx.Node) -> bool:
+        """Whether two inputs receive tensors that passes made, and these are equal."""
+        x, y = (self.traced.constants.get(node.name) for node in (a, b))
+        if x is None or y is None or {id(x), id(y)} & set(self.names):
+            return False
+        return _form(x) == _form(y) and torch.equal(x, y)
+
+    # Inputs
+
+    def _shifted_name(self, name: str, periods: int) -> str:
+        """Name of the input that stands for this one so many periods later; "" where there is none yet."""
+        if is_cache_input(name):
+            stem, _, index = name.rpartition("_")
+            return f"{stem}_{int(index) + periods * self.caches}"
+        if name in self.merged:
+            sources = tuple(self._shifted_name(source, periods) for source in self.merged[name])
+            return self.merged_of.get(sources, "")
+        tensor = self.traced.constants.get(name)
+        if tensor is None or id(tensor) not in self.names:
+            return name
+        return self.input_of.get(self._shifted_path(self.names[id(tensor)], periods), "")
+
+    def _shifted_path(self, name: str, periods: int) -> str:
+        """The qualified name of what stands in the layer so many periods later."""
+        step = periods * self.repeat.period
+        return self.layer.sub(lambda m: f"{m[1]}{int(m[2]) + step}{m[3]}", name, count=1)
+
+    def _input(self, old: fx.Node, periods: int) -> fx.Node:
+        """The input that stands for ``old`` so many periods later; made where it is not there yet."""
+        name = self._shifted_name(old.name, periods)
+        return self.inputs[name] if name in self.inputs else self._new_input(old, periods)
+
+    def _new_input(self, old: fx.Node, periods: int) -> fx.Node:
+        if old.name in self.merged:
+            sources = tuple(self._input(self.inputs[s], periods).name for s in self.merged[old.name])
+            name = f"merged_{sources[0]}"
+            self.merged[name], self.merged_of[sources] = sources, name
+        elif is_cache_input(old.name):
+            name = self._shifted_name(old.name, periods)
+        else:
+            weight = self._shifted_path(self.names[id(self.traced.constants[old.name])], periods)
+            source, target = self.traced.constants[old.name], self.tensors.get(weight)
+            if target is None or _form(source) != _form(target):
+                raise CannotRepeat(f"{weight} is not like that of the layer that is repeated")
+            name = re.sub(r"\W+", "_", f"weight_{weight}")
+            self.traced.constants[name] = target
+            self.input_of[weight] = name
+        with self.traced.fake_mode:
+            example = value(old).detach().clone()  # one object twice would be traced as one input
+        node = self.inputs[name] = self.traced.new_input(name, example)
+        if node.name != name:
+            raise CannotRepeat(f"another node is called {name}")
+        return node
+
+    # The rest
+
+    def _check_tail(self, node: fx.Node) -> None:
+        """Refuse what reads a period that will no longer be one of the last two."""
+        for n in node.all_input_nodes:
+            if n.op != "placeholder" and self.start < self.at[n] <= self.middle:
+                raise CannotRepeat(f"{node.name} reads {n.name}, of a layer that is not the last")
+
+    def _move_scopes(self, node: fx.Node, periods: int) -> None:
+        """Say that a node comes from the layers so many periods later."""
+        stack = node.meta.get("nn_module_stack")
+        if not stack:
+            return
+        node.meta["nn_module_stack"] = {
+            key: (self._shifted_path(str(path), periods), kind) for key, (path, kind) in stack.items()
+        }
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, type(tensor)

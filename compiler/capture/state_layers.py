@@ -1,0 +1,38 @@
+"""Tells, before anything is traced, that a model keeps state which is no KV cache."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from ...passes.graph.traced import UnsupportedModel
+
+
+def check_state(model_class: type, config: Any) -> None:
+    """Raise ``UnsupportedModel`` for a model of which :func:`kept_state` knows that it keeps state."""
+    if state := kept_state(model_class, config):
+        raise UnsupportedModel(f"{model_class.__name__} is not served yet: {state}")
+
+
+def kept_state(model_class: type, config: Any) -> str:
+    """Which of a model's layers keep recurrent or convolutional state; "" where that is not known of any.
+
+    Asked is the cache that transformers itself makes for the config: a class may have layers of both kinds, or only
+    of one, as the config says. Models without such a cache, whose class says that they have state, are meant too.
+    """
+    from transformers import DynamicCache
+    from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+    try:
+        layers = DynamicCache(config=config).layers
+    except Exception:  # a config of the checkpoint's own code; tracing will tell
+        layers = []
+    found = [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    if found:
+        return (
+            f"{len(found)} of its {len(layers)} layers keep recurrent or convolutional state (layer {found[0]} first)"
+        )
+    takes_cache = "past_key_values" in inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
+    if getattr(model_class, "_is_stateful", False) and not takes_cache:
+        return "its layers keep recurrent state and no keys and values"
+    return ""

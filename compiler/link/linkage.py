@@ -1,0 +1,84 @@
+"""What a program's graph is linked to: plain data that can be kept without the graph's fake values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...passes import TracedGraph
+from ...passes.graph.evaluate import at_sizes
+from ...passes.graph.fx_nodes import shape, value
+from ...passes.graph.packed_weights import PackedWeight
+from ...runtime.program import CacheSpec, is_cache_input
+
+
+@dataclass(frozen=True)
+class Linkage:
+    """What each input of a graph receives.
+
+    Attributes:
+        inputs: names of all, in order.
+        read: those whose values something reads.
+        input_ids: name of the one for tokens.
+        position_ids: likewise for positions; "" when there is none.
+        step_inputs: those for the step's metadata.
+        token_counts: those that receive the number of tokens.
+        caches: per layer, what it stores.
+        merged: input → the inputs that are its rows.
+        packed: inputs that are held in another layout.
+        folded: constants that others were computed from.
+        max_model_len: positions that the model supports, or None.
+        vocab_size: columns of the logits.
+        device: where the graph runs.
+        block_size: tokens per cache block that it was lowered for; None for any.
+    """
+
+    inputs: tuple[str, ...]
+    read: frozenset[str]
+    input_ids: str
+    position_ids: str
+    step_inputs: tuple[str, ...]
+    token_counts: tuple[str, ...]
+    caches: tuple[CacheSpec, ...]
+    merged: Mapping[str, tuple[str, ...]]
+    packed: tuple[PackedWeight, ...]
+    folded: tuple[str, ...]
+    max_model_len: int | None
+    vocab_size: int
+    device: torch.device
+    block_size: int | None
+
+    @classmethod
+    def of(cls, traced: TracedGraph) -> Linkage:
+        """Read it off a rewritten graph.
+
+        Raises:
+            ValueError: an input is neither a tensor nor the number of tokens.
+        """
+        nodes = traced.placeholders
+        merged: Mapping[str, tuple[str, ...]] = traced.notes.get("merged", {})
+        known = {traced.input_ids, traced.position_ids, *traced.step_inputs, *traced.constants, *merged}
+        token_counts = tuple(n.name for n in nodes if n.name not in known and not is_cache_input(n.name))
+        for name in token_counts:
+            if at_sizes(value(traced.placeholder(name)), {traced.token_symbol: 7}) != 7:
+                raise ValueError(f"graph input {name} is neither a tensor nor the number of tokens")
+        logits: Any = traced.output.args[0]
+        return cls(
+            inputs=tuple(node.name for node in nodes),
+            read=frozenset(node.name for node in nodes if node.users),
+            input_ids=traced.input_ids,
+            position_ids=traced.position_ids,
+            step_inputs=tuple(traced.step_inputs),
+            token_counts=token_counts,
+            caches=tuple(traced.caches),
+            merged=dict(merged),
+            packed=tuple(traced.notes.get("packed", ())),
+            folded=tuple(traced.notes.get("folded", ())),
+            max_model_len=traced.max_positions,
+            vocab_size=int(shape(logits[0])[-1]),
+            device=value(traced.placeholder(traced.input_ids)).device,
+            block_size=None if traced.npu is None or not traced.caches else traced.npu.block_size,
+        )

@@ -1,0 +1,211 @@
+"""Link a compiled graph to its weights, caches and step metadata: the Program that the runtime drives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...passes import TracedGraph
+from ...runtime.ops.packed_linear import pack_weight
+from ...runtime.ops.quantized_weight import Quantization, quantise_weight
+from ...runtime.phases import phase
+from ...runtime.program import CacheSpec, KVCache
+from ...runtime.step_metadata import StepMetadata
+from ..report import CompileReport
+from ..targets.cpu.kernels import GraphCalls
+from ..targets.cpu.recorded_step import RecordedSteps
+from ..targets.npu.route import Route
+from ..weights.file_pages import FilePages
+from ..weights.merged_weights import link_merged_weights
+from .linkage import Linkage
+from .rounded_weights import check_rounded_weight
+
+
+def link(
+    traced: TracedGraph, run: Callable[..., Sequence[Any]], report: CompileReport | None = None
+) -> LinkedProgram:
+    """The program of a rewritten graph that ``run`` was made from.
+
+    Linking moves parameters that the graph reads as rows of a merged tensor (see ``merged_weights``).
+    """
+    link_merged_weights(traced)
+    return LinkedProgram(Linkage.of(traced), traced.constants, run, report)
+
+
+class LinkedProgram:
+    """A flat step of T tokens as a callable (see ``runtime.program.Program``).
+
+    Args:
+        linkage: what the inputs of the graph receive.
+        constants: input → tensor, those of merged inputs among them.
+        run: function of the graph's inputs, in order; a ``Route`` chooses the sizes of steps.
+        report: how it was compiled.
+
+    Attributes:
+        copied_weights: the module's tensors that the program holds packed copies of or computed constants from; a
+            change of their values does not reach it.
+        weight_bits: the fewest that weights are rounded to; None where none is.
+    """
+
+    def __init__(
+        self,
+        linkage: Linkage,
+        constants: Mapping[str, torch.Tensor],
+        run: Callable[..., Sequence[Any]],
+        report: CompileReport | None = None,
+    ) -> None:
+        self.report = report if report is not None else CompileReport("")
+        self.caches: list[CacheSpec] = list(linkage.caches)
+        self.max_model_len = linkage.max_model_len
+        self.restart_length: int | None = None
+        self.rope_switch: int | None = None
+        self.vocab_size = linkage.vocab_size
+        self.device = linkage.device
+        self.block_size = linkage.block_size
+        self._run = run
+        self._route = run if isinstance(run, Route) else None
+        self._args: list[Any] = [constants.get(name) for name in linkage.inputs]
+        self._at = {name: i for i, name in enumerate(linkage.inputs)}
+        self._input_ids = self._at[linkage.input_ids]
+        self._position_ids = self._at.get(linkage.position_ids, -1)
+        self._fields = [(self._at[name], name) for name in linkage.step_inputs]
+        self._sizes = [self._at[name] for name in linkage.token_counts]
+        self._gathers = "logits_rows" in linkage.step_inputs
+        self._bound = not self.caches
+        self._recorded = self._records(run, linkage)
+        self._read = [self._at[name] for name in linkage.inputs if name in linkage.read]
+        self._merged = dict(linkage.merged)
+        self._packable = list(linkage.packed)
+        self.weight_bits = min((p.quantization.bits for p in self._packable if p.quantization), default=None)
+        self.copied_weights = [constants[name] for name in linkage.folded]
+
+    def _records(self, run: Callable[..., Sequence[Any]], linkage: Linkage) -> RecordedSteps | None:
+        """What runs small steps of a graph that is called kernel by kernel; None for others, and for what was lowered
+        for an NPU, whose operators take lengths as lists."""
+        if not isinstance(run, GraphCalls) or self.device.type != "cpu" or not self.caches or self.block_size:
+            return None
+        names = [linkage.input_ids, *filter(None, [linkage.position_ids]), *linkage.step_inputs]
+        tables = [self._at[name] for name in linkage.step_inputs if name.startswith("block_table")]
+        return RecordedSteps(run, [self._at[name] for name in names], tables)
+
+    @property
+    def merged_weights(self) -> list[torch.Tensor]:
+        """The module's tensors that the program reads as rows of merged ones."""
+        return [self._args[self._at[source]] for sources in self._merged.values() for source in sources]
+
+    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+        """Plan for steps up to these sizes; how many blocks at the end of the caches the program needs for itself."""
+        if self._route is None:
+            return 0
+        return self._route.reserve(max_num_seqs, max_num_batched_tokens, max_model_len)
+
+    def bind(self, kv_cache: KVCache) -> None:
+        """Give the program its caches: per entry of ``caches`` its tensors, as ``allocate_kv_cache`` makes them.
+
+        Raises:
+            ValueError: their number, heads, sizes or dtype do not fit.
+        """
+        if len(kv_cache) != len(self.caches):
+            raise ValueError(f"kv_cache has {len(kv_cache)} entries; the program needs {len(self.caches)}")
+        for i, (tensors, spec) in enumerate(zip(kv_cache, self.caches, strict=True)):
+            parts = spec.parts()
+            if len(tensors) != len(parts):
+                raise ValueError(
+                    f"kv_cache[{i}] has {len(tensors)} tensors; give {', '.join(part.name for part in parts)}"
+                )
+            for part, tensor in zip(parts, tensors, strict=True):
+                if tensor.shape[2:] != part.token_shape or tensor.dtype != part.dtype:
+                    inner = ", ".join(map(str, part.token_shape))
+                    raise ValueError(
+                        f"kv_cache[{i}] {part.name} is {tuple(tensor.shape)} {tensor.dtype}; "
+                        f"give [num_blocks, block_size, {inner}] {part.dtype}"
+                    )
+                if tensor.shape[1] != (self.block_size or tensor.shape[1]):
+                    raise ValueError(
+                        f"kv_cache[{i}] {part.name} has blocks of {tensor.shape[1]} tokens; the program was compiled "
+                        f"for block_size={self.block_size}"
+                    )
+                self._args[self._at[f"{part.name}_{i}"]] = tensor
+        if self._route is not None:
+            self._route.bind(kv_cache)
+        if self._recorded is not None:
+            self._recorded.clear()
+        self._bound = True
+
+    @phase("pack")
+    def pack_weights(self, *, release: bool, check: bool = False) -> int:
+        """Lay the weights of packed linears out for the CPU's matrix kernels, and round those of quantised ones, one
+        at a time.
+
+        Args:
+            release: free each source once it is packed, unless something else reads it. Only for weights that
+                nobody else uses: the module cannot run by itself afterwards.
+            check: compare rounded weights, and products with them, with what they should be, see
+                ``check_rounded_weight``.
+
+        Returns:
+            bytes of packed weights.
+
+        Raises:
+            UnsupportedModel: a rounded weight is wrong.
+        """
+        size = 0
+        pages = FilePages(self._args[self._at[packed.name]] for packed in self._packable)
+        for packed in self._packable:
+            i, sources = self._at[packed.name], [self._args[self._at[name]] for name in packed.sources]
+            whole = self._args[i]
+            self._args[i] = _packed(whole, packed.quantization)
+            if check and packed.quantization is not None:
+                check_rounded_weight(packed.name, whole, self._args[i], packed.quantization)
+            size += self._args[i].numel() * self._args[i].element_size()
+            self._merged.pop(packed.name, None)
+            if not release:
+                self.copied_weights += sources
+                continue
+            for tensor in (whole, *sources):
+                if not any(self._args[j] is tensor for j in self._read):
+                    pages.drop(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+                    tensor.data = tensor.new_empty(0)
+        self._packable = []
+        if self._recorded is not None:
+            self._recorded.clear()
+        return size
+
+    def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
+        """Run one flat step: ``[1, T]`` ids and positions → ``[R, vocab_size]`` logits of the asked rows."""
+        asked = step.logits_rows.shape[0]
+        if self._route is not None:
+            input_ids, position_ids, step = self._route.fit(input_ids, position_ids, step)
+        args = self.arguments(input_ids, position_ids, step)
+        with torch.no_grad():
+            outputs = self._run(*args) if self._recorded is None else self._recorded(args)
+        logits = self.logits(outputs, step)
+        return logits if self._route is None else logits[:asked]
+
+    def arguments(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> list[Any]:
+        """What the inputs of the graph receive for a step."""
+        if not self._bound:
+            raise RuntimeError("the program has no KV cache; call bind() first")
+        args = list(self._args)
+        args[self._input_ids] = input_ids
+        if self._position_ids >= 0:
+            args[self._position_ids] = position_ids
+        for i, name in self._fields:
+            args[i] = step.field(name)
+        for i in self._sizes:
+            args[i] = input_ids.shape[1]
+        if self._route is None and self.device.type != "cpu":
+            args = [x.to(self.device) if isinstance(x, torch.Tensor) else x for x in args]
+        return args
+
+    def logits(self, outputs: Sequence[Any], step: StepMetadata) -> torch.Tensor:
+        """``[R, vocab_size]`` logits of the rows that a step asks for, of what the graph yields for it."""
+        logits: torch.Tensor = outputs[0][0]
+        # Without the pass that gathers the asked rows in front of the head they are taken from all.
+        return logits if self._gathers else logits[step.logits_rows]
+
+
+def _packed(weight: torch.Tensor, quantization: Quantization | None) -> torch.Tensor:
+    return pack_weight(weight) if quantization is None else quantise_weight(weight.detach(), quantization)

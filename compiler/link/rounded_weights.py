@@ -1,0 +1,50 @@
+"""Compare a rounded weight with the plain one, and products with it with what its numbers say."""
+
+from __future__ import annotations
+
+import torch
+
+from ...passes import UnsupportedModel
+from ...runtime.ops.quantized_linear import quantized_linear_cpu, quantized_linear_reference
+from ...runtime.ops.quantized_weight import PANEL, Quantization, restored_weight, unpack_weight
+
+_ROWS = 3
+_MOST_OFF = {8: 0.51, 4: 2.2}
+"""Scales by which an entry may be off: half of one, and where that loses less in all, what 4 bits cut off."""
+
+
+def check_rounded_weight(name: str, weight: torch.Tensor, packed: torch.Tensor, scheme: Quantization) -> None:
+    """Look at the first and the last 64 outputs of a matrix; a model's logits hardly show what is slightly wrong.
+
+    Args:
+        name: of the weight, for the message.
+        weight: ``[out, in]``, as it was.
+        packed: what ``quantise_weight`` made of it.
+        scheme: how.
+
+    Raises:
+        UnsupportedModel: an entry is farther off than rounding explains, or a product differs from that with the
+            numbers that are stored.
+    """
+    outputs, inputs = weight.shape
+    panels = packed.view(-(-outputs // PANEL), -1)
+    x = torch.randn(_ROWS, inputs, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    for panel in {0, len(panels) - 1}:
+        plain = weight[panel * PANEL : (panel + 1) * PANEL].detach().float()
+        stored, count = panels[panel].contiguous(), len(plain)
+        whole, scales = unpack_weight(stored, count, inputs, scheme)
+        unit = restored_weight(torch.ones_like(whole), scales, scheme).abs()
+        restored = restored_weight(whole, scales, scheme)
+        if not plain.isfinite().all():
+            continue  # NaN in, NaN out
+        # Of a group without a scale only zeros, or what is too small for one, may be left.
+        off = (restored - plain).abs() > _MOST_OFF[scheme.bits] * unit + 1e-30
+        given = (x, stored, None, count, scheme.bits, scheme.group_size, scheme.input_bits)
+        found, expected = quantized_linear_cpu(*given).float(), quantized_linear_reference(*given).float()
+        error = (found - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
+        if off.any() or not error <= 0.02:
+            what = f"{int(off.sum())} entries" if off.any() else f"products, by {float(error):.2g} of the largest,"
+            raise UnsupportedModel(
+                f"{what} of the weight {name!r} are wrong when it is rounded to {scheme.bits} bits; please report "
+                "it. verify='off' serves it regardless"
+            )

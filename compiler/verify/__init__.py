@@ -1,0 +1,1 @@
+"""Comparisons of what was compiled with the model, and what they leave behind when one fails."""

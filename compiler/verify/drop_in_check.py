@@ -1,0 +1,89 @@
+"""The comparison of what the drop-in backend makes of a graph with the graph, on the call that it is compiled for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...passes.graph.fx_nodes import callee
+from .float32_run import HALF, Float32Graph
+from .graph_check import ROUNDINGS, ROUTERS
+from .self_check import TOLERANCE, judged_share, typical
+
+
+def difference(
+    original: fx.GraphModule, rewritten: fx.GraphModule, inputs: Sequence[Any], added: Sequence[Any] = ()
+) -> str:
+    """How two graphs differ in what they yield and in what they write into their inputs, or "".
+
+    Half precision is judged twice: both graphs in float32, where every row has to be right; and as it is, within the
+    rounding that the original shows against itself in float32. There, where tokens are routed, half of the rows may
+    differ more: routers flip on ties. On other devices than a CPU it is judged as it is only, by constants.
+
+    Args:
+        original: as Dynamo or AOTAutograd made it.
+        rewritten: what passes made of it.
+        inputs: of the call; nothing of them is changed. Where one is fake, nothing is compared.
+        added: further inputs of the rewritten graph.
+    """
+    if any(isinstance(x, FakeTensor) for x in inputs):
+        return ""
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    routed = any(callee(node) in ROUTERS for node in original.graph.nodes)
+    expected = _run(original, inputs)
+    if not any(x.dtype in HALF for x in tensors) or any(x.device.type != "cpu" for x in tensors):
+        return _judge(expected, _run(rewritten, inputs, added), None, routed)
+    exact = _run(original, inputs, wide=True)
+    reason = _judge(exact, _run(rewritten, inputs, added, wide=True), TOLERANCE[torch.float32], False)
+    if reason:
+        return f"in float32 {reason}"
+    rounding = max((typical(_row_errors(a, b), 0.9) for a, b in zip(exact, expected, strict=True)), default=0.0)
+    return _judge(expected, _run(rewritten, inputs, added), ROUNDINGS * rounding, routed)
+
+
+def _run(
+    graph: fx.GraphModule, inputs: Sequence[Any], added: Sequence[Any] = (), *, wide: bool = False
+) -> list[torch.Tensor]:
+    """All floating-point numbers that a graph yields and that its inputs, but for parameters, hold behind it."""
+    given = [_fresh(x, wide) for x in inputs]
+    run = Float32Graph(graph, ()) if wide else graph
+    with torch.no_grad():
+        yielded = run(*given, *added)
+    written = [x for x in given if not isinstance(x, nn.Parameter)]
+    return [x for x in (*yielded, *written) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel()]
+
+
+def _fresh(x: Any, wide: bool) -> Any:
+    """An input whose in-place writes the caller does not see; sizes without new guards."""
+    if isinstance(x, torch.SymInt):
+        return x.node.hint
+    if isinstance(x, torch.Tensor) and not isinstance(x, nn.Parameter):
+        fresh = x.detach().clone()
+        return fresh.float() if wide and fresh.dtype in HALF else fresh
+    return x
+
+
+def _judge(
+    expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor], tolerance: float | None, routed: bool
+) -> str:
+    for a, b in zip(expected, found, strict=True):
+        limit = TOLERANCE.get(a.dtype, 0.3) if tolerance is None else tolerance
+        share = 1.0 if not routed else judged_share(a.dtype) if tolerance is None else 0.5
+        error = typical(_row_errors(a, b), share)
+        if error > limit:
+            return f"its outputs differ by {error:.3g} standard deviations (limit {limit:.3g})"
+    return ""
+
+
+def _row_errors(expected: torch.Tensor, found: torch.Tensor) -> list[float]:
+    """The largest difference in each row, in standard deviations of the tensor; infinite for what is no number."""
+    a, b = expected.float(), found.float()
+    spread = a.std().clamp_min(1e-6) if a.numel() > 1 else a.abs().clamp_min(1e-6)
+    errors = ((a - b).abs() / spread).nan_to_num(nan=math.inf, posinf=math.inf)
+    rows: list[float] = errors.reshape(-1, errors.shape[-1] if errors.dim() else 1).amax(-1).tolist()
+    return rows

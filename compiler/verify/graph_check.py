@@ -1,0 +1,275 @@
+"""The comparison of a rewritten graph with the captured one, in float32, over weights that let every part count.
+
+The self-check on the model's own weights and dtype (``verify``) sees what rounding does not hide and what these
+weights make visible. Here the same two graphs run in float32 (``float32_run``) twice: with weights that make
+attention peaked, biases count and logits large, so that a scale, a softcap or a lost key shows; and with weights so
+small that the mean square of every row comes near the eps of its norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...passes import TracedGraph
+from ...passes.graph.fx_nodes import callee, value
+from ...runtime.phases import phase
+from ..capture.trace import Captured
+from ..link.linkage import Linkage
+from ..link.linker import LinkedProgram
+from ..report import Verdict
+from ..weights.merged_weights import link_merged_weights
+from .float32_run import HALF, Deferred, Float32Graph
+from .self_check import (
+    Reference,
+    Schedule,
+    arguments_alone,
+    judge,
+    judged_share,
+    planned_steps,
+    row_errors,
+    run_alone,
+    typical,
+)
+
+TOLERANCE = 5e-4
+"""Float32's own rounding makes 1e-5 of it."""
+ROUNDINGS = 5.0
+"""By how many times its own rounding a half-precision program may differ from the model, which rounds likewise."""
+ROUTERS = ("topk", "sort")
+"""What chooses experts: in half precision it decides otherwise where two are nearly as good, and the row with it. In
+float32 every row has to be right."""
+_SAMPLE = 1 << 14
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How the parameters are changed for a run.
+
+    Attributes:
+        name: what they make visible.
+        gain: standard deviation of a matrix's output, for input of unit variance.
+        vector_scale: factor of biases and the scales of norms.
+        vector_noise: standard deviation of what is added to them.
+        schedule: sequences that are run with them.
+    """
+
+    name: str
+    gain: float
+    vector_scale: float
+    vector_noise: float
+    schedule: Schedule
+
+
+LARGE = Weights("large weights", 1.5, 1.0, 0.1, Schedule((150, 9, 40), (70, 3, 33), 32, decoded=2))
+SMALL = Weights("small weights", 0.02, 0.1, 0.0, Schedule((12, 5), (6, 3), 4, decoded=1))
+
+
+@phase("verify")
+def check_graph(original: TracedGraph, rewritten: TracedGraph, *, alone: bool = False) -> Verdict:
+    """Compare two graphs over caches of full precision.
+
+    Args:
+        original: as it was captured: the graph before any pass.
+        rewritten: what passes made of it, before its weights are packed.
+        alone: as in ``self_check.check``.
+
+    Returns:
+        the verdict of the run that shows the larger error.
+    """
+    link_merged_weights(rewritten)
+    verdicts = []
+    for weights in (LARGE, SMALL):
+        verdict = _compare(original, rewritten, weights, alone=alone, seed=0)
+        if not verdict.ok and math.isfinite(verdict.error):
+            # A router that is almost undecided may flip by float32's own rounding: not twice.
+            again = _compare(original, rewritten, weights, alone=alone, seed=1)
+            verdict = min(verdict, again, key=lambda v: v.error)
+        if not verdict.ok:
+            return replace(verdict, reason=f"over {weights.name} in float32 {verdict.reason}")
+        verdicts.append(verdict)
+    return max(verdicts, key=lambda verdict: verdict.error)
+
+
+@phase("verify")
+def measure_rounding(captured: Captured, reference: Reference) -> None:
+    """Let a reference of a half-precision model tolerate what that precision does to the model itself: the captured
+    graph as it is, beside the same in float32, on the model's weights.
+    """
+    if reference.dtype not in HALF or not _on_cpu(captured.traced):
+        return
+    traced, tokens = captured.traced, reference.tokens[-1]
+    traced.recompile()
+    rounded = run_alone(traced, traced.module, traced.constants, tokens)
+    exact = run_alone(traced, Float32Graph(traced.module, traced.constants), traced.constants, tokens)
+    rounding = typical(row_errors(rounded, exact).tolist(), judged_share(reference.dtype))
+    deeper = 1.0 if captured.repeat is None else captured.repeat.total / captured.repeat.kept
+    reference.tolerance = ROUNDINGS * rounding * math.sqrt(deeper)
+    if any(callee(node) in ROUTERS for node in traced.graph.nodes):
+        reference.share = 0.5
+
+
+def can_check(traced: TracedGraph) -> bool:
+    """Whether a graph can run in float32: on the host, over caches that round nothing."""
+    return _on_cpu(traced) and not any(spec.has_scales for spec in traced.caches)
+
+
+def _on_cpu(traced: TracedGraph) -> bool:
+    return bool(value(traced.placeholder(traced.input_ids)).device.type == "cpu")
+
+
+def _compare(original: TracedGraph, rewritten: TracedGraph, weights: Weights, *, alone: bool, seed: int) -> Verdict:
+    constants = _constants(original, rewritten, weights)
+    vocab_size = Linkage.of(rewritten).vocab_size
+    limit = original.max_positions or 1 << 30
+    schedule = weights.schedule.within(limit)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(0, vocab_size, (n,), generator=generator) for n in schedule.lengths]
+    original.recompile()
+    run = Float32Graph(original.module, _kept(constants))
+    yielded = run.together([arguments_alone(original, constants, sequence) for sequence in tokens])
+    logits = [outputs[0][0].float() for outputs in yielded]
+    reference = Reference(tokens, logits, torch.float32, schedule=schedule, tolerance=TOLERANCE)
+    return judge(_compared_steps(rewritten, constants, reference, alone), reference)
+
+
+def _compared_steps(
+    traced: TracedGraph, constants: Mapping[str, Any], reference: Reference, alone: bool
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """As ``self_check.compared_steps``; all steps run together, a weight is made once for them."""
+    linkage = Linkage.of(traced)
+    caches = tuple(replace(spec, dtype=torch.float32) for spec in linkage.caches)
+    traced.recompile()
+    run = Float32Graph(traced.module, _kept(constants))
+    program = LinkedProgram(replace(linkage, caches=caches), constants, run)
+    steps = list(planned_steps(program, reference, alone=alone))
+    outputs = run.together([program.arguments(step.input_ids, step.position_ids, step.metadata) for step in steps])
+    for step, yielded in zip(steps, outputs, strict=True):
+        yield step.group, program.logits(yielded, step.metadata).float(), step.expected
+
+
+def _kept(constants: Mapping[str, Any]) -> list[str]:
+    return [name for name, made in constants.items() if not isinstance(made, Deferred)]
+
+
+def _constants(original: TracedGraph, rewritten: TracedGraph, weights: Weights) -> dict[str, Any]:
+    """What the constants of both graphs receive, by name."""
+    folded = set(rewritten.notes.get("folded", ()))
+    changed: dict[int, ChangedWeight] = {}
+    constants: dict[str, Any] = {**original.constants, **rewritten.constants}
+    for name, tensor in constants.items():
+        is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and tensor.dim() > 0
+        if is_weight and name not in folded:
+            constants[name] = changed.setdefault(id(tensor), ChangedWeight.of(tensor, weights))
+    for name, sources in rewritten.notes.get("merged", {}).items():
+        constants[name] = Rows([constants[source] for source in sources])
+    for name, tensor in constants.items():
+        if isinstance(tensor, torch.Tensor):
+            of = next((weight for weight in changed.values() if _is_part(tensor, weight.tensor)), None)
+            constants[name] = tensor if of is None else Part(of, tensor)
+    return constants
+
+
+def _is_part(tensor: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether all of ``tensor`` lies within the memory of ``weight``."""
+    first = tensor.storage_offset() - weight.storage_offset()
+    return (
+        tensor.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+        and weight.numel() > 0
+        and first >= 0
+        and first + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        < weight.numel()
+    )
+
+
+@dataclass(frozen=True)
+class ChangedWeight(Deferred):
+    """A parameter in float32, changed: ``tensor * factor + noise``.
+
+    Attributes:
+        tensor: the parameter.
+        factor: of all its entries.
+        noise: standard deviation of what is added.
+    """
+
+    tensor: torch.Tensor
+    factor: float
+    noise: float
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, weights: Weights) -> ChangedWeight:
+        """A parameter as ``weights`` says."""
+        if tensor.dim() == 1:
+            return cls(tensor, weights.vector_scale, weights.vector_noise)
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // _SAMPLE)].float()
+        spread = float(sample.square().mean().sqrt())
+        fan = math.sqrt(tensor.shape[-1] * tensor.shape[-2])
+        return cls(tensor, weights.gain / (spread * math.sqrt(fan)) if spread else 1.0, 0.0)
+
+    def make(self) -> torch.Tensor:
+        """The changed weight."""
+        made = self.tensor.detach().to(torch.float32, copy=True).mul_(self.factor)
+        if self.noise:
+            generator = torch.Generator().manual_seed(made.numel())
+            made += self.noise * torch.randn(made.shape, generator=generator)
+        return made
+
+    def rows(self, index: slice | torch.Tensor) -> torch.Tensor:
+        """The same of ``tensor[index]``."""
+        if self.noise:
+            return self.make()[index]
+        return self.tensor.detach()[index].to(torch.float32, copy=True).mul_(self.factor)
+
+    @property
+    def num_rows(self) -> int:
+        """The size of its first dim."""
+        return self.tensor.shape[0]
+
+
+@dataclass(frozen=True)
+class Rows(Deferred):
+    """Changed weights one after the other.
+
+    Attributes:
+        parts: their rows.
+    """
+
+    parts: Sequence[Any]
+
+    def make(self) -> torch.Tensor:
+        """The tensor that has the rows of all."""
+        return torch.cat([part.make() if isinstance(part, Deferred) else part.float() for part in self.parts])
+
+    @property
+    def num_rows(self) -> int:
+        """The size of its first dim."""
+        return sum(part.num_rows if isinstance(part, Deferred) else part.shape[0] for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Part(Deferred):
+    """A view of a changed weight.
+
+    Attributes:
+        of: the weight.
+        view: the same view of the unchanged one.
+    """
+
+    of: ChangedWeight
+    view: torch.Tensor
+
+    def make(self) -> torch.Tensor:
+        """The view of the changed weight."""
+        offset = self.view.storage_offset() - self.of.tensor.storage_offset()
+        return self.of.make().as_strided(self.view.shape, self.view.stride(), offset)
+
+    @property
+    def num_rows(self) -> int:
+        """The size of its first dim."""
+        return self.view.shape[0]

@@ -1,0 +1,308 @@
+"""The numeric self-check: the program against the model run by HuggingFace, sequence by sequence, without a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...passes import NotFinite, TracedGraph, UnsupportedModel
+from ...runtime.cache.kv_cache import allocate_kv_cache
+from ...runtime.phases import phase
+from ...runtime.program import Program
+from ...runtime.step_metadata import StepMetadata
+from ..capture.model_facts import max_positions, takes_positions
+from ..report import Verdict, first_line
+
+TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6, torch.bfloat16: 0.3, torch.float16: 0.05}
+"""Of half precision until its rounding was measured (``measure_rounding``)."""
+INT8_TOLERANCE = 0.3
+"""Of programs with int8 caches, for the median of the rows. What the graph computes was compared with ``TOLERANCE``
+before anything was rounded (``rewrite.rewrite``), so this one has to tell rounding from keys or values that are
+read with a wrong scale or from a wrong place. Measured on 21 tiny architectures in float32 and bfloat16, rounding
+moves the median row by 0.013 to 0.054, gpt_oss's by 0.14 in float32, and single rows by up to 3 where a router
+flips. Each 1 % by which all keys and values are read wrong adds 0.02 to 0.06; scales of another head or token, or
+none, make it more than 1."""
+WEIGHT_TOLERANCE = {8: 1.0, 4: 3.9}
+"""Likewise of programs with weights of so many bits, each of which ``rounded_weights`` compares by itself. On the
+same architectures, with random weights, rounding moves the median row by 0.05 to 0.11 at 8 bits and 0.44 to 0.92 at
+4, gpt_oss's by 0.45 and 2.05, and that of 22 layers of random numbers by 2.9 at 4. Logits that have nothing to do
+with the model's differ by 4.1 and more."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which sequences a check runs, and how their prompts are cut.
+
+    Attributes:
+        lengths: tokens of each sequence.
+        first: of each prompt, how many tokens come with the first step.
+        block_size: tokens per cache block, where the program takes any.
+        decoded: tokens of each sequence that come one at a time, the last of them with a step of its own.
+    """
+
+    lengths: tuple[int, ...]
+    first: tuple[int, ...]
+    block_size: int
+    decoded: int = 4
+
+    def within(self, limit: int) -> Schedule:
+        """The same with sequences of at most ``limit`` tokens."""
+        return replace(self, lengths=tuple(max(1 + self.decoded, min(n, limit)) for n in self.lengths))
+
+
+MODEL_SCHEDULE = Schedule((11, 27, 48), (3, 9, 6), 4)
+"""How the model's own logits are compared."""
+SHORT_SCHEDULE = Schedule((3, 8, 5), (2, 5, 3), 4, decoded=1)
+"""The same for a program that was compared before it was stored."""
+
+
+@dataclass
+class Reference:
+    """Sequences of tokens and the logits that are right for them. Made once, used for every check.
+
+    Attributes:
+        tokens: one ``[length]`` int64 tensor per sequence.
+        logits: one ``[length, vocab]`` float32 tensor per sequence.
+        dtype: that the model computes in.
+        schedule: how the sequences are run.
+        tolerance: largest error of a logit that is right, in standard deviations of its row.
+        share: of the rows, how many have to be right.
+    """
+
+    tokens: list[torch.Tensor]
+    logits: list[torch.Tensor]
+    dtype: torch.dtype
+    schedule: Schedule
+    tolerance: float
+    share: float = 1.0
+
+    @property
+    def prompts(self) -> list[int]:
+        """How many tokens of each sequence are prefilled; the rest is decoded."""
+        return [len(t) - self.schedule.decoded for t in self.tokens]
+
+
+@phase("reference")
+def reference_of_model(model: nn.Module, schedule: Schedule = MODEL_SCHEDULE) -> Reference:
+    """What the model says when HuggingFace runs it, each sequence alone and without a cache.
+
+    Raises:
+        UnsupportedModel: the model does not run on ``input_ids`` alone.
+        NotFinite: its logits are NaN or infinite.
+    """
+    table = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
+    if table is None:
+        raise UnsupportedModel(f"{type(model).__name__} has no single table of token embeddings")
+    schedule = schedule.within(max_positions(model) or 1 << 30)
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(0, table.shape[0], (n,), generator=generator) for n in schedule.lengths]
+    logits = []
+    names_positions = takes_positions(model)
+    for sequence in tokens:
+        ids = sequence[None].to(device)
+        extra = {"position_ids": torch.arange(len(sequence), device=device)[None]} if names_positions else {}
+        try:
+            with torch.no_grad():
+                output = model(input_ids=ids, use_cache=False, return_dict=True, **extra)
+        except Exception as error:
+            raise UnsupportedModel(
+                f"{type(model).__name__} does not run on input_ids alone: {first_line(error)}"
+            ) from error
+        logits.append(output.logits[0].float().cpu())
+    if not all(bool(rows.isfinite().all()) for rows in logits):
+        raise NotFinite(_not_finite(model))
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    return Reference(tokens, logits, dtype, schedule, TOLERANCE.get(dtype, 0.3), judged_share(dtype))
+
+
+def _not_finite(model: nn.Module) -> str:
+    """Why a model's own logits are NaN or infinite: the first parameter that is, where one is."""
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            what = "NaN" if parameter.isnan().any() else "an infinity"
+            return f"{name!r} of {type(model).__name__} holds {what}; the weights are broken, get them again"
+    return (
+        f"{type(model).__name__} itself yields logits that are NaN or infinite, from finite weights; "
+        "use dtype='float32' or 'bfloat16'"
+    )
+
+
+def run_alone(
+    traced: TracedGraph, run: Callable[..., Sequence[Any]], constants: Mapping[str, Any], tokens: torch.Tensor
+) -> torch.Tensor:
+    """Logits ``[length, vocab]``, float32, of one sequence by a graph without caches.
+
+    Args:
+        traced: the graph.
+        run: function of its inputs.
+        constants: by input.
+        tokens: ``[length]`` int64.
+    """
+    with torch.no_grad():
+        results = run(*arguments_alone(traced, constants, tokens))
+    logits: torch.Tensor = results[0][0]
+    return logits.float()
+
+
+def arguments_alone(traced: TracedGraph, constants: Mapping[str, Any], tokens: torch.Tensor) -> list[Any]:
+    """What the inputs of a graph without caches receive for one sequence of ``[length]`` tokens."""
+    positions = torch.arange(len(tokens))[None]
+    given = {**constants, traced.input_ids: tokens[None], traced.position_ids: positions}
+    return [given.get(node.name, len(tokens)) for node in traced.placeholders]
+
+
+@phase("verify")
+def check(program: Program, reference: Reference, *, alone: bool = False, weight_bits: int | None = None) -> Verdict:
+    """Run the reference's sequences through ``program`` as a runtime would, and compare every row of logits.
+
+    All prompts but one token each share the first steps, cut into chunks that cross blocks; then the sequences
+    decode together, and at last each of them alone.
+
+    Args:
+        program: bound to a small cache of its own here. One that raises is not right.
+        reference: what to run and what is right.
+        alone: run each sequence in one step by itself instead, which a graph that is not finished can do too.
+        weight_bits: the fewest that the program's weights are rounded to; None where none is.
+    """
+    if weight_bits is not None or any(spec.has_scales for spec in program.caches):
+        tolerance = INT8_TOLERANCE if weight_bits is None else WEIGHT_TOLERANCE[weight_bits]
+        reference = replace(reference, tolerance=tolerance, share=0.5)
+    return judge(compared_steps(program, reference, alone=alone), reference)
+
+
+def judge(compared: Iterable[tuple[int, torch.Tensor, torch.Tensor]], reference: Reference) -> Verdict:
+    """The verdict on logits and those that are right, as ``compared_steps`` yields them. Where that raises, the
+    program is not right."""
+    tolerance, share = reference.tolerance, reference.share
+    # Errors of the steps that are alike are judged together.
+    errors: dict[int, list[float]] = {}
+    try:
+        for group, logits, expected in compared:
+            errors.setdefault(group, []).extend(row_errors(logits, expected).tolist())
+    except Exception as error:
+        return Verdict(False, float("inf"), tolerance, 0, f"the program fails: {first_line(error)}")
+    judged = max(typical(group, share) for group in errors.values())
+    ok = judged <= tolerance
+    reason = "" if ok else f"logits differ from the model's by {judged:.3g} standard deviations (limit {tolerance})"
+    return Verdict(ok, max(map(max, errors.values())), tolerance, sum(map(len, errors.values())), reason)
+
+
+def row_errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """``[R]``: the largest difference in each row of logits ``[R, vocab]``, in standard deviations of the row that is
+    right; infinite where something is no number."""
+    spread = torch.maximum(expected.std(dim=-1), 1e-6 * expected.abs().amax(dim=-1)).clamp_min(1e-30)
+    return torch.nan_to_num((found - expected).abs().amax(dim=-1) / spread, nan=float("inf"))
+
+
+def compared_steps(
+    program: Program, reference: Reference, *, alone: bool = False
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Run the steps of ``check``: for each, the group of steps that are alike, its logits, and the right ones."""
+    for step in planned_steps(program, reference, alone=alone):
+        logits = program(step.input_ids, step.position_ids, step.metadata)
+        yield step.group, logits.float().cpu(), step.expected
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step of a check.
+
+    Attributes:
+        group: of the steps that are alike.
+        input_ids, position_ids, metadata: what the program gets.
+        expected: the right logits, a row for each token.
+    """
+
+    group: int
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    metadata: StepMetadata
+    expected: torch.Tensor
+
+
+def planned_steps(program: Program, reference: Reference, *, alone: bool = False) -> Iterator[PlannedStep]:
+    """The steps of ``check``, to be run in their order; the program is bound to a small cache of its own for them."""
+    state = _PagedState(program, reference)
+    for group, steps in enumerate(_alone_schedule(reference) if alone else _mixed_schedule(reference)):
+        for step in steps:
+            yield state.plan(group, step)
+
+
+_Step = list[tuple[int, int]]
+"""``(sequence, tokens)`` pairs."""
+
+
+def _mixed_schedule(reference: Reference) -> list[list[_Step]]:
+    prompts = reference.prompts
+    sequences = range(len(prompts))
+    first = [(s, min(n, prompt)) for s, (n, prompt) in enumerate(zip(reference.schedule.first, prompts, strict=True))]
+    rest = [(s, prompt - first[s][1]) for s, prompt in enumerate(prompts) if prompt > first[s][1]]
+    together = [[(s, 1) for s in sequences] for _ in range(reference.schedule.decoded - 1)]
+    apart = [[(s, 1)] for s in sequences]
+    return [group for group in ([first], [rest] if rest else [], together, apart) if group]
+
+
+def _alone_schedule(reference: Reference) -> list[list[_Step]]:
+    return [[[(s, len(tokens))]] for s, tokens in enumerate(reference.tokens)]
+
+
+def judged_share(dtype: torch.dtype) -> float:
+    """Of the rows of a model in ``dtype``, how many have to be right: in half precision routers flip on ties."""
+    return 0.9 if dtype in (torch.bfloat16, torch.float16) else 1.0
+
+
+def typical(errors: list[float], share: float) -> float:
+    """The error that ``share`` of the rows stay below, or the worst if a row is not even finite: routers flip on
+    ties, nothing else does."""
+    ordered = sorted(errors)
+    return ordered[-1] if ordered[-1] == float("inf") else ordered[int(share * (len(ordered) - 1))]
+
+
+class _PagedState:
+    """Three sequences in interleaved blocks of a small cache of their own."""
+
+    def __init__(self, program: Program, reference: Reference) -> None:
+        self.program = program
+        self.reference = reference
+        count = len(reference.tokens)
+        self.block_size = program.block_size or reference.schedule.block_size
+        width = max(-(-len(t) // self.block_size) for t in reference.tokens)
+        self.table = np.arange(width * count, dtype=np.int32).reshape(width, count).T[:, ::-1].copy()
+        self.done = [0] * count
+        most = sum(len(t) for t in reference.tokens)
+        spare = program.reserve(count, most, width * self.block_size)
+        program.bind(allocate_kv_cache(program.caches, width * count + spare, self.block_size, program.device))
+
+    def plan(self, group: int, step: Sequence[tuple[int, int]]) -> PlannedStep:
+        """The step that comes next, of ``(sequence, tokens)`` pairs."""
+        ids, positions, slots, lengths, expected = [], [], [], [], []
+        size = self.block_size
+        for s, n in step:
+            at = np.arange(self.done[s], self.done[s] + n)
+            ids.append(self.reference.tokens[s][at[0] : at[-1] + 1])
+            positions.append(at)
+            slots.append(self.table[s][at // size].astype(np.int64) * size + at % size)
+            lengths.append(np.full(n, len(self.reference.tokens[s])))
+            expected.append(self.reference.logits[s][at[0] : at[-1] + 1])
+            self.done[s] += n
+        counts = [n for _, n in step]
+
+        def tensor(a: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(a)).to(dtype)
+
+        metadata = StepMetadata(
+            slot_mapping=tensor(np.concatenate(slots), torch.int64),
+            block_table=tensor(self.table[[s for s, _ in step]], torch.int32),
+            query_start_loc=tensor(np.cumsum([0, *counts]), torch.int32),
+            seq_lens=tensor(np.array([self.done[s] for s, _ in step]), torch.int32),
+            logits_rows=torch.arange(sum(counts)),
+            token_lengths=tensor(np.concatenate(lengths), torch.int64),
+        )
+        position_ids = tensor(np.concatenate(positions), torch.int64)[None]
+        return PlannedStep(group, torch.cat(ids)[None], position_ids, metadata, torch.cat(expected))

@@ -1,0 +1,132 @@
+"""The tensors behind merged graph inputs: the module's parameters become views of them, so that memory stays.
+
+``passes.rewrite.merge_linears`` notes which inputs are the rows of a merged one. The weights move when a graph is
+linked (:func:`link_merged_weights`), one merged tensor at a time, each source being freed before the next is copied.
+A parameter keeps its identity, values, shape and strides; only its storage is another one, which it shares with its
+neighbours. Parameters that already lie one after the other in one storage stay where they are: programs of one
+module share its merged weights, and merging again changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...passes import TracedGraph
+from ...runtime.memory import advise_huge_pages
+from .file_pages import FilePages
+from .weight_guard import Place, place_of, weights_moved
+
+
+def link_merged_weights(traced: TracedGraph) -> None:
+    """Put the tensors of merged inputs among the constants of ``traced``, moving parameters where that is needed.
+
+    No other thread may run the module meanwhile.
+    """
+    merge_inputs(traced.notes.get("merged", {}), traced.constants)
+
+
+def merge_inputs(merged: Mapping[str, Sequence[str]], constants: dict[str, torch.Tensor]) -> None:
+    """Likewise for ``constants`` without a graph: input → the inputs that are its rows."""
+    wanted = {name: sources for name, sources in merged.items() if name not in constants}
+    pages = FilePages(constants[source] for sources in wanted.values() for source in sources)
+    for name, sources in wanted.items():
+        constants[name] = merge_rows([constants[source] for source in sources], pages)
+
+
+def merge_rows(tensors: Sequence[torch.Tensor], pages: FilePages | None = None) -> torch.Tensor:
+    """One tensor whose rows are those of ``tensors``, one after the other; they become views of it.
+
+    Args:
+        tensors: contiguous, of one dtype and device, equal in all sizes but the first.
+        pages: what of their memory may be dropped, for tensors mapped from a file.
+
+    Returns:
+        ``[sum of first sizes, ...]``, contiguous. When the tensors lie in one storage in this order, it is a view
+        of that.
+    """
+    first = tensors[0]
+    sizes = (sum(tensor.shape[0] for tensor in tensors), *first.shape[1:])
+    # A tensor made in inference mode takes data of its own kind only.
+    with torch.inference_mode(first.is_inference()), torch.no_grad():
+        if _adjacent(tensors):
+            return first.data.as_strided(sizes, first.stride(), first.storage_offset())
+        whole = torch.empty(sizes, dtype=first.dtype, device=first.device)
+        advise_huge_pages(whole)
+        moves: dict[int, tuple[Place, Place]] = {}
+        start = 0
+        for tensor in tensors:
+            before = place_of(tensor)
+            rows = whole.narrow(0, start, tensor.shape[0])
+            rows.copy_(tensor)
+            if pages is not None:
+                pages.drop(before[0], rows.numel() * rows.element_size())
+            tensor.data = rows
+            moves[id(tensor)] = (before, place_of(tensor))
+            start += tensor.shape[0]
+    weights_moved(moves)
+    return whole
+
+
+def _adjacent(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the tensors lie one after the other in one storage."""
+    storage, offset = tensors[0].untyped_storage().data_ptr(), tensors[0].storage_offset()
+    for tensor in tensors:
+        if tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != offset:
+            return False
+        offset += tensor.numel()
+    return True
+
+
+class AddedArguments:
+    """What passes have added to a graph's own arguments, with a check that parameters still are the rows of merged
+    tensors.
+
+    For graphs that receive the module's parameters at every call (``torch.compile``).
+
+    Args:
+        traced: a linked graph.
+        own: how many inputs it had before; those that were added come after them.
+
+    Attributes:
+        tensors: of the added inputs, in order: merged weights, masks, tables.
+    """
+
+    def __init__(self, traced: TracedGraph, own: int) -> None:
+        merged: dict[str, tuple[str, ...]] = traced.notes.get("merged", {})
+        nodes = traced.placeholders
+        at = {node.name: i for i, node in enumerate(nodes)}
+        self.tensors = [traced.constants[node.name] for node in nodes[own:]]
+        self._expected: list[tuple[int, int, str]] = []
+        for name, sources in merged.items():
+            whole = traced.constants[name]
+            address = whole.data_ptr()
+            for source in sources:
+                tensor = traced.constants[source]
+                self._expected.append((at[source], address, _parameter_name(nodes[at[source]])))
+                address += tensor.numel() * tensor.element_size()
+
+    def check(self, arguments: Sequence[Any]) -> None:
+        """Compare the addresses of the parameters among ``arguments``, those of the graph before merging.
+
+        Raises:
+            RuntimeError: a parameter is no longer where it was merged.
+        """
+        for i, address, name in self._expected:
+            if arguments[i].data_ptr() != address:
+                raise RuntimeError(
+                    f"{name!r} was replaced or moved after the model was compiled (.to(), "
+                    "load_state_dict(assign=True), an adapter); compile it again (torch.compiler.reset())"
+                )
+
+
+def _parameter_name(node: Any) -> str:
+    """The qualified name of the parameter behind a graph input, or the input's own name."""
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", None)
+    spelled = name() if callable(name) else name
+    keys = re.findall(r"\['([^']*)'\]", spelled or "")
+    return ".".join(keys[1:]) if len(keys) > 1 else node.name

@@ -1,0 +1,1 @@
+"""The instruments of the passes: the traced graph, its nodes, regions and values."""

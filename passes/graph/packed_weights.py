@@ -1,0 +1,96 @@
+"""Parameters that linear layers read in a layout of their own, which linking gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ...runtime.ops.quantized_weight import Quantization
+from .fx_nodes import argument, callee, module_path, shape
+from .record import PassRecord, Rejection
+from .traced import TracedGraph
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A graph input that packed or quantised linears read.
+
+    Attributes:
+        name: of the input.
+        sources: names of the inputs that hold the same elements in the module's own tensors.
+        quantization: how its elements are rounded; None: they are not.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    quantization: Quantization | None = None
+
+
+class PackedWeights:
+    """Gives the linears of a graph their packed inputs, one for each weight; ``close`` notes them.
+
+    A weight that something else reads too (a head tied to the embedding), or that is stored transposed, gets another
+    graph input.
+    """
+
+    def __init__(self, traced: TracedGraph) -> None:
+        self.traced = traced
+        self._inputs: dict[fx.Node, fx.Node] = {}
+        self._packed: list[PackedWeight] = []
+
+    def linears(self, record: PassRecord, refusal: Callable[[fx.Node], str]) -> Iterator[fx.Node]:
+        """Linears over weights that can be packed. Why others cannot goes to the record; ``refusal`` may add a reason
+        ("" for none)."""
+        for node in list(self.traced.graph.nodes):
+            if node.target is torch.ops.aten.linear.default:
+                reason = self._refusal(node) or refusal(node)
+                if reason:
+                    record.rejections.append(Rejection(node.name, reason, module_path(node)))
+                else:
+                    yield node
+
+    def _refusal(self, linear: fx.Node) -> str:
+        weight = argument(linear, 1, "weight")
+        name = _parameter(weight).name
+        if name not in self.traced.constants and name not in self.traced.notes.get("merged", {}):
+            return "the weight is computed, not a parameter"
+        return "" if len(shape(weight)) == 2 else "the weight is no matrix"
+
+    def input_for(self, linear: fx.Node, quantization: Quantization | None = None) -> fx.Node:
+        """The graph input that is to hold the packed weight of a linear."""
+        weight = argument(linear, 1, "weight")
+        if weight not in self._inputs:
+            self._inputs[weight] = node = self._packed_input(weight)
+            parameter = _parameter(weight)
+            merged: dict[str, tuple[str, ...]] = self.traced.notes.get("merged", {})
+            sources = merged.get(parameter.name, (parameter.name,))
+            self._packed.append(PackedWeight(node.name, sources, quantization))
+        return self._inputs[weight]
+
+    def close(self) -> None:
+        """Note what was packed in ``traced.notes["packed"]``."""
+        if self._packed:
+            self.traced.notes["packed"] = [*self.traced.notes.get("packed", []), *self._packed]
+
+    def _packed_input(self, weight: fx.Node) -> fx.Node:
+        """The weight's graph input if linears alone read it as it is, else another one with the same elements."""
+        if weight.op == "placeholder" and all(
+            user.target is torch.ops.aten.linear.default and weight not in (user.args[0], *user.args[2:])
+            for user in weight.users
+        ):
+            return weight
+        name = f"packed_{_parameter(weight).name}"
+        while name in self.traced.constants:
+            name += "_"
+        tensor = self.traced.constants[_parameter(weight).name].detach()
+        return self.traced.add_constant(name, tensor if weight.op == "placeholder" else tensor.t())
+
+
+def _parameter(weight: fx.Node) -> fx.Node:
+    """The graph input behind a weight, which may be transposed."""
+    if callee(weight) == "t" and isinstance(weight.args[0], fx.Node):
+        return weight.args[0]
+    return weight

@@ -1,0 +1,272 @@
+"""The object that passes rewrite: a traced graph with its real inputs and what the runtime must feed it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import LocalSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+from ...runtime.ops.quantized_weight import Quantization
+from ...runtime.program import CacheSpec
+from ...runtime.step_metadata import GROUP_FIELDS
+from .fx_nodes import value
+from .npu_target import NpuTarget
+
+
+class UnsupportedModel(ValueError):
+    """A model that cannot be served exactly. The message says which part of it and why."""
+
+
+class NotFinite(UnsupportedModel):
+    """A model whose own logits are NaN or infinite: nothing that runs its weights does better."""
+
+
+@dataclass
+class TracedGraph:
+    """A Dynamo graph whose parameters are graph inputs.
+
+    Attributes:
+        module: the graph module; passes edit its graph in place.
+        fake_mode: the mode of all recorded example values.
+        constants: placeholder name → real tensor (parameters, buffers, tensors that passes add).
+        input_ids: name of the token placeholder; "" in drop-in graphs.
+        position_ids: name of the position placeholder; "" when the model takes none.
+        caches: per cache pair inserted so far, what it stores.
+        step_inputs: names of the step-metadata placeholders that were inserted.
+        max_positions: positions that the model supports, or None.
+        paged: the graph is a flat ``[1, T]`` step over paged caches (else: the user's own call).
+        npu: the Ascend chip that it is lowered for; None for a CPU.
+        cache_dtype: that the paged caches are to have; None for the one that keys and values are computed in.
+        quantization: how linear layers are to be rounded; None: not at all.
+        notes: facts that one pass leaves for later ones and for the self-check. ``followed_literals``: literal →
+            names of the nodes in which it is a window or chunk that was too large to run. ``rope_switch``: the
+            longest sequence that still uses the first of two rotary tables. ``merged``: graph input →
+            names of the inputs that are its rows; its tensor is among the constants once the graph is linked.
+            ``packed``: the weights of packed and quantised linears. ``folded``: names of the constants that others
+            were computed from.
+    """
+
+    module: fx.GraphModule
+    fake_mode: FakeTensorMode
+    constants: dict[str, torch.Tensor]
+    input_ids: str = ""
+    position_ids: str = ""
+    caches: list[CacheSpec] = field(default_factory=list)
+    step_inputs: list[str] = field(default_factory=list)
+    max_positions: int | None = None
+    paged: bool = True
+    npu: NpuTarget | None = None
+    cache_dtype: torch.dtype | None = None
+    quantization: Quantization | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+    _origin: fx.Node | None = field(default=None, init=False, repr=False)
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return [n for n in self.graph.nodes if n.op == "placeholder"]
+
+    def placeholder(self, name: str) -> fx.Node:
+        return next(n for n in self.placeholders if n.name == name)
+
+    @property
+    def token_symbol(self) -> sympy.Symbol:
+        """The symbol of T, the number of tokens of a flat step."""
+        return value(self.placeholder(self.input_ids)).shape[1].node.expr
+
+    @property
+    def output(self) -> fx.Node:
+        return next(n for n in reversed(self.graph.nodes) if n.op == "output")
+
+    def copy(self) -> TracedGraph:
+        """An independent graph over the same constants."""
+        nodes: dict[fx.Node, fx.Node] = {}
+        graph = fx.Graph()
+        for node in self.graph.nodes:
+            nodes[node] = graph.node_copy(node, nodes.__getitem__)
+        return self.over(fx.GraphModule(self.module, graph))
+
+    def over(self, module: fx.GraphModule) -> TracedGraph:
+        """The same inputs and notes over another graph module."""
+        return replace(
+            self,
+            module=module,
+            constants=dict(self.constants),
+            caches=list(self.caches),
+            step_inputs=list(self.step_inputs),
+            notes=dict(self.notes),
+        )
+
+    @contextmanager
+    def before(self, node: fx.Node, like: fx.Node | None = None) -> Iterator[None]:
+        """Set the insertion point in front of ``node``; what is inserted counts as part of ``like``'s module."""
+        outer = self._origin
+        self._origin = node if like is None else like
+        try:
+            with self.graph.inserting_before(node):
+                yield
+        finally:
+            self._origin = outer
+
+    def substitute(self, old: fx.Node, new: fx.Node) -> None:
+        """Let ``new`` take the place of ``old``, which is erased.
+
+        Raises:
+            ValueError: they differ in dtype or shape.
+        """
+        before, after = value(old), value(new)
+        if before.dtype != after.dtype or str(tuple(before.shape)) != str(tuple(after.shape)):
+            raise ValueError(
+                f"{new.name} ({after.dtype} {tuple(after.shape)}) cannot stand for {old.name} "
+                f"({before.dtype} {tuple(before.shape)})"
+            )
+        if str(before.stride()) != str(after.stride()):
+            for user in old.users:
+                if user.target is torch.ops.aten.view.default:  # may need a copy now
+                    user.target = torch.ops.aten.reshape.default
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert a function call at the graph's insertion point, with its fake value computed."""
+        return self._inserted(self.graph.call_function(target, args, kwargs))
+
+    def method(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert a method call at the graph's insertion point, with its fake value computed."""
+        return self._inserted(self.graph.call_method(name, args, kwargs))
+
+    def _inserted(self, node: fx.Node) -> fx.Node:
+        self.adopt(node, None)
+        self.propagate(node)
+        return node
+
+    def adopt(self, node: fx.Node, example: Any) -> None:
+        """Give an inserted node the provenance of the place and its fake value."""
+        if self._origin is not None:
+            for key in ("nn_module_stack", "stack_trace"):
+                if key in self._origin.meta:
+                    node.meta[key] = self._origin.meta[key]
+        node.meta["example_value"] = example
+
+    def propagate(self, node: fx.Node) -> None:
+        """Compute the fake value of ``node`` from those of its inputs."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+        with self.fake_mode, enable_python_dispatcher(), torch.no_grad():
+            if node.op == "call_method":
+                result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                result = node.target(*args, **kwargs)  # type: ignore[operator]
+        node.meta["example_value"] = result
+
+    def add_constant(self, name: str, tensor: torch.Tensor) -> fx.Node:
+        """A new graph input that always receives ``tensor``."""
+        self.constants[name] = tensor
+        return self._add_placeholder(name, tensor, dynamic=())
+
+    def shared_constant(self, name: str, make: Callable[[], torch.Tensor]) -> fx.Node:
+        """The graph input ``name``, which always receives what ``make`` returns; it is called on first use."""
+        return self.placeholder(name) if name in self.constants else self.add_constant(name, make())
+
+    def add_deferred_constant(self, name: str, example: torch.Tensor) -> fx.Node:
+        """A new graph input that always receives one tensor, which linking makes; ``example`` is its fake."""
+        return self._add_placeholder(name, example, dynamic=())
+
+    def add_position_input(self) -> fx.Node:
+        """A ``position_ids`` placeholder for a model that takes none."""
+        tokens = value(self.placeholder(self.input_ids))
+        with self.fake_mode:
+            example = torch.empty(tokens.shape, dtype=torch.int64, device=tokens.device)
+        node = self._add_placeholder("position_ids", example, ())
+        self.position_ids = node.name
+        return node
+
+    def step_input(self, name: str) -> fx.Node:
+        """The placeholder of a ``StepMetadata`` field, of group g if the name ends in ``_g``; made on first use."""
+        for node in self.placeholders:
+            if node.name == name:
+                return node
+        device = value(self.placeholder(self.input_ids)).device
+        tokens = value(self.placeholder(self.input_ids)).shape[1]
+        with self.fake_mode:
+            per_token = torch.empty((tokens,), dtype=torch.int64, device=device)
+        if name in ("query_ends", "query_lens", "kv_lens"):
+            self.step_inputs.append(name)
+            return self.new_input(name, [5, 9, 10, 17, 23])
+        examples: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {
+            "slot_mapping": (per_token, ()),
+            "token_lengths": (per_token, ()),
+            "row_of_token": (per_token, ()),
+            "padded_tokens": (torch.zeros(5, 9, dtype=torch.int64, device=device), (0, 1)),
+            "block_table": (torch.zeros(5, 7, dtype=torch.int32, device=device), (0, 1)),
+            "query_start_loc": (torch.zeros(6, dtype=torch.int32, device=device), (0,)),
+            "seq_lens": (torch.zeros(5, dtype=torch.int32, device=device), (0,)),
+            "logits_rows": (torch.zeros(3, dtype=torch.int64, device=device), (0,)),
+        }
+        base, _, number = name.rpartition("_")
+        example, dynamic = examples[base if base in GROUP_FIELDS and number.isdigit() else name]
+        self.step_inputs.append(name)
+        return self._add_placeholder(name, example, dynamic)
+
+    def add_cache(self, spec: CacheSpec) -> tuple[fx.Node, ...]:
+        """New graph inputs: the key and the value cache ``[num_blocks, block_size, heads, dim]``, and in int8 the
+        scales of both, ``[num_blocks, block_size, heads]``."""
+        index = len(self.caches)
+        self.caches.append(spec)
+        device = value(self.placeholder(self.input_ids)).device
+        nodes = []
+        for part in spec.parts():
+            heads, *dims = part.token_shape
+            storage = torch.empty(11, heads, 13, *dims, dtype=part.dtype, device=device)
+            nodes.append(self._add_placeholder(f"{part.name}_{index}", storage.transpose(1, 2), dynamic=(0, 1)))
+        return tuple(nodes)
+
+    def lay_out_cache(
+        self, index: int, block_size: int, key_dim: int, value_dim: int, num_kv_heads: int | None = None
+    ) -> None:
+        """Let one token's heads lie together in a cache pair (``CacheSpec.by_token``), in blocks of a fixed size.
+
+        ``num_kv_heads`` is given where it is to be another number than so far.
+        """
+        heads = self.caches[index].num_kv_heads if num_kv_heads is None else num_kv_heads
+        spec = replace(self.caches[index], by_token=True, num_kv_heads=heads, key_dim=key_dim, value_dim=value_dim)
+        self.caches[index] = spec
+        device = value(self.placeholder(self.input_ids)).device
+        for part in spec.parts():
+            node = self.placeholder(f"{part.name}_{index}")
+            blocks = value(node).shape[0]
+            with self.fake_mode:
+                node.meta["example_value"] = torch.empty(
+                    blocks, block_size, *part.token_shape, dtype=part.dtype, device=device
+                )
+
+    def _add_placeholder(self, name: str, example: torch.Tensor, dynamic: tuple[int, ...]) -> fx.Node:
+        source = LocalSource(name)
+        if example.__class__.__name__ != "FakeTensor":
+            sizes = [DimDynamic.DYNAMIC if i in dynamic else DimDynamic.STATIC for i in range(example.dim())]
+            context: StatelessSymbolicContext = StatelessSymbolicContext(dynamic_sizes=sizes)
+            example = self.fake_mode.from_tensor(example, source=source, symbolic_context=context)
+        return self.new_input(name, example)
+
+    def new_input(self, name: str, example: Any) -> fx.Node:
+        """A new graph input with a fake value, behind the others."""
+        with self.graph.inserting_after(self.placeholders[-1]):
+            node = self.graph.placeholder(name)
+        node.meta["example_value"] = example
+        node._dynamo_source = LocalSource(name)  # type: ignore[attr-defined]
+        return node
+
+    def recompile(self) -> None:
+        self.graph.lint()
+        self.module.recompile()

@@ -1,0 +1,1 @@
+"""Lowering to a CPU: how weights are held, and products that do not depend on the batch."""

@@ -1,0 +1,76 @@
+"""Round the weights of linear layers to a few bits, and their inputs to 8 or 16.
+
+Level 0, where asked for (``quantization``): the numbers change.
+
+Matches:
+    linear(x, W, b), linear(x, t(W), b)              # parameters
+Becomes:
+    pagoda::quantized_linear(x, W, b, out, bits, group_size, input_bits)       # W is rounded when linked
+Why it is faster:
+    Decoding waits for weights: half or a quarter of the bytes of bf16 take about as much of its time. Long prompts
+    and big batches wait for multiplications, of which a CPU does twice as many in int8 as in bf16.
+
+The head of a 4-bit model keeps 8 bits: its errors go straight into the logits. Routers are not rounded, since another
+expert is no small error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from ....runtime.ops.native import FLOAT_CODES
+from ....runtime.ops.quantized_linear import quantized_linear
+from ....runtime.ops.quantized_weight import DEFAULT_GROUP_SIZES, LARGEST_INPUTS
+from ...graph.fx_nodes import argument, callee, eliminate_dead_code, shape, value
+from ...graph.packed_weights import PackedWeights
+from ...graph.record import PassRecord
+from ...graph.traced import TracedGraph
+
+NAME = "quantise_linears"
+
+_HEAD_GROUP = DEFAULT_GROUP_SIZES[8]
+_CHOICES = frozenset(("moe_gating", "topk", "sort", "argmax"))
+_FORMS = frozenset("view _unsafe_view reshape _to_copy softmax _softmax sigmoid add squeeze unsqueeze".split())
+
+
+def quantise_linears(traced: TracedGraph) -> PassRecord:
+    """Replace linears over parameters, as ``traced.quantization`` says; ``traced.notes["packed"]`` lists the weights.
+
+    Flat (paged) graphs only: elsewhere the caller owns the weights.
+    """
+    record = PassRecord(NAME)
+    scheme = traced.quantization
+    if scheme is None or not traced.paged:
+        return record
+    weights = PackedWeights(traced)
+    vocab_size = shape(traced.output.args[0][0])[-1]  # type: ignore[index,arg-type]
+    for node in weights.linears(record, _refusal):
+        x, bias = argument(node, 0, "input"), argument(node, 2, "bias")
+        outputs = shape(argument(node, 1, "weight"))[0]
+        is_head = outputs == vocab_size and scheme.bits < 8
+        chosen = replace(scheme, bits=8, group_size=_HEAD_GROUP) if is_head else scheme
+        given = (outputs, chosen.bits, chosen.group_size, chosen.input_bits)
+        with traced.before(node):
+            new = traced.call(quantized_linear, x, weights.input_for(node, chosen), bias, *given)
+            traced.substitute(node, new)
+        record.matches += 1
+    weights.close()
+    eliminate_dead_code(traced.graph)
+    return record
+
+
+def _refusal(node: fx.Node) -> str:
+    weight = value(argument(node, 1, "weight"))
+    if weight.device.type != "cpu" or weight.dtype not in FLOAT_CODES:
+        return f"no quantised products of {weight.dtype} on {weight.device}"
+    if weight.shape[1] > LARGEST_INPUTS:
+        return f"sums of {weight.shape[1]} products overflow"
+    return "it is a router" if _chooses(node) else ""
+
+
+def _chooses(node: fx.Node) -> bool:
+    """Whether experts are chosen by the result, perhaps after its form, type or norm has changed."""
+    names = {user: callee(user).partition(".")[0] for user in node.users}
+    return any(name in _CHOICES or (name in _FORMS and _chooses(user)) for user, name in names.items())

@@ -1,0 +1,241 @@
+"""Multi-head latent attention for Ascend, over the latent.
+
+Matches:
+    pagoda::paged_attention(q, k, v, key_cache, value_cache, ...)       # H heads
+        k[h], v[h] = [c @ W_uk[h].T, shared], c @ W_uv[h].T             # both parts of one product of the latent c
+Becomes:
+    npu_scatter_pa_kv_cache(c, shared, key_cache, value_cache, ...)     # one KV head; or an operator that does more
+    q'[h] = q[h, own dims] @ W_uk[h]                                    # npu_transpose_batchmatmul
+    npu_fused_infer_attention_score(q', c, c, query_rope=q[rest], key_rope=shared, num_key_value_heads=1)
+    out[h] = out'[h] @ W_uv[h].T                                        # npu_transpose_batchmatmul
+Why it is faster:
+    the cache holds one latent per token instead of a key and a value per head (DeepSeek-V3: 576 numbers instead of
+    40960), and they are not computed anew for every head.
+
+How the latent, what all heads share and the queries are made is looked at for operators that do that as well; see
+``mla_prolog``.
+
+Level 2: products are summed in another order. Source: DeepSeek-AI, DeepSeek-V2: A Strong, Economical, and Efficient
+Mixture-of-Experts Language Model, 2024, section 2.1 and appendix C.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import fx
+
+from ....graph.attention_node import PagedAttentionCall, paged_attention_nodes
+from ....graph.fx_nodes import eliminate_dead_code, module_path, shape, value
+from ....graph.record import PassRecord, Rejection
+from ....graph.traced import TracedGraph
+from ..attention_limits import MASK_SIZE, UNLIMITED
+from ..call import Call
+from ..limits import violations
+from ..paged_attention import causal_mask
+from ..site import Site
+from .layout import LatentKeys, Movements, Unclear, add_weight, forget_unread_merges, latent_keys, weight_rows
+from .parts import Query, heads_by_token, shared_by_token
+from .prolog import Place, prolog, write_normed_and_rotated
+
+NAME = "absorb_latent_attention"
+LATENT = "npu.npu_fused_infer_attention_score over the latent"
+
+_npu, _aten = torch.ops.npu, torch.ops.aten
+_CAUSAL, _BAND = 3, 4
+_ROWS_FIRST, _AS_STORED = [1, 0, 2], [0, 1, 2]
+
+
+def absorb_latent_attention(traced: TracedGraph) -> PassRecord:
+    """Let every attention whose keys and values are made from a latent read that; others are left alone."""
+    record = PassRecord(NAME)
+    if traced.npu is None:
+        return record
+    nodes, inputs = list(paged_attention_nodes(traced)), set(traced.placeholders)
+    readers, movements = Counter(node.args[3] for node in nodes), Movements()
+    for node in nodes:
+        site = Site(traced, node, record)
+        try:
+            latent = latent_keys(movements, node.args[1], node.args[2])  # type: ignore[arg-type]
+            if latent is None:
+                continue
+            if readers[node.args[3]] > 1:
+                raise Unclear("its cache is read by another attention too")
+            with traced.before(node):
+                new = _LatentAttention(site, movements, latent).lower()
+        except Unclear as error:
+            site.refuse(LATENT, str(error))
+            node.meta["refused"] = tuple(site.refused)
+            record.rejections.append(Rejection(node.name, str(error), module_path(node)))
+            continue
+        site.replace_heads_first(node, new)
+        site.done()
+    if record.matches:
+        eliminate_dead_code(traced.graph)
+        forget_unread_merges(traced)
+    for node in [n for n in traced.placeholders if n not in inputs and not n.users]:  # of routes that were refused
+        traced.graph.erase_node(node)
+        traced.constants.pop(node.name, None)
+    return record
+
+
+class _LatentAttention:
+    """One call, its arguments by name.
+
+    Args:
+        site: of the call.
+        movements: what runs data movements.
+        latent: how its keys and values are made.
+
+    Raises:
+        Unclear: it has no legal form over the latent.
+    """
+
+    def __init__(self, site: Site, movements: Movements, latent: LatentKeys) -> None:
+        self.site, self.traced, self.latent = site, site.traced, latent
+        call = PagedAttentionCall.of(site.node)
+        query, self.key_cache, self.value_cache = call.query, call.key_cache, call.value_cache
+        self.slot_mapping, self.block_table = call.slot_mapping, call.block_table
+        self.scale, self.sliding_window = call.scale, call.sliding_window
+        unknown = (
+            *(("sinks", call.sinks), ("soft cap", call.softcap), ("ALiBi", call.alibi_slopes)),
+            ("chunks", call.chunk),
+        )
+        for what, there in unknown:
+            if there:
+                raise Unclear(f"it knows no {what}")
+        if call.key_scale is not None:
+            raise Unclear("it reads an int8 latent only with int8 queries")
+        self.heads = int(shape(query)[1])
+        if self.heads != latent.key_rows.heads:
+            raise Unclear(f"{self.heads} heads of queries over {latent.key_rows.heads} of keys")
+        self.like = value(query)
+        key_name, key_rows = weight_rows(self.traced, latent.product, latent.key_rows)
+        value_name, value_rows = weight_rows(self.traced, latent.product, latent.value_rows)
+        self.layout = "TND" if self._turns_results(value_rows) else "TND_NTD"
+        self._check()
+        self.query = Query.of(movements, query, latent)
+        self.place = Place(site, movements, latent, self.query, self.slot_mapping, self.key_cache, self.value_cache)
+        # [H, D, latent] and [H, latent, Dv]
+        self.key_weight = add_weight(self.traced, f"keys_of_{key_name}", key_rows)
+        self.value_weight = add_weight(self.traced, f"values_of_{value_name}", value_rows.transpose(1, 2))
+
+    def _turns_results(self, value_rows: torch.Tensor) -> bool:
+        """Whether the last product takes the kernel's results tokens first. Very many heads must be first."""
+        with self.traced.fake_mode:
+            rows = self.like.new_empty(self.like.shape[2], self.heads, self.latent.latent_dim)
+            weight = self.like.new_empty(self.heads, self.latent.latent_dim, value_rows.shape[1])
+        product = _npu.npu_transpose_batchmatmul.default
+        return not violations(Call.make(product, self.site.target, rows, weight, perm_x1=_ROWS_FIRST))
+
+    def _check(self) -> None:
+        """Raise ``Unclear`` where a call that there is no other route for is not legal."""
+        size, latent, rotary = self.site.target.block_size, self.latent.latent_dim, self.latent.rotary_dim
+        tokens, blocks = self.like.shape[2], value(self.key_cache).shape[0]
+        with self.traced.fake_mode:
+            query, query_rope = (self.like.new_empty(tokens, self.heads, dim) for dim in (latent, rotary))
+            rows = [self.like.new_empty(tokens, 1, dim) for dim in (latent, rotary)]
+            caches = [self.like.new_empty(blocks, size, 1, dim) for dim in (latent, rotary)]
+            keys, key_rope = (self.like.new_empty(blocks, size, dim) for dim in (latent, rotary))
+            mask = torch.empty(MASK_SIZE, MASK_SIZE, dtype=torch.int8)
+        attend = _npu.npu_fused_infer_attention_score.default
+        kwargs = self._arguments(query_rope, key_rope, [1], [1], mask)
+        write, slots = _npu.npu_scatter_pa_kv_cache.default, self.slot_mapping
+        for call in (
+            Call.make(attend, self.site.target, query, keys, keys, **kwargs),
+            Call.make(write, self.site.target, *rows, *caches, slots, cache_mode="Norm"),
+        ):
+            reasons = violations(call)
+            if reasons:
+                raise Unclear("; ".join(reasons))
+
+    def lower(self) -> fx.Node:
+        """The result, ``[1, T, H, Dv]``."""
+        latent, rotary = self.latent.latent_dim, self.latent.rotary_dim
+        index = int(self.key_cache.name.rpartition("_")[2])
+        self.traced.lay_out_cache(index, self.site.target.block_size, latent, rotary, num_kv_heads=1)
+        both = prolog(self.place, self.key_weight)
+        if both is None:
+            rest = write_normed_and_rotated(self.place)
+            if rest is None:
+                rest = self._write()
+            content = heads_by_token(self.site, self.query.content.by_token(self.site))
+            both = self._product(content, self.key_weight, turned=True), rest
+        return self.traced.call(_aten.unsqueeze.default, self._values(self._attend(*both)), 0)
+
+    def _write(self) -> fx.Node:
+        """Write the latent and what all heads share as they are; the query's part that meets the latter."""
+        latent = self.latent
+        rows = self.traced.call(_aten.reshape.default, latent.latent, [-1, 1, latent.latent_dim])
+        done = self.site.call(
+            _npu.npu_scatter_pa_kv_cache.default,
+            self.site.dense(rows),
+            shared_by_token(self.site, latent),
+            self.key_cache,
+            self.value_cache,
+            self.slot_mapping,
+            cache_mode="Norm",
+        )
+        assert done is not None, self.site.refused
+        return self.query.rest_by_token(self.site)
+
+    def _attend(self, query: fx.Node, query_rope: fx.Node) -> fx.Node:
+        """Sums of latents, ``[T, H, latent]`` or, in layout TND_NTD, ``[H, T, latent]``."""
+        keys, key_rope = (
+            self.traced.call(_aten.reshape.default, cache, [-1, self.site.target.block_size, int(shape(cache)[-1])])
+            for cache in (self.key_cache, self.value_cache)
+        )
+        kwargs = self._arguments(
+            query_rope,
+            key_rope,
+            self.traced.step_input("query_ends"),
+            self.traced.step_input("kv_lens"),
+            causal_mask(self.traced, query),
+        )
+        results = self.site.call(_npu.npu_fused_infer_attention_score.default, query, keys, keys, **kwargs)
+        assert results is not None, self.site.refused
+        return self.site.item(results, 0)
+
+    def _arguments(self, query_rope: Any, key_rope: Any, query_lens: Any, kv_lens: Any, mask: Any) -> dict[str, Any]:
+        window = self.sliding_window
+        return {
+            "query_rope": query_rope,
+            "key_rope": key_rope,
+            "atten_mask": mask,
+            "actual_seq_lengths": query_lens,
+            "actual_seq_lengths_kv": kv_lens,
+            "block_table": self.block_table,
+            "num_heads": self.heads,
+            "num_key_value_heads": 1,
+            "scale": self.scale,
+            "input_layout": self.layout,
+            "sparse_mode": _BAND if window else _CAUSAL,
+            # The band starts that many keys before the query's own.
+            "pre_tokens": window - 1 if window else UNLIMITED,
+            "next_tokens": 0 if window else UNLIMITED,
+            "block_size": self.site.target.block_size,
+            "inner_precise": 0,
+        }
+
+    def _values(self, rows: fx.Node) -> fx.Node:
+        """``[T, H, Dv]``."""
+        return self._product(rows, self.value_weight, turned=self.layout == "TND")
+
+    def _product(self, rows: fx.Node, weight: fx.Node, *, turned: bool) -> fx.Node:
+        """Each head's rows by its own matrix, ``[T, H, N]``; ``rows`` are ``[T, H, K]`` (turned) or ``[H, T, K]``."""
+        product = self.site.call(
+            _npu.npu_transpose_batchmatmul.default,
+            rows,
+            weight,
+            perm_x1=_ROWS_FIRST if turned else _AS_STORED,
+            perm_x2=_AS_STORED,
+            perm_y=_ROWS_FIRST,
+        )
+        if product is not None:
+            return product
+        if turned:
+            rows = self.traced.call(_aten.transpose.int, rows, 0, 1)
+        product = self.site.aten(_aten.bmm.default, rows, weight)
+        return self.site.dense(self.traced.call(_aten.transpose.int, product, 0, 1))

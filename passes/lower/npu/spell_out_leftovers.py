@@ -1,0 +1,57 @@
+"""Spell out what no lowering took.
+
+Matches:
+    any pagoda:: operator that is left
+Becomes:
+    the ATen operators of its formula
+Why:
+    the operators of ours have kernels for CPUs alone.
+
+Level 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ....runtime.ops import gated_activation, layer_norm, moe, rms_norm, rope
+from ....runtime.ops.reference import attention_reference
+from ...graph.record import PassRecord
+from ...graph.traced import TracedGraph
+from .site import Lowering, lower_each
+
+NAME = "spell_out_leftovers"
+
+_pagoda = torch.ops.pagoda
+
+_FORMULAS: dict[Any, Callable[..., Any]] = {
+    _pagoda.attention.default: attention_reference,
+    _pagoda.moe_gating.default: moe.moe_gating_reference,
+    _pagoda.rms_norm.default: rms_norm.rms_norm_reference,
+    _pagoda.add_rms_norm.default: rms_norm.add_rms_norm_reference,
+    _pagoda.layer_norm.default: layer_norm.layer_norm_reference,
+    _pagoda.add_layer_norm.default: layer_norm.add_layer_norm_reference,
+    _pagoda.rope.default: rope.rope_reference,
+    _pagoda.gated_activation.default: gated_activation.gated_activation_reference,
+    _pagoda.activation.default: gated_activation.activation_reference,
+}
+
+
+def spell_out_leftovers(traced: TracedGraph) -> PassRecord:
+    """Replace what is left of the canonical operators, so that the graph runs where they are not known.
+
+    Raises:
+        ValueError: one whose formula cannot be spelled out.
+    """
+    for node in traced.graph.nodes:
+        ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "pagoda"
+        if ours and node.target not in _FORMULAS:
+            raise ValueError(f"{node.name} ({node.target}) has no form for {traced.npu}")
+    return lower_each(traced, NAME, {operator: _spelled(formula) for operator, formula in _FORMULAS.items()})
+
+
+def _spelled(formula: Callable[..., Any]) -> Lowering:
+    return lambda site, *args: site.inline(formula, *args)

@@ -1,0 +1,1 @@
+"""Proofs on a graph that no operator mixes tokens of different sequences."""

@@ -1,0 +1,62 @@
+"""Turn mask tensors into attributes of attention.
+
+Matches:
+    pagoda::attention(q, k, v, mask=<T×T tensor made of positions only>, ...)
+Becomes:
+    pagoda::attention(q, k, v, mask=None, is_causal=True, sliding_window=w, chunk=c, alibi_slopes=s)
+Why it is faster:
+    no T×T tensor is made, and a flat step of many sequences has no use for one.
+
+Level 0.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ..graph.attention_node import AttentionCall, attention_nodes
+from ..graph.fx_nodes import closure, eliminate_dead_code, module_path, shape
+from ..graph.record import PassRecord, Rejection
+from ..graph.traced import TracedGraph
+from .mask_kind import MaskKind, UnknownMask, probe
+
+NAME = "classify_masks"
+
+
+def classify_masks(traced: TracedGraph) -> PassRecord:
+    """Classify the mask of every ``pagoda::attention`` and drop the tensor. Flat (paged) graphs only."""
+    record = PassRecord(NAME)
+    if not traced.paged:
+        return record
+    known: dict[fx.Node, MaskKind | UnknownMask] = {}
+    slopes: dict[fx.Node, fx.Node] = {}
+    for node in list(attention_nodes(traced)):
+        call = AttentionCall.of(node)
+        if call.attn_mask is None:
+            continue
+        if call.attn_mask not in known:
+            try:
+                known[call.attn_mask] = probe(traced, call.attn_mask, int(shape(call.query)[1]))
+            except UnknownMask as reason:
+                known[call.attn_mask] = reason
+        kind = known[call.attn_mask]
+        if isinstance(kind, UnknownMask):
+            record.rejections.append(Rejection(node.name, str(kind), module_path(node)))
+            continue
+        if kind.literal:
+            names = {n.name for n in closure(call.attn_mask)}
+            traced.notes.setdefault("followed_literals", {}).setdefault(kind.literal, set()).update(names)
+        if kind.alibi_slopes is not None and call.attn_mask not in slopes:
+            slopes[call.attn_mask] = traced.add_constant(f"alibi_slopes_{len(slopes)}", kind.alibi_slopes)
+        changed = call.changed(
+            attn_mask=None,
+            is_causal=True,
+            sliding_window=kind.sliding_window,
+            chunk=kind.chunk,
+            alibi_slopes=slopes.get(call.attn_mask),
+        )
+        node.args = changed.arguments()
+        record.matches += 1
+    if record.matches:
+        eliminate_dead_code(traced.graph)
+    return record

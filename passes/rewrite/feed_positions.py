@@ -1,0 +1,133 @@
+"""Feed the step's positions to models that make their own.
+
+Matches:
+    arange(T) + c,  cumsum(ones(T)) - 1, ...   # numbers that turn out to be position + c when run
+    table[:T]                                  # a stored table cut to the number of tokens
+Becomes:
+    position_ids + c
+    index_select(table, position_ids)
+Why:
+    in a flat step of many sequences token t of the step is not token t of its sequence.
+
+Level 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ..graph.evaluate import Evaluation
+from ..graph.fx_nodes import callee, eliminate_dead_code, is_tensor, module_path, shape, value
+from ..graph.record import PassRecord, Rejection
+from ..graph.traced import TracedGraph
+from ..proof.dependence import Depends, dependences
+from ..proof.step_place import picks_rows, token_dims
+
+NAME = "feed_positions"
+
+_TOKENS = 7
+_MORE_TOKENS = 12
+_LARGEST_OFFSET = 16
+
+
+def feed_positions(traced: TracedGraph) -> PassRecord:
+    """Replace positions that the model derives from the number of tokens. Flat (paged) graphs only."""
+    record = PassRecord(NAME)
+    if not traced.paged:
+        return record
+    depends = dependences(traced)
+    for node in list(traced.graph.nodes):
+        if node.op in ("placeholder", "output") or not node.users or not is_tensor(node):
+            continue
+        dims = token_dims(traced, node)
+        if depends[node] is not Depends.CONSTANT or not dims or _reads_fed(node):
+            if _reads_fed(node):
+                node.meta["fed_positions"] = True
+            continue
+        if len(dims) > 1:
+            continue
+        try:
+            seen = Evaluation(traced, {traced.token_symbol: _TOKENS})(node)
+        except Exception as reason:
+            record.rejections.append(Rejection(node.name, f"could not be run: {reason}", module_path(node)))
+            continue
+        if seen.shape[dims[0]] != _TOKENS or _same_for_all(seen, dims[0]) or picks_rows(traced, node):
+            continue
+        replacement = _positions_like(traced, node, seen, dims[0]) or _table_rows(traced, node, seen, dims[0])
+        if replacement is None:
+            continue
+        replacement.meta["fed_positions"] = True
+        node.replace_all_uses_with(replacement)
+        record.matches += 1
+    if record.matches:
+        eliminate_dead_code(traced.graph)
+        for node in traced.graph.nodes:
+            node.meta.pop("fed_positions", None)
+    return record
+
+
+def _reads_fed(node: fx.Node) -> bool:
+    return any(n.meta.get("fed_positions") for n in node.all_input_nodes)
+
+
+def _same_for_all(seen: torch.Tensor, dim: int) -> bool:
+    return bool((seen == seen.narrow(dim, 0, 1)).all())
+
+
+def _positions(traced: TracedGraph) -> fx.Node:
+    """The ``[1, T]`` positions placeholder, added when the model has none."""
+    if not traced.position_ids:
+        traced.add_position_input()
+    return traced.placeholder(traced.position_ids)
+
+
+def _positions_like(traced: TracedGraph, node: fx.Node, seen: torch.Tensor, dim: int) -> fx.Node | None:
+    """position_ids + c in the shape and type of ``node``, if that is what ``node`` is."""
+    if seen.numel() != _TOKENS or seen.dtype == torch.bool:
+        return None
+    flat = seen.reshape(-1)
+    offset = flat[0].item()
+    if not torch.equal(flat, (torch.arange(_TOKENS) + offset).to(seen.dtype)):
+        return None
+    longer = Evaluation(traced, {traced.token_symbol: _MORE_TOKENS})(node).reshape(-1)
+    if not torch.equal(longer, (torch.arange(_MORE_TOKENS) + offset).to(seen.dtype)):
+        return None  # counted from the end of the step
+    positions = _positions(traced)
+    with traced.graph.inserting_before(node):
+        new = traced.method("squeeze", positions, 0)
+        for at in range(seen.dim()):
+            if at != dim:
+                new = traced.method("unsqueeze", new, at)
+        if value(new).dtype != seen.dtype:
+            new = traced.method("to", new, seen.dtype)
+        if offset:
+            new = traced.call(torch.add, new, offset)
+    return new
+
+
+def _table_rows(traced: TracedGraph, node: fx.Node, seen: torch.Tensor, dim: int) -> fx.Node | None:
+    """index_select(table, positions + c), if ``node`` is a stored table cut to the number of tokens."""
+    if callee(node) not in ("getitem", "narrow", "slice") or not isinstance(node.args[0], fx.Node):
+        return None
+    table = node.args[0]
+    if token_dims(traced, table) or len(shape(table)) != seen.dim():
+        return None
+    stored = Evaluation(traced, {traced.token_symbol: _TOKENS})(table)
+    longer = Evaluation(traced, {traced.token_symbol: _MORE_TOKENS})(node)
+    rows = stored.shape[dim]
+    for offset in range(min(_LARGEST_OFFSET, max(rows - _TOKENS, 0)) + 1):
+        index = torch.arange(_TOKENS) + offset
+        more = torch.arange(min(_MORE_TOKENS, rows - offset)) + offset
+        if (
+            rows >= _TOKENS + offset
+            and torch.equal(stored.index_select(dim, index), seen)
+            and torch.equal(stored.index_select(dim, more), longer)
+        ):
+            positions = _positions(traced)
+            with traced.graph.inserting_before(node):
+                index_node = traced.method("squeeze", positions, 0)
+                if offset:
+                    index_node = traced.call(torch.add, index_node, offset)
+                return traced.call(torch.index_select, table, dim, index_node)
+    return None

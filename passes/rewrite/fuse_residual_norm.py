@@ -1,0 +1,72 @@
+"""Fuse the addition to the residual stream with the norm that reads it.
+
+Matches:
+    s = x + residual; y = pagoda::rms_norm(s, ...)        # or layer_norm; s may have other users
+Becomes:
+    y, s = pagoda::add_rms_norm(x, residual, ...)
+Why it is faster:
+    the sum is normalised while it is still in the cache.
+
+Level 2.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from ..graph.fx_nodes import callee, eliminate_dead_code, is_tensor, module_path, shape, value
+from ..graph.record import PassRecord, Rejection
+from ..graph.traced import TracedGraph
+
+NAME = "fuse_residual_norm"
+
+_FUSED = {
+    torch.ops.pagoda.rms_norm.default: torch.ops.pagoda.add_rms_norm.default,
+    torch.ops.pagoda.layer_norm.default: torch.ops.pagoda.add_layer_norm.default,
+}
+
+
+def fuse_residual_norm(traced: TracedGraph) -> PassRecord:
+    """Replace sums and the first norm over each by one operator that returns both."""
+    record = PassRecord(NAME)
+    for norm in list(traced.graph.nodes):
+        if norm.op != "call_function" or norm.target not in _FUSED:
+            continue
+        total = norm.args[0]
+        if not isinstance(total, fx.Node) or callee(total) != "add.Tensor":
+            continue
+        # In front of whatever reads the sum first.
+        place = min(total.users)
+        reason = _refusal(total)
+        if not reason and any(n >= place for n in norm.all_input_nodes if n is not total):
+            reason = "its scale is computed after the sum"
+        if reason:
+            record.rejections.append(Rejection(norm.name, reason, module_path(norm)))
+            continue
+        with traced.before(place, like=norm):
+            both = traced.call(_FUSED[norm.target], *total.args, *norm.args[1:])
+            normed = traced.call(operator.getitem, both, 0)
+            new_total = traced.call(operator.getitem, both, 1)
+        traced.substitute(norm, normed)
+        traced.substitute(total, new_total)
+        record.matches += 1
+    if record.matches:
+        eliminate_dead_code(traced.graph)
+    return record
+
+
+def _refusal(total: fx.Node) -> str:
+    """Why a sum cannot be taken into the norm; "" when it can."""
+    a, b = total.args[:2]
+    if not (isinstance(a, fx.Node) and isinstance(b, fx.Node) and is_tensor(a) and is_tensor(b)):
+        return "what is added is a number"
+    if total.kwargs.get("alpha", 1) != 1:
+        return f"the sum is scaled by alpha={total.kwargs['alpha']}"
+    if not str(shape(a)) == str(shape(b)) == str(shape(total)):
+        return f"{tuple(shape(a))} and {tuple(shape(b))} are broadcast"
+    if not value(a).dtype == value(b).dtype == value(total).dtype:
+        return f"{value(a).dtype} and {value(b).dtype} are added"
+    return ""

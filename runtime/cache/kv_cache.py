@@ -1,0 +1,162 @@
+"""How large the paged KV cache is, and its tensors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..memory import advise_huge_pages
+from ..program import CachePart, CacheSpec, KVCache
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CPU_CACHE_BYTES = 4 << 30
+"""A plain CPU's cache is not larger than this unless it is asked for."""
+
+UNSTATED_MODEL_LEN = 1 << 17
+"""Tokens per sequence that the default cache provides for when the model does not say its own number."""
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[f"{_letter}b"] = 1000**_power
+    _UNITS[f"{_letter}ib"] = _UNITS[_letter] = 1024**_power
+
+
+def parse_memory(value: int | str, name: str = "kv_cache_memory") -> int:
+    """Bytes meant by an int or by text such as ``"4GiB"``, ``"512 MB"``, ``"2g"`` (g is GiB, GB is 10**9).
+
+    Raises:
+        ValueError: it cannot be read, or is not positive; ``name`` is the argument that the message names.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        amount = value
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower()) if isinstance(value, str) else None
+        if match is None or match[2] not in _UNITS:
+            raise ValueError(f'{name}={value!r} is not a size; use bytes or text such as "4GiB" or "512MiB"')
+        amount = int(float(match[1]) * _UNITS[match[2]])
+    if amount < 1:
+        raise ValueError(f"{name}={value!r} is not a positive size; use at least the bytes of one block")
+    return amount
+
+
+def bytes_per_block(specs: Sequence[CacheSpec], block_size: int) -> int:
+    """Bytes that one block takes in all layers' caches together, the scales of int8 included."""
+    return block_size * sum(part.token_bytes for spec in specs for part in spec.parts())
+
+
+def available_memory() -> int:
+    """Bytes that this process can still take on the host: free memory, or what the control group leaves."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    if found:
+        free = int(found[1]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            used = int((group / "memory.current").read_text())
+            # The page cache is counted as used but given back under pressure.
+            cached = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+            free = min(free, int(limit) - used + (int(cached[1]) if cached else 0))
+    except (OSError, ValueError):
+        pass
+    return max(free, 0)
+
+
+def num_blocks_in(memory: int, specs: Sequence[CacheSpec], block_size: int) -> int:
+    """Blocks that fit in ``memory`` bytes.
+
+    Raises:
+        ValueError: not even one fits.
+    """
+    size = bytes_per_block(specs, block_size)
+    if size > memory:
+        raise ValueError(
+            f"kv_cache_memory={memory} bytes holds no block of {block_size} tokens ({size} bytes); "
+            "give the cache more memory or lower block_size"
+        )
+    return memory // size if size else memory
+
+
+def default_num_blocks(
+    specs: Sequence[CacheSpec],
+    block_size: int,
+    max_num_seqs: int,
+    max_model_len: int | None,
+    *,
+    memory: int | None = None,
+) -> int:
+    """Blocks of the cache when nobody says: for ``max_num_seqs`` sequences of ``max_model_len`` tokens.
+
+    Args:
+        specs: what each layer stores.
+        block_size: tokens per block.
+        max_num_seqs: most sequences at once.
+        max_model_len: most tokens per sequence; None when the model does not say.
+        memory: most bytes to take. None: 4 GiB or half of the host's free memory, whichever is less.
+
+    Raises:
+        ValueError: not even one block fits.
+    """
+    if memory is None:
+        memory = min(DEFAULT_CPU_CACHE_BYTES, available_memory() // 2)
+    fitting = num_blocks_in(memory, specs, block_size)
+    longest = UNSTATED_MODEL_LEN if max_model_len is None else max_model_len
+    return max(1, min(fitting, max_num_seqs * -(-longest // block_size)))
+
+
+def allocate_kv_cache(
+    specs: Sequence[CacheSpec], num_blocks: int | Sequence[int], block_size: int, device: torch.device | str = "cpu"
+) -> KVCache:
+    """The cache tensors of every entry of ``specs``: (key, value), and in int8 (key, value, key scale, value scale).
+
+    Args:
+        specs: what each layer stores.
+        num_blocks: of each layer, or of each group of layers.
+        block_size: tokens per block.
+        device: where they live.
+
+    Returns:
+        Keys and values ``[num_blocks, block_size, num_kv_heads, dim]``, scales without the last dim. Unless the entry
+        says ``by_token`` they are views of ``[num_blocks, num_kv_heads, block_size, ...]``: one head's tokens of a
+        block lie together, as a CPU reads them.
+        Nothing is written, so that on a CPU a page costs memory only once a token is stored in it.
+
+    Raises:
+        ValueError: ``num_blocks`` or ``block_size`` is below 1.
+        RuntimeError: the device has too little memory.
+    """
+    for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+        if (value if isinstance(value, int) else min(value)) < 1:
+            raise ValueError(f"{name}={value} is below 1; use at least 1")
+    counts = [num_blocks if isinstance(num_blocks, int) else num_blocks[spec.group] for spec in specs]
+
+    def pages(spec: CacheSpec, part: CachePart, count: int) -> torch.Tensor:
+        heads, *dims = part.token_shape
+        inner = (block_size, heads) if spec.by_token else (heads, block_size)
+        storage = torch.empty(count, *inner, *dims, dtype=part.dtype, device=torch.device(device))
+        advise_huge_pages(storage)
+        return storage if spec.by_token else storage.transpose(1, 2)
+
+    size = sum(count * bytes_per_block([spec], block_size) for spec, count in zip(specs, counts, strict=True))
+    try:
+        cache = [
+            tuple(pages(spec, part, count) for part in spec.parts())
+            for spec, count in zip(specs, counts, strict=True)
+        ]
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"num_blocks={num_blocks} takes {size / 2**30:.2f} GiB on {device}, which is not there; "
+            "lower num_blocks or kv_cache_memory"
+        ) from error
+    logger.info("KV cache: %s blocks of %d tokens, %.2f GiB on %s", num_blocks, block_size, size / 2**30, device)
+    return cache

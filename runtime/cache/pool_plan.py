@@ -1,0 +1,165 @@
+"""How the memory of the KV cache is shared out among layers with and without a sliding window.
+
+Layers that look back equally far form a group with a pool of blocks of its own. A sequence keeps in a group with a
+window only the blocks that the window still touches, so that the pool of such a group need not grow with the length
+of sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..program import CacheSpec
+from .kv_cache import (
+    DEFAULT_CPU_CACHE_BYTES,
+    UNSTATED_MODEL_LEN,
+    available_memory,
+    bytes_per_block,
+    default_num_blocks,
+    num_blocks_in,
+)
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """The blocks of one group of layers.
+
+    Attributes:
+        window: tokens that its layers look back over, 0 when unlimited.
+        layers: their indices among the specs.
+        block_bytes: of one block in all of its layers.
+        num_blocks: that sequences get.
+    """
+
+    window: int
+    layers: tuple[int, ...]
+    block_bytes: int
+    num_blocks: int
+
+    def blocks_of(self, tokens: int, block_size: int) -> int:
+        """Blocks that a decoding sequence of ``tokens`` tokens holds."""
+        return _held(self.window, tokens, block_size)
+
+
+def plan_pools(
+    specs: Sequence[CacheSpec],
+    memory: int,
+    block_size: int,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    by_window: bool = False,
+) -> tuple[PoolPlan, ...]:
+    """Divide a memory into pools of blocks: one, or one per length of window in the order of the specs.
+
+    With one pool for layers of different windows, a sequence keeps all of its blocks; where all layers have the same
+    window, those that left it go back to the pool.
+
+    A pool with a window gets what ``max_num_seqs`` sequences and one step's prompt chunks can use at most, if that is
+    less than an even share; the blocks so saved go to the others. So no pool has fewer blocks than if all layers had
+    equally many, except where it cannot use them. If no pool can use more, all have equally many.
+
+    Args:
+        specs: what each layer stores.
+        memory: bytes of all pools together.
+        block_size: tokens per block.
+        max_num_seqs: most sequences at once.
+        max_num_batched_tokens: most tokens per step.
+        max_model_len: most tokens per sequence.
+        by_window: give layers with different windows pools of their own.
+
+    Returns:
+        The pools; with 0 blocks where not even one fits in each.
+    """
+    layers: dict[int, list[int]] = {}
+    for i, spec in enumerate(specs):
+        layers.setdefault(spec.sliding_window, []).append(i)
+    if len(layers) > 1 and not by_window:
+        layers = {0: list(range(len(specs)))}
+    sizes = {window: bytes_per_block([specs[i] for i in own], block_size) for window, own in layers.items()}
+    most = {
+        window: _most(window, max_model_len, block_size, max_num_seqs, max_num_batched_tokens)
+        for window in layers
+        if 0 < window < max_model_len
+    }
+    even = memory // sum(sizes.values()) if sizes else 0
+    counts = dict.fromkeys(layers, even)
+    while True:
+        capped = {window: most[window] for window in layers if window in most and most[window] <= even}
+        open_bytes = sum(size for window, size in sizes.items() if window not in capped)
+        if not capped or not open_bytes:
+            break
+        share = (memory - sum(sizes[window] * count for window, count in capped.items())) // open_bytes
+        counts = {window: capped.get(window, share) for window in layers}
+        if share == even:
+            break
+        even = share
+    return tuple(PoolPlan(window, tuple(layers[window]), sizes[window], counts[window]) for window in layers)
+
+
+def blocks_by_group(
+    specs: Sequence[CacheSpec],
+    block_size: int,
+    *,
+    num_blocks: int | None,
+    memory: int | None,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int | None,
+) -> list[int]:
+    """Blocks of each group of layers.
+
+    Args:
+        specs: what each layer stores.
+        block_size: tokens per block.
+        num_blocks: that layers without a window get; ones with a window get at most as many.
+        memory: bytes of all caches together, where ``num_blocks`` is None; None: what ``default_num_blocks`` takes.
+        max_num_seqs: most sequences at once.
+        max_num_batched_tokens: most tokens per step.
+        max_model_len: most tokens per sequence; None when the model does not say.
+
+    Raises:
+        ValueError: not even one block fits.
+    """
+    num_groups = max((spec.group for spec in specs), default=0) + 1
+    if num_groups == 1:
+        if num_blocks is not None:
+            return [num_blocks]
+        if memory is not None:
+            return [num_blocks_in(memory, specs, block_size)]
+        return [default_num_blocks(specs, block_size, max_num_seqs, max_model_len)]
+    longest = UNSTATED_MODEL_LEN if max_model_len is None else max_model_len
+    windows = [next(spec.sliding_window for spec in specs if spec.group == group) for group in range(num_groups)]
+    most = [_most(window, longest, block_size, max_num_seqs, max_num_batched_tokens) for window in windows]
+    if num_blocks is not None:
+        return [min(num_blocks, limit) if window else num_blocks for window, limit in zip(windows, most, strict=True)]
+    is_limit = memory is not None
+    if memory is None:
+        memory = min(DEFAULT_CPU_CACHE_BYTES, available_memory() // 2)
+    num_blocks_in(memory, specs, block_size)  # raises where not even one fits
+    pools = plan_pools(
+        specs,
+        memory,
+        block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=longest,
+        by_window=True,
+    )
+    if is_limit:
+        return [pool.num_blocks for pool in pools]
+    return [max(1, min(pool.num_blocks, limit)) for pool, limit in zip(pools, most, strict=True)]
+
+
+def _most(window: int, longest: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """Blocks that a pool can use: of decoding sequences, and of one step's prompt chunks where those slide along."""
+    chunk = -(-max_num_batched_tokens // block_size) if 0 < window < longest else 0
+    return max_num_seqs * _held(window, longest, block_size) + chunk
+
+
+def _held(window: int, tokens: int, block_size: int) -> int:
+    """Blocks that hold the last ``window`` of ``tokens`` tokens wherever they begin, or all of them."""
+    blocks = -(-tokens // block_size)
+    return min(blocks, -(-window // block_size) + 1) if window else blocks

@@ -1,0 +1,1 @@
+"""The engine: requests in, steps of the model, tokens out."""

@@ -1,0 +1,112 @@
+"""How an engine's KV cache is set up for its program: groups of blocks, the longest sequence, what keys depend on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ..batching import preemption_mode
+from ..blocks import BlockGroup, BlockManager
+from ..cache.kv_cache import UNSTATED_MODEL_LEN
+from ..program import Program
+from ..requests.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+def block_groups(
+    program: Program,
+    counts: Sequence[int],
+    min_num_blocks: int | None,
+    preemption: str,
+    swap_space: int,
+    block_bytes: int,
+) -> list[BlockGroup]:
+    """The groups of the program's layers.
+
+    Args:
+        program: has the layers.
+        counts: blocks of each group.
+        min_num_blocks: what the largest group shrinks to, others in proportion; None: none does.
+        preemption: how sequences give up their blocks.
+        swap_space: bytes of host memory for them.
+        block_bytes: of one block in all layers.
+
+    Raises:
+        ValueError: an argument does not fit the others or the device.
+    """
+    num_host_blocks = swap_space // block_bytes if block_bytes else 0
+    if preemption_mode(preemption) == "swap" and num_host_blocks < 1:
+        raise ValueError(
+            f"preemption='swap' finds no room in swap_space={swap_space} bytes for a block of {block_bytes} bytes; "
+            "give it more, such as 1 GiB"
+        )
+    if swap_space and num_host_blocks < 1:
+        raise ValueError(
+            f"swap_space={swap_space} bytes hold no block of {block_bytes} bytes; give it more, such as 1 GiB, or 0"
+        )
+    most = max(counts)
+    if min_num_blocks is not None and min_num_blocks > most:
+        raise ValueError(f"min_num_blocks={min_num_blocks} is above the cache's {most}; lower it")
+    if min_num_blocks is not None and program.device.type != "cpu":
+        raise ValueError(
+            f"min_num_blocks={min_num_blocks}: memory of {program.device} is not given back block by block; "
+            "leave it out"
+        )
+    windows = {
+        spec.group: {other.sliding_window for other in program.caches if other.group == spec.group}
+        for spec in program.caches
+    }
+    groups = []
+    for group, count in enumerate(counts):
+        own = windows.get(group, {0})
+        groups.append(
+            BlockGroup(
+                count,
+                window=min(own) if len(own) == 1 else 0,
+                num_host_blocks=num_host_blocks,
+                min_blocks=0 if min_num_blocks is None else max(1, min_num_blocks * count // most),
+            )
+        )
+    return groups
+
+
+def longest_sequence(blocks: BlockManager, max_model_len: int | None, longest: int | None) -> tuple[int, str]:
+    """The most tokens of a sequence, and what to do for longer ones.
+
+    Args:
+        blocks: the cache's.
+        max_model_len: what was asked for.
+        longest: what the model supports, if it says.
+
+    Raises:
+        ValueError: the cache does not hold what was asked for.
+    """
+    capacity = blocks.capacity
+    num_blocks = [pool.max_blocks for pool in blocks.pools]
+    if max_model_len is not None:
+        if capacity is not None and max_model_len > capacity:
+            raise ValueError(
+                f"max_model_len={max_model_len} is above the {capacity} tokens that the KV cache holds "
+                f"(num_blocks={', '.join(map(str, num_blocks))} of {blocks.block_size}); lower it or give the "
+                "cache more memory"
+            )
+        return (
+            max_model_len,
+            "use a model with a longer context" if max_model_len == longest else "raise max_model_len",
+        )
+    limits = [limit for limit in (longest, capacity) if limit is not None]
+    found = min(limits, default=UNSTATED_MODEL_LEN)
+    logger.info("max_model_len=%d (model: %s, KV cache: %s tokens)", found, longest, capacity)
+    if found == capacity:
+        return found, "give the KV cache more memory (num_blocks or kv_cache_memory)"
+    return found, "use a model with a longer context"
+
+
+def key_variant(program: Program, request: Request) -> str:
+    """Which of its rotary tables the model uses for a request: prompts of the two kinds share no keys."""
+    switch = program.rope_switch
+    if switch is None:
+        return ""
+    length = request.num_prompt_tokens if program.restart_length is None else request.num_tokens
+    return "long" if length > switch else "short"

@@ -1,0 +1,457 @@
+"""The loop under the engine: plan, run, sample, settle; and the way back to a sound state from anywhere."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+
+from ..batching import Batcher, PreemptionCost, Schedule, ScheduledRequest
+from ..cache.block_copier import CacheMover
+from ..profiling.profile import DETOKENISE, SCHEDULE
+from ..profiling.profiler import Profiler
+from ..requests.request import FinishReason, Request, RequestStatus
+from ..sampling.sampler import Sampler
+from .beam_submission import BeamSubmission
+from .model_runner import Runner
+from .step_computer import Choice, Draw, Outcome, StepComputer
+from .submission import Completion, Submission, undecodable
+from .turns import Turns
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Runs submissions step by step.
+
+    Everything that changes the state does so inside ``with core.change``. An exception that leaves such a
+    block, Ctrl-C included, leaves the state marked as unsound, and the next block begins by rebuilding it
+    from the submissions alone: all blocks and rows are taken back and every unfinished request queues again
+    with the tokens that it has settled. So no line in here needs to be atomic.
+
+    Whoever calls a method, or enters ``change``, does so in a turn of ``turns``; only ``drop`` takes its own.
+
+    Attributes:
+        turns: of the threads that use the engine.
+        submissions: by id; those of ``generate`` and ``stream`` until they end, others until their last
+            output has been given to the caller.
+        completions: the unfinished ones, by the id of their request.
+        news: submissions that progressed or ended since the caller was told.
+        change: the context manager for every change.
+    """
+
+    def __init__(
+        self, batcher: Batcher, runner: Runner, sampler: Sampler, mover: CacheMover, cost: PreemptionCost
+    ) -> None:
+        self.turns = Turns()
+        self.batcher = batcher
+        self.runner = runner
+        self.mover = mover
+        self.cost = cost
+        self.submissions: dict[str, Submission] = {}
+        self.completions: dict[str, Completion] = {}
+        self.news: dict[str, Submission] = {}
+        self.change = _Change(self)
+        self.num_steps = 0
+        self.num_computed_tokens = 0
+        self.num_generated_tokens = 0
+        self.num_failed = 0
+        self.profiler = Profiler()
+        self.computer = StepComputer(runner, sampler, cost, self.profiler)
+        self.total_seconds = 0.0
+        self.before_step: Callable[[], object] = lambda: None  # called where a step is about to be planned
+        self._pool_sizes = [pool.num_blocks for pool in batcher.block_manager.pools]
+        self._sampled: list[str] = []  # ids of the sequences that got a token in this step
+        self._dropped: list[Submission] = []
+        self._is_sound = True
+        self._is_changing = False
+        self._is_shut_down = False
+
+    def compute_again(self) -> None:
+        """Let what is under way wait again and be computed from its tokens: no key is used again."""
+        with self.change:
+            self.batcher.block_manager.forget_prefixes()
+        self._recover()
+
+    def check_queue(self, count: int) -> None:
+        """Raise ``QueueFull`` if so many more completions find no room."""
+        if not self._is_sound:
+            self._recover()  # what an interrupted step left running waits again, and counts
+        # Completions that follow the first of their prompt wait, too, though the batcher does not know them yet.
+        self.batcher.check_queue(count, len(self.completions) - self.batcher.num_unfinished)
+
+    def add(self, batch: Iterable[Submission]) -> None:
+        """Queue the submissions, in order; ``check_queue`` is asked before.
+
+        Of several completions of a prompt only the first is queued. The others follow it: they are forked from it, on
+        the same blocks, when the prompt is computed.
+        """
+        if self._is_shut_down:
+            raise RuntimeError("the engine was shut down and takes no prompts; make a new one")
+        with self.change:
+            for submission in batch:
+                self.submissions[submission.request_id] = submission
+                for completion in submission.completions:
+                    self.completions[completion.request.request_id] = completion
+                self.batcher.add(submission.completions[0].request, submission.arrival_time, was_promised=True)
+
+    def end(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
+        """End a completion, inside ``change``; nothing happens if it has ended."""
+        request, owner = completion.request, completion.owner
+        if request.is_finished:
+            return
+        if error is not None:
+            self.num_failed += 1
+            logger.warning("request %s fails: %s", owner.request_id, error)
+        followers = self._followers(completion)
+        request.finished_time = time.perf_counter()
+        if self.batcher.get(request.request_id) is request:
+            self.batcher.finish(request, reason, error)
+        else:  # it follows another
+            request.finish_reason, request.error, request.status = reason, error, RequestStatus.FINISHED
+        self.runner.remove(request)
+        self.completions.pop(request.request_id, None)
+        if owner.is_finished:
+            ids = [c.request.request_id for c in owner.completions]
+            self.profiler.end_request(owner.request_id, owner.metrics(finished=True), ids)
+        for follower in followers:
+            # Whatever kept the first from computing the prompt keeps them too.
+            self.end(follower, reason, error)
+        if not owner.is_private:
+            self.news[owner.request_id] = owner
+        elif owner.is_finished:
+            self.submissions.pop(owner.request_id, None)
+
+    def _end_early(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
+        """End a completion that is not complete; a beam ends its whole search."""
+        owner = completion.owner
+        if isinstance(owner, BeamSubmission):
+            owner.error = "its deadline has passed" if error is None else error
+            for other in owner.completions:
+                if other is not completion:
+                    self.end(other, "cancelled")
+        self.end(completion, reason, error)
+
+    def drop(self, batch: Iterable[Submission], *, may_wait: bool = True) -> None:
+        """Cancel what is unfinished and forget all, whatever state an exception left behind.
+
+        A Ctrl-C meanwhile is raised when this is done. In a forked process nothing is done.
+
+        Args:
+            may_wait: for the turn of this thread. The garbage collector may not: it can be calling from anywhere in
+                here. What is under way then does it at its end, or the next change at its beginning.
+        """
+        self._dropped.extend(batch)  # first: if the wait for a turn is interrupted, the next change does it
+        if not may_wait:
+            self.turns.take_if_free(self._drop_unless_changing)
+        elif self.turns.is_here:
+            self.turns.take(self._drop_all)
+
+    def _drop_unless_changing(self) -> None:
+        if not self._is_changing:
+            self._drop_all()
+
+    def _drop_all(self) -> None:
+        interrupt: KeyboardInterrupt | None = None
+        while self._dropped:
+            try:
+                if self._is_sound:
+                    with self.change:
+                        self._drop_quickly()
+                else:
+                    self._recover()
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def shut_down(self) -> None:
+        """Cancel everything and let go of the program and the caches; ``add`` raises ``RuntimeError`` from now on."""
+        if self._is_shut_down:
+            return
+        with self.change:
+            for completion in list(self.completions.values()):
+                self.end(completion, "cancelled")
+        self._is_shut_down = True
+        del self.runner, self.computer, self.mover  # nothing is left that a step would ask them for
+
+    def run_step(self) -> list[Submission]:
+        """Run one model step; returns whose completions got a token or ended, once per completion."""
+        if self.batcher.has_unfinished():
+            self.before_step()
+        with self.change:
+            if not self.batcher.has_unfinished():
+                return []
+            started = time.perf_counter()
+            self.profiler.begin_step()
+            progressed: list[Submission] = []
+            schedule = self.batcher.schedule(started)
+            while schedule.expired:
+                for request in schedule.expired:
+                    completion = self.completions.get(request.request_id)
+                    if completion is not None:  # else its search has ended with another beam
+                        self._end_early(completion, "timeout")
+                        progressed.append(completion.owner)
+                if not self.batcher.has_unfinished():
+                    return progressed
+                schedule = self.batcher.schedule(started)
+            if not schedule.requests:
+                return progressed
+            self._prepare(schedule, started)
+            self.profiler.mark(SCHEDULE)
+            try:
+                self.mover.start(schedule.copies_beside)
+                outcomes = self.computer.compute(schedule.requests, list(map(self._draw, schedule.requests)))
+            finally:
+                self.mover.join()
+            self.cost.measure_copies(self.mover.copied_bytes, self.mover.seconds)
+            progressed += self._settle(schedule.requests, outcomes)
+            self.num_steps += 1
+            self.num_computed_tokens += schedule.num_tokens
+            self._end_step(schedule, started)
+        return progressed
+
+    def _end_step(self, schedule: Schedule, started: float) -> None:
+        self.profiler.mark(DETOKENISE)
+        self.total_seconds += time.perf_counter() - started
+        decodes = sum(
+            item.num_tokens == 1 and item.start >= item.request.num_prompt_tokens for item in schedule.requests
+        )
+        blocks = self.batcher.block_manager
+        self.profiler.end_step(
+            num_prefill_tokens=schedule.num_tokens - decodes,
+            num_decode_tokens=decodes,
+            num_running=self.batcher.num_running,
+            num_waiting=self.batcher.num_waiting,
+            blocks_used=blocks.num_used_blocks,
+            blocks_cached=blocks.num_cached_blocks,
+            blocks_free=blocks.num_blocks - blocks.num_used_blocks - blocks.num_cached_blocks,
+            sampled=self._sampled,
+        )
+
+    def _prepare(self, schedule: Schedule, now: float) -> None:
+        """Bring rows, tables and blocks to where the step expects them."""
+        for request in schedule.preempted:
+            self.runner.remove(request)
+        for item in schedule.requests:
+            if item.request.row is None:
+                self.runner.add(item.request)
+                if item.request.first_scheduled_time is None:
+                    item.request.first_scheduled_time = now
+        for request_id, tables in schedule.tables.items():
+            self.runner.set_blocks(self.completions[request_id].request, tables)
+        for request_id, blocks in schedule.new_blocks.items():
+            self.runner.append_blocks(self.completions[request_id].request, blocks)
+        self.mover.run(schedule.copies)
+        sizes = [pool.num_blocks for pool in self.batcher.block_manager.pools]
+        for group, (now_there, before) in enumerate(zip(sizes, self._pool_sizes, strict=True)):
+            if now_there < before:
+                self.mover.give_back(group, now_there, before)
+        self._pool_sizes = sizes
+
+    def _draw(self, item: ScheduledRequest) -> Draw:
+        """What is to be made of the last row of a scheduled request."""
+        if not item.is_last_chunk:
+            return Draw()
+        completion = self.completions[item.request.request_id]
+        if isinstance(completion.owner, BeamSubmission):
+            return Draw(num_candidates=completion.owner.search.num_candidates)
+        return Draw((item.request, *(follower.request for follower in self._followers(completion))))
+
+    def _followers(self, completion: Completion) -> list[Completion]:
+        """The completions of its prompt that wait for it to compute the prompt."""
+        siblings = completion.owner.completions
+        if len(siblings) == 1 or completion is not siblings[0]:
+            return []
+        return [
+            c for c in siblings[1:] if not c.is_finished and self.batcher.get(c.request.request_id) is not c.request
+        ]
+
+    def _settle(self, scheduled: list[ScheduledRequest], outcomes: list[Outcome]) -> list[Submission]:
+        """Draw the consequences of a step."""
+        now = time.perf_counter()
+        self._sampled = []
+        progressed: list[Submission] = []
+        going_on: list[Request] = []
+        for item, outcome in zip(scheduled, outcomes, strict=True):
+            request = item.request
+            completion = self.completions.get(request.request_id)
+            if completion is None:  # another beam's error has ended its search
+                continue
+            if outcome.error is not None:
+                self._end_early(completion, "error", outcome.error)
+                progressed.append(completion.owner)
+                continue
+            self.batcher.advance(request, item.num_tokens)
+            if outcome.prompt_logits is not None and completion.prompt_logprobs is not None:
+                # A prompt that is computed again may come with tokens of the output.
+                rows = request.num_prompt_tokens - item.start
+                completion.prompt_logprobs.add(outcome.prompt_logits[:rows], item.start)
+            owner = completion.owner
+            if isinstance(owner, BeamSubmission):
+                if outcome.candidates is not None:
+                    self.batcher.pause(request)
+                    if owner.take(completion, outcome.candidates):
+                        going_on += self._turn(owner, now)
+                        progressed.append(owner)
+                continue
+            if not outcome.choices:
+                continue
+            followers = self._followers(completion)
+            for follower in followers:
+                self.batcher.fork(request, follower.request)
+                follower.request.first_scheduled_time = request.first_scheduled_time
+            for taker, choice in zip((completion, *followers), outcome.choices, strict=True):
+                if self._take(taker, choice, now):
+                    going_on.append(taker.request)
+                progressed.append(taker.owner)
+        # Those without a row bring all of their tokens when they get one.
+        going_on = [request for request in going_on if request.row is not None]
+        self.runner.append_tokens(going_on, [request.output_token_ids[-1] for request in going_on])
+        return progressed
+
+    def _turn(self, owner: BeamSubmission, now: float) -> list[Request]:
+        """Let a search take a step; returns the requests that got a token."""
+        turn = owner.turn()
+        num_steps = len(owner.completions)
+        for completion in owner.completions:
+            self._sampled.append(completion.request.request_id)
+            if completion.request.first_token_time is None:
+                completion.request.first_token_time = now
+        # From here on what is to be done follows from the search: see ``BeamSubmission.restore``.
+        owner.search = turn.search
+        owner.candidates = {}
+        owner.num_steps += num_steps
+        self.num_generated_tokens += num_steps
+        if turn.search.is_done:
+            for completion in owner.completions:
+                self.end(completion, "stop")
+            return []
+        for completion in turn.ended:
+            owner.num_former_preemptions += completion.request.num_preemptions
+            self.end(completion, "stop")
+        for parent, child in turn.branches:
+            child.request.first_token_time = parent.request.first_token_time
+            self.completions[child.request.request_id] = child
+            self.batcher.branch(parent.request, child.request)
+        new = {child for _, child in turn.branches}
+        owner.completions = turn.completions
+        for completion, beam in zip(turn.completions, turn.search.beams, strict=True):
+            request = completion.request
+            if completion not in new:
+                request.output_token_ids.append(beam.token_ids[-1])
+                self.batcher.resume(request)
+            completion.num_settled = request.num_output_tokens
+            if self._outgrows_its_keys(request):
+                self.batcher.restart(request)
+        return [completion.request for completion in turn.completions]
+
+    def _take(self, completion: Completion, choice: Choice, now: float) -> bool:
+        """Append the chosen token; returns whether the completion goes on."""
+        request, owner = completion.request, completion.owner
+        if choice.error is not None:
+            self.end(completion, "error", choice.error)
+            return False
+        if request.first_token_time is None:
+            request.first_token_time = now
+        self.num_generated_tokens += 1
+        self._sampled.append(request.request_id)
+        goes_on = False
+        try:
+            reason = completion.append(choice.token, choice.logprob)
+        except Exception as error:
+            self.end(completion, "error", undecodable(error))
+        else:
+            if reason is None:
+                goes_on = True
+                if self._outgrows_its_keys(request):
+                    self.batcher.restart(request)
+            else:
+                self.end(completion, reason)
+        completion.num_settled = len(request.output_token_ids)
+        if not owner.is_private:
+            self.news[owner.request_id] = owner
+        return goes_on
+
+    def _outgrows_its_keys(self, request: Request) -> bool:
+        limit = self.runner.program.restart_length
+        return limit is not None and request.num_prompt_tokens <= limit and request.num_tokens == limit + 1
+
+    def _drop_quickly(self) -> None:
+        dropped = self._dropped  # another thread may append to it meanwhile
+        while dropped:
+            submission = dropped[0]
+            for completion in submission.completions:
+                if self.batcher.get(completion.request.request_id) is completion.request:
+                    self.end(completion, "cancelled")
+                completion.mark_cancelled()  # it was never queued
+            self._forget(submission)
+            del dropped[0]
+
+    def _forget(self, submission: Submission) -> None:
+        for known in (self.submissions, self.news):
+            if known.get(submission.request_id) is submission:
+                del known[submission.request_id]
+
+    def _recover(self) -> None:
+        """Rebuild everything from the submissions; can be interrupted and repeated."""
+        self._is_sound = False
+        self._is_changing = True
+        dropped = list(self._dropped)  # another thread may append to it meanwhile
+        for submission in dropped:
+            self._forget(submission)
+            submission.restore()
+        completions = {}
+        for submission in self.submissions.values():
+            submission.restore()
+            for completion in submission.completions:
+                if not completion.request.is_finished:
+                    completions[completion.request.request_id] = completion
+            if submission.is_finished and not submission.is_private:
+                self.news[submission.request_id] = submission
+        self.mover.join()
+        self.runner.reset()
+        self.batcher.requeue_all()
+        for request in self.batcher.waiting:
+            if request.request_id not in completions:
+                self.batcher.finish(request, "cancelled")
+        for request_id, completion in completions.items():
+            if self.batcher.get(request_id) is None:
+                self.batcher.add(completion.request, was_promised=True)
+        # Dropped before they were queued.
+        for submission in dropped:
+            for completion in submission.completions:
+                completion.mark_cancelled()
+        self.completions = completions
+        del self._dropped[: len(dropped)]
+        self._is_changing = False
+        self._is_sound = True
+
+
+class _Change:
+    """``with`` block around every change of an ``EngineCore``'s state."""
+
+    __slots__ = ("_core",)
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+
+    def __enter__(self) -> None:
+        core = self._core
+        if not core._is_sound:
+            core._recover()
+        core._is_sound = False
+        core._is_changing = True
+        if core._dropped:
+            core._drop_quickly()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        core = self._core
+        core._is_changing = False
+        if kind is None:
+            core._is_sound = True
+            if core._dropped:
+                core._drop_all()

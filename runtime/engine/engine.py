@@ -1,0 +1,515 @@
+"""The engine: prompts in, completions out, over a compiled program; three ways to ask for them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+from weakref import proxy
+
+from ..batching import Batcher, Batches, PreemptionCost, make_policy
+from ..blocks import BlockManager
+from ..cache.block_copier import CacheMover
+from ..cache.kv_cache import allocate_kv_cache, bytes_per_block
+from ..cache.pool_plan import blocks_by_group
+from ..memory import keep_freed_memory
+from ..profiling.profile import Profile
+from ..program import Program
+from ..requests.beam_search_params import BeamSearchParams
+from ..requests.detokenizer import Tokenizer
+from ..requests.outputs import BeamSearchOutput, Progress, RequestOutput, StreamPiece
+from ..requests.prompt_forms import Prompt
+from ..requests.request_options import RequestOptions
+from ..requests.sampling_params import SamplingParams
+from ..requests.validation import (
+    CheckedPrompt,
+    PromptLimits,
+    check_batch,
+    check_beam_batch,
+    check_params,
+    check_prompt,
+)
+from ..sampling.beam_search import BeamSearch
+from ..sampling.sampler import Sampler
+from .beam_submission import BeamSubmission, bounded
+from .cache_setup import block_groups, key_variant, longest_sequence
+from .core import EngineCore
+from .model_runner import Runner
+from .submission import Completion, Submission
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_OPTIONS = RequestOptions()
+
+Result = TypeVar("Result")
+AnySubmission = TypeVar("AnySubmission", bound=Submission)
+
+
+class Engine:
+    """Serves prompts from one compiled program: ``generate`` a batch, ``stream`` one, or ``submit`` and
+    ``step``.
+
+    The three can be mixed; every prompt in the engine shares its steps with the others. An exception or Ctrl-C
+    may leave any method at any point; what it interrupted is undone before the next use: a request keeps the
+    tokens that it has and is recomputed, except those of an interrupted ``generate`` or ``stream``, which are
+    dropped and their blocks freed.
+
+    Any number of threads may call it. They take turns, in the order in which they ask; a turn is at most one step.
+    So calls of ``generate`` in two threads run in one batch, and a ``submit`` or ``cancel`` waits for the step that
+    is under way, not for the calls of others. Callbacks run between the turns and may call the engine; what runs
+    within a step (a hook of the model, a signal handler) may not, and gets a RuntimeError. So does a process that was
+    forked after the engine was made.
+
+    Args:
+        program: the compiled model.
+        tokenizer: a HuggingFace tokenizer; without one prompts are token ids and outputs have no text.
+        block_size: tokens per block of the KV cache.
+        num_blocks: blocks in it; layers with a window get no more than they can use. None: ``default_num_blocks``.
+        kv_cache_memory: the same in bytes, where ``num_blocks`` is None.
+        min_num_blocks: what it shrinks to when there is little to do, giving a CPU's memory back; None: it stays
+            whole.
+        max_num_seqs: most sequences that run at once.
+        max_num_batched_tokens: most tokens in one step; may be smaller than a prompt.
+        max_model_len: most tokens of prompt and output together; None: what the model and the cache can hold.
+        eos_token_ids: ids that end a completion.
+        enable_prefix_caching: keep computed blocks for prompts that begin with the same tokens.
+        policy: who comes first: "fcfs", "priority", "sjf" (the shortest), "fair" (between clients) or "prefix" (the
+            most cached tokens); see ``batching.policies``.
+        preemption: how a sequence gives up its blocks: "recompute", "swap" (to host memory, where there is room), or
+            "auto", whatever measures as cheaper.
+        swap_space: bytes of host memory for swapped sequences.
+        max_queue: most completions that wait, those of one prompt included; more are refused. None: any number.
+        batches: to form batches that run to their end, for comparison; None: continuous batching.
+
+    Raises:
+        ValueError: an argument is out of range, or ``max_model_len`` exceeds the model or the cache.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        tokenizer: Tokenizer | None = None,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        kv_cache_memory: int | None = None,
+        min_num_blocks: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        max_model_len: int | None = None,
+        eos_token_ids: Iterable[int] = (),
+        enable_prefix_caching: bool = True,
+        policy: str = "fcfs",
+        preemption: str = "auto",
+        swap_space: int = 0,
+        max_queue: int | None = None,
+        batches: Batches | None = None,
+        before_step: Callable[[], None] | None = None,
+    ) -> None:
+        for name, value in (
+            ("block_size", block_size),
+            ("num_blocks", num_blocks),
+            ("kv_cache_memory", kv_cache_memory),
+            ("min_num_blocks", min_num_blocks),
+            ("max_num_seqs", max_num_seqs),
+            ("max_num_batched_tokens", max_num_batched_tokens),
+            ("max_model_len", max_model_len),
+            ("max_queue", max_queue),
+        ):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r} is not a whole number >= 1; use a positive one")
+        longest = program.max_model_len
+        if max_model_len is not None and longest is not None and max_model_len > longest:
+            raise ValueError(f"max_model_len={max_model_len} is above the model's {longest}; lower it")
+        counts = blocks_by_group(
+            program.caches,
+            block_size,
+            num_blocks=num_blocks,
+            memory=kv_cache_memory,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len or longest,
+        )
+        block_bytes = bytes_per_block(program.caches, block_size)
+        groups = block_groups(program, counts, min_num_blocks, preemption, swap_space, block_bytes)
+        self.block_manager = BlockManager(groups, block_size, enable_prefix_caching=enable_prefix_caching)
+        max_model_len, reason = longest_sequence(self.block_manager, max_model_len, longest)
+
+        self.tokenizer = tokenizer
+        self.limits = PromptLimits(program.vocab_size, max_model_len, reason)
+        self.eos_token_ids = frozenset(int(token) for token in eos_token_ids)
+        cost = PreemptionCost(block_bytes // block_size)
+        self.batcher = Batcher(
+            self.block_manager,
+            max_num_seqs,
+            max_num_batched_tokens,
+            max_model_len,
+            policy=make_policy(policy),
+            preemption=preemption,
+            cost=cost,
+            max_queue=max_queue,
+            batches=batches,
+            key_variant=partial(key_variant, proxy(program)),  # the runner keeps it, until the engine is shut down
+        )
+        spare = program.reserve(max_num_seqs, max_num_batched_tokens, max_model_len)
+        cache = allocate_kv_cache(program.caches, [count + spare for count in counts], block_size, program.device)
+        stored = [group.num_host_blocks for group in groups]
+        host = allocate_kv_cache(program.caches, stored, block_size) if min(stored) else []
+        self.runner = Runner(program, cache, block_size, max_num_seqs, max_model_len)
+        self.sampler = Sampler(sorted(self.eos_token_ids))
+        mover = CacheMover(cache, host, [spec.group for spec in program.caches])
+        self._core = EngineCore(self.batcher, self.runner, self.sampler, mover, cost)
+        if before_step is not None:
+            self._core.before_step = before_step
+        self._next_id = 0
+        if program.device.type == "cpu":
+            keep_freed_memory()
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and output together."""
+        return self.limits.max_model_len
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
+    ) -> str:
+        """Queue a prompt; ``step`` runs it.
+
+        Returns:
+            Its id: ``request_id``, or a new one.
+
+        Raises:
+            ValueError: the prompt, the parameters or the id is refused; nothing else is affected.
+            QueueFull: ``max_queue`` prompts wait already.
+        """
+        core = self._core
+        core.turns.check_process()
+        checked = check_prompt(prompt, self.tokenizer, self.limits)
+        params = check_params(sampling_params, self.tokenizer, self.limits)
+        batch: list[Submission] = []
+        prepare = partial(self._prepare, checked, params, request_id, options, is_private=False)
+        core.turns.take(self._queue, batch, [prepare])
+        return batch[0].request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Run one model step and return the requests of ``submit`` that progressed or ended.
+
+        Each output holds everything up to now; the last one of a request has ``finished`` set and comes once.
+        """
+        return self._core.turns.take(self._step)
+
+    def _step(self) -> list[RequestOutput]:
+        core = self._core
+        core.run_step()
+        with core.change:
+            outputs = [self._output(submission) for submission in core.news.values()]
+            for submission in core.news.values():
+                if submission.is_finished:
+                    core.submissions.pop(submission.request_id, None)
+        core.news = {}  # last: whatever is interrupted before this is returned by the next call
+        return outputs
+
+    def cancel(self, request_id: str) -> bool:
+        """End a waiting or running request and free its blocks; its last output comes with the next ``step``.
+
+        Returns:
+            Whether there was an unfinished request of that id.
+        """
+        return self._core.turns.take(self._cancel, request_id)
+
+    def _cancel(self, request_id: str) -> bool:
+        with self._core.change:
+            submission = self._core.submissions.get(request_id)
+            if submission is None or submission.is_finished:
+                return False
+            for completion in submission.completions:
+                self._core.end(completion, "cancelled")
+            return True
+
+    def has_unfinished(self) -> bool:
+        """Whether another ``step`` has something to run or to return."""
+        return bool(self._core.news or self._core.completions)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_step: Callable[[Progress], None] | None = None,
+        options: Sequence[RequestOptions] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete a batch of prompts.
+
+        Args:
+            prompts: a prompt or a list of them; every one is checked before any runs.
+            sampling_params: for all prompts, or one per prompt.
+            on_step: called after each model step.
+            options: one per prompt; None for the default ones.
+
+        Returns:
+            One output per prompt, in their order. A prompt that failed while it ran has
+            ``finish_reason="error"`` and the reason in ``error``.
+
+        Raises:
+            ValueError: a prompt or its parameters are refused; the message names the index.
+            QueueFull: not all of them have room in the queue; none runs.
+        """
+        core = self._core
+        core.turns.check_process()
+        checked = check_batch(prompts, sampling_params, self.tokenizer, self.limits)
+        options = [DEFAULT_OPTIONS] * len(checked) if options is None else options
+        batch: list[Submission] = []
+        prepare = [
+            partial(self._prepare, prompt, entry, None, own, is_private=True)
+            for (prompt, entry), own in zip(checked, options, strict=True)
+        ]
+        try:
+            core.turns.take(self._queue, batch, prepare)
+            self._run_to_the_end(batch, on_step)
+            return core.turns.take(self._outputs, batch)
+        finally:
+            core.drop(batch)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        on_step: Callable[[Progress], None] | None = None,
+        options: Sequence[RequestOptions] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Search for the likeliest continuations of each prompt.
+
+        Args:
+            prompts: a prompt or a list of them; every one is checked before any runs.
+            params: for all prompts, or one per prompt.
+            on_step: called after each model step.
+            options: one per prompt; None for the default ones.
+
+        Returns:
+            One output per prompt, in their order; ``error`` says why a search ended before its time.
+
+        Raises:
+            ValueError: a prompt or its parameters are refused; the message names the index.
+            QueueFull: not all of them have room in the queue; none runs.
+        """
+        core = self._core
+        core.turns.check_process()
+        checked = check_beam_batch(prompts, params, self.tokenizer, self.limits)
+        options = [DEFAULT_OPTIONS] * len(checked) if options is None else options
+        batch: list[BeamSubmission] = []
+        prepare = [
+            partial(self._prepare_search, prompt, entry, own)
+            for (prompt, entry), own in zip(checked, options, strict=True)
+        ]
+        try:
+            core.turns.take(self._queue, batch, prepare)
+            self._run_to_the_end(batch, on_step)
+            return core.turns.take(lambda: [submission.result() for submission in batch])
+        finally:
+            core.drop(batch)
+
+    def _queue(self, batch: list[AnySubmission], prepare: Iterable[Callable[[], AnySubmission]]) -> None:
+        """Make the submissions, ids included, and take them in, all or none; ``batch`` gets them."""
+        batch.extend(make() for make in prepare)
+        self._core.check_queue(sum(len(submission.completions) for submission in batch))
+        self._core.add(batch)
+
+    def _run_to_the_end(self, batch: Sequence[Submission], on_step: Callable[[Progress], None] | None) -> None:
+        core = self._core
+        unfinished = set(batch)
+        before = core.num_generated_tokens
+        while unfinished:
+            own = [submission for submission in core.turns.take(core.run_step) if submission in unfinished]
+            # Without progress of ours, somebody else's step or a cancel may have ended some.
+            unfinished.difference_update([s for s in own or batch if s.is_finished])
+            if on_step is not None:
+                generated = core.num_generated_tokens - before
+                on_step(Progress(len(batch) - len(unfinished), len(batch), generated))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
+    ) -> Iterator[StreamPiece]:
+        """Complete one prompt and yield its tokens as they come; leaving the loop early cancels it.
+
+        Other requests in the engine progress with it.
+
+        Raises:
+            ValueError: the prompt or the parameters are refused, at once and not with the first piece.
+        """
+        self._core.turns.check_process()
+        checked = check_prompt(prompt, self.tokenizer, self.limits)
+        params = check_params(sampling_params, self.tokenizer, self.limits)
+        if params.num_completions > params.n:
+            raise ValueError(
+                f"best_of={params.best_of} with n={params.n} cannot be streamed: which are best is known at the end; "
+                "use generate, or leave best_of out"
+            )
+        return self._stream(checked, params, options)
+
+    def stats(self) -> dict[str, int | float]:
+        """Figures since the engine was made.
+
+        Returns:
+            ``queue_length`` and ``running`` sequences, ``preemptions``, of which ``swaps``; ``steps``,
+            ``computed_tokens`` (those computed again included), ``generated_tokens``, ``failed`` sequences,
+            ``model_seconds`` (packing and model) and ``total_seconds`` of steps; ``block_size``; and the block
+            manager's figures, see ``blocks.inspection.stats``.
+        """
+        return self._core.turns.take(self._stats)
+
+    def _stats(self) -> dict[str, int | float]:
+        core = self._core
+        with core.change:
+            return {
+                **self.batcher.stats(),
+                "block_size": self.block_manager.block_size,
+                "steps": core.num_steps,
+                "computed_tokens": core.num_computed_tokens,
+                "generated_tokens": core.num_generated_tokens,
+                "failed": core.num_failed,
+                "model_seconds": core.computer.model_seconds,
+                "total_seconds": core.total_seconds,
+            }
+
+    def profile(self, *, reset: bool = False) -> Profile:
+        """Where the time of the steps went, since the engine was made or the last reset."""
+        return self._core.turns.take(self._profile, reset)
+
+    def _profile(self, reset: bool) -> Profile:
+        result = self._core.profiler.result()
+        if reset:
+            self._core.profiler.reset()
+        return result
+
+    def defragment(self) -> int:
+        """Move used and cached blocks to the front of the KV cache, with the next step; returns how many move."""
+        return self._core.turns.take(self._defragment)
+
+    def _defragment(self) -> int:
+        with self._core.change:
+            self.block_manager.settle()
+            return self.block_manager.defragment()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, as is needed when weights change."""
+        self._core.turns.take(self._reset_prefix_cache)
+
+    def _reset_prefix_cache(self) -> None:
+        with self._core.change:
+            self.block_manager.forget_prefixes()
+
+    def shutdown(self) -> list[RequestOutput]:
+        """End what has not ended as cancelled, free the KV cache and the program, and refuse prompts from now on.
+
+        Returns:
+            The last outputs of ``submit``'s requests; those of ``stream`` get their last piece.
+        """
+        self._core.turns.take(self._core.shut_down)
+        self.__dict__.pop("runner", None)
+        return self.step()
+
+    def in_turn(self, action: Callable[[], Result]) -> Result:
+        """Call ``action`` while no step runs and no other thread uses the engine; returns what it returns."""
+        return self._core.turns.take(action)
+
+    def compute_again(self) -> None:
+        """Forget all keys and values: requests under way are computed again from their tokens, prompt and output,
+        with the weights as they are now. For ``before_step`` and ``in_turn``."""
+        self._core.compute_again()
+
+    def _stream(
+        self, prompt: CheckedPrompt, params: SamplingParams, options: RequestOptions
+    ) -> Iterator[StreamPiece]:
+        core = self._core
+        batch: list[Submission] = []
+        prepare = partial(self._prepare, prompt, params, None, options, is_private=True)
+        may_wait = True
+        try:
+            core.turns.take(self._queue, batch, [prepare])
+            submission = batch[0]
+            while True:
+                finished = submission.is_finished
+                for completion in submission.completions:
+                    piece = core.turns.take(self._next_piece, completion)
+                    if piece is not None:
+                        yield piece
+                if finished:
+                    return
+                core.turns.take(core.run_step)
+        except GeneratorExit:
+            may_wait = False
+            raise
+        finally:
+            core.drop(batch, may_wait=may_wait)
+
+    def _next_piece(self, completion: Completion) -> StreamPiece | None:
+        with self._core.change:
+            piece = completion.next_piece()
+            self._end_undecodable(completion)
+        return piece
+
+    def _outputs(self, batch: Iterable[Submission]) -> list[RequestOutput]:
+        with self._core.change:
+            return [self._output(submission) for submission in batch]
+
+    def _output(self, submission: Submission) -> RequestOutput:
+        """Everything up to now; a completion whose text cannot be given ends with an error."""
+        output = submission.output()
+        if any([self._end_undecodable(completion) for completion in submission.completions]):
+            output = submission.output()
+        return output
+
+    def _end_undecodable(self, completion: Completion) -> bool:
+        if completion.text_error is None or completion.is_finished:
+            return False
+        self._core.end(completion, "error", completion.text_error)
+        return True
+
+    def _prepare(
+        self,
+        prompt: CheckedPrompt,
+        params: SamplingParams,
+        request_id: str | None,
+        options: RequestOptions,
+        *,
+        is_private: bool,
+    ) -> Submission:
+        if request_id is None:
+            request_id = self._new_id()
+        elif not isinstance(request_id, str) or "\0" in request_id:
+            raise ValueError(f"request_id={request_id!r} is not plain text; choose another, or leave it out")
+        elif request_id in self._core.submissions:
+            raise ValueError(f"request_id={request_id!r} is in use; choose another, or leave it out")
+        submission = Submission(request_id, prompt.text, prompt.token_ids, time.perf_counter(), is_private)
+        submission.begin_completions(params, options, self.max_model_len, self.tokenizer, self.eos_token_ids)
+        return submission
+
+    def _prepare_search(
+        self, prompt: CheckedPrompt, params: BeamSearchParams, options: RequestOptions
+    ) -> BeamSubmission:
+        submission = BeamSubmission(
+            self._new_id(),
+            prompt.text,
+            prompt.token_ids,
+            time.perf_counter(),
+            is_private=True,
+            search=BeamSearch(bounded(params, len(prompt.token_ids), self.max_model_len), sorted(self.eos_token_ids)),
+            tokenizer=self.tokenizer,
+        )
+        submission.begin(options, self.max_model_len)
+        return submission
+
+    def _new_id(self) -> str:
+        """An id that no unfinished request has."""
+        while str(self._next_id) in self._core.submissions:
+            self._next_id += 1
+        self._next_id += 1
+        return str(self._next_id - 1)

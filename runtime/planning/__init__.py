@@ -1,0 +1,1 @@
+"""How much memory a model takes, and how large its blocks are best."""

@@ -1,0 +1,230 @@
+"""What fits into a memory beside a model's weights: blocks of the KV cache, sequences at once, the longest one.
+
+Pure arithmetic on sizes in bytes and tokens. The same is worked out for contiguous allocation, where a sequence
+reserves room for ``max_model_len`` tokens when it starts, as engines without paging do (Kwon et al., *Efficient
+Memory Management for Large Language Model Serving with PagedAttention*, SOSP 2023, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..cache.kv_cache import bytes_per_block
+from ..cache.pool_plan import PoolPlan, plan_pools
+from ..program import CacheSpec
+
+SHORTEST_LISTED = 512
+"""``MemoryPlan.limits`` begins at so many tokens, and doubles up to ``max_model_len``."""
+
+
+@dataclass(frozen=True)
+class LengthLimit:
+    """How many sequences of one length the cache holds.
+
+    Attributes:
+        tokens: of each sequence, prompt and output together.
+        sequence_bytes: cache that one sequence takes in blocks, the unused end of its last block included; of layers
+            with a sliding window, what the window touches.
+        paged: sequences that fit in blocks.
+        contiguous: sequences that fit when each reserves ``max_model_len`` tokens; the same at every length.
+        running: sequences that the pools as planned, and ``max_num_seqs``, let run at once.
+        paged_utilisation, contiguous_utilisation: share of the slots that a sequence takes which hold tokens.
+    """
+
+    tokens: int
+    sequence_bytes: int
+    paged: int
+    contiguous: int
+    running: int
+    paged_utilisation: float
+    contiguous_utilisation: float
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How a memory is divided, and what can run in it. Sizes are in bytes.
+
+    Attributes:
+        memory: all that there is.
+        weight_bytes: the model's parameters and buffers.
+        activation_bytes: what a step of ``max_num_batched_tokens`` tokens takes beside weights and cache.
+        cache_bytes: what is left for the KV cache; 0 when nothing is.
+        token_bytes: keys and values of one token in all layers.
+        block_size: tokens per block.
+        block_bytes: of one block in all layers.
+        pools: blocks that sequences get, for each group of layers; 0 when not even one fits.
+        spare_blocks: blocks of each cache that the program keeps for itself, beside these.
+        max_num_seqs, max_num_batched_tokens, max_model_len: the limits that were planned for.
+        contiguous_sequences: sequences that fit when each reserves ``max_model_len`` tokens, whatever it will need.
+        limits: sequences at once by their length.
+    """
+
+    memory: int
+    weight_bytes: int
+    activation_bytes: int
+    cache_bytes: int
+    token_bytes: int
+    block_size: int
+    block_bytes: int
+    pools: tuple[PoolPlan, ...]
+    spare_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    contiguous_sequences: int
+    limits: tuple[LengthLimit, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the largest pool: of layers without a window, if there are any."""
+        return max(pool.num_blocks for pool in self.pools)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose keys and values these hold."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def longest_sequence(self) -> int:
+        """Most tokens that one sequence can have when it is alone."""
+        longest = self.max_model_len
+        for pool in self.pools:
+            # One block more than the window touches is enough to slide.
+            if not pool.window or pool.num_blocks <= -(-pool.window // self.block_size):
+                longest = min(longest, pool.num_blocks * self.block_size)
+        return longest
+
+    @property
+    def contiguous_longest_sequence(self) -> int:
+        """Most tokens of one sequence where it reserves ``max_model_len`` or does not start."""
+        return self.max_model_len if self.contiguous_sequences else 0
+
+    @property
+    def missing_bytes(self) -> int:
+        """Memory that lacks for weights, activations and a first block; 0 when there is enough."""
+        needed = self.weight_bytes + self.activation_bytes + (self.spare_blocks + 1) * self.block_bytes
+        return max(0, needed - self.memory)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for ``json.dump``."""
+        derived = ("num_blocks", "num_tokens", "longest_sequence", "contiguous_longest_sequence", "missing_bytes")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
+
+
+def plan_memory(
+    specs: Sequence[CacheSpec],
+    *,
+    memory: int,
+    weight_bytes: int,
+    activation_bytes: int,
+    block_size: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    spare_blocks: int = 0,
+    by_window: bool = False,
+) -> MemoryPlan:
+    """Divide a memory between weights, activations and the KV cache.
+
+    Contiguous allocation reserves ``max_model_len`` tokens in layers with a sliding window too.
+
+    Args:
+        specs: what each layer stores, as ``Program.caches`` lists it.
+        memory: bytes to divide.
+        weight_bytes: of parameters and buffers.
+        activation_bytes: of a step of ``max_num_batched_tokens`` tokens, see
+            ``measured_activations.measure_activations``.
+        block_size: tokens per block.
+        max_num_seqs: most sequences at once.
+        max_num_batched_tokens: most tokens per step.
+        max_model_len: most tokens per sequence.
+        spare_blocks: what ``Program.reserve`` asks for.
+        by_window: give layers with different windows pools of their own, see ``plan_pools``.
+
+    Raises:
+        ValueError: a size is out of range, or the model stores no keys and values. Too little memory is no error:
+            the plan then has no blocks and says how much is missing.
+    """
+    at_least_one = {
+        "memory": memory,
+        "block_size": block_size,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_model_len": max_model_len,
+    }
+    for name, value in at_least_one.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} is below 1; use at least 1")
+    at_least_zero = {
+        "weight_bytes": weight_bytes,
+        "activation_bytes": activation_bytes,
+        "spare_blocks": spare_blocks,
+    }
+    for name, value in at_least_zero.items():
+        if value < 0:
+            raise ValueError(f"{name}={value} is negative; use at least 0")
+    token_bytes, block_bytes = bytes_per_block(specs, 1), bytes_per_block(specs, block_size)
+    if not token_bytes:
+        raise ValueError("specs name no keys and values to store; give the cache specs of an attention model")
+    cache_bytes = max(0, memory - weight_bytes - activation_bytes)
+    usable = max(0, cache_bytes - spare_blocks * block_bytes)
+    contiguous = usable // (max_model_len * token_bytes)
+    pools = plan_pools(
+        specs,
+        usable,
+        block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        by_window=by_window,
+    )
+    chunk = -(-max_num_batched_tokens // block_size)
+
+    def limit(tokens: int) -> LengthLimit:
+        blocks = -(-tokens // block_size)
+        held = [pool.blocks_of(tokens, block_size) for pool in pools]
+        # While a prompt is computed, the step's chunk of it lies beside the window.
+        beside = [min(chunk, blocks - own) for own in held]
+        sequence_bytes = sum(pool.block_bytes * own for pool, own in zip(pools, held, strict=True))
+        chunk_bytes = sum(pool.block_bytes * more for pool, more in zip(pools, beside, strict=True))
+        fitting = [max(0, pool.num_blocks - more) // own for pool, own, more in zip(pools, held, beside, strict=True)]
+        return LengthLimit(
+            tokens=tokens,
+            sequence_bytes=sequence_bytes,
+            paged=max(0, usable - chunk_bytes) // sequence_bytes,
+            contiguous=contiguous,
+            running=min(*fitting, max_num_seqs),
+            paged_utilisation=tokens / (blocks * block_size),
+            contiguous_utilisation=tokens / max_model_len,
+        )
+
+    return MemoryPlan(
+        memory=memory,
+        weight_bytes=weight_bytes,
+        activation_bytes=activation_bytes,
+        cache_bytes=cache_bytes,
+        token_bytes=token_bytes,
+        block_size=block_size,
+        block_bytes=block_bytes,
+        pools=pools,
+        spare_blocks=spare_blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        contiguous_sequences=contiguous,
+        limits=tuple(limit(tokens) for tokens in listed_lengths(max_model_len)),
+    )
+
+
+def listed_lengths(max_model_len: int) -> list[int]:
+    """512, 1024, 2048, … below ``max_model_len``, and that; for a shorter one its quarter, half and whole."""
+    if max_model_len <= SHORTEST_LISTED:
+        return sorted({max(1, max_model_len // 4), max(1, max_model_len // 2), max_model_len})
+    lengths = []
+    tokens = SHORTEST_LISTED
+    while tokens < max_model_len:
+        lengths.append(tokens)
+        tokens *= 2
+    return [*lengths, max_model_len]

@@ -1,0 +1,282 @@
+"""What a profiler found: totals, percentiles, and the last steps and requests one by one."""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..requests.outputs import RequestMetrics
+from .chrome_trace import chrome_trace
+
+SCHEDULE, PACK, MODEL, SAMPLE, DETOKENISE, OTHER = "schedule", "pack", "model", "sample", "detokenise", "other"
+PHASES = (SCHEDULE, PACK, MODEL, SAMPLE, DETOKENISE, OTHER)
+"""The phases of a step in their order; a profile may hold others too."""
+
+PREFILL, DECODE, MIXED = "prefill", "decode", "mixed"
+"""Kinds of steps: prompts only, one token per sequence only, or both."""
+
+
+class StepRecord(NamedTuple):
+    """One step of the engine; times in seconds of the profiler's clock.
+
+    Attributes:
+        start, end: of the step.
+        marks: phase and its end, in order; each begins where the one before ended.
+        num_prefill_tokens, num_decode_tokens: that went through the model.
+        num_running, num_waiting: requests after the step.
+        blocks_used, blocks_cached, blocks_free: of the KV cache after the step.
+        sampled: ids of the sequences that got a token, one entry per token.
+    """
+
+    start: float
+    end: float
+    marks: Sequence[tuple[str, float]]
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_running: int
+    num_waiting: int
+    blocks_used: int
+    blocks_cached: int
+    blocks_free: int
+    sampled: Sequence[str]
+
+
+class Span(NamedTuple):
+    """Work beside the steps."""
+
+    name: str
+    start: float
+    end: float
+
+
+class RequestRecord(NamedTuple):
+    """A request that has ended.
+
+    Attributes:
+        request_id: as the user knows it.
+        metrics: its times and counts.
+        sequence_ids: of its completions, as ``StepRecord.sampled`` names them.
+    """
+
+    request_id: str
+    metrics: RequestMetrics
+    sequence_ids: tuple[str, ...]
+
+
+@dataclass
+class StepTotals:
+    """Sums over all steps of a kind."""
+
+    num_steps: int = 0
+    seconds: float = 0.0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Of durations in seconds, interpolated linearly between neighbours."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, seconds: Iterable[float | None]) -> Percentiles | None:
+        """Of those that are known; None when none is."""
+        known = np.array([s for s in seconds if s is not None], np.float64)
+        if not len(known):
+            return None
+        p50, p90, p99 = np.percentile(known, (50, 90, 99)).tolist()
+        return cls(len(known), float(known.mean()), p50, p90, p99, float(known.max()))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where an engine's time went.
+
+    Totals are over everything since the profiler was reset; percentiles are over the steps and requests that it still
+    keeps. Durations are in seconds.
+
+    Attributes:
+        totals: by kind of step ("prefill", "decode", "mixed").
+        phases: seconds in each phase of the steps; they add up to ``busy_seconds``.
+        background: seconds of work beside the steps, by name, of the spans that are kept.
+        wall_seconds: from the first step's start to the last one's end.
+        num_requests: that have ended.
+        num_generated_tokens: that were sampled.
+        step_time: of steps, by kind.
+        queue_time: from a request's arrival to its first step.
+        ttft: time to first token.
+        tpot: per request, time per generated token after the first.
+        itl: inter-token latency, each gap between two tokens of a sequence, as seen at the ends of steps.
+        steps, requests, spans: those that are kept, the oldest first.
+    """
+
+    totals: Mapping[str, StepTotals]
+    phases: Mapping[str, float]
+    background: Mapping[str, float]
+    wall_seconds: float
+    num_requests: int
+    num_generated_tokens: int
+    step_time: Mapping[str, Percentiles]
+    queue_time: Percentiles | None
+    ttft: Percentiles | None
+    tpot: Percentiles | None
+    itl: Percentiles | None
+    steps: tuple[StepRecord, ...]
+    requests: tuple[RequestRecord, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def num_steps(self) -> int:
+        """All steps."""
+        return sum(total.num_steps for total in self.totals.values())
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time in steps."""
+        return sum(total.seconds for total in self.totals.values())
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of prompts that went through the model, recomputed ones included."""
+        return sum(total.num_prefill_tokens for total in self.totals.values())
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens that went through the model one per sequence and step."""
+        return sum(total.num_decode_tokens for total in self.totals.values())
+
+    @property
+    def input_tokens_per_second(self) -> float:
+        """Prefill tokens per second of steps."""
+        return self.num_prefill_tokens / self.busy_seconds if self.busy_seconds else 0.0
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        """Sampled tokens per second of steps."""
+        return self.num_generated_tokens / self.busy_seconds if self.busy_seconds else 0.0
+
+    def token_times(self) -> dict[str, list[float]]:
+        """For each sequence when its tokens came: the ends of the steps that sampled them, of the steps kept."""
+        times: dict[str, list[float]] = {}
+        for step in self.steps:
+            for sequence in step.sampled:
+                times.setdefault(sequence, []).append(step.end)
+        return times
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures without single steps and requests, ready for ``json.dump``."""
+
+        def plain(percentiles: Percentiles | None) -> dict[str, Any] | None:
+            return None if percentiles is None else asdict(percentiles)
+
+        return {
+            "num_steps": self.num_steps,
+            "num_requests": self.num_requests,
+            "num_prefill_tokens": self.num_prefill_tokens,
+            "num_decode_tokens": self.num_decode_tokens,
+            "num_generated_tokens": self.num_generated_tokens,
+            "wall_seconds": self.wall_seconds,
+            "busy_seconds": self.busy_seconds,
+            "input_tokens_per_second": self.input_tokens_per_second,
+            "output_tokens_per_second": self.output_tokens_per_second,
+            "steps": {
+                kind: {**asdict(total), "step_time": plain(self.step_time.get(kind))}
+                for kind, total in self.totals.items()
+            },
+            "phases": dict(self.phases),
+            "background": dict(self.background),
+            "queue_time": plain(self.queue_time),
+            "ttft": plain(self.ttft),
+            "tpot": plain(self.tpot),
+            "itl": plain(self.itl),
+        }
+
+    def to_chrome_trace(self) -> dict[str, Any]:
+        """The steps and requests that are kept in the Trace Event Format, for Perfetto and chrome://tracing."""
+        return chrome_trace(self)
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write ``to_chrome_trace`` to a file."""
+        Path(path).write_text(json.dumps(self.to_chrome_trace(), allow_nan=False), encoding="utf-8")
+
+
+def kind_of(step: StepRecord) -> str:
+    """The kind of a step."""
+    if not step.num_prefill_tokens:
+        return DECODE
+    return MIXED if step.num_decode_tokens else PREFILL
+
+
+def summarise(
+    *,
+    steps: tuple[StepRecord, ...],
+    requests: tuple[RequestRecord, ...],
+    spans: tuple[Span, ...],
+    totals: Mapping[str, StepTotals],
+    phases: Mapping[str, float],
+    wall_seconds: float,
+    num_requests: int,
+    num_generated_tokens: int,
+) -> Profile:
+    """A profile from what was recorded; see ``Profile`` for the arguments."""
+    step_time = {
+        kind: found
+        for kind in totals
+        if (found := Percentiles.of(s.end - s.start for s in steps if kind_of(s) == kind)) is not None
+    }
+    background: dict[str, float] = {}
+    for span in spans:
+        background[span.name] = background.get(span.name, 0.0) + span.end - span.start
+    metrics = [request.metrics for request in requests]
+    order = {name: i for i, name in enumerate(PHASES)}
+    return Profile(
+        totals=totals,
+        phases={name: phases[name] for name in sorted(phases, key=lambda name: order.get(name, len(order) - 2))},
+        background=background,
+        wall_seconds=wall_seconds,
+        num_requests=num_requests,
+        num_generated_tokens=num_generated_tokens,
+        step_time=step_time,
+        queue_time=Percentiles.of(m.time_in_queue for m in metrics),
+        ttft=Percentiles.of(m.ttft for m in metrics),
+        tpot=Percentiles.of(m.tpot for m in metrics),
+        itl=Percentiles.of(_gaps(steps, requests)),
+        steps=steps,
+        requests=requests,
+        spans=spans,
+    )
+
+
+def _gaps(steps: Sequence[StepRecord], requests: Sequence[RequestRecord]) -> list[float]:
+    """Seconds between neighbouring tokens of a sequence. An id may name a sequence again after its request ended."""
+    arrivals: dict[str, list[float]] = {}
+    for request in requests:
+        for sequence in request.sequence_ids:
+            arrivals.setdefault(sequence, []).append(request.metrics.arrival_time)
+    for times in arrivals.values():
+        times.sort()
+    last: dict[str, float] = {}
+    gaps = []
+    for step in steps:
+        for sequence in step.sampled:
+            before = last.get(sequence)
+            last[sequence] = step.end
+            if before is None:
+                continue
+            starts = arrivals.get(sequence, [])
+            if bisect_left(starts, before) == bisect_left(starts, step.end):
+                gaps.append(step.end - before)
+    return gaps

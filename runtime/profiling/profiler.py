@@ -1,0 +1,155 @@
+"""Records where the engine's time goes, step by step, in bounded memory.
+
+The engine calls it like this; without a profiler each line is a test for None:
+
+    profiler.begin_step()
+    schedule = batcher.schedule()
+    profiler.mark(SCHEDULE)          # what has passed since the last mark was scheduling
+    step = runner.pack(...)
+    profiler.mark(PACK)
+    ...
+    profiler.end_step(num_prefill_tokens=512, num_decode_tokens=8, sampled=["0", "3"], ...)
+
+A step that raises is not ended; the next ``begin_step`` forgets it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ..requests.outputs import RequestMetrics
+from .profile import DECODE, MIXED, OTHER, PREFILL, Profile, RequestRecord, Span, StepRecord, StepTotals, summarise
+
+
+class Profiler:
+    """Collects steps, requests and work beside the steps.
+
+    Counters are exact since the last ``reset``; steps, requests and spans are kept in rings, the oldest are
+    forgotten. One thread calls it, except ``span``, which any thread may call.
+
+    Args:
+        max_steps: steps that are kept, for percentiles and the trace.
+        max_requests: ended requests that are kept.
+        clock: seconds; the one of ``RequestMetrics``.
+    """
+
+    def __init__(
+        self, max_steps: int = 4096, max_requests: int = 4096, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        for name, value in (("max_steps", max_steps), ("max_requests", max_requests)):
+            if value < 1:
+                raise ValueError(f"{name}={value} is below 1; use at least 1")
+        self._clock = clock
+        self._steps: deque[StepRecord] = deque(maxlen=max_steps)
+        self._requests: deque[RequestRecord] = deque(maxlen=max_requests)
+        self._spans: deque[Span] = deque(maxlen=max_steps)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._steps.clear()
+        self._requests.clear()
+        self._spans.clear()
+        self._totals = {kind: StepTotals() for kind in (PREFILL, DECODE, MIXED)}
+        self._phases: dict[str, float] = {}
+        self._num_requests = 0
+        self._num_sampled = 0
+        self._first_start = self._last_end = 0.0
+        self._marks: list[tuple[str, float]] = []
+        self._start: float | None = None
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self._marks = []
+        self._start = self._clock()
+
+    def mark(self, phase: str) -> None:
+        """What has passed since the last mark, or the beginning, was ``phase``; a phase may come several times."""
+        self._marks.append((phase, self._clock()))
+
+    def end_step(
+        self,
+        *,
+        num_prefill_tokens: int,
+        num_decode_tokens: int,
+        num_running: int = 0,
+        num_waiting: int = 0,
+        blocks_used: int = 0,
+        blocks_cached: int = 0,
+        blocks_free: int = 0,
+        sampled: Sequence[str] = (),
+    ) -> None:
+        """The step ends; what has passed since the last mark was "other".
+
+        Args:
+            num_prefill_tokens: tokens of prompts (recomputed ones included) that went through the model.
+            num_decode_tokens: sequences that computed the token before.
+            num_running, num_waiting: requests after the step.
+            blocks_used, blocks_cached, blocks_free: of the KV cache after the step.
+            sampled: ids of the sequences that got a token, one entry per token. It is kept, so hand in a list that
+                nobody changes any more.
+        """
+        end, start = self._clock(), self._start
+        if start is None:
+            return
+        self._start = None
+        if not self._steps:
+            self._first_start = start
+        self._last_end = end
+        phases, before = self._phases, start
+        for phase, at in self._marks:
+            phases[phase] = phases.get(phase, 0.0) + at - before
+            before = at
+        phases[OTHER] = phases.get(OTHER, 0.0) + end - before
+        totals = self._totals[DECODE if not num_prefill_tokens else MIXED if num_decode_tokens else PREFILL]
+        totals.num_steps += 1
+        totals.seconds += end - start
+        totals.num_prefill_tokens += num_prefill_tokens
+        totals.num_decode_tokens += num_decode_tokens
+        self._num_sampled += len(sampled)
+        self._steps.append(
+            StepRecord(
+                start,
+                end,
+                self._marks,
+                num_prefill_tokens,
+                num_decode_tokens,
+                num_running,
+                num_waiting,
+                blocks_used,
+                blocks_cached,
+                blocks_free,
+                sampled,
+            )
+        )
+
+    def span(self, name: str, start: float, end: float) -> None:
+        """Work beside the steps, in another thread for instance: ``name`` ran from ``start`` to ``end``."""
+        self._spans.append(Span(name, start, end))
+
+    def end_request(self, request_id: str, metrics: RequestMetrics, sequence_ids: Sequence[str] = ()) -> None:
+        """A request has ended.
+
+        Args:
+            request_id: as the user knows it.
+            metrics: its final times and counts.
+            sequence_ids: what its completions are called in ``sampled``; by default like the request.
+        """
+        self._num_requests += 1
+        self._requests.append(RequestRecord(request_id, metrics, tuple(sequence_ids) or (request_id,)))
+
+    def result(self) -> Profile:
+        """What has been recorded up to now; recording goes on."""
+        return summarise(
+            steps=tuple(self._steps),
+            requests=tuple(self._requests),
+            spans=tuple(self._spans),
+            totals={kind: replace(totals) for kind, totals in self._totals.items()},
+            phases=dict(self._phases),
+            num_requests=self._num_requests,
+            num_generated_tokens=self._num_sampled,
+            wall_seconds=self._last_end - self._first_start,
+        )

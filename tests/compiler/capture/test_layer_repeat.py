@@ -1,0 +1,297 @@
+"""One layer compiled for all that are like it: the program is the one that compiling all layers makes, or else all
+layers are compiled."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from torch_pagoda.compiler import CompileOptions
+from torch_pagoda.compiler import build as build_module
+from torch_pagoda.compiler.build import build_program, build_unpacked
+from torch_pagoda.compiler.capture.layer_repeat import CannotRepeat, LayerRepeat
+from torch_pagoda.compiler.link.linkage import Linkage
+from torch_pagoda.compiler.user_passes import register_pass, unregister_pass
+from torch_pagoda.compiler.verify.self_check import compared_steps, reference_of_model
+from torch_pagoda.passes import PassRecord
+from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
+from torch_pagoda.passes.graph.fx_nodes import callee
+from torch_pagoda.passes.graph.provenance import decoder_layers
+from torch_pagoda.runtime.ops.packed_linear import can_pack
+
+from tiny_models import build_tiny_model
+
+DEPTH = 10
+OPTIONS = CompileOptions(codegen="none")
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def deep(kind, depth=DEPTH, **settings):
+    return build_tiny_model(kind, num_hidden_layers=depth, **settings)
+
+
+def layer_types(*period, depth=DEPTH):
+    return {"layer_types": (list(period) * depth)[:depth]}
+
+
+def logits(program, reference):
+    return torch.cat([found for _, found, _ in compared_steps(program, reference)])
+
+
+@pytest.fixture
+def all_layers(monkeypatch):
+    """Compile with all layers inside ``with all_layers():``."""
+
+    class AllLayers:
+        def __enter__(self):
+            monkeypatch.setattr(build_module.LayerRepeat, "of", classmethod(lambda cls, model: None))
+
+        def __exit__(self, *error):
+            monkeypatch.undo()
+
+    return AllLayers
+
+
+CASES = [
+    ("llama", 8, {}, 4),
+    ("gpt2", 8, {}, 4),  # transposed weights
+    ("bloom", 8, {}, 4),  # a table of slopes for each layer
+    ("gemma2", 10, layer_types(SLIDING, FULL), 6),
+    ("deepseek_v3", 9, {}, 5),  # the first layer has no experts
+]
+"""Architecture, the fewest layers of it that are worth while, settings, layers compiled."""
+
+
+@pytest.mark.parametrize(("kind", "depth", "settings", "kept"), CASES, ids=[case[0] for case in CASES])
+def test_program_is_the_one_of_all_layers(kind, depth, settings, kept, all_layers):
+    built = build_unpacked(deep(kind, depth, **settings), OPTIONS)
+    with all_layers():
+        whole = build_unpacked(deep(kind, depth, **settings), OPTIONS)
+    assert built.program.report.layers_compiled == kept
+    assert whole.program.report.layers_compiled is None
+    report = built.program.report
+    assert report.attention_recognised == report.attention_total == depth
+    assert report.verdict == whole.program.report.verdict
+
+    def operators(graph):
+        return Counter(callee(n) for n in graph.graph.nodes if n.op == "call_function")
+
+    assert operators(built.traced) == operators(whole.traced)
+    # Equal tables become one.
+    assert len(built.traced.placeholders) <= len(whole.traced.placeholders)
+    found, expected = Linkage.of(built.traced), Linkage.of(whole.traced)
+    assert found.caches == expected.caches
+    assert sorted(map(len, found.merged.values())) == sorted(map(len, expected.merged.values()))
+    reference = reference_of_model(deep(kind, depth, **settings))
+    assert torch.equal(logits(built.program, reference), logits(whole.program, reference))
+
+
+def test_shared_tables_that_a_late_layer_reads_first():
+    """Gemma 3 has a rotary table of its own for one layer in six."""
+    pattern = layer_types(*[SLIDING] * 5, FULL, depth=20)
+    report = build_program(deep("gemma3_text", 20, **pattern), OPTIONS).report
+    assert report.layers_compiled == 14
+    assert report.verdict.ok
+
+
+def test_nodes_say_which_layer_they_are_of():
+    built = build_unpacked(deep("llama"), OPTIONS)
+    layers = decoder_layers(built.traced.graph)
+    assert layers.paths == tuple(f"model.layers.{i}" for i in range(DEPTH))
+    assert {len(layers.nodes(i)) for i in range(1, DEPTH - 1)} == {len(layers.nodes(5))}
+    weights = [name for node in layers.nodes(7) for n in node.all_input_nodes if "weight" in (name := n.name)]
+    assert weights
+    assert all(re.search(r"layers_7_|_merged|folded", name) for name in weights)
+
+
+@pytest.mark.parametrize(
+    "given", [{"pack_weights": True}, {"quantization": "int8"}, {"kv_cache_dtype": "int8"}], ids=str
+)
+def test_how_weights_and_caches_are_held(given):
+    if "pack_weights" in given and not can_pack(torch.bfloat16):
+        pytest.skip("oneDNN has no bf16 products on this CPU")
+    program = build_program(deep("llama", dtype=torch.bfloat16), CompileOptions(codegen="none", **given))
+    assert program.report.layers_compiled == 4
+    assert program.report.verdict.ok
+    names = [r.name for r in program.report.passes if r.matches]
+    if "kv_cache_dtype" in given:
+        assert {spec.dtype for spec in program.caches} == {torch.int8}
+    else:
+        assert ("pack_linears" if "pack_weights" in given else "quantise_linears") in names
+        (record,) = (r for r in program.report.passes if r.name in ("pack_linears", "quantise_linears") and r.matches)
+        assert record.matches == 4 * DEPTH + 1
+
+
+def test_inductor_takes_the_deep_graph():
+    program = build_program(deep("llama", 9), CompileOptions(codegen="inductor"))
+    assert (program.report.codegen, program.report.layers_compiled) == ("inductor", 4)
+    assert program.report.verdict.ok
+
+
+class OddLayer(LlamaDecoderLayer):
+    """Layer 8 is another one, and no attribute says so."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        hidden_states = super().forward(hidden_states, *args, **kwargs)
+        return hidden_states * 1.5 if self.self_attn.layer_idx == 8 else hidden_states
+
+
+def test_layers_that_only_seem_alike_are_found_out(caplog):
+    model = deep("llama")
+    for layer in model.model.layers:
+        layer.__class__ = OddLayer
+    assert LayerRepeat.of(model) is not None
+    with caplog.at_level(logging.INFO):
+        report = build_program(model, OPTIONS).report
+    assert report.layers_compiled is None
+    assert report.verdict.ok
+    assert report.attention_total == DEPTH
+    assert "compiled with all its layers: logits differ" in caplog.text
+
+
+class Doubling(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+def test_layers_that_differ_are_all_compiled():
+    def scale(model):
+        model.model.layers[DEPTH - 2].self_attn.scaling *= 1.1
+
+    def submodule(model):
+        model.model.layers[DEPTH - 2].mlp.act_fn = Doubling()
+
+    def width(model):
+        mlp = model.model.layers[DEPTH - 2].mlp
+        mlp.up_proj, mlp.gate_proj = (nn.Linear(64, 80, bias=False) for _ in range(2))
+        mlp.down_proj = nn.Linear(80, 64, bias=False)
+
+    def entry_of_the_config(model):
+        model.config.some_list = [0] * (DEPTH - 2) + [1, 0]
+
+    for change in (scale, submodule, width, entry_of_the_config):
+        model = deep("llama")
+        assert LayerRepeat.of(model) is not None
+        change(model)
+        assert LayerRepeat.of(model) is None, change.__name__
+
+
+def test_scale_by_depth_is_seen():
+    assert LayerRepeat.of(deep("gpt2", scale_attn_by_inverse_layer_idx=True)) is None
+
+
+def test_first_layers_may_differ():
+    model = deep("llama")
+    model.model.layers[1].self_attn.scaling *= 1.1
+    repeat = LayerRepeat.of(model)
+    assert repeat is not None
+    assert (repeat.kept, repeat.period) == (6, 1)
+
+
+def test_lists_inside_of_layers_are_none_of_layers():
+    model = deep("llama")
+    for layer in model.model.layers:
+        layer.mlp.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(2 * DEPTH))
+    repeat = LayerRepeat.of(model)
+    assert repeat is not None
+    assert (repeat.path, repeat.kept) == ("model.layers", 4)
+
+
+def test_few_layers_are_not_worth_while():
+    assert LayerRepeat.of(deep("llama", 7)) is None
+    assert LayerRepeat.of(deep("llama", 8)) is not None
+
+
+def test_model_has_all_its_layers_again():
+    model = deep("llama")
+    layers, names = model.model.layers, [name for name, _ in model.named_modules()]
+    repeat = LayerRepeat.of(model)
+    with pytest.raises(RuntimeError), repeat.shortened():
+        assert len(model.model.layers) == 4
+        raise RuntimeError
+    assert model.model.layers is layers
+    assert [name for name, _ in model.named_modules()] == names
+
+
+def test_what_cannot_be_checked_is_compiled_with_all_layers():
+    assert (
+        build_program(deep("llama", 8), CompileOptions(codegen="none", verify="off")).report.layers_compiled is None
+    )
+    register_pass("mine", lambda graph: PassRecord("mine"))
+    try:
+        assert build_program(deep("llama", 8), OPTIONS).report.layers_compiled is None
+    finally:
+        unregister_pass("mine")
+
+
+@pytest.fixture(scope="module")
+def kept_graph():
+    """The rewritten graph of the kept layers, and the repeat."""
+    found = []
+
+    def keep(self, traced):
+        found.append((self, traced.copy()))
+        raise CannotRepeat("kept")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayerRepeat, "deepen", keep)
+        build_unpacked(deep("llama", 8), OPTIONS)
+    return found[0]
+
+
+def test_number_in_one_layer_alone(kept_graph):
+    repeat, traced = kept_graph
+    traced = traced.copy()
+    node = list(paged_attention_nodes(traced))[-1]
+    node.args = (*node.args[:11], node.args[11] * 2, *node.args[12:])
+    with pytest.raises(CannotRepeat, match=r"differ$"):
+        repeat.deepen(traced)
+
+
+def test_operator_in_one_layer_alone(kept_graph):
+    repeat, traced = kept_graph
+    traced = traced.copy()
+    node = list(paged_attention_nodes(traced))[-1]
+    query = node.args[0]
+    with traced.before(node):
+        node.replace_input_with(query, traced.call(torch.ops.aten.neg.default, query))
+    with pytest.raises(CannotRepeat, match="operators follow each other"):
+        repeat.deepen(traced)
+
+
+def test_layer_that_reads_another_than_the_one_before(kept_graph):
+    repeat, traced = kept_graph
+    traced = traced.copy()
+    calls = [
+        n for n in traced.graph.nodes if callee(n).startswith("pagoda.add_rms_norm") or "add_rms_norm" in callee(n)
+    ]
+    last = list(paged_attention_nodes(traced))[-1]
+    call = next(n for n in reversed(calls) if n < last)
+    call.args = (calls[0].args[0], *call.args[1:])
+    with pytest.raises(CannotRepeat):
+        repeat.deepen(traced)
+
+
+def test_head_that_reads_a_layer_in_the_middle(kept_graph):
+    repeat, traced = kept_graph
+    traced = traced.copy()
+    middle, head = list(paged_attention_nodes(traced))[-2], traced.output.args[0][0]
+    with traced.before(traced.output):
+        extra = traced.call(torch.ops.aten.add.Tensor, head, traced.call(torch.ops.aten.sum.default, middle))
+    traced.output.args = ((extra,),)
+    with pytest.raises(CannotRepeat, match="not the last"):
+        repeat.deepen(traced)
+
+
+def test_deepening_leaves_the_given_graph(kept_graph):
+    repeat, traced = kept_graph
+    before = [n.format_node() for n in traced.graph.nodes]
+    assert len(list(paged_attention_nodes(repeat.deepen(traced)))) == 8
+    assert [n.format_node() for n in traced.graph.nodes] == before
+    assert len(traced.caches) == 4

@@ -1,0 +1,66 @@
+"""Paged attention over int8 caches for Ascend: quantised and gathered by ATen operators, the operator's numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torch_pagoda.passes import UnsupportedModel
+from torch_pagoda.passes.graph.npu_target import NpuTarget
+from torch_pagoda.passes.lower.npu.paged_attention import lower_npu_paged_attention
+
+from npu_graphs import AttentionGraph, assert_legal, operators, refusals
+
+SMALL = NpuTarget(block_size=16)
+STEPS = [[30, 1, 17], [1, 9, 0], [4, 20, 3], [1, 1, 1], [0, 1, 0]]
+WRITES = ["npu.npu_scatter_nd_update_", "npu.npu_scatter_nd_update_", "npu.npu_scatter_pa_kv_cache"]
+
+
+def lowered(*shape, **kwargs):
+    graph = AttentionGraph(*shape, cache_dtype=torch.int8, **kwargs)
+    record = lower_npu_paged_attention(graph.traced)
+    assert record.matches == kwargs.get("calls", 1)
+    assert_legal(graph.traced)
+    assert lower_npu_paged_attention(graph.traced).matches == 0
+    return graph, record
+
+
+@pytest.mark.parametrize(
+    ("shape", "kwargs"),
+    [
+        ((4, 2, 128), {}),
+        ((8, 1, 64), {"dtype": torch.float16}),
+        ((4, 4, 24, 16), {"sinks": True}),
+        ((4, 2, 128), {"sliding_window": 8, "softcap": 20.0}),
+        ((4, 2, 40), {"alibi": True}),
+        ((4, 2, 128), {"chunk": 16, "calls": 2}),
+        ((4, 2, 128), {"dtype": torch.float32}),
+    ],
+    ids=str,
+)
+def test_numbers_are_those_of_the_operator(shape, kwargs):
+    graph, record = lowered(*shape, target=SMALL, **kwargs)
+    assert [n for n in operators(graph.traced) if n.startswith("npu.")] == WRITES  # once, however many read them
+    assert "per sequence alone" in refusals(record) or "it knows no" in refusals(record)
+    expected = AttentionGraph(*shape, cache_dtype=torch.int8, target=SMALL, **kwargs).run(STEPS)
+    exact = kwargs.get("dtype") is torch.float32
+    for found, right in zip(graph.run(STEPS), expected, strict=True):
+        torch.testing.assert_close(found, right, atol=1e-5 if exact else 2e-2, rtol=1e-5 if exact else 2e-2)
+
+
+def test_caches_are_whole_inputs_laid_out_by_token():
+    graph, _ = lowered(4, 2, 128)
+    for part in graph.traced.caches[0].parts():
+        node = graph.traced.placeholder(f"{part.name}_0")
+        example = node.meta["example_value"]
+        assert example.is_contiguous() and tuple(example.shape[1:]) == (128, *part.token_shape)
+        writers = [user for user in node.users if user.target._schema.is_mutable]
+        assert len(writers) == 1 and min(node.users) is writers[0]
+
+
+def test_chips_without_the_operators():
+    """Where nothing writes int8 rows or their scales the model is refused."""
+    for soc, dtype in (("Ascend310P3", torch.float16), ("Ascend950", torch.bfloat16)):
+        graph = AttentionGraph(4, 2, 128, target=NpuTarget(soc), dtype=dtype, cache_dtype=torch.int8)
+        with pytest.raises(UnsupportedModel, match=f"{soc}.*kv_cache_dtype='auto'"):
+            lower_npu_paged_attention(graph.traced)

@@ -1,0 +1,379 @@
+"""Norms, activations, rotations and matrix products for Ascend: what each becomes, why not, and the numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from aten_graphs import run_graph
+from torch.nn import functional as F
+
+from torch_pagoda.passes.graph.fx_nodes import is_dynamic, shape, value
+from torch_pagoda.passes.graph.npu_target import NpuTarget
+from torch_pagoda.passes.lower.npu.activations import lower_npu_activations
+from torch_pagoda.passes.lower.npu.linears import lower_npu_linears
+from torch_pagoda.passes.lower.npu.norms import lower_npu_norms
+from torch_pagoda.passes.lower.npu.rope import lower_npu_rope
+from torch_pagoda.passes.lower.npu.sink_transposes import sink_transposes
+from torch_pagoda.passes.lower.npu.split_products import split_products
+from torch_pagoda.passes.recognise.linear import recognise_linear
+from torch_pagoda.passes.rewrite.remove_noops import remove_noops
+
+from npu_graphs import assert_legal, graph_of, operators, refusals
+
+pagoda = torch.ops.pagoda
+BF16 = torch.bfloat16
+TOLERANCE = {torch.float32: 1e-5, BF16: 2e-2, torch.float16: 4e-3}
+
+
+def lowered(lower, function, *inputs, target=None, prepare=remove_noops, **parameters):
+    """The lowered graph and the record, with the numbers compared and what must hold of every lowering."""
+    graph = graph_of(function, *inputs, target=target, **parameters)
+    prepare(graph)
+    expected = run_graph(graph.copy(), *inputs)
+    varying = [is_dynamic(size) for size in shape(graph.output.args[0][0])]
+    record = lower(graph)
+    found = run_graph(graph, *inputs)
+    assert found.dtype == expected.dtype
+    assert [is_dynamic(size) for size in shape(graph.output.args[0][0])] == varying
+    torch.testing.assert_close(found, expected, atol=TOLERANCE[found.dtype], rtol=TOLERANCE[found.dtype])
+    assert_legal(graph)
+    assert not [name for name in operators(graph) if name.startswith("pagoda.")]
+    assert lower(graph).matches == 0
+    return graph, record
+
+
+def weights(dtype=BF16, size=32, **kinds):
+    torch.manual_seed(0)
+    return {name: (0.3 * torch.randn(size) + mean).to(dtype) for name, mean in kinds.items()}
+
+
+X = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+R = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+@pytest.mark.parametrize(("offset", "mean", "name"), [(0.0, 1.0, "npu_rms_norm"), (1.0, 0.0, "npu_gemma_rms_norm")])
+def test_rms_norm(offset, mean, name, rounds):
+    graph, record = lowered(
+        lower_npu_norms, lambda m, x: pagoda.rms_norm(x, m.w, 1e-5, offset, rounds), X, **weights(w=mean)
+    )
+    assert operators(graph) == [f"npu.{name}"]
+    assert [(r.operator, r.chosen, r.refused) for r in record.routes] == [("pagoda.rms_norm", (f"npu.{name}",), ())]
+
+
+def test_rms_norm_without_a_scale_shares_ones():
+    def twice(m, x):
+        return pagoda.rms_norm(pagoda.rms_norm(x, None, 1e-5, 0.0, False), None, 1e-5, 0.0, False)
+
+    graph, _record = lowered(lower_npu_norms, twice, X)
+    assert operators(graph) == ["npu.npu_rms_norm"] * 2
+    assert [name for name in graph.constants if name.startswith("ones_")] == ["ones_32_bfloat16"]
+
+
+def test_rms_norm_with_another_offset_is_spelled_out():
+    graph, record = lowered(
+        lower_npu_norms, lambda m, x: pagoda.rms_norm(x, m.w, 1e-5, 0.5, False), X, **weights(w=1)
+    )
+    assert not [n for n in operators(graph) if n.startswith("npu.")]
+    assert "stored less 0.5" in refusals(record)
+
+
+def test_rms_norm_with_a_wide_scale():
+    graph, _ = lowered(
+        lower_npu_norms, lambda m, x: pagoda.rms_norm(x, m.w, 1e-5, 0.0, False), X, **weights(torch.float32, w=1)
+    )
+    assert operators(graph) == ["npu.npu_rms_norm"]
+
+
+def residual(m, x, r, offset=0.0):
+    normed, total = pagoda.add_rms_norm(x, r, m.w, 1e-5, offset, False)
+    return normed + 0.5 * total
+
+
+def test_add_rms_norm_takes_the_norm_and_the_sum():
+    graph, _ = lowered(lower_npu_norms, residual, X, R, **weights(w=1))
+    assert operators(graph)[0] == "npu.npu_add_rms_norm" and "npu.npu_rms_norm" not in operators(graph)
+    picked = [n.args[1] for n in graph.graph.nodes if n.name.startswith("getitem")]
+    assert sorted(picked) == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("target", "offset", "dtype", "expected", "reason"),
+    [
+        (None, 1.0, BF16, "npu.npu_gemma_rms_norm", "stored less 1.0"),
+        (None, 0.0, torch.float32, "npu.npu_rms_norm", "dtypes differ: x1 torch.bfloat16"),
+        (NpuTarget("Ascend310P3"), 1.0, BF16, None, "Ascend310P3 does not run it"),
+    ],
+    ids=["gemma", "wide scale", "310P"],
+)
+def test_add_rms_norm_in_two(target, offset, dtype, expected, reason):
+    def function(m, x, r):
+        return residual(m, x, r, offset)
+
+    graph, record = lowered(lower_npu_norms, function, X, R, target=target, **weights(dtype, w=1.0 - offset))
+    assert operators(graph)[0] == "aten.add"
+    assert [n for n in operators(graph) if n.startswith("npu.")] == ([expected] if expected else [])
+    assert reason in refusals(record)
+
+
+def test_layer_norm_is_an_operator_of_the_chip():
+    graph, _ = lowered(lower_npu_norms, lambda m, x: pagoda.layer_norm(x, m.w, m.b, 1e-5), X, **weights(w=1, b=0))
+    assert operators(graph) == ["aten.native_layer_norm"]
+
+
+@pytest.mark.parametrize("given", ["w b", "w", ""])
+def test_add_layer_norm(given):
+    def function(m, x, r):
+        scale = m.w if "w" in given else None
+        normed, total = pagoda.add_layer_norm(x, r, scale, m.b if "b" in given else None, 1e-5)
+        return normed + 0.5 * total
+
+    graph, _ = lowered(lower_npu_norms, function, X, R, **weights(w=1, b=0))
+    (node,) = [n for n in graph.graph.nodes if "npu_add_layer_norm" in str(n.target)]
+    assert node.args[5] is True  # or else the sum is not written
+
+
+def halves(x):
+    return x[..., :16], x[..., 16:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("silu", "npu_swiglu"),
+        ("gelu", "npu_geglu"),
+        ("gelu_tanh", "npu_geglu"),
+        ("clipped_swiglu", "npu_clipped_swiglu"),
+    ],
+)
+@pytest.mark.parametrize("cut", [halves, lambda x: x.chunk(2, -1), lambda x: x.split([16, 16], -1)])
+def test_gate_and_up_are_halves_of_one_product(kind, name, cut):
+    def function(m, x):
+        gate, up = cut(x)
+        return pagoda.gated_activation(gate, up, kind, 1.702, 2.0)
+
+    graph, _ = lowered(lower_npu_activations, function, X)
+    assert operators(graph) == [f"npu.{name}"]
+    (node,) = [n for n in graph.graph.nodes if "npu." in str(n.target)]
+    if name == "npu_geglu":
+        assert node.args[2:] == (int(kind == "gelu_tanh"), True)  # the gate is the left half
+    if name == "npu_clipped_swiglu":
+        assert node.kwargs == {"alpha": 1.702, "limit": 2.0, "bias": 1.0, "interleaved": False}
+
+
+@pytest.mark.parametrize(
+    "gate_and_up",
+    [
+        lambda x, r: (x[..., 16:], x[..., :16]),
+        lambda x, r: (x[..., :16], r[..., 16:]),
+        lambda x, r: (x[..., :15], x[..., 15:30]),
+        lambda x, r: (x[..., ::2], x[..., 1::2]),
+        lambda x, r: (x, r),
+    ],
+    ids=["turned round", "of two", "not all", "in turns", "apart"],
+)
+def test_other_gates_are_two_operators(gate_and_up):
+    def function(m, x, r):
+        gate, up = gate_and_up(x, r)
+        return pagoda.gated_activation(gate, up, "silu", 0.0, 0.0) + 0 * r.sum()
+
+    graph, record = lowered(lower_npu_activations, function, X, R)
+    assert operators(graph)[:2] == ["aten.silu", "aten.mul"]
+    assert "gate and up are not the halves of one tensor" in refusals(record)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "approximate"),
+    [
+        ("gelu", "npu.npu_gelu", "none"),
+        ("gelu_tanh", "npu.npu_gelu", "tanh"),
+        ("quick_gelu", "npu.npu_fast_gelu", ""),
+    ],
+)
+def test_gelu_says_which_one(kind, name, approximate):
+    graph, _ = lowered(lower_npu_activations, lambda m, x: pagoda.activation(x, kind), X)
+    assert operators(graph) == [name]
+    (node,) = [n for n in graph.graph.nodes if "npu." in str(n.target)]
+    assert node.kwargs.get("approximate", "") == approximate
+
+
+@pytest.mark.parametrize("kind", ["relu", "relu2", "silu", "sigmoid"])
+def test_other_activations_are_spelled_out(kind):
+    graph, _ = lowered(lower_npu_activations, lambda m, x: pagoda.activation(x, kind), X)
+    assert not [n for n in operators(graph) if n.startswith(("npu.", "pagoda."))]
+
+
+def test_quick_gelu_is_another_formula_on_310p():
+    graph, record = lowered(
+        lower_npu_activations, lambda m, x: pagoda.activation(x, "quick_gelu"), X, target=NpuTarget("Ascend310P3")
+    )
+    assert "npu.npu_fast_gelu" not in operators(graph) and "does not run it" in refusals(record)
+
+
+def tables(tokens, rotary, mode, dtype=BF16, batch=1):
+    angle = torch.arange(tokens)[:, None] / 10 ** (torch.arange(rotary // 2) / rotary)
+    angle = angle.repeat_interleave(2, -1) if mode == "interleaved" else torch.cat((angle, angle), -1)
+    return [f(angle)[None].expand(batch, -1, -1).contiguous().to(dtype) for f in (torch.cos, torch.sin)]
+
+
+def rotation(mode, start=0):
+    def function(m, x, cos, sin):
+        q, k = x[:, :, :4].transpose(1, 2), x[:, :, 4:].transpose(1, 2)
+        q, k = pagoda.rope([q, k], cos, sin, mode, start, False)
+        return torch.cat((q, k), 1).transpose(1, 2)
+
+    return function
+
+
+HEADS = torch.randn(1, 7, 6, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+
+@pytest.mark.parametrize("soc", ["Ascend910B3", "Ascend910_9382", "Ascend950PR"])
+@pytest.mark.parametrize("mode", ["half", "interleaved"])
+def test_rotation_of_whole_heads(mode, soc):
+    graph, _record = lowered(lower_npu_rope, rotation(mode), HEADS, *tables(7, 64, mode), target=NpuTarget(soc))
+    assert [n for n in operators(graph) if n.startswith("npu.")] == ["npu.npu_rotary_mul"] * 2
+    calls = [n for n in graph.graph.nodes if "npu_rotary_mul" in str(n.target)]
+    for call in calls:
+        assert len(shape(call.args[0])) == 4 and shape(call.args[0])[3] == 64
+        assert call.args[3] == ("half" if mode == "half" else "interleave")
+        # A2 and A3 lose the mode in graphs unless they are given the matrix; 950 knows it.
+        assert (call.args[4] is not None) == (mode == "interleaved" and soc != "Ascend950PR")
+
+
+@pytest.mark.parametrize(("rotary", "start", "parts"), [(32, 0, 2), (32, 32, 2), (16, 8, 3)])
+@pytest.mark.parametrize("mode", ["half", "interleaved"])
+def test_rotation_of_a_part_of_each_head(rotary, start, parts, mode):
+    graph, _ = lowered(lower_npu_rope, rotation(mode, start), HEADS, *tables(7, rotary, mode))
+    names = operators(graph)
+    assert names.count("aten.split_with_sizes") == names.count("npu.npu_rotary_mul") == 2
+    assert {len(n.args[1]) for n in graph.graph.nodes if "split_with_sizes" in str(n.target)} == {parts}
+
+
+def test_pairs_to_halves_has_an_operator_of_its_own():
+    mode = "interleaved_to_half"
+    graph, _ = lowered(lower_npu_rope, rotation(mode), HEADS, *tables(7, 64, mode))
+    assert [n for n in operators(graph) if n.startswith("npu.")] == ["npu.npu_interleave_rope"] * 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "rotary", "soc", "reason"),
+    [
+        ("interleaved_to_half", 32, "Ascend910B3", "dim -1 of x is 32; it must be 64"),
+        ("interleaved_to_half", 64, "Ascend950PR", "Ascend950PR does not run it"),
+        ("interleaved", 64, "Ascend310P3", "has no bfloat16"),
+    ],
+)
+def test_rotations_without_an_operator(mode, rotary, soc, reason):
+    _graph, record = lowered(lower_npu_rope, rotation(mode), HEADS, *tables(7, rotary, mode), target=NpuTarget(soc))
+    assert reason in refusals(record)
+    assert bool(refusals(record)) == bool(reason)
+
+
+def test_tables_are_cast_because_the_graph_engine_does_not():
+    graph, _ = lowered(lower_npu_rope, rotation("half"), HEADS, *tables(7, 64, "half", torch.float32))
+    assert operators(graph).count("aten._to_copy") == 4
+
+
+def test_tables_of_each_batch_entry():
+    x = HEADS.expand(3, -1, -1, -1).contiguous()
+    graph, _ = lowered(lower_npu_rope, rotation("half"), x, *tables(7, 64, "half", batch=3))
+    assert "npu.npu_rotary_mul" in operators(graph)
+    graph, record = lowered(lower_npu_rope, rotation("interleaved"), x, *tables(7, 64, "interleaved", batch=3))
+    assert not [n for n in operators(graph) if n.startswith("npu.")]
+    assert "one table serves the whole batch" in refusals(record)
+
+
+@pytest.mark.parametrize("mode", ["ge", "aclgraph"])
+def test_pairs_to_halves_of_a_batch_is_copied_where_calls_are_captured(mode):
+    x = HEADS.expand(3, -1, -1, -1).contiguous()
+    kind = "interleaved_to_half"
+    graph, record = lowered(
+        lower_npu_rope, rotation(kind), x, *tables(7, 64, kind, batch=3), target=NpuTarget(graph_mode=mode)
+    )
+    calls = [n for n in graph.graph.nodes if "npu_interleave_rope" in str(n.target)]
+    assert len(calls) == 2 and not refusals(record)
+    assert all(value(call.args[0]).is_contiguous() for call in calls) == (mode == "aclgraph")
+
+
+@pytest.mark.parametrize("lead", [(1, 5), (2, 5), (5, 3)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linears_read_their_weight_as_it_is_stored(lead, bias):
+    x = torch.randn(*lead, 32).bfloat16()
+
+    matrix = torch.randn(24, 32).bfloat16() / 6
+
+    def function(m, x):
+        return F.linear(x, m.w, m.b if bias else None)
+
+    graph, _ = lowered(lower_npu_linears, function, x, prepare=recognise_linear, w=matrix, **weights(size=24, b=0))
+    assert operators(graph) == ["npu.npu_linear"]
+    (node,) = [n for n in graph.graph.nodes if "npu_linear" in str(n.target)]
+    assert [len(shape(n)) for n in node.args[:2]] == [2, 2]
+    assert node.args[1].op == "placeholder"
+
+
+def test_weights_stored_the_other_way_are_plain_products():
+    matrix = torch.randn(32, 24).bfloat16() / 6
+
+    def function(m, x):
+        return torch.addmm(m.b, x.view(-1, 32), m.w).view(*x.shape[:-1], 24)
+
+    graph, _ = lowered(lower_npu_linears, function, X, prepare=recognise_linear, w=matrix, **weights(size=24, b=0))
+    assert operators(graph) == ["aten.addmm"]
+
+
+def test_a_chip_without_the_product_keeps_linear():
+    graph = graph_of(
+        lambda m, x: F.linear(x, m.w), X, target=NpuTarget("Ascend950PR"), w=torch.randn(24, 32).bfloat16()
+    )
+    recognise_linear(graph)
+    record = lower_npu_linears(graph)
+    assert operators(graph) == ["aten.linear"] and "does not run it" in refusals(record)
+
+
+@pytest.mark.parametrize(
+    ("cut", "splits"),
+    [
+        (lambda x: (x[..., :8], x[..., 8:20], x[..., 20:]), 1),
+        (lambda x: (x[:, :, :8], x[:, :, 8:]), 1),
+        (lambda x: (x[..., :8], x[..., 10:]), 0),
+        (lambda x: (x[..., :8], x[..., 6:]), 0),
+        (lambda x: (x[..., 4:8],), 0),
+        (lambda x: (x[..., ::2], x[..., 1::2]), 0),
+    ],
+    ids=["three", "two", "a gap", "an overlap", "one", "in turns"],
+)
+def test_slices_that_tile_are_one_split(cut, splits):
+    def function(m, x):
+        return torch.cat([part * (i + 1) for i, part in enumerate(cut(x))], -1)
+
+    graph, record = lowered(split_products, function, X)
+    assert record.matches == splits == operators(graph).count("aten.split_with_sizes")
+
+
+def test_heads_are_turned_behind_what_works_on_each():
+    def function(m, x):
+        turned = x.view(x.shape[0], -1, 2, 48).transpose(1, 2)
+        q, k, v = turned.chunk(3, -1)
+        q = pagoda.rms_norm(q, m.w, 1e-5, 0.0, False) * 2.0
+        return (q + k[..., :16] + v.to(torch.bfloat16)).transpose(1, 2)
+
+    graph, record = lowered(
+        lambda g: (sink_transposes(g), lower_npu_norms(g))[0],
+        function,
+        torch.randn(1, 5, 96).bfloat16(),
+        **weights(size=16, w=1),
+    )
+    assert record.matches == 3
+    for node in graph.graph.nodes:
+        if "npu_rms_norm" in str(node.target) or "split" in str(node.target):
+            assert str(shape(node.args[0])[1]) != "2"  # tokens first
+
+
+def test_a_turn_stays_where_another_operand_is_turned_too():
+    def function(m, x, r):
+        return (x.view(2, -1, 4, 8).transpose(1, 2) * r.view(2, -1, 4, 8).transpose(1, 2)).sum(1)
+
+    _graph, record = lowered(sink_transposes, function, X, R)
+    assert record.matches == 0

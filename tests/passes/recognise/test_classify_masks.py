@@ -1,0 +1,128 @@
+"""Masks are classified by running them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from torch_pagoda.passes.graph.attention_node import AttentionCall, attention_nodes
+from torch_pagoda.passes.graph.fx_nodes import callee
+from torch_pagoda.passes.recognise.classify_masks import classify_masks
+from torch_pagoda.passes.recognise.mask_kind import UnknownMask, classify
+from torch_pagoda.passes.recognise.sdpa import recognise_sdpa
+
+from toy_lm import HEADS, ToyLM, causal_mask, repeat_kv, traced
+
+
+def indices(tokens):
+    return torch.arange(tokens)[:, None], torch.arange(tokens)[None]
+
+
+def causal(tokens):
+    i, j = indices(tokens)
+    return j <= i
+
+
+def test_classify_tells_the_kinds_apart():
+    i, j = indices(30)
+    seen = j <= i
+    assert classify(seen, 4).sliding_window == 0
+    assert classify(seen & (i - j < 7), 4).sliding_window == 7
+    assert classify(seen & (i // 6 == j // 6), 4).chunk == 6
+    kind = classify(seen[None, None].expand(1, 4, 30, 30), 4)
+    assert (kind.sliding_window, kind.chunk, kind.alibi_slopes) == (0, 0, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("anchor", ["first", "last", "query"])
+def test_classify_reads_alibi_slopes(dtype, anchor):
+    tokens, slopes = 40, torch.tensor([0.5, 0.25, 0.0625])
+    i, j = indices(tokens)
+    distance = {"first": j + 0 * i, "last": j - tokens + 1 + 0 * i, "query": j - i}[anchor]
+    bias = (slopes[:, None, None] * distance).to(dtype).masked_fill(~causal(tokens), torch.finfo(dtype).min)
+    kind = classify(bias, 3)
+    torch.testing.assert_close(kind.alibi_slopes, slopes)
+
+
+@pytest.mark.parametrize(
+    ("mask", "reason"),
+    [
+        (torch.ones(20, 20).bool(), "later tokens"),
+        (causal(20) | (indices(20)[1] < 5), "later tokens"),
+        (torch.stack([causal(20), causal(20) & (indices(20)[0] - indices(20)[1] < 3)]), "between heads"),
+        (causal(20) & ((indices(20)[0] - indices(20)[1]) % 2 == 0), "neither"),
+        (torch.randn(20, 20).masked_fill(~causal(20), -1e9), "no ALiBi"),
+    ],
+    ids=["bidirectional", "prefix", "per head", "strided", "learned bias"],
+)
+def test_classify_refuses_what_it_does_not_know(mask, reason):
+    with pytest.raises(UnknownMask, match=reason):
+        classify(mask, HEADS)
+
+
+def attention_with(make_mask):
+    def attention(m, q, k, v, pos):
+        return F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), attn_mask=make_mask(m, q, pos))
+
+    return attention
+
+
+MASKS = {
+    "causal": (lambda m, q, pos: causal_mask(pos), (0, 0)),
+    "window 8": (lambda m, q, pos: causal_mask(pos, window=8), (8, 0)),
+    "chunk 8": (lambda m, q, pos: causal_mask(pos, chunk=8), (0, 8)),
+    "window 4096": (lambda m, q, pos: causal_mask(pos, window=4096), (4096, 0)),
+    "window 4096 by <=": (
+        lambda m, q, pos: causal_mask(pos) & (pos[:, None, :, None] - pos[:, None, None, :] <= 4096),
+        (4097, 0),
+    ),
+    "chunk 8192": (lambda m, q, pos: causal_mask(pos, chunk=8192), (0, 8192)),
+    "table": (lambda m, q, pos: m.causal_table[: q.shape[2], : q.shape[2]], (0, 0)),
+    "filled": (
+        lambda m, q, pos: torch.zeros(1, 1, 1, 1).masked_fill(~causal_mask(pos, window=8), -torch.inf),
+        (8, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_mask_tensors_become_attributes(name):
+    make_mask, (window, chunk) = MASKS[name]
+    graph = traced(ToyLM(attention_with(make_mask)))
+    recognise_sdpa(graph)
+    record = classify_masks(graph)
+    assert (record.matches, record.rejections) == (1, [])
+    (node,) = attention_nodes(graph)
+    call = AttentionCall.of(node)
+    assert (call.attn_mask, call.is_causal) == (None, True)
+    assert (call.sliding_window, call.chunk) == (window, chunk)
+    assert not [n for n in graph.graph.nodes if callee(n) in ("le", "and_", "arange")]
+    assert classify_masks(graph).matches == 0
+
+
+def test_a_window_that_does_not_move_with_its_constant_is_no_window():
+    """A large constant that leaves the mask as it is (a table's size) does not become a window."""
+    graph = traced(ToyLM(attention_with(lambda m, q, pos: causal_mask(pos) & (pos[:, None, None, :] >= -4096))))
+    recognise_sdpa(graph)
+    classify_masks(graph)
+    (node,) = attention_nodes(graph)
+    assert AttentionCall.of(node).sliding_window == 0
+
+
+@pytest.mark.parametrize(
+    ("make_mask", "reason"),
+    [
+        (lambda m, q, pos: causal_mask(pos) & (q[:, :, :, :1] > 0), "depends on the tokens"),
+        (lambda m, q, pos: causal_mask(pos) | (pos[:, None, None, :] < 3), "later tokens"),
+    ],
+    ids=["data", "prefix"],
+)
+def test_masks_that_cannot_be_classified_stay_with_the_reason(make_mask, reason):
+    graph = traced(ToyLM(attention_with(make_mask)))
+    recognise_sdpa(graph)
+    record = classify_masks(graph)
+    assert record.matches == 0
+    assert reason in record.rejections[0].reason
+    (node,) = attention_nodes(graph)
+    assert AttentionCall.of(node).attn_mask is not None

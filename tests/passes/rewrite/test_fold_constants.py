@@ -1,0 +1,102 @@
+"""What depends on weights alone is computed once, and only that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from aten_graphs import aten_of_model, aten_of_module, run_graph
+from torch import nn
+from torch.nn import functional as F
+
+from torch_pagoda.compiler.link.linker import link
+from torch_pagoda.compiler.verify.self_check import check, reference_of_model
+from torch_pagoda.passes.graph.fx_nodes import callee
+from torch_pagoda.passes.rewrite import fold_constants as module
+from torch_pagoda.passes.rewrite.fold_constants import fold_constants
+
+from tiny_models import build_tiny_model
+
+
+class Scaled(nn.Module):
+    """Calls ``function(self, x)``."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 6))
+        self.register_buffer("table", torch.linspace(0, 1, 12).view(2, 6))
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def operators(graph):
+    return [callee(n) for n in graph.graph.nodes if n.op == "call_function"]
+
+
+def paged_graph(function, x):
+    graph = aten_of_module(Scaled(function), x.clone())
+    graph.paged = True
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("function", "left"),
+    [
+        (lambda m, x: x * F.softplus(m.weight), ["mul.Tensor"]),
+        (lambda m, x: x * torch.exp(m.weight * m.weight).sum(), ["mul.Tensor"]),
+        (lambda m, x: x * m.weight.float().neg().unsqueeze(0).expand(2, 1, 6), ["unsqueeze", "expand", "mul.Tensor"]),
+        (lambda m, x: x * m.table.repeat(1, 2)[0, 3:9].sin(), ["mul.Tensor"]),
+    ],
+)
+def test_constants_are_computed_once(function, left):
+    x = torch.randn(2, 5, 6)
+    graph = paged_graph(function, x)
+    before = run_graph(graph, x)
+    assert fold_constants(graph).matches == 1
+    assert operators(graph) == left
+    assert graph.notes["folded"], "their sources are guarded"
+    assert torch.equal(run_graph(graph, x), before)
+    assert fold_constants(graph).matches == 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: x * m.weight.unsqueeze(0),
+        lambda m, x: x.sin() * m.weight,
+        lambda m, x: x + torch.full((6,), 2.0),
+        lambda m, x: x * m.weight[None, None].repeat(1, x.shape[1], 1),
+        lambda m, x: x * F.dropout(m.weight, 0.5),
+        lambda m, x: x * (m.table.add_(1) * 2)[0],
+    ],
+    ids=["view", "data", "literal", "dynamic size", "random", "written"],
+)
+def test_other_things_are_not(function):
+    graph = paged_graph(function, torch.randn(2, 5, 6))
+    graph.recompile()
+    code = graph.module.code
+    assert fold_constants(graph).matches == 0
+    graph.recompile()
+    assert graph.module.code == code
+
+
+def test_large_constants_and_drop_in_graphs_stay(monkeypatch):
+    x = torch.randn(2, 5, 6)
+    graph = paged_graph(lambda m, x: x * m.weight.exp(), x)
+    monkeypatch.setattr(module, "_MOST_BYTES", 20)
+    (rejection,) = fold_constants(graph).rejections
+    assert "(6,) would stay in memory" in rejection.reason
+    monkeypatch.undo()
+    graph.paged = False
+    assert fold_constants(graph).matches == 0
+    assert "exp" in operators(graph)
+
+
+@pytest.mark.parametrize(("name", "matches"), [("llama", 0), ("gptj", 2), ("diffllama", 2)])
+def test_models(name, matches):
+    model = build_tiny_model(name)
+    graph = aten_of_model(model)
+    assert fold_constants(graph).matches == matches
+    graph.recompile()
+    assert check(link(graph, graph.module), reference_of_model(model)).ok

@@ -1,0 +1,46 @@
+"""How well a paged program predicts text: the measure of what rounding its cache costs."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache
+from torch_pagoda.runtime.program import Program
+from torch_pagoda.runtime.step_metadata import StepMetadata
+
+
+def loss_per_token(program: Program, windows: torch.Tensor, chunk: int = 32, block_size: int = 16) -> float:
+    """Mean cross-entropy in nats of every token but each window's first, given those before it in the window.
+
+    Each window is a sequence that is computed in chunks, so that most keys and values are read from the cache; the
+    exponential of the result is the perplexity.
+
+    Args:
+        program: gets a small cache of its own.
+        windows: ``[N, L]`` int64 token ids.
+        chunk: tokens of each sequence per step.
+        block_size: of the cache.
+    """
+    count, length = windows.shape
+    width = -(-length // block_size)
+    program.bind(allocate_kv_cache(program.caches, width * count, block_size, program.device))
+    table = torch.randperm(width * count, generator=torch.Generator().manual_seed(0)).view(count, width).int()
+    total = 0.0
+    for first in range(0, length, chunk):
+        end = min(first + chunk, length)
+        positions = torch.arange(first, end)
+        slots = table[:, positions // block_size].long() * block_size + positions % block_size
+        tokens = count * len(positions)
+        step = StepMetadata(
+            slot_mapping=slots.flatten(),
+            block_table=table,
+            query_start_loc=torch.arange(0, tokens + 1, len(positions), dtype=torch.int32),
+            seq_lens=torch.full((count,), end, dtype=torch.int32),
+            logits_rows=torch.arange(tokens),
+            token_lengths=torch.full((tokens,), length),
+        )
+        logits = program(windows[:, first:end].reshape(1, -1), positions.repeat(1, count), step)
+        logits = logits.float().view(count, len(positions), -1)[:, : length - 1 - first]
+        targets = windows[:, first + 1 : end + 1]
+        total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
+    return total / (count * (length - 1))
