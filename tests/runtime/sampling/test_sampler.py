@@ -383,3 +383,31 @@ def test_no_rows_and_wrong_shapes():
     for logits in (torch.zeros(2, 10), torch.zeros(10)):
         with pytest.raises(ValueError, match="1 requests"):
             Sampler().sample(logits, [make_request()])
+
+
+def test_requests_that_take_the_same_row_choose_as_if_each_had_its_own():
+    """Completions of one prompt: some greedy, some drawn, in an order of their own, in batches of two."""
+    logits = randn(3, 50)
+    requests = [
+        make_request(temperature=0.0),
+        *(make_request(temperature=1.0, seed=seed, logprobs=2) for seed in range(5)),
+        make_request(temperature=0.0, logit_bias={7: 100.0}),
+    ]
+    taken = [2, 0, 0, 0, 1, 2, 0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler_module, "_WORK_ELEMENTS", 2 * 50)
+        found = Sampler(seed=0).sample(logits, requests, taken)
+    expected = Sampler(seed=0).sample(logits[taken], requests)
+    assert found == expected and found.token_ids[-1] == 7
+
+
+def test_a_row_for_each_request_unless_rows_are_named():
+    with pytest.raises(ValueError, match=r"\(3, 50\) do not fit 2 requests"):
+        Sampler().sample(randn(3, 50), [make_request(), make_request()])
+
+
+def test_completions_share_the_arrays_of_their_rules():
+    params = SamplingParams(n=3, allowed_token_ids=[1, 2, 3], logit_bias={4: 1.0})
+    own = params.completion(2)
+    assert own.allowed_ids is params.allowed_ids and own.biased_ids is params.biased_ids
+    assert own.biases is params.biases and params.allowed_ids.tolist() == [1, 2, 3]
