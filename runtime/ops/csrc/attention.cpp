@@ -292,7 +292,7 @@ extern "C" int64_t pagoda_paged_attention(const PagedAttentionArguments* argumen
     sequences.push_back(Sequence{0, a.query_starts[s], tokens, keys - tokens, keys, blocks});
   }
   const int64_t token_bytes = a.heads * a.value_dim * bytes_of(a.dtype), used = a.query_starts[a.sequences];
-  std::memset(a.out + used * token_bytes, 0, (a.tokens - used) * token_bytes);
+  if (a.tokens > used) std::memset(a.out + used * token_bytes, 0, (a.tokens - used) * token_bytes);
 
   plan_tiles(p, sequences, a.threads, plan);
   run(p, sequences, plan, plan.work < kSmallWork ? 1 : a.threads, a.tokens, [&a](int64_t token) {
