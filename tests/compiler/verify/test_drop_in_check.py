@@ -56,6 +56,16 @@ def test_what_is_written_into_an_input_counts(dtype, rows):
     assert not cache.any(), "the caller's cache is untouched"
 
 
+@HALF_AND_SINGLE
+def test_an_infinite_mask_that_is_only_read_is_no_difference(dtype, rows):
+    x = rows.to(dtype)
+    mask = torch.full((8, 8), float("-inf"), dtype=dtype).triu(1)
+    right = graph_of(lambda x, mask: ((0.1 * (x.transpose(1, 2) @ x) + mask).softmax(-1),), x, mask)
+    wrong = graph_of(lambda x, mask: ((0.102 * (x.transpose(1, 2) @ x) + mask).softmax(-1),), x, mask)
+    assert difference(right, right, [x, mask]) == ""
+    assert "its outputs differ" in difference(right, wrong, [x, mask])
+
+
 def routed(x):
     """Depends on which expert is first, as a router's decision does."""
     return x + (x.topk(1).indices > 3).to(x.dtype)
