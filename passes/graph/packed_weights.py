@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from ...runtime.ops.quantized_weight import Quantization
-from .fx_nodes import argument, callee, module_path, shape
-from .record import PassRecord, Rejection
+from .fx_nodes import argument, callee, shape
 from .traced import TracedGraph
 
 
@@ -41,18 +39,13 @@ class PackedWeights:
         self._inputs: dict[fx.Node, fx.Node] = {}
         self._packed: list[PackedWeight] = []
 
-    def linears(self, record: PassRecord, refusal: Callable[[fx.Node], str]) -> Iterator[fx.Node]:
-        """Linears over weights that can be packed. Why others cannot goes to the record; ``refusal`` may add a reason
-        ("" for none)."""
-        for node in list(self.traced.graph.nodes):
-            if node.target is torch.ops.aten.linear.default:
-                reason = self._refusal(node) or refusal(node)
-                if reason:
-                    record.rejections.append(Rejection(node.name, reason, module_path(node)))
-                else:
-                    yield node
+    def linears(self) -> list[fx.Node]:
+        """All linears of the graph; none where it is not paged: there the caller owns the weights."""
+        nodes = self.traced.graph.nodes if self.traced.paged else ()
+        return [node for node in nodes if node.target is torch.ops.aten.linear.default]
 
-    def _refusal(self, linear: fx.Node) -> str:
+    def refusal(self, linear: fx.Node) -> str:
+        """The reason why the weight of a linear cannot be packed; "" when it can."""
         weight = argument(linear, 1, "weight")
         name = _parameter(weight).name
         if name not in self.traced.constants and name not in self.traced.notes.get("merged", {}):

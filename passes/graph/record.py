@@ -1,8 +1,16 @@
-"""What a pass says about what it did: matches, and for each near miss the reason."""
+"""The account of a pass: its matches, and for each near miss the reason."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+from torch import fx
+
+from .fx_nodes import module_path
+
+
+class NoMatch(Exception):
+    """Raised by what looks like a match and is left alone. The message is the reason, one line for a person."""
 
 
 @dataclass(frozen=True)
@@ -56,3 +64,7 @@ class PassRecord:
     rejections: list[Rejection] = field(default_factory=list)
     routes: list[Route] = field(default_factory=list)
     seconds: float = 0.0
+
+    def reject(self, node: fx.Node, reason: str) -> None:
+        """Note why ``node``, which looked like a match, is left alone."""
+        self.rejections.append(Rejection(node.name, reason, module_path(node)))

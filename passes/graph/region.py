@@ -11,11 +11,12 @@ from torch import fx
 
 from .evaluate import at_sizes, is_size
 from .fx_nodes import METADATA_CALLS, callee, mutated_argument, value
+from .record import NoMatch
 
 _MOST_NODES = 200
 
 
-class OpenRegion(Exception):
+class OpenRegion(NoMatch):
     """The outputs are not computed from the inputs alone. The message says what else they read."""
 
 

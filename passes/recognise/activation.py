@@ -23,11 +23,10 @@ import torch
 from torch import fx
 
 from ...runtime.ops.gated_activation import activation_reference
-from ..graph.fx_nodes import callee, eliminate_dead_code, is_tensor, module_path, shape, value
-from ..graph.record import PassRecord, Rejection
+from ..graph.fx_nodes import callee, is_tensor, shape, value
+from ..graph.record import PassRecord
+from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
-
-NAME = "recognise_activation"
 
 ACTIVATION = torch.ops.pagoda.activation.default
 
@@ -43,24 +42,22 @@ _TOLERANCE = 2e-5
 
 def recognise_activation(traced: TracedGraph) -> PassRecord:
     """Replace every known activation by ``pagoda::activation``."""
-    record = PassRecord(NAME)
-    for node in list(traced.graph.nodes):
+
+    def step(node: fx.Node) -> str | None:
         if callee(node) not in _ANCHORS or not node.users or not value(node).is_floating_point():
-            continue
+            return None
         found = _largest_known(node)
         if found is None:
-            if _is_projection(node.args[0]):
-                reason = f"a function around {callee(node)} that is none of {', '.join(KINDS)}"
-                record.rejections.append(Rejection(node.name, reason, module_path(node)))
-            continue
+            if not _is_projection(node.args[0]):
+                return None
+            return f"a function around {callee(node)} that is none of {', '.join(KINDS)}"
         x, output, kind = found
         with traced.before(output):
             new = traced.call(ACTIVATION, x, kind)
         traced.substitute(output, new)
-        record.matches += 1
-    if record.matches:
-        eliminate_dead_code(traced.graph)
-    return record
+        return ""
+
+    return rewrite_each(traced, "recognise_activation", step)
 
 
 def _largest_known(anchor: fx.Node) -> tuple[fx.Node, fx.Node, str] | None:

@@ -15,25 +15,22 @@ from __future__ import annotations
 from torch import fx
 
 from ..graph.attention_node import AttentionCall, attention_nodes
-from ..graph.fx_nodes import closure, eliminate_dead_code, module_path, shape
-from ..graph.record import PassRecord, Rejection
+from ..graph.fx_nodes import closure, shape
+from ..graph.record import PassRecord
+from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
 from .mask_kind import MaskKind, UnknownMask, probe
-
-NAME = "classify_masks"
 
 
 def classify_masks(traced: TracedGraph) -> PassRecord:
     """Classify the mask of every ``pagoda::attention`` and drop the tensor. Flat (paged) graphs only."""
-    record = PassRecord(NAME)
-    if not traced.paged:
-        return record
     known: dict[fx.Node, MaskKind | UnknownMask] = {}
     slopes: dict[fx.Node, fx.Node] = {}
-    for node in list(attention_nodes(traced)):
+
+    def step(node: fx.Node) -> str | None:
         call = AttentionCall.of(node)
         if call.attn_mask is None:
-            continue
+            return None
         if call.attn_mask not in known:
             try:
                 known[call.attn_mask] = probe(traced, call.attn_mask, int(shape(call.query)[1]))
@@ -41,8 +38,7 @@ def classify_masks(traced: TracedGraph) -> PassRecord:
                 known[call.attn_mask] = reason
         kind = known[call.attn_mask]
         if isinstance(kind, UnknownMask):
-            record.rejections.append(Rejection(node.name, str(kind), module_path(node)))
-            continue
+            return str(kind)
         if kind.literal:
             names = {n.name for n in closure(call.attn_mask)}
             traced.notes.setdefault("followed_literals", {}).setdefault(kind.literal, set()).update(names)
@@ -56,7 +52,6 @@ def classify_masks(traced: TracedGraph) -> PassRecord:
             alibi_slopes=slopes.get(call.attn_mask),
         )
         node.args = changed.arguments()
-        record.matches += 1
-    if record.matches:
-        eliminate_dead_code(traced.graph)
-    return record
+        return ""
+
+    return rewrite_each(traced, "classify_masks", step, attention_nodes(traced) if traced.paged else ())

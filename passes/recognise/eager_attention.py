@@ -31,25 +31,18 @@ from ..graph.fx_nodes import (
     METADATA_CALLS,
     argument,
     callee,
-    eliminate_dead_code,
     is_tensor,
-    module_path,
     shape,
     value,
 )
 from ..graph.head_layout import HeadLayout, find_layout, insert_layout
-from ..graph.record import PassRecord, Rejection
+from ..graph.record import NoMatch, PassRecord
+from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
-
-NAME = "recognise_eager_attention"
 
 _MATMULS = ("matmul", "bmm", "baddbmm", "__matmul__")
 _CASTS = ("float", "to", "type", "type_as", "contiguous", "half", "bfloat16", "clone")
 _AFTER_SOFTMAX = (*_CASTS, "dropout", "getitem", "view", "reshape", "nan_to_num")
-
-
-class _NoMatch(Exception):
-    """Why a softmax is no attention that can be replaced."""
 
 
 @dataclass
@@ -74,22 +67,15 @@ class _Scores:
 
 def recognise_eager_attention(traced: TracedGraph) -> PassRecord:
     """Replace every hand-written attention by ``pagoda::attention``."""
-    record = PassRecord(NAME)
-    for node in list(traced.graph.nodes):
-        if callee(node) != "softmax" or node._erased:
-            continue
-        product = _product_with_values(node)
+
+    def step(node: fx.Node) -> str | None:
+        product = _product_with_values(node) if callee(node) == "softmax" else None
         if product is None:
-            continue
-        out, probabilities, sliced = product
-        try:
-            _replace(traced, node, out, probabilities, sliced)
-            record.matches += 1
-        except _NoMatch as reason:
-            record.rejections.append(Rejection(node.name, str(reason), module_path(node)))
-    if record.matches:
-        eliminate_dead_code(traced.graph)
-    return record
+            return None
+        _replace(traced, node, *product)
+        return ""
+
+    return rewrite_each(traced, "recognise_eager_attention", step)
 
 
 def _product_with_values(softmax: fx.Node) -> tuple[fx.Node, list[fx.Node], bool] | None:
@@ -113,29 +99,29 @@ def _product_with_values(softmax: fx.Node) -> tuple[fx.Node, list[fx.Node], bool
 def _replace(traced: TracedGraph, softmax: fx.Node, out: fx.Node, way: list[fx.Node], sliced: bool) -> None:
     dim = argument(softmax, 1, "dim")
     if dim not in (-1, len(shape(softmax)) - 1):
-        raise _NoMatch(f"softmax over dim {dim}, not over the keys")
+        raise NoMatch(f"softmax over dim {dim}, not over the keys")
     for node in way:
         if callee(node) == "dropout" and argument(node, 1, "p", 0.5) and argument(node, 2, "training", True):
-            raise _NoMatch("dropout is active")
+            raise NoMatch("dropout is active")
         if callee(node) == "getitem" and not _drops_last(node.args[1]):
-            raise _NoMatch("the probabilities are indexed")
+            raise NoMatch("the probabilities are indexed")
     scores = _read_scores(traced, softmax.args[0])
     if sliced != (scores.sinks is not None):
-        raise _NoMatch("a column of the probabilities is cut off, but no sink was appended")
+        raise NoMatch("a column of the probabilities is cut off, but no sink was appended")
     inside = {*way, *scores.nodes, out}
     for node in (*way, *scores.nodes):
         for user in node.users:
             if user not in inside and callee(user) not in METADATA_CALLS and not _only_feeds_maximum(user, inside):
-                raise _NoMatch(f"{node.name} is also read by {user.name}")
+                raise NoMatch(f"{node.name} is also read by {user.name}")
     values = out.args[1]
     if not isinstance(values, fx.Node):
-        raise _NoMatch("the values are no tensor")
+        raise NoMatch("the values are no tensor")
     query = find_layout(scores.query, may_repeat=False)
     key, val = find_layout(scores.key, transposed=True), find_layout(values)
     if query is None or key is None or val is None:
-        raise _NoMatch("q, k or v is not laid out as [batch, heads, tokens, dim]")
+        raise NoMatch("q, k or v is not laid out as [batch, heads, tokens, dim]")
     if len(shape(out)) != 4 and not traced.paged:
-        raise _NoMatch("batch and heads share one dim")
+        raise NoMatch("batch and heads share one dim")
     with traced.graph.inserting_before(out):
         mask = _join_masks(traced, scores.masks)
         new = insert_attention(
@@ -156,7 +142,7 @@ def _replace(traced: TracedGraph, softmax: fx.Node, out: fx.Node, way: list[fx.N
         if value(new).dtype != value(out).dtype:
             new = traced.method("to", new, value(out).dtype)
     if [str(s) for s in shape(new)] != [str(s) for s in shape(out)]:
-        raise _NoMatch(f"the result has shape {tuple(shape(out))}, attention gives {tuple(shape(new))}")
+        raise NoMatch(f"the result has shape {tuple(shape(out))}, attention gives {tuple(shape(new))}")
     out.replace_all_uses_with(new)
 
 
@@ -191,14 +177,14 @@ def _read_scores(traced: TracedGraph, start: Any) -> _Scores:
     masked = 0
     for _ in range(24):
         if not isinstance(node, fx.Node):
-            raise _NoMatch("the scores are no tensor")
+            raise NoMatch("the scores are no tensor")
         name = callee(node)
         nodes.append(node)
         if name in _MATMULS:
             break
         if name in _CASTS or name in ("view", "reshape"):
             if is_tensor(node) and value(node).dtype in (torch.bool, torch.int64):
-                raise _NoMatch("the scores are integers")
+                raise NoMatch("the scores are integers")
             node = node.args[0]
         elif name == "sub" and _is_maximum(node.args[1], node.args[0]):
             node = node.args[0]
@@ -212,12 +198,12 @@ def _read_scores(traced: TracedGraph, start: Any) -> _Scores:
             condition, first, second = node.args[:3]
             keep = _is_very_negative(traced, second)
             if not isinstance(condition, fx.Node) or not (keep or _is_very_negative(traced, first)):
-                raise _NoMatch("where() that does not mask")
+                raise NoMatch("where() that does not mask")
             masks.append(_Mask(condition, keep))
             node = first if keep else second
         elif name in ("masked_fill", "masked_fill_"):
             if not _is_very_negative(traced, argument(node, 2, "value")):
-                raise _NoMatch("masked_fill() with a value that does not mask")
+                raise NoMatch("masked_fill() with a value that does not mask")
             masks.append(_Mask(node.args[1], False))  # type: ignore[arg-type]
             node = node.args[0]
         elif name in ("max", "maximum", "clamp", "clamp_min") and len(node.args) > 1 and _is_floor(traced, node):
@@ -226,38 +212,38 @@ def _read_scores(traced: TracedGraph, start: Any) -> _Scores:
             node, number = _factor(traced, node)
             if callee(node) in ("tanh", "tanh_"):
                 if name not in ("mul", "imul", "mul_") or softcap or factor != 1.0:
-                    raise _NoMatch("tanh that is no softcap")
+                    raise NoMatch("tanh that is no softcap")
                 nodes.append(node)
                 softcap, node = number, node.args[0]
                 if not isinstance(node, fx.Node):
-                    raise _NoMatch("tanh of no tensor")
+                    raise NoMatch("tanh of no tensor")
                 nodes.append(node)
                 divided, by = _factor(traced, node)
                 by = by if callee(node) in ("truediv", "div", "div_", "itruediv") else 1.0 / by
                 if abs(by - softcap) > 1e-6 * abs(softcap):
-                    raise _NoMatch(f"tanh(s / {by}) * {softcap} is no softcap")
+                    raise NoMatch(f"tanh(s / {by}) * {softcap} is no softcap")
                 node = divided
             else:
                 factor *= number if name in ("mul", "imul", "mul_") else 1.0 / number
         else:
-            raise _NoMatch(f"{name} between the scores and the softmax")
+            raise NoMatch(f"{name} between the scores and the softmax")
         if softcap and len(masks) > masked:
-            raise _NoMatch("a mask inside the softcap")
+            raise NoMatch("a mask inside the softcap")
         masked = len(masks)
     else:
-        raise _NoMatch("no product of q and k within 24 steps")
+        raise NoMatch("no product of q and k within 24 steps")
     query, key = argument(node, 0, "input"), argument(node, 1, "other", node.kwargs.get("mat2"))
     if callee(node) == "baddbmm":
         bias, query, key = (argument(node, i, n) for i, n in enumerate(("input", "batch1", "batch2")))
         beta = _constant(traced, node.kwargs.get("beta", 1.0))
         alpha = _constant(traced, node.kwargs.get("alpha", 1.0))
         if beta is None or alpha is None:
-            raise _NoMatch("baddbmm with computed beta or alpha")
+            raise NoMatch("baddbmm with computed beta or alpha")
         if beta:
             masks.append(_Mask(bias, None, factor * beta))
         factor *= alpha
     if not isinstance(query, fx.Node) or not isinstance(key, fx.Node):
-        raise _NoMatch("q or k is no tensor")
+        raise NoMatch("q or k is no tensor")
     return _Scores(query, key, factor, softcap, masks, sinks, nodes)
 
 
@@ -270,7 +256,7 @@ def _is_maximum(item: Any, of: Any) -> bool:
 def _split_sinks(node: fx.Node) -> tuple[Any, fx.Node]:
     parts = argument(node, 0, "tensors")
     if len(parts) != 2 or argument(node, 1, "dim", 0) not in (-1, len(shape(node)) - 1):
-        raise _NoMatch("cat that appends no sink")
+        raise NoMatch("cat that appends no sink")
     sink = parts[1]
     while callee(sink) in (
         "expand",
@@ -285,7 +271,7 @@ def _split_sinks(node: fx.Node) -> tuple[Any, fx.Node]:
     ):
         sink = sink.args[0]
     if sink.op != "placeholder" or len(shape(sink)) != 1:
-        raise _NoMatch("the sink is no per-head parameter")
+        raise NoMatch("the sink is no per-head parameter")
     return parts[0], sink
 
 
@@ -308,7 +294,7 @@ def _which_is_scores(node: fx.Node) -> tuple[Any, fx.Node]:
         return a, b
     if isinstance(a, fx.Node) and is_tensor(a) and not _reaches_product(a):
         return b, a
-    raise _NoMatch("a bias computed from the tokens is added to the scores")
+    raise NoMatch("a bias computed from the tokens is added to the scores")
 
 
 def _factor(traced: TracedGraph, node: fx.Node) -> tuple[Any, float]:
@@ -320,7 +306,7 @@ def _factor(traced: TracedGraph, node: fx.Node) -> tuple[Any, float]:
     number = _constant(traced, a)
     if number is not None and callee(node) in ("mul", "imul", "mul_"):
         return b, number
-    raise _NoMatch("the scores are multiplied by a tensor")
+    raise NoMatch("the scores are multiplied by a tensor")
 
 
 def _constant(traced: TracedGraph, item: Any) -> float | None:

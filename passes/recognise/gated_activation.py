@@ -15,38 +15,37 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..graph.fx_nodes import callee, module_path, shape, value
-from ..graph.record import PassRecord, Rejection
+from ..graph.fx_nodes import callee, shape, value
+from ..graph.record import PassRecord
+from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
 from .activation import ACTIVATION
-
-NAME = "recognise_gated_activation"
 
 GATED_ACTIVATION = torch.ops.pagoda.gated_activation.default
 
 
 def recognise_gated_activation(traced: TracedGraph) -> PassRecord:
     """Fuse every recognised activation with the product that alone reads it."""
-    record = PassRecord(NAME)
-    for node in list(traced.graph.nodes):
+
+    def step(node: fx.Node) -> str | None:
         if node.op != "call_function" or node.target is not ACTIVATION:
-            continue
+            return None
         products = [u for u in node.users if callee(u) == "mul.Tensor"]
         if not products:
-            continue
+            return None
         product = products[0]
         reason = _refusal(node, product)
         if reason:
-            record.rejections.append(Rejection(node.name, reason, module_path(node)))
-            continue
+            return reason
         gate, kind = node.args
         up = product.args[1] if product.args[0] is node else product.args[0]
         with traced.before(product):
             new = traced.call(GATED_ACTIVATION, gate, up, kind, 0.0, 0.0)
         traced.substitute(product, new)
         traced.graph.erase_node(node)
-        record.matches += 1
-    return record
+        return ""
+
+    return rewrite_each(traced, "recognise_gated_activation", step)
 
 
 def _refusal(activation: fx.Node, product: fx.Node) -> str:

@@ -22,11 +22,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.fx_nodes import callee, eliminate_dead_code, is_dynamic, module_path, shape, value
-from ..graph.record import PassRecord, Rejection
+from ..graph.fx_nodes import callee, is_dynamic, shape, value
+from ..graph.record import PassRecord
+from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
-
-NAME = "recognise_linear"
 
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
@@ -38,27 +37,22 @@ def recognise_linear(traced: TracedGraph) -> PassRecord:
 
     A matrix is fixed when it is a graph input or computed from parameters alone; products of activations stay.
     """
-    record = PassRecord(NAME)
-    products = [n for n in traced.graph.nodes if n.op == "call_function" and n.target in _PRODUCTS]
-    if not products:
-        return record
     fixed = _computed_from_parameters(traced)
-    for node in products:
+
+    def step(node: fx.Node) -> str | None:
+        if node.op != "call_function" or node.target not in _PRODUCTS:
+            return None
         if node.target is _aten.bmm.default:
-            record.matches += _replace_batched(traced, node, fixed)
-            continue
+            return "" if _replace_batched(traced, node, fixed) else None
         weight = _weight(node.args[-1], fixed)
         if weight is None:
-            continue
+            return None
         reason = _refusal(node)
-        if reason:
-            record.rejections.append(Rejection(node.name, reason, module_path(node)))
-            continue
-        _replace(traced, node, weight)
-        record.matches += 1
-    if record.matches:
-        eliminate_dead_code(traced.graph)
-    return record
+        if not reason:
+            _replace(traced, node, weight)
+        return reason
+
+    return rewrite_each(traced, "recognise_linear", step)
 
 
 def _computed_from_parameters(traced: TracedGraph) -> set[fx.Node]:

@@ -29,14 +29,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.fx_nodes import callee, eliminate_dead_code, is_dynamic, is_tensor, module_path, shape, value
-from ..graph.record import PassRecord, Rejection
-from ..graph.region import OpenRegion, Region
+from ..graph.fx_nodes import callee, is_dynamic, is_tensor, shape, value
+from ..graph.record import NoMatch, PassRecord
+from ..graph.region import Region
+from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
 from .expert_formula import ExpertFormula, RandomNumbers, close, find_formula
 from .expert_products import ExpertProduct, expert_product, parts, products_before
-
-NAME = "recognise_moe"
 
 MOE = torch.ops.pagoda.moe.default
 
@@ -44,10 +43,6 @@ _VIEWS = ("view", "_unsafe_view", "reshape", "clone", "expand", "squeeze.dim", "
 _ENTRYWISE = ("_to_copy", "sigmoid", "exp", "relu", "tanh")
 _NEARBY = 60
 _LARGEST_RUN = 1 << 25
-
-
-class NoMatch(Exception):
-    """Why products of experts are no mixture of experts that can be replaced."""
 
 
 @dataclass(frozen=True)
@@ -85,29 +80,26 @@ _Known = dict[Hashable, ExpertFormula | str]
 
 def recognise_moe(traced: TracedGraph) -> PassRecord:
     """Replace every group of routed experts by ``pagoda::moe``."""
-    record = PassRecord(NAME)
     products = {p.node: p for n in traced.graph.nodes if (p := expert_product(n)) is not None}
     known: _Known = {}
     paired: set[fx.Node] = set()
-    for down in products.values():
+
+    def step(node: fx.Node) -> str | None:
+        down = products[node]
         ups = products_before(down, products)
         if not ups:
-            continue
-        paired |= {down.node, *ups}
-        try:
-            if len(ups) > 1:
-                raise NoMatch(f"{len(ups)} products make the input of the last one; gate and up are not merged")
-            up = products[ups[0]]
-            _replace(traced, _dense(up, down, known) if down.counts is None else _routed(up, down, known))
-            record.matches += 1
-        except (NoMatch, OpenRegion) as why:
-            record.rejections.append(Rejection(down.node.name, str(why), module_path(down.node)))
+            return None
+        paired.update((node, *ups))
+        if len(ups) > 1:
+            return f"{len(ups)} products make the input of the last one; gate and up are not merged"
+        up = products[ups[0]]
+        _replace(traced, _dense(up, down, known) if down.counts is None else _routed(up, down, known))
+        return ""
+
+    record = rewrite_each(traced, "recognise_moe", step, products)
     for product in products.values():
         if product.counts is not None and product.node not in paired:
-            reason = "no second product per expert follows the first"
-            record.rejections.append(Rejection(product.node.name, reason, module_path(product.node)))
-    if record.matches:
-        eliminate_dead_code(traced.graph)
+            record.reject(product.node, "no second product per expert follows the first")
     return record
 
 

@@ -32,13 +32,12 @@ from torch import fx
 
 from ...runtime.ops.moe import moe_gating_reference
 from ..graph.evaluate import at_sizes
-from ..graph.fx_nodes import callee, eliminate_dead_code, is_dynamic, is_tensor, module_path, shape, value
-from ..graph.record import PassRecord, Rejection
+from ..graph.fx_nodes import callee, is_dynamic, is_tensor, shape, value
+from ..graph.record import NoMatch, PassRecord
 from ..graph.region import OpenRegion, Region
+from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
-from .moe import MOE, NoMatch
-
-NAME = "recognise_moe_routing"
+from .moe import MOE
 
 MOE_GATING = torch.ops.pagoda.moe_gating.default
 
@@ -74,19 +73,15 @@ _Known = dict[Hashable, tuple[_Gating, bool] | None]
 
 def recognise_moe_routing(traced: TracedGraph) -> PassRecord:
     """Replace what chooses the experts of every ``pagoda::moe`` by ``pagoda::moe_gating``."""
-    record = PassRecord(NAME)
     known: _Known = {}
-    for node in list(traced.graph.nodes):
+
+    def step(node: fx.Node) -> str | None:
         if node.op != "call_function" or node.target is not MOE or _is_gated(node):
-            continue
-        try:
-            _replace(traced, node, known)
-            record.matches += 1
-        except (NoMatch, OpenRegion) as reason:
-            record.rejections.append(Rejection(node.name, str(reason), module_path(node)))
-    if record.matches:
-        eliminate_dead_code(traced.graph)
-    return record
+            return None
+        _replace(traced, node, known)
+        return ""
+
+    return rewrite_each(traced, "recognise_moe_routing", step)
 
 
 def _is_gated(moe: fx.Node) -> bool:

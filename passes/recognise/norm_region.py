@@ -10,15 +10,12 @@ from torch import fx
 
 from ..graph.evaluate import at_sizes
 from ..graph.fx_nodes import callee, is_dynamic, is_tensor, shape, value
+from ..graph.record import NoMatch
 from ..graph.region import OpenRegion, Region
 
 HALF = (torch.bfloat16, torch.float16)
 _SAMPLED_TOKENS = 64
 _DIFFERING = 0.05
-
-
-class NoNorm(Exception):
-    """The nodes do not form a norm that has a canonical operator. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ def follow_scale(normalised: fx.Node, dtype: torch.dtype) -> Scaled:
         dtype: of the norm's input, which its output shall have.
 
     Raises:
-        NoNorm: the walk ends in another dtype.
+        NoMatch: the walk ends in another dtype.
     """
     size = shape(normalised)[-1]
     node, weight, rounded_first = normalised, None, False
@@ -130,7 +127,7 @@ def follow_scale(normalised: fx.Node, dtype: torch.dtype) -> Scaled:
         else:
             break
     if value(node).dtype != dtype:
-        raise NoNorm(f"it takes {dtype} and yields {value(node).dtype}")
+        raise NoMatch(f"it takes {dtype} and yields {value(node).dtype}")
     half = dtype in HALF
     source, offset = (None, 0.0) if weight is None else _stored_scale(weight, half and not rounded_first)
     return Scaled(node, source, offset, half and rounded_first and scaled)
@@ -148,14 +145,14 @@ def check_rounding(entry: fx.Node, found: Scaled, norm: Callable[[torch.Tensor, 
         norm: the replacement, as a function of the input and the scale.
 
     Raises:
-        NoNorm: they round differently.
+        NoMatch: they round differently.
     """
     if found.weight is None or value(entry).dtype not in HALF:
         return
     try:
         region = Region([entry, found.weight], [found.output])
     except OpenRegion as why:
-        raise NoNorm(str(why)) from why
+        raise NoMatch(str(why)) from why
     sizes = {symbol: _SAMPLED_TOKENS for symbol in region.symbols}
     generator = torch.Generator().manual_seed(0)
     x, scale = (
@@ -164,7 +161,7 @@ def check_rounding(entry: fx.Node, found: Scaled, norm: Callable[[torch.Tensor, 
     (expected,) = region.run(sizes, [x, scale])
     differing = float((norm(x, scale) != expected).float().mean())
     if differing > _DIFFERING:
-        raise NoNorm(f"it rounds elsewhere than pagoda::rms_norm: {differing:.0%} of its results differ")
+        raise NoMatch(f"it rounds elsewhere than pagoda::rms_norm: {differing:.0%} of its results differ")
 
 
 def _reciprocal_root(node: fx.Node) -> fx.Node | None:

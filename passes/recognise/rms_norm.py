@@ -19,12 +19,12 @@ import torch
 from torch import fx
 
 from ...runtime.ops.rms_norm import rms_norm_reference
-from ..graph.fx_nodes import callee, eliminate_dead_code, module_path, value
-from ..graph.record import PassRecord, Rejection
+from ..graph.fx_nodes import callee, value
+from ..graph.record import NoMatch, PassRecord
+from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
 from .norm_region import (
     HALF,
-    NoNorm,
     Root,
     cast_source,
     check_rounding,
@@ -34,26 +34,20 @@ from .norm_region import (
     root_of_mean_square,
 )
 
-NAME = "recognise_rms_norm"
-
 RMS_NORM = torch.ops.pagoda.rms_norm.default
 
 
 def recognise_rms_norm(traced: TracedGraph) -> PassRecord:
     """Replace every root-mean-square norm over the last dim by ``pagoda::rms_norm``."""
-    record = PassRecord(NAME)
-    for node in list(traced.graph.nodes):
+
+    def step(node: fx.Node) -> str | None:
         root = root_of_mean_square(node)
         if root is None or _is_centred(root.squares):
-            continue
-        try:
-            _replace(traced, root)
-            record.matches += 1
-        except NoNorm as why:
-            record.rejections.append(Rejection(node.name, str(why), module_path(node)))
-    if record.matches:
-        eliminate_dead_code(traced.graph)
-    return record
+            return None
+        _replace(traced, root)
+        return ""
+
+    return rewrite_each(traced, "recognise_rms_norm", step)
 
 
 def _is_centred(node: fx.Node) -> bool:
@@ -65,25 +59,25 @@ def _replace(traced: TracedGraph, root: Root) -> None:
     """Rewrite the norm around one root."""
     squares = root.squares
     if value(squares).dtype in HALF:
-        raise NoNorm(f"its statistics are taken in {value(squares).dtype}")
+        raise NoMatch(f"its statistics are taken in {value(squares).dtype}")
     users = list(root.node.users)
     if len(users) != 1:
-        raise NoNorm(f"the root mean square has {len(users)} users")
+        raise NoMatch(f"the root mean square has {len(users)} users")
     factor = product_with(users[0], root)
     if factor is None:
-        raise NoNorm(f"the root mean square goes into {callee(users[0])}")
+        raise NoMatch(f"the root mean square goes into {callee(users[0])}")
     normalised = users[0]
     entry = cast_source(squares)
     if factor is not squares:
         if cast_source(factor) is not entry:
-            raise NoNorm("what is scaled is not what was squared")
+            raise NoMatch("what is scaled is not what was squared")
         if factor is entry and value(entry).dtype in HALF and value(normalised).dtype in HALF:
-            raise NoNorm("the root is rounded before it is multiplied")
+            raise NoMatch("the root is rounded before it is multiplied")
     found = None
     if entry is not squares:
         try:
             found = follow_scale(normalised, value(entry).dtype)
-        except NoNorm:
+        except NoMatch:
             entry = squares  # stays in float32: the cast before it is not the norm's
     if found is None:
         found = follow_scale(normalised, value(entry).dtype)

@@ -23,12 +23,11 @@ from torch import fx
 
 from ...runtime.ops.rope import rope_reference
 from ..graph.evaluate import at_sizes, is_size
-from ..graph.fx_nodes import callee, eliminate_dead_code, is_dynamic, is_tensor, module_path, shape, value
-from ..graph.record import PassRecord, Rejection
+from ..graph.fx_nodes import callee, is_dynamic, is_tensor, shape, value
+from ..graph.record import PassRecord
 from ..graph.region import OpenRegion, Region
+from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
-
-NAME = "recognise_rope"
 
 ROPE = torch.ops.pagoda.rope.default
 
@@ -68,25 +67,23 @@ class _Rotation:
 
 def recognise_rope(traced: TracedGraph) -> PassRecord:
     """Replace every rotation of a ``[B, H, T, D]`` or ``[B, T, H, D]`` tensor by ``pagoda::rope``."""
-    record = PassRecord(NAME)
     finder = _Finder(traced)
     consumed: set[fx.Node] = set()
-    for node in list(traced.graph.nodes):
+
+    def step(node: fx.Node) -> str | None:
         if node in consumed or not finder.mixes(node):
-            continue
+            return None
         region = finder.largest(node)
-        if region is None:
-            if finder.rotates(node):
-                record.rejections.append(Rejection(node.name, finder.why, module_path(node)))
-                below = finder.below(node)
-                consumed |= {n for b in below for n in (b, *b.all_input_nodes)}
-            continue
-        consumed |= region.nodes
-        _replace(traced, region, finder)
-        record.matches += 1
-    if record.matches:
-        eliminate_dead_code(traced.graph)
-    return record
+        if region is not None:
+            consumed.update(region.nodes)
+            _replace(traced, region, finder)
+            return ""
+        if not finder.rotates(node):
+            return None
+        consumed.update(n for below in finder.below(node) for n in (below, *below.all_input_nodes))
+        return finder.why
+
+    return rewrite_each(traced, "recognise_rope", step)
 
 
 @dataclass(frozen=True)

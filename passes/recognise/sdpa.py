@@ -21,28 +21,20 @@ from torch import fx
 
 from ..graph.attention_node import insert_attention
 from ..graph.evaluate import DependsOnData, Evaluation, small_sizes
-from ..graph.fx_nodes import argument, callee, eliminate_dead_code, is_tensor, module_path, shape, value
+from ..graph.fx_nodes import argument, callee, is_tensor, shape, value
 from ..graph.head_layout import find_layout
-from ..graph.record import PassRecord, Rejection
+from ..graph.record import PassRecord
+from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
-
-NAME = "recognise_sdpa"
 
 
 def recognise_sdpa(traced: TracedGraph) -> PassRecord:
     """Replace every scaled_dot_product_attention by ``pagoda::attention``."""
-    record = PassRecord(NAME)
-    for node in list(traced.graph.nodes):
-        if callee(node) != "scaled_dot_product_attention":
-            continue
-        reason = _replace(traced, node)
-        if reason:
-            record.rejections.append(Rejection(node.name, reason, module_path(node)))
-        else:
-            record.matches += 1
-    if record.matches:
-        eliminate_dead_code(traced.graph)
-    return record
+
+    def step(node: fx.Node) -> str | None:
+        return _replace(traced, node) if callee(node) == "scaled_dot_product_attention" else None
+
+    return rewrite_each(traced, "recognise_sdpa", step)
 
 
 def _replace(traced: TracedGraph, node: fx.Node) -> str:

@@ -21,46 +21,31 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.fx_nodes import (
-    argument,
-    callee,
-    eliminate_dead_code,
-    is_tensor,
-    module_path,
-    mutated_argument,
-    shape,
-    storage_key,
-)
-from ..graph.record import PassRecord, Rejection
+from ..graph.fx_nodes import argument, callee, is_tensor, mutated_argument, shape, storage_key
+from ..graph.record import PassRecord
+from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph, UnsupportedModel
 from ..proof.dependence import Depends, dependences
-
-NAME = "choose_rope_per_sequence"
 
 _COMPARISONS = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le}
 
 
 def choose_rope_per_sequence(traced: TracedGraph) -> PassRecord:
     """Make tables that were chosen by the longest position choose per token. Flat (paged) graphs only."""
-    record = PassRecord(NAME)
-    if not traced.paged:
-        return record
-    for node in list(traced.graph.nodes):
-        if node._erased or callee(node) != "where" or len(node.args) != 3:
-            continue
+
+    def step(node: fx.Node) -> str | None:
+        if callee(node) != "where" or len(node.args) != 3:
+            return None
         limit = _length_condition(traced, node.args[0])
         if limit is None:
-            continue
-        reason = _replace(traced, node, *limit)
-        if reason:
-            record.rejections.append(Rejection(node.name, reason, module_path(node)))
-        else:
-            record.matches += 1
-            comparison, number = limit
+            return None
+        comparison, number = limit
+        reason = _replace(traced, node, comparison, number)
+        if not reason:
             traced.notes["rope_switch"] = int(number) - (comparison in ("ge", "lt"))
-    if record.matches:
-        eliminate_dead_code(traced.graph)
-    return record
+        return reason
+
+    return rewrite_each(traced, "choose_rope_per_sequence", step, traced.graph.nodes if traced.paged else ())
 
 
 def _length_condition(traced: TracedGraph, node: Any) -> tuple[str, float] | None:

@@ -18,13 +18,12 @@ import torch
 from torch import fx
 
 from ..graph.evaluate import Evaluation
-from ..graph.fx_nodes import callee, eliminate_dead_code, is_tensor, module_path, shape, value
-from ..graph.record import PassRecord, Rejection
+from ..graph.fx_nodes import callee, is_tensor, shape, value
+from ..graph.record import PassRecord
+from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
 from ..proof.dependence import Depends, dependences
 from ..proof.step_place import picks_rows, token_dims
-
-NAME = "feed_positions"
 
 _TOKENS = 7
 _MORE_TOKENS = 12
@@ -33,37 +32,36 @@ _LARGEST_OFFSET = 16
 
 def feed_positions(traced: TracedGraph) -> PassRecord:
     """Replace positions that the model derives from the number of tokens. Flat (paged) graphs only."""
-    record = PassRecord(NAME)
     if not traced.paged:
-        return record
+        return PassRecord("feed_positions")
     depends = dependences(traced)
-    for node in list(traced.graph.nodes):
+
+    def step(node: fx.Node) -> str | None:
         if node.op in ("placeholder", "output") or not node.users or not is_tensor(node):
-            continue
+            return None
         dims = token_dims(traced, node)
         if depends[node] is not Depends.CONSTANT or not dims or _reads_fed(node):
             if _reads_fed(node):
                 node.meta["fed_positions"] = True
-            continue
+            return None
         if len(dims) > 1:
-            continue
+            return None
         try:
             seen = Evaluation(traced, {traced.token_symbol: _TOKENS})(node)
         except Exception as reason:
-            record.rejections.append(Rejection(node.name, f"could not be run: {reason}", module_path(node)))
-            continue
+            return f"could not be run: {reason}"
         if seen.shape[dims[0]] != _TOKENS or _same_for_all(seen, dims[0]) or picks_rows(traced, node):
-            continue
+            return None
         replacement = _positions_like(traced, node, seen, dims[0]) or _table_rows(traced, node, seen, dims[0])
         if replacement is None:
-            continue
+            return None
         replacement.meta["fed_positions"] = True
         node.replace_all_uses_with(replacement)
-        record.matches += 1
-    if record.matches:
-        eliminate_dead_code(traced.graph)
-        for node in traced.graph.nodes:
-            node.meta.pop("fed_positions", None)
+        return ""
+
+    record = rewrite_each(traced, "feed_positions", step)
+    for node in traced.graph.nodes:
+        node.meta.pop("fed_positions", None)
     return record
 
 

@@ -20,21 +20,18 @@ from torch import fx
 from ..graph.evaluate import Evaluation
 from ..graph.fx_nodes import (
     closure,
-    eliminate_dead_code,
     is_dynamic,
     is_pure,
     is_tensor,
-    module_path,
     mutated_argument,
     shape,
     storage_key,
     value,
 )
 from ..graph.provenance import launches_work
-from ..graph.record import PassRecord, Rejection
+from ..graph.record import PassRecord
+from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
-
-NAME = "fold_constants"
 
 _MOST_BYTES = 1 << 20
 """Larger constants, such as a router's weight in float32, cost more memory than they are worth."""
@@ -45,28 +42,22 @@ def fold_constants(traced: TracedGraph) -> PassRecord:
 
     Flat (paged) graphs only: elsewhere the caller owns the weights.
     """
-    record = PassRecord(NAME)
-    if not traced.paged:
-        return record
     evaluation = Evaluation(traced, {})
-    for node in _results(_constants(traced)):
+
+    def step(node: fx.Node) -> str | None:
         tensor = value(node)
         if tensor.numel() * tensor.element_size() > _MOST_BYTES:
-            reason = f"a constant {tuple(tensor.shape)} would stay in memory"
-            record.rejections.append(Rejection(node.name, reason, module_path(node)))
-            continue
+            return f"a constant {tuple(tensor.shape)} would stay in memory"
         with torch.no_grad():
             folded = evaluation(node)
         if (folded.dtype, folded.shape, folded.stride()) != (tensor.dtype, tensor.shape, tensor.stride()):
-            record.rejections.append(Rejection(node.name, "its layout is not the traced one", module_path(node)))
-            continue
+            return "its layout is not the traced one"
         sources = [n.name for n in closure(node, evaluation.reads) if n.name in traced.constants]
         node.replace_all_uses_with(traced.add_constant(_unused_name(traced), folded))
         traced.notes["folded"] = tuple(dict.fromkeys((*traced.notes.get("folded", ()), *sources)))
-        record.matches += 1
-    if record.matches:
-        eliminate_dead_code(traced.graph)
-    return record
+        return ""
+
+    return rewrite_each(traced, "fold_constants", step, _results(_constants(traced)) if traced.paged else ())
 
 
 def _constants(traced: TracedGraph) -> set[fx.Node]:

@@ -17,11 +17,10 @@ import operator
 import torch
 from torch import fx
 
-from ..graph.fx_nodes import callee, eliminate_dead_code, is_tensor, module_path, shape, value
-from ..graph.record import PassRecord, Rejection
+from ..graph.fx_nodes import callee, is_tensor, shape, value
+from ..graph.record import PassRecord
+from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
-
-NAME = "fuse_residual_norm"
 
 _FUSED = {
     torch.ops.pagoda.rms_norm.default: torch.ops.pagoda.add_rms_norm.default,
@@ -31,31 +30,29 @@ _FUSED = {
 
 def fuse_residual_norm(traced: TracedGraph) -> PassRecord:
     """Replace sums and the first norm over each by one operator that returns both."""
-    record = PassRecord(NAME)
-    for norm in list(traced.graph.nodes):
+
+    def step(norm: fx.Node) -> str | None:
         if norm.op != "call_function" or norm.target not in _FUSED:
-            continue
+            return None
         total = norm.args[0]
         if not isinstance(total, fx.Node) or callee(total) != "add.Tensor":
-            continue
+            return None
         # In front of whatever reads the sum first.
         place = min(total.users)
         reason = _refusal(total)
         if not reason and any(n >= place for n in norm.all_input_nodes if n is not total):
             reason = "its scale is computed after the sum"
         if reason:
-            record.rejections.append(Rejection(norm.name, reason, module_path(norm)))
-            continue
+            return reason
         with traced.before(place, like=norm):
             both = traced.call(_FUSED[norm.target], *total.args, *norm.args[1:])
             normed = traced.call(operator.getitem, both, 0)
             new_total = traced.call(operator.getitem, both, 1)
         traced.substitute(norm, normed)
         traced.substitute(total, new_total)
-        record.matches += 1
-    if record.matches:
-        eliminate_dead_code(traced.graph)
-    return record
+        return ""
+
+    return rewrite_each(traced, "fuse_residual_norm", step)
 
 
 def _refusal(total: fx.Node) -> str:

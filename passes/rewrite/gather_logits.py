@@ -19,8 +19,6 @@ from ..graph.fx_nodes import callee, is_dynamic, is_tensor, shape
 from ..graph.record import PassRecord, Rejection
 from ..graph.traced import TracedGraph, UnsupportedModel
 
-NAME = "gather_logits"
-
 _PER_ELEMENT = frozenset("mul div truediv tanh to float contiguous add sub neg clone type".split())
 
 
@@ -29,7 +27,7 @@ def gather_logits(traced: TracedGraph) -> PassRecord:
 
     Where the head is not recognised the rows are selected from the finished logits, which is as exact.
     """
-    record = PassRecord(NAME)
+    record = PassRecord("gather_logits")
     if not traced.paged or "logits_rows" in traced.step_inputs:
         return record
     (results,) = traced.output.args

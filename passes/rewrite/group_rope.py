@@ -21,15 +21,13 @@ from ..graph.fx_nodes import callee
 from ..graph.record import PassRecord
 from ..graph.traced import TracedGraph
 
-NAME = "group_rope"
-
 ROPE = torch.ops.pagoda.rope.default
 _VIEWS = frozenset("transpose.int view permute slice.Tensor unsqueeze squeeze.dim select.int".split())
 
 
 def group_rope(traced: TracedGraph) -> PassRecord:
     """Merge rotations that share tables and mode into the first of each run that no result stands between."""
-    record = PassRecord(NAME)
+    record = PassRecord("group_rope")
     group: list[fx.Node] = []
     for node in list(traced.graph.nodes):
         if node.op != "call_function" or node.target is not ROPE:

@@ -23,8 +23,6 @@ from ..graph.provenance import launches_work
 from ..graph.record import PassRecord
 from ..graph.traced import TracedGraph
 
-NAME = "hoist_gather"
-
 _ELEMENTWISE = frozenset(
     "add.Tensor sub.Tensor mul.Tensor div.Tensor neg tanh sigmoid _to_copy clone activation gated_activation".split()
 )
@@ -34,7 +32,7 @@ _VIEWS = frozenset("view _unsafe_view reshape".split())
 
 def hoist_gather(traced: TracedGraph) -> PassRecord:
     """Move the gather of ``logits_rows`` over what works on every token by itself."""
-    record = PassRecord(NAME)
+    record = PassRecord("hoist_gather")
     gather = next((node for node in traced.graph.nodes if _is_gather(node)), None)
     if gather is None:
         return record

@@ -23,26 +23,22 @@ from torch import fx
 from ...runtime.program import CacheSpec
 from ...runtime.step_metadata import GROUP_FIELDS
 from ..graph.attention_node import PAGED_ATTENTION, AttentionCall, attention_nodes
-from ..graph.fx_nodes import eliminate_dead_code, is_dynamic, module_path, shape, value
-from ..graph.record import PassRecord, Rejection
+from ..graph.fx_nodes import is_dynamic, shape, value
+from ..graph.record import PassRecord
+from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
-
-NAME = "insert_paged_cache"
 
 
 def insert_paged_cache(traced: TracedGraph) -> PassRecord:
     """Replace every causal ``pagoda::attention`` of a flat step by ``pagoda::paged_attention``."""
-    record = PassRecord(NAME)
-    if not traced.paged:
-        return record
     windows: list[int] = []  # one group of layers for each
     caches: dict[tuple[fx.Node, fx.Node, int], tuple[fx.Node, ...]] = {}
-    for node in list(attention_nodes(traced)):
+
+    def step(node: fx.Node) -> str | None:
         call = AttentionCall.of(node)
         reason = _refusal(call)
         if reason:
-            record.rejections.append(Rejection(node.name, reason, module_path(node)))
-            continue
+            return reason
         if call.sliding_window not in windows:
             windows.append(call.sliding_window)
         # On an NPU the captured graphs and padded steps know one block table.
@@ -82,10 +78,9 @@ def insert_paged_cache(traced: TracedGraph) -> PassRecord:
         new.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
         node.replace_all_uses_with(new)
         traced.graph.erase_node(node)
-        record.matches += 1
-    if record.matches:
-        eliminate_dead_code(traced.graph)
-    return record
+        return ""
+
+    return rewrite_each(traced, "insert_paged_cache", step, attention_nodes(traced) if traced.paged else ())
 
 
 def _refusal(call: AttentionCall) -> str:

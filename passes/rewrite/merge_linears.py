@@ -25,10 +25,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ..graph.fx_nodes import argument, callee, eliminate_dead_code, module_path, shape, value
-from ..graph.record import PassRecord, Rejection
+from ..graph.record import PassRecord
 from ..graph.traced import TracedGraph
-
-NAME = "merge_linears"
 
 _aten = torch.ops.aten
 # A linear whose result one of these turns into a choice of experts is a router: it stays a layer of its own.
@@ -41,7 +39,7 @@ def merge_linears(traced: TracedGraph) -> PassRecord:
 
     ``traced.notes["merged"]`` maps the name of each new graph input to the names of the inputs that are its rows.
     """
-    record = PassRecord(NAME)
+    record = PassRecord("merge_linears")
     families: dict[Any, list[fx.Node]] = {}
     for node in traced.graph.nodes:
         if node.target is _aten.linear.default:
@@ -64,10 +62,6 @@ def merge_linears(traced: TracedGraph) -> PassRecord:
 
 def _groups(traced: TracedGraph, families: list[list[fx.Node]], record: PassRecord) -> list[list[fx.Node]]:
     """What can be merged of linears that belong together; a rejection for each that has to stay."""
-
-    def reject(node: fx.Node, reason: str) -> None:
-        record.rejections.append(Rejection(node.name, reason, module_path(node)))
-
     groups: list[list[fx.Node]] = []
     aliased = _aliased(traced)
     for nodes in families:
@@ -75,14 +69,14 @@ def _groups(traced: TracedGraph, families: list[list[fx.Node]], record: PassReco
         for node in nodes:
             reason = _refusal(traced, node, aliased)
             if reason:
-                reject(node, reason)
+                record.reject(node, reason)
             elif reason is not None:
                 fitting.setdefault(_kind(traced, node), []).append(node)
         for kind, alike in fitting.items():
             if len(alike) > 1:
                 groups.append(alike)
             elif len(fitting) > 1:
-                reject(alike[0], f"its neighbours differ from it: {_difference(kind, list(fitting))}")
+                record.reject(alike[0], f"its neighbours differ from it: {_difference(kind, list(fitting))}")
     # A layer that runs several times has one group for each, with the same parameters; nothing else may read them.
     while True:
         readers: dict[tuple[fx.Node, ...], set[fx.Node]] = {}
@@ -94,7 +88,7 @@ def _groups(traced: TracedGraph, families: list[list[fx.Node]], record: PassReco
             others = [_reader_outside(node, own) for node in nodes]
             for node, other in zip(nodes, others, strict=True):
                 if other is not None:
-                    reject(node, f"a parameter of it is read by {module_path(other) or other.name} too")
+                    record.reject(node, f"a parameter of it is read by {module_path(other) or other.name} too")
             kept.append([node for node, other in zip(nodes, others, strict=True) if other is None])
         settled = kept == groups
         groups = [nodes for nodes in kept if len(nodes) > 1]

@@ -18,9 +18,8 @@ from torch import fx
 
 from ..graph.fx_nodes import callee, value
 from ..graph.record import PassRecord
+from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
-
-NAME = "remove_noops"
 
 _COPIES = frozenset(
     "clone alias detach slice.Tensor expand view _unsafe_view reshape _to_copy lift_fresh_copy contiguous".split()
@@ -29,18 +28,17 @@ _COPIES = frozenset(
 
 def remove_noops(traced: TracedGraph) -> PassRecord:
     """Let the users of every no-op read its input. A result of the graph that is a copy of an input stays one."""
-    record = PassRecord(NAME)
     results = set(traced.output.all_input_nodes)
-    for node in list(traced.graph.nodes):
+
+    def step(node: fx.Node) -> str | None:
         source = _passed_on(node)
-        if source is None or not _alike(node, source):
-            continue
-        if node in results and source.op == "placeholder":
-            continue
+        if source is None or not _alike(node, source) or (node in results and source.op == "placeholder"):
+            return None
         node.replace_all_uses_with(source)
         traced.graph.erase_node(node)
-        record.matches += 1
-    return record
+        return ""
+
+    return rewrite_each(traced, "remove_noops", step)
 
 
 def _passed_on(node: fx.Node) -> fx.Node | None:

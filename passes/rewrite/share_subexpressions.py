@@ -18,28 +18,29 @@ from torch import fx
 
 from ..graph.fx_nodes import is_pure, mutated_argument, storage_key
 from ..graph.record import PassRecord
+from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
-
-NAME = "share_subexpressions"
 
 
 def share_subexpressions(traced: TracedGraph) -> PassRecord:
     """Merge equal calls of pure operators. What reads a storage that the graph writes into is left alone."""
-    record = PassRecord(NAME)
     written = {storage_key(n) for node in traced.graph.nodes if (n := mutated_argument(node)) is not None} - {None}
     first: dict[Any, fx.Node] = {}
-    for node in list(traced.graph.nodes):
+
+    def step(node: fx.Node) -> str | None:
         if node.op != "call_function" or not is_pure(node.target):
-            continue
+            return None
         if written and any(storage_key(n) in written for n in (node, *node.all_input_nodes)):
-            continue
+            return None
         key = (node.target, _hashable(node.args), _hashable(node.kwargs))
         earlier = first.setdefault(key, node)
-        if earlier is not node:
-            node.replace_all_uses_with(earlier)
-            traced.graph.erase_node(node)
-            record.matches += 1
-    return record
+        if earlier is node:
+            return None
+        node.replace_all_uses_with(earlier)
+        traced.graph.erase_node(node)
+        return ""
+
+    return rewrite_each(traced, "share_subexpressions", step)
 
 
 def _hashable(item: Any) -> Any:

@@ -15,11 +15,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..graph.fx_nodes import callee, eliminate_dead_code, is_dynamic, shape
+from ..graph.fx_nodes import callee, is_dynamic, shape
 from ..graph.record import PassRecord
+from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
-
-NAME = "slice_for_index"
 
 _aten = torch.ops.aten
 _LONGEST = 1024
@@ -27,28 +26,27 @@ _LONGEST = 1024
 
 def slice_for_index(traced: TracedGraph) -> PassRecord:
     """Replace indices by literal lists that count up."""
-    record = PassRecord(NAME)
-    for node in list(traced.graph.nodes):
+
+    def step(node: fx.Node) -> str | None:
         if node.target is not _aten.index.Tensor:
-            continue
+            return None
         source, indices = node.args
         given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
         if len(given) != 1:
-            continue
+            return None
         dim, index = given[0]
         entries = _literal(traced, index)
         size = shape(source)[dim]
         if not entries or is_dynamic(size):
-            continue
+            return None
         first = entries[0] + int(size) if entries[0] < 0 else entries[0]
         if any(e != entries[0] + i for i, e in enumerate(entries)) or entries[0] < 0 <= entries[-1]:
-            continue
+            return None
         with traced.before(node):
             traced.substitute(node, traced.call(_aten.slice.Tensor, source, dim, first, first + len(entries)))
-        record.matches += 1
-    if record.matches:
-        eliminate_dead_code(traced.graph)
-    return record
+        return ""
+
+    return rewrite_each(traced, "slice_for_index", step)
 
 
 def _literal(traced: TracedGraph, index: fx.Node) -> list[int] | None:

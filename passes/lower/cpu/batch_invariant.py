@@ -35,8 +35,6 @@ from ...graph.fx_nodes import argument, callee, eliminate_dead_code, module_path
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph, UnsupportedModel
 
-NAME = "make_batch_invariant"
-
 _aten = torch.ops.aten
 _FUNCTIONS = {getattr(_aten, name).default: name for name in FUNCTIONS}
 _FLAGGED = {PAGED_ATTENTION, moe, moe_gating}
@@ -64,7 +62,7 @@ def make_batch_invariant(traced: TracedGraph) -> PassRecord:
     Raises:
         UnsupportedModel: there are no C++ kernels, or an operator is left that cannot be shown to be invariant.
     """
-    record = PassRecord(NAME)
+    record = PassRecord("make_batch_invariant")
     if load_kernels() is None:
         raise UnsupportedModel("batch_invariant=True needs the C++ kernels; install g++, or leave it out")
     for node in list(traced.graph.nodes):

@@ -17,12 +17,11 @@ from __future__ import annotations
 from torch import fx
 
 from ....runtime.ops.packed_linear import can_pack, packed_linear
-from ...graph.fx_nodes import argument, eliminate_dead_code, value
+from ...graph.fx_nodes import argument, value
 from ...graph.packed_weights import PackedWeights
 from ...graph.record import PassRecord
+from ...graph.rewrite_each import rewrite_each
 from ...graph.traced import TracedGraph
-
-NAME = "pack_linears"
 
 
 def pack_linears(traced: TracedGraph) -> PassRecord:
@@ -30,17 +29,19 @@ def pack_linears(traced: TracedGraph) -> PassRecord:
 
     Flat (paged) graphs only: elsewhere the caller owns the weights.
     """
-    record = PassRecord(NAME)
-    if not traced.paged:
-        return record
     weights = PackedWeights(traced)
-    for node in weights.linears(record, _refusal):
+
+    def step(node: fx.Node) -> str | None:
+        reason = weights.refusal(node) or _refusal(node)
+        if reason:
+            return reason
         x, bias = argument(node, 0, "input"), argument(node, 2, "bias")
         with traced.before(node):
             traced.substitute(node, traced.call(packed_linear, x, weights.input_for(node), bias))
-        record.matches += 1
+        return ""
+
+    record = rewrite_each(traced, "pack_linears", step, weights.linears())
     weights.close()
-    eliminate_dead_code(traced.graph)
     return record
 
 

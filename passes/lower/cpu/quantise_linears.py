@@ -23,12 +23,11 @@ from torch import fx
 from ....runtime.ops.native import FLOAT_CODES
 from ....runtime.ops.quantized_linear import quantized_linear
 from ....runtime.ops.quantized_weight import DEFAULT_GROUP_SIZES, LARGEST_INPUTS
-from ...graph.fx_nodes import argument, callee, eliminate_dead_code, shape, value
+from ...graph.fx_nodes import argument, callee, shape, value
 from ...graph.packed_weights import PackedWeights
 from ...graph.record import PassRecord
+from ...graph.rewrite_each import rewrite_each
 from ...graph.traced import TracedGraph
-
-NAME = "quantise_linears"
 
 _HEAD_GROUP = DEFAULT_GROUP_SIZES[8]
 _CHOICES = frozenset(("moe_gating", "topk", "sort", "argmax"))
@@ -40,13 +39,16 @@ def quantise_linears(traced: TracedGraph) -> PassRecord:
 
     Flat (paged) graphs only: elsewhere the caller owns the weights.
     """
-    record = PassRecord(NAME)
     scheme = traced.quantization
     if scheme is None or not traced.paged:
-        return record
+        return PassRecord("quantise_linears")
     weights = PackedWeights(traced)
     vocab_size = shape(traced.output.args[0][0])[-1]  # type: ignore[index,arg-type]
-    for node in weights.linears(record, _refusal):
+
+    def step(node: fx.Node) -> str | None:
+        reason = weights.refusal(node) or _refusal(node)
+        if reason:
+            return reason
         x, bias = argument(node, 0, "input"), argument(node, 2, "bias")
         outputs = shape(argument(node, 1, "weight"))[0]
         is_head = outputs == vocab_size and scheme.bits < 8
@@ -55,9 +57,10 @@ def quantise_linears(traced: TracedGraph) -> PassRecord:
         with traced.before(node):
             new = traced.call(quantized_linear, x, weights.input_for(node, chosen), bias, *given)
             traced.substitute(node, new)
-        record.matches += 1
+        return ""
+
+    record = rewrite_each(traced, "quantise_linears", step, weights.linears())
     weights.close()
-    eliminate_dead_code(traced.graph)
     return record
 
 

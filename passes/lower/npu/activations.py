@@ -23,15 +23,13 @@ from ...graph.traced import TracedGraph
 from .site import Site, lower_each
 from .spans import whole_of_halves
 
-NAME = "lower_npu_activations"
-
 _pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
 
 
 def lower_npu_activations(traced: TracedGraph) -> PassRecord:
     """Lower every activation of the graph."""
     lowerings = {_pagoda.gated_activation.default: lower_gated, _pagoda.activation.default: lower_activation}
-    return lower_each(traced, NAME, lowerings)
+    return lower_each(traced, "lower_npu_activations", lowerings)
 
 
 def lower_gated(site: Site, gate: fx.Node, up: fx.Node, kind: str, alpha: float, limit: float) -> fx.Node:

@@ -29,15 +29,13 @@ from .attention_limits import UNLIMITED
 from .paged_attention import causal_mask
 from .site import Site, lower_each
 
-NAME = "lower_npu_attention"
-
 _npu, _aten = torch.ops.npu, torch.ops.aten
 _FREE, _GIVEN, _CAUSAL, _BAND = 0, 1, 2, 4
 
 
 def lower_npu_attention(traced: TracedGraph) -> PassRecord:
     """Lower every attention that has no paged cache."""
-    return lower_each(traced, NAME, {ATTENTION: _attention})
+    return lower_each(traced, "lower_npu_attention", {ATTENTION: _attention})
 
 
 def _attention(site: Site, *args: Any) -> fx.Node:

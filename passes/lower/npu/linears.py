@@ -23,14 +23,12 @@ from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph
 from .site import Site
 
-NAME = "lower_npu_linears"
-
 _aten = torch.ops.aten
 
 
 def lower_npu_linears(traced: TracedGraph) -> PassRecord:
     """Lower every ``aten.linear``."""
-    record = PassRecord(NAME)
+    record = PassRecord("lower_npu_linears")
     for node in list(traced.graph.nodes):
         if node.target is not _aten.linear.default:
             continue

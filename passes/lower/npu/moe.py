@@ -33,8 +33,6 @@ from ...graph.traced import TracedGraph
 from .activations import lower_activation, lower_gated
 from .site import Site, lower_each
 
-NAME = "lower_npu_moe"
-
 _pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
 _COUNTS, _PER_ROW = 1, 0
 _SPLIT_ONE_OUTPUT, _GROUPS_OF_ROWS = 3, 0
@@ -43,7 +41,7 @@ _ROW_MAJOR = 2
 
 def lower_npu_moe(traced: TracedGraph) -> PassRecord:
     """Lower routing and experts."""
-    return lower_each(traced, NAME, {_pagoda.moe.default: _moe, _pagoda.moe_gating.default: _gating})
+    return lower_each(traced, "lower_npu_moe", {_pagoda.moe.default: _moe, _pagoda.moe_gating.default: _gating})
 
 
 def _gating(

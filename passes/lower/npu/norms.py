@@ -24,14 +24,12 @@ from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph
 from .site import Lowering, Site, lower_each
 
-NAME = "lower_npu_norms"
-
 _pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
 
 
 def lower_npu_norms(traced: TracedGraph) -> PassRecord:
     """Lower every norm of the graph."""
-    return lower_each(traced, NAME, _LOWERINGS)
+    return lower_each(traced, "lower_npu_norms", _LOWERINGS)
 
 
 def _rms_norm(site: Site, x: fx.Node, weight: fx.Node | None, eps: float, offset: float, rounds: bool) -> fx.Node:

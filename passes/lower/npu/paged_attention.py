@@ -40,8 +40,6 @@ from .limits import violations
 from .sink_transposes import turns_heads
 from .site import Site
 
-NAME = "lower_npu_paged_attention"
-
 _npu, _aten = torch.ops.npu, torch.ops.aten
 _CAUSAL, _BAND = 3, 4
 GATHERED = "gathered"
@@ -49,7 +47,7 @@ GATHERED = "gathered"
 
 def lower_npu_paged_attention(traced: TracedGraph) -> PassRecord:
     """Lower every paged attention of the graph; its caches get the layout and block size of the target."""
-    record = PassRecord(NAME)
+    record = PassRecord("lower_npu_paged_attention")
     nodes = list(paged_attention_nodes(traced))
     if traced.npu is None:
         return record

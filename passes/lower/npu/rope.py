@@ -24,14 +24,12 @@ from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph
 from .site import Site
 
-NAME = "lower_npu_rope"
-
 _pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
 
 
 def lower_npu_rope(traced: TracedGraph) -> PassRecord:
     """Lower every rotation of the graph."""
-    record = PassRecord(NAME)
+    record = PassRecord("lower_npu_rope")
     for node in list(traced.graph.nodes):
         if node.op != "call_function" or node.target is not _pagoda.rope.default:
             continue

@@ -23,8 +23,6 @@ from ...graph.fx_nodes import CUT_DIM_AT, callee, eliminate_dead_code, is_tensor
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph
 
-NAME = "sink_transposes"
-
 _aten = torch.ops.aten
 _ALONG_THE_LAST_DIM = frozenset({"rms_norm", "layer_norm"})
 _OF_ONE_TENSOR = frozenset({"mul.Tensor", "mul.Scalar", "div.Tensor", "neg", "_to_copy"})
@@ -42,7 +40,7 @@ def turns_heads(node: fx.Node) -> bool:
 
 def sink_transposes(traced: TracedGraph) -> PassRecord:
     """Exchange each turn with the operators behind it, as far as they let it."""
-    record = PassRecord(NAME)
+    record = PassRecord("sink_transposes")
     pending = [node for node in traced.graph.nodes if turns_heads(node)]
     while pending:
         turn = pending.pop()

@@ -23,8 +23,6 @@ from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph
 from .site import Lowering, lower_each
 
-NAME = "spell_out_leftovers"
-
 _pagoda = torch.ops.pagoda
 
 _FORMULAS: dict[Any, Callable[..., Any]] = {
@@ -50,7 +48,9 @@ def spell_out_leftovers(traced: TracedGraph) -> PassRecord:
         ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "pagoda"
         if ours and node.target not in _FORMULAS:
             raise ValueError(f"{node.name} ({node.target}) has no form for {traced.npu}")
-    return lower_each(traced, NAME, {operator: _spelled(formula) for operator, formula in _FORMULAS.items()})
+    return lower_each(
+        traced, "spell_out_leftovers", {operator: _spelled(formula) for operator, formula in _FORMULAS.items()}
+    )
 
 
 def _spelled(formula: Callable[..., Any]) -> Lowering:

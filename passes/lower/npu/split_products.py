@@ -16,34 +16,34 @@ import itertools
 import operator
 
 import torch
+from torch import fx
 
 from ...graph.fx_nodes import callee, shape
 from ...graph.record import PassRecord
+from ...graph.rewrite_each import rewrite_each
 from ...graph.traced import TracedGraph
 from .spans import cut
-
-NAME = "split_products"
 
 _aten = torch.ops.aten
 
 
 def split_products(traced: TracedGraph) -> PassRecord:
     """Let slices that tile one dim of a tensor be one split."""
-    record = PassRecord(NAME)
-    for node in list(traced.graph.nodes):
+
+    def step(node: fx.Node) -> str | None:
         slices = [user for user in node.users if callee(user) == "slice.Tensor"]
         if len(slices) < 2:
-            continue
+            return None
         cuts = [found for user in slices if (found := cut(user)) is not None]
         dims = {found.dim for found in cuts}
         if len(dims) != 1 or len(cuts) < len(slices):
-            continue
+            return None
         (dim,) = dims
         spans = sorted({(found.start, found.end) for found in cuts})
         if spans[0][0] != 0 or spans[-1][1] != shape(node)[dim]:
-            continue
+            return None
         if any(a[1] != b[0] for a, b in itertools.pairwise(spans)):
-            continue
+            return None
         with traced.before(min(slices)):
             copies = traced.npu is not None and traced.npu.graph_mode == "aclgraph"
             split = _aten.split_with_sizes_copy.default if copies else _aten.split_with_sizes.default
@@ -51,5 +51,6 @@ def split_products(traced: TracedGraph) -> PassRecord:
             items = [traced.call(operator.getitem, whole, i) for i in range(len(spans))]
         for user, found in zip(slices, cuts, strict=True):
             traced.substitute(user, items[spans.index((found.start, found.end))])
-        record.matches += 1
-    return record
+        return ""
+
+    return rewrite_each(traced, "split_products", step)

@@ -28,8 +28,8 @@ import torch
 from torch import fx
 
 from ....graph.attention_node import PagedAttentionCall, paged_attention_nodes
-from ....graph.fx_nodes import eliminate_dead_code, module_path, shape, value
-from ....graph.record import PassRecord, Rejection
+from ....graph.fx_nodes import eliminate_dead_code, shape, value
+from ....graph.record import PassRecord
 from ....graph.traced import TracedGraph
 from ..attention_limits import MASK_SIZE, UNLIMITED
 from ..call import Call
@@ -40,7 +40,6 @@ from .layout import LatentKeys, Movements, Unclear, add_weight, forget_unread_me
 from .parts import Query, heads_by_token, shared_by_token
 from .prolog import Place, prolog, write_normed_and_rotated
 
-NAME = "absorb_latent_attention"
 LATENT = "npu.npu_fused_infer_attention_score over the latent"
 
 _npu, _aten = torch.ops.npu, torch.ops.aten
@@ -50,7 +49,7 @@ _ROWS_FIRST, _AS_STORED = [1, 0, 2], [0, 1, 2]
 
 def absorb_latent_attention(traced: TracedGraph) -> PassRecord:
     """Let every attention whose keys and values are made from a latent read that; others are left alone."""
-    record = PassRecord(NAME)
+    record = PassRecord("absorb_latent_attention")
     if traced.npu is None:
         return record
     nodes, inputs = list(paged_attention_nodes(traced)), set(traced.placeholders)
@@ -68,7 +67,7 @@ def absorb_latent_attention(traced: TracedGraph) -> PassRecord:
         except Unclear as error:
             site.refuse(LATENT, str(error))
             node.meta["refused"] = tuple(site.refused)
-            record.rejections.append(Rejection(node.name, str(error), module_path(node)))
+            record.reject(node, str(error))
             continue
         site.replace_heads_first(node, new)
         site.done()
