@@ -100,7 +100,7 @@ def build_unpacked(
         program = _link(captured, traced, options, model, None if options.quantization else reference, report, clock)
     else:
         program = _link_for_npu(traced, options, reference, report, clock, owns_weights)
-    program.rope_switch = switch = traced.notes.get("rope_switch")
+    program.rope_switch = switch = traced.notes.rope_switch
     program.restart_length = None if switch is None else restart_length(model, switch)
     return Built(program, traced, options, reference)
 

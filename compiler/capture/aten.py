@@ -11,7 +11,7 @@ from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 
 from ...passes import TracedGraph
-from ...passes.graph.fx_nodes import value
+from ...passes.graph.fx_nodes import keep_roles, value
 from ...runtime.phases import phase
 
 
@@ -51,6 +51,7 @@ def to_aten(traced: TracedGraph, context: TracingContext) -> TracedGraph:
         if node.name != source.name:
             raise ValueError(f"a node of the ATen graph is called {source.name} like a graph input")
         node.meta["example_value"] = value(source)
+        keep_roles(node, source)
         node._dynamo_source = getattr(source, "_dynamo_source", None)  # type: ignore[attr-defined]
     write_in_place(result)
     return result

@@ -21,7 +21,7 @@ from torch import fx, nn
 
 from ...passes import TracedGraph
 from ...passes.graph.attention_node import paged_attention_nodes
-from ...passes.graph.fx_nodes import is_pure, value
+from ...passes.graph.fx_nodes import cache_index, is_pure, value
 from ...runtime.program import is_cache_input
 from ..fingerprint.describer import CannotIdentify
 from ..fingerprint.fingerprint import describe_module
@@ -124,7 +124,7 @@ class _Deepening:
         self.tensors = module_tensors(repeat.model)
         self.names = {id(tensor): name for name, tensor in self.tensors.items()}
         self.layer = re.compile(rf"({re.escape(repeat.path)}\.)(\d+)(\.|$)")
-        self.merged: dict[str, tuple[str, ...]] = dict(traced.notes.get("merged", {}))
+        self.merged: dict[str, tuple[str, ...]] = dict(traced.notes.merged)
         self.inputs = {node.name: node for node in traced.placeholders}
         self.input_of = {self.names[id(t)]: name for name, t in traced.constants.items() if id(t) in self.names}
         self.merged_of = {sources: name for name, sources in self.merged.items()}
@@ -174,7 +174,7 @@ class _Deepening:
             node.args = fx.map_arg(node.args, last)
             node.kwargs = fx.map_arg(node.kwargs, last)
             self._move_scopes(node, repeats)
-        self.traced.notes["merged"] = self.merged
+        self.traced.notes.merged = self.merged
         self.traced.recompile()
         return self.traced
 
@@ -212,13 +212,8 @@ class _Deepening:
 
     def _caches_before(self, attention: int) -> int:
         """Number of caches that the calls up to this one use."""
-        used = {
-            node.name
-            for call in self.calls[: attention + 1]
-            for node in call.all_input_nodes
-            if is_cache_input(node.name)
-        }
-        return len({name.rpartition("_")[2] for name in used})
+        read = (node for call in self.calls[: attention + 1] for node in call.all_input_nodes)
+        return len({cache_index(node) for node in read} - {None})
 
     # Comparing two periods
 
@@ -259,8 +254,8 @@ class _Deepening:
     def _shifted_name(self, name: str, periods: int) -> str:
         """Name of the input that stands for this one so many periods later; "" where there is none yet."""
         if is_cache_input(name):
-            stem, _, index = name.rpartition("_")
-            return f"{stem}_{int(index) + periods * self.caches}"
+            index = self._cache_index(name)
+            return f"{name.removesuffix(str(index))}{index + periods * self.caches}"
         if name in self.merged:
             sources = tuple(self._shifted_name(source, periods) for source in self.merged[name])
             return self.merged_of.get(sources, "")
@@ -268,6 +263,11 @@ class _Deepening:
         if tensor is None or id(tensor) not in self.names:
             return name
         return self.input_of.get(self._shifted_path(self.names[id(tensor)], periods), "")
+
+    def _cache_index(self, name: str) -> int:
+        index = cache_index(self.inputs[name])
+        assert index is not None, name
+        return index
 
     def _shifted_path(self, name: str, periods: int) -> str:
         """The qualified name of what stands in the layer so many periods later."""
@@ -299,6 +299,8 @@ class _Deepening:
         node = self.inputs[name] = self.traced.new_input(name, example)
         if node.name != name:
             raise CannotRepeat(f"another node is called {name}")
+        if is_cache_input(old.name):
+            node.meta["cache_index"] = self._cache_index(old.name) + periods * self.caches
         return node
 
     # The rest

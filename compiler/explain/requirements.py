@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from ...passes import TracedGraph
+from ...passes.graph.fx_nodes import cache_index
 from ...passes.graph.provenance import decoder_layers
-from ...runtime.program import CacheSpec, is_cache_input
+from ...runtime.program import CacheSpec
 from ..build import rewrite
 from ..capture.trace import capture
 from ..options import CompileOptions
@@ -120,8 +121,7 @@ def _all_caches(traced: TracedGraph, stands_for: Sequence[int]) -> tuple[CacheSp
     first_reader: dict[int, int] = {}
     for node in traced.graph.nodes:
         for read in node.all_input_nodes:
-            if read.op == "placeholder" and is_cache_input(read.name):
-                cache = int(read.name.rpartition("_")[2])
+            if (cache := cache_index(read)) is not None:
                 first_reader.setdefault(cache, layers.of.get(node, -1))
     if len(layers.paths) != max(stands_for, default=-1) + 1:
         return tuple(traced.caches)  # layers in two lists: nothing was left out

@@ -12,12 +12,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ...passes import TracedGraph
-from ...passes.graph.fx_nodes import callee, value
+from ...passes.graph.fx_nodes import cache_index, callee, step_field, value
 from ...passes.graph.provenance import launches_work
 from ...runtime.ops.quantized_linear import quantized_linear
 from ...runtime.ops.quantized_weight import Quantization, packed_bytes
 from ...runtime.program import is_cache_input
-from ...runtime.step_metadata import GROUP_FIELDS
 
 TOKENS = 128
 """Tokens of the step that is counted where none is given, all of one sequence."""
@@ -127,7 +126,7 @@ def is_weight(traced: TracedGraph, node: fx.Node) -> bool:
     """Whether a node is, or is a view of, a parameter or a constant of the graph."""
     placeholder = _source(node)
     # Merged weights become constants when the graph is linked.
-    return placeholder.name in traced.constants or placeholder.name in traced.notes.get("merged", {})
+    return placeholder.name in traced.constants or placeholder.name in traced.notes.merged
 
 
 def _is_mask(node: fx.Node, read: fx.Node) -> bool:
@@ -156,8 +155,8 @@ def _read_of_experts(node: fx.Node, read: fx.Node, size: int, sizes: Sizes) -> i
 def _cached_bytes(traced: TracedGraph, node: fx.Node, cache: fx.Node, step: Step, sizes: Sizes) -> int:
     """Bytes of the rows of a cache that an operator reads and writes."""
     row = value(cache)
-    index = int(cache.name.rpartition("_")[2])
-    window = traced.caches[index].sliding_window if index < len(traced.caches) else 0
+    index = cache_index(cache)
+    window = 0 if index is None else traced.caches[index].sliding_window
     seen = min(step.context, window + step.tokens - 1) if window else step.context
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target.namespace != "pagoda":
@@ -196,7 +195,7 @@ class Sizes:
         self._numbers: dict[sympy.Symbol, int] = {}
         for node in traced.placeholders:
             tensor = value(node)
-            numbers = (blocks,) if is_cache_input(node.name) else known.get(_without_group(node.name), ())
+            numbers = (blocks,) if is_cache_input(node.name) else known.get(step_field(node), ())
             if isinstance(tensor, torch.Tensor):
                 for size, number in zip(tensor.shape, numbers, strict=False):
                     if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
@@ -232,9 +231,3 @@ class Sizes:
             size for size, stride in zip(v.shape, strides, strict=True) if not (type(stride) is int and stride == 0)
         ]
         return self.bytes(kept, v.dtype)
-
-
-def _without_group(name: str) -> str:
-    """``block_table`` for ``block_table_1``."""
-    base, _, number = name.rpartition("_")
-    return base if base in GROUP_FIELDS and number.isdigit() else name

@@ -11,7 +11,7 @@ import torch
 from ...passes import TracedGraph
 from ...passes.graph.evaluate import at_sizes
 from ...passes.graph.fx_nodes import shape, value
-from ...passes.graph.packed_weights import PackedWeight
+from ...passes.graph.notes import PackedWeight
 from ...runtime.program import CacheSpec, is_cache_input
 
 
@@ -59,7 +59,7 @@ class Linkage:
             ValueError: an input is neither a tensor nor the number of tokens.
         """
         nodes = traced.placeholders
-        merged: Mapping[str, tuple[str, ...]] = traced.notes.get("merged", {})
+        merged = traced.notes.merged
         known = {traced.input_ids, traced.position_ids, *traced.step_inputs, *traced.constants, *merged}
         token_counts = tuple(n.name for n in nodes if n.name not in known and not is_cache_input(n.name))
         for name in token_counts:
@@ -75,8 +75,8 @@ class Linkage:
             token_counts=token_counts,
             caches=tuple(traced.caches),
             merged=dict(merged),
-            packed=tuple(traced.notes.get("packed", ())),
-            folded=tuple(traced.notes.get("folded", ())),
+            packed=tuple(traced.notes.packed),
+            folded=tuple(traced.notes.folded),
             max_model_len=traced.max_positions,
             vocab_size=int(shape(logits[0])[-1]),
             device=value(traced.placeholder(traced.input_ids)).device,

@@ -159,14 +159,14 @@ def _kept(constants: Mapping[str, Any]) -> list[str]:
 
 def _constants(original: TracedGraph, rewritten: TracedGraph, weights: Weights) -> dict[str, Any]:
     """What the constants of both graphs receive, by name."""
-    folded = set(rewritten.notes.get("folded", ()))
+    folded = set(rewritten.notes.folded)
     changed: dict[int, ChangedWeight] = {}
     constants: dict[str, Any] = {**original.constants, **rewritten.constants}
     for name, tensor in constants.items():
         is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and tensor.dim() > 0
         if is_weight and name not in folded:
             constants[name] = changed.setdefault(id(tensor), ChangedWeight.of(tensor, weights))
-    for name, sources in rewritten.notes.get("merged", {}).items():
+    for name, sources in rewritten.notes.merged.items():
         constants[name] = Rows([constants[source] for source in sources])
     for name, tensor in constants.items():
         if isinstance(tensor, torch.Tensor):

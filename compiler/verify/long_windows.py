@@ -29,7 +29,7 @@ def check_long_windows(
     Returns:
         the verdict; None when no window is that long.
     """
-    literals: dict[int, set[str]] = paged.notes.get("followed_literals", {})
+    literals = paged.notes.followed_literals
     if not literals:
         return None
     shrunk_original, shrunk = original.copy(), paged.copy()

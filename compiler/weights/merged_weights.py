@@ -26,7 +26,7 @@ def link_merged_weights(traced: TracedGraph) -> None:
 
     No other thread may run the module meanwhile.
     """
-    merge_inputs(traced.notes.get("merged", {}), traced.constants)
+    merge_inputs(traced.notes.merged, traced.constants)
 
 
 def merge_inputs(merged: Mapping[str, Sequence[str]], constants: dict[str, torch.Tensor]) -> None:
@@ -96,12 +96,11 @@ class AddedArguments:
     """
 
     def __init__(self, traced: TracedGraph, own: int) -> None:
-        merged: dict[str, tuple[str, ...]] = traced.notes.get("merged", {})
         nodes = traced.placeholders
         at = {node.name: i for i, node in enumerate(nodes)}
         self.tensors = [traced.constants[node.name] for node in nodes[own:]]
         self._expected: list[tuple[int, int, str]] = []
-        for name, sources in merged.items():
+        for name, sources in traced.notes.merged.items():
             whole = traced.constants[name]
             address = whole.data_ptr()
             for source in sources:

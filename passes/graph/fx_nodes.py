@@ -54,6 +54,25 @@ def value(node: Any) -> Any:
     return node.meta.get("example_value") if isinstance(node, fx.Node) else node
 
 
+def cache_index(node: fx.Node) -> int | None:
+    """Number of the cache pair (of ``TracedGraph.caches``) that a graph input belongs to; None for any other node."""
+    index: int | None = node.meta.get("cache_index")
+    return index
+
+
+def step_field(node: fx.Node) -> str:
+    """Name of the field of ``StepMetadata`` that a graph input receives, of any group; "" for other nodes."""
+    field: str = node.meta.get("step_field", "")
+    return field
+
+
+def keep_roles(node: fx.Node, source: fx.Node) -> None:
+    """Let the graph input ``node`` receive what ``source``, of another graph, receives."""
+    for key in ("cache_index", "step_field"):
+        if key in source.meta:
+            node.meta[key] = source.meta[key]
+
+
 def is_tensor(node: Any) -> bool:
     return isinstance(value(node), torch.Tensor)
 

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import fx
 
 from ...runtime.ops.quantized_weight import Quantization
 from .fx_nodes import argument, callee, shape
+from .notes import PackedWeight
 from .traced import TracedGraph
-
-
-@dataclass(frozen=True)
-class PackedWeight:
-    """A graph input that packed or quantised linears read.
-
-    Attributes:
-        name: of the input.
-        sources: names of the inputs that hold the same elements in the module's own tensors.
-        quantization: how its elements are rounded; None: they are not.
-    """
-
-    name: str
-    sources: tuple[str, ...]
-    quantization: Quantization | None = None
 
 
 class PackedWeights:
@@ -48,7 +32,7 @@ class PackedWeights:
         """The reason why the weight of a linear cannot be packed; "" when it can."""
         weight = argument(linear, 1, "weight")
         name = _parameter(weight).name
-        if name not in self.traced.constants and name not in self.traced.notes.get("merged", {}):
+        if name not in self.traced.constants and name not in self.traced.notes.merged:
             return "the weight is computed, not a parameter"
         return "" if len(shape(weight)) == 2 else "the weight is no matrix"
 
@@ -58,15 +42,13 @@ class PackedWeights:
         if weight not in self._inputs:
             self._inputs[weight] = node = self._packed_input(weight)
             parameter = _parameter(weight)
-            merged: dict[str, tuple[str, ...]] = self.traced.notes.get("merged", {})
-            sources = merged.get(parameter.name, (parameter.name,))
+            sources = self.traced.notes.merged.get(parameter.name, (parameter.name,))
             self._packed.append(PackedWeight(node.name, sources, quantization))
         return self._inputs[weight]
 
     def close(self) -> None:
-        """Note what was packed in ``traced.notes["packed"]``."""
-        if self._packed:
-            self.traced.notes["packed"] = [*self.traced.notes.get("packed", []), *self._packed]
+        """Note what was packed in ``traced.notes.packed``."""
+        self.traced.notes.packed += self._packed
 
     def _packed_input(self, weight: fx.Node) -> fx.Node:
         """The weight's graph input if linears alone read it as it is, else another one with the same elements."""

@@ -12,13 +12,13 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import LocalSource
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from ...runtime.ops.quantized_weight import Quantization
 from ...runtime.program import CacheSpec
-from ...runtime.step_metadata import GROUP_FIELDS
 from .fx_nodes import value
+from .notes import GraphNotes
 from .npu_target import NpuTarget
 
 
@@ -32,7 +32,8 @@ class NotFinite(UnsupportedModel):
 
 @dataclass
 class TracedGraph:
-    """A Dynamo graph whose parameters are graph inputs.
+    """A graph whose parameters are inputs: first Dynamo's, of torch functions and methods, then the ATen graph that
+    AOTAutograd makes of it.
 
     Attributes:
         module: the graph module; passes edit its graph in place.
@@ -47,12 +48,7 @@ class TracedGraph:
         npu: the Ascend chip that it is lowered for; None for a CPU.
         cache_dtype: that the paged caches are to have; None for the one that keys and values are computed in.
         quantization: how linear layers are to be rounded; None: not at all.
-        notes: facts that one pass leaves for later ones and for the self-check. ``followed_literals``: literal →
-            names of the nodes in which it is a window or chunk that was too large to run. ``rope_switch``: the
-            longest sequence that still uses the first of two rotary tables. ``merged``: graph input →
-            names of the inputs that are its rows; its tensor is among the constants once the graph is linked.
-            ``packed``: the weights of packed and quantised linears. ``folded``: names of the constants that others
-            were computed from.
+        notes: facts that one pass leaves for later ones, for linking and for the self-check.
     """
 
     module: fx.GraphModule
@@ -67,7 +63,7 @@ class TracedGraph:
     npu: NpuTarget | None = None
     cache_dtype: torch.dtype | None = None
     quantization: Quantization | None = None
-    notes: dict[str, Any] = field(default_factory=dict)
+    notes: GraphNotes = field(default_factory=GraphNotes)
     _origin: fx.Node | None = field(default=None, init=False, repr=False)
 
     @property
@@ -106,7 +102,7 @@ class TracedGraph:
             constants=dict(self.constants),
             caches=list(self.caches),
             step_inputs=list(self.step_inputs),
-            notes=dict(self.notes),
+            notes=self.notes.copy(),
         )
 
     @contextmanager
@@ -192,8 +188,9 @@ class TracedGraph:
         self.position_ids = node.name
         return node
 
-    def step_input(self, name: str) -> fx.Node:
-        """The placeholder of a ``StepMetadata`` field, of group g if the name ends in ``_g``; made on first use."""
+    def step_input(self, field: str, group: int = 0) -> fx.Node:
+        """The placeholder of a field of ``StepMetadata``, for one group of layers; made on first use."""
+        name = f"{field}_{group}" if group else field
         for node in self.placeholders:
             if node.name == name:
                 return node
@@ -201,9 +198,8 @@ class TracedGraph:
         tokens = value(self.placeholder(self.input_ids)).shape[1]
         with self.fake_mode:
             per_token = torch.empty((tokens,), dtype=torch.int64, device=device)
-        if name in ("query_ends", "query_lens", "kv_lens"):
-            self.step_inputs.append(name)
-            return self.new_input(name, [5, 9, 10, 17, 23])
+        if field in ("query_ends", "query_lens", "kv_lens"):
+            return self._new_step_input(name, field, [5, 9, 10, 17, 23])
         examples: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {
             "slot_mapping": (per_token, ()),
             "token_lengths": (per_token, ()),
@@ -214,10 +210,14 @@ class TracedGraph:
             "seq_lens": (torch.zeros(5, dtype=torch.int32, device=device), (0,)),
             "logits_rows": (torch.zeros(3, dtype=torch.int64, device=device), (0,)),
         }
-        base, _, number = name.rpartition("_")
-        example, dynamic = examples[base if base in GROUP_FIELDS and number.isdigit() else name]
+        example, dynamic = examples[field]
+        return self._new_step_input(name, field, self._fake(name, example, dynamic))
+
+    def _new_step_input(self, name: str, field: str, example: Any) -> fx.Node:
         self.step_inputs.append(name)
-        return self._add_placeholder(name, example, dynamic)
+        node = self.new_input(name, example)
+        node.meta["step_field"] = field
+        return node
 
     def add_cache(self, spec: CacheSpec) -> tuple[fx.Node, ...]:
         """New graph inputs: the key and the value cache ``[num_blocks, block_size, heads, dim]``, and in int8 the
@@ -229,7 +229,9 @@ class TracedGraph:
         for part in spec.parts():
             heads, *dims = part.token_shape
             storage = torch.empty(11, heads, 13, *dims, dtype=part.dtype, device=device)
-            nodes.append(self._add_placeholder(f"{part.name}_{index}", storage.transpose(1, 2), dynamic=(0, 1)))
+            node = self._add_placeholder(f"{part.name}_{index}", storage.transpose(1, 2), dynamic=(0, 1))
+            node.meta["cache_index"] = index
+            nodes.append(node)
         return tuple(nodes)
 
     def lay_out_cache(
@@ -252,12 +254,15 @@ class TracedGraph:
                 )
 
     def _add_placeholder(self, name: str, example: torch.Tensor, dynamic: tuple[int, ...]) -> fx.Node:
-        source = LocalSource(name)
-        if example.__class__.__name__ != "FakeTensor":
-            sizes = [DimDynamic.DYNAMIC if i in dynamic else DimDynamic.STATIC for i in range(example.dim())]
-            context: StatelessSymbolicContext = StatelessSymbolicContext(dynamic_sizes=sizes)
-            example = self.fake_mode.from_tensor(example, source=source, symbolic_context=context)
-        return self.new_input(name, example)
+        return self.new_input(name, self._fake(name, example, dynamic))
+
+    def _fake(self, name: str, example: torch.Tensor, dynamic: tuple[int, ...]) -> torch.Tensor:
+        """The fake of an input whose dims ``dynamic`` vary; ``example`` itself if it is one."""
+        if isinstance(example, FakeTensor):
+            return example
+        sizes = [DimDynamic.DYNAMIC if i in dynamic else DimDynamic.STATIC for i in range(example.dim())]
+        context: StatelessSymbolicContext = StatelessSymbolicContext(dynamic_sizes=sizes)
+        return self.fake_mode.from_tensor(example, source=LocalSource(name), symbolic_context=context)
 
     def new_input(self, name: str, example: Any) -> fx.Node:
         """A new graph input with a fake value, behind the others."""

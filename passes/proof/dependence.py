@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from ..graph.evaluate import is_size
-from ..graph.fx_nodes import METADATA_CALLS, callee, mutated_argument, storage_key, value
+from ..graph.fx_nodes import METADATA_CALLS, callee, mutated_argument, step_field, storage_key, value
 from ..graph.traced import TracedGraph
 
 
@@ -22,7 +22,7 @@ class Depends(IntEnum):
 
 
 _CHOICES = frozenset("argmax argmin argsort nonzero multinomial bucketize searchsorted".split())
-_PER_TOKEN_STEP_INPUTS = ("slot_mapping", "token_lengths")
+_PER_TOKEN_FIELDS = ("slot_mapping", "token_lengths")
 
 
 def dependences(traced: TracedGraph) -> dict[fx.Node, Depends]:
@@ -41,7 +41,7 @@ def _of(traced: TracedGraph, node: fx.Node, found: dict[fx.Node, Depends], writt
     if node.op == "placeholder":
         if node.name == traced.input_ids:
             return Depends.TOKENS
-        if node.name == traced.position_ids or node.name.startswith(_PER_TOKEN_STEP_INPUTS):
+        if node.name == traced.position_ids or step_field(node) in _PER_TOKEN_FIELDS:
             return Depends.POSITION
         return Depends.CONSTANT
     if node.op == "get_attr" or is_size(node):

@@ -41,7 +41,7 @@ def classify_masks(traced: TracedGraph) -> PassRecord:
             return str(kind)
         if kind.literal:
             names = {n.name for n in closure(call.attn_mask)}
-            traced.notes.setdefault("followed_literals", {}).setdefault(kind.literal, set()).update(names)
+            traced.notes.followed_literals.setdefault(kind.literal, set()).update(names)
         if kind.alibi_slopes is not None and call.attn_mask not in slopes:
             slopes[call.attn_mask] = traced.add_constant(f"alibi_slopes_{len(slopes)}", kind.alibi_slopes)
         changed = call.changed(

@@ -42,7 +42,7 @@ def choose_rope_per_sequence(traced: TracedGraph) -> PassRecord:
         comparison, number = limit
         reason = _replace(traced, node, comparison, number)
         if not reason:
-            traced.notes["rope_switch"] = int(number) - (comparison in ("ge", "lt"))
+            traced.notes.rope_switch = int(number) - (comparison in ("ge", "lt"))
         return reason
 
     return rewrite_each(traced, "choose_rope_per_sequence", step, traced.graph.nodes if traced.paged else ())

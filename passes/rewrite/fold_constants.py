@@ -38,7 +38,7 @@ _MOST_BYTES = 1 << 20
 
 
 def fold_constants(traced: TracedGraph) -> PassRecord:
-    """Replace computed constants. ``traced.notes["folded"]`` names the inputs that they were computed from.
+    """Replace computed constants. ``traced.notes.folded`` names the inputs that they were computed from.
 
     Flat (paged) graphs only: elsewhere the caller owns the weights.
     """
@@ -54,7 +54,7 @@ def fold_constants(traced: TracedGraph) -> PassRecord:
             return "its layout is not the traced one"
         sources = [n.name for n in closure(node, evaluation.reads) if n.name in traced.constants]
         node.replace_all_uses_with(traced.add_constant(_unused_name(traced), folded))
-        traced.notes["folded"] = tuple(dict.fromkeys((*traced.notes.get("folded", ()), *sources)))
+        traced.notes.fold(sources)
         return ""
 
     return rewrite_each(traced, "fold_constants", step, _results(_constants(traced)) if traced.paged else ())

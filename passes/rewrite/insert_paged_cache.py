@@ -56,8 +56,10 @@ def insert_paged_cache(traced: TracedGraph) -> PassRecord:
                 )
             )
         key_cache, value_cache, *scales = caches[pair]
-        own = [f"{name}_{group}" if group else name for name in GROUP_FIELDS]
-        metadata = [traced.step_input(name) for name in (*own, "query_start_loc", "seq_lens")]
+        metadata = [
+            *(traced.step_input(field, group) for field in GROUP_FIELDS),
+            *(traced.step_input(field) for field in ("query_start_loc", "seq_lens")),
+        ]
         with traced.graph.inserting_before(node):
             new = traced.call(
                 PAGED_ATTENTION,

@@ -37,7 +37,7 @@ _PASSES_THROUGH = frozenset({"view", "_unsafe_view", "reshape", "_to_copy", "add
 def merge_linears(traced: TracedGraph) -> PassRecord:
     """Merge the linears of each module that read the same input.
 
-    ``traced.notes["merged"]`` maps the name of each new graph input to the names of the inputs that are its rows.
+    ``traced.notes.merged`` maps the name of each new graph input to the names of the inputs that are its rows.
     """
     record = PassRecord("merge_linears")
     families: dict[Any, list[fx.Node]] = {}
@@ -128,9 +128,8 @@ def _parent(node: fx.Node) -> str:
 
 def _refusal(traced: TracedGraph, node: fx.Node, aliased: Mapping[str, str]) -> str | None:
     """Why a linear with neighbours cannot be merged; "" when it can, None when nobody would expect it."""
-    merged = traced.notes.get("merged", {})
     weight, bias = argument(node, 1, "weight"), argument(node, 2, "bias")
-    if isinstance(weight, fx.Node) and weight.name in merged:
+    if isinstance(weight, fx.Node) and weight.name in traced.notes.merged:
         return None
     if _is_router(node):
         return None
@@ -170,10 +169,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _aliased(traced: TracedGraph) -> dict[str, str]:
     """Inputs that overlap in memory, each with the name of another one."""
-    merged = traced.notes.get("merged", {})
     spans = []
     for name, tensor in traced.constants.items():
-        if name not in merged and _is_plain(tensor) and tensor.numel():
+        if name not in traced.notes.merged and _is_plain(tensor) and tensor.numel():
             start = tensor.data_ptr()
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             spans.append((str(tensor.device), start, start + (last + 1) * tensor.element_size(), name))
@@ -239,7 +237,7 @@ def _merged_input(traced: TracedGraph, parameters: tuple[fx.Node, ...]) -> fx.No
     """A new graph input, one parameter's rows above the next one's."""
     name = f"merged_{parameters[0].name}"
     sources = tuple(parameter.name for parameter in parameters)
-    traced.notes["merged"] = {**traced.notes.get("merged", {}), name: sources}
+    traced.notes.merged[name] = sources
     with traced.fake_mode:
         example = torch.cat([value(parameter).detach() for parameter in parameters])
     return traced.add_deferred_constant(name, example)

@@ -50,6 +50,6 @@ def generate_code(traced: TracedGraph, context: TracingContext) -> Callable[...,
     traced.recompile()
     examples = [value(n) for n in traced.placeholders]
     # Packed weights are opaque: they have no strides that the generated code could assert.
-    opaque = torch._inductor.config.patch(size_asserts=not traced.notes.get("packed"))
+    opaque = torch._inductor.config.patch(size_asserts=not traced.notes.packed)
     with tracing(context), opaque, torch.no_grad():
         return cast("Callable[..., Sequence[Any]]", compile_fx(traced.module, examples))

@@ -151,11 +151,9 @@ def _let_go(traced: TracedGraph, name: str, old: torch.Tensor, release: bool) ->
     memory = old.untyped_storage().data_ptr()
     sharing = {n: t for n, t in traced.constants.items() if n != name and t.untyped_storage().data_ptr() == memory}
     read = {node.name for node in traced.placeholders if node.users}
-    merged = dict(traced.notes.get("merged", {}))
-    merged.pop(name, None)
-    traced.notes["merged"] = merged
+    traced.notes.merged.pop(name, None)
     if release and not read & set(sharing):
         for tensor in (*sharing.values(), old):
             tensor.data = tensor.new_empty(0)
     else:
-        traced.notes["folded"] = [*traced.notes.get("folded", []), *sharing]
+        traced.notes.fold(sharing)

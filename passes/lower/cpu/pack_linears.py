@@ -25,7 +25,7 @@ from ...graph.traced import TracedGraph
 
 
 def pack_linears(traced: TracedGraph) -> PassRecord:
-    """Replace linears over parameters. ``traced.notes["packed"]`` lists the ``PackedWeight`` entries.
+    """Replace linears over parameters. ``traced.notes.packed`` lists their weights.
 
     Flat (paged) graphs only: elsewhere the caller owns the weights.
     """

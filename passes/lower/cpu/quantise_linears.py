@@ -35,7 +35,7 @@ _FORMS = frozenset("view _unsafe_view reshape _to_copy softmax _softmax sigmoid 
 
 
 def quantise_linears(traced: TracedGraph) -> PassRecord:
-    """Replace linears over parameters, as ``traced.quantization`` says; ``traced.notes["packed"]`` lists the weights.
+    """Replace linears over parameters, as ``traced.quantization`` says; ``traced.notes.packed`` lists the weights.
 
     Flat (paged) graphs only: elsewhere the caller owns the weights.
     """

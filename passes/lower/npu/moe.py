@@ -244,7 +244,7 @@ def _wide(site: Site, bias: fx.Node) -> fx.Node:
     if site.target.counted(value(bias).dtype) is not torch.bfloat16 or value(bias).dtype is torch.float32:
         return bias
     if traced.paged and bias.name in traced.constants:
-        traced.notes["folded"] = tuple(dict.fromkeys((*traced.notes.get("folded", ()), bias.name)))
+        traced.notes.fold((bias.name,))
         stored = traced.constants[bias.name].detach()
         return traced.shared_constant(f"wide_{bias.name}", stored.float)
     return site.cast(bias, torch.float32)

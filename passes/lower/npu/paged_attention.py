@@ -30,7 +30,7 @@ from torch import fx
 from ....runtime.ops.gathered_attention import gathered_attention
 from ....runtime.ops.int8_rows import quantise_rows
 from ...graph.attention_node import PagedAttentionCall, paged_attention_nodes
-from ...graph.fx_nodes import callee, eliminate_dead_code, shape, value
+from ...graph.fx_nodes import cache_index, callee, eliminate_dead_code, shape, value
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph, UnsupportedModel
 from .attention_limits import MASK_SIZE, UNLIMITED
@@ -196,7 +196,8 @@ class _PagedAttention:
 
     def _write(self, stored: Heads) -> None:
         """Store the step's keys and values, once per cache: a second write would make the engine copy it."""
-        index = int(self.key_cache.name.rpartition("_")[2])
+        index = cache_index(self.key_cache)
+        assert index is not None
         self.traced.lay_out_cache(index, self.site.target.block_size, stored.key_dim, stored.value_dim)
         key, val = self._by_token(self.key, stored.key_dim), self._by_token(self.value, stored.value_dim)
         if self.key_scale is not None:

@@ -21,9 +21,10 @@ from torch_pagoda.compiler.user_passes import register_pass, unregister_pass
 from torch_pagoda.compiler.verify.self_check import compared_steps, reference_of_model
 from torch_pagoda.passes import PassRecord
 from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
-from torch_pagoda.passes.graph.fx_nodes import callee
+from torch_pagoda.passes.graph.fx_nodes import cache_index, callee
 from torch_pagoda.passes.graph.provenance import decoder_layers
 from torch_pagoda.runtime.ops.packed_linear import can_pack
+from torch_pagoda.runtime.program import is_cache_input
 
 from tiny_models import build_tiny_model
 
@@ -85,6 +86,8 @@ def test_program_is_the_one_of_all_layers(kind, depth, settings, kept, all_layer
     assert operators(built.traced) == operators(whole.traced)
     # Equal tables become one.
     assert len(built.traced.placeholders) <= len(whole.traced.placeholders)
+    caches = {node.name: cache_index(node) for node in built.traced.placeholders if is_cache_input(node.name)}
+    assert all(name.endswith(f"_cache_{index}") for name, index in caches.items())
     found, expected = Linkage.of(built.traced), Linkage.of(whole.traced)
     assert found.caches == expected.caches
     assert sorted(map(len, found.merged.values())) == sorted(map(len, expected.merged.values()))

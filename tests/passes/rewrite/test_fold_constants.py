@@ -55,7 +55,7 @@ def test_constants_are_computed_once(function, left):
     before = run_graph(graph, x)
     assert fold_constants(graph).matches == 1
     assert operators(graph) == left
-    assert graph.notes["folded"], "their sources are guarded"
+    assert graph.notes.folded, "their sources are guarded"
     assert torch.equal(run_graph(graph, x), before)
     assert fold_constants(graph).matches == 0
 

@@ -87,7 +87,7 @@ def test_both_sizes_of_the_input_may_vary():
 def test_merging_again_changes_nothing():
     graph, _ = merged(Projections())
     graph.recompile()
-    code, notes = graph.module.code, dict(graph.notes)
+    code, notes = graph.module.code, graph.notes.copy()
     record = merge_linears(graph)
     graph.recompile()
     assert (record.matches, record.rejections) == (0, [])
@@ -100,7 +100,7 @@ def test_the_pass_alone_moves_no_weight():
     graph, _ = merged(module)
     merge_linears(graph.copy())
     assert [p.data_ptr() for p in module.parameters()] == places
-    assert not set(graph.notes["merged"]) & set(graph.constants)
+    assert not set(graph.notes.merged) & set(graph.constants)
 
 
 def heads(m, x, results):
@@ -160,7 +160,7 @@ def test_a_layer_that_runs_twice_reads_one_merged_weight():
     assert (record.matches, record.rejections) == (2, [])
     first, second = linears(graph)
     assert first.args[1:] == second.args[1:]
-    assert len(graph.notes["merged"]) == 2
+    assert len(graph.notes.merged) == 2
     assert_same_numbers(graph, Twice())
 
 
@@ -273,7 +273,7 @@ def test_a_lone_linear_leaves_the_graph_as_it_is():
     record = merge_linears(graph)
     graph.recompile()
     assert (record.matches, record.rejections, graph.module.code) == (0, [], code)
-    assert "merged" not in graph.notes
+    assert not graph.notes.merged
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)

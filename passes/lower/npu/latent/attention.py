@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from ....graph.attention_node import PagedAttentionCall, paged_attention_nodes
-from ....graph.fx_nodes import eliminate_dead_code, shape, value
+from ....graph.fx_nodes import cache_index, eliminate_dead_code, shape, value
 from ....graph.record import PassRecord
 from ....graph.traced import TracedGraph
 from ..attention_limits import MASK_SIZE, UNLIMITED
@@ -153,7 +153,8 @@ class _LatentAttention:
     def lower(self) -> fx.Node:
         """The result, ``[1, T, H, Dv]``."""
         latent, rotary = self.latent.latent_dim, self.latent.rotary_dim
-        index = int(self.key_cache.name.rpartition("_")[2])
+        index = cache_index(self.key_cache)
+        assert index is not None
         self.traced.lay_out_cache(index, self.site.target.block_size, latent, rotary, num_kv_heads=1)
         both = prolog(self.place, self.key_weight)
         if both is None:

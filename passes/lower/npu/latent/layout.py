@@ -334,7 +334,7 @@ def weight_rows(traced: TracedGraph, product: fx.Node, rows: Rows) -> tuple[str,
         raise Unclear("its product adds a bias")
     weight = argument(product, 1, "weight")
     start = 0
-    for name in traced.notes.get("merged", {}).get(weight.name, (weight.name,)):
+    for name in traced.notes.merged.get(weight.name, (weight.name,)):
         tensor = traced.constants.get(name)
         if tensor is None or tensor.dim() != 2 or not tensor.is_contiguous():
             raise Unclear("the weight of its product is no parameter that is stored row by row")
@@ -363,10 +363,8 @@ def add_weight(traced: TracedGraph, name: str, view: torch.Tensor) -> fx.Node:
 
 def forget_unread_merges(traced: TracedGraph) -> None:
     """Take back the merging of weights that nothing reads merged any longer, before it moves them."""
-    merged: dict[str, tuple[str, ...]] = traced.notes.get("merged", {})
     for node in traced.placeholders:
-        if node.name in merged and not node.users:
-            merged = {name: sources for name, sources in merged.items() if name != node.name}
+        if node.name in traced.notes.merged and not node.users:
+            del traced.notes.merged[node.name]
             traced.constants.pop(node.name, None)
             traced.graph.erase_node(node)
-            traced.notes["merged"] = merged

@@ -111,7 +111,7 @@ def test_the_source_of_a_copy_is_freed_only_by_its_owner(release):
     kept = source.clone()
     prepare_weights(traced, fractal_nz=False, release=release)
     assert source.numel() == (0 if release else kept.numel())
-    assert traced.notes.get("folded", []) == ([] if release else ["source"])
+    assert traced.notes.folded == ([] if release else ["source"])
     assert torch.equal(traced.constants["weight"], kept.transpose(1, 2))
 
 
@@ -138,8 +138,8 @@ def test_cast_matrices_take_the_place_of_merged_ones(release, monkeypatch):
     assert prepare_weights(traced, fractal_nz=True, release=release) == expected.numel() * 2
     assert torch.equal(traced.constants["whole"], expected)
     assert [part.numel() for part in parts.values()] == ([0, 0] if release else [1024, 512])
-    assert traced.notes["merged"] == {}, "the program no longer reads rows of them"
-    assert sorted(traced.notes.get("folded", [])) == ([] if release else ["k", "q"])
+    assert traced.notes.merged == {}, "the program no longer reads rows of them"
+    assert sorted(traced.notes.folded) == ([] if release else ["k", "q"])
 
 
 def test_without_casting_nothing_but_views_is_copied(monkeypatch):

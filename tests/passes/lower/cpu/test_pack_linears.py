@@ -61,7 +61,7 @@ def test_packed_products_equal_plain_ones(rows, with_bias, lead):
 def test_every_linear_over_a_parameter_matches(merged):
     graph, record = rewritten(bf16_model(), merged=merged)
     assert (record.matches, record.rejections) == (3 if merged else 5, [])
-    assert [len(p.sources) for p in graph.notes["packed"]] == ([3, 1, 1] if merged else [1] * 5)
+    assert [len(p.sources) for p in graph.notes.packed] == ([3, 1, 1] if merged else [1] * 5)
     assert not [n for n in graph.graph.nodes if callee(n) == "linear"]
     assert pack_linears(graph).matches == 0
 

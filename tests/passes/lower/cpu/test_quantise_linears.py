@@ -46,7 +46,7 @@ def test_every_linear_over_a_parameter_matches(merged, dtype):
     graph, record = rewritten(ToyLM(sdpa).to(dtype), merged=merged)
     assert (record.matches, record.rejections) == (3 if merged else 5, [])
     assert not [n for n in graph.graph.nodes if callee(n) == "linear"]
-    assert [len(p.sources) for p in graph.notes["packed"]] == ([3, 1, 1] if merged else [1] * 5)
+    assert [len(p.sources) for p in graph.notes.packed] == ([3, 1, 1] if merged else [1] * 5)
     assert quantise_linears(graph).matches == 0
     assert pack_linears(graph).matches == 0
 
@@ -54,7 +54,7 @@ def test_every_linear_over_a_parameter_matches(merged, dtype):
 def test_the_head_keeps_eight_bits():
     graph, _ = rewritten(ToyLM(sdpa))
     assert quantised(graph) == [(2 * HIDDEN, 4, 64, 8), (HIDDEN, 4, 64, 8), (VOCAB, 8, 256, 8)]
-    assert [p.quantization.bits for p in graph.notes["packed"]] == [4, 4, 8]
+    assert [p.quantization.bits for p in graph.notes.packed] == [4, 4, 8]
 
 
 def test_traffic_counts_the_bytes_that_are_stored():
@@ -65,7 +65,7 @@ def test_traffic_counts_the_bytes_that_are_stored():
 
 def test_without_a_scheme_nothing_is_touched():
     graph, record = rewritten(ToyLM(sdpa), None)
-    assert record.matches == 0 and "packed" not in graph.notes
+    assert record.matches == 0 and not graph.notes.packed
     assert len([n for n in graph.graph.nodes if callee(n) == "linear"]) == 3
 
 

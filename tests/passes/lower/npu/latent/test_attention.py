@@ -397,11 +397,11 @@ def test_weights_are_views_of_the_parameters():
 
 def test_merged_weights_that_nothing_reads_merged_stay_where_they_are():
     graph = LatentGraph()
-    (name,) = graph.traced.notes["merged"]
-    places = {n: graph.traced.constants[n].data_ptr() for n in graph.traced.notes["merged"][name]}
+    (name,) = graph.traced.notes.merged
+    places = {n: graph.traced.constants[n].data_ptr() for n in graph.traced.notes.merged[name]}
     assert len(places) == 2
     absorb_latent_attention(graph.traced)
-    assert graph.traced.notes["merged"] == {}
+    assert graph.traced.notes.merged == {}
     assert name not in [node.name for node in graph.traced.placeholders]
     link_merged_weights(graph.traced)
     assert places == {n: graph.traced.constants[n].data_ptr() for n in places}
@@ -409,7 +409,7 @@ def test_merged_weights_that_nothing_reads_merged_stay_where_they_are():
 
 def test_merged_weights_that_something_else_reads_stay_merged():
     graph, _ = absorbed(query="plain whole")
-    assert len(graph.traced.notes["merged"]) == 1
+    assert len(graph.traced.notes.merged) == 1
     (whole,) = [n for n in graph.traced.graph.nodes if n.target is aten.linear.default]
     assert tuple(shape(whole))[2] == 576 + 2 * 192
 
