@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from aten_graphs import aten_of_tiny_model
+
 from torch_pagoda.passes.graph.fx_nodes import cache_index, step_field
 from torch_pagoda.passes.graph.notes import GraphNotes
-
-from aten_graphs import aten_of_tiny_model
 
 
 def test_inputs_keep_their_roles_from_graph_to_graph():
