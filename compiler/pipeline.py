@@ -42,7 +42,7 @@ def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
             except Exception as error:
                 raise PassError(f"pass {entry.name} left a broken graph: {first_line(error)}") from error
             dump.write_graph(traced, entry.name)
-        record.seconds = time.perf_counter() - start
+        record.seconds, record.place = time.perf_counter() - start, entry.place
         records.append(record)
     changed = [record.name for record in records if record.matches]
     if changed:

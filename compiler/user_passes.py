@@ -103,7 +103,7 @@ def with_user_passes(passes: Sequence[Pass], patterns: Sequence[Pattern] = ()) -
             placed = True
         if entry.name == FIRST_OF_LOWERING:
             result += of_patterns
-        if entry not in result:  # a pass that stands in the list twice takes registered ones in front of its first
+        if entry.name not in {other.name for other in result}:  # of entries of one name the first
             result += [mine for mine, before in _registered if before == entry.name]
         result.append(entry)
     return result

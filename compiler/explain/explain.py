@@ -255,7 +255,7 @@ def _pass_summary(
         total = len(wanted)
         each = max(Counter(e.layer for e in wanted if e.layer >= 0).values(), default=0)
     misses = tuple(NearMiss(r.module, r.reason, r.node) for r in record.rejections)
-    return PassSummary(record.name, level, record.matches, total, each, misses, record.seconds)
+    return PassSummary(record.name, level, record.matches, total, each, misses, record.seconds, place=record.place)
 
 
 def _looked_for(name: str, expected: Sequence[Expected]) -> list[Expected] | None:

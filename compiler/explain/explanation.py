@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console, Group
 
+from ...passes.graph.record import titled
 from ..report import Verdict
 from .drawing import LayerGraph
 from .drop_in import DropIn
@@ -48,6 +49,7 @@ class PassSummary:
         near_misses: places that it left alone.
         seconds: wall time.
         dropped: why the self-check left it out, "" when it did not.
+        place: as in the pipeline list.
     """
 
     name: str
@@ -58,6 +60,11 @@ class PassSummary:
     near_misses: tuple[NearMiss, ...]
     seconds: float
     dropped: str = ""
+    place: str = ""
+
+    @property
+    def title(self) -> str:
+        return titled(self.name, self.place)
 
 
 @dataclass(frozen=True)

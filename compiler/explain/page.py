@@ -162,7 +162,7 @@ def _passes(explanation: Explanation) -> list[str]:
         (
             "" if p.matches or p.dropped else "none",
             (
-                p.name,
+                p.title,
                 str(p.level) if p.level >= 0 else "",
                 str(p.matches),
                 "" if p.expected is None else str(p.expected),

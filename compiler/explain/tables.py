@@ -85,7 +85,7 @@ def _passes(explanation: Explanation) -> Table:
         short = p.expected is not None and p.matches < p.expected
         each = f" ({p.expected_per_layer}/layer)" if p.expected else ""
         cells: list[RenderableType] = [
-            Text(p.name, style="" if p.matches else "dim"),
+            Text(p.title, style="" if p.matches else "dim"),
             str(p.level) if p.level >= 0 else "",
             Text(str(p.matches), style="yellow" if short else "bold" if p.matches else "dim"),
             "" if p.expected is None else f"{p.expected}{each}",

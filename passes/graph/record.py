@@ -47,6 +47,11 @@ class Route:
     refused: tuple[tuple[str, str], ...] = ()
 
 
+def titled(name: str, place: str) -> str:
+    """What reports call one entry of the list: its name, and its place where there are several of that name."""
+    return f"{name} ({place})" if place else name
+
+
 @dataclass
 class PassRecord:
     """The result of one pass over one graph.
@@ -57,6 +62,7 @@ class PassRecord:
         rejections: near misses with their reasons.
         routes: what a lowering pass chose, place by place.
         seconds: wall time.
+        place: which entry of the list it was, for a pass that stands there several times; "" for others.
     """
 
     name: str
@@ -64,6 +70,12 @@ class PassRecord:
     rejections: list[Rejection] = field(default_factory=list)
     routes: list[Route] = field(default_factory=list)
     seconds: float = 0.0
+    place: str = ""
+
+    @property
+    def title(self) -> str:
+        """The name, with the place where there are several."""
+        return titled(self.name, self.place)
 
     def reject(self, node: fx.Node, reason: str) -> None:
         """Note why ``node``, which looked like a match, is left alone."""

@@ -9,7 +9,10 @@ import pytest
 import torch
 from aten_graphs import aten_of_module
 
-from torch_pagoda.passes import PASSES
+from torch_pagoda.compiler.options import CompileOptions, selected_passes
+from torch_pagoda.compiler.pipeline import run_passes
+from torch_pagoda.compiler.user_passes import register_pass, unregister_pass, with_user_passes
+from torch_pagoda.passes import PASSES, PassRecord
 from torch_pagoda.passes.graph.npu_target import NpuTarget
 
 
@@ -29,6 +32,27 @@ def test_stages_follow_one_another():
     assert stages == sorted(stages, key=["dynamo", "aten", "weights"].index)
     # Lowering is required too: what it leaves has no kernels.
     assert all(entry.stage == "dynamo" or entry.target for entry in PASSES if entry.required)
+
+
+def test_entries_of_one_name_are_told_apart_in_reports():
+    assert len({(entry.name, entry.place) for entry in PASSES}) == len(PASSES)
+    for entry in PASSES:
+        assert bool(entry.place) == ([p.name for p in PASSES].count(entry.name) > 1)
+    (record, *others) = run_passes(nothing_to_do().copy(), [p for p in PASSES if p.place])
+    assert record.title == f"share_subexpressions ({record.place})"
+    assert len({record.title, *(other.title for other in others)}) == 3
+    skipping = CompileOptions(target="npu", passes={"skip": ["share_subexpressions"]})
+    assert not [p for p in selected_passes(skipping) if p.place], "one name still takes all"
+
+
+def test_a_pass_of_the_users_stands_before_the_first_of_several_entries():
+    register_pass("mine", lambda graph: PassRecord("mine"), before="share_subexpressions")
+    try:
+        names = [p.name for p in with_user_passes([p for p in PASSES if p.stage == "aten"])]
+    finally:
+        unregister_pass("mine")
+    assert names.count("mine") == 1
+    assert names.index("mine") == names.index("share_subexpressions") - 1
 
 
 @functools.cache

@@ -217,7 +217,7 @@ def _checks(report: CompileReport) -> Table:
             _add_wrong(table, checks.pop(0).name, report)
         compared = checks and checks[0].name == record.name
         error = f"{checks.pop(0).error:.2g}" if compared else ""
-        table.add_row(Text(record.name, style="" if record.matches else "dim"), str(record.matches), error, "")
+        table.add_row(Text(record.title, style="" if record.matches else "dim"), str(record.matches), error, "")
     for check in checks:
         _add_wrong(table, check.name, report)
     known = {check.name for check in report.checks}
