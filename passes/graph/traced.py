@@ -68,13 +68,20 @@ class TracedGraph:
 
     @property
     def graph(self) -> fx.Graph:
+        """The nodes, in the order that they run in."""
         return self.module.graph
 
     @property
     def placeholders(self) -> list[fx.Node]:
+        """The graph inputs, in the order that the graph takes them."""
         return [n for n in self.graph.nodes if n.op == "placeholder"]
 
     def placeholder(self, name: str) -> fx.Node:
+        """The graph input of that name.
+
+        Raises:
+            StopIteration: there is none.
+        """
         return next(n for n in self.placeholders if n.name == name)
 
     @property
@@ -84,6 +91,7 @@ class TracedGraph:
 
     @property
     def output(self) -> fx.Node:
+        """The node that returns the results: ``output.args[0]`` is the tuple of them, in a flat step the logits."""
         return next(n for n in reversed(self.graph.nodes) if n.op == "output")
 
     def copy(self) -> TracedGraph:
@@ -149,7 +157,10 @@ class TracedGraph:
         return node
 
     def adopt(self, node: fx.Node, example: Any) -> None:
-        """Give an inserted node the provenance of the place and its fake value."""
+        """Give a node its fake value, ``example``, and the provenance of the place.
+
+        For passes that insert nodes into ``graph`` themselves; ``call`` and ``method`` have done it.
+        """
         if self._origin is not None:
             for key in ("nn_module_stack", "stack_trace"):
                 if key in self._origin.meta:
@@ -157,7 +168,10 @@ class TracedGraph:
         node.meta["example_value"] = example
 
     def propagate(self, node: fx.Node) -> None:
-        """Compute the fake value of ``node`` from those of its inputs."""
+        """Compute the fake value of ``node`` from those of its inputs.
+
+        For passes that change the arguments of a node that is there, so that its layout or shape may differ.
+        """
         args, kwargs = fx.map_arg((node.args, node.kwargs), value)
         with self.fake_mode, enable_python_dispatcher(), torch.no_grad():
             if node.op == "call_method":
@@ -265,7 +279,10 @@ class TracedGraph:
         return self.fake_mode.from_tensor(example, source=LocalSource(name), symbolic_context=context)
 
     def new_input(self, name: str, example: Any) -> fx.Node:
-        """A new graph input with a fake value, behind the others."""
+        """A new graph input with a fake value, behind the others.
+
+        Passes ask for ``add_constant``, ``step_input`` or ``add_cache``, so that linking knows what it receives.
+        """
         with self.graph.inserting_after(self.placeholders[-1]):
             node = self.graph.placeholder(name)
         node.meta["example_value"] = example
@@ -273,5 +290,10 @@ class TracedGraph:
         return node
 
     def recompile(self) -> None:
+        """Make ``module`` run the graph as it is now. Passes need not: it is done behind them.
+
+        Raises:
+            RuntimeError: the graph is not well-formed.
+        """
         self.graph.lint()
         self.module.recompile()

@@ -127,21 +127,13 @@ class Site:
         """
         for user in list(old.users):
             if turns_heads(user):
-                self._stand_for(user, new)
+                self.traced.substitute(user, new)
         if old.users:
             with self.traced.before(self.node):
                 turned = self.traced.call(_aten.transpose.int, new, 1, 2)
-            self._stand_for(old, turned)
+            self.traced.substitute(old, turned)
         else:
             self.traced.graph.erase_node(old)
-
-    def _stand_for(self, old: fx.Node, new: fx.Node) -> None:
-        if str(value(old).stride()) != str(value(new).stride()):
-            for user in old.users:
-                if user.target is _aten.view.default:
-                    user.target = _aten.reshape.default
-        old.replace_all_uses_with(new)
-        self.traced.graph.erase_node(old)
 
 
 Lowering = Callable[..., "fx.Node | Sequence[fx.Node]"]
