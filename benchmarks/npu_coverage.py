@@ -61,6 +61,7 @@ class NpuRow:
 def npu_row(name: str, model: Any) -> NpuRow:
     """Lower a model, compare it, and count."""
     import torch
+    from npu_calls import illegal_calls
 
     from torch_pagoda.compiler.capture.aten import to_aten
     from torch_pagoda.compiler.capture.trace import capture
@@ -73,7 +74,6 @@ def npu_row(name: str, model: Any) -> NpuRow:
     from torch_pagoda.passes import UnsupportedModel
     from torch_pagoda.passes.graph.npu_target import NpuTarget
     from torch_pagoda.passes.graph.provenance import decoder_layers, launches_work
-    from torch_pagoda.passes.lower.npu.limits import illegal_calls
 
     row = NpuRow(name)
     report = CompileReport(name)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from aten_graphs import aten_of_module
+from npu_calls import illegal_calls
 from torch import fx, nn
 from torch._dynamo.source import LocalSource
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,7 +17,6 @@ from torch_pagoda.passes import PassRecord, TracedGraph
 from torch_pagoda.passes.graph.attention_node import PAGED_ATTENTION
 from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.graph.provenance import operator_name
-from torch_pagoda.passes.lower.npu.limits import illegal_calls
 from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache
 from torch_pagoda.runtime.program import CacheSpec
 from torch_pagoda.runtime.step_metadata import StepMetadata

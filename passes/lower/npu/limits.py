@@ -7,17 +7,15 @@ chip that torchair's converters and vllm-ascend use the operator on, the chip is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
 
 from ....runtime.ops.npu.moe_routing import MAX_UNPERMUTED_CHOICES
 from ....runtime.ops.npu.rope import INTERLEAVED_DIM, MAX_ROTARY_DIM
-from ...graph.npu_target import NpuTarget, Product
-from ...graph.traced import TracedGraph
+from ...graph.npu_target import Product
 from .attention_limits import ATTENTION_RULES, CACHE_WRITE_RULES, PROMPT_RULES, RULES_V2
 from .call import Call
 from .latent.limits import KV_RMSNORM_ROPE_CACHE_RULES, PROLOG_ALIKE, PROLOG_RULES, TRANSPOSE_BATCHMATMUL_RULES
@@ -337,19 +335,3 @@ def violations(call: Call) -> list[str]:
 
 def _dtypes(call: Call) -> list[torch.dtype]:
     return [tensor.dtype for tensor in call.tensors().values()]
-
-
-def npu_calls(traced: TracedGraph, target: NpuTarget) -> Iterator[tuple[fx.Node, Call]]:
-    """Every call of an ``npu::`` operator in a graph."""
-    for node in traced.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "npu":
-            yield node, Call.of(node, target)
-
-
-def illegal_calls(traced: TracedGraph, target: NpuTarget) -> list[str]:
-    """The ``npu::`` calls of a graph that break a limit, each with its reasons."""
-    return [
-        f"{node.name} ({call.name}): {'; '.join(reasons)}"
-        for node, call in npu_calls(traced, target)
-        if (reasons := violations(call))
-    ]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from npu_calls import illegal_calls
 from transformers import StaticCache
 
 from torch_pagoda.compiler import backend as module
-from torch_pagoda.passes.lower.npu.limits import illegal_calls
 
 from legal_models import build_legal_model
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lowered_models import assert_same, served
+from npu_calls import illegal_calls
 
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.capture.trace import capture
@@ -16,7 +17,6 @@ from torch_pagoda.compiler.targets.cpu.kernels import call_kernels
 from torch_pagoda.compiler.targets.npu.offline.conversion import convert
 from torch_pagoda.passes.graph.fx_nodes import value
 from torch_pagoda.passes.graph.npu_target import NpuTarget
-from torch_pagoda.passes.lower.npu.limits import illegal_calls
 from torch_pagoda.runtime.program import is_cache_input
 
 from legal_models import build_legal_model

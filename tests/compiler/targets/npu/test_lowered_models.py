@@ -11,6 +11,7 @@ from functools import cache
 
 import pytest
 import torch
+from npu_calls import illegal_calls
 
 from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.link.linker import link
@@ -20,7 +21,6 @@ from torch_pagoda.compiler.rewrite import rewrite
 from torch_pagoda.passes.graph.fx_nodes import value
 from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.graph.provenance import decoder_layers, launches_work, operator_name
-from torch_pagoda.passes.lower.npu.limits import illegal_calls
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 

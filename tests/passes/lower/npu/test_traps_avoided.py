@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from npu_calls import npu_calls
 
 from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.options import CompileOptions
@@ -14,7 +15,7 @@ from torch_pagoda.compiler.rewrite import rewrite
 from torch_pagoda.passes.graph.fx_nodes import callee
 from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.lower.npu.call import Call
-from torch_pagoda.passes.lower.npu.limits import LIMITS, npu_calls, violations
+from torch_pagoda.passes.lower.npu.limits import LIMITS, violations
 from torch_pagoda.runtime.step_metadata import StepMetadata
 
 from legal_models import build_legal_model

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from npu_calls import illegal_calls
 
 from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.link.linker import link
@@ -19,7 +20,6 @@ from torch_pagoda.compiler.rewrite import rewrite
 from torch_pagoda.compiler.targets.npu.offline.conversion import convert
 from torch_pagoda.passes.graph.fx_nodes import value
 from torch_pagoda.passes.graph.provenance import decoder_layers
-from torch_pagoda.passes.lower.npu.limits import illegal_calls
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 

@@ -1,0 +1,29 @@
+"""The calls of ``npu::`` operators in a graph, held against the limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from torch_pagoda.passes import TracedGraph
+from torch_pagoda.passes.graph.npu_target import NpuTarget
+from torch_pagoda.passes.lower.npu.call import Call
+from torch_pagoda.passes.lower.npu.limits import violations
+
+
+def npu_calls(traced: TracedGraph, target: NpuTarget) -> Iterator[tuple[fx.Node, Call]]:
+    """Every call of an ``npu::`` operator in a graph."""
+    for node in traced.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "npu":
+            yield node, Call.of(node, target)
+
+
+def illegal_calls(traced: TracedGraph, target: NpuTarget) -> list[str]:
+    """The ``npu::`` calls of a graph that break a limit, each with its reasons."""
+    return [
+        f"{node.name} ({call.name}): {'; '.join(reasons)}"
+        for node, call in npu_calls(traced, target)
+        if (reasons := violations(call))
+    ]
