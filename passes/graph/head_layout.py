@@ -16,15 +16,13 @@ import sympy
 import torch
 from torch import fx
 
+from .data_movement import CAST_CALLS, REARRANGING_CALLS
 from .evaluate import at_sizes, small_sizes
 from .fx_nodes import callee, is_tensor, shape, value
 from .traced import TracedGraph
 
-_VIEWS = frozenset(
-    "transpose permute view reshape unsqueeze squeeze expand contiguous repeat repeat_interleave flatten unflatten "
-    "clone movedim swapaxes swapdims broadcast_to mT t adjoint getitem".split()
-)
-_CASTS = frozenset("to type type_as float half bfloat16 contiguous".split())
+_VIEWS = REARRANGING_CALLS | {"contiguous", "clone", "getitem"}
+_CASTS = CAST_CALLS | {"contiguous"}
 
 
 @dataclass(frozen=True)

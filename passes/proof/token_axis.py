@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from ..graph.data_movement import CAST_CALLS, REARRANGING_CALLS
 from ..graph.evaluate import is_size
 from ..graph.fx_nodes import (
     METADATA_CALLS,
@@ -47,7 +48,7 @@ _SEQUENCE_OPERATORS = frozenset(
     "interpolate avg_pool1d max_pool1d adaptive_avg_pool1d lstm gru rnn_tanh cumulative_trapezoid triu tril vmap "
     "tril_ triu_ outer_scan trapz scaled_dot_product_attention".split()
 )
-_POINTWISE = frozenset(
+_POINTWISE = CAST_CALLS | frozenset(
     "add sub mul div multiply divide subtract negative absolute greater less greater_equal less_equal "
     "not_equal truediv floordiv true_divide floor_divide mod remainder fmod pow neg abs exp exp2 log log2 "
     "log1p expm1 sqrt rsqrt reciprocal sin cos tan tanh sigmoid relu relu6 silu gelu mish softplus elu celu "
@@ -55,18 +56,16 @@ _POINTWISE = frozenset(
     "frac square clamp clamp_min clamp_max clip maximum minimum where masked_fill eq ne lt le gt ge and_ or_ "
     "xor logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not bitwise_xor invert isnan isinf "
     "isfinite nan_to_num lerp addcmul addcdiv atan2 atan sinh cosh softsign threshold prelu glu_pointwise "
-    "rsub dropout dropout_ feature_dropout alpha_dropout to type type_as float half bfloat16 double long int "
+    "rsub dropout dropout_ feature_dropout alpha_dropout double long int "
     "bool clone contiguous detach copy_ fill_ zero_ add_ sub_ mul_ div_ pow_ clamp_ masked_fill_ relu_ silu_ "
     "tanh_ sigmoid_ exp_ neg_ sqrt_ iadd isub imul itruediv ifloordiv ior iand pos complex view_as_complex "
     "view_as_real polar real imag conj log_ abs_ hypot deg2rad nan_to_num_ requires_grad_ alias "
     "lift_fresh_copy heaviside xlogy logaddexp gelu_ cpu conj_physical __and__ __or__ __invert__ __rsub__ "
     "__radd__ __rmul__ __rtruediv__ __rpow__".split()
 )
-_SHAPES = frozenset(
-    "view reshape transpose permute unsqueeze squeeze expand expand_as view_as reshape_as flatten unflatten "
-    "movedim swapaxes swapdims stack repeat repeat_interleave tile "
-    "broadcast_to t mT numpy_T getattr T H mH broadcast_tensors atleast_2d ravel "
-    "meshgrid swapaxes_ unsqueeze_ squeeze_ transpose_ adjoint as_tensor".split()
+_SHAPES = REARRANGING_CALLS | frozenset(
+    "expand_as view_as reshape_as stack tile numpy_T getattr T H mH broadcast_tensors atleast_2d ravel meshgrid "
+    "swapaxes_ unsqueeze_ squeeze_ transpose_ as_tensor".split()
 )
 _FACTORIES = frozenset(
     "zeros ones empty full arange tensor new_zeros new_ones new_empty new_full zeros_like ones_like "

@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from ..graph.attention_node import insert_attention
+from ..graph.data_movement import CAST_CALLS
 from ..graph.evaluate import DependsOnData, Evaluation, is_size, small_sizes
 from ..graph.fx_nodes import (
     METADATA_CALLS,
@@ -41,8 +42,8 @@ from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
 
 _MATMULS = ("matmul", "bmm", "baddbmm", "__matmul__")
-_CASTS = ("float", "to", "type", "type_as", "contiguous", "half", "bfloat16", "clone")
-_AFTER_SOFTMAX = (*_CASTS, "dropout", "getitem", "view", "reshape", "nan_to_num")
+_CASTS = CAST_CALLS | {"contiguous", "clone"}
+_AFTER_SOFTMAX = _CASTS | {"dropout", "getitem", "view", "reshape", "nan_to_num"}
 
 
 @dataclass

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..graph.data_movement import RESHAPES
 from ..graph.fx_nodes import callee, is_dynamic, shape, value
 from ..graph.record import PassRecord
 from ..graph.rewrite_each import rewrite_each
@@ -29,7 +30,6 @@ from ..graph.traced import TracedGraph
 
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
-_VIEWS = ("view", "_unsafe_view", "reshape")
 
 
 def recognise_linear(traced: TracedGraph) -> PassRecord:
@@ -104,7 +104,7 @@ def _replace(traced: TracedGraph, node: fx.Node, weight: tuple[fx.Node, bool]) -
     rows = node.args[-2]
     assert isinstance(rows, fx.Node)
     x, replaced = rows, [node]
-    if callee(rows) in _VIEWS:
+    if callee(rows) in RESHAPES:
         source = rows.args[0]
         assert isinstance(source, fx.Node)
         outputs = list(node.users)
@@ -112,7 +112,7 @@ def _replace(traced: TracedGraph, node: fx.Node, weight: tuple[fx.Node, bool]) -
         if (
             outputs
             and len(sizes) > 2
-            and all(callee(user) in _VIEWS and same_sizes(shape(user), sizes) for user in outputs)
+            and all(callee(user) in RESHAPES and same_sizes(shape(user), sizes) for user in outputs)
             and same_sizes(shape(source)[-1:], shape(rows)[-1:])
             and _flattens(source, contiguous=bias is not None)
         ):
@@ -133,7 +133,7 @@ def _replace_batched(traced: TracedGraph, node: fx.Node, fixed: set[fx.Node]) ->
         return False
     sizes = (*shape(x)[:-1], shape(node)[-1])
     outputs = list(node.users)
-    if not outputs or not all(callee(u) in _VIEWS and same_sizes(shape(u), sizes) for u in outputs):
+    if not outputs or not all(callee(u) in RESHAPES and same_sizes(shape(u), sizes) for u in outputs):
         if not same_sizes(shape(node), sizes):
             return False
         outputs = [node]
@@ -145,7 +145,7 @@ def _replace_batched(traced: TracedGraph, node: fx.Node, fixed: set[fx.Node]) ->
 
 def _broadcast_from(node: Any) -> fx.Node | None:
     """``x`` of ``view(expand(x))``, as matmul makes for a batched product; None for anything else."""
-    if callee(node) in _VIEWS:
+    if callee(node) in RESHAPES:
         node = node.args[0]
     if callee(node) != "expand":
         return None

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..graph.data_movement import RESHAPES
 from ..graph.fx_nodes import callee, is_dynamic, is_tensor, shape, value
 from ..graph.record import NoMatch, PassRecord
 from ..graph.region import Region
@@ -39,7 +40,7 @@ from .expert_products import ExpertProduct, expert_product, parts, products_befo
 
 MOE = torch.ops.pagoda.moe.default
 
-_VIEWS = ("view", "_unsafe_view", "reshape", "clone", "expand", "squeeze.dim", "unsqueeze")
+_VIEWS = RESHAPES | {"clone", "expand", "squeeze.dim", "unsqueeze"}
 _ENTRYWISE = ("_to_copy", "sigmoid", "exp", "relu", "tanh")
 _NEARBY = 60
 _LARGEST_RUN = 1 << 25

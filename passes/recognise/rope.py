@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from ...runtime.ops.rope import rope_reference
+from ..graph.data_movement import MOVES
 from ..graph.evaluate import at_sizes, is_size
 from ..graph.fx_nodes import callee, is_dynamic, is_tensor, shape, value
 from ..graph.record import PassRecord
@@ -42,11 +43,7 @@ _TOKENS = frozenset(
     "linear mm addmm embedding rms_norm layer_norm native_layer_norm paged_attention attention "
     "grouped_mm_fallback".split()
 )
-_LAYOUT = frozenset(
-    "view _unsafe_view reshape transpose.int permute slice.Tensor select.int unsqueeze squeeze.dim squeeze.dims "
-    "squeeze expand clone split.Tensor split_with_sizes getitem unbind.int cat stack neg _to_copy view_as_complex "
-    "view_as_real alias detach".split()
-)
+_LAYOUT = MOVES | {"neg", "_to_copy", "view_as_complex", "view_as_real"}
 _REGION = _LAYOUT | frozenset("mul.Tensor add.Tensor sub.Tensor".split())
 _DEEPEST = 14
 _LARGEST = 60

@@ -17,12 +17,13 @@ import operator
 import torch
 from torch import fx
 
+from ..graph.data_movement import TRANSPOSES
 from ..graph.fx_nodes import callee
 from ..graph.record import PassRecord
 from ..graph.traced import TracedGraph
 
 ROPE = torch.ops.pagoda.rope.default
-_VIEWS = frozenset("transpose.int view permute slice.Tensor unsqueeze squeeze.dim select.int".split())
+_VIEWS = TRANSPOSES | {"view", "slice.Tensor", "unsqueeze", "squeeze.dim", "select.int"}
 
 
 def group_rope(traced: TracedGraph) -> PassRecord:

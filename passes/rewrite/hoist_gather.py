@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from ..graph.data_movement import RESHAPES
 from ..graph.fx_nodes import CUT_DIM_AT, argument, callee, is_dynamic, is_tensor, shape, value
 from ..graph.provenance import launches_work
 from ..graph.record import PassRecord
@@ -27,7 +28,6 @@ _ELEMENTWISE = frozenset(
     "add.Tensor sub.Tensor mul.Tensor div.Tensor neg tanh sigmoid _to_copy clone activation gated_activation".split()
 )
 _ALONG_THE_LAST_DIM = frozenset("linear rms_norm add_rms_norm layer_norm add_layer_norm moe moe_gating".split())
-_VIEWS = frozenset("view _unsafe_view reshape".split())
 
 
 def hoist_gather(traced: TracedGraph) -> PassRecord:
@@ -47,7 +47,7 @@ def hoist_gather(traced: TracedGraph) -> PassRecord:
         for user in users:
             user.replace_input_with(source, gathered)
     for node in sorted(inside):
-        if callee(node) in _VIEWS:
+        if callee(node) in RESHAPES:
             node.args = (node.args[0], [-1 if is_dynamic(size) else int(size) for size in shape(node)])
         traced.propagate(node)
     traced.substitute(gather, gather.args[0])  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ def _is_per_token(node: fx.Node) -> bool:
         rows, rank = _rows_dim(first), len(shape(first))
         dim = argument(node, CUT_DIM_AT[name], "dim", 0)
         return not others and rows is not None and dim not in (rows, rows - rank)
-    if name in _VIEWS:
+    if name in RESHAPES:
         return _rows_dim(first) is not None and _row(first) == _row(node)
     fixed = [n for n in node.all_input_nodes if _rows_dim(n) is None]
     if any(not is_tensor(n) or any(is_dynamic(size) for size in shape(n)) for n in fixed):

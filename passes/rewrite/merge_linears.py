@@ -24,6 +24,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from ..graph.data_movement import RESHAPES
 from ..graph.fx_nodes import argument, callee, eliminate_dead_code, module_path, shape, value
 from ..graph.record import PassRecord
 from ..graph.traced import TracedGraph
@@ -31,7 +32,7 @@ from ..graph.traced import TracedGraph
 _aten = torch.ops.aten
 # A linear whose result one of these turns into a choice of experts is a router: it stays a layer of its own.
 _ROUTES = frozenset({"_softmax", "topk", "sigmoid"})
-_PASSES_THROUGH = frozenset({"view", "_unsafe_view", "reshape", "_to_copy", "add.Tensor", "div.Tensor", "mul.Tensor"})
+_PASSES_THROUGH = RESHAPES | {"_to_copy", "add.Tensor", "div.Tensor", "mul.Tensor"}
 
 
 def merge_linears(traced: TracedGraph) -> PassRecord:

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 from torch import fx
 
+from ..graph.data_movement import COPIES, RESHAPES
 from ..graph.fx_nodes import callee, value
 from ..graph.record import PassRecord
 from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
 
-_COPIES = frozenset(
-    "clone alias detach slice.Tensor expand view _unsafe_view reshape _to_copy lift_fresh_copy contiguous".split()
-)
+_COPIES = COPIES | RESHAPES | {"slice.Tensor", "expand", "_to_copy", "lift_fresh_copy", "contiguous"}
 
 
 def remove_noops(traced: TracedGraph) -> PassRecord:

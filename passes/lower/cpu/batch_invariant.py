@@ -31,6 +31,7 @@ from ....runtime.ops.invariant_linear import invariant_linear
 from ....runtime.ops.moe import INVARIANT_SCORINGS, moe, moe_gating
 from ....runtime.ops.native import FLOAT_CODES, load_kernels
 from ...graph.attention_node import PAGED_ATTENTION
+from ...graph.data_movement import MOVES
 from ...graph.fx_nodes import argument, callee, eliminate_dead_code, module_path
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph, UnsupportedModel
@@ -42,10 +43,9 @@ _OWN = frozenset(
     "paged_attention moe moe_gating invariant_linear elementwise quantized_linear rms_norm add_rms_norm layer_norm "
     "add_layer_norm rope gated_activation activation".split()
 )
-_MOVES = frozenset(
-    "view _unsafe_view reshape transpose permute t unsqueeze squeeze expand slice select split split_with_sizes "
-    "unbind chunk narrow cat stack clone alias detach contiguous embedding index index_select gather repeat flatten "
-    "unflatten constant_pad_nd flip copy getitem lift_fresh_copy as_strided".split()
+_MOVES = frozenset(name.partition(".")[0] for name in MOVES) | frozenset(
+    "t chunk narrow contiguous embedding index index_select gather repeat flatten unflatten constant_pad_nd flip "
+    "copy lift_fresh_copy as_strided".split()
 )
 _ROUNDS_ALONE = frozenset(
     "add sub rsub mul div neg abs sqrt rsqrt reciprocal relu maximum minimum clamp clamp_min clamp_max where "

@@ -23,6 +23,7 @@ from torch import fx
 from ....runtime.ops.native import FLOAT_CODES
 from ....runtime.ops.quantized_linear import quantized_linear
 from ....runtime.ops.quantized_weight import DEFAULT_GROUP_SIZES, LARGEST_INPUTS
+from ...graph.data_movement import RESHAPES
 from ...graph.fx_nodes import argument, callee, shape, value
 from ...graph.packed_weights import PackedWeights
 from ...graph.record import PassRecord
@@ -31,7 +32,7 @@ from ...graph.traced import TracedGraph
 
 _HEAD_GROUP = DEFAULT_GROUP_SIZES[8]
 _CHOICES = frozenset(("moe_gating", "topk", "sort", "argmax"))
-_FORMS = frozenset("view _unsafe_view reshape _to_copy softmax _softmax sigmoid add squeeze unsqueeze".split())
+_FORMS = RESHAPES | frozenset("_to_copy softmax _softmax sigmoid add squeeze unsqueeze".split())
 
 
 def quantise_linears(traced: TracedGraph) -> PassRecord:

@@ -14,17 +14,14 @@ import sympy
 import torch
 from torch import fx
 
+from ....graph.data_movement import MOVES
 from ....graph.evaluate import at_sizes, is_size
 from ....graph.fx_nodes import METADATA_CALLS, argument, callee, is_dynamic, is_tensor, shape, value
 from ....graph.region import OpenRegion, Region
 from ....graph.traced import TracedGraph
 
 _BLANK = frozenset("new_empty empty_like empty.memory_format".split())
-_MOVES = _BLANK | frozenset(
-    "view _unsafe_view reshape transpose.int permute slice.Tensor select.int unsqueeze squeeze squeeze.dim "
-    "squeeze.dims expand clone split.Tensor split_with_sizes getitem unbind.int cat stack alias detach copy "
-    "slice_scatter select_scatter".split()
-)
+_MOVES = MOVES | _BLANK | {"copy", "slice_scatter", "select_scatter"}
 _TOKENS = 3
 _MOST_STEPS = 200
 
