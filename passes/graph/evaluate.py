@@ -85,7 +85,7 @@ class Evaluation:
         return env[node]
 
     def reads(self, user: fx.Node, node: fx.Node) -> bool:
-        """Whether ``user`` needs the elements of ``node``, not only its shape (see ``closure``)."""
+        """Tell whether ``user`` needs the elements of ``node``, not only its shape (see ``closure``)."""
         if user in self.given or is_size(user):
             return False
         return not (callee(user) in METADATA_CALLS and user.args and user.args[0] is node)

@@ -121,7 +121,7 @@ def mutated_argument(node: fx.Node) -> fx.Node | None:
 
 
 def is_pure(target: Any) -> bool:
-    """Whether a function of an ATen graph returns the same for the same arguments and does nothing else."""
+    """Tell whether a function of an ATen graph returns the same for the same arguments and does nothing else."""
     if target is operator.getitem:
         return True
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:

@@ -24,7 +24,7 @@ DEFAULT_BLOCK_SIZE = 128
 
 @dataclass(frozen=True)
 class NpuTarget:
-    """What lowering has to know about the machine.
+    """The machine, as far as lowering has to know it.
 
     Attributes:
         soc: name of the chip, such as ``Ascend910B3``, as ``torch.npu.get_device_name()`` gives it.

@@ -1,4 +1,4 @@
-"""Where the nodes of a graph come from: the modules and functions that they were traced in, and their decoder layer.
+"""The origin of a graph's nodes: the modules and functions that they were traced in, and their decoder layer.
 
 Dynamo writes the modules (``nn_module_stack``) and the Python frames (``stack_trace``) beside each node, AOTAutograd
 keeps both, and passes copy them to what they insert (``TracedGraph.before``).
@@ -83,7 +83,7 @@ def operator_name(node: fx.Node) -> str:
 
 
 def launches_work(node: fx.Node) -> bool:
-    """Whether ``node`` computes or moves elements of tensors.
+    """Tell whether ``node`` computes or moves elements of tensors.
 
     Views, sizes, inputs and constants do not.
     """

@@ -30,7 +30,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Route:
-    """How one operator was lowered.
+    """The lowering of one operator.
 
     Attributes:
         node: name of the graph node that it was.
@@ -48,7 +48,7 @@ class Route:
 
 
 def titled(name: str, place: str) -> str:
-    """What reports call one entry of the list: its name, and its place where there are several of that name."""
+    """An entry of the list as reports call it: its name, and its place where there are several of that name."""
     return f"{name} ({place})" if place else name
 
 

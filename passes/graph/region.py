@@ -116,7 +116,7 @@ class Region:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """What the elements of ``node`` are computed from."""
+    """Nodes that the elements of ``node`` are computed from."""
     if is_size(node):
         return []
     first = node.args[0] if node.args and callee(node) in METADATA_CALLS else None

@@ -1,4 +1,4 @@
-"""Which numbers of a flat graph depend on a token's place in the step, and not on its sequence.
+"""Numbers of a flat graph that depend on a token's place in the step, and not on its sequence.
 
 Token t of a step is not token t of its sequence, and the number of tokens in a step is not a sequence's length. What
 a model computes from either must have become a position before it meets a token; this finds what has not, by running
@@ -81,7 +81,7 @@ def picks_rows(traced: TracedGraph, node: fx.Node) -> bool:
 
 
 def is_every_row(traced: TracedGraph, index: fx.Node) -> bool:
-    """Whether a constant index takes every row of the step as often as any other, in the order of the rows."""
+    """Tell whether a constant index takes every row of the step as often as any other, in the order of the rows."""
     for tokens in _SIZES:
         try:
             rows = Evaluation(traced, {traced.token_symbol: tokens})(index).reshape(-1).tolist()
@@ -94,7 +94,7 @@ def is_every_row(traced: TracedGraph, index: fx.Node) -> bool:
 
 
 def _how(traced: TracedGraph, node: fx.Node) -> str:
-    """How ``node`` depends on the place in the step, "" when it does not."""
+    """The way in which ``node`` depends on the place in the step, "" when it does not."""
     rows = []
     for tokens in _SIZES:
         try:
@@ -114,7 +114,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _meets_others(node: fx.Node, depends: dict[fx.Node, Depends]) -> bool:
-    """Whether something that depends on tokens or positions, or the output, reads its elements as values."""
+    """Tell whether something that depends on tokens or positions, or the output, reads its elements as values."""
     for user in node.users:
         if callee(user) in METADATA_CALLS and user.args[0] is node:
             continue

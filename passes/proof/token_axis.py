@@ -139,7 +139,7 @@ class _Check:
         return isinstance(size, torch.SymInt) and self.symbol in size.node.expr.free_symbols
 
     def reason(self, node: fx.Node) -> str:
-        """Why ``node`` mixes tokens, or ""."""
+        """The reason why ``node`` mixes tokens, or ""."""
         if node.op in ("placeholder", "output", "get_attr") or is_size(node):
             return ""
         if node in self.places:
@@ -325,7 +325,7 @@ class _Check:
         return f"{name} moves rows by an index computed from positions or tokens"
 
     def _cut(self, node: fx.Node, name: str) -> str:
-        """Why cutting along a dim (chunk, split, narrow, select, unbind, repeat) moves tokens, or ""."""
+        """The reason why cutting along a dim (chunk, split, narrow, select, unbind, repeat) moves tokens, or ""."""
         position, default = _CUTS[name]
         source = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("tensor"))
         dim = argument(node, position, "dim", default)
@@ -339,7 +339,7 @@ class _Check:
         return ""
 
     def _regrouped(self, node: fx.Node, name: str) -> str:
-        """Why a new shape puts elements of several tokens into one row, or ""."""
+        """The reason why a new shape puts elements of several tokens into one row, or ""."""
         source, token = node.args[0], self.symbol
         for size in shape(node):
             if self._varies(size) and not (size.node.expr / token).is_integer:
@@ -369,6 +369,6 @@ class _Check:
 
 
 def _is_counted(size: Any) -> bool:
-    """Whether a size is a count of data, as a router's, rather than of tokens."""
+    """Tell whether a size is a count of data, as a router's, rather than of tokens."""
     number = value(size)
     return isinstance(number, torch.SymInt) and bool(free_unbacked_symbols(number))

@@ -102,7 +102,7 @@ def _outputs(anchor: fx.Node, x: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_function_of(node: fx.Node, x: fx.Node) -> bool:
-    """Whether ``node`` is computed from ``x`` and numbers by pointwise operators."""
+    """Tell whether ``node`` is computed from ``x`` and numbers by pointwise operators."""
     pending, seen = [node], {x}
     reached = False
     while pending:

@@ -55,7 +55,7 @@ class _Mask:
 
 @dataclass
 class _Scores:
-    """What the chain from the matrix product to the softmax says."""
+    """The operands and settings that the chain from the matrix product to the softmax holds."""
 
     query: fx.Node
     key: fx.Node

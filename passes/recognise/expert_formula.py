@@ -1,4 +1,4 @@
-"""What an expert does between its two products, found by running it; random numbers to run parts of a graph on."""
+"""Formulas of experts between their two products, found by running them; random numbers to run regions on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 2**-6, t
 
 @dataclass(frozen=True)
 class ExpertFormula:
-    """What makes the input of an expert's second product of the result of its first (see ``pagoda::moe``)."""
+    """The function from an expert's first product to the input of its second (see ``pagoda::moe``)."""
 
     activation: str
     layout: str
@@ -33,7 +33,7 @@ class ExpertFormula:
 
 
 def find_formula(hidden: torch.Tensor, found: torch.Tensor, constants: list[float]) -> ExpertFormula | None:
-    """What makes ``found`` of ``hidden``; None when nothing known does.
+    """The formula that makes ``found`` of ``hidden``; None when no known one does.
 
     Args:
         hidden: random results of the first product.
@@ -67,7 +67,7 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether the two are equal but for rounding."""
+    """Tell whether the two are equal but for rounding."""
     return difference(found, expected) <= _TOLERANCE.get(found.dtype, 0.0)
 
 

@@ -49,7 +49,7 @@ def recognise_gated_activation(traced: TracedGraph) -> PassRecord:
 
 
 def _refusal(activation: fx.Node, product: fx.Node) -> str:
-    """Why the two cannot be one operator; "" when they can."""
+    """The reason why the two cannot be one operator; "" when they can."""
     if len(activation.users) > 1:
         return f"the activated gate has {len(activation.users)} users"
     other = product.args[1] if product.args[0] is activation else product.args[0]

@@ -67,7 +67,7 @@ def _computed_from_parameters(traced: TracedGraph) -> set[fx.Node]:
 
 
 def _weight(matrix: Any, fixed: set[fx.Node]) -> tuple[fx.Node, bool] | None:
-    """What a product's right side ``[K, N]`` is as a weight: the node, and whether it is ``[N, K]`` already."""
+    """The right side ``[K, N]`` of a product as a weight: the node, and whether it is ``[N, K]`` already."""
     if not isinstance(matrix, fx.Node) or any(map(is_dynamic, shape(matrix))):
         return None
     if _transposes(matrix):
@@ -79,7 +79,7 @@ def _weight(matrix: Any, fixed: set[fx.Node]) -> tuple[fx.Node, bool] | None:
 
 
 def _transposes(node: fx.Node) -> bool:
-    """Whether ``node`` swaps the axes of a matrix."""
+    """Tell whether ``node`` swaps the axes of a matrix."""
     if len(shape(node)) != 2:
         return False
     if callee(node) == "t":
@@ -154,7 +154,7 @@ def _broadcast_from(node: Any) -> fx.Node | None:
 
 
 def _flattens(node: fx.Node, *, contiguous: bool) -> bool:
-    """Whether the layer itself makes one matrix of all rows of ``node``, whatever the number of tokens.
+    """Tell whether the layer itself makes one matrix of all rows of ``node``, whatever the number of tokens.
 
     ``linear`` and ``matmul`` look at strides to choose between one product and one for each batch; with a bias, any
     layout but a contiguous one is multiplied first and added to afterwards.
@@ -168,7 +168,7 @@ def _flattens(node: fx.Node, *, contiguous: bool) -> bool:
 
 
 def same_sizes(a: Any, b: Any) -> bool:
-    """Whether two tuples of sizes are equal for every value of their symbols; asking adds no guard."""
+    """Tell whether two tuples of sizes are equal for every value of their symbols; asking adds no guard."""
     return len(a) == len(b) and all(_expression(x) == _expression(y) for x, y in zip(a, b, strict=True))
 
 

@@ -22,7 +22,7 @@ class UnknownMask(ValueError):
 
 @dataclass(frozen=True)
 class MaskKind:
-    """Which keys j a query i sees, on top of j <= i.
+    """The keys j that a query i sees, on top of j <= i.
 
     Attributes:
         sliding_window: ``i - j < sliding_window``; 0 when unlimited.
@@ -139,7 +139,7 @@ def _run(traced: TracedGraph, node: fx.Node, tokens: int, substitute: dict[int, 
 
 
 def _follow(traced: TracedGraph, node: fx.Node, constant: int, kind: MaskKind, heads: int) -> MaskKind:
-    """What a constant that is too large to run does to the mask."""
+    """The effect on the mask of a constant that is too large to run."""
     small = []
     for number in (7, 12):
         try:

@@ -158,7 +158,7 @@ def _only_user(node: fx.Node) -> fx.Node:
 
 
 def _gathered(end: fx.Node, product: ExpertProduct, order: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
-    """What is gathered for the rows between ``product`` and ``end``: weights ``[N, K]``, and the bias per expert."""
+    """Tensors gathered for the rows between ``product`` and ``end``: weights ``[N, K]``, and the bias per expert."""
     experts = shape(product.weight)[0]
     weights: list[fx.Node] = []
     biases: list[fx.Node] = []
@@ -368,7 +368,7 @@ def _known_formula(formula: ExpertFormula | None) -> ExpertFormula:
 
 
 def _largest(between: Region) -> float:
-    """How large the numbers between the products must be for every limit there to matter."""
+    """The size that numbers between the products need for every limit there to matter."""
     return max([3.0, *between.floats()])
 
 

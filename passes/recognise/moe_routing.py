@@ -68,7 +68,7 @@ class _Gating:
 
 
 _Known = dict[Hashable, tuple[_Gating, bool] | None]
-"""What regions with one signature compute; whether the chosen experts are in the operator's order, too."""
+"""Gating that regions with one signature compute; whether the chosen experts are in the operator's order, too."""
 
 
 def recognise_moe_routing(traced: TracedGraph) -> PassRecord:
@@ -143,7 +143,7 @@ def _ends(weights: fx.Node) -> list[fx.Node]:
 
 
 def _region(logits: fx.Node, end: fx.Node, ids: fx.Node) -> tuple[Region, fx.Node | None]:
-    """What lies between the scores and the outputs, and the bias that it adds to them.
+    """The region between the scores and the outputs, and the bias that it adds to them.
 
     Raises:
         OpenRegion: it reads more than these, or computes in a dtype that is none of theirs.
@@ -251,7 +251,7 @@ def _candidates(region: Region) -> Iterator[_Gating]:
 
 
 def _agree(found: list[torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    """Whether every token goes to the same experts with the same weights, in any order."""
+    """Tell whether every token goes to the same experts with the same weights, in any order."""
     weights, ids = found
     if weights.shape != expected[0].shape or weights.dtype != expected[0].dtype or ids.dtype != expected[1].dtype:
         return False

@@ -1,4 +1,4 @@
-"""What surrounds the reciprocal root of a norm in an ATen graph: the input above it, scale and casts below it."""
+"""The surroundings of a norm's reciprocal root in an ATen graph: the input above it, scale and casts below it."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _is_scale(node: object, size: object) -> bool:
-    """Whether ``node`` is a ``[D]`` tensor that does not vary with the tokens."""
+    """Tell whether ``node`` is a ``[D]`` tensor that does not vary with the tokens."""
     if not isinstance(node, fx.Node) or not is_tensor(node):
         return False
     sizes = shape(node)
@@ -215,7 +215,7 @@ def _is_scale(node: object, size: object) -> bool:
 
 
 def _reads_inputs(node: fx.Node) -> bool:
-    """Whether something of a dynamic size went into ``node``: a value per token that was summed up, say."""
+    """Tell whether something of a dynamic size went into ``node``: a value per token that was summed up, say."""
     pending, seen = [node], set()
     while pending:
         n = pending.pop()

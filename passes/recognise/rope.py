@@ -52,7 +52,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 
 @dataclass(frozen=True)
 class _Rotation:
-    """How a region rotates: the arguments of ``pagoda::rope``, with its tables by their place in the frontier."""
+    """The rotation of a region: the arguments of ``pagoda::rope``, with its tables by their place in the frontier."""
 
     mode: str
     start: int
@@ -107,7 +107,7 @@ class _Finder:
         self.why = ""
 
     def _reads_token_ids(self, node: fx.Node) -> bool:
-        """Whether an embedding is looked up by what the tokens are; else by where they stand."""
+        """Tell whether an embedding is looked up by what the tokens are; else by where they stand."""
         pending, seen = [node], set()
         while pending:
             n = pending.pop()
@@ -119,7 +119,7 @@ class _Finder:
         return False
 
     def mixes(self, node: fx.Node) -> bool:
-        """Whether ``node`` multiplies a token's values with a table."""
+        """Tell whether ``node`` multiplies a token's values with a table."""
         if callee(node) != "mul.Tensor" or len(node.all_input_nodes) != 2 or node not in self.tokens:
             return False
         tables = [n for n in node.all_input_nodes if n not in self.tokens]
@@ -130,7 +130,7 @@ class _Finder:
         return len(shape(tables[0])) >= 2 and varies
 
     def rotates(self, node: fx.Node) -> bool:
-        """Whether ``node`` looks like a part of a rotation: below it products with two tables meet."""
+        """Tell whether ``node`` looks like a part of a rotation: below it products with two tables meet."""
         tables = set()
         for n in self.below(node):
             for product in (n, *n.all_input_nodes):
@@ -171,7 +171,7 @@ class _Finder:
         return found
 
     def _above(self, node: fx.Node) -> Iterator[fx.Node]:
-        """What ``node`` multiplies, and what that is a rearrangement of, nearest first."""
+        """The tensor that ``node`` multiplies, and those that it is a rearrangement of, nearest first."""
         seen: set[fx.Node] = set()
         level = [n for n in node.all_input_nodes if n in self.tokens]
         for _ in range(_DEEPEST):
@@ -210,7 +210,7 @@ class _Finder:
         return tuple(dict.fromkeys(tables))
 
     def _rotation(self, entry: fx.Node, output: fx.Node, tables: tuple[fx.Node, ...]) -> _Rotation | None:
-        """How the region rotates; regions of one structure are run once."""
+        """The rotation of the region; regions of one structure are run once."""
         try:
             region = Region((entry, *tables), (output,))
         except OpenRegion as error:
@@ -256,7 +256,7 @@ class _Finder:
 
 
 def _heads_dim(node: fx.Node, tables: Sequence[fx.Node]) -> int | None:
-    """Which dim of a 4-dimensional tensor counts heads: 1 in ``[B, H, T, D]``, 2 in ``[B, T, H, D]``.
+    """The dim of a 4-dimensional tensor that counts heads: 1 in ``[B, H, T, D]``, 2 in ``[B, T, H, D]``.
 
     It is the one along which the tables are the same.
     """

@@ -56,7 +56,7 @@ def fuse_residual_norm(traced: TracedGraph) -> PassRecord:
 
 
 def _refusal(total: fx.Node) -> str:
-    """Why a sum cannot be taken into the norm; "" when it can."""
+    """The reason why a sum cannot be taken into the norm; "" when it can."""
     a, b = total.args[:2]
     if not (isinstance(a, fx.Node) and isinstance(b, fx.Node) and is_tensor(a) and is_tensor(b)):
         return "what is added is a number"

@@ -47,7 +47,7 @@ def _readers(group: list[fx.Node]) -> list[fx.Node]:
 
 
 def _fits(group: list[fx.Node], node: fx.Node) -> bool:
-    """Whether the inputs of ``node`` exist before anything reads a result of ``group``, or can be had by views."""
+    """Tell whether the inputs of ``node`` exist before a result of ``group`` is read, or can be had by views."""
     readers = _readers(group)
     return not readers or _views_behind(node, min(readers)) is not None
 

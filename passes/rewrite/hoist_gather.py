@@ -77,7 +77,7 @@ def _region(gather: fx.Node) -> set[fx.Node]:
 
 
 def _is_per_token(node: fx.Node) -> bool:
-    """Whether row i of each result depends on row i of the operands alone."""
+    """Tell whether row i of each result depends on row i of the operands alone."""
     name = callee(node)
     if name == "getitem":
         return _rows_dim(node) is not None

@@ -86,7 +86,7 @@ def insert_paged_cache(traced: TracedGraph) -> PassRecord:
 
 
 def _refusal(call: AttentionCall) -> str:
-    """Why this attention cannot take a paged cache; "" when it can."""
+    """The reason why this attention cannot take a paged cache; "" when it can."""
     if call.attn_mask is not None:
         return "its mask was not classified"
     if not call.is_causal:

@@ -62,7 +62,7 @@ def merge_linears(traced: TracedGraph) -> PassRecord:
 
 
 def _groups(traced: TracedGraph, families: list[list[fx.Node]], record: PassRecord) -> list[list[fx.Node]]:
-    """What can be merged of linears that belong together; a rejection for each that has to stay."""
+    """Linears of each family that can be merged, in groups; a rejection for each that has to stay."""
     groups: list[list[fx.Node]] = []
     aliased = _aliased(traced)
     for nodes in families:
@@ -104,7 +104,7 @@ def _parameters(nodes: list[fx.Node]) -> tuple[fx.Node, ...]:
 
 
 def _reader_outside(node: fx.Node, readers: set[fx.Node]) -> fx.Node | None:
-    """What reads a parameter of ``node`` and is not among ``readers``, or reads it in their own group too."""
+    """A node that reads a parameter of ``node`` and is not among ``readers``, or reads it in their own group too."""
     for parameter in _parameters([node]):
         for user in parameter.users:
             if user not in readers:
@@ -128,7 +128,7 @@ def _parent(node: fx.Node) -> str:
 
 
 def _refusal(traced: TracedGraph, node: fx.Node, aliased: Mapping[str, str]) -> str | None:
-    """Why a linear with neighbours cannot be merged; "" when it can, None when nobody would expect it."""
+    """The reason why a linear with neighbours cannot be merged; "" when it can, None when nobody would expect it."""
     weight, bias = argument(node, 1, "weight"), argument(node, 2, "bias")
     if isinstance(weight, fx.Node) and weight.name in traced.notes.merged:
         return None
@@ -152,7 +152,7 @@ def _refusal(traced: TracedGraph, node: fx.Node, aliased: Mapping[str, str]) -> 
 
 
 def _is_router(node: fx.Node) -> bool:
-    """Whether the result, but for casts, scales and offsets, is what a softmax or a choice of the best reads."""
+    """Tell whether the result, but for casts, scales and offsets, is what a softmax or a choice of the best reads."""
     pending, seen = list(node.users), 0
     while pending and seen < 16:
         user = pending.pop()
@@ -188,7 +188,7 @@ def _aliased(traced: TracedGraph) -> dict[str, str]:
 
 
 def _kind(traced: TracedGraph, node: fx.Node) -> tuple[Any, ...]:
-    """What linears that are merged have in common."""
+    """The properties that linears must have in common to be merged."""
     bias = argument(node, 2, "bias")
     weight = traced.constants[argument(node, 1, "weight").name]
     kind = (weight.dtype, weight.device, weight.is_inference())

@@ -85,7 +85,7 @@ def make_batch_invariant(traced: TracedGraph) -> PassRecord:
 
 
 def _replacement(traced: TracedGraph, node: fx.Node) -> fx.Node | None:
-    """What takes the place of a node; None for nothing."""
+    """The node that takes the place of one; None for nothing."""
     if node.target is _aten.linear.default:
         given = (argument(node, 0, "input"), argument(node, 1, "weight"), argument(node, 2, "bias"))
         with traced.before(node):
@@ -107,7 +107,7 @@ def _flag(node: fx.Node) -> bool:
 
 
 def _refusal(node: fx.Node) -> str:
-    """Why a node's numbers may depend on the batch; "" if they do not."""
+    """The reason why a node's numbers may depend on the batch; "" if they do not."""
     if node.op not in ("call_function", "call_method"):
         return ""
     dtypes = {x.dtype for x in _tensors(node.meta.get("val", node.meta.get("example_value")))}

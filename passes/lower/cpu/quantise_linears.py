@@ -75,6 +75,6 @@ def _refusal(node: fx.Node) -> str:
 
 
 def _chooses(node: fx.Node) -> bool:
-    """Whether experts are chosen by the result, perhaps after its form, type or norm has changed."""
+    """Tell whether experts are chosen by the result, perhaps after its form, type or norm has changed."""
     names = {user: callee(user).partition(".")[0] for user in node.users}
     return any(name in _CHOICES or (name in _FORMS and _chooses(user)) for user, name in names.items())

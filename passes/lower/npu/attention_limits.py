@@ -54,7 +54,7 @@ class Attention:
 
     @property
     def by_token(self) -> bool:
-        """Whether queries of all sequences lie one after the other."""
+        """Tell whether queries of all sequences lie one after the other."""
         return self.layout in _TOKEN_LAYOUTS
 
 
@@ -236,7 +236,7 @@ def _sink(call: Call) -> str:
 
 
 def _packed_without_groups(call: Call) -> str:
-    """What the second version says of as many KV heads as heads in the packed layouts."""
+    """Refuse in the second version as many KV heads as heads in the packed layouts."""
     a = Attention.of(call)
     if not a.by_token or a.heads != a.kv_heads or head_dims(call)[0] == LATENT_DIM:
         return ""

@@ -1,4 +1,4 @@
-"""What each Ascend operator takes, as data: the table that every call is held against before it is emitted.
+"""The limits of each Ascend operator, as data: the table that every call is held against before it is emitted.
 
 The meta functions of torch_npu accept far more than the kernels run. Where they differ, this table judges. Its facts
 come from the operator documents of op-plugin (docs/zh) and the tests beside them; where a document is silent on a
@@ -34,7 +34,7 @@ INDEX = frozenset({torch.int32, torch.int64})
 
 @dataclass(frozen=True)
 class Limits:
-    """What one operator takes.
+    """The limits of one operator.
 
     Attributes:
         products: chips that run it.
@@ -307,7 +307,7 @@ in torchair or one of ours, ``compiler.targets.npu.converters``, or is :func:`ca
 
 
 def violations(call: Call) -> list[str]:
-    """Why ``call`` is not legal on its chip; [] when it is."""
+    """The reasons why ``call`` is not legal on its chip; [] when it is."""
     limits = LIMITS.get(call.name)
     if limits is None:
         return [f"{call.name} is not in the table of limits"]

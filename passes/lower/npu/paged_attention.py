@@ -289,7 +289,7 @@ class _PagedAttention:
 
 
 def _rotates_norms(node: fx.Node) -> bool:
-    """Whether ``node`` is what an RMS norm of each head and a rotation make, one after the other."""
+    """Tell whether ``node`` is what an RMS norm of each head and a rotation make, one after the other."""
     rotation = node.args[0] if turns_heads(node) else node
     if callee(rotation) != "npu_rotary_mul":
         return False

@@ -29,7 +29,7 @@ _OF_ONE_TENSOR = frozenset({"mul.Tensor", "mul.Scalar", "div.Tensor", "neg", "_t
 
 
 def turns_heads(node: fx.Node) -> bool:
-    """Whether ``node`` exchanges dims 1 and 2 of a tensor of rank 4."""
+    """Tell whether ``node`` exchanges dims 1 and 2 of a tensor of rank 4."""
     if len(shape(node)) != 4:
         return False
     args: tuple[Any, ...] = node.args

@@ -1,4 +1,4 @@
-"""Which part of another tensor a node is, however it was cut out."""
+"""Parts of tensors, read off the nodes that cut them out in one way or another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Cut(NamedTuple):
 
 
 def cut(node: fx.Node) -> Cut | None:
-    """What ``node``, a slice or a part of a split, was cut out of; None where it is neither or its bounds vary."""
+    """The slice that ``node`` is, alone or as part of a split; None where it is neither or its bounds vary."""
     if callee(node) == "slice.Tensor":
         source = argument(node, 0, "input")
         dim = argument(node, 1, "dim", 0) % len(shape(node))

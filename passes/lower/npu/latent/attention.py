@@ -122,7 +122,7 @@ class _LatentAttention:
         self.value_weight = add_weight(self.traced, f"values_of_{value_name}", value_rows.transpose(1, 2))
 
     def _turns_results(self, value_rows: torch.Tensor) -> bool:
-        """Whether the last product takes the kernel's results tokens first. Very many heads must be first."""
+        """Tell whether the last product takes the kernel's results tokens first. Very many heads must be first."""
         with self.traced.fake_mode:
             rows = self.like.new_empty(self.like.shape[2], self.heads, self.latent.latent_dim)
             weight = self.like.new_empty(self.heads, self.latent.latent_dim, value_rows.shape[1])

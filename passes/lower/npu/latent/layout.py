@@ -1,4 +1,4 @@
-"""What attention operands are made of, column by column: the layout of multi-head latent attention, by running it.
+"""The columns that attention operands are made of: the layout of multi-head latent attention, by running it.
 
 Models spell "split, expand, join and turn" in a dozen ways. The chain of data movements behind an operand is run on
 numbers that say where each element comes from; what comes out is the layout. See also ``passes.graph.head_layout``.
@@ -32,7 +32,7 @@ class Unclear(Exception):
 
 @dataclass(frozen=True)
 class Origins:
-    """Where the elements of a tensor come from, the same for every token.
+    """The places that the elements of a tensor come from, the same for every token.
 
     Attributes:
         sources: nodes that data movements lead back to.
@@ -94,7 +94,7 @@ class Movements:
         self._known: dict[Hashable, list[tuple[torch.Tensor, torch.Tensor]] | str] = {}
 
     def origins(self, node: fx.Node) -> Origins:
-        """Where the elements of ``node`` come from.
+        """The places that the elements of ``node`` come from.
 
         Raises:
             Unclear: not from the same places for every token, or they cannot be told.
@@ -103,7 +103,7 @@ class Movements:
         return found
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
-        """What data movements lead back to from ``node``."""
+        """The nodes that data movements lead back to from ``node``."""
         return _movements(node)[1]
 
     def part(self, node: fx.Node, dims: slice) -> fx.Node | None:
@@ -266,7 +266,7 @@ class LatentKeys:
 
 
 def latent_keys(movements: Movements, key: fx.Node, val: fx.Node) -> LatentKeys | None:
-    """How keys ``[1, H, T, D]`` and values ``[1, H, T, Dv]`` are made; None when they are nothing of that kind.
+    """The latent behind keys ``[1, H, T, D]`` and values ``[1, H, T, Dv]``; None when they are made without one.
 
     Raises:
         Unclear: they are, but in a layout that is not regular.

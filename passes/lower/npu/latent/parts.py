@@ -120,7 +120,7 @@ class Query:
 
 
 def _rotation(node: fx.Node, dims: slice) -> Rotation | None:
-    """How exactly ``dims`` of ``node`` were rotated; None when they were not."""
+    """The rotation of exactly ``dims`` of ``node``; None when they were not rotated."""
     whole: Any = node.args[0] if callee(node) == "getitem" else None
     if whole is None or whole.target is not _ROPE:
         return None
@@ -132,14 +132,14 @@ def _rotation(node: fx.Node, dims: slice) -> Rotation | None:
 
 
 def shared_rotation(latent: LatentKeys) -> Rotation | None:
-    """How all of what the heads share was rotated; None when it was not."""
+    """The rotation of all that the heads share; None when it was not rotated."""
     if latent.shared_start or shape(latent.shared)[1:2] + shape(latent.shared)[3:] != (1, latent.rotary_dim):
         return None
     return _rotation(latent.shared, slice(0, latent.rotary_dim))
 
 
 def shared_by_token(site: Site, latent: LatentKeys) -> fx.Node:
-    """What all heads share, ``[T, 1, R]``."""
+    """The part of the keys that all heads share, ``[T, 1, R]``."""
     rotation = shared_rotation(latent)
     if rotation is not None:
         return rotation.by_token(site)

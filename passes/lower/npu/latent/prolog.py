@@ -1,4 +1,4 @@
-"""What latent attention does before it attends, in one operator.
+"""The prolog of latent attention, all that comes before it attends, in one operator.
 
 Matches:
     latent = rms_norm(y[..., a : a + 512]);  shared = rope(y[..., a + 512 : a + 576])         # and further above
@@ -43,7 +43,7 @@ class _Normed:
 
     @staticmethod
     def of(movements: Movements, node: fx.Node, what: str) -> _Normed:
-        """How ``node``, of one head, was made.
+        """The norm that made ``node``, of one head.
 
         Raises:
             Unclear: not so.
@@ -79,7 +79,7 @@ class Compressed:
 
     @staticmethod
     def of(movements: Movements, latent: LatentKeys) -> Compressed:
-        """How the two parts of ``latent`` are made.
+        """The norm and the rotation that make the two parts of ``latent``.
 
         Raises:
             Unclear: not by a norm and a rotation of neighbours.
@@ -193,7 +193,7 @@ def prolog(place: Place, key_weight: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 @dataclass(frozen=True)
 class _Products:
-    """What makes queries and the latent from the hidden states.
+    """The products that make queries and the latent from the hidden states.
 
     Attributes:
         hidden: ``[1, T, hidden]``.
