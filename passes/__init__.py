@@ -9,7 +9,7 @@ from .graph.record import PassRecord, Rejection
 from .graph.traced import NotFinite, TracedGraph, UnsupportedModel
 from .lower.cpu.batch_invariant import make_batch_invariant
 from .lower.cpu.pack_linears import pack_linears
-from .lower.cpu.quantise_linears import quantise_linears
+from .lower.cpu.quantize_linears import quantize_linears
 from .lower.npu.activations import lower_npu_activations
 from .lower.npu.attention import lower_npu_attention
 from .lower.npu.latent.attention import absorb_latent_attention
@@ -128,7 +128,7 @@ PASSES: tuple[Pass, ...] = (
     # Lowering, last: the passes above look for canonical operators and plain linears.
     # Reads the canonical norms and rotations of the latent; what it leaves alone is lowered like any other attention.
     Pass("absorb_latent_attention", absorb_latent_attention, "aten", level=2, required=False, target="npu"),
-    # First: what lowers rotations and attention looks for turns right in front of them.
+    # First: what lowers rotations and attention looks for transposes right in front of them.
     Pass("sink_transposes", sink_transposes, "aten", required=False, target="npu"),
     Pass("lower_npu_moe", lower_npu_moe, "aten", target="npu"),
     Pass("lower_npu_norms", lower_npu_norms, "aten", target="npu"),
@@ -149,7 +149,7 @@ PASSES: tuple[Pass, ...] = (
         place="of the lowering",
     ),
     # How weights are held, once the graph over plain ones has been compared. First what takes fewer bits.
-    Pass("quantise_linears", quantise_linears, "weights", required=False, option="quantization", target="cpu"),
+    Pass("quantise_linears", quantize_linears, "weights", required=False, option="quantization", target="cpu"),
     # Rounded products are invariant already; packed ones would not be.
     Pass("make_batch_invariant", make_batch_invariant, "weights", option="batch_invariant", target="cpu"),
     Pass("pack_linears", pack_linears, "weights", required=False, option="pack_weights", target="cpu"),

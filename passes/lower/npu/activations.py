@@ -21,7 +21,7 @@ from ....runtime.ops.gated_activation import activation_reference, gated_activat
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph
 from .site import Site, lower_each
-from .spans import whole_of_halves
+from .slices import whole_of_halves
 
 _pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
 

@@ -193,7 +193,7 @@ LIMITS: dict[str, Limits] = {
         rules=[sizes("x", -1, (INTERLEAVED_DIM,)), sizes("cos", 1, (1,)), dense("x", "cos", "sin")],
     ),
     # The document lists float32, float16, int32 and int8 alone. It is older than the kernel, which is aclnnMatmul
-    # (GE: MatMul) with the weight turned: those take bfloat16, and plain linear layers of bf16 models run on them.
+    # (GE: MatMul) with a transposed weight: those take bfloat16, and plain linear layers of bf16 models run on them.
     "npu_linear": Limits(
         frozenset({A2, A3, INFERENCE}),
         {"input": FLOAT},

@@ -9,10 +9,10 @@ Becomes:
         TND with heads padded to 128, or BSH with sequences padded to the longest, where TND does not take the heads
     or, where no form is legal (soft caps, ALiBi, chunks), the ATen operators of the formula over gathered blocks
 With int8 caches, which the kernel reads for one new token per sequence at most:
-    q8, s = ATen operators of k and v                       # quantised, see runtime/ops/int8_rows.py
+    q8, s = ATen operators of k and v                       # quantized, see runtime/ops/int8_rows.py
     npu_scatter_pa_kv_cache(k8, v8, key_cache, value_cache, slot_mapping, cache_mode="Norm")
     npu_scatter_nd_update_(key_scale, [block, offset] of the slots, s)      # and value_scale
-    the formula over gathered blocks, dequantised
+    the formula over gathered blocks, dequantized
 Why it is faster:
     one kernel reads the blocks where they lie. The caches stay whole graph inputs that are written once and read
     afterwards: any other use makes the graph engine copy them in every step.
@@ -37,7 +37,7 @@ from .attention_limits import MASK_SIZE, UNLIMITED
 from .attention_routes import Heads, routes_by_traffic
 from .call import Call
 from .limits import violations
-from .sink_transposes import turns_heads
+from .sink_transposes import transposes_heads
 from .site import Site
 
 _npu, _aten = torch.ops.npu, torch.ops.aten
@@ -290,7 +290,7 @@ class _PagedAttention:
 
 def _rotates_norms(node: fx.Node) -> bool:
     """Tell whether ``node`` is what an RMS norm of each head and a rotation make, one after the other."""
-    rotation = node.args[0] if turns_heads(node) else node
+    rotation = node.args[0] if transposes_heads(node) else node
     if callee(rotation) != "npu_rotary_mul":
         return False
     source = rotation.args[0]

@@ -40,9 +40,9 @@ def lower_npu_rope(traced: TracedGraph) -> PassRecord:
             with traced.before(node):
                 rotated = _rotate(site, x, cos, sin, mode, start)
                 if rotated is None:
-                    (turned,) = site.inline(rope_reference, [x], cos, sin, mode, start, rounds)
+                    (formula,) = site.inline(rope_reference, [x], cos, sin, mode, start, rounds)
             if rotated is None:
-                traced.substitute(item, turned)
+                traced.substitute(item, formula)
             else:
                 site.replace_heads_first(item, rotated)
         traced.graph.erase_node(node)
@@ -76,7 +76,7 @@ def _rotate_all(site: Site, x: fx.Node, cos: fx.Node, sin: fx.Node, mode: str) -
         return _pairs_to_halves(site, x, cos, sin)
     rotate = None
     if mode == "interleaved" and site.target.product is not Product.A5:
-        rotate = _turning_matrix(site.traced, x)
+        rotate = _pair_rotation_matrix(site.traced, x)
     tables = [_table(site, table, x, axis=2) for table in (cos, sin)]
     name = "half" if mode == "half" else "interleave"
     return site.call(_npu.npu_rotary_mul.default, x, *tables, name, rotate)
@@ -87,15 +87,15 @@ def _pairs_to_halves(site: Site, x: fx.Node, cos: fx.Node, sin: fx.Node) -> fx.N
     if not site.traced.paged:
         heads_first = site.dense(site.traced.call(_aten.transpose.int, x, 1, 2))
         tables = [site.dense(_table(site, table, x, axis=1)) for table in (cos, sin)]
-        turned = site.call(_npu.npu_interleave_rope.default, heads_first, *tables)
-        return None if turned is None else site.traced.call(_aten.transpose.int, turned, 1, 2)
+        rotated = site.call(_npu.npu_interleave_rope.default, heads_first, *tables)
+        return None if rotated is None else site.traced.call(_aten.transpose.int, rotated, 1, 2)
     # A flat step [1, T, H, D] is [T, H, 1, D]: T entries of the batch with one token each.
     heads, dim = int(shape(x)[2]), int(shape(x)[3])
     tall = site.traced.call(_aten.reshape.default, x, [-1, heads, 1, dim])
     tables = [site.cast(table, value(x).dtype) for table in (cos, sin)]
     tables = [site.traced.call(_aten.reshape.default, table, [-1, 1, 1, dim]) for table in tables]
-    turned = site.call(_npu.npu_interleave_rope.default, tall, *tables)
-    return None if turned is None else site.traced.call(_aten.reshape.default, turned, [1, -1, heads, dim])
+    rotated = site.call(_npu.npu_interleave_rope.default, tall, *tables)
+    return None if rotated is None else site.traced.call(_aten.reshape.default, rotated, [1, -1, heads, dim])
 
 
 def _table(site: Site, table: fx.Node, x: fx.Node, axis: int) -> fx.Node:
@@ -103,7 +103,7 @@ def _table(site: Site, table: fx.Node, x: fx.Node, axis: int) -> fx.Node:
     return site.traced.call(_aten.unsqueeze.default, site.cast(table, value(x).dtype), axis)
 
 
-def _turning_matrix(traced: TracedGraph, x: fx.Node) -> fx.Node:
+def _pair_rotation_matrix(traced: TracedGraph, x: fx.Node) -> fx.Node:
     """``[D, D]``: ``x @ matrix`` is ``-x1, x0, -x3, x2, …``; the graph engine needs it for this mode."""
     dim, dtype = int(shape(x)[-1]), value(x).dtype
     name = f"rotate_pairs_{dim}_{str(dtype).removeprefix('torch.')}"

@@ -1,12 +1,12 @@
-"""Move the turn from ``[B, T, H, D]`` to ``[B, H, T, D]`` behind what works on each head by itself.
+"""Move the transpose from ``[B, T, H, D]`` to ``[B, H, T, D]`` behind what works on each head by itself.
 
 Matches:
     f(transpose(x, 1, 2))                 # f cuts, norms or scales along the last dim
 Becomes:
     transpose(f(x), 1, 2)
 Why it is faster:
-    Ascend's attention and rotation read tokens first. A turn that stands right in front of them is not carried out;
-    one that something else stands behind is a copy.
+    Ascend's attention and rotation read tokens first. One right in front of them is not carried out; one
+    that something else stands behind is a copy.
 
 Level 0.
 """
@@ -28,7 +28,7 @@ _ALONG_THE_LAST_DIM = frozenset({"rms_norm", "layer_norm"})
 _OF_ONE_TENSOR = frozenset({"mul.Tensor", "mul.Scalar", "div.Tensor", "neg", "_to_copy"})
 
 
-def turns_heads(node: fx.Node) -> bool:
+def transposes_heads(node: fx.Node) -> bool:
     """Tell whether ``node`` exchanges dims 1 and 2 of a tensor of rank 4."""
     if len(shape(node)) != 4:
         return False
@@ -39,26 +39,26 @@ def turns_heads(node: fx.Node) -> bool:
 
 
 def sink_transposes(traced: TracedGraph) -> PassRecord:
-    """Exchange each turn with the operators behind it, as far as they let it."""
+    """Exchange each transpose with the operators behind it, as far as they let it."""
     record = PassRecord("sink_transposes")
-    pending = [node for node in traced.graph.nodes if turns_heads(node)]
+    pending = [node for node in traced.graph.nodes if transposes_heads(node)]
     while pending:
-        turn = pending.pop()
-        for user in list(turn.users):
-            turned = _exchange(traced, turn, user)
-            pending += turned
-            record.matches += bool(turned)
+        transpose = pending.pop()
+        for user in list(transpose.users):
+            transposed = _exchange(traced, transpose, user)
+            pending += transposed
+            record.matches += bool(transposed)
     if record.matches:
         eliminate_dead_code(traced.graph)
     return record
 
 
-def _exchange(traced: TracedGraph, turn: fx.Node, user: fx.Node) -> list[fx.Node]:
-    """The turns behind what stands for ``user`` now; [] when it stays."""
-    others = [n for n in user.all_input_nodes if n is not turn]
-    if user.args[0] is not turn or any(is_tensor(n) and len(shape(n)) > 1 for n in others):
-        return []  # the other operand would have to be turned too
-    name, source = callee(user), turn.args[0]
+def _exchange(traced: TracedGraph, transpose: fx.Node, user: fx.Node) -> list[fx.Node]:
+    """The transposes behind what stands for ``user`` now; [] when it stays."""
+    others = [n for n in user.all_input_nodes if n is not transpose]
+    if user.args[0] is not transpose or any(is_tensor(n) and len(shape(n)) > 1 for n in others):
+        return []  # the other operand would have to be transposed too
+    name, source = callee(user), transpose.args[0]
     args: list[Any] = list(user.args[1:])
     if name in CUT_DIM_AT:
         at = CUT_DIM_AT[name]
@@ -74,10 +74,10 @@ def _exchange(traced: TracedGraph, turn: fx.Node, user: fx.Node) -> list[fx.Node
             back = traced.call(_aten.transpose.int, moved, 1, 2)
             traced.substitute(user, back)
             return [back]
-        turns = []
+        transposes = []
         for item in list(user.users):
             part = traced.call(operator.getitem, moved, item.args[1])
             back = traced.call(_aten.transpose.int, part, 1, 2)
             traced.substitute(item, back)
-            turns.append(back)
-    return turns
+            transposes.append(back)
+    return transposes

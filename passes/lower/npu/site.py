@@ -20,7 +20,7 @@ from ...graph.record import PassRecord, Route
 from ...graph.traced import TracedGraph
 from .call import Call
 from .limits import violations
-from .sink_transposes import turns_heads
+from .sink_transposes import transposes_heads
 
 _aten = torch.ops.aten
 
@@ -115,7 +115,7 @@ class Site:
 
     def tokens_first(self, node: fx.Node) -> fx.Node:
         """``[B, H, T, D]`` as ``[B, T, H, D]``; without a node where it came from there."""
-        if turns_heads(node):
+        if transposes_heads(node):
             before: fx.Node = node.args[0]
             return before
         return self.traced.call(_aten.transpose.int, node, 1, 2)
@@ -126,12 +126,12 @@ class Site:
         Users that transpose ``old`` read ``new`` as it is.
         """
         for user in list(old.users):
-            if turns_heads(user):
+            if transposes_heads(user):
                 self.traced.substitute(user, new)
         if old.users:
             with self.traced.before(self.node):
-                turned = self.traced.call(_aten.transpose.int, new, 1, 2)
-            self.traced.substitute(old, turned)
+                transposed = self.traced.call(_aten.transpose.int, new, 1, 2)
+            self.traced.substitute(old, transposed)
         else:
             self.traced.graph.erase_node(old)
 

@@ -1,4 +1,4 @@
-"""Spell out what no lowering took.
+"""Decompose what no lowering took.
 
 Matches:
     any pagoda:: operator that is left
@@ -42,16 +42,16 @@ def spell_out_leftovers(traced: TracedGraph) -> PassRecord:
     """Replace what is left of the canonical operators, so that the graph runs where they are not known.
 
     Raises:
-        ValueError: one whose formula cannot be spelled out.
+        ValueError: one whose formula there is none of.
     """
     for node in traced.graph.nodes:
         ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "pagoda"
         if ours and node.target not in _FORMULAS:
             raise ValueError(f"{node.name} ({node.target}) has no form for {traced.npu}")
     return lower_each(
-        traced, "spell_out_leftovers", {operator: _spelled(formula) for operator, formula in _FORMULAS.items()}
+        traced, "spell_out_leftovers", {operator: _decomposed(formula) for operator, formula in _FORMULAS.items()}
     )
 
 
-def _spelled(formula: Callable[..., Any]) -> Lowering:
+def _decomposed(formula: Callable[..., Any]) -> Lowering:
     return lambda site, *args: site.inline(formula, *args)

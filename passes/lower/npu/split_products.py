@@ -22,7 +22,7 @@ from ...graph.fx_nodes import callee, shape
 from ...graph.record import PassRecord
 from ...graph.rewrite_each import rewrite_each
 from ...graph.traced import TracedGraph
-from .spans import cut
+from .slices import slice_of
 
 _aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ def split_products(traced: TracedGraph) -> PassRecord:
         slices = [user for user in node.users if callee(user) == "slice.Tensor"]
         if len(slices) < 2:
             return None
-        cuts = [found for user in slices if (found := cut(user)) is not None]
+        cuts = [found for user in slices if (found := slice_of(user)) is not None]
         dims = {found.dim for found in cuts}
         if len(dims) != 1 or len(cuts) < len(slices):
             return None

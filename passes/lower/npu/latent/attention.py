@@ -29,14 +29,14 @@ from torch import fx
 
 from ....graph.attention_node import PagedAttentionCall, paged_attention_nodes
 from ....graph.fx_nodes import cache_index, eliminate_dead_code, shape, value
-from ....graph.record import PassRecord
+from ....graph.record import NoMatch, PassRecord
 from ....graph.traced import TracedGraph
 from ..attention_limits import MASK_SIZE, UNLIMITED
 from ..call import Call
 from ..limits import violations
 from ..paged_attention import causal_mask
 from ..site import Site
-from .layout import LatentKeys, Movements, Unclear, add_weight, forget_unread_merges, latent_keys, weight_rows
+from .layout import LatentKeys, LayoutTracer, add_weight, forget_unread_merges, latent_keys, weight_rows
 from .parts import Query, heads_by_token, shared_by_token
 from .prolog import Place, prolog, write_normed_and_rotated
 
@@ -53,18 +53,18 @@ def absorb_latent_attention(traced: TracedGraph) -> PassRecord:
     if traced.npu is None:
         return record
     nodes, inputs = list(paged_attention_nodes(traced)), set(traced.placeholders)
-    readers, movements = Counter(node.args[3] for node in nodes), Movements()
+    readers, tracer = Counter(node.args[3] for node in nodes), LayoutTracer()
     for node in nodes:
         site = Site(traced, node, record)
         try:
-            latent = latent_keys(movements, node.args[1], node.args[2])  # type: ignore[arg-type]
+            latent = latent_keys(tracer, node.args[1], node.args[2])  # type: ignore[arg-type]
             if latent is None:
                 continue
             if readers[node.args[3]] > 1:
-                raise Unclear("its cache is read by another attention too")
+                raise NoMatch("its cache is read by another attention too")
             with traced.before(node):
-                new = _LatentAttention(site, movements, latent).lower()
-        except Unclear as error:
+                new = _LatentAttention(site, tracer, latent).lower()
+        except NoMatch as error:
             site.refuse(LATENT, str(error))
             node.meta["refused"] = tuple(site.refused)
             record.reject(node, str(error))
@@ -85,14 +85,14 @@ class _LatentAttention:
 
     Args:
         site: of the call.
-        movements: what runs data movements.
+        tracer: what runs data movements.
         latent: how its keys and values are made.
 
     Raises:
-        Unclear: it has no legal form over the latent.
+        NoMatch: it has no legal form over the latent.
     """
 
-    def __init__(self, site: Site, movements: Movements, latent: LatentKeys) -> None:
+    def __init__(self, site: Site, tracer: LayoutTracer, latent: LatentKeys) -> None:
         self.site, self.traced, self.latent = site, site.traced, latent
         call = PagedAttentionCall.of(site.node)
         query, self.key_cache, self.value_cache = call.query, call.key_cache, call.value_cache
@@ -104,24 +104,24 @@ class _LatentAttention:
         )
         for what, there in unknown:
             if there:
-                raise Unclear(f"it knows no {what}")
+                raise NoMatch(f"it knows no {what}")
         if call.key_scale is not None:
-            raise Unclear("it reads an int8 latent only with int8 queries")
+            raise NoMatch("it reads an int8 latent only with int8 queries")
         self.heads = int(shape(query)[1])
         if self.heads != latent.key_rows.heads:
-            raise Unclear(f"{self.heads} heads of queries over {latent.key_rows.heads} of keys")
+            raise NoMatch(f"{self.heads} heads of queries over {latent.key_rows.heads} of keys")
         self.like = value(query)
         key_name, key_rows = weight_rows(self.traced, latent.product, latent.key_rows)
         value_name, value_rows = weight_rows(self.traced, latent.product, latent.value_rows)
-        self.layout = "TND" if self._turns_results(value_rows) else "TND_NTD"
+        self.layout = "TND" if self._takes_tokens_first(value_rows) else "TND_NTD"
         self._check()
-        self.query = Query.of(movements, query, latent)
-        self.place = Place(site, movements, latent, self.query, self.slot_mapping, self.key_cache, self.value_cache)
+        self.query = Query.of(tracer, query, latent)
+        self.place = Place(site, tracer, latent, self.query, self.slot_mapping, self.key_cache, self.value_cache)
         # [H, D, latent] and [H, latent, Dv]
         self.key_weight = add_weight(self.traced, f"keys_of_{key_name}", key_rows)
         self.value_weight = add_weight(self.traced, f"values_of_{value_name}", value_rows.transpose(1, 2))
 
-    def _turns_results(self, value_rows: torch.Tensor) -> bool:
+    def _takes_tokens_first(self, value_rows: torch.Tensor) -> bool:
         """Tell whether the last product takes the kernel's results tokens first. Very many heads must be first."""
         with self.traced.fake_mode:
             rows = self.like.new_empty(self.like.shape[2], self.heads, self.latent.latent_dim)
@@ -130,7 +130,7 @@ class _LatentAttention:
         return not violations(Call.make(product, self.site.target, rows, weight, perm_x1=_ROWS_FIRST))
 
     def _check(self) -> None:
-        """Raise ``Unclear`` where a call that there is no other route for is not legal."""
+        """Raise ``NoMatch`` where a call that there is no other route for is not legal."""
         size, latent, rotary = self.site.target.block_size, self.latent.latent_dim, self.latent.rotary_dim
         tokens, blocks = self.like.shape[2], value(self.key_cache).shape[0]
         with self.traced.fake_mode:
@@ -148,7 +148,7 @@ class _LatentAttention:
         ):
             reasons = violations(call)
             if reasons:
-                raise Unclear("; ".join(reasons))
+                raise NoMatch("; ".join(reasons))
 
     def lower(self) -> fx.Node:
         """The result, ``[1, T, H, Dv]``."""
@@ -162,7 +162,7 @@ class _LatentAttention:
             if rest is None:
                 rest = self._write()
             content = heads_by_token(self.site, self.query.content.by_token(self.site))
-            both = self._product(content, self.key_weight, turned=True), rest
+            both = self._product(content, self.key_weight, tokens_first=True), rest
         return self.traced.call(_aten.unsqueeze.default, self._values(self._attend(*both)), 0)
 
     def _write(self) -> fx.Node:
@@ -221,21 +221,21 @@ class _LatentAttention:
 
     def _values(self, rows: fx.Node) -> fx.Node:
         """``[T, H, Dv]``."""
-        return self._product(rows, self.value_weight, turned=self.layout == "TND")
+        return self._product(rows, self.value_weight, tokens_first=self.layout == "TND")
 
-    def _product(self, rows: fx.Node, weight: fx.Node, *, turned: bool) -> fx.Node:
-        """Each head's rows by its own matrix, ``[T, H, N]``; ``rows`` are ``[T, H, K]`` (turned) or ``[H, T, K]``."""
+    def _product(self, rows: fx.Node, weight: fx.Node, *, tokens_first: bool) -> fx.Node:
+        """Each head's rows by its own matrix, ``[T, H, N]``; ``rows`` are ``[T, H, K]`` or ``[H, T, K]``."""
         product = self.site.call(
             _npu.npu_transpose_batchmatmul.default,
             rows,
             weight,
-            perm_x1=_ROWS_FIRST if turned else _AS_STORED,
+            perm_x1=_ROWS_FIRST if tokens_first else _AS_STORED,
             perm_x2=_AS_STORED,
             perm_y=_ROWS_FIRST,
         )
         if product is not None:
             return product
-        if turned:
+        if tokens_first:
             rows = self.traced.call(_aten.transpose.int, rows, 0, 1)
         product = self.site.aten(_aten.bmm.default, rows, weight)
         return self.site.dense(self.traced.call(_aten.transpose.int, product, 0, 1))

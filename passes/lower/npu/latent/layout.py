@@ -1,6 +1,6 @@
 """The columns that attention operands are made of: the layout of multi-head latent attention, by running it.
 
-Models spell "split, expand, join and turn" in a dozen ways. The chain of data movements behind an operand is run on
+Models spell "split, expand, join, transpose" in a dozen ways. The chain of data movements behind an operand is run on
 numbers that say where each element comes from; what comes out is the layout. See also ``passes.graph.head_layout``.
 """
 
@@ -17,17 +17,14 @@ from torch import fx
 from ....graph.data_movement import MOVES
 from ....graph.evaluate import at_sizes, is_size
 from ....graph.fx_nodes import METADATA_CALLS, argument, callee, is_dynamic, is_tensor, shape, value
-from ....graph.region import OpenRegion, Region
+from ....graph.record import NoMatch
+from ....graph.region import Region
 from ....graph.traced import TracedGraph
 
 _BLANK = frozenset("new_empty empty_like empty.memory_format".split())
 _MOVES = MOVES | _BLANK | {"copy", "slice_scatter", "select_scatter"}
 _TOKENS = 3
 _MOST_STEPS = 200
-
-
-class Unclear(Exception):
-    """A layout that cannot be told or that no operator reads. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +45,11 @@ class Origins:
         """The one source of some dims of the last axis, and the columns ``[..., dims]``.
 
         Raises:
-            Unclear: they come from several.
+            NoMatch: they come from several.
         """
         found = self.source[..., of].unique().tolist()
         if len(found) != 1:
-            raise Unclear("its elements come from several tensors")
+            raise NoMatch("its elements come from several tensors")
         return self.sources[found[0]], self.column[..., of]
 
 
@@ -87,7 +84,7 @@ class Rows:
         return self.first + (self.heads - 1) * self.per_head + (self.dims - 1) * self.per_dim
 
 
-class Movements:
+class LayoutTracer:
     """Runs the data movements in front of tensors; those of one structure, which every layer repeats, once."""
 
     def __init__(self) -> None:
@@ -97,7 +94,7 @@ class Movements:
         """The places that the elements of ``node`` come from.
 
         Raises:
-            Unclear: not from the same places for every token, or they cannot be told.
+            NoMatch: not from the same places for every token, or they cannot be told.
         """
         (found,) = self._run(node, [node])
         return found
@@ -113,7 +110,7 @@ class Movements:
         places = [n for n in (*sources, *inside) if is_tensor(n) and [str(s) for s in shape(n)] == sizes]
         try:
             whole, *found = self._run(node, [node, *places])
-        except Unclear:
+        except NoMatch:
             return None
         for place, there in zip(places, found, strict=True):
             same = torch.equal(there.column, whole.column[..., dims])
@@ -125,19 +122,16 @@ class Movements:
         """The origins of ``wanted``, which stand between the sources of ``node`` and itself."""
         _, sources, blanks = _movements(node)
         dims = [_token_dim(n) for n in (*sources, *wanted)]
-        try:
-            region = Region((*sources, *blanks), wanted)
-        except OpenRegion as error:
-            raise Unclear(str(error)) from error
+        region = Region((*sources, *blanks), wanted)
         key = (len(sources), region.signature())
         if key not in self._known:
             try:
                 self._known[key] = _run(region, len(sources), dims)
-            except Unclear as error:
+            except NoMatch as error:
                 self._known[key] = str(error)
         found = self._known[key]
         if isinstance(found, str):
-            raise Unclear(found)
+            raise NoMatch(found)
         return [Origins(tuple(sources), source, column) for source, column in found]
 
 
@@ -153,7 +147,7 @@ def _movements(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node], list[fx.Nod
             continue
         seen.add(n)
         if len(seen) > _MOST_STEPS:
-            raise Unclear("too many operators stand behind it")
+            raise NoMatch("too many operators stand behind it")
         name = callee(n)
         if name in _BLANK:
             blanks.append(n)
@@ -188,7 +182,7 @@ def _run(region: Region, sources: int, dims: Sequence[int]) -> list[tuple[torch.
     try:
         results = region.run(sizes, given)
     except Exception as error:  # an operator that takes no such numbers
-        raise Unclear(f"its operators cannot be run alone: {str(error).splitlines()[0][:120]}") from error
+        raise NoMatch(f"its operators cannot be run alone: {str(error).splitlines()[0][:120]}") from error
     return [
         _decoded(result.movedim(dim, 0), starts, counts) for result, dim in zip(results, dims[sources:], strict=True)
     ]
@@ -203,14 +197,14 @@ def _blank(node: fx.Node, sizes: Mapping[sympy.Symbol, int]) -> torch.Tensor:
 def _token_dim(node: fx.Node) -> int:
     dims = [i for i, size in enumerate(shape(node)) if is_dynamic(size)]
     if len(dims) != 1:
-        raise Unclear(f"{node.name} has no dim, or several, that counts tokens")
+        raise NoMatch(f"{node.name} has no dim, or several, that counts tokens")
     return dims[0]
 
 
 def _decoded(found: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Source and column of each of ``found``, ``[T, ...]`` numbers that ``_run`` gave out."""
     if found.isnan().any():
-        raise Unclear("not all of it is written")
+        raise NoMatch("not all of it is written")
     numbers = found.long().contiguous()
     first = torch.tensor(starts)
     source = torch.bucketize(numbers, first, right=True) - 1
@@ -220,7 +214,7 @@ def _decoded(found: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) 
     row = torch.arange(len(found)).view(-1, *[1] * (found.dim() - 1))
     same = torch.equal(source, source[:1].expand_as(source)) and torch.equal(column, column[:1].expand_as(column))
     if not same or not torch.equal(token, row.expand_as(token)):
-        raise Unclear("it mixes tokens")
+        raise NoMatch("it mixes tokens")
     return source[0], column[0]
 
 
@@ -265,43 +259,43 @@ class LatentKeys:
         return int(self.rest.stop - self.rest.start)
 
 
-def latent_keys(movements: Movements, key: fx.Node, val: fx.Node) -> LatentKeys | None:
+def latent_keys(tracer: LayoutTracer, key: fx.Node, val: fx.Node) -> LatentKeys | None:
     """The latent behind keys ``[1, H, T, D]`` and values ``[1, H, T, Dv]``; None when they are made without one.
 
     Raises:
-        Unclear: they are, but in a layout that is not regular.
+        NoMatch: they are, but in a layout that is not regular.
     """
     try:
-        product, columns = movements.origins(val).columns()
-    except Unclear:
+        product, columns = tracer.origins(val).columns()
+    except NoMatch:
         return None
     value_rows = Rows.of(columns[0])
-    sources = movements.sources(key)
+    sources = tracer.sources(key)
     others = [n for n in sources if n is not product]
     if callee(product) != "linear" or product not in sources or not others:
         return None
     if len(others) > 1:
         if any(_width(n) > shape(key)[3] for n in others):
             return None  # more than one head has
-        raise Unclear(f"its keys are made of {len(others)} tensors besides the product of its values")
-    keys = movements.origins(key)
+        raise NoMatch(f"its keys are made of {len(others)} tensors besides the product of its values")
+    keys = tracer.origins(key)
     from_product = keys.source[0] == keys.sources.index(product)
     if not torch.equal(from_product, from_product[:1].expand_as(from_product)):
-        raise Unclear("its heads do not have the same dims from the latent")
+        raise NoMatch("its heads do not have the same dims from the latent")
     own, rest = _span(from_product[0]), _span(~from_product[0])
     if own is None or rest is None:
-        raise Unclear("the dims of a key that come from the latent do not lie together")
+        raise NoMatch("the dims of a key that come from the latent do not lie together")
     shared, columns = keys.columns(rest)
     if not torch.equal(columns[0], columns[0, :1].expand_as(columns[0])):
         return None  # every head has a part of its own
     start = int(columns[0, 0, 0])
     if not torch.equal(columns[0, 0], torch.arange(start, start + columns.shape[-1])):
-        raise Unclear("the part of the keys that all heads share is rearranged")
+        raise NoMatch("the part of the keys that all heads share is rearranged")
     key_rows = Rows.of(keys.column[0][:, own])
     if any(size != 1 for size in shape(shared)[: _token_dim(shared)]):
-        raise Unclear("the part of the keys that all heads share does not have the tokens first")
+        raise NoMatch("the part of the keys that all heads share does not have the tokens first")
     if key_rows is None or value_rows is None:
-        raise Unclear("keys or values lie in no regular order in what the product yields")
+        raise NoMatch("keys or values lie in no regular order in what the product yields")
     return LatentKeys(product, shared, start, own, rest, key_rows, value_rows)
 
 
@@ -325,23 +319,23 @@ def weight_rows(traced: TracedGraph, product: fx.Node, rows: Rows) -> tuple[str,
     once the graph is linked only.
 
     Raises:
-        Unclear: the weight is computed, or the rows belong to several parameters.
+        NoMatch: the weight is computed, or the rows belong to several parameters.
     """
     if argument(product, 2, "bias") is not None:
-        raise Unclear("its product adds a bias")
+        raise NoMatch("its product adds a bias")
     weight = argument(product, 1, "weight")
     start = 0
     for name in traced.notes.merged.get(weight.name, (weight.name,)):
         tensor = traced.constants.get(name)
         if tensor is None or tensor.dim() != 2 or not tensor.is_contiguous():
-            raise Unclear("the weight of its product is no parameter that is stored row by row")
+            raise NoMatch("the weight of its product is no parameter that is stored row by row")
         if start <= rows.first and rows.last < start + len(tensor):
             features = tensor.shape[1]
             offset = tensor.storage_offset() + (rows.first - start) * features
             strides = (rows.per_head * features, rows.per_dim * features, 1)
             return name, tensor.detach().as_strided((rows.heads, rows.dims, features), strides, offset)
         start += len(tensor)
-    raise Unclear("the rows of its weight belong to several parameters")
+    raise NoMatch("the rows of its weight belong to several parameters")
 
 
 def add_weight(traced: TracedGraph, name: str, view: torch.Tensor) -> fx.Node:

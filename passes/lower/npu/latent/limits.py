@@ -17,9 +17,9 @@ _ROWS_FIRST, _AS_STORED = [1, 0, 2], [0, 1, 2]
 def _transposes(call: Call) -> str:
     if call["bias"] is not None or call["scale"] is not None or call["batch_split_factor"] != 1:
         return "bias and scale must be left out, batch_split_factor must be 1"
-    turn = list(call["perm_x1"] or _AS_STORED)
-    if turn not in (_AS_STORED, _ROWS_FIRST):
-        return f"perm_x1 is {turn}; it must be [0, 1, 2] or [1, 0, 2]"
+    order = list(call["perm_x1"] or _AS_STORED)
+    if order not in (_AS_STORED, _ROWS_FIRST):
+        return f"perm_x1 is {order}; it must be [0, 1, 2] or [1, 0, 2]"
     if list(call["perm_x2"] or _AS_STORED) != _AS_STORED or list(call["perm_y"] or _ROWS_FIRST) != _ROWS_FIRST:
         return "perm_x2 must be [0, 1, 2] and perm_y [1, 0, 2]"
     return ""
@@ -27,16 +27,16 @@ def _transposes(call: Call) -> str:
 
 def _batched_product(call: Call) -> str:
     x, weight = call.shape("input"), call.shape("weight")
-    turn = list(call["perm_x1"] or _AS_STORED)
-    batch, features = x[turn[0]], x[2]
+    order = list(call["perm_x1"] or _AS_STORED)
+    batch, features = x[order[0]], x[2]
     if batch is None or features is None or (batch, features) != weight[:2]:
-        return f"input is {x}, turned by {turn}, and weight {weight}"
+        return f"input is {x}, turned by {order}, and weight {weight}"
     columns = weight[2]
     if features % PRODUCT_MULTIPLE or columns is None or columns % PRODUCT_MULTIPLE:
         return f"weight is {weight}; its last two dims must be multiples of {PRODUCT_MULTIPLE}"
     if max(columns, batch, features) > MAX_PRODUCT_DIM:
         return f"weight is {weight}; each dim at most {MAX_PRODUCT_DIM}"
-    if turn == _ROWS_FIRST and batch * features > MAX_PRODUCT_DIM:
+    if order == _ROWS_FIRST and batch * features > MAX_PRODUCT_DIM:
         return f"a row of the input has {batch} * {features} entries; at most {MAX_PRODUCT_DIM} where it is turned"
     return ""
 

@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from ....graph.fx_nodes import callee, shape, value
+from ....graph.record import NoMatch
 from ..site import Site
-from .layout import LatentKeys, Movements, Unclear
+from .layout import LatentKeys, LayoutTracer
 
 _aten = torch.ops.aten
 _ROPE = torch.ops.pagoda.rope.default
@@ -19,7 +20,7 @@ _TO_HALF = "interleaved_to_half"
 
 
 @dataclass(frozen=True)
-class Cut:
+class HeadSlice:
     """Dims of the heads of a ``[1, H, T, D]`` tensor."""
 
     node: fx.Node
@@ -28,7 +29,7 @@ class Cut:
     def by_token(self, site: Site) -> fx.Node:
         """``[1, T, H, dims]``."""
         node = self.node
-        if shape(node)[1] == 1:  # a view, where a turn may be a copy
+        if shape(node)[1] == 1:  # a view, where a transpose may be a copy
             rows = site.traced.call(_aten.reshape.default, node, [1, -1, 1, int(shape(node)[3])])
         else:
             rows = site.tokens_first(node)
@@ -39,9 +40,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class Rotation:
-    """A rotation of all dims of a cut: its input, and the arguments of ``pagoda::rope``."""
+    """A rotation of all dims of a part: its input, and the arguments of ``pagoda::rope``."""
 
-    before: Cut
+    before: HeadSlice
     cos: fx.Node
     sin: fx.Node
     mode: str
@@ -51,19 +52,19 @@ class Rotation:
         """The same with the result in halves where it would be in pairs.
 
         Raises:
-            Unclear: its inputs are no pairs.
+            NoMatch: its inputs are no pairs.
         """
         if self.mode == _TO_HALF:
             return self
         if self.mode != "interleaved":
-            raise Unclear("it rotates halves, the operator pairs")
+            raise NoMatch("it rotates halves, the operator pairs")
         return replace(self, cos=_halves(site, self.cos), sin=_halves(site, self.sin), mode=_TO_HALF)
 
     def by_token(self, site: Site) -> fx.Node:
         """The rotated ``[T, H, R]``."""
         rows = self.before.by_token(site)
-        turned = site.traced.call(_aten.transpose.int, rows, 1, 2)
-        whole = site.traced.call(_ROPE, [turned], self.cos, self.sin, self.mode, 0, self.rounds)
+        heads_first = site.traced.call(_aten.transpose.int, rows, 1, 2)
+        whole = site.traced.call(_ROPE, [heads_first], self.cos, self.sin, self.mode, 0, self.rounds)
         rotated = site.traced.call(operator.getitem, whole, 0)
         return heads_by_token(site, site.traced.call(_aten.transpose.int, rotated, 1, 2))
 
@@ -94,20 +95,22 @@ class Query:
         rotation: how ``rest`` was rotated; None when it was not, or not as a whole.
     """
 
-    content: Cut
-    rest: Cut | None
+    content: HeadSlice
+    rest: HeadSlice | None
     rotation: Rotation | None
 
     @staticmethod
-    def of(movements: Movements, node: fx.Node, latent: LatentKeys) -> Query:
+    def of(tracer: LayoutTracer, node: fx.Node, latent: LatentKeys) -> Query:
         """The parts of a query that meet ``latent``."""
         rotation = _rotation(node, latent.rest)
         if rotation is not None:  # of some dims of a whole head
-            return Query(Cut(rotation.before.node, latent.own), None, rotation)
-        content, rest = (movements.part(node, dims) for dims in (latent.own, latent.rest))
+            return Query(HeadSlice(rotation.before.node, latent.own), None, rotation)
+        content, rest = (tracer.part(node, dims) for dims in (latent.own, latent.rest))
         return Query(
-            Cut(node, latent.own) if content is None else Cut(content, slice(0, latent.own.stop - latent.own.start)),
-            Cut(node, latent.rest) if rest is None else Cut(rest, slice(0, latent.rotary_dim)),
+            HeadSlice(node, latent.own)
+            if content is None
+            else HeadSlice(content, slice(0, latent.own.stop - latent.own.start)),
+            HeadSlice(node, latent.rest) if rest is None else HeadSlice(rest, slice(0, latent.rotary_dim)),
             None if rest is None else _rotation(rest, slice(0, latent.rotary_dim)),
         )
 
@@ -128,7 +131,7 @@ def _rotation(node: fx.Node, dims: slice) -> Rotation | None:
     if (start, start + int(shape(cos)[-1])) != (dims.start, dims.stop):
         return None
     item: Any = node.args[1]
-    return Rotation(Cut(xs[item], dims), cos, sin, mode, rounds)
+    return Rotation(HeadSlice(xs[item], dims), cos, sin, mode, rounds)
 
 
 def shared_rotation(latent: LatentKeys) -> Rotation | None:

@@ -21,9 +21,10 @@ import torch
 from torch import fx
 
 from ....graph.fx_nodes import argument, callee, shape
+from ....graph.record import NoMatch
 from ..site import Site
-from .layout import LatentKeys, Movements, Rows, Unclear, add_weight, weight_rows
-from .parts import Cut, Query, Rotation, shared_rotation
+from .layout import LatentKeys, LayoutTracer, Rows, add_weight, weight_rows
+from .parts import HeadSlice, Query, Rotation, shared_rotation
 
 KV_NORM = "npu.npu_kv_rmsnorm_rope_cache_v2"
 PROLOG = "npu.npu_mla_prolog_v3"
@@ -42,22 +43,22 @@ class _Normed:
     eps: float
 
     @staticmethod
-    def of(movements: Movements, node: fx.Node, what: str) -> _Normed:
+    def of(tracer: LayoutTracer, node: fx.Node, what: str) -> _Normed:
         """The norm that made ``node``, of one head.
 
         Raises:
-            Unclear: not so.
+            NoMatch: not so.
         """
-        norm, columns = movements.origins(node).columns()
+        norm, columns = tracer.origins(node).columns()
         if norm.target is not _pagoda.rms_norm.default or not _in_order(columns, 0):
-            raise Unclear(f"{what} is not the result of an RMS norm")
+            raise NoMatch(f"{what} is not the result of an RMS norm")
         x, gamma, eps, offset, _ = norm.args
         if gamma is None or offset:
-            raise Unclear(f"the scale of the norm of {what} is missing or stored less {offset}")
-        source, columns = movements.origins(x).columns()  # type: ignore[arg-type]
+            raise NoMatch(f"the scale of the norm of {what} is missing or stored less {offset}")
+        source, columns = tracer.origins(x).columns()  # type: ignore[arg-type]
         first = int(columns.flatten()[0])
         if not _in_order(columns, first):
-            raise Unclear(f"what is normed to {what} does not lie together")
+            raise NoMatch(f"what is normed to {what} does not lie together")
         return _Normed(source, first, columns.numel(), gamma, eps)  # type: ignore[arg-type]
 
 
@@ -78,19 +79,19 @@ class Compressed:
     rotation: Rotation
 
     @staticmethod
-    def of(movements: Movements, latent: LatentKeys) -> Compressed:
+    def of(tracer: LayoutTracer, latent: LatentKeys) -> Compressed:
         """The norm and the rotation that make the two parts of ``latent``.
 
         Raises:
-            Unclear: not by a norm and a rotation of neighbours.
+            NoMatch: not by a norm and a rotation of neighbours.
         """
-        normed = _Normed.of(movements, latent.latent, "the latent")
+        normed = _Normed.of(tracer, latent.latent, "the latent")
         rotation = shared_rotation(latent)
         if rotation is None:
-            raise Unclear("what all heads share is not rotated as a whole")
-        source, columns = movements.origins(rotation.before.node).columns()
+            raise NoMatch("what all heads share is not rotated as a whole")
+        source, columns = tracer.origins(rotation.before.node).columns()
         if source is not normed.source or not _in_order(columns, normed.first + normed.size):
-            raise Unclear("what is rotated does not lie behind the latent in one tensor")
+            raise NoMatch("what is rotated does not lie behind the latent in one tensor")
         return Compressed(normed, rotation)
 
     @property
@@ -104,7 +105,7 @@ class Place:
 
     Attributes:
         site: of the attention.
-        movements: what runs data movements.
+        tracer: what runs data movements.
         latent: its keys.
         query: its queries.
         slots: ``[T]``, where the step's tokens go.
@@ -113,7 +114,7 @@ class Place:
     """
 
     site: Site
-    movements: Movements
+    tracer: LayoutTracer
     latent: LatentKeys
     query: Query
     slots: fx.Node
@@ -129,11 +130,11 @@ def write_normed_and_rotated(place: Place) -> fx.Node | None:
     """
     site, query = place.site, place.query
     try:
-        found = Compressed.of(place.movements, place.latent)
+        found = Compressed.of(place.tracer, place.latent)
         rotation = found.rotation.in_halves(site)
         if rotation is not found.rotation and (query.rotation is None or query.rotation.mode != found.rotation.mode):
-            raise Unclear("its queries cannot be left in halves as the operator leaves the keys")
-    except Unclear as error:
+            raise NoMatch("its queries cannot be left in halves as the operator leaves the keys")
+    except NoMatch as error:
         site.refuse(KV_NORM, str(error))
         return None
     normed = found.normed
@@ -171,10 +172,10 @@ def prolog(place: Place, key_weight: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """
     site = place.site
     try:
-        found = Compressed.of(place.movements, place.latent)
+        found = Compressed.of(place.tracer, place.latent)
         rotation = found.rotation.in_halves(site)
         made = _Products.of(place, found)
-    except Unclear as error:
+    except NoMatch as error:
         site.refuse(PROLOG, str(error))
         return None
     tokens = site.dense(site.traced.call(_aten.reshape.default, made.hidden, [-1, int(shape(made.hidden)[-1])]))
@@ -214,22 +215,22 @@ class _Products:
         """The products around ``found``.
 
         Raises:
-            Unclear: queries and keys are not made as the operator makes them.
+            NoMatch: queries and keys are not made as the operator makes them.
         """
         rotation, keys, normed = place.query.rotation, found.rotation, found.normed
         if rotation is None or (rotation.cos, rotation.sin, rotation.mode) != (keys.cos, keys.sin, keys.mode):
-            raise Unclear("queries and keys are not rotated alike")
-        (up, content), (same, rotated) = (_columns(place, cut) for cut in (place.query.content, rotation.before))
+            raise NoMatch("queries and keys are not rotated alike")
+        (up, content), (same, rotated) = (_columns(place, part) for part in (place.query.content, rotation.before))
         size, dims = content.shape[-1], content.shape[-1] + rotated.shape[-1]
         rows = Rows(int(content[0, 0]), dims, 1, len(content), dims)
         if up is not same or Rows.of(torch.cat([content, rotated], -1)) != rows:
-            raise Unclear(f"heads of queries are not {size} dims and {dims - size} rotated ones of one product")
+            raise NoMatch(f"heads of queries are not {size} dims and {dims - size} rotated ones of one product")
         if callee(up) != "linear" or callee(normed.source) != "linear":
-            raise Unclear("queries, or the latent and what is rotated with it, are not made by a product")
+            raise NoMatch("queries, or the latent and what is rotated with it, are not made by a product")
         hidden = argument(normed.source, 0, "input")
-        compressed = _Normed.of(place.movements, argument(up, 0, "input"), "what queries are made from")
+        compressed = _Normed.of(place.tracer, argument(up, 0, "input"), "what queries are made from")
         if callee(compressed.source) != "linear" or argument(compressed.source, 0, "input") is not hidden:
-            raise Unclear("queries and the latent are not compressed from the same hidden states")
+            raise NoMatch("queries and the latent are not compressed from the same hidden states")
         return _Products(
             hidden,
             compressed,
@@ -250,7 +251,7 @@ def _transposed(site: Site, product: fx.Node, rows: Rows) -> fx.Node:
     return add_weight(site.traced, f"transposed_{name}", view.flatten(0, 1).t())
 
 
-def _columns(place: Place, cut: Cut) -> tuple[fx.Node, torch.Tensor]:
-    """The one product that a cut comes from, and its columns, ``[H, dims]``."""
-    source, columns = place.movements.origins(cut.node).columns(cut.dims)
+def _columns(place: Place, part: HeadSlice) -> tuple[fx.Node, torch.Tensor]:
+    """The one product that a part comes from, and its columns, ``[H, dims]``."""
+    source, columns = place.tracer.origins(part.node).columns(part.dims)
     return source, columns[0]

@@ -18,9 +18,10 @@ from torch_pagoda.passes import PASSES, TracedGraph
 from torch_pagoda.passes.graph.attention_node import PAGED_ATTENTION
 from torch_pagoda.passes.graph.fx_nodes import shape, value
 from torch_pagoda.passes.graph.npu_target import NpuTarget
+from torch_pagoda.passes.graph.record import NoMatch
 from torch_pagoda.passes.lower.npu.call import Call
 from torch_pagoda.passes.lower.npu.latent.attention import LATENT, absorb_latent_attention
-from torch_pagoda.passes.lower.npu.latent.layout import Movements, Rows, Unclear
+from torch_pagoda.passes.lower.npu.latent.layout import LayoutTracer, Rows
 from torch_pagoda.passes.lower.npu.limits import violations
 from torch_pagoda.passes.lower.npu.paged_attention import lower_npu_paged_attention
 from torch_pagoda.passes.lower.npu.rope import lower_npu_rope
@@ -644,14 +645,14 @@ def test_without_a_target_nothing_happens():
 
 def test_origins_of_what_is_no_movement_are_itself():
     graph = LatentGraph(merged=False)
-    found = Movements().origins(graph.both)
+    found = LayoutTracer().origins(graph.both)
     assert found.sources == (graph.both,)
     assert torch.equal(found.column.flatten(), torch.arange(512))
-    source, columns = Movements().origins(graph.value).columns()
+    source, columns = LayoutTracer().origins(graph.value).columns()
     assert source is graph.both and torch.equal(columns[0, 1], torch.arange(384, 512))
     whole = next(n for n in graph.traced.graph.nodes if n.target is PAGED_ATTENTION).args[1]
-    with pytest.raises(Unclear, match="several tensors"):
-        Movements().origins(whole).columns()
+    with pytest.raises(NoMatch, match="several tensors"):
+        LayoutTracer().origins(whole).columns()
 
 
 def test_rows_of_columns():

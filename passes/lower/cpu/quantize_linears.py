@@ -35,7 +35,7 @@ _CHOICES = frozenset(("moe_gating", "topk", "sort", "argmax"))
 _FORMS = RESHAPES | frozenset("_to_copy softmax _softmax sigmoid add squeeze unsqueeze".split())
 
 
-def quantise_linears(traced: TracedGraph) -> PassRecord:
+def quantize_linears(traced: TracedGraph) -> PassRecord:
     """Replace linears over parameters, as ``traced.quantization`` says; ``traced.notes.packed`` lists the weights.
 
     Flat (paged) graphs only: elsewhere the caller owns the weights.
@@ -68,7 +68,7 @@ def quantise_linears(traced: TracedGraph) -> PassRecord:
 def _refusal(node: fx.Node) -> str:
     weight = value(argument(node, 1, "weight"))
     if weight.device.type != "cpu" or weight.dtype not in FLOAT_CODES:
-        return f"no quantised products of {weight.dtype} on {weight.device}"
+        return f"no quantized products of {weight.dtype} on {weight.device}"
     if weight.shape[1] > LARGEST_INPUTS:
         return f"sums of {weight.shape[1]} products overflow"
     return "it is a router" if _chooses(node) else ""

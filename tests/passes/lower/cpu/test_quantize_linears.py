@@ -12,7 +12,7 @@ from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.explain.traffic import Step, moved
 from torch_pagoda.passes.graph.fx_nodes import argument, callee
 from torch_pagoda.passes.lower.cpu.pack_linears import pack_linears
-from torch_pagoda.passes.lower.cpu.quantise_linears import quantise_linears
+from torch_pagoda.passes.lower.cpu.quantize_linears import quantize_linears
 from torch_pagoda.passes.recognise.linear import recognise_linear
 from torch_pagoda.passes.recognise.moe import recognise_moe
 from torch_pagoda.passes.recognise.moe_routing import recognise_moe_routing
@@ -30,7 +30,7 @@ def rewritten(model, scheme=INT4, *, merged=True):
     recognise_linear(graph)
     if merged:
         merge_linears(graph)
-    record = quantise_linears(graph)
+    record = quantize_linears(graph)
     graph.recompile()
     return graph, record
 
@@ -47,7 +47,7 @@ def test_every_linear_over_a_parameter_matches(merged, dtype):
     assert (record.matches, record.rejections) == (3 if merged else 5, [])
     assert not [n for n in graph.graph.nodes if callee(n) == "linear"]
     assert [len(p.sources) for p in graph.notes.packed] == ([3, 1, 1] if merged else [1] * 5)
-    assert quantise_linears(graph).matches == 0
+    assert quantize_linears(graph).matches == 0
     assert pack_linears(graph).matches == 0
 
 
@@ -85,7 +85,7 @@ def test_routers_keep_their_numbers(name, recognised):
     if recognised:
         recognise_moe(graph)
         recognise_moe_routing(graph)
-    record = quantise_linears(graph)
+    record = quantize_linears(graph)
     assert {(r.module.rsplit(".", 1)[-1], r.reason) for r in record.rejections} == {("gate", "it is a router")}
     assert record.matches > len(record.rejections)
 
@@ -155,7 +155,7 @@ def test_logits_of_something_else_do_not_pass_the_check(monkeypatch):
 
 
 def test_a_model_without_a_layer_to_round_is_refused(monkeypatch):
-    monkeypatch.setattr("torch_pagoda.passes.lower.cpu.quantise_linears._refusal", lambda node: "a test says so")
+    monkeypatch.setattr("torch_pagoda.passes.lower.cpu.quantize_linears._refusal", lambda node: "a test says so")
     with pytest.raises(ValueError, match=r"quantization='int8' finds no linear layer .* a test says so"):
         build_program(ToyLM(sdpa), CompileOptions(codegen="none", quantization="int8"))
 

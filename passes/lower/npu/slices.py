@@ -9,7 +9,7 @@ from torch import fx
 from ...graph.fx_nodes import argument, callee, shape, value
 
 
-class Cut(NamedTuple):
+class Slice(NamedTuple):
     """``source[start:end]`` along ``dim``, which counts from the front; all bounds are numbers."""
 
     source: fx.Node
@@ -18,7 +18,7 @@ class Cut(NamedTuple):
     end: int
 
 
-def cut(node: fx.Node) -> Cut | None:
+def slice_of(node: fx.Node) -> Slice | None:
     """The slice that ``node`` is, alone or as part of a split; None where it is neither or its bounds vary."""
     if callee(node) == "slice.Tensor":
         source = argument(node, 0, "input")
@@ -29,7 +29,7 @@ def cut(node: fx.Node) -> Cut | None:
         if step not in (None, 1) or not all(isinstance(x, int) for x in (size, first, last)):
             return None
         first, last = (x + size if x < 0 else x for x in (first, last))
-        return Cut(source, dim, first, min(last, size))
+        return Slice(source, dim, first, min(last, size))
     if callee(node) == "getitem":
         parts, index = argument(node, 0, ""), argument(node, 1, "")
         if callee(parts) not in ("split.Tensor", "split_with_sizes"):
@@ -39,13 +39,13 @@ def cut(node: fx.Node) -> Cut | None:
         if not all(isinstance(x, int) for x in sizes):
             return None
         start = sum(sizes[:index])
-        return Cut(argument(parts, 0, ""), dim, start, start + sizes[index])
+        return Slice(argument(parts, 0, ""), dim, start, start + sizes[index])
     return None
 
 
-def span(node: fx.Node) -> tuple[fx.Node, int, int] | None:
+def last_dim_slice(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     """``(source, start, end)`` if ``node`` is ``source[..., start:end]``; else None."""
-    found = cut(node)
+    found = slice_of(node)
     if found is None or found.dim != len(shape(node)) - 1:
         return None
     return found.source, found.start, found.end
@@ -53,7 +53,7 @@ def span(node: fx.Node) -> tuple[fx.Node, int, int] | None:
 
 def whole_of_halves(first: fx.Node, second: fx.Node) -> fx.Node | None:
     """The tensor whose last dim has ``first`` as its left and ``second`` as its right half; None if there is none."""
-    left, right = span(first), span(second)
+    left, right = last_dim_slice(first), last_dim_slice(second)
     if left is None or right is None or left[0] is not right[0]:
         return None
     size = shape(left[0])[-1]
