@@ -103,7 +103,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("remove_noops", remove_noops, "aten", level=1, required=False),
     Pass("slice_for_index", slice_for_index, "aten", level=1, required=False),
     Pass("recognise_linear", recognise_linear, "aten", required=False),
-    Pass("share_subexpressions", share_subexpressions, "aten", level=1, required=False, place="the model's own"),
+    Pass("share_subexpressions", share_subexpressions, "aten", level=1, required=False, place="model"),
     # Before norms and activations, which occur in its blocks too; routing needs the blocks.
     Pass("recognise_moe", recognise_moe, "aten", level=2, required=False),
     Pass("recognise_moe_routing", recognise_moe_routing, "aten", level=2, required=False),
@@ -114,7 +114,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("recognise_gated_activation", recognise_gated_activation, "aten", level=2, required=False),
     Pass("recognise_rope", recognise_rope, "aten", level=2, required=False),
     # Once more for the tables that the rotations brought.
-    Pass("share_subexpressions", share_subexpressions, "aten", level=1, required=False, place="of rotations"),
+    Pass("share_subexpressions", share_subexpressions, "aten", level=1, required=False, place="rotations"),
     # After the recognition of norms, whose 1 + weight stays the weight; what is left is computed when compiling.
     Pass("fold_constants", fold_constants, "aten", level=1, required=False),
     # Needs the norms.
@@ -142,11 +142,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("spell_out_leftovers", spell_out_leftovers, "aten", target="npu"),
     # Once more: every layer has made its own layout of the rotary tables.
     Pass(
-        *("share_subexpressions", share_subexpressions, "aten"),
-        level=1,
-        required=False,
-        target="npu",
-        place="of the lowering",
+        "share_subexpressions", share_subexpressions, "aten", level=1, required=False, target="npu", place="lowering"
     ),
     # How weights are held, once the graph over plain ones has been compared. First what takes fewer bits.
     Pass("quantise_linears", quantize_linears, "weights", required=False, option="quantization", target="cpu"),
