@@ -1,4 +1,4 @@
-"""From a model to a Program: capture, the rewritten graph, code, packed weights, each compared with the model."""
+"""The stages of building a program: reference, capture, pipeline, code, packed weights; it is compared after each."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .capture.state_layers import check_state
 from .capture.trace import Captured, capture
 from .link.linker import LinkedProgram, link
 from .options import CompileOptions
+from .pipeline import run_pipeline
 from .report import CompileReport, PhaseClock, first_line
-from .rewrite import rewrite
 from .targets.cpu.inductor import generate_code, is_fusible
 from .targets.cpu.kernels import call_kernels
 from .targets.npu.routes import make_route
@@ -92,7 +92,7 @@ def build_unpacked(
         captured = capture(model)
         dump.write_graph(captured.traced, "captured")
         clock.lap("capture")
-        found = captured, rewrite(captured, options, reference, report)
+        found = captured, run_pipeline(captured, options, reference, report)
     captured, traced = found
     clock = PhaseClock(report.seconds)
     if traced.npu is None:
@@ -122,7 +122,7 @@ def _with_few_layers(
         with repeat.shortened():
             captured = replace(capture(model), repeat=repeat)
         clock.lap("capture")
-        traced = rewrite(captured, options, reference, report)
+        traced = run_pipeline(captured, options, reference, report)
     except (CannotRepeat, UnsupportedModel) as error:
         log.info("%s is compiled with all its layers: %s", report.model, error)
         fresh = CompileReport(report.model, seconds=report.seconds)

@@ -1,4 +1,4 @@
-"""From a model to a Program: the one that an earlier process stored, or else a new one."""
+"""The store in front of the compiler: the program of an earlier process is taken, a new one is built and kept."""
 
 from __future__ import annotations
 

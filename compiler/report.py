@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from ..passes import PassRecord
+from ..passes import PassRecord, Rejection
 
 
 @dataclass(frozen=True)
@@ -93,3 +93,9 @@ def first_line(error: BaseException) -> str:
     """The first line of what an exception says, cut to a length that fits into another message."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return text[:300]
+
+
+def rejection_line(rejection: Rejection) -> str:
+    """A near miss of a pass in one line: the reason, the node and its module."""
+    where = f" in {rejection.module}" if rejection.module else ""
+    return f"{rejection.reason} ({rejection.node}{where})"

@@ -16,12 +16,12 @@ from ...passes import PassRecord, TracedGraph, UnsupportedModel
 from ...passes.graph.fx_nodes import callee, value
 from ...passes.graph.provenance import DecoderLayers, decoder_layers, launches_work, operator_name
 from ...runtime.program import is_cache_input
-from ..build import rewrite
 from ..calibrate.recorded_grid import on_recorded_grid
 from ..capture.aten import to_aten
 from ..capture.model_facts import takes_positions
 from ..capture.trace import Captured, capture
 from ..options import CompileOptions, selected_passes
+from ..pipeline import run_pipeline
 from ..report import CompileReport, first_line
 from ..targets.npu.socs import chip
 from ..verify import dump
@@ -121,7 +121,7 @@ def explain(
     after: TracedGraph | None = None
     if captured is not None and not refused:
         try:
-            after = rewrite(captured, parsed, reference, report)
+            after = run_pipeline(captured, parsed, reference, report)
         except UnsupportedModel as error:
             refused = str(error)
     explanation = _explained(before, after, report, parsed, drop_in, refused, skeleton)

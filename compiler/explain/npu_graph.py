@@ -147,8 +147,8 @@ def convert_configuration(
     """
     from transformers import AutoConfig
 
-    from ..build import rewrite
     from ..capture.trace import capture
+    from ..pipeline import run_pipeline
     from ..report import CompileReport
     from ..targets.npu.offline.conversion import convert
 
@@ -162,7 +162,7 @@ def convert_configuration(
         warnings.simplefilter("ignore")  # whoever asks has captured the model too, and has seen them
         captured = capture(skeleton.model)
         known = decoder_layers(captured.traced.graph)
-        traced = rewrite(captured, options, None, CompileReport(name))
+        traced = run_pipeline(captured, options, None, CompileReport(name))
         graph = convert(traced.module, [value(node) for node in traced.placeholders], soc=soc)
     layers = decoder_layers(traced.graph, known, traced.placeholder(traced.input_ids))
     if len(layers.paths) != skeleton.depth:

@@ -15,9 +15,9 @@ from torch import nn
 from ...passes import TracedGraph
 from ...passes.graph.provenance import decoder_layers
 from ...runtime.program import CacheSpec, is_cache_input
-from ..build import rewrite
 from ..capture.trace import capture
 from ..options import CompileOptions
+from ..pipeline import run_pipeline
 from ..report import CompileReport
 from .live_memory import peak_live_bytes
 from .skeleton import build_skeleton
@@ -75,7 +75,7 @@ def requirements(
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
     skeleton = build_skeleton(kind, config, dtype)
     options = replace(options, verify="off", codegen="none").for_device("cpu")
-    traced = rewrite(capture(skeleton.model), options, None, CompileReport(type(skeleton.model).__name__))
+    traced = run_pipeline(capture(skeleton.model), options, None, CompileReport(type(skeleton.model).__name__))
     parameters, weight_bytes, kept = _weights(_whole(kind, config, dtype, skeleton.model))
     return Requirements(
         model=type(skeleton.model).__name__,

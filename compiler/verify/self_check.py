@@ -21,17 +21,13 @@ from ..report import Verdict, first_line
 TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6, torch.bfloat16: 0.3, torch.float16: 0.05}
 """Of half precision until its rounding was measured (``measure_rounding``)."""
 INT8_TOLERANCE = 0.3
-"""Of programs with int8 caches, for the median of the rows. What the graph computes was compared with ``TOLERANCE``
-before anything was rounded (``rewrite.rewrite``), so this one has to tell rounding from keys or values that are
-read with a wrong scale or from a wrong place. Measured on 21 tiny architectures in float32 and bfloat16, rounding
-moves the median row by 0.013 to 0.054, gpt_oss's by 0.14 in float32, and single rows by up to 3 where a router
-flips. Each 1 % by which all keys and values are read wrong adds 0.02 to 0.06; scales of another head or token, or
-none, make it more than 1."""
+"""Of programs with int8 caches, for the median of the rows. The graph was compared with ``TOLERANCE`` before anything
+was rounded (``pipeline.run_pipeline``), so this one has to tell rounding, which moves the median row by up to 0.14,
+from keys or values that are read with scales of another head or token, or with none: those move it by more than 1."""
 WEIGHT_TOLERANCE = {8: 1.0, 4: 3.9}
-"""Likewise of programs with weights of so many bits, each of which ``rounded_weights`` compares by itself. On the
-same architectures, with random weights, rounding moves the median row by 0.05 to 0.11 at 8 bits and 0.44 to 0.92 at
-4, gpt_oss's by 0.45 and 2.05, and that of 22 layers of random numbers by 2.9 at 4. Logits that have nothing to do
-with the model's differ by 4.1 and more."""
+"""Likewise of programs with weights of so many bits, each of which ``rounded_weights`` compares by itself. Rounding
+random weights moves the median row by up to 0.45 at 8 bits and 2.9 at 4; logits that have nothing to do with the
+model's differ by 4.1 and more."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from torch_pagoda import passes
-from torch_pagoda.compiler import CompileOptions, UnsupportedModel, build, options, rewrite
+from torch_pagoda.compiler import CompileOptions, UnsupportedModel, build, options, pipeline
 from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.link.linker import link
 from torch_pagoda.compiler.pipeline import PassError
@@ -91,7 +91,7 @@ def test_every_pass_compares_after_each(monkeypatch):
         compared.append((alone, len(program.caches), verdict.ok))
         return verdict
 
-    for module in (build, rewrite):
+    for module in (build, pipeline):
         monkeypatch.setattr(module, "check", spy)
     report = build_program(ToyLM(sdpa), dataclasses.replace(PLAIN, verify="every-pass")).report
     changed = [record.name for record in report.passes if record.matches]
