@@ -68,6 +68,7 @@ def build_program(
         UnsupportedModel: the model cannot be served exactly; the message says which part and why.
         ValueError: ``codegen`` does not fit the target or the device.
     """
+    options = options.for_device(next(model.parameters()).device.type)
     built = build_unpacked(model, options, report=report, owns_weights=owns_weights)
     finish(built, owns_weights=owns_weights)
     return built.program
@@ -76,9 +77,8 @@ def build_program(
 def build_unpacked(
     model: nn.Module, options: CompileOptions, *, owns_weights: bool = False, report: CompileReport | None = None
 ) -> Built:
-    """The first part of ``build_program``: all but packing the weights of a CPU's program."""
+    """The first part of ``build_program``, all but packing the weights of a CPU's program, with a definite target."""
     report = CompileReport(type(model).__name__) if report is None else report
-    options = options.for_device(next(model.parameters()).device.type)
     if (config := getattr(model, "config", None)) is not None:
         check_state(type(model), config)
     dump.begin(report.model)

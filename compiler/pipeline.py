@@ -33,15 +33,20 @@ def run_pipeline(
 ) -> TracedGraph:
     """The graph after the passes, proven and, with a reference, compared with the model.
 
+    Args:
+        captured: the model's graph; its copies are edited.
+        options: with a definite target, see ``CompileOptions.for_device``.
+        reference: what the model says; None compares nothing.
+        report: filled in.
+
     Raises:
         CannotRepeat: the layers that were captured cannot stand for the others.
         UnsupportedModel: something of the model has no exact counterpart in a paged program.
     """
     clock = PhaseClock(report.seconds)
-    device = value(captured.traced.placeholder(captured.traced.input_ids)).device.type
-    options = options.for_device(device)
     if options.target == "npu" and captured.traced.npu is None:
-        captured.traced.npu = options.npu_target(device)
+        device = value(captured.traced.placeholder(captured.traced.input_ids)).device
+        captured.traced.npu = options.npu_target(device.type)
     if options.cache_dtype is not None and reference is not None:
         options, dropped = _checked_without_rounding(captured, options, reference, report)
         clock.lap("verify")

@@ -28,7 +28,7 @@ from torch_pagoda.runtime.ops.packed_linear import can_pack
 from tiny_models import build_tiny_model
 
 DEPTH = 10
-OPTIONS = CompileOptions(codegen="none")
+OPTIONS = CompileOptions(codegen="none", target="cpu")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
