@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-
-import torch
+from typing import TypeAlias
 
 from ..passes import Pass, PassRecord, TracedGraph, UnsupportedModel
 from ..passes.graph.attention_node import paged_attention_nodes
-from ..passes.graph.fx_nodes import VMAP_BOUNDS, callee, is_tensor, value
+from ..passes.graph.fx_nodes import value
 from ..runtime.phases import phase
 from .capture.aten import to_aten
 from .capture.layer_repeat import CannotRepeat
@@ -20,12 +19,17 @@ from .link.linker import link
 from .options import CompileOptions, selected_passes
 from .report import CompileReport, PassCheck, PhaseClock, Verdict, first_line, rejection_line
 from .verify import dump
+from .verify.fake_values import propagate
 from .verify.graph_check import can_check, check_graph, measure_rounding
 from .verify.long_windows import check_long_windows
 from .verify.paging import check_paging
 from .verify.self_check import Reference, check
 
 log = logging.getLogger(__name__)
+
+Refusal: TypeAlias = Callable[[int, TracedGraph, "TracedGraph | UnsupportedModel"], str]
+"""Of the index of a pass, the graph before it, and the graph after it or the error that it ended in: why the pass is
+to be left out, or ""."""
 
 
 def run_pipeline(
@@ -236,34 +240,63 @@ def _each(
     """Apply passes of one stage one at a time. Until all required ones have run, the graph is compared on sequences
     that run alone.
     """
-    for i, entry in enumerate(passes):
-        before = traced.copy()
-        alone = any(p.required for p in passes[i + 1 :])
-        reason = ""
-        try:
-            records = run_passes(traced, [entry])
-            if reference is not None and records[0].matches:
-                verdict = _difference(captured, traced, traced, reference, alone=alone)
-                reason = verdict.reason
-                report.checks.append(PassCheck(entry.name, verdict.error, reason))
-                if reason:
-                    dump.write_reproducer(entry.name, before, traced, reference, alone=alone, reason=reason)
-        except PassError as error:
-            report.checks.append(PassCheck(entry.name, float("inf"), str(error)))
+
+    def refusal(index: int, before: TracedGraph, after: TracedGraph | UnsupportedModel) -> str:
+        entry = passes[index]
+        if isinstance(after, UnsupportedModel):
+            if not isinstance(after, PassError):
+                raise after
+            report.checks.append(PassCheck(entry.name, float("inf"), str(after)))
             if entry.required:
-                raise
-            reason = str(error)
-        if not reason:
-            report.passes += records
-        elif entry.required:
-            raise UnsupportedModel(
-                f"{report.model}: pass {entry.name} is not exact on it ({reason}); the self-check refuses it. "
-                "Please report the model; verify='off' serves it regardless"
-            )
+                raise after
+            report.dropped_passes.append((entry.name, str(after)))
+            return str(after)
+        if reference is None:
+            return ""
+        alone = any(p.required for p in passes[index + 1 :])
+        verdict = _difference(captured, after, after, reference, alone=alone)
+        report.checks.append(PassCheck(entry.name, verdict.error, verdict.reason))
+        if verdict.reason:
+            dump.write_reproducer(entry.name, before, after, reference, alone=alone, reason=verdict.reason)
+            if entry.required:
+                raise UnsupportedModel(
+                    f"{report.model}: pass {entry.name} is not exact on it ({verdict.reason}); the self-check "
+                    "refuses it. Please report the model; verify='off' serves it regardless"
+                )
+            report.dropped_passes.append((entry.name, verdict.reason))
+        return verdict.reason
+
+    return apply_one_by_one(traced, passes, refusal, report.passes)
+
+
+def apply_one_by_one(
+    traced: TracedGraph, passes: Sequence[Pass], refusal: Refusal, records: list[PassRecord]
+) -> TracedGraph:
+    """Apply passes one at a time and take back those that are refused.
+
+    Args:
+        traced: is edited.
+        passes: in order.
+        refusal: is asked about each pass that changed something or failed. What it raises ends everything.
+        records: those of the passes that stay are added.
+
+    Returns:
+        the graph, with what stays.
+    """
+    for index, entry in enumerate(passes):
+        before = traced.copy()
+        try:
+            applied = run_passes(traced, [entry])
+        except UnsupportedModel as error:
+            reason = refusal(index, before, error) or str(error)
         else:
-            report.dropped_passes.append((entry.name, reason))
+            reason = refusal(index, before, traced) if applied[0].matches else ""
+        if reason:
             log.warning("pass %s is left out: %s", entry.name, reason)
             traced = before
+        else:
+            records += applied
+    traced.recompile()
     return traced
 
 
@@ -306,30 +339,3 @@ def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
             raise PassError(f"{named} left a broken graph: {first_line(error)}") from error
     traced.recompile()
     return records
-
-
-def propagate(traced: TracedGraph) -> None:
-    """Recompute every fake value from the placeholders and compare it with what the passes recorded.
-
-    A view that new strides do not allow becomes a reshape, which copies.
-    Nodes between the begin and the end of a vmap keep their values: they cannot be run one at a time.
-    """
-    vmaps = 0
-    for node in traced.graph.nodes:
-        vmaps += VMAP_BOUNDS.get(callee(node), 0)
-        if vmaps or node.op not in ("call_function", "call_method") or not is_tensor(node):
-            continue
-        recorded = value(node)
-        try:
-            traced.propagate(node)
-        except (RuntimeError, ValueError):
-            if node.target not in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
-                raise
-            node.target = torch.ops.aten.reshape.default  # what it views has other strides now
-            traced.propagate(node)
-        found = value(node)
-        if found.dtype != recorded.dtype or found.dim() != recorded.dim():
-            raise ValueError(
-                f"{node.name} is {found.dtype} of rank {found.dim()}, "
-                f"recorded as {recorded.dtype} of rank {recorded.dim()}"
-            )
