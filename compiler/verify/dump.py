@@ -24,7 +24,8 @@ from ...passes import TracedGraph
 from ...passes.graph.provenance import scopes, source_line
 from ...runtime.program import is_cache_input
 from ..link.linker import link
-from .self_check import TOLERANCE, Reference, compared_steps
+from .errors import TOLERANCE
+from .self_check import Reference, compared_steps
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...passes.graph.fx_nodes import callee, mutated_argument, storage_key, value
+from .errors import HALF
 
-HALF = (torch.bfloat16, torch.float16)
 _ROWS = 1 << 13
 _Runs: TypeAlias = "Sequence[dict[fx.Node, Any]]"
 """Of each call, the values of the nodes that have run and are still read."""

@@ -17,33 +17,19 @@ import torch
 from torch import nn
 
 from ...passes import TracedGraph
-from ...passes.graph.fx_nodes import callee, value
+from ...passes.graph.fx_nodes import value
 from ...runtime.phases import phase
 from ..capture.trace import Captured
 from ..link.linkage import Linkage
 from ..link.linker import LinkedProgram
 from ..report import Verdict
 from ..weights.merged_weights import link_merged_weights
-from .float32_run import HALF, Deferred, Float32Graph
-from .self_check import (
-    Reference,
-    Schedule,
-    arguments_alone,
-    judge,
-    judged_share,
-    planned_steps,
-    row_errors,
-    run_alone,
-    typical,
-)
+from .errors import HALF, ROUNDINGS, judged_share, routes_tokens, row_errors, typical
+from .float32_run import Deferred, Float32Graph
+from .self_check import Reference, Schedule, arguments_alone, judge, planned_steps, run_alone
 
 TOLERANCE = 5e-4
 """Float32's own rounding makes 1e-5 of it."""
-ROUNDINGS = 5.0
-"""By how many times its own rounding a half-precision program may differ from the model, which rounds likewise."""
-ROUTERS = ("topk", "sort")
-"""What chooses experts: in half precision it decides otherwise where two are nearly as good, and the row with it. In
-float32 every row has to be right."""
 _SAMPLE = 1 << 14
 
 
@@ -110,7 +96,7 @@ def measure_rounding(captured: Captured, reference: Reference) -> None:
     rounding = typical(row_errors(rounded, exact).tolist(), judged_share(reference.dtype))
     deeper = 1.0 if captured.repeat is None else captured.repeat.total / captured.repeat.kept
     reference.tolerance = ROUNDINGS * rounding * math.sqrt(deeper)
-    if any(callee(node) in ROUTERS for node in traced.graph.nodes):
+    if routes_tokens(traced.graph):
         reference.share = 0.5
 
 

@@ -17,9 +17,8 @@ from ...runtime.program import Program
 from ...runtime.step_metadata import StepMetadata
 from ..capture.model_facts import max_positions, takes_positions
 from ..report import Verdict, first_line
+from .errors import TOLERANCE, judged_share, row_errors, typical
 
-TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6, torch.bfloat16: 0.3, torch.float16: 0.05}
-"""Of half precision until its rounding was measured (``measure_rounding``)."""
 INT8_TOLERANCE = 0.3
 """Of programs with int8 caches, for the median of the rows. The graph was compared with ``TOLERANCE`` before anything
 was rounded (``pipeline.run_pipeline``), so this one has to tell rounding, which moves the median row by up to 0.14,
@@ -189,13 +188,6 @@ def judge(compared: Iterable[tuple[int, torch.Tensor, torch.Tensor]], reference:
     return Verdict(ok, max(map(max, errors.values())), tolerance, sum(map(len, errors.values())), reason)
 
 
-def row_errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """``[R]``: the largest difference in each row of logits ``[R, vocab]``, in standard deviations of the row that is
-    right; infinite where something is no number."""
-    spread = torch.maximum(expected.std(dim=-1), 1e-6 * expected.abs().amax(dim=-1)).clamp_min(1e-30)
-    return torch.nan_to_num((found - expected).abs().amax(dim=-1) / spread, nan=float("inf"))
-
-
 def compared_steps(
     program: Program, reference: Reference, *, alone: bool = False
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -246,18 +238,6 @@ def _mixed_schedule(reference: Reference) -> list[list[_Step]]:
 
 def _alone_schedule(reference: Reference) -> list[list[_Step]]:
     return [[[(s, len(tokens))]] for s, tokens in enumerate(reference.tokens)]
-
-
-def judged_share(dtype: torch.dtype) -> float:
-    """Of the rows of a model in ``dtype``, how many have to be right: in half precision routers flip on ties."""
-    return 0.9 if dtype in (torch.bfloat16, torch.float16) else 1.0
-
-
-def typical(errors: list[float], share: float) -> float:
-    """The error that ``share`` of the rows stay below, or the worst if a row is not even finite: routers flip on
-    ties, nothing else does."""
-    ordered = sorted(errors)
-    return ordered[-1] if ordered[-1] == float("inf") else ordered[int(share * (len(ordered) - 1))]
 
 
 class _PagedState:

@@ -12,8 +12,9 @@ from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
+from torch_pagoda.compiler.verify.errors import TOLERANCE
 from torch_pagoda.compiler.verify.graph_check import check_graph, measure_rounding
-from torch_pagoda.compiler.verify.self_check import TOLERANCE, check, reference_of_model
+from torch_pagoda.compiler.verify.self_check import check, reference_of_model
 from torch_pagoda.passes import PASSES, Pass, PassRecord
 from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
 from torch_pagoda.passes.graph.fx_nodes import callee
