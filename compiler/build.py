@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -95,13 +96,16 @@ def build_unpacked(
         found = captured, run_pipeline(captured, options, reference, report)
     captured, traced = found
     clock = PhaseClock(report.seconds)
-    if traced.npu is None:
+    switch = traced.notes.get("rope_switch")
+    restart = None if switch is None else restart_length(model, switch)
+    linked = functools.partial(link, traced, report=report, restart_length=restart)
+    if traced.npu is not None:
+        program = _link_for_npu(linked, traced, options, reference, report, clock, owns_weights)
+    elif options.uses_inductor(sum(p.numel() for p in model.parameters()), is_fusible(traced)):
         # Until weights are rounded and packed, every product would round its own.
-        program = _link(captured, traced, options, model, None if options.quantization else reference, report, clock)
+        program = _link_inductor(linked, captured, traced, None if options.quantization else reference, report, clock)
     else:
-        program = _link_for_npu(traced, options, reference, report, clock, owns_weights)
-    program.rope_switch = switch = traced.notes.get("rope_switch")
-    program.restart_length = None if switch is None else restart_length(model, switch)
+        program = linked(call_kernels(traced))
     return Built(program, traced, options, reference)
 
 
@@ -165,24 +169,25 @@ def _pack(program: LinkedProgram, reference: Reference | None, report: CompileRe
         report.verdict = verdict
 
 
-def _link(
+_Linked: TypeAlias = Callable[[Callable[..., Sequence[Any]]], LinkedProgram]
+"""The program of a function of the graph's inputs."""
+
+
+def _link_inductor(
+    linked: _Linked,
     captured: Captured,
     traced: TracedGraph,
-    options: CompileOptions,
-    model: nn.Module,
     reference: Reference | None,
     report: CompileReport,
     clock: PhaseClock,
 ) -> LinkedProgram:
-    if not options.uses_inductor(sum(p.numel() for p in model.parameters()), is_fusible(traced)):
-        return link(traced, call_kernels(traced), report)
     try:
-        run: Callable[..., Sequence[Any]] = generate_code(traced, captured.context)
+        run = generate_code(traced, captured.context)
     except Exception as error:  # no C++ compiler, no room on the disk, a bug of inductor
         log.warning("inductor fails, the rewritten graph runs as it is, slower: %s", first_line(error))
         report.dropped_passes.append(("inductor", first_line(error)))
-        return link(traced, call_kernels(traced), report)
-    program = link(traced, run, report)
+        return linked(call_kernels(traced))
+    program = linked(run)
     clock.lap("codegen")
     report.codegen = "inductor"
     if reference is not None:
@@ -192,12 +197,13 @@ def _link(
             log.warning("inductor's code is not used: %s; the rewritten graph runs as it is", verdict.reason)
             report.dropped_passes.append(("inductor", verdict.reason))
             report.codegen = "none"
-            return link(traced, call_kernels(traced), report)
+            return linked(call_kernels(traced))
         report.verdict = verdict
     return program
 
 
 def _link_for_npu(
+    linked: _Linked,
     traced: TracedGraph,
     options: CompileOptions,
     reference: Reference | None,
@@ -210,8 +216,8 @@ def _link_for_npu(
     eager = call_kernels(traced)
     route = make_route(options.codegen, traced, eager)
     if route is None:
-        return link(traced, eager, report)
-    program, reason = link(traced, route, report), ""
+        return linked(eager)
+    program, reason = linked(route), ""
     report.codegen = route.name
     if reference is not None:
         try:
@@ -225,7 +231,7 @@ def _link_for_npu(
         log.warning("codegen=%r is not used: %s; the lowered graph runs call by call, slower", route.name, reason)
         report.dropped_passes.append((route.name, reason))
         report.codegen = "none"
-        return link(traced, eager, report)
+        return linked(eager)
     if reference is not None:
         report.verdict = verdict
     return program

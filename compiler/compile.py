@@ -17,7 +17,6 @@ from ..runtime.phases import phase
 from .fingerprint.describer import CannotIdentify
 from .fingerprint.fingerprint import fingerprint
 from .fingerprint.tensor_contents import contents_digest
-from .link.linkage import Linkage
 from .link.linker import LinkedProgram
 from .options import CompileOptions
 from .report import CompileReport, PhaseClock
@@ -70,8 +69,6 @@ def compile_program(model: nn.Module, options: CompileOptions, *, owns_weights: 
     program = built.program
     if store is not None and data is not None:
         more = {
-            "rope_switch": program.rope_switch,
-            "restart_length": program.restart_length,
             "judged": None if built.reference is None else (built.reference.tolerance, built.reference.share),
         }
         store.save(key, {**data, **more, "report": report_data(program.report)})
@@ -102,7 +99,6 @@ def _stored(
         return None
     try:
         program = restore(data, model)
-        program.rope_switch, program.restart_length = data["rope_switch"], data["restart_length"]
         tolerance, share = map(float, data["judged"] or (0.0, 0.0))
         if options.verify != "off" and not (0 < tolerance < math.inf and 0 < share <= 1):
             raise ValueError(f"it was judged by {data['judged']!r}")
@@ -148,7 +144,7 @@ def _described(built: Built, model: nn.Module, contents: str) -> dict[str, Any] 
         log.info("the program is not kept for later starts: the first call changed tensors of the module")
         return None
     try:
-        return describe(built.traced, Linkage.of(built.traced), model)
+        return describe(built.traced, built.program.linkage, model)
     except CannotStore as error:
         log.info("the program is not kept for later starts: %s", error)
         return None
