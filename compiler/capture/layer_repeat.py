@@ -1,10 +1,10 @@
 """Compile a few decoder layers and repeat the last of them: compile time that does not grow with depth.
 
-Layers that are alike as modules (same classes, attributes, tensors, and entries in the config's lists with an item
-for each layer) are traced and rewritten once. The model is captured with the first ``kept`` layers only; in its
-rewritten graph the layers' parts are compared node by node, and the last part is repeated over the parameters of the
-layers that were left out. Nothing is taken on trust: where two compiled layers differ in the graph, or the deep graph
-does not say what the whole model says, everything is compiled again with all layers.
+Layers that are alike as modules (see ``layer_kinds``) are traced and rewritten once. The model is captured with the
+first ``kept`` layers only; in its rewritten graph the layers' parts are compared node by node, and the last part is
+repeated over the parameters of the layers that were left out. Nothing is taken on trust: where two compiled layers
+differ in the graph, or the deep graph does not say what the whole model says, everything is compiled again with all
+layers.
 """
 
 from __future__ import annotations
@@ -24,14 +24,11 @@ from ...passes.graph.attention_node import paged_attention_nodes
 from ...passes.graph.fx_nodes import is_pure, value
 from ...runtime.program import is_cache_input
 from ..fingerprint.describer import CannotIdentify
-from ..fingerprint.fingerprint import describe_module
 from ..fingerprint.tensor_contents import module_tensors
-from .model_facts import configs
+from .layer_kinds import find_decoder_layers, layer_kinds
 
 LEAST_SAVED = 4
 """Layers that have to be spared for it to be worth while."""
-_PLACE = re.compile("layer_?(idx|id|index|number)|block_idx|idx|index")
-"""Names of attributes that only say where a layer stands."""
 
 
 class CannotRepeat(Exception):
@@ -60,14 +57,12 @@ class LayerRepeat:
     @classmethod
     def of(cls, model: nn.Module) -> LayerRepeat | None:
         """The repeat of a model whose decoder layers are mostly alike; None for any other."""
-        lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-        outermost = [entry for entry in lists.items() if not any(entry[0].startswith(f"{name}.") for name in lists)]
-        path, layers = max(outermost, key=lambda entry: len(entry[1]), default=("", nn.ModuleList()))
+        path, layers = find_decoder_layers(model)
         total = len(layers)
         if not path or total <= LEAST_SAVED:
             return None
         try:
-            kinds = [_kind(model, layer, i, total) for i, layer in enumerate(layers)]
+            kinds = layer_kinds(model, layers)
         except CannotIdentify:
             return None
         best = None
@@ -104,16 +99,6 @@ class LayerRepeat:
             CannotRepeat: the compiled layers are not alike in it.
         """
         return _Deepening(self, traced.copy()).run()
-
-
-def _kind(model: nn.Module, layer: nn.Module, index: int, total: int) -> str:
-    """What sets a layer apart from others."""
-    settings = []
-    for config in configs(model):
-        for name, item in vars(config).items():
-            if isinstance(item, (list, tuple)) and len(item) == total:
-                settings.append((name, item[index]))
-    return describe_module(layer, settings, lambda name: _PLACE.fullmatch(name) is not None)
 
 
 class _Deepening:
