@@ -13,13 +13,12 @@ from ..passes import PASSES, Pass
 from ..passes.graph.npu_target import DEFAULT_BLOCK_SIZE, DEFAULT_SOC, NpuTarget
 from ..runtime.ops.quantized_weight import DEFAULT_GROUP_SIZES, Quantization, check_group_size
 from .targets.npu.offline.run import is_offline
-from .user_passes import Pattern, with_user_passes
+from .user_passes import OPT_LEVELS, Pattern, with_user_passes
 
 VERIFY = ("model", "off", "every-pass")
 CODEGEN = ("auto", "none", "inductor", "ge", "aclgraph")
 _CODEGEN_OF_NPU = ("ge", "aclgraph")
 TARGETS = ("auto", "cpu", "npu")
-OPT_LEVELS = (0, 1, 2, 3)
 KV_CACHE_DTYPES = ("auto", "int8")
 QUANTIZATIONS = ("int8", "int8-weight-only", "int4", "int4-weight-only")
 AUTO_CODEGEN_PARAMETERS = 50_000_000
@@ -31,7 +30,7 @@ class CompileOptions:
 
     Attributes:
         opt_level: 0 swaps attention only; 1 adds rewrites that are bitwise equal to level 0 when the graph runs as
-            it is (``codegen="none"``); 2 adds the fusions; 3 all passes.
+            it is (``codegen="none"``); 2 adds the fusions.
         passes: ``{"skip": [names]}``, or ``{"only": [names]}``, which chooses among the optional ones, of any level:
             those that a program cannot be made without and those that an option of their own asks for run beside
             them. One that reads what another recognises (``merge_linears`` what ``recognise_linear`` does) needs that

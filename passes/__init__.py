@@ -67,7 +67,7 @@ class Pass:
         stage: the graph that it works on: "dynamo" for Dynamo's (torch functions and methods), "aten" for what
             AOTAutograd makes of it, "weights" for that one when it has been compared with the model.
         level: the lowest ``opt_level`` that runs it. 0: attention only. 1: bitwise the numbers of level 0 when the
-            graph runs as it is. 2: the default. 3: what does not pay everywhere.
+            graph runs as it is. 2: the default.
         required: a paged program cannot be made without it, so the self-check's fallback never drops it.
         option: the option that has to be given for it; "" for none.
         target: the only one that it is for, "cpu" or "npu"; "" for all.

@@ -26,7 +26,7 @@ CULPRIT_FOUND = 1
 
 Model = Annotated[str, typer.Argument(help="Checkpoint folder, or hub id.", metavar="MODEL")]
 Target = Annotated[str, typer.Option(help="auto, cpu or npu.")]
-OptLevel = Annotated[int, typer.Option(help="0 to 3.")]
+OptLevel = Annotated[int, typer.Option(help="0 to 2.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 SkipPass = Annotated[list[str] | None, typer.Option(help="Leave this pass out; repeatable.")]
 OnlyPass = Annotated[list[str] | None, typer.Option(help="Of the optional passes run only this one; repeatable.")]
