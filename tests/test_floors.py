@@ -17,7 +17,15 @@ FLOORS = {
         *("quantized_checkpoint", "decoding device option_checks stored_tensors"),
     ),
     "compiler": (
-        *("__init__", "compile explain", "build", "backend", "pipeline", "calibrate verify", "capture store"),
+        *(
+            "__init__",
+            "compile explain",
+            "build estimates",
+            "backend",
+            "pipeline",
+            "calibrate verify",
+            "capture store",
+        ),
         *("fingerprint", "link options", "targets", "report user_passes weights"),
     ),
     "passes": ("__init__", "rewrite", "lower proof recognise", "graph"),

@@ -20,6 +20,8 @@ from ..calibrate.recorded_grid import on_recorded_grid
 from ..capture.aten import to_aten
 from ..capture.model_facts import takes_positions
 from ..capture.trace import Captured, capture
+from ..estimates.skeleton import Skeleton, identity
+from ..estimates.traffic import Traffic, traffic
 from ..options import CompileOptions, selected_passes
 from ..pipeline import run_pipeline
 from ..report import CompileReport, first_line
@@ -34,8 +36,6 @@ from .npu import NpuReport, computed_in, estimates, npu_leftovers, route_summari
 from .npu_graph import GeReport, graph_engine_report
 from .recognition import recognition
 from .regions import Leftover, leftovers
-from .skeleton import Skeleton, identity
-from .traffic import Traffic, traffic
 
 # What the recognising passes look for, by a part of their names: kinds and spelling ("" for all).
 _LOOKS_FOR: tuple[tuple[str, tuple[str, ...], str], ...] = (

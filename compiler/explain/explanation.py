@@ -11,13 +11,13 @@ from typing import Any
 
 from rich.console import Console, Group
 
+from ..estimates.traffic import Traffic
 from ..report import Verdict
 from .drawing import LayerGraph
 from .drop_in import DropIn
 from .npu import NpuReport
 from .recognition import Recognition
 from .regions import Leftover
-from .traffic import Traffic
 
 
 @dataclass(frozen=True)

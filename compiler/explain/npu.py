@@ -15,11 +15,11 @@ from ...passes import PassRecord, TracedGraph
 from ...passes.graph.fx_nodes import module_path
 from ...passes.graph.provenance import DecoderLayers, launches_work, operator_name, source_line
 from ...passes.graph.record import Route
+from ..estimates.flops import flops
+from ..estimates.traffic import Moved, Step, moved
 from ..targets.npu.socs import Chip
-from .flops import flops
 from .npu_graph import GeReport
 from .regions import UNSAID, Leftover, region, said_about
-from .traffic import Moved, Step, moved
 from .wording import alike
 
 PREFILL_TOKENS = 1024

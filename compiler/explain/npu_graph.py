@@ -18,11 +18,11 @@ from ...passes.graph.fx_nodes import value
 from ...passes.graph.provenance import decoder_layers
 from ...runtime.phases import phase
 from ...runtime.program import is_cache_input
+from ..estimates.skeleton import Skeleton, build_skeleton
 from ..options import CompileOptions
 from ..targets.npu.offline.ge_graph import GeGraph
 from ..targets.npu.offline.run import call_offline, is_offline
 from ..targets.npu.offline.toolchain import ToolchainError, find_toolchain
-from .skeleton import Skeleton, build_skeleton
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from lowered_models import assert_same, served
 
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.capture.trace import capture
+from torch_pagoda.compiler.estimates.traffic import Step, moved
 from torch_pagoda.compiler.explain.npu import computed_in
-from torch_pagoda.compiler.explain.traffic import Step, moved
 from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.targets.cpu.kernels import call_kernels
