@@ -31,7 +31,8 @@ from ..verify.self_check import reference_of_model
 from .drawing import LayerGraph, layer_graph
 from .drop_in import CAPTURED_WHOLE, DropIn, observe
 from .expected import KINDS, Expected, expected_matches, per_layer
-from .explanation import Explanation, LayerSummary, NearMiss, PassSummary, TargetGraph
+from .explanation import Explanation
+from .findings import LayerSummary, NearMiss, PassSummary, TargetGraph
 from .npu import NpuReport, computed_in, estimates, npu_leftovers, route_summaries
 from .npu_graph import GeReport, graph_engine_report
 from .recognition import recognition
