@@ -109,7 +109,7 @@ def pagoda(
 
 
 def _training_reason(example_inputs: list[Any]) -> str:
-    """Why this is a training graph, or ""."""
+    """The reason to take this for a training graph, or ""."""
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
         return "has grad mode on and an input or parameter that requires grad"
     if any(part.training for module in _traced_modules() for part in module.modules()):
@@ -118,7 +118,7 @@ def _training_reason(example_inputs: list[Any]) -> str:
 
 
 def _is_autocast(gm: fx.GraphModule, example_inputs: list[Any]) -> bool:
-    """Whether autocast is on around the graph or switched on within it."""
+    """True if autocast is on around the graph or switched on within it."""
     devices = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
     if any(torch.is_autocast_enabled(device) for device in devices):
         return True

@@ -112,8 +112,8 @@ def build_unpacked(
 def _with_few_layers(
     model: nn.Module, options: CompileOptions, reference: Reference | None, report: CompileReport
 ) -> tuple[Captured, TracedGraph] | None:
-    """What capturing and rewriting yield when one layer is compiled for all that are like it; None where that cannot
-    be, or cannot be checked.
+    """Capture and rewrite with one layer compiled for all that are like it; None where that cannot be, or cannot be
+    checked.
     """
     looked_at = options.verify != "model" or dump.is_on() or options.patterns or registered_passes()
     if reference is None or options.target != "cpu" or looked_at:

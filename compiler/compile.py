@@ -139,7 +139,7 @@ def _stored(
 
 
 def _described(built: Built, model: nn.Module, contents: str) -> dict[str, Any] | None:
-    """What is to be stored of a program whose weights are not packed yet; None where it cannot be."""
+    """The data to store of a program whose weights are not packed yet; None where it cannot be."""
     if contents_digest(model) != contents:
         log.info("the program is not kept for later starts: the first call changed tensors of the module")
         return None
@@ -151,5 +151,5 @@ def _described(built: Built, model: nn.Module, contents: str) -> dict[str, Any] 
 
 
 def _is_plain(report: CompileReport) -> bool:
-    """Whether a program is the one that compiling again would make, in our own kernels."""
+    """True if a program is the one that compiling again would make, in our own kernels."""
     return report.codegen == "none" and not report.dropped_passes

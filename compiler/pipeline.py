@@ -71,7 +71,7 @@ def run_pipeline(
             log.warning("%s; applying the passes one by one", error)
         else:
             if captured.repeat is not None:
-                found = replace(found, traced=captured.repeat.deepen(found.captured))
+                found = replace(found, traced=captured.repeat.unroll(found.captured))
                 report.attention_recognised = report.attention_total = len(list(paged_attention_nodes(found.traced)))
                 clock.lap("passes")
             if reference is not None:
@@ -104,7 +104,7 @@ def run_pipeline(
 
 @dataclass(frozen=True)
 class _Rewritten:
-    """What the passes made of a captured graph.
+    """The graphs that the passes made of a captured one.
 
     Attributes:
         traced: the graph with all layers.

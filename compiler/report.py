@@ -1,4 +1,4 @@
-"""What compiling a model did, for people and for tests."""
+"""Reports of what compiling a model did, for people and for tests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PassCheck:
 
 @dataclass
 class CompileReport:
-    """What compiling a model did.
+    """A report of what compiling a model did.
 
     Attributes:
         model: class name.

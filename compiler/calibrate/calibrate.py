@@ -30,7 +30,7 @@ DAMPING = 0.01
 
 @dataclass(frozen=True)
 class CalibratedMatrix:
-    """What became of a matrix.
+    """The outcome for one matrix.
 
     Attributes:
         name: of its module in the model.

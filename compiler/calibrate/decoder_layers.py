@@ -154,8 +154,8 @@ def matrices_by_input(layer: nn.Module, index: int, call: LayerCall) -> list[lis
 
 
 def input_of(layer: nn.Module, index: int, call: LayerCall, name: str) -> torch.Tensor:
-    """What the module of that name reads when the layer runs: ``[rows, in]`` float32; no rows where it is not called,
-    as an expert that no token goes to."""
+    """The input of the module of that name when the layer runs: ``[rows, in]`` float32; no rows where it is not
+    called, as an expert that no token goes to."""
     found: list[torch.Tensor] = []
 
     def before(module: nn.Module, arguments: tuple[Any, ...]) -> None:

@@ -3,8 +3,8 @@
 Layers that are alike as modules (see ``layer_kinds``) are traced and rewritten once. The model is captured with the
 first ``kept`` layers only; in its rewritten graph the layers' parts are compared node by node, and the last part is
 repeated over the parameters of the layers that were left out. Nothing is taken on trust: where two compiled layers
-differ in the graph, or the deep graph does not say what the whole model says, everything is compiled again with all
-layers.
+differ in the graph, or the unrolled graph does not say what the whole model says, everything is compiled again with
+all layers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CannotRepeat(Exception):
 
 @dataclass(frozen=True)
 class LayerRepeat:
-    """Which layers of a model are compiled, and which of them stand for others.
+    """The layers of a model that are compiled, and those that are copies of them.
 
     Attributes:
         model: it, with all its layers.
@@ -92,17 +92,17 @@ class LayerRepeat:
         finally:
             setattr(parent, name, whole)
 
-    def deepen(self, traced: TracedGraph) -> TracedGraph:
+    def unroll(self, traced: TracedGraph) -> TracedGraph:
         """The rewritten graph of the kept layers, with the periodic part repeated up to all layers.
 
         Raises:
             CannotRepeat: the compiled layers are not alike in it.
         """
-        return _Deepening(self, traced.copy()).run()
+        return _Unrolling(self, traced.copy()).run()
 
 
-class _Deepening:
-    """One deepening of one graph, which is changed."""
+class _Unrolling:
+    """One unrolling of one graph, which is changed."""
 
     def __init__(self, repeat: LayerRepeat, traced: TracedGraph) -> None:
         self.repeat, self.traced = repeat, traced
@@ -185,7 +185,7 @@ class _Deepening:
     def _shifted(
         self, periods: int, copies: dict[fx.Node, fx.Node], newest: dict[fx.Node, fx.Node], old: fx.Node
     ) -> fx.Node:
-        """What a copy reads that is made so many periods after the one that reads ``old``."""
+        """The node that a copy reads, made so many periods after the one that reads ``old``."""
         if old.op == "placeholder":
             return self._input(old, periods)
         if self.at[old] > self.middle:
@@ -233,7 +233,7 @@ class _Deepening:
         return a is b
 
     def _equal_tables(self, a: fx.Node, b: fx.Node) -> bool:
-        """Whether two inputs receive tensors that passes made, and these are equal."""
+        """True if two inputs receive tensors that passes made, and these are equal."""
         x, y = (self.traced.constants.get(node.name) for node in (a, b))
         if x is None or y is None or {id(x), id(y)} & set(self.names):
             return False

@@ -23,17 +23,17 @@ class Skeleton:
 
     Attributes:
         model: in eval mode, its weights uninitialised; it can be compiled and not run.
-        stands_for: for each layer of the whole model the layer of ``model`` that is like it. The first and the last
-            stand for themselves alone, for what lies around the layers is fused into them.
+        representatives: for each layer of the whole model the layer of ``model`` that is like it. The first and the
+            last represent themselves alone, for what lies around the layers is fused into them.
     """
 
     model: nn.Module
-    stands_for: tuple[int, ...]
+    representatives: tuple[int, ...]
 
     @property
     def depth(self) -> int:
         """Layers of ``model``."""
-        return max(self.stands_for) + 1
+        return max(self.representatives) + 1
 
 
 def build_skeleton(kind: Any, config: Any, dtype: torch.dtype | None = None) -> Skeleton:
@@ -49,19 +49,19 @@ def build_skeleton(kind: Any, config: Any, dtype: torch.dtype | None = None) -> 
     config = copy.deepcopy(config)
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
     kinds = _kinds(kind, config)
-    stands_for = _stand_ins(kinds)
-    depth = max(stands_for, default=0) + 1
-    if depth < len(stands_for):
+    representatives = _first_alike(kinds)
+    depth = max(representatives, default=0) + 1
+    if depth < len(representatives):
         few = copy.deepcopy(config)
         _cut_layers(few.get_text_config(decoder=True), depth)
         if _kinds(kind, few) == kinds[:depth]:
-            return Skeleton(_without_values(kind, few, dtype), stands_for)
+            return Skeleton(_without_values(kind, few, dtype), representatives)
     layers = config.get_text_config(decoder=True).num_hidden_layers
     return Skeleton(_without_values(kind, config, dtype), identity(layers))
 
 
 def identity(layers: int) -> tuple[int, ...]:
-    """``stands_for`` of a whole model."""
+    """``representatives`` of a whole model."""
     return tuple(range(layers))
 
 
@@ -94,7 +94,7 @@ def _kinds(kind: Any, config: Any) -> list[str]:
         return []
 
 
-def _stand_ins(kinds: Sequence[str]) -> tuple[int, ...]:
+def _first_alike(kinds: Sequence[str]) -> tuple[int, ...]:
     """For each layer one of the first few that is like it, the first and the last one for themselves."""
     whole = len(kinds)
     for depth in range(3, whole):

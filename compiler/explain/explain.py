@@ -128,22 +128,22 @@ def explain(
     explanation = _explained(before, after, report, parsed, drop_in, refused, skeleton)
     if after is not None and after.npu is not None:
         layers = _layers(after, _layers(before, None) if before is not None else None)
-        stands_for = _stands_for(skeleton, layers)
+        representatives = _representatives(skeleton, layers)
         start = time.perf_counter()
-        graph = graph_engine_report(model, stands_for, parsed) if torchair else GeReport("not asked for")
+        graph = graph_engine_report(model, representatives, parsed) if torchair else GeReport("not asked for")
         report.seconds["torchair"] = time.perf_counter() - start
         soc = after.npu.soc
         routes = route_summaries(report.passes)
-        least = estimates(after, layers, stands_for, chip(soc), context)
+        least = estimates(after, layers, representatives, chip(soc), context)
         dtype = computed_in(after)
         explanation.npu = NpuReport(soc, chip(soc), after.npu.block_size, dtype, routes, graph, least)
     return explanation
 
 
-def _stands_for(skeleton: Skeleton | None, layers: DecoderLayers) -> tuple[int, ...]:
+def _representatives(skeleton: Skeleton | None, layers: DecoderLayers) -> tuple[int, ...]:
     """For each layer of the whole model the layer of the graph that is like it."""
     if skeleton is not None and skeleton.depth == len(layers.paths):
-        return skeleton.stands_for
+        return skeleton.representatives
     return identity(len(layers.paths))
 
 
@@ -194,13 +194,13 @@ def _explained(
                 (drawn, layer_graph(after, layers_after, i) if after and layers_after else LayerGraph((), ()))
             )
     summaries = _layer_summaries(before, layers, after, layers_after, expected)
-    stands_for = _stands_for(skeleton, layers) if layers is not None else ()
+    representatives = _representatives(skeleton, layers) if layers is not None else ()
     explanation = Explanation(
         model=report.model,
         target=options.target,
         opt_level=options.opt_level,
         passes=_pass_summaries(report, options, expected, layers),
-        layers=[_renumbered(summaries[like], number) for number, like in enumerate(stands_for)],
+        layers=[_renumbered(summaries[like], number) for number, like in enumerate(representatives)],
         recognised=recognition(expected, after.graph, layers_after, report.passes) if after and layers_after else [],
         leftovers=_leftovers(after, layers_after, report),
         target_graph=_target_graph(after, layers_after),
@@ -208,7 +208,7 @@ def _explained(
         verdict=report.verdict,
         refused=refused,
         seconds=report.seconds,
-        drawings=[drawings[like] for like in stands_for],
+        drawings=[drawings[like] for like in representatives],
         built_layers=None if skeleton is None else skeleton.depth,
     )
     report.seconds["report"] = time.perf_counter() - start
@@ -260,7 +260,7 @@ def _pass_summary(
 
 
 def _looked_for(name: str, expected: Sequence[Expected]) -> list[Expected] | None:
-    """What a recognising pass should find; None for a pass that recognises nothing that is counted."""
+    """The things that a recognising pass should find; None for a pass that recognises nothing that is counted."""
     if not name.startswith("recognise_"):
         return None
     for part, kinds, spelling in _LOOKS_FOR:
@@ -304,7 +304,7 @@ def _target_graph(after: TracedGraph | None, layers: DecoderLayers | None) -> Ta
 
 
 def cache_copies(graph: fx.Graph) -> int:
-    """How many operators of a graph copy a whole key or value cache."""
+    """The number of operators of a graph that copy a whole key or value cache."""
     views: dict[fx.Node, fx.Node] = {}
     copies = 0
     for node in graph.nodes:
@@ -319,7 +319,7 @@ def cache_copies(graph: fx.Graph) -> int:
 
 
 def _is_whole(node: fx.Node, cache: fx.Node) -> bool:
-    """Whether a copy is as large as the cache that it reads; what functionalises writes copies the cache always."""
+    """True if a copy is as large as the cache that it reads; what functionalises writes copies the cache always."""
     result = value(node)
     if isinstance(result, torch.Tensor):
         return str(result.numel()) == str(value(cache).numel())

@@ -16,7 +16,7 @@ from .tables import tables
 
 @dataclass(repr=False)
 class Explanation(Findings):
-    """What compiling a model does to it, and what it does not do.
+    """An account of what compiling a model does to it, and what it does not do.
 
     In a terminal it is a set of tables (``print`` it, or let rich print it in colour). Its attributes are those of
     ``Findings``.

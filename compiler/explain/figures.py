@@ -1,4 +1,4 @@
-"""What a page draws of an explanation: operators and bytes per layer, seconds, and the steps under a chip's roof."""
+"""Drawings of a page: operators and bytes per layer, seconds, and the steps under a chip's roof."""
 
 from __future__ import annotations
 

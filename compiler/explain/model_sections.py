@@ -12,7 +12,7 @@ from .wording import alike, counted, milliseconds, operator_list, size
 
 
 def heading(found: Findings) -> list[tuple[str, Styled]]:
-    """What is said in front of all tables, line by line."""
+    """Lines in front of all tables, each with its name."""
     verdict = found.verdict
     bad = bool(found.refused) or (verdict is not None and not verdict.ok)
     soc = "" if found.npu is None else f" ({found.npu.soc})"
@@ -146,7 +146,7 @@ def _drop_in_line(found: Findings) -> str:
 
 
 def _built_line(found: Findings) -> str:
-    """Which layers were looked at, where not all were."""
+    """The layers that were looked at, where not all were."""
     return (
         f"{found.built_layers} of {len(found.layers)} layers, from the configuration, without values in "
         "the weights; matches and sites below are counted in these, what a step costs is extrapolated to all"

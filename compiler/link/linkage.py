@@ -1,4 +1,4 @@
-"""What a program's graph is linked to: plain data that can be kept without the graph's fake values."""
+"""The things that a program's graph is linked to: plain data, kept without the graph's fake values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...runtime.program import CacheSpec, is_cache_input
 
 @dataclass(frozen=True)
 class Linkage:
-    """What each input of a graph receives.
+    """A record of what each input of a graph receives.
 
     Attributes:
         inputs: names of all, in order.

@@ -94,7 +94,7 @@ class LinkedProgram:
         self.copied_weights = [constants[name] for name in linkage.folded]
 
     def _records(self, run: Callable[..., Sequence[Any]], linkage: Linkage) -> RecordedSteps | None:
-        """What runs small steps of a graph that is called kernel by kernel; None for others, and for what was lowered
+        """Recorded small steps of a graph that is called kernel by kernel; None for others, and for what was lowered
         for an NPU, whose operators take lengths as lists."""
         if not isinstance(run, GraphCalls) or self.device.type != "cpu" or not self.caches or self.block_size:
             return None
@@ -148,7 +148,7 @@ class LinkedProgram:
 
     @phase("pack")
     def pack_weights(self, *, release: bool, check: bool = False) -> int:
-        """Lay the weights of packed linears out for the CPU's matrix kernels, and round those of quantised ones, one
+        """Lay the weights of packed linears out for the CPU's matrix kernels, and round those of quantized ones, one
         at a time.
 
         Args:
@@ -197,7 +197,7 @@ class LinkedProgram:
         return logits if self._route is None else logits[:asked]
 
     def arguments(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> list[Any]:
-        """What the inputs of the graph receive for a step."""
+        """Values of the graph's inputs for a step."""
         if not self._bound:
             raise RuntimeError("the program has no KV cache; call bind() first")
         args = list(self._args)

@@ -16,7 +16,7 @@ from .float32_run import Float32Graph
 def difference(
     original: fx.GraphModule, rewritten: fx.GraphModule, inputs: Sequence[Any], added: Sequence[Any] = ()
 ) -> str:
-    """How two graphs differ in what they yield and in what they write into their inputs, or "".
+    """The difference of two graphs in what they yield and in what they write into their inputs, in words, or "".
 
     Half precision is judged twice: both graphs in float32, where every row has to be right; and as it is, within the
     rounding that the original shows against itself in float32. There, where tokens are routed, half of the rows may

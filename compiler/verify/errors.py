@@ -44,6 +44,6 @@ def typical(errors: Sequence[float], share: float) -> float:
 
 
 def routes_tokens(graph: fx.Graph) -> bool:
-    """Whether a graph chooses experts: in half precision it decides otherwise where two are nearly as good, and the
+    """True if a graph chooses experts: in half precision it decides otherwise where two are nearly as good, and the
     row with it. In float32 every row has to be right."""
     return any(callee(node) in _ROUTERS for node in graph.nodes)

@@ -94,7 +94,7 @@ class Float32Graph:
         return self.together([args])[0]
 
     def together(self, calls: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
-        """What several calls yield, each node run for all of them before the next one: a weight is made once.
+        """The results of several calls, each node run for all of them before the next one: a weight is made once.
 
         Calls that write into the same tensors do so in their order, node by node. That is right for caches, of which
         a step reads no more than earlier steps and itself wrote. Of constants that the graph writes into, such as a

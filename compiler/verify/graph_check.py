@@ -1,6 +1,6 @@
 """The comparison of a rewritten graph with the captured one, in float32, over weights that let every part count.
 
-The self-check on the model's own weights and dtype (``verify``) sees what rounding does not hide and what these
+The self-check on the model's own weights and dtype (``self_check``) sees what rounding does not hide and what these
 weights make visible. Here the same two graphs run in float32 (``float32_run``) twice: with weights that make
 attention peaked, biases count and logits large, so that a scale, a softcap or a lost key shows; and with weights so
 small that the mean square of every row comes near the eps of its norm.
@@ -35,7 +35,7 @@ _SAMPLE = 1 << 14
 
 @dataclass(frozen=True)
 class Weights:
-    """How the parameters are changed for a run.
+    """A change of the parameters for a run.
 
     Attributes:
         name: what they make visible.
@@ -101,7 +101,7 @@ def measure_rounding(captured: Captured, reference: Reference) -> None:
 
 
 def can_check(traced: TracedGraph) -> bool:
-    """Whether a graph can run in float32: on the host, over caches that round nothing."""
+    """True if a graph can run in float32: on the host, over caches that round nothing."""
     return _on_cpu(traced) and not any(spec.has_scales for spec in traced.caches)
 
 
@@ -144,7 +144,7 @@ def _kept(constants: Mapping[str, Any]) -> list[str]:
 
 
 def _constants(original: TracedGraph, rewritten: TracedGraph, weights: Weights) -> dict[str, Any]:
-    """What the constants of both graphs receive, by name."""
+    """Values of the constants of both graphs, by name."""
     folded = set(rewritten.notes.get("folded", ()))
     changed: dict[int, ChangedWeight] = {}
     constants: dict[str, Any] = {**original.constants, **rewritten.constants}
@@ -162,7 +162,7 @@ def _constants(original: TracedGraph, rewritten: TracedGraph, weights: Weights) 
 
 
 def _is_part(tensor: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether all of ``tensor`` lies within the memory of ``weight``."""
+    """True if all of ``tensor`` lies within the memory of ``weight``."""
     first = tensor.storage_offset() - weight.storage_offset()
     return (
         tensor.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()

@@ -31,7 +31,7 @@ model's differ by 4.1 and more."""
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which sequences a check runs, and how their prompts are cut.
+    """The sequences that a check runs, and the cuts of their prompts.
 
     Attributes:
         lengths: tokens of each sequence.
@@ -51,7 +51,7 @@ class Schedule:
 
 
 MODEL_SCHEDULE = Schedule((11, 27, 48), (3, 9, 6), 4)
-"""How the model's own logits are compared."""
+"""For the comparison with the model's own logits."""
 SHORT_SCHEDULE = Schedule((3, 8, 5), (2, 5, 3), 4, decoded=1)
 """The same for a program that was compared before it was stored."""
 
@@ -78,13 +78,13 @@ class Reference:
 
     @property
     def prompts(self) -> list[int]:
-        """How many tokens of each sequence are prefilled; the rest is decoded."""
+        """The number of tokens of each sequence that are prefilled; the rest is decoded."""
         return [len(t) - self.schedule.decoded for t in self.tokens]
 
 
 @phase("reference")
 def reference_of_model(model: nn.Module, schedule: Schedule = MODEL_SCHEDULE) -> Reference:
-    """What the model says when HuggingFace runs it, each sequence alone and without a cache.
+    """The logits of the model when HuggingFace runs it, each sequence alone and without a cache.
 
     Raises:
         UnsupportedModel: the model does not run on ``input_ids`` alone.
@@ -117,7 +117,7 @@ def reference_of_model(model: nn.Module, schedule: Schedule = MODEL_SCHEDULE) ->
 
 
 def _not_finite(model: nn.Module) -> str:
-    """Why a model's own logits are NaN or infinite: the first parameter that is, where one is."""
+    """The reason why a model's own logits are NaN or infinite: the first parameter that is, where one is."""
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             what = "NaN" if parameter.isnan().any() else "an infinity"
@@ -146,7 +146,7 @@ def run_alone(
 
 
 def arguments_alone(traced: TracedGraph, constants: Mapping[str, Any], tokens: torch.Tensor) -> list[Any]:
-    """What the inputs of a graph without caches receive for one sequence of ``[length]`` tokens."""
+    """Values of the inputs of a graph without caches for one sequence of ``[length]`` tokens."""
     positions = torch.arange(len(tokens))[None]
     given = {**constants, traced.input_ids: tokens[None], traced.position_ids: positions}
     return [given.get(node.name, len(tokens)) for node in traced.placeholders]

@@ -102,7 +102,7 @@ def test_layers_that_share_keys_are_not_cut_away() -> None:
         head_dim=16,
         activation_sparsity_pattern=None,
     )
-    assert build_skeleton(Gemma3nForCausalLM, config, torch.float32).stands_for == tuple(range(10))
+    assert build_skeleton(Gemma3nForCausalLM, config, torch.float32).representatives == tuple(range(10))
 
 
 class Watcher(fx.Interpreter):

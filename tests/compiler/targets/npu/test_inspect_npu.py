@@ -217,7 +217,7 @@ def test_a_skeleton_has_every_kind_of_layer(model_type: str, layers: int, expect
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * (layers // 2)} if model_type == "gemma2" else {}
     whole = build_tiny_model(model_type, num_hidden_layers=layers, **kinds)
     skeleton = build_skeleton(type(whole), whole.config, torch.bfloat16)
-    assert skeleton.stands_for == expected
+    assert skeleton.representatives == expected
     assert len(skeleton.model.model.layers) == skeleton.depth == max(expected) + 1  # type: ignore[union-attr,arg-type]
     assert whole.config.num_hidden_layers == layers
     assert {p.dtype for p in skeleton.model.parameters()} == {torch.bfloat16}
