@@ -68,8 +68,8 @@ def npu_row(name: str, model: Any) -> NpuRow:
     from torch_pagoda.compiler.explain.expected import expected_matches
     from torch_pagoda.compiler.explain.recognition import recognition
     from torch_pagoda.compiler.options import CompileOptions
+    from torch_pagoda.compiler.pipeline import run_pipeline
     from torch_pagoda.compiler.report import CompileReport
-    from torch_pagoda.compiler.rewrite import rewrite
     from torch_pagoda.compiler.verify.self_check import reference_of_model
     from torch_pagoda.passes import UnsupportedModel
     from torch_pagoda.passes.graph.npu_target import NpuTarget
@@ -86,9 +86,9 @@ def npu_row(name: str, model: Any) -> NpuRow:
             untouched = None
         # Lowering swallows norms and rotations; what was recognised is seen best before.
         canonical_report = CompileReport(name)
-        canonical = rewrite(captured, CompileOptions(codegen="none", target="cpu"), None, canonical_report)
+        canonical = run_pipeline(captured, CompileOptions(codegen="none", target="cpu"), None, canonical_report)
         captured.traced.npu = NpuTarget(float32_as=torch.bfloat16)
-        lowered = rewrite(captured, CompileOptions(codegen="none", target="npu"), reference, report)
+        lowered = run_pipeline(captured, CompileOptions(codegen="none", target="npu"), reference, report)
     except UnsupportedModel as error:
         row.refused = " ".join(str(error).split())[:200]
         return row

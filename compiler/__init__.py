@@ -1,4 +1,4 @@
-"""Capture, pass pipeline, verification and linking: from a HuggingFace model to a Program."""
+"""The compiler's public names: ``compile_program``, its options, its report, its errors, and the two guards."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from ..passes import PassRecord, TracedGraph, UnsupportedModel
 from ..passes.graph.fx_nodes import callee, value
 from .capture.module_scalars import recover_module_scalars
 from .options import CompileOptions, selected_passes
-from .pipeline import run_passes
+from .pipeline import apply_one_by_one
 from .targets.cpu.inductor import generate_code, is_fusible
 from .targets.cpu.kernels import call_kernels
 from .targets.npu.ge_route import GeGraphs
@@ -109,7 +109,7 @@ def pagoda(
 
 
 def _training_reason(example_inputs: list[Any]) -> str:
-    """Why this is a training graph, or ""."""
+    """The reason to take this for a training graph, or ""."""
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
         return "has grad mode on and an input or parameter that requires grad"
     if any(part.training for module in _traced_modules() for part in module.modules()):
@@ -118,7 +118,7 @@ def _training_reason(example_inputs: list[Any]) -> str:
 
 
 def _is_autocast(gm: fx.GraphModule, example_inputs: list[Any]) -> bool:
-    """Whether autocast is on around the graph or switched on within it."""
+    """True if autocast is on around the graph or switched on within it."""
     devices = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
     if any(torch.is_autocast_enabled(device) for device in devices):
         return True
@@ -158,7 +158,7 @@ def _rewrite(gm: fx.GraphModule, example_inputs: list[Any], options: CompileOpti
     traced = TracedGraph(gm, fakes[0].fake_mode, {}, paged=False).copy()
     dump.begin("drop_in")
     dump.write_graph(traced, "captured")
-    traced, records = _one_by_one(
+    traced, records = _applied(
         traced, "dynamo", options, lambda candidate: difference(gm, candidate.module, example_inputs)
     )
     _log(records)
@@ -172,8 +172,8 @@ def _rewrite(gm: fx.GraphModule, example_inputs: list[Any], options: CompileOpti
     return traced.module
 
 
-def _one_by_one(
-    traced: TracedGraph, stage: str, options: CompileOptions, refusal: Callable[[TracedGraph], str]
+def _applied(
+    traced: TracedGraph, stage: str, options: CompileOptions, difference: Callable[[TracedGraph], str]
 ) -> tuple[TracedGraph, list[PassRecord]]:
     """Apply the passes of one stage, leaving out what fails.
 
@@ -181,24 +181,16 @@ def _one_by_one(
         traced: is edited.
         stage: "dynamo" or "aten".
         options: which passes, and whether to compare after each.
-        refusal: what is wrong with the numbers of a graph, or "".
+        difference: what is wrong with the numbers of a graph, or "".
     """
     records: list[PassRecord] = []
-    for entry in selected_passes(options, stage):
-        before, reason = traced.copy(), ""
-        try:
-            applied = run_passes(traced, [entry])
-            if options.verify == "every-pass" and applied[0].matches:
-                reason = refusal(traced)
-        except UnsupportedModel as error:
-            reason = str(error)
-        if reason:
-            log.warning("pass %s is left out: %s", entry.name, reason)
-            traced = before
-        else:
-            records += applied
-    traced.recompile()
-    return traced, records
+
+    def refusal(index: int, before: TracedGraph, after: TracedGraph | UnsupportedModel) -> str:
+        if isinstance(after, UnsupportedModel):
+            return str(after)
+        return difference(after) if options.verify == "every-pass" else ""
+
+    return apply_one_by_one(traced, selected_passes(options, stage), refusal, records), records
 
 
 def _log(records: list[PassRecord]) -> None:
@@ -242,7 +234,7 @@ def _fuse(
         added = AddedArguments(candidate, len(original.placeholders))
         return difference(gm, candidate.module, real, added.tensors)
 
-    traced, records = _one_by_one(original.copy(), "aten", options, refusal)
+    traced, records = _applied(original.copy(), "aten", options, refusal)
     _log(records)
     if options.verify != "off" and any(record.matches for record in records):
         reason = refusal(traced)

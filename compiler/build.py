@@ -1,11 +1,12 @@
-"""From a model to a Program: capture, the rewritten graph, code, packed weights, each compared with the model."""
+"""The stages of building a program: reference, capture, pipeline, code, packed weights; it is compared after each."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -15,8 +16,8 @@ from .capture.state_layers import check_state
 from .capture.trace import Captured, capture
 from .link.linker import LinkedProgram, link
 from .options import CompileOptions
+from .pipeline import run_pipeline
 from .report import CompileReport, PhaseClock, first_line
-from .rewrite import rewrite
 from .targets.cpu.inductor import generate_code, is_fusible
 from .targets.cpu.kernels import call_kernels
 from .targets.npu.routes import make_route
@@ -68,6 +69,7 @@ def build_program(
         UnsupportedModel: the model cannot be served exactly; the message says which part and why.
         ValueError: ``codegen`` does not fit the target or the device.
     """
+    options = options.for_device(next(model.parameters()).device.type)
     built = build_unpacked(model, options, report=report, owns_weights=owns_weights)
     finish(built, owns_weights=owns_weights)
     return built.program
@@ -76,9 +78,8 @@ def build_program(
 def build_unpacked(
     model: nn.Module, options: CompileOptions, *, owns_weights: bool = False, report: CompileReport | None = None
 ) -> Built:
-    """The first part of ``build_program``: all but packing the weights of a CPU's program."""
+    """The first part of ``build_program``, all but packing the weights of a CPU's program, with a definite target."""
     report = CompileReport(type(model).__name__) if report is None else report
-    options = options.for_device(next(model.parameters()).device.type)
     if (config := getattr(model, "config", None)) is not None:
         check_state(type(model), config)
     dump.begin(report.model)
@@ -92,24 +93,27 @@ def build_unpacked(
         captured = capture(model)
         dump.write_graph(captured.traced, "captured")
         clock.lap("capture")
-        found = captured, rewrite(captured, options, reference, report)
+        found = captured, run_pipeline(captured, options, reference, report)
     captured, traced = found
     clock = PhaseClock(report.seconds)
-    if traced.npu is None:
+    switch = traced.notes.rope_switch
+    restart = None if switch is None else restart_length(model, switch)
+    linked = functools.partial(link, traced, report=report, restart_length=restart)
+    if traced.npu is not None:
+        program = _link_for_npu(linked, traced, options, reference, report, clock, owns_weights)
+    elif options.uses_inductor(sum(p.numel() for p in model.parameters()), is_fusible(traced)):
         # Until weights are rounded and packed, every product would round its own.
-        program = _link(captured, traced, options, model, None if options.quantization else reference, report, clock)
+        program = _link_inductor(linked, captured, traced, None if options.quantization else reference, report, clock)
     else:
-        program = _link_for_npu(traced, options, reference, report, clock, owns_weights)
-    program.rope_switch = switch = traced.notes.rope_switch
-    program.restart_length = None if switch is None else restart_length(model, switch)
+        program = linked(call_kernels(traced))
     return Built(program, traced, options, reference)
 
 
 def _with_few_layers(
     model: nn.Module, options: CompileOptions, reference: Reference | None, report: CompileReport
 ) -> tuple[Captured, TracedGraph] | None:
-    """What capturing and rewriting yield when one layer is compiled for all that are like it; None where that cannot
-    be, or cannot be checked.
+    """Capture and rewrite with one layer compiled for all that are like it; None where that cannot be, or cannot be
+    checked.
     """
     looked_at = options.verify != "model" or dump.is_on() or options.patterns or registered_passes()
     if reference is None or options.target != "cpu" or looked_at:
@@ -122,7 +126,7 @@ def _with_few_layers(
         with repeat.shortened():
             captured = replace(capture(model), repeat=repeat)
         clock.lap("capture")
-        traced = rewrite(captured, options, reference, report)
+        traced = run_pipeline(captured, options, reference, report)
     except (CannotRepeat, UnsupportedModel) as error:
         log.info("%s is compiled with all its layers: %s", report.model, error)
         fresh = CompileReport(report.model, seconds=report.seconds)
@@ -165,24 +169,25 @@ def _pack(program: LinkedProgram, reference: Reference | None, report: CompileRe
         report.verdict = verdict
 
 
-def _link(
+_Linked: TypeAlias = Callable[[Callable[..., Sequence[Any]]], LinkedProgram]
+"""The program of a function of the graph's inputs."""
+
+
+def _link_inductor(
+    linked: _Linked,
     captured: Captured,
     traced: TracedGraph,
-    options: CompileOptions,
-    model: nn.Module,
     reference: Reference | None,
     report: CompileReport,
     clock: PhaseClock,
 ) -> LinkedProgram:
-    if not options.uses_inductor(sum(p.numel() for p in model.parameters()), is_fusible(traced)):
-        return link(traced, call_kernels(traced), report)
     try:
-        run: Callable[..., Sequence[Any]] = generate_code(traced, captured.context)
+        run = generate_code(traced, captured.context)
     except Exception as error:  # no C++ compiler, no room on the disk, a bug of inductor
         log.warning("inductor fails, the rewritten graph runs as it is, slower: %s", first_line(error))
         report.dropped_passes.append(("inductor", first_line(error)))
-        return link(traced, call_kernels(traced), report)
-    program = link(traced, run, report)
+        return linked(call_kernels(traced))
+    program = linked(run)
     clock.lap("codegen")
     report.codegen = "inductor"
     if reference is not None:
@@ -192,12 +197,13 @@ def _link(
             log.warning("inductor's code is not used: %s; the rewritten graph runs as it is", verdict.reason)
             report.dropped_passes.append(("inductor", verdict.reason))
             report.codegen = "none"
-            return link(traced, call_kernels(traced), report)
+            return linked(call_kernels(traced))
         report.verdict = verdict
     return program
 
 
 def _link_for_npu(
+    linked: _Linked,
     traced: TracedGraph,
     options: CompileOptions,
     reference: Reference | None,
@@ -210,8 +216,8 @@ def _link_for_npu(
     eager = call_kernels(traced)
     route = make_route(options.codegen, traced, eager)
     if route is None:
-        return link(traced, eager, report)
-    program, reason = link(traced, route, report), ""
+        return linked(eager)
+    program, reason = linked(route), ""
     report.codegen = route.name
     if reference is not None:
         try:
@@ -225,7 +231,7 @@ def _link_for_npu(
         log.warning("codegen=%r is not used: %s; the lowered graph runs call by call, slower", route.name, reason)
         report.dropped_passes.append((route.name, reason))
         report.codegen = "none"
-        return link(traced, eager, report)
+        return linked(eager)
     if reference is not None:
         report.verdict = verdict
     return program

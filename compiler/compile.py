@@ -1,4 +1,4 @@
-"""From a model to a Program: the one that an earlier process stored, or else a new one."""
+"""The store in front of the compiler: the program of an earlier process is taken, a new one is built and kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from ..runtime.phases import phase
 from .fingerprint.describer import CannotIdentify
 from .fingerprint.fingerprint import fingerprint
 from .fingerprint.tensor_contents import contents_digest
-from .link.linkage import Linkage
 from .link.linker import LinkedProgram
 from .options import CompileOptions
 from .report import CompileReport, PhaseClock
@@ -70,8 +69,6 @@ def compile_program(model: nn.Module, options: CompileOptions, *, owns_weights: 
     program = built.program
     if store is not None and data is not None:
         more = {
-            "rope_switch": program.rope_switch,
-            "restart_length": program.restart_length,
             "judged": None if built.reference is None else (built.reference.tolerance, built.reference.share),
         }
         store.save(key, {**data, **more, "report": report_data(program.report)})
@@ -102,7 +99,6 @@ def _stored(
         return None
     try:
         program = restore(data, model)
-        program.rope_switch, program.restart_length = data["rope_switch"], data["restart_length"]
         tolerance, share = map(float, data["judged"] or (0.0, 0.0))
         if options.verify != "off" and not (0 < tolerance < math.inf and 0 < share <= 1):
             raise ValueError(f"it was judged by {data['judged']!r}")
@@ -143,17 +139,17 @@ def _stored(
 
 
 def _described(built: Built, model: nn.Module, contents: str) -> dict[str, Any] | None:
-    """What is to be stored of a program whose weights are not packed yet; None where it cannot be."""
+    """The data to store of a program whose weights are not packed yet; None where it cannot be."""
     if contents_digest(model) != contents:
         log.info("the program is not kept for later starts: the first call changed tensors of the module")
         return None
     try:
-        return describe(built.traced, Linkage.of(built.traced), model)
+        return describe(built.traced, built.program.linkage, model)
     except CannotStore as error:
         log.info("the program is not kept for later starts: %s", error)
         return None
 
 
 def _is_plain(report: CompileReport) -> bool:
-    """Whether a program is the one that compiling again would make, in our own kernels."""
+    """True if a program is the one that compiling again would make, in our own kernels."""
     return report.codegen == "none" and not report.dropped_passes

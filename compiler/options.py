@@ -13,13 +13,12 @@ from ..passes import PASSES, Pass
 from ..passes.graph.npu_target import DEFAULT_BLOCK_SIZE, DEFAULT_SOC, NpuTarget
 from ..runtime.ops.quantized_weight import DEFAULT_GROUP_SIZES, Quantization, check_group_size
 from .targets.npu.offline.run import is_offline
-from .user_passes import Pattern, with_user_passes
+from .user_passes import OPT_LEVELS, Pattern, with_user_passes
 
 VERIFY = ("model", "off", "every-pass")
 CODEGEN = ("auto", "none", "inductor", "ge", "aclgraph")
 _CODEGEN_OF_NPU = ("ge", "aclgraph")
 TARGETS = ("auto", "cpu", "npu")
-OPT_LEVELS = (0, 1, 2, 3)
 KV_CACHE_DTYPES = ("auto", "int8")
 QUANTIZATIONS = ("int8", "int8-weight-only", "int4", "int4-weight-only")
 AUTO_CODEGEN_PARAMETERS = 50_000_000
@@ -27,11 +26,11 @@ AUTO_CODEGEN_PARAMETERS = 50_000_000
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """How a model is compiled.
+    """The choices that a model is compiled with.
 
     Attributes:
         opt_level: 0 swaps attention only; 1 adds rewrites that are bitwise equal to level 0 when the graph runs as
-            it is (``codegen="none"``); 2 adds the fusions; 3 all passes.
+            it is (``codegen="none"``); 2 adds the fusions.
         passes: ``{"skip": [names]}``, or ``{"only": [names]}``, which chooses among the optional ones, of any level:
             those that a program cannot be made without and those that an option of their own asks for run beside
             them. One that reads what another recognises (``merge_linears`` what ``recognise_linear`` does) needs that
@@ -51,7 +50,7 @@ class CompileOptions:
             scale per token and head, about half of bfloat16's memory, at the price of rounding.
         quantization: cpu only: round the weights of a paged program's linear layers to 8 or 4 bits, "int8" or "int4",
             and their inputs to 8 bits, or where "-weight-only" follows to 16; None keeps the model's numbers.
-        group_size: inputs of a quantised weight that share a scale, a multiple of 64, or 0 for all; None is what a
+        group_size: inputs of a quantized weight that share a scale, a multiple of 64, or 0 for all; None is what a
             calibrated model records (see ``recorded_grid``), else 256 for 8 bits and 128 for 4. Rounded inputs
             have the same groups.
         batch_invariant: cpu only: a token's logits do not change by a bit with its batch mates, with the chunks that
@@ -90,7 +89,7 @@ class CompileOptions:
             _one_of("quantization", self.quantization, QUANTIZATIONS)
         if self.group_size is not None:
             if self.quantization is None:
-                raise ValueError(f"group_size={self.group_size!r} is for quantised weights; give quantization too")
+                raise ValueError(f"group_size={self.group_size!r} is for quantized weights; give quantization too")
             check_group_size(self.group_size)
         if self.target == "npu" and self.codegen == "inductor":
             raise ValueError(
@@ -165,7 +164,7 @@ class CompileOptions:
         return replace(self, target=target, codegen=codegen)
 
     def npu_target(self, device: str = "cpu") -> NpuTarget:
-        """What lowering for an NPU has to know.
+        """The facts that lowering for an NPU has to know.
 
         Args:
             device: that runs the graph. On an NPU, calls that go one by one are lowered like captured ones.
@@ -179,12 +178,12 @@ class CompileOptions:
 
     @property
     def cache_dtype(self) -> torch.dtype | None:
-        """What ``kv_cache_dtype`` stands for; None for that of keys and values."""
+        """The dtype that ``kv_cache_dtype`` names; None for that of keys and values."""
         return torch.int8 if self.kv_cache_dtype == "int8" else None
 
     @property
     def weight_quantization(self) -> Quantization | None:
-        """What ``quantization`` and ``group_size`` stand for."""
+        """The scheme that ``quantization`` and ``group_size`` name."""
         if self.quantization is None:
             return None
         bits = 8 if self.quantization.startswith("int8") else 4
@@ -192,7 +191,7 @@ class CompileOptions:
         return Quantization(bits, size, input_bits=16 if self.quantization.endswith("-weight-only") else 8)
 
     def selects(self, entry: Pass) -> bool:
-        """Whether a pass is to run."""
+        """True if a pass is to run."""
         if entry.option and not getattr(self, entry.option):
             return False
         if entry.option == "batch_invariant":
@@ -206,7 +205,7 @@ class CompileOptions:
         return entry.name not in self.passes.get("skip", ())
 
     def uses_inductor(self, parameters: int, fusible: bool) -> bool:
-        """Whether a model goes through inductor.
+        """True if a model goes through inductor.
 
         Args:
             parameters: how many it has.

@@ -1,17 +1,303 @@
-"""Run the passes over a traced graph, check the graph after each, and keep the records."""
+"""The pass pipeline: all passes over a captured graph, a proof and comparisons; one by one where those fail."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
-
-import torch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from ..passes import Pass, PassRecord, TracedGraph, UnsupportedModel
-from ..passes.graph.fx_nodes import VMAP_BOUNDS, callee, is_tensor, value
+from ..passes.graph.attention_node import paged_attention_nodes
+from ..passes.graph.fx_nodes import value
 from ..runtime.phases import phase
-from .report import first_line
+from .capture.aten import to_aten
+from .capture.layer_repeat import CannotRepeat
+from .capture.trace import Captured
+from .link.linker import link
+from .options import CompileOptions, selected_passes
+from .report import CompileReport, PassCheck, PhaseClock, Verdict, first_line, rejection_line
 from .verify import dump
+from .verify.fake_values import propagate
+from .verify.graph_check import can_check, check_graph, measure_rounding
+from .verify.long_windows import check_long_windows
+from .verify.paging import check_paging
+from .verify.self_check import Reference, check
+
+log = logging.getLogger(__name__)
+
+Refusal: TypeAlias = Callable[[int, TracedGraph, "TracedGraph | UnsupportedModel"], str]
+"""Of the index of a pass, the graph before it, and the graph after it or the error that it ended in: why the pass is
+to be left out, or ""."""
+
+
+def run_pipeline(
+    captured: Captured, options: CompileOptions, reference: Reference | None, report: CompileReport
+) -> TracedGraph:
+    """The graph after the passes, proven and, with a reference, compared with the model.
+
+    Args:
+        captured: the model's graph; its copies are edited.
+        options: with a definite target, see ``CompileOptions.for_device``.
+        reference: what the model says; None compares nothing.
+        report: filled in.
+
+    Raises:
+        CannotRepeat: the layers that were captured cannot stand for the others.
+        UnsupportedModel: something of the model has no exact counterpart in a paged program.
+    """
+    clock = PhaseClock(report.seconds)
+    if options.target == "npu" and captured.traced.npu is None:
+        device = value(captured.traced.placeholder(captured.traced.input_ids)).device
+        captured.traced.npu = options.npu_target(device.type)
+    if options.cache_dtype is not None and reference is not None:
+        options, dropped = _checked_without_rounding(captured, options, reference, report)
+        clock.lap("verify")
+    else:
+        dropped = []
+    captured.traced.cache_dtype = options.cache_dtype
+    captured.traced.quantization = options.weight_quantization
+    if reference is not None:
+        measure_rounding(captured, reference)
+        clock.lap("verify")
+    found: _Rewritten | None = None
+    if options.verify != "every-pass":
+        try:
+            found = _all_at_once(captured, options, report, clock)
+        except PassError as error:
+            if captured.repeat is not None:
+                raise CannotRepeat(str(error)) from error
+            log.warning("%s; applying the passes one by one", error)
+        else:
+            if captured.repeat is not None:
+                found = replace(found, traced=captured.repeat.unroll(found.captured))
+                report.attention_recognised = report.attention_total = len(list(paged_attention_nodes(found.traced)))
+                clock.lap("passes")
+            if reference is not None:
+                report.verdict = _difference(captured, found.traced, found.captured, reference)
+                clock.lap("verify")
+    if captured.repeat is not None and report.verdict is not None and not report.verdict.ok:
+        raise CannotRepeat(report.verdict.reason)
+    if found is None or (report.verdict is not None and not report.verdict.ok):
+        found = _one_by_one(captured, options, reference, report, clock)
+        if reference is not None:
+            report.verdict = _difference(captured, found.traced, found.captured, reference)
+            clock.lap("verify")
+    if report.verdict is not None and not report.verdict.ok:
+        raise UnsupportedModel(
+            f"{report.model}: the paged program is not exact ({report.verdict.reason}), though each pass is for "
+            "sequences that run alone; the self-check refuses it. Please report the model; verify='off' serves it "
+            "regardless"
+        )
+    if reference is not None and can_check(found.captured):
+        _, lowering = _aten_passes(options)
+        long_windows = check_long_windows(captured.traced, found.paged, lambda graph: run_passes(graph, lowering))
+        if long_windows is not None and not long_windows.ok:
+            raise UnsupportedModel(f"{report.model}: a long window is not exact ({long_windows.reason})")
+        clock.lap("verify")
+    report.dropped_passes = dropped + report.dropped_passes
+    _hold_weights(found.traced, options, report)
+    clock.lap("passes")
+    return found.traced
+
+
+@dataclass(frozen=True)
+class _Rewritten:
+    """The graphs that the passes made of a captured one.
+
+    Attributes:
+        traced: the graph with all layers.
+        captured: the same over the layers that were captured.
+        paged: that one before its attention was lowered.
+    """
+
+    traced: TracedGraph
+    captured: TracedGraph
+    paged: TracedGraph
+
+
+def _aten_passes(options: CompileOptions) -> tuple[list[Pass], list[Pass]]:
+    """The passes on the ATen graph: those on canonical operators, and from the first that puts the target's own in
+    their place."""
+    passes = selected_passes(options, "aten")
+    first = next((i for i, entry in enumerate(passes) if entry.target), len(passes))
+    return passes[:first], passes[first:]
+
+
+def _hold_weights(traced: TracedGraph, options: CompileOptions, report: CompileReport) -> None:
+    """Apply the passes that say how weights are held.
+
+    Raises:
+        UnsupportedModel: weights are to be rounded, and there is none that can be.
+    """
+    records = run_passes(traced, selected_passes(options, "weights"))
+    report.passes += records
+    for record in records:
+        if record.name == "quantise_linears" and not record.matches:
+            why = f": {rejection_line(record.rejections[0])}" if record.rejections else ""
+            raise UnsupportedModel(
+                f"{report.model}: quantization={options.quantization!r} finds no linear layer that it can round{why}"
+            )
+
+
+def _checked_without_rounding(
+    captured: Captured, options: CompileOptions, reference: Reference, report: CompileReport
+) -> tuple[CompileOptions, list[tuple[str, str]]]:
+    """Compare the graph with caches of full precision: rounded ones would hide what is slightly wrong.
+
+    Returns:
+        the options without the optional passes that break the numbers, and these with the reasons.
+
+    Raises:
+        UnsupportedModel: the model cannot be served, whatever its caches are.
+    """
+    plain = CompileReport(report.model)
+    run_pipeline(captured, replace(options, kv_cache_dtype="auto"), reference, plain)
+    dropped = [(name, why) for name, why in plain.dropped_passes if name != "to_aten"]
+    names = [name for name, _ in dropped]
+    if "only" in options.passes:
+        passes = {"only": [name for name in options.passes["only"] if name not in names]}
+    else:
+        passes = {"skip": [*options.passes.get("skip", ()), *names]}
+    return replace(options, passes=passes), dropped
+
+
+def _all_at_once(captured: Captured, options: CompileOptions, report: CompileReport, clock: PhaseClock) -> _Rewritten:
+    """Apply all passes and prove the paged graph between the two stages.
+
+    Raises:
+        PassError: a pass or the conversion to ATen failed.
+    """
+    traced = captured.traced.copy()
+    report.passes = run_passes(traced, selected_passes(options, "dynamo"))
+    check_paging(traced, report)
+    clock.lap("passes")
+    try:
+        traced = to_aten(traced, captured.context)
+    except Exception as error:
+        raise PassError(f"AOTAutograd cannot trace the rewritten graph: {first_line(error)}") from error
+    dump.write_graph(traced, "aten")
+    clock.lap("aten")
+    before, lowering = _aten_passes(options)
+    report.passes += run_passes(traced, before)
+    paged = traced.copy() if lowering else traced
+    report.passes += run_passes(traced, lowering)
+    clock.lap("passes")
+    return _Rewritten(traced, traced, paged)
+
+
+def _one_by_one(
+    captured: Captured, options: CompileOptions, reference: Reference | None, report: CompileReport, clock: PhaseClock
+) -> _Rewritten:
+    """Apply the passes one at a time, comparing after each; leave out optional ones that fail or break the numbers.
+
+    Raises:
+        UnsupportedModel: a required pass fails (PassError) or breaks the numbers; the message names it.
+    """
+    report.passes, report.dropped_passes = [], []
+    traced = _each(captured, captured.traced.copy(), selected_passes(options, "dynamo"), reference, report)
+    check_paging(traced, report)
+    clock.lap("passes")
+    try:
+        aten = to_aten(traced, captured.context)
+        dump.write_graph(aten, "aten")
+        reason = _difference(captured, aten, aten, reference).reason if reference is not None else ""
+    except Exception as error:
+        reason = first_line(error)
+    clock.lap("aten")
+    if reason:
+        report.dropped_passes.append(("to_aten", reason))
+        log.warning("no pass on the ATen graph is applied: %s", reason)
+        return _Rewritten(traced, traced, traced)
+    before, lowering = _aten_passes(options)
+    traced = _each(captured, aten, before, reference, report)
+    paged = traced.copy() if lowering else traced
+    traced = _each(captured, traced, lowering, reference, report)
+    clock.lap("passes")
+    return _Rewritten(traced, traced, paged)
+
+
+def _difference(
+    captured: Captured, traced: TracedGraph, shallow: TracedGraph, reference: Reference, *, alone: bool = False
+) -> Verdict:
+    """Compare a graph with the model, and what it is made of (the same over the layers that were captured) in float32
+    with the captured graph."""
+    verdict = check(link(traced, traced.module), reference, alone=alone)
+    if verdict.ok and can_check(shallow):
+        in_float32 = check_graph(captured.traced, shallow, alone=alone)
+        return verdict if in_float32.ok else in_float32
+    return verdict
+
+
+def _each(
+    captured: Captured,
+    traced: TracedGraph,
+    passes: Sequence[Pass],
+    reference: Reference | None,
+    report: CompileReport,
+) -> TracedGraph:
+    """Apply passes of one stage one at a time. Until all required ones have run, the graph is compared on sequences
+    that run alone.
+    """
+
+    def refusal(index: int, before: TracedGraph, after: TracedGraph | UnsupportedModel) -> str:
+        entry = passes[index]
+        if isinstance(after, UnsupportedModel):
+            if not isinstance(after, PassError):
+                raise after
+            report.checks.append(PassCheck(entry.name, float("inf"), str(after)))
+            if entry.required:
+                raise after
+            report.dropped_passes.append((entry.name, str(after)))
+            return str(after)
+        if reference is None:
+            return ""
+        alone = any(p.required for p in passes[index + 1 :])
+        verdict = _difference(captured, after, after, reference, alone=alone)
+        report.checks.append(PassCheck(entry.name, verdict.error, verdict.reason))
+        if verdict.reason:
+            dump.write_reproducer(entry.name, before, after, reference, alone=alone, reason=verdict.reason)
+            if entry.required:
+                raise UnsupportedModel(
+                    f"{report.model}: pass {entry.name} is not exact on it ({verdict.reason}); the self-check "
+                    "refuses it. Please report the model; verify='off' serves it regardless"
+                )
+            report.dropped_passes.append((entry.name, verdict.reason))
+        return verdict.reason
+
+    return apply_one_by_one(traced, passes, refusal, report.passes)
+
+
+def apply_one_by_one(
+    traced: TracedGraph, passes: Sequence[Pass], refusal: Refusal, records: list[PassRecord]
+) -> TracedGraph:
+    """Apply passes one at a time and take back those that are refused.
+
+    Args:
+        traced: is edited.
+        passes: in order.
+        refusal: is asked about each pass that changed something or failed. What it raises ends everything.
+        records: those of the passes that stay are added.
+
+    Returns:
+        the graph, with what stays.
+    """
+    for index, entry in enumerate(passes):
+        before = traced.copy()
+        try:
+            applied = run_passes(traced, [entry])
+        except UnsupportedModel as error:
+            reason = refusal(index, before, error) or str(error)
+        else:
+            reason = refusal(index, before, traced) if applied[0].matches else ""
+        if reason:
+            log.warning("pass %s is left out: %s", entry.name, reason)
+            traced = before
+        else:
+            records += applied
+    traced.recompile()
+    return traced
 
 
 class PassError(UnsupportedModel):
@@ -53,30 +339,3 @@ def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
             raise PassError(f"{named} left a broken graph: {first_line(error)}") from error
     traced.recompile()
     return records
-
-
-def propagate(traced: TracedGraph) -> None:
-    """Recompute every fake value from the placeholders and compare it with what the passes recorded.
-
-    A view that new strides do not allow becomes a reshape, which copies.
-    Nodes between the begin and the end of a vmap keep their values: they cannot be run one at a time.
-    """
-    vmaps = 0
-    for node in traced.graph.nodes:
-        vmaps += VMAP_BOUNDS.get(callee(node), 0)
-        if vmaps or node.op not in ("call_function", "call_method") or not is_tensor(node):
-            continue
-        recorded = value(node)
-        try:
-            traced.propagate(node)
-        except (RuntimeError, ValueError):
-            if node.target not in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
-                raise
-            node.target = torch.ops.aten.reshape.default  # what it views has other strides now
-            traced.propagate(node)
-        found = value(node)
-        if found.dtype != recorded.dtype or found.dim() != recorded.dim():
-            raise ValueError(
-                f"{node.name} is {found.dtype} of rank {found.dim()}, "
-                f"recorded as {recorded.dtype} of rank {recorded.dim()}"
-            )

@@ -1,11 +1,11 @@
-"""What compiling a model did, for people and for tests."""
+"""Reports of what compiling a model did, for people and for tests."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
 
-from ..passes import PassRecord
+from ..passes import PassRecord, Rejection
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class PassCheck:
 
 @dataclass
 class CompileReport:
-    """What compiling a model did.
+    """A report of what compiling a model did.
 
     Attributes:
         model: class name.
@@ -93,3 +93,9 @@ def first_line(error: BaseException) -> str:
     """The first line of what an exception says, cut to a length that fits into another message."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return text[:300]
+
+
+def rejection_line(rejection: Rejection) -> str:
+    """A near miss of a pass in one line: the reason, the node and its module."""
+    where = f" in {rejection.module}" if rejection.module else ""
+    return f"{rejection.reason} ({rejection.node}{where})"

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+OPT_LEVELS = (0, 1, 2)
+
 _registered: list[tuple[Pass, str]] = []
 
 
@@ -69,8 +71,8 @@ def register_pass(
         raise ValueError(f"name={name!r} is a pass of torch-pagoda's; take another name")
     if stage not in ("aten", "dynamo"):
         raise ValueError(f"stage={stage!r} is neither 'aten' nor 'dynamo'")
-    if level not in (0, 1, 2, 3):
-        raise ValueError(f"level={level!r} is not one of 0, 1, 2, 3")
+    if level not in OPT_LEVELS:
+        raise ValueError(f"level={level!r} is not one of {', '.join(map(str, OPT_LEVELS))}")
     if not any(p.name == before and p.stage == stage for p in PASSES):
         known = ", ".join(dict.fromkeys(p.name for p in PASSES if p.stage == stage))
         raise ValueError(f"before={before!r} is no pass of stage {stage!r}; known are {known}")

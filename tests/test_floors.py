@@ -17,8 +17,16 @@ FLOORS = {
         *("quantized_checkpoint", "decoding device option_checks stored_tensors"),
     ),
     "compiler": (
-        *("__init__", "compile explain", "build", "backend rewrite", "pipeline", "verify", "capture store"),
-        *("calibrate fingerprint", "link options", "targets", "report user_passes weights"),
+        *(
+            "__init__",
+            "compile explain",
+            "build estimates",
+            "backend",
+            "pipeline",
+            "calibrate verify",
+            "capture store",
+        ),
+        *("fingerprint", "link options", "targets", "report user_passes weights"),
     ),
     "passes": ("__init__", "rewrite", "lower proof recognise", "graph"),
     "runtime": (

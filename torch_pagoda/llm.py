@@ -113,7 +113,7 @@ class LLM:
         verify: ``"model"`` checks the compiled model against the original, ``"every-pass"`` after each pass
             too, ``"off"`` not at all.
         passes: ``{"skip": [names]}``, or ``{"only": [names]}``, which chooses among the optional passes.
-        opt_level: 0 swaps attention only; 1 adds rewrites that change no bit; 2 the fusions; 3 all passes.
+        opt_level: 0 swaps attention only; 1 adds rewrites that change no bit; 2 the fusions.
         patterns: rewrites of your own, see :class:`~torch_pagoda.Pattern`.
         codegen: ``"none"`` runs the rewritten graph as it is. For a CPU also ``"inductor"``; ``"auto"`` is either.
             On an NPU also ``"ge"`` (compiled by the graph engine), which ``"auto"`` is, and ``"aclgraph"`` (captured

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...runtime.ops.quantized_weight import Quantization, check_group_size, restored_weight, round_weight
-from .decoder_layers import LayerCall, Matrix, find_decoder_layers, first_call, input_of, matrices_by_input
+from .decoder_layers import LayerCall, Matrix, decoder_layers, first_call, input_of, matrices_by_input
 from .grid import damped, output_error, round_to_grid
 from .recorded_grid import record_grid
 
@@ -30,7 +30,7 @@ DAMPING = 0.01
 
 @dataclass(frozen=True)
 class CalibratedMatrix:
-    """What became of a matrix.
+    """The outcome for one matrix.
 
     Attributes:
         name: of its module in the model.
@@ -80,7 +80,7 @@ def calibrate(
         raise ValueError(
             f"windows is {windows.dtype} of shape {list(windows.shape)}; pass int64 token ids [windows, tokens]"
         )
-    layers = find_decoder_layers(model)
+    layers = decoder_layers(model)
     names = {module: name for name, module in model.named_modules()}
     calls = [first_call(model, layers, ids) for ids in windows.split(batch_size)]
     float_hidden = [call.hidden for call in calls]

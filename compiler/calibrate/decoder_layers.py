@@ -17,6 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..capture.layer_kinds import find_decoder_layers
+
 
 @dataclass
 class LayerCall:
@@ -40,21 +42,20 @@ class _Enough(Exception):
     """A layer has got as far as was wanted."""
 
 
-def find_decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The decoder layers, first to last.
 
     Raises:
         ValueError: there is no list of as many modules as the configuration names layers.
     """
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    lists: list[nn.ModuleList] = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if not lists:
+    _, layers = find_decoder_layers(model)
+    if len(layers) != count:
         raise ValueError(
             f"model is a {type(model).__name__} without a list of its {count} decoder layers, which calibration goes "
             "through one by one; use it without calibration"
         )
-    largest = max(lists, key=_num_parameters)
-    return list(largest)
+    return list(layers)
 
 
 def first_call(model: PreTrainedModel, layers: Sequence[nn.Module], ids: torch.Tensor) -> LayerCall:
@@ -153,8 +154,8 @@ def matrices_by_input(layer: nn.Module, index: int, call: LayerCall) -> list[lis
 
 
 def input_of(layer: nn.Module, index: int, call: LayerCall, name: str) -> torch.Tensor:
-    """What the module of that name reads when the layer runs: ``[rows, in]`` float32; no rows where it is not called,
-    as an expert that no token goes to."""
+    """The input of the module of that name when the layer runs: ``[rows, in]`` float32; no rows where it is not
+    called, as an expert that no token goes to."""
     found: list[torch.Tensor] = []
 
     def before(module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -164,10 +165,6 @@ def input_of(layer: nn.Module, index: int, call: LayerCall, name: str) -> torch.
     with _removed(layer.get_submodule(name).register_forward_pre_hook(before)), suppress(_Enough):
         call.run(layer, index)
     return found[0].flatten(0, -2).float() if found else torch.zeros(0, 1)
-
-
-def _num_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _hidden_of(output: Any) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""From a HuggingFace module to its graph: tracing, what is read off the module, layers that are alike."""
+"""Tracing of a HuggingFace module, with what is read off it, and of its layers that are alike."""

@@ -1,4 +1,4 @@
-"""From Dynamo's graph to ATen: few operators, no Python methods, no in-place writes but those into inputs."""
+"""ATen graphs made of Dynamo's: few operators, no Python methods, no in-place writes but those into inputs."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Compile a few decoder layers and repeat the last of them: compile time that does not grow with depth.
 
-Layers that are alike as modules (same classes, attributes, tensors, and entries in the config's lists with an item
-for each layer) are traced and rewritten once. The model is captured with the first ``kept`` layers only; in its
-rewritten graph the layers' parts are compared node by node, and the last part is repeated over the parameters of the
-layers that were left out. Nothing is taken on trust: where two compiled layers differ in the graph, or the deep graph
-does not say what the whole model says, everything is compiled again with all layers.
+Layers that are alike as modules (see ``layer_kinds``) are traced and rewritten once. The model is captured with the
+first ``kept`` layers only; in its rewritten graph the layers' parts are compared node by node, and the last part is
+repeated over the parameters of the layers that were left out. Nothing is taken on trust: where two compiled layers
+differ in the graph, or the unrolled graph does not say what the whole model says, everything is compiled again with
+all layers.
 """
 
 from __future__ import annotations
@@ -24,14 +24,11 @@ from ...passes.graph.attention_node import paged_attention_nodes
 from ...passes.graph.fx_nodes import cache_index, is_pure, value
 from ...runtime.program import is_cache_input
 from ..fingerprint.describer import CannotIdentify
-from ..fingerprint.fingerprint import describe_module
 from ..fingerprint.tensor_contents import module_tensors
-from .model_facts import configs
+from .layer_kinds import find_decoder_layers, layer_kinds
 
 LEAST_SAVED = 4
 """Layers that have to be spared for it to be worth while."""
-_PLACE = re.compile("layer_?(idx|id|index|number)|block_idx|idx|index")
-"""Names of attributes that only say where a layer stands."""
 
 
 class CannotRepeat(Exception):
@@ -40,7 +37,7 @@ class CannotRepeat(Exception):
 
 @dataclass(frozen=True)
 class LayerRepeat:
-    """Which layers of a model are compiled, and which of them stand for others.
+    """The layers of a model that are compiled, and those that are copies of them.
 
     Attributes:
         model: it, with all its layers.
@@ -60,14 +57,12 @@ class LayerRepeat:
     @classmethod
     def of(cls, model: nn.Module) -> LayerRepeat | None:
         """The repeat of a model whose decoder layers are mostly alike; None for any other."""
-        lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-        outermost = [entry for entry in lists.items() if not any(entry[0].startswith(f"{name}.") for name in lists)]
-        path, layers = max(outermost, key=lambda entry: len(entry[1]), default=("", nn.ModuleList()))
+        path, layers = find_decoder_layers(model)
         total = len(layers)
         if not path or total <= LEAST_SAVED:
             return None
         try:
-            kinds = [_kind(model, layer, i, total) for i, layer in enumerate(layers)]
+            kinds = layer_kinds(model, layers)
         except CannotIdentify:
             return None
         best = None
@@ -97,27 +92,17 @@ class LayerRepeat:
         finally:
             setattr(parent, name, whole)
 
-    def deepen(self, traced: TracedGraph) -> TracedGraph:
+    def unroll(self, traced: TracedGraph) -> TracedGraph:
         """The rewritten graph of the kept layers, with the periodic part repeated up to all layers.
 
         Raises:
             CannotRepeat: the compiled layers are not alike in it.
         """
-        return _Deepening(self, traced.copy()).run()
+        return _Unrolling(self, traced.copy()).run()
 
 
-def _kind(model: nn.Module, layer: nn.Module, index: int, total: int) -> str:
-    """What sets a layer apart from others."""
-    settings = []
-    for config in configs(model):
-        for name, item in vars(config).items():
-            if isinstance(item, (list, tuple)) and len(item) == total:
-                settings.append((name, item[index]))
-    return describe_module(layer, settings, lambda name: _PLACE.fullmatch(name) is not None)
-
-
-class _Deepening:
-    """One deepening of one graph, which is changed."""
+class _Unrolling:
+    """One unrolling of one graph, which is changed."""
 
     def __init__(self, repeat: LayerRepeat, traced: TracedGraph) -> None:
         self.repeat, self.traced = repeat, traced
@@ -200,7 +185,7 @@ class _Deepening:
     def _shifted(
         self, periods: int, copies: dict[fx.Node, fx.Node], newest: dict[fx.Node, fx.Node], old: fx.Node
     ) -> fx.Node:
-        """What a copy reads that is made so many periods after the one that reads ``old``."""
+        """The node that a copy reads, made so many periods after the one that reads ``old``."""
         if old.op == "placeholder":
             return self._input(old, periods)
         if self.at[old] > self.middle:
@@ -243,7 +228,7 @@ class _Deepening:
         return a is b
 
     def _equal_tables(self, a: fx.Node, b: fx.Node) -> bool:
-        """Whether two inputs receive tensors that passes made, and these are equal."""
+        """True if two inputs receive tensors that passes made, and these are equal."""
         x, y = (self.traced.constants.get(node.name) for node in (a, b))
         if x is None or y is None or {id(x), id(y)} & set(self.names):
             return False

@@ -1,4 +1,4 @@
-"""What is read off a model without running it."""
+"""Facts that are read off a model without running it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def takes_positions(model: nn.Module) -> bool:
-    """Whether the model's forward names ``position_ids``."""
+    """True if the model's forward names ``position_ids``."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 

@@ -1,4 +1,4 @@
-"""Tells, before anything is traced, that a model keeps state which is no KV cache."""
+"""A check, before anything is traced, that a model keeps state which is no KV cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_state(model_class: type, config: Any) -> None:
 
 
 def kept_state(model_class: type, config: Any) -> str:
-    """Which of a model's layers keep recurrent or convolutional state; "" where that is not known of any.
+    """The number of a model's layers that keep recurrent or convolutional state, in words; "" where none is known to.
 
     Asked is the cache that transformers itself makes for the config: a class may have layers of both kinds, or only
     of one, as the config says. Models without such a cache, whose class says that they have state, are meant too.

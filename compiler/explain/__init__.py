@@ -6,14 +6,11 @@ from .expected import Expected, expected_matches
 from .explain import explain
 from .explanation import Explanation
 from .recognition import Recognition, recognition
-from .skeleton import Skeleton, build_skeleton
 
 __all__ = [
     "Expected",
     "Explanation",
     "Recognition",
-    "Skeleton",
-    "build_skeleton",
     "expected_matches",
     "explain",
     "recognition",

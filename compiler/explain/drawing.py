@@ -119,7 +119,7 @@ def _sources(node: fx.Node) -> list[fx.Node]:
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """What reads the elements of ``node``, through views."""
+    """The nodes that read the elements of ``node``, through views."""
     found, pending = [], list(node.users)
     while pending:
         user = pending.pop()

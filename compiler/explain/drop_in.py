@@ -23,7 +23,7 @@ _PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
 @dataclass(frozen=True)
 class DropIn:
-    """What Dynamo makes of a model.
+    """Dynamo's treatment of a model.
 
     Attributes:
         observed: on example inputs; else the capture of one whole graph stands for it, which has no breaks.

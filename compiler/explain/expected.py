@@ -1,4 +1,4 @@
-"""What a graph holds before any pass: its norms, rotations, attention, MLPs and MoE blocks, counted by provenance.
+"""Contents of a graph before any pass: norms, rotations, attention, MLPs and MoE blocks, counted by provenance.
 
 The passes recognise these by what they compute. Here they are found by where they come from, class names of modules
 and names of traced functions, so that the two counts are independent and their difference says what was missed.
@@ -88,13 +88,13 @@ def expected_matches(graph: fx.Graph, layers: DecoderLayers | None = None) -> li
 
 
 def per_layer(expected: Iterable[Expected], layers: DecoderLayers) -> list[dict[str, int]]:
-    """How many of each kind every decoder layer holds."""
+    """The number of each kind that every decoder layer holds."""
     counts = [Counter(e.kind for e in expected if e.layer == i) for i in range(len(layers.paths))]
     return [{kind: c[kind] for kind in KINDS} for c in counts]
 
 
 def is_tensor_call(node: fx.Node) -> bool:
-    """Whether ``node`` yields tensors, or several things of which some are."""
+    """True if ``node`` yields tensors, or several things of which some are."""
     return is_tensor(node) or isinstance(node.meta.get("example_value"), tuple | list)
 
 
@@ -157,7 +157,7 @@ def _attention(calls: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _moe_blocks(calls: Sequence[fx.Node]) -> dict[str, list[fx.Node]]:
-    """What is traced in experts (``...Experts``), by the module that holds them; attention over experts left out."""
+    """Nodes traced in experts (``...Experts``), by the module that holds them; attention over experts left out."""
     blocks: dict[str, list[fx.Node]] = {}
     for node in calls:
         stack = scopes(node)
@@ -168,7 +168,7 @@ def _moe_blocks(calls: Sequence[fx.Node]) -> dict[str, list[fx.Node]]:
 
 
 def _within(node: fx.Node, kinds: re.Pattern[str]) -> bool:
-    """Whether one of the modules below the decoder layer is of such a class."""
+    """True if one of the modules below the decoder layer is of such a class."""
     return any(kinds.search(scope.kind) for scope in scopes(node) if not _CONTAINERS.search(scope.kind))
 
 
@@ -205,7 +205,7 @@ def _is_gated(inputs: Sequence[fx.Node], sources: dict[fx.Node, frozenset[fx.Nod
 
 
 def _stops(name: str) -> bool:
-    """Whether an operator's result is no longer a projection seen through elementwise work."""
+    """True if an operator's result is no longer a projection seen through elementwise work."""
     return (
         "softmax" in name
         or "attention" in name
@@ -255,7 +255,7 @@ def _regions(calls: Sequence[fx.Node], key: Callable[[fx.Node], object]) -> list
 
 
 def _reaches(node: fx.Node, wanted: Callable[[fx.Node], bool], steps: int = 8) -> bool:
-    """Whether a product is reached within a few nodes that only view, cast, mask or scale."""
+    """True if a product is reached within a few nodes that only view, cast, mask or scale."""
     level = {node}
     for _ in range(steps):
         level = {user for n in level for user in n.users}

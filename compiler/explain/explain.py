@@ -16,12 +16,14 @@ from ...passes import PassRecord, TracedGraph, UnsupportedModel
 from ...passes.graph.fx_nodes import callee, value
 from ...passes.graph.provenance import DecoderLayers, decoder_layers, launches_work, operator_name
 from ...runtime.program import is_cache_input
-from ..build import rewrite
 from ..calibrate.recorded_grid import on_recorded_grid
 from ..capture.aten import to_aten
 from ..capture.model_facts import takes_positions
 from ..capture.trace import Captured, capture
+from ..estimates.skeleton import Skeleton, identity
+from ..estimates.traffic import Traffic, traffic
 from ..options import CompileOptions, selected_passes
+from ..pipeline import run_pipeline
 from ..report import CompileReport, first_line
 from ..targets.npu.socs import chip
 from ..verify import dump
@@ -29,13 +31,12 @@ from ..verify.self_check import reference_of_model
 from .drawing import LayerGraph, layer_graph
 from .drop_in import CAPTURED_WHOLE, DropIn, observe
 from .expected import KINDS, Expected, expected_matches, per_layer
-from .explanation import Explanation, LayerSummary, NearMiss, PassSummary, TargetGraph
+from .explanation import Explanation
+from .findings import LayerSummary, NearMiss, PassSummary, TargetGraph
 from .npu import NpuReport, computed_in, estimates, npu_leftovers, route_summaries
 from .npu_graph import GeReport, graph_engine_report
 from .recognition import recognition
 from .regions import Leftover, leftovers
-from .skeleton import Skeleton, identity
-from .traffic import Traffic, traffic
 
 # What the recognising passes look for, by a part of their names: kinds and spelling ("" for all).
 _LOOKS_FOR: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -121,28 +122,28 @@ def explain(
     after: TracedGraph | None = None
     if captured is not None and not refused:
         try:
-            after = rewrite(captured, parsed, reference, report)
+            after = run_pipeline(captured, parsed, reference, report)
         except UnsupportedModel as error:
             refused = str(error)
     explanation = _explained(before, after, report, parsed, drop_in, refused, skeleton)
     if after is not None and after.npu is not None:
         layers = _layers(after, _layers(before, None) if before is not None else None)
-        stands_for = _stands_for(skeleton, layers)
+        representatives = _representatives(skeleton, layers)
         start = time.perf_counter()
-        graph = graph_engine_report(model, stands_for, parsed) if torchair else GeReport("not asked for")
+        graph = graph_engine_report(model, representatives, parsed) if torchair else GeReport("not asked for")
         report.seconds["torchair"] = time.perf_counter() - start
         soc = after.npu.soc
         routes = route_summaries(report.passes)
-        least = estimates(after, layers, stands_for, chip(soc), context)
+        least = estimates(after, layers, representatives, chip(soc), context)
         dtype = computed_in(after)
         explanation.npu = NpuReport(soc, chip(soc), after.npu.block_size, dtype, routes, graph, least)
     return explanation
 
 
-def _stands_for(skeleton: Skeleton | None, layers: DecoderLayers) -> tuple[int, ...]:
+def _representatives(skeleton: Skeleton | None, layers: DecoderLayers) -> tuple[int, ...]:
     """For each layer of the whole model the layer of the graph that is like it."""
     if skeleton is not None and skeleton.depth == len(layers.paths):
-        return skeleton.stands_for
+        return skeleton.representatives
     return identity(len(layers.paths))
 
 
@@ -193,13 +194,13 @@ def _explained(
                 (drawn, layer_graph(after, layers_after, i) if after and layers_after else LayerGraph((), ()))
             )
     summaries = _layer_summaries(before, layers, after, layers_after, expected)
-    stands_for = _stands_for(skeleton, layers) if layers is not None else ()
+    representatives = _representatives(skeleton, layers) if layers is not None else ()
     explanation = Explanation(
         model=report.model,
         target=options.target,
         opt_level=options.opt_level,
         passes=_pass_summaries(report, options, expected, layers),
-        layers=[_renumbered(summaries[like], number) for number, like in enumerate(stands_for)],
+        layers=[_renumbered(summaries[like], number) for number, like in enumerate(representatives)],
         recognised=recognition(expected, after.graph, layers_after, report.passes) if after and layers_after else [],
         leftovers=_leftovers(after, layers_after, report),
         target_graph=_target_graph(after, layers_after),
@@ -207,7 +208,7 @@ def _explained(
         verdict=report.verdict,
         refused=refused,
         seconds=report.seconds,
-        drawings=[drawings[like] for like in stands_for],
+        drawings=[drawings[like] for like in representatives],
         built_layers=None if skeleton is None else skeleton.depth,
     )
     report.seconds["report"] = time.perf_counter() - start
@@ -259,7 +260,7 @@ def _pass_summary(
 
 
 def _looked_for(name: str, expected: Sequence[Expected]) -> list[Expected] | None:
-    """What a recognising pass should find; None for a pass that recognises nothing that is counted."""
+    """The things that a recognising pass should find; None for a pass that recognises nothing that is counted."""
     if not name.startswith("recognise_"):
         return None
     for part, kinds, spelling in _LOOKS_FOR:
@@ -303,7 +304,7 @@ def _target_graph(after: TracedGraph | None, layers: DecoderLayers | None) -> Ta
 
 
 def cache_copies(graph: fx.Graph) -> int:
-    """How many operators of a graph copy a whole key or value cache."""
+    """The number of operators of a graph that copy a whole key or value cache."""
     views: dict[fx.Node, fx.Node] = {}
     copies = 0
     for node in graph.nodes:
@@ -318,7 +319,7 @@ def cache_copies(graph: fx.Graph) -> int:
 
 
 def _is_whole(node: fx.Node, cache: fx.Node) -> bool:
-    """Whether a copy is as large as the cache that it reads; what functionalises writes copies the cache always."""
+    """True if a copy is as large as the cache that it reads; what functionalises writes copies the cache always."""
     result = value(node)
     if isinstance(result, torch.Tensor):
         return str(result.numel()) == str(value(cache).numel())

@@ -1,182 +1,26 @@
-"""What ``explain`` found: data, and its three forms, a dict, tables for a terminal and a page."""
+"""An explanation of what compiling does to a model: the findings, as text, as tables and as a page."""
 
 from __future__ import annotations
 
 import io
-import math
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group
 
-from ...passes.graph.record import titled
-from ..report import Verdict
-from .drawing import LayerGraph
-from .drop_in import DropIn
-from .npu import NpuReport
-from .recognition import Recognition
-from .regions import Leftover
-from .traffic import Traffic
-
-
-@dataclass(frozen=True)
-class NearMiss:
-    """A place that a pass looked at and left alone.
-
-    Attributes:
-        module: qualified name of the module, "" when unknown.
-        reason: one line.
-        node: name of the graph node.
-    """
-
-    module: str
-    reason: str
-    node: str
-
-
-@dataclass(frozen=True)
-class PassSummary:
-    """One pass of the pipeline.
-
-    Attributes:
-        name: as in the pipeline list.
-        level: lowest ``opt_level`` that runs it; -1 for what is no entry of the list.
-        matches: places that it rewrote.
-        expected: how many there are by provenance; None for passes that rewrite what others recognised.
-        expected_per_layer: the same, the maximum over decoder layers.
-        near_misses: places that it left alone.
-        seconds: wall time.
-        dropped: why the self-check left it out, "" when it did not.
-        place: as in the pipeline list.
-    """
-
-    name: str
-    level: int
-    matches: int
-    expected: int | None
-    expected_per_layer: int | None
-    near_misses: tuple[NearMiss, ...]
-    seconds: float
-    dropped: str = ""
-    place: str = ""
-
-    @property
-    def title(self) -> str:
-        return titled(self.name, self.place)
-
-
-@dataclass(frozen=True)
-class LayerSummary:
-    """One decoder layer.
-
-    Attributes:
-        index: number of the layer.
-        path: qualified name.
-        operators_before: operators that launch work in the untouched model, in order.
-        operators_after: the same of the lowered graph.
-        traffic_before: bytes that they move.
-        traffic_after: bytes that they move.
-        expected: how many norms, rotations, ... the untouched layer holds.
-    """
-
-    index: int
-    path: str
-    operators_before: tuple[str, ...]
-    operators_after: tuple[str, ...]
-    traffic_before: Traffic
-    traffic_after: Traffic
-    expected: dict[str, int]
-
-
-@dataclass(frozen=True)
-class TargetGraph:
-    """The whole lowered graph.
-
-    Attributes:
-        operators: how often each operator that launches work is in it.
-        launches_per_layer: operators of the decoder layer that has most; None where nothing was lowered.
-        cache_copies: copies of a whole key or value cache.
-    """
-
-    operators: dict[str, int]
-    launches_per_layer: int | None
-    cache_copies: int
+from .findings import Findings
+from .page import page
+from .tables import tables
 
 
 @dataclass(repr=False)
-class Explanation:
-    """What compiling a model does to it, and what it does not do.
+class Explanation(Findings):
+    """An account of what compiling a model does to it, and what it does not do.
 
-    In a terminal it is a set of tables (``print`` it, or let rich print it in colour).
-
-    Attributes:
-        model: class name.
-        target: what it is compiled for.
-        opt_level: the level that was asked for.
-        passes: in order.
-        layers: the decoder layers, all of the model's.
-        recognised: by kind, what the model holds and how much of it was recognised.
-        leftovers: operators that passes should have taken; for an NPU all of ATen that decoder layers still hold.
-        target_graph: the lowered graph as a whole.
-        drop_in: graph breaks and recompiles.
-        verdict: of the self-check; None when it was off or there is nothing to check.
-        refused: why the model cannot be served paged, "" when it can. What follows from the lowered graph is empty
-            then.
-        seconds: wall time by phase.
-        drawings: per layer, the operators before and after as graphs.
-        npu: what is said about an NPU; None for another target or a model that cannot be served.
-        built_layers: how many decoder layers were built and looked at, where these stand for all (see
-            ``Skeleton``); None for a whole model.
+    In a terminal it is a set of tables (``print`` it, or let rich print it in colour). Its attributes are those of
+    ``Findings``.
     """
-
-    model: str
-    target: str
-    opt_level: int
-    passes: list[PassSummary]
-    layers: list[LayerSummary]
-    recognised: list[Recognition]
-    leftovers: list[Leftover]
-    target_graph: TargetGraph
-    drop_in: DropIn
-    verdict: Verdict | None
-    refused: str
-    seconds: dict[str, float]
-    drawings: list[tuple[LayerGraph, LayerGraph]] = field(default_factory=list)
-    npu: NpuReport | None = None
-    built_layers: int | None = None
-
-    @property
-    def launches_before(self) -> int:
-        """Operators of the untouched decoder layer that has most."""
-        return max((len(layer.operators_before) for layer in self.layers), default=0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything but the drawings, ready for ``json.dump``."""
-        return {
-            "model": self.model,
-            "target": self.target,
-            "opt_level": self.opt_level,
-            "passes": [_pass_dict(p) for p in self.passes],
-            "layers": [_layer_dict(layer) for layer in self.layers],
-            "leftovers": [asdict(leftover) for leftover in self.leftovers],
-            "target_graph": asdict(self.target_graph),
-            "launches_per_layer_before": self.launches_before,
-            "recognised": {
-                r.kind: {"expected": r.expected, "matched": r.matched, "missed": [asdict(m) for m in r.missed]}
-                for r in self.recognised
-            },
-            "dropped_passes": [{"name": p.name, "reason": p.dropped} for p in self.passes if p.dropped],
-            "graph_breaks": self.drop_in.graph_breaks,
-            "recompiles": self.drop_in.recompiles,
-            "drop_in": asdict(self.drop_in),
-            "verdict": None if self.verdict is None else _verdict_dict(self.verdict),
-            "refused": self.refused,
-            "built_layers": self.built_layers,
-            "npu": None if self.npu is None else self.npu.to_dict(),
-            "seconds": {phase: round(seconds, 4) for phase, seconds in self.seconds.items()},
-        }
 
     def to_html(self, path: str | os.PathLike[str], layer: int | None = None) -> None:
         """Write the report as one file that needs nothing else: tables, and one decoder layer drawn before and after.
@@ -188,45 +32,14 @@ class Explanation:
         Raises:
             ValueError: there is no such layer.
         """
-        from .page import page
-
         if layer is not None and not 0 <= layer < len(self.layers):
             raise ValueError(f"layer={layer} is not there; {self.model} has {len(self.layers)} decoder layers")
         Path(path).write_text(page(self, layer), encoding="utf-8")
 
     def __rich__(self) -> Group:
-        from .tables import tables
-
         return Group(*tables(self))
 
     def __repr__(self) -> str:
         text = io.StringIO()
         Console(file=text, width=120, color_system=None).print(self)
         return text.getvalue().rstrip()
-
-
-def _pass_dict(summary: PassSummary) -> dict[str, Any]:
-    plain = asdict(summary)
-    plain["near_misses"] = [asdict(miss) for miss in summary.near_misses]
-    plain["seconds"] = round(summary.seconds, 6)
-    return plain
-
-
-def _layer_dict(layer: LayerSummary) -> dict[str, Any]:
-    return {
-        "index": layer.index,
-        "path": layer.path,
-        "operators_before": list(layer.operators_before),
-        "operators_after": list(layer.operators_after),
-        "bytes_per_token_before": round(layer.traffic_before.per_token),
-        "bytes_per_token_after": round(layer.traffic_after.per_token),
-        "weight_bytes_before": layer.traffic_before.weights,
-        "weight_bytes_after": layer.traffic_after.weights,
-        "expected": dict(layer.expected),
-    }
-
-
-def _verdict_dict(verdict: Verdict) -> dict[str, Any]:
-    plain = asdict(verdict)
-    plain["error"] = verdict.error if math.isfinite(verdict.error) else None
-    return plain

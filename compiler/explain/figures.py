@@ -1,4 +1,4 @@
-"""What a page draws of an explanation: operators and bytes per layer, seconds, and the steps under a chip's roof."""
+"""Drawings of a page: operators and bytes per layer, seconds, and the steps under a chip's roof."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from collections.abc import Callable
 from html import escape
 
 from .charts import Bar, Point, bars, roofline
-from .explanation import Explanation, LayerSummary
+from .findings import Findings, LayerSummary, groups_of_layers
 from .npu import NpuReport
-from .wording import groups_of_layers, quantity, size
+from .wording import quantity, size
 
 
-def figures(explanation: Explanation) -> list[str]:
+def figures(found: Findings) -> list[str]:
     """The figures of a page, with a heading; [] where there is nothing to draw."""
     drawn: list[tuple[str, str]] = []
-    if explanation.layers:
+    if found.layers:
         drawn += [
             _layers(
-                explanation,
+                found,
                 "Operators per decoder layer",
                 lambda layer: (len(layer.operators_before), len(layer.operators_after)),
                 lambda count: f"{count:.0f}",
             ),
             _layers(
-                explanation,
+                found,
                 "Bytes per token and decoder layer",
                 lambda layer: (layer.traffic_before.per_token, layer.traffic_after.per_token),
                 size,
             ),
         ]
-    if explanation.seconds:
+    if found.seconds:
         title = "Seconds per phase"
-        entries = [Bar(phase, seconds, f"{seconds:.2f} s") for phase, seconds in explanation.seconds.items()]
+        entries = [Bar(phase, seconds, f"{seconds:.2f} s") for phase, seconds in found.seconds.items()]
         drawn.append((title, bars(title, entries)))
-    if explanation.npu is not None and (roof := _roof(explanation.npu)):
+    if found.npu is not None and (roof := _roof(found.npu)):
         drawn.append(roof)
     if not drawn:
         return []
@@ -42,14 +42,14 @@ def figures(explanation: Explanation) -> list[str]:
 
 
 def _layers(
-    explanation: Explanation,
+    found: Findings,
     title: str,
     values: Callable[[LayerSummary], tuple[float, float]],
     written: Callable[[float], str],
 ) -> tuple[str, str]:
     """Bars before and after for each group of layers that are alike."""
     entries = []
-    for numbers, layer in groups_of_layers(explanation.layers):
+    for numbers, layer in groups_of_layers(found.layers):
         before, after = values(layer)
         name = f"layer {numbers}" if numbers.isdigit() else f"layers {numbers}"
         entries.append(Bar(f"{name}, before", before, written(before), "before"))

@@ -1,4 +1,4 @@
-"""Where to put the boxes of a directed graph: ranks from top to bottom, few crossings, short straight arrows.
+"""Places for the boxes of a directed graph: ranks from top to bottom, few crossings, short straight arrows.
 
 The steps of Sugiyama, Tagawa and Toda (1981): ranks by longest path, arrows over several ranks cut by dummies,
 orders within ranks by barycentres, and positions by least squares under the order.

@@ -1,6 +1,4 @@
-"""What becomes of a model that is lowered for an Ascend NPU: routes, what is left of ATen, and the least time a step
-can take.
-"""
+"""Account of a model that is lowered for an Ascend NPU: routes, what is left of ATen, the least time of a step."""
 
 from __future__ import annotations
 
@@ -15,11 +13,11 @@ from ...passes import PassRecord, TracedGraph
 from ...passes.graph.fx_nodes import module_path
 from ...passes.graph.provenance import DecoderLayers, launches_work, operator_name, source_line
 from ...passes.graph.record import Route
+from ..estimates.flops import flops
+from ..estimates.traffic import Moved, Step, moved
 from ..targets.npu.socs import Chip
-from .flops import flops
 from .npu_graph import GeReport
 from .regions import UNSAID, Leftover, region, said_about
-from .traffic import Moved, Step, moved
 from .wording import alike
 
 PREFILL_TOKENS = 1024
@@ -76,7 +74,7 @@ class Estimate:
 
     @property
     def bound_by(self) -> str:
-        """Which of "memory" and "compute" takes longer; "" where one of them is unknown."""
+        """The one of "memory" and "compute" that takes longer; "" where one of them is unknown."""
         if self.memory_seconds is None or self.compute_seconds is None:
             return ""
         return "memory" if self.memory_seconds >= self.compute_seconds else "compute"
@@ -84,7 +82,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class NpuReport:
-    """What lowering for an NPU did.
+    """An account of lowering for an NPU.
 
     Attributes:
         soc: the chip.
@@ -133,7 +131,7 @@ def route_summaries(records: Iterable[PassRecord]) -> tuple[RouteSummary, ...]:
 
 
 def routes_of(records: Iterable[PassRecord]) -> list[Route]:
-    """What the lowering passes chose, place by place."""
+    """Choices of the lowering passes, place by place."""
     return [route for record in records for route in record.routes]
 
 
@@ -169,7 +167,7 @@ _KINDS_OF_PASSES = frozenset({"attention", "norm", "rope", "activation", "moe"})
 
 
 def _reason_of_route(operator: str, routes: Sequence[Route]) -> str:
-    """Why the routes of a module hold an operator; "" when none does."""
+    """The reason why the routes of a module hold an operator; "" when none does."""
     holding = [r for r in routes if operator in r.chosen] or [r for r in routes if _BY_FORMULA in r.chosen]
     for route in holding:
         if route.refused:
@@ -188,14 +186,14 @@ def computed_in(traced: TracedGraph) -> str:
 
 
 def estimates(
-    traced: TracedGraph, layers: DecoderLayers, stands_for: Sequence[int], chip: Chip | None, context: int
+    traced: TracedGraph, layers: DecoderLayers, representatives: Sequence[int], chip: Chip | None, context: int
 ) -> tuple[Estimate, ...]:
-    """What a decode step with ``context`` tokens in the cache and a prefill of ``PREFILL_TOKENS`` cost at least.
+    """The least cost of a decode step with ``context`` tokens in the cache and of a prefill of ``PREFILL_TOKENS``.
 
     Args:
         traced: the lowered graph.
         layers: its decoder layers.
-        stands_for: for each layer of the whole model the layer of the graph that is like it.
+        representatives: for each layer of the whole model the layer of the graph that is like it.
         chip: where it runs; None when nothing is known of it.
         context: tokens, the decoded one included.
     """
@@ -203,7 +201,7 @@ def estimates(
     bandwidth = None if chip is None else chip.bandwidth
     peak = chip.peak if chip is not None and dtype in HALF else None
     outside = [n for n in traced.graph.nodes if n not in layers.of]
-    times = Counter(stands_for)
+    times = Counter(representatives)
     found = []
     for name, step in (
         ("decode", Step(1, context, 1)),

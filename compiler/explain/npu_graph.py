@@ -1,4 +1,4 @@
-"""What the real torchair makes of a model that is lowered for an NPU, seen in a Python with the offline toolchain."""
+"""The graph that the real torchair makes of a lowered model, seen in a Python with the offline toolchain."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ...passes.graph.fx_nodes import value
 from ...passes.graph.provenance import decoder_layers
 from ...runtime.phases import phase
 from ...runtime.program import is_cache_input
+from ..estimates.skeleton import Skeleton, build_skeleton
 from ..options import CompileOptions
 from ..targets.npu.offline.ge_graph import GeGraph
 from ..targets.npu.offline.run import call_offline, is_offline
 from ..targets.npu.offline.toolchain import ToolchainError, find_toolchain
-from .skeleton import Skeleton, build_skeleton
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ class GeReport:
 
 
 @phase("torchair")
-def graph_engine_report(model: nn.Module, stands_for: Sequence[int], options: CompileOptions) -> GeReport:
+def graph_engine_report(model: nn.Module, representatives: Sequence[int], options: CompileOptions) -> GeReport:
     """Convert a model with the real torchair; it is built anew from its configuration, without values.
 
     Nothing is downloaded. Takes about half a minute, most of it in another process.
 
     Args:
         model: a transformers model.
-        stands_for: for each layer of the whole model the layer of ``model`` that is like it.
+        representatives: for each layer of the whole model the layer of ``model`` that is like it.
         options: how the model is lowered.
     """
     from transformers import PreTrainedModel
@@ -110,14 +110,14 @@ def graph_engine_report(model: nn.Module, stands_for: Sequence[int], options: Co
             )
         except (RuntimeError, ValueError) as error:  # of the function itself, where it runs in this process
             return GeReport(f"the graph could not be converted: {error}")
-    return _report(found, stands_for)
+    return _report(found, representatives)
 
 
-def _report(found: Mapping[str, Any], stands_for: Sequence[int]) -> GeReport:
+def _report(found: Mapping[str, Any], representatives: Sequence[int]) -> GeReport:
     """Join what was converted and what that stands for."""
     numbers: dict[int, list[int]] = {}
-    for number, layer in enumerate(stands_for):
-        numbers.setdefault(found["stands_for"][layer], []).append(number)
+    for number, layer in enumerate(representatives):
+        numbers.setdefault(found["representatives"][layer], []).append(number)
     kinds: dict[frozenset[tuple[str, int]], tuple[dict[str, int], list[int]]] = {}
     for layer, types in enumerate(found["layers"]):
         _, of = kinds.setdefault(frozenset(types.items()), (types, []))
@@ -139,7 +139,7 @@ def convert_configuration(
 
     Returns:
         ``layers``: of each decoder layer, operators with counts, in the graph's order; ``per_step``: of the rest;
-        ``stands_for``: as in ``Skeleton``; ``cache_copies``: names of nodes.
+        ``representatives``: as in ``Skeleton``; ``cache_copies``: names of nodes.
 
     Raises:
         UnsupportedModel: it cannot be served paged.
@@ -147,8 +147,8 @@ def convert_configuration(
     """
     from transformers import AutoConfig
 
-    from ..build import rewrite
     from ..capture.trace import capture
+    from ..pipeline import run_pipeline
     from ..report import CompileReport
     from ..targets.npu.offline.conversion import convert
 
@@ -162,7 +162,7 @@ def convert_configuration(
         warnings.simplefilter("ignore")  # whoever asks has captured the model too, and has seen them
         captured = capture(skeleton.model)
         known = decoder_layers(captured.traced.graph)
-        traced = rewrite(captured, options, None, CompileReport(name))
+        traced = run_pipeline(captured, options, None, CompileReport(name))
         graph = convert(traced.module, [value(node) for node in traced.placeholders], soc=soc)
     layers = decoder_layers(traced.graph, known, traced.placeholder(traced.input_ids))
     if len(layers.paths) != skeleton.depth:
@@ -176,7 +176,7 @@ def convert_configuration(
     return {
         "layers": [dict(types) for types in per_layer],
         "per_step": dict(per_step),
-        "stands_for": skeleton.stands_for,
+        "representatives": skeleton.representatives,
         "cache_copies": [node.name for node in _cache_copies(graph)],
     }
 

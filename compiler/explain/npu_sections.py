@@ -1,43 +1,23 @@
-"""The part of a report that is about an NPU, as rows that a terminal and a page both show."""
+"""The part of a report that is about an NPU, as sections for a terminal and a page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from .findings import Findings, LayerSummary
 from .npu import HALF, Estimate, NpuReport
+from .section import Section
 from .wording import counted_names, duration, in_runs, quantity, size
-
-if TYPE_CHECKING:
-    from .explanation import Explanation, LayerSummary
 
 _UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True)
-class Section:
-    """A table with a heading.
-
-    Attributes:
-        title: heading.
-        columns: names; numbers stand in those that end in ``#``, and those that end in ``!`` are never broken.
-        rows: cells.
-        note: a sentence or two below; "" for none.
-    """
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
-
-
-def npu_sections(explanation: Explanation) -> list[Section]:
+def npu_sections(found: Findings) -> list[Section]:
     """Routes, the graph engine's operators and the estimate; [] for another target."""
-    report = explanation.npu
+    report = found.npu
     if report is None:
         return []
-    return [_routes(report), *_refused(report), _graph(report, explanation.layers), _estimates(report)]
+    return [_routes(report), *_refused(report), _graph(report, found.layers), _estimates(report)]
 
 
 def _routes(report: NpuReport) -> Section:

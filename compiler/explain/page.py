@@ -1,28 +1,15 @@
-"""An explanation as one HTML file that needs nothing else."""
+"""Findings as one HTML file that needs nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from html import escape
 
 from .drawing import LayerGraph
-from .explanation import Explanation
 from .figures import figures
-from .npu_sections import npu_sections
+from .findings import Findings
+from .model_sections import heading, sections
+from .section import Section, as_styled, split_marks
 from .svg import KINDS, svg
-from .wording import (
-    alike,
-    built_line,
-    counted,
-    drop_in_line,
-    groups_of_layers,
-    launches_line,
-    leftover_rows,
-    milliseconds,
-    operator_list,
-    size,
-    verdict_line,
-)
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c2430; --dim: #66707f; --line: #d6dbe2; --back: #fff; --soft: #f5f7f9;
@@ -40,11 +27,11 @@ p { margin: 4px 0 8px; max-width: 75em; color: var(--dim); }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 3px 18px; margin: 0; }
 dt { color: var(--dim); } dd { margin: 0; overflow-wrap: anywhere; }
 .good { color: var(--good); } .bad { color: var(--bad); } .warn { color: var(--warn); } .strong { font-weight: 600; }
+.dim { color: var(--dim); }
 table { border-collapse: collapse; } th, td { padding: 3px 14px 3px 0; text-align: left; vertical-align: top; }
 th { font-weight: 600; border-bottom: 1px solid var(--line); color: var(--dim); }
 tbody tr:nth-child(even) { background: var(--soft); } td.number, th.number { text-align: right; white-space: nowrap; }
 td.code { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 12.5px; }
-tr.none td { color: var(--dim); }
 .drawings { display: flex; gap: 20px; align-items: flex-start; overflow-x: auto; padding-bottom: 8px; }
 .drawings figure { margin: 0; padding: 10px; flex: 0 1 auto; border: 1px solid var(--line);
   border-radius: 8px; background: var(--back); }
@@ -73,29 +60,24 @@ svg.chart circle { fill: var(--good); }
 """
 
 
-def page(explanation: Explanation, layer: int | None = None) -> str:
+def page(found: Findings, layer: int | None = None) -> str:
     """The whole page.
 
     Args:
-        explanation: what to show.
+        found: what to show.
         layer: index of the layer to draw; None for the first of those with most operators left.
     """
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(explanation.model)}: what pagoda does to it</title>",
+        f"<title>{escape(found.model)}: what pagoda does to it</title>",
         f"<style>{_STYLE}{_colours()}</style></head><body>",
-        f"<h1>{escape(explanation.model)}</h1>",
-        _heading(explanation),
-        *figures(explanation),
-        *_passes(explanation),
-        *_recognised(explanation),
-        *_near_misses(explanation),
-        *_layers(explanation),
-        *_leftovers(explanation),
-        *_npu(explanation),
-        *_drawings(explanation, layer),
+        f"<h1>{escape(found.model)}</h1>",
+        _heading(found),
+        *figures(found),
+        *(part for section in sections(found) for part in _section(section)),
+        *_drawings(found, layer),
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
@@ -110,156 +92,52 @@ def _colours() -> str:
     )
 
 
-def _heading(explanation: Explanation) -> str:
-    verdict = explanation.verdict
-    bad = bool(explanation.refused) or (verdict is not None and not verdict.ok)
-    right = "bad" if bad else "good" if verdict is not None else ""
-    times = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in explanation.seconds.items())
-    soc = "" if explanation.npu is None else f" ({explanation.npu.soc})"
-    rows = [
-        *((("built", built_line(explanation), ""),) if explanation.built_layers is not None else ()),
-        ("target", f"{explanation.target}{soc}, opt_level {explanation.opt_level}", ""),
-        ("self-check", verdict_line(explanation), right),
-        ("decoder layer", launches_line(explanation), "strong"),
-        ("torch.compile", drop_in_line(explanation), ""),
-        *(("", reason, "warn") for reason in explanation.drop_in.reasons),
-        (
-            "cache copies",
-            str(explanation.target_graph.cache_copies),
-            "bad" * bool(explanation.target_graph.cache_copies),
-        ),
-        ("seconds", times, ""),
-    ]
-    items = "".join(f'<dt>{escape(name)}</dt><dd class="{kind}">{escape(text)}</dd>' for name, text, kind in rows)
+def _heading(found: Findings) -> str:
+    items = "".join(
+        f'<dt>{escape(name)}</dt><dd class="{style}">{escape(text)}</dd>' for name, (text, style) in heading(found)
+    )
     return f"<dl>{items}</dl>"
 
 
-def _table(columns: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], code: Sequence[str] = ()) -> str:
-    """A table. A column whose name ends in ``#`` holds numbers; those of ``code`` are set in a fixed font.
+def _section(section: Section) -> list[str]:
+    parts = [f"<h2>{escape(section.title)}</h2>"]
+    parts += [f"<p>{escape(text)}</p>" for text in (section.hint, section.note) if text]
+    if section.columns:
+        parts.append(_table(section))
+    return parts
 
-    Args:
-        columns: their names.
-        rows: class of the row, and its cells.
-        code: names of columns.
-    """
-    kinds = ["number" if name.endswith("#") else "code" if name in code else "" for name in columns]
-    head = "".join(
-        f'<th class="{kind}">{escape(name.removesuffix("#"))}</th>' for name, kind in zip(columns, kinds, strict=True)
-    )
+
+def _table(section: Section) -> str:
+    columns = [split_marks(column) for column in section.columns]
+    kinds = ["number" if "#" in marks else "code" if "`" in marks else "" for _, marks in columns]
+    head = "".join(f'<th class="{kind}">{escape(name)}</th>' for (name, _), kind in zip(columns, kinds, strict=True))
     lines = []
-    for row, cells in rows:
-        written = "".join(f'<td class="{kind}">{escape(cell)}</td>' for cell, kind in zip(cells, kinds, strict=True))
-        lines.append(f'<tr class="{row}">{written}</tr>')
+    for row in section.rows:
+        cells = []
+        for cell, kind in zip(row, kinds, strict=True):
+            text, style = as_styled(cell)
+            text = text.replace(" +\n", " + ").replace("\n", "; ")
+            cells.append(f'<td class="{f"{kind} {style}".strip()}">{escape(text)}</td>')
+        lines.append(f"<tr>{''.join(cells)}</tr>")
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
     # A table that is wider than the page scrolls by itself; tabindex lets the keyboard do it, too.
     return f'<div class="scroll" tabindex="0">{table}</div>'
 
 
-def _passes(explanation: Explanation) -> list[str]:
-    if not explanation.passes:
-        return []
-    rows = [
-        (
-            "" if p.matches or p.dropped else "none",
-            (
-                p.title,
-                str(p.level) if p.level >= 0 else "",
-                str(p.matches),
-                "" if p.expected is None else str(p.expected),
-                "" if p.expected_per_layer is None else str(p.expected_per_layer),
-                str(len(p.near_misses)),
-                milliseconds(p.seconds),
-                f"left out: {p.dropped}" if p.dropped else "",
-            ),
-        )
-        for p in explanation.passes
-    ]
-    columns = ("pass", "level#", "matches#", "expected#", "per layer#", "near misses#", "ms#", "")
-    return ["<h2>Passes</h2>", _table(columns, rows, code=("pass",))]
-
-
-def _recognised(explanation: Explanation) -> list[str]:
-    rows = []
-    for r in explanation.recognised:
-        if r.expected:
-            missed = counted((alike(m.module), m.reason) for m in r.missed)
-            text = "; ".join(f"{module}{_times(count)}: {reason}" for (module, reason), count in missed)
-            rows.append(("", (r.kind, str(r.expected), str(r.matched), text)))
-    if not rows:
-        return []
-    note = "<p>What the model holds is counted by the modules and functions it comes from, apart from the passes.</p>"
-    return ["<h2>Recognised</h2>", note, _table(("kind", "in the model#", "recognised#", "missed"), rows)]
-
-
-def _near_misses(explanation: Explanation) -> list[str]:
-    rows = [
-        ("", (p.name, module + _times(count), reason))
-        for p in explanation.passes
-        for (module, reason), count in counted((alike(m.module), m.reason) for m in p.near_misses)
-    ]
-    if not rows:
-        return []
-    return ["<h2>Near misses</h2>", _table(("pass", "module", "reason"), rows, code=("pass", "module"))]
-
-
-def _layers(explanation: Explanation) -> list[str]:
-    rows = []
-    for numbers, layer in groups_of_layers(explanation.layers):
-        after = bool(layer.operators_after)
-        cells = (
-            numbers,
-            str(len(layer.operators_before)),
-            str(len(layer.operators_after)) if after else "",
-            size(layer.traffic_before.per_token),
-            size(layer.traffic_after.per_token) if after else "",
-            size(layer.traffic_after.weights if after else layer.traffic_before.weights),
-            operator_list(layer.operators_after),
-        )
-        rows.append(("", cells))
-    if not rows:
-        return []
-    columns = ("layers", "operators before#", "after#", "bytes per token before#", "after#", "weights#")
-    return ["<h2>Decoder layers</h2>", _table((*columns, "operators after"), rows, code=("operators after",))]
-
-
-def _leftovers(explanation: Explanation) -> list[str]:
-    rows = [("", row) for row in leftover_rows(explanation.leftovers)]
-    if not rows:
-        return []
-    columns = ("region", "module", "operators", "reason")
-    note = "<p>Operators of attention, norms, rotary embeddings and activations that no pass took.</p>"
-    if explanation.npu is not None:
-        note = "<p>Operators of ATen that decoder layers still hold.</p>"
-    return ["<h2>Leftovers</h2>", note, _table(columns, rows, code=("module", "operators"))]
-
-
-def _npu(explanation: Explanation) -> list[str]:
-    parts = []
-    for section in npu_sections(explanation):
-        parts.append(f"<h2>{escape(section.title)}</h2>")
-        if section.note:
-            parts.append(f"<p>{escape(section.note)}</p>")
-        if section.columns:
-            columns = tuple(name.removesuffix("!") for name in section.columns)
-            rows = (("", [cell.replace(" +\n", " + ").replace("\n", "; ") for cell in row]) for row in section.rows)
-            parts.append(_table(columns, rows))
-    return parts
-
-
-def _drawings(explanation: Explanation, layer: int | None) -> list[str]:
-    if not explanation.drawings:
+def _drawings(found: Findings, layer: int | None) -> list[str]:
+    if not found.drawings:
         return []
     if layer is None:
-        most = explanation.target_graph.launches_per_layer or explanation.launches_before
-        counts = [len(x.operators_after or x.operators_before) for x in explanation.layers]
+        most = found.target_graph.launches_per_layer or found.launches_before
+        counts = [len(x.operators_after or x.operators_before) for x in found.layers]
         layer = counts.index(most)
-    before, after = explanation.drawings[layer]
+    before, after = found.drawings[layer]
     legend = "".join(
         f'<span><i class="k-{kind or "other"}"></i>{escape(words)}</span>'
         for kind, words in KINDS.items()
         if kind in {box.kind for box in (*before.boxes, *after.boxes)}
     )
-    path = explanation.layers[layer].path
+    path = found.layers[layer].path
     return [
         f"<h2>{escape(path)}, operator by operator</h2>",
         "<p>Views, parameters and the metadata of a step are not drawn. T is the number of tokens of a step. "
@@ -276,7 +154,3 @@ def _figure(when: str, graph: LayerGraph, path: str) -> str:
     count = sum(box.kind not in ("input", "output") for box in graph.boxes)
     caption = f"{when}: {count} operators"
     return f"<figure><figcaption>{escape(caption)}</figcaption>{svg(graph, f'{path} {when}')}</figure>"
-
-
-def _times(count: int) -> str:
-    return f" ×{count}" if count > 1 else ""

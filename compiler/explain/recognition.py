@@ -1,4 +1,4 @@
-"""How much of what a model holds the passes recognised, and what they missed."""
+"""The share of what a model holds that the passes recognised, and what they missed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of a decoder layer a node belongs to, and what of those parts no pass has taken."""
+"""Parts of a decoder layer that nodes belong to, and what of these parts no pass has taken."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def leftovers(graph: fx.Graph, layers: DecoderLayers, records: Iterable[PassReco
 
 
 def said_about(kind: str, node: str, module: str, records: Iterable[PassRecord]) -> str:
-    """Why a node or a module was left: what the passes say about it.
+    """The reason why a node or a module was left: what the passes say about it.
 
     The word of a pass for that kind counts most; of such a pass, what it says about a module around it or inside of
     it is taken too.
@@ -125,5 +125,5 @@ def said_about(kind: str, node: str, module: str, records: Iterable[PassRecord])
 
 
 def _nested(one: str, other: str) -> bool:
-    """Whether one of two modules lies in the other."""
+    """True if one of two modules lies in the other."""
     return bool(one and other) and (one.startswith(f"{other}.") or other.startswith(f"{one}."))

@@ -131,7 +131,8 @@ class Describer:
     def _add_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         places: dict[int, int] = {}
         for name, tensor in tensors.items():
-            if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            without_values = tensor.is_meta and not self._follows
+            if (tensor.device.type != "cpu" and not without_values) or tensor.layout is not torch.strided:
                 raise CannotIdentify(f"{name} is a {tensor.layout} tensor on {tensor.device}")
             if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
                 raise CannotIdentify(f"{name} is a {type(tensor).__name__}")

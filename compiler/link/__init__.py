@@ -1,1 +1,1 @@
-"""From a rewritten graph to a Program: what its inputs receive, how its weights are packed."""
+"""The link of a rewritten graph with what its inputs receive: a Program, whose weights get packed."""

@@ -1,4 +1,4 @@
-"""What a program's graph is linked to: plain data that can be kept without the graph's fake values."""
+"""The things that a program's graph is linked to: plain data, kept without the graph's fake values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...runtime.program import CacheSpec, is_cache_input
 
 @dataclass(frozen=True)
 class Linkage:
-    """What each input of a graph receives.
+    """A record of what each input of a graph receives.
 
     Attributes:
         inputs: names of all, in order.
@@ -34,6 +34,8 @@ class Linkage:
         vocab_size: columns of the logits.
         device: where the graph runs.
         block_size: tokens per cache block that it was lowered for; None for any.
+        rope_switch: see ``runtime.program.Program``, as for the next.
+        restart_length: likewise.
     """
 
     inputs: tuple[str, ...]
@@ -50,10 +52,16 @@ class Linkage:
     vocab_size: int
     device: torch.device
     block_size: int | None
+    rope_switch: int | None
+    restart_length: int | None
 
     @classmethod
-    def of(cls, traced: TracedGraph) -> Linkage:
+    def of(cls, traced: TracedGraph, restart_length: int | None = None) -> Linkage:
         """Read it off a rewritten graph.
+
+        Args:
+            traced: the graph.
+            restart_length: as the model behind it asks for, see ``verify.cache_restart``.
 
         Raises:
             ValueError: an input is neither a tensor nor the number of tokens.
@@ -81,4 +89,6 @@ class Linkage:
             vocab_size=int(shape(logits[0])[-1]),
             device=value(traced.placeholder(traced.input_ids)).device,
             block_size=None if traced.npu is None or not traced.caches else traced.npu.block_size,
+            rope_switch=traced.notes.rope_switch,
+            restart_length=restart_length,
         )

@@ -24,14 +24,24 @@ from .rounded_weights import check_rounded_weight
 
 
 def link(
-    traced: TracedGraph, run: Callable[..., Sequence[Any]], report: CompileReport | None = None
+    traced: TracedGraph,
+    run: Callable[..., Sequence[Any]],
+    report: CompileReport | None = None,
+    *,
+    restart_length: int | None = None,
 ) -> LinkedProgram:
     """The program of a rewritten graph that ``run`` was made from.
 
     Linking moves parameters that the graph reads as rows of a merged tensor (see ``merged_weights``).
+
+    Args:
+        traced: the graph.
+        run: function of its inputs.
+        report: how it was compiled.
+        restart_length: see ``Linkage``.
     """
     link_merged_weights(traced)
-    return LinkedProgram(Linkage.of(traced), traced.constants, run, report)
+    return LinkedProgram(Linkage.of(traced, restart_length), traced.constants, run, report)
 
 
 class LinkedProgram:
@@ -44,6 +54,7 @@ class LinkedProgram:
         report: how it was compiled.
 
     Attributes:
+        linkage: as given.
         copied_weights: the module's tensors that the program holds packed copies of or computed constants from; a
             change of their values does not reach it.
         weight_bits: the fewest that weights are rounded to; None where none is.
@@ -56,11 +67,12 @@ class LinkedProgram:
         run: Callable[..., Sequence[Any]],
         report: CompileReport | None = None,
     ) -> None:
+        self.linkage = linkage
         self.report = report if report is not None else CompileReport("")
         self.caches: list[CacheSpec] = list(linkage.caches)
         self.max_model_len = linkage.max_model_len
-        self.restart_length: int | None = None
-        self.rope_switch: int | None = None
+        self.restart_length = linkage.restart_length
+        self.rope_switch = linkage.rope_switch
         self.vocab_size = linkage.vocab_size
         self.device = linkage.device
         self.block_size = linkage.block_size
@@ -82,7 +94,7 @@ class LinkedProgram:
         self.copied_weights = [constants[name] for name in linkage.folded]
 
     def _records(self, run: Callable[..., Sequence[Any]], linkage: Linkage) -> RecordedSteps | None:
-        """What runs small steps of a graph that is called kernel by kernel; None for others, and for what was lowered
+        """Recorded small steps of a graph that is called kernel by kernel; None for others, and for what was lowered
         for an NPU, whose operators take lengths as lists."""
         if not isinstance(run, GraphCalls) or self.device.type != "cpu" or not self.caches or self.block_size:
             return None
@@ -136,7 +148,7 @@ class LinkedProgram:
 
     @phase("pack")
     def pack_weights(self, *, release: bool, check: bool = False) -> int:
-        """Lay the weights of packed linears out for the CPU's matrix kernels, and round those of quantised ones, one
+        """Lay the weights of packed linears out for the CPU's matrix kernels, and round those of quantized ones, one
         at a time.
 
         Args:
@@ -185,7 +197,7 @@ class LinkedProgram:
         return logits if self._route is None else logits[:asked]
 
     def arguments(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> list[Any]:
-        """What the inputs of the graph receive for a step."""
+        """Values of the graph's inputs for a step."""
         if not self._bound:
             raise RuntimeError("the program has no KV cache; call bind() first")
         args = list(self._args)

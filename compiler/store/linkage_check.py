@@ -51,6 +51,8 @@ def check_linkage(linkage: Linkage, placeholders: Sequence[str], constants: Mapp
     _require(0 < linkage.vocab_size <= _LARGEST, f"it has {linkage.vocab_size} columns of logits")
     positions = linkage.max_model_len
     _require(positions is None or positions > 0, f"it has {positions} positions")
+    for length in (linkage.rope_switch, linkage.restart_length):
+        _require(length is None or 0 < length <= _LARGEST, f"its keys change beyond {length} tokens")
     _require(linkage.block_size is None, "programs for a CPU take blocks of any size")
 
 

@@ -39,8 +39,6 @@ class StoredProgram:
         weights: input → the module's tensor that it receives, or a view of it.
         tensors: input → what passes made for it.
         digests: of the constants that others were computed from.
-        rope_switch: see ``LinkedProgram``, as for the next.
-        restart_length: likewise.
         report: how compiling went.
     """
 
@@ -49,8 +47,6 @@ class StoredProgram:
     weights: dict[str, str | tuple[str, View]]
     tensors: dict[str, torch.Tensor]
     digests: dict[str, str]
-    rope_switch: int | None
-    restart_length: int | None
     report: CompileReport
 
 

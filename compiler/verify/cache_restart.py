@@ -1,4 +1,4 @@
-"""Whether a model's own ``generate`` starts its cache anew at the length where the rotary table changes.
+"""The length at which a model's own ``generate`` starts its cache anew, where its rotary table changes.
 
 Llama keeps the keys that it has when a sequence grows past longrope's switch. Phi-3 and its kin drop the cache
 there, in ``prepare_inputs_for_generation``, and recompute every key with the long table. The method is asked, not
@@ -46,7 +46,7 @@ def restart_length(model: nn.Module, switch: int) -> int | None:
 
 
 def _drops_cache(model: nn.Module, length: int) -> bool:
-    """Whether the cache of ``length - 1`` tokens is not used for the next one."""
+    """True if the cache of ``length - 1`` tokens is not used for the next one."""
     ids = torch.zeros(1, length, dtype=torch.int64)
     cache = DynamicCache()
     cache.update(torch.zeros(1, 1, length - 1, 1), torch.zeros(1, 1, length - 1, 1), 0)

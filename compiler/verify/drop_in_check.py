@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,16 +9,14 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...passes.graph.fx_nodes import callee
-from .float32_run import HALF, Float32Graph
-from .graph_check import ROUNDINGS, ROUTERS
-from .self_check import TOLERANCE, judged_share, typical
+from .errors import HALF, ROUNDINGS, TOLERANCE, judged_share, routes_tokens, row_errors, typical
+from .float32_run import Float32Graph
 
 
 def difference(
     original: fx.GraphModule, rewritten: fx.GraphModule, inputs: Sequence[Any], added: Sequence[Any] = ()
 ) -> str:
-    """How two graphs differ in what they yield and in what they write into their inputs, or "".
+    """The difference of two graphs in what they yield and in what they write into their inputs, in words, or "".
 
     Half precision is judged twice: both graphs in float32, where every row has to be right; and as it is, within the
     rounding that the original shows against itself in float32. There, where tokens are routed, half of the rows may
@@ -34,7 +31,7 @@ def difference(
     if any(isinstance(x, FakeTensor) for x in inputs):
         return ""
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-    routed = any(callee(node) in ROUTERS for node in original.graph.nodes)
+    routed = routes_tokens(original.graph)
     expected = _run(original, inputs)
     if not any(x.dtype in HALF for x in tensors) or any(x.device.type != "cpu" for x in tensors):
         return _judge(expected, _run(rewritten, inputs, added), None, routed)
@@ -81,12 +78,12 @@ def _judge(
 
 
 def _row_errors(expected: torch.Tensor, found: torch.Tensor) -> list[float]:
-    """The largest difference in each row, in standard deviations of the tensor; infinite for what is no number, but
-    for tensors that are the same, as a mask of infinities is that nobody writes into."""
+    """The largest difference in each row, in standard deviations of the tensor: rows of caches and masks may hold one
+    number throughout. Tensors that are the same have none, as a mask of infinities that nobody writes into."""
     a, b = expected.float(), found.float()
     if torch.equal(a, b):
         return [0.0]
     spread = a.std().clamp_min(1e-6) if a.numel() > 1 else a.abs().clamp_min(1e-6)
-    errors = ((a - b).abs() / spread).nan_to_num(nan=math.inf, posinf=math.inf)
-    rows: list[float] = errors.reshape(-1, errors.shape[-1] if errors.dim() else 1).amax(-1).tolist()
-    return rows
+    width = a.shape[-1] if a.dim() else 1
+    errors: list[float] = row_errors(b.reshape(-1, width), a.reshape(-1, width), spread.reshape(())).tolist()
+    return errors

@@ -24,7 +24,8 @@ from ...passes import TracedGraph
 from ...passes.graph.provenance import scopes, source_line
 from ...runtime.program import is_cache_input
 from ..link.linker import link
-from .self_check import TOLERANCE, Reference, compared_steps
+from .errors import TOLERANCE
+from .self_check import Reference, compared_steps
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ _folder: ContextVar[Path | None] = ContextVar("folder", default=None)
 
 
 def is_on() -> bool:
-    """Whether the variable is set."""
+    """True if the variable is set."""
     return bool(os.environ.get(VARIABLE))
 
 
@@ -159,7 +160,7 @@ def write_reproducer(
 
 
 def _recorded(traced: TracedGraph, reference: Reference, alone: bool) -> dict[str, Any]:
-    """What the self-check feeds the graph, step by step, and the rows that would be right."""
+    """Inputs of the graph in the self-check, step by step, and the rows that would be right."""
     calls: list[dict[str, Any]] = []
     caches: dict[str, torch.Tensor] = {}
     names = [node.name for node in traced.placeholders]

@@ -16,8 +16,8 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...passes.graph.fx_nodes import callee, mutated_argument, storage_key, value
+from .errors import HALF
 
-HALF = (torch.bfloat16, torch.float16)
 _ROWS = 1 << 13
 _Runs: TypeAlias = "Sequence[dict[fx.Node, Any]]"
 """Of each call, the values of the nodes that have run and are still read."""
@@ -94,7 +94,7 @@ class Float32Graph:
         return self.together([args])[0]
 
     def together(self, calls: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
-        """What several calls yield, each node run for all of them before the next one: a weight is made once.
+        """The results of several calls, each node run for all of them before the next one: a weight is made once.
 
         Calls that write into the same tensors do so in their order, node by node. That is right for caches, of which
         a step reads no more than earlier steps and itself wrote. Of constants that the graph writes into, such as a

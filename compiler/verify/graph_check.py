@@ -1,6 +1,6 @@
 """The comparison of a rewritten graph with the captured one, in float32, over weights that let every part count.
 
-The self-check on the model's own weights and dtype (``verify``) sees what rounding does not hide and what these
+The self-check on the model's own weights and dtype (``self_check``) sees what rounding does not hide and what these
 weights make visible. Here the same two graphs run in float32 (``float32_run``) twice: with weights that make
 attention peaked, biases count and logits large, so that a scale, a softcap or a lost key shows; and with weights so
 small that the mean square of every row comes near the eps of its norm.
@@ -17,39 +17,25 @@ import torch
 from torch import nn
 
 from ...passes import TracedGraph
-from ...passes.graph.fx_nodes import callee, value
+from ...passes.graph.fx_nodes import value
 from ...runtime.phases import phase
 from ..capture.trace import Captured
 from ..link.linkage import Linkage
 from ..link.linker import LinkedProgram
 from ..report import Verdict
 from ..weights.merged_weights import link_merged_weights
-from .float32_run import HALF, Deferred, Float32Graph
-from .self_check import (
-    Reference,
-    Schedule,
-    arguments_alone,
-    judge,
-    judged_share,
-    planned_steps,
-    row_errors,
-    run_alone,
-    typical,
-)
+from .errors import HALF, ROUNDINGS, judged_share, routes_tokens, row_errors, typical
+from .float32_run import Deferred, Float32Graph
+from .self_check import Reference, Schedule, arguments_alone, judge, planned_steps, run_alone
 
 TOLERANCE = 5e-4
 """Float32's own rounding makes 1e-5 of it."""
-ROUNDINGS = 5.0
-"""By how many times its own rounding a half-precision program may differ from the model, which rounds likewise."""
-ROUTERS = ("topk", "sort")
-"""What chooses experts: in half precision it decides otherwise where two are nearly as good, and the row with it. In
-float32 every row has to be right."""
 _SAMPLE = 1 << 14
 
 
 @dataclass(frozen=True)
 class Weights:
-    """How the parameters are changed for a run.
+    """A change of the parameters for a run.
 
     Attributes:
         name: what they make visible.
@@ -110,12 +96,12 @@ def measure_rounding(captured: Captured, reference: Reference) -> None:
     rounding = typical(row_errors(rounded, exact).tolist(), judged_share(reference.dtype))
     deeper = 1.0 if captured.repeat is None else captured.repeat.total / captured.repeat.kept
     reference.tolerance = ROUNDINGS * rounding * math.sqrt(deeper)
-    if any(callee(node) in ROUTERS for node in traced.graph.nodes):
+    if routes_tokens(traced.graph):
         reference.share = 0.5
 
 
 def can_check(traced: TracedGraph) -> bool:
-    """Whether a graph can run in float32: on the host, over caches that round nothing."""
+    """True if a graph can run in float32: on the host, over caches that round nothing."""
     return _on_cpu(traced) and not any(spec.has_scales for spec in traced.caches)
 
 
@@ -158,7 +144,7 @@ def _kept(constants: Mapping[str, Any]) -> list[str]:
 
 
 def _constants(original: TracedGraph, rewritten: TracedGraph, weights: Weights) -> dict[str, Any]:
-    """What the constants of both graphs receive, by name."""
+    """Values of the constants of both graphs, by name."""
     folded = set(rewritten.notes.folded)
     changed: dict[int, ChangedWeight] = {}
     constants: dict[str, Any] = {**original.constants, **rewritten.constants}
@@ -176,7 +162,7 @@ def _constants(original: TracedGraph, rewritten: TracedGraph, weights: Weights) 
 
 
 def _is_part(tensor: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether all of ``tensor`` lies within the memory of ``weight``."""
+    """True if all of ``tensor`` lies within the memory of ``weight``."""
     first = tensor.storage_offset() - weight.storage_offset()
     return (
         tensor.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()

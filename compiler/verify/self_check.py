@@ -17,26 +17,21 @@ from ...runtime.program import Program
 from ...runtime.step_metadata import StepMetadata
 from ..capture.model_facts import max_positions, takes_positions
 from ..report import Verdict, first_line
+from .errors import TOLERANCE, judged_share, row_errors, typical
 
-TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6, torch.bfloat16: 0.3, torch.float16: 0.05}
-"""Of half precision until its rounding was measured (``measure_rounding``)."""
 INT8_TOLERANCE = 0.3
-"""Of programs with int8 caches, for the median of the rows. What the graph computes was compared with ``TOLERANCE``
-before anything was rounded (``rewrite.rewrite``), so this one has to tell rounding from keys or values that are
-read with a wrong scale or from a wrong place. Measured on 21 tiny architectures in float32 and bfloat16, rounding
-moves the median row by 0.013 to 0.054, gpt_oss's by 0.14 in float32, and single rows by up to 3 where a router
-flips. Each 1 % by which all keys and values are read wrong adds 0.02 to 0.06; scales of another head or token, or
-none, make it more than 1."""
+"""Of programs with int8 caches, for the median of the rows. The graph was compared with ``TOLERANCE`` before anything
+was rounded (``pipeline.run_pipeline``), so this one has to tell rounding, which moves the median row by up to 0.14,
+from keys or values that are read with scales of another head or token, or with none: those move it by more than 1."""
 WEIGHT_TOLERANCE = {8: 1.0, 4: 3.9}
-"""Likewise of programs with weights of so many bits, each of which ``rounded_weights`` compares by itself. On the
-same architectures, with random weights, rounding moves the median row by 0.05 to 0.11 at 8 bits and 0.44 to 0.92 at
-4, gpt_oss's by 0.45 and 2.05, and that of 22 layers of random numbers by 2.9 at 4. Logits that have nothing to do
-with the model's differ by 4.1 and more."""
+"""Likewise of programs with weights of so many bits, each of which ``rounded_weights`` compares by itself. Rounding
+random weights moves the median row by up to 0.45 at 8 bits and 2.9 at 4; logits that have nothing to do with the
+model's differ by 4.1 and more."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which sequences a check runs, and how their prompts are cut.
+    """The sequences that a check runs, and the cuts of their prompts.
 
     Attributes:
         lengths: tokens of each sequence.
@@ -56,7 +51,7 @@ class Schedule:
 
 
 MODEL_SCHEDULE = Schedule((11, 27, 48), (3, 9, 6), 4)
-"""How the model's own logits are compared."""
+"""For the comparison with the model's own logits."""
 SHORT_SCHEDULE = Schedule((3, 8, 5), (2, 5, 3), 4, decoded=1)
 """The same for a program that was compared before it was stored."""
 
@@ -83,13 +78,13 @@ class Reference:
 
     @property
     def prompts(self) -> list[int]:
-        """How many tokens of each sequence are prefilled; the rest is decoded."""
+        """The number of tokens of each sequence that are prefilled; the rest is decoded."""
         return [len(t) - self.schedule.decoded for t in self.tokens]
 
 
 @phase("reference")
 def reference_of_model(model: nn.Module, schedule: Schedule = MODEL_SCHEDULE) -> Reference:
-    """What the model says when HuggingFace runs it, each sequence alone and without a cache.
+    """The logits of the model when HuggingFace runs it, each sequence alone and without a cache.
 
     Raises:
         UnsupportedModel: the model does not run on ``input_ids`` alone.
@@ -122,7 +117,7 @@ def reference_of_model(model: nn.Module, schedule: Schedule = MODEL_SCHEDULE) ->
 
 
 def _not_finite(model: nn.Module) -> str:
-    """Why a model's own logits are NaN or infinite: the first parameter that is, where one is."""
+    """The reason why a model's own logits are NaN or infinite: the first parameter that is, where one is."""
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             what = "NaN" if parameter.isnan().any() else "an infinity"
@@ -151,7 +146,7 @@ def run_alone(
 
 
 def arguments_alone(traced: TracedGraph, constants: Mapping[str, Any], tokens: torch.Tensor) -> list[Any]:
-    """What the inputs of a graph without caches receive for one sequence of ``[length]`` tokens."""
+    """Values of the inputs of a graph without caches for one sequence of ``[length]`` tokens."""
     positions = torch.arange(len(tokens))[None]
     given = {**constants, traced.input_ids: tokens[None], traced.position_ids: positions}
     return [given.get(node.name, len(tokens)) for node in traced.placeholders]
@@ -191,13 +186,6 @@ def judge(compared: Iterable[tuple[int, torch.Tensor, torch.Tensor]], reference:
     ok = judged <= tolerance
     reason = "" if ok else f"logits differ from the model's by {judged:.3g} standard deviations (limit {tolerance})"
     return Verdict(ok, max(map(max, errors.values())), tolerance, sum(map(len, errors.values())), reason)
-
-
-def row_errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """``[R]``: the largest difference in each row of logits ``[R, vocab]``, in standard deviations of the row that is
-    right; infinite where something is no number."""
-    spread = torch.maximum(expected.std(dim=-1), 1e-6 * expected.abs().amax(dim=-1)).clamp_min(1e-30)
-    return torch.nan_to_num((found - expected).abs().amax(dim=-1) / spread, nan=float("inf"))
 
 
 def compared_steps(
@@ -250,18 +238,6 @@ def _mixed_schedule(reference: Reference) -> list[list[_Step]]:
 
 def _alone_schedule(reference: Reference) -> list[list[_Step]]:
     return [[[(s, len(tokens))]] for s, tokens in enumerate(reference.tokens)]
-
-
-def judged_share(dtype: torch.dtype) -> float:
-    """Of the rows of a model in ``dtype``, how many have to be right: in half precision routers flip on ties."""
-    return 0.9 if dtype in (torch.bfloat16, torch.float16) else 1.0
-
-
-def typical(errors: list[float], share: float) -> float:
-    """The error that ``share`` of the rows stay below, or the worst if a row is not even finite: routers flip on
-    ties, nothing else does."""
-    ordered = sorted(errors)
-    return ordered[-1] if ordered[-1] == float("inf") else ordered[int(share * (len(ordered) - 1))]
 
 
 class _PagedState:

@@ -57,5 +57,5 @@ class FilePages:
 
 
 def _is_foreign(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory is not of torch's own allocation."""
+    """True if the tensor's memory is not of torch's own allocation."""
     return tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()

@@ -72,7 +72,7 @@ def merge_rows(tensors: Sequence[torch.Tensor], pages: FilePages | None = None) 
 
 
 def _adjacent(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the tensors lie one after the other in one storage."""
+    """True if the tensors lie one after the other in one storage."""
     storage, offset = tensors[0].untyped_storage().data_ptr(), tensors[0].storage_offset()
     for tensor in tensors:
         if tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != offset:
@@ -82,7 +82,7 @@ def _adjacent(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 class AddedArguments:
-    """What passes have added to a graph's own arguments, with a check that parameters still are the rows of merged
+    """Arguments that passes have added to a graph's own, with a check that parameters still are the rows of merged
     tensors.
 
     For graphs that receive the module's parameters at every call (``torch.compile``).

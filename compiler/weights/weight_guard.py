@@ -72,7 +72,7 @@ class WeightGuard:
             )
 
     def written_since_last_time(self) -> bool:
-        """Whether any tensor was written to in place since the last call, or since this was made."""
+        """True if any tensor was written to in place since the last call, or since this was made."""
         before, self._writes = self._writes, self._count_writes()
         return before != self._writes
 
@@ -90,7 +90,7 @@ class WeightGuard:
         return sum(tensor._version for tensor in self._tensors if not tensor.is_inference())
 
     def _glance(self) -> tuple[list[int], list[int], bool]:
-        """What no tensor can be replaced, added or moved without changing."""
+        """A value that changes when a tensor is replaced, added or moved."""
         places = [tensor.data_ptr() for tensor in self._tensors]
         return list(map(dict_version, self._dicts)), places, any(self._empty)
 

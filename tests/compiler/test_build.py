@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from torch_pagoda import passes
-from torch_pagoda.compiler import CompileOptions, UnsupportedModel, build, options, rewrite
+from torch_pagoda.compiler import CompileOptions, UnsupportedModel, build, options, pipeline
 from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.link.linker import link
 from torch_pagoda.compiler.pipeline import PassError
@@ -91,7 +91,7 @@ def test_every_pass_compares_after_each(monkeypatch):
         compared.append((alone, len(program.caches), verdict.ok))
         return verdict
 
-    for module in (build, rewrite):
+    for module in (build, pipeline):
         monkeypatch.setattr(module, "check", spy)
     report = build_program(ToyLM(sdpa), dataclasses.replace(PLAIN, verify="every-pass")).report
     changed = [record.name for record in report.passes if record.matches]
@@ -202,8 +202,8 @@ def test_window_larger_than_the_check_is_kept():
 
 
 @pytest.mark.parametrize("offset", [0, 1, -1])
-def test_long_windows_are_checked_shrunk(offset):
-    """A window that is one off in 4096 shows in no short sequence; on the shrunk copies it does."""
+def test_long_windows_are_checked_shortened(offset):
+    """A window that is one off in 4096 shows in no short sequence; on the shortened copies it does."""
 
     def windowed(m, q, k, v, pos):
         return F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), attn_mask=causal_mask(pos, 4096))
@@ -218,9 +218,9 @@ def test_long_windows_are_checked_shrunk(offset):
     reference = reference_of_model(model)
     rewritten.recompile()
     assert check(link(rewritten, rewritten.module), reference).ok
-    shrunk = check_long_windows(original, rewritten)
-    assert shrunk is not None
-    assert shrunk.ok == (offset == 0)
+    short = check_long_windows(original, rewritten)
+    assert short is not None
+    assert short.ok == (offset == 0)
 
 
 def test_short_windows_need_no_second_check():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torch_pagoda.compiler.calibrate import calibrate
-from torch_pagoda.compiler.calibrate.decoder_layers import find_decoder_layers, first_call, matrices_by_input
+from torch_pagoda.compiler.calibrate.decoder_layers import decoder_layers, first_call, matrices_by_input
 from torch_pagoda.compiler.calibrate.grid import GridWeight, damped, output_error, round_to_grid, stretch
 from torch_pagoda.runtime.ops.quantized_weight import (
     Quantization,
@@ -85,7 +85,7 @@ def test_groups_are_stretched_as_far_as_the_loader_looks(far):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "gemma2", "mixtral", "deepseek_v3"])
 def test_layers_on_their_own_compute_what_the_model_does(name):
     model = build_tiny_model(name)
-    layers = find_decoder_layers(model)
+    layers = decoder_layers(model)
     with torch.no_grad():
         call = first_call(model, layers, WINDOWS[:2])
         for index, layer in enumerate(layers):
@@ -120,7 +120,7 @@ def test_a_calibrated_model_is_closer_than_a_rounded_one(name):
 
 def test_matrices_that_read_the_same_are_solved_together():
     model = build_tiny_model("llama")
-    layers = find_decoder_layers(model)
+    layers = decoder_layers(model)
     call = first_call(model, layers, WINDOWS[:1])
     groups = [[m.name.rpartition(".")[2] for m in group] for group in matrices_by_input(layers[0], 0, call)]
     assert groups == [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]

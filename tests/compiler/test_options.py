@@ -11,6 +11,7 @@ from torch_pagoda.compiler.backend import pagoda
 from torch_pagoda.compiler.options import selected_passes
 from torch_pagoda.compiler.pipeline import run_passes
 from torch_pagoda.compiler.targets.cpu.inductor import is_fusible
+from torch_pagoda.compiler.user_passes import register_pass
 from torch_pagoda.passes import PASSES
 
 from toy_lm import ToyLM, sdpa
@@ -21,6 +22,14 @@ def test_defaults_select_every_pass():
     left_out = [p.name for p in PASSES if not options.selects(p) and p.target != "npu"]
     assert left_out == ["quantise_linears", "make_batch_invariant", "pack_linears"]
     assert (options.verify, options.codegen) == ("model", "auto")
+
+
+def test_levels_are_0_to_2_for_users_passes_too():
+    assert max(entry.level for entry in PASSES) == 2
+    with pytest.raises(ValueError, match="opt_level=3 is not one of 0, 1, 2"):
+        CompileOptions(opt_level=3)
+    with pytest.raises(ValueError, match="level=3 is not one of 0, 1, 2"):
+        register_pass("mine", lambda traced: None, level=3)
 
 
 def test_skip_and_only():

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.link.linker import link
 from torch_pagoda.compiler.options import CompileOptions
+from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
-from torch_pagoda.compiler.rewrite import rewrite
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.runtime.engine.engine import Engine
@@ -34,7 +34,7 @@ def lowered(
     captured = capture(model)
     captured.traced.npu = NpuTarget(block_size=block_size, graph_mode=graph_mode, float32_as=torch.bfloat16)
     options = CompileOptions(codegen="none", target="npu", verify="off")
-    return model, rewrite(captured, options, None, CompileReport(model_type))
+    return model, run_pipeline(captured, options, None, CompileReport(model_type))
 
 
 def served(traced: TracedGraph, run: Any, max_tokens: int = 3, **limits: int) -> list[RequestOutput]:

@@ -70,7 +70,7 @@ def test_the_drop_in_leaves_graphs_under_autocast_to_inductor(
 def test_broken_weights_are_named(value: float, word: str, llama: PreTrainedModel) -> None:
     llama.model.layers[1].mlp.up_proj.weight.data[0, 0] = value
     with pytest.raises(ValueError, match=rf"'model\.layers\.1\.mlp\.up_proj\.weight' of .* holds {word}"):
-        build.build_unpacked(llama, CompileOptions())
+        build.build_unpacked(llama, CompileOptions(target="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_models_with_state_are_refused_before_they_are_traced(
     monkeypatch.setattr(build, "capture", trace)
     monkeypatch.setattr(build, "reference_of_model", trace)
     with pytest.raises(ValueError, match=words):
-        build.build_unpacked(build_tiny_model(model_type), CompileOptions())
+        build.build_unpacked(build_tiny_model(model_type), CompileOptions(target="cpu"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), 3e38], ids=["nan", "overflow"])

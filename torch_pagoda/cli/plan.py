@@ -17,7 +17,7 @@ from .memory_table import GB, GIB, block_line, memory_table
 from .phases import show_phases
 
 if TYPE_CHECKING:
-    from ..compiler.explain.requirements import Requirements
+    from ..compiler.estimates.requirements import Requirements
     from ..runtime.planning.block_size_plan import BlockSizePlan
     from ..runtime.planning.memory_plan import MemoryPlan
 
@@ -68,7 +68,7 @@ def plan(
     with one_line_errors(debug):
         # Imported here, so that --help answers at once.
         from ..checkpoint import resolve_dtype
-        from ..compiler.explain.requirements import requirements
+        from ..compiler.estimates.requirements import requirements
         from ..compiler.options import CompileOptions
         from ..device import resolve_device
         from ..llm import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS

@@ -19,14 +19,14 @@ from .phases import show_phases
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..compiler.explain import Skeleton
+    from ..compiler.estimates.skeleton import Skeleton
     from ..compiler.report import CompileReport
 
 CULPRIT_FOUND = 1
 
 Model = Annotated[str, typer.Argument(help="Checkpoint folder, or hub id.", metavar="MODEL")]
 Target = Annotated[str, typer.Option(help="auto, cpu or npu.")]
-OptLevel = Annotated[int, typer.Option(help="0 to 3.")]
+OptLevel = Annotated[int, typer.Option(help="0 to 2.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 SkipPass = Annotated[list[str] | None, typer.Option(help="Leave this pass out; repeatable.")]
 OnlyPass = Annotated[list[str] | None, typer.Option(help="Of the optional passes run only this one; repeatable.")]
@@ -169,7 +169,7 @@ def _load_or_build(model: str, dtype: str, trust_remote_code: bool, target: str)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from ..checkpoint import load_config, resolve_dtype
-    from ..compiler.explain import build_skeleton
+    from ..compiler.estimates.skeleton import build_skeleton
 
     _, config = load_config(model, trust_remote_code=False)
     return build_skeleton(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, resolve_dtype(dtype))

@@ -18,7 +18,7 @@ _SINGLE = frozenset("linear mm addmm bmm baddbmm _grouped_mm embedding index_sel
 
 
 def is_fusible(traced: TracedGraph) -> bool:
-    """Whether inductor has something to gain: on average a decoder layer holds an operator that it would fuse.
+    """True if inductor has something to gain: on average a decoder layer holds an operator that it would fuse.
 
     Matrix products, gathers and our own operators stay single calls in its code too. Around nothing else it buys
     no time, and costs the compilation.

@@ -139,7 +139,7 @@ class _Step:
         self._parts = recorder.parts
 
     def fits(self, args: Sequence[Any]) -> bool:
-        """Whether all that steps do not bring is still the same, and where it was."""
+        """True if all that steps do not bring is still the same, and where it was."""
         for i, recorded, address in self._constants:
             if args[i] is not recorded or (address and recorded.data_ptr() != address):
                 return False
@@ -302,18 +302,18 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _address(value: Any) -> int:
-    """Where a tensor's elements lie; 0 for what has no such place."""
+    """The address of a tensor's elements; 0 for what has no such place."""
     return value.data_ptr() if isinstance(value, torch.Tensor) and not value.is_mkldnn else 0
 
 
 def _writes_nothing(function: Callable[..., Any]) -> bool:
-    """Whether a function is known to leave its arguments as they are."""
+    """True if a function is known to leave its arguments as they are."""
     if isinstance(function, torch._ops.OpOverload):
         return not function._schema.is_mutable
     return function is operator.getitem
 
 
 def _is_size(node: fx.Node) -> bool:
-    """Whether it asks for a tensor's size or layout."""
+    """True if it asks for a tensor's size or layout."""
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     return name.split(".")[0] in ("size", "sym_size", "shape", "dim", "numel", "sym_numel", "stride", "sym_stride")

@@ -200,7 +200,7 @@ def aclgraph_options(budget: int) -> dict[str, Any]:
 
 
 def _why_not_captured(traced: TracedGraph, lists: Sequence[int]) -> str:
-    """Why a captured graph would not be right or would not pay, or ""."""
+    """The reason why a captured graph would not be right or would not pay, or ""."""
     placeholders = traced.placeholders
     tables = [user for node in placeholders if node.name == "block_table" for user in node.users]
     if not lists or not all(map(_gets_new_lengths, tables)):
@@ -212,5 +212,5 @@ def _why_not_captured(traced: TracedGraph, lists: Sequence[int]) -> str:
 
 
 def _gets_new_lengths(node: torch.fx.Node) -> bool:
-    """Whether npugraph_ex gives a call the lengths of each replay."""
+    """True if npugraph_ex gives a call the lengths of each replay."""
     return str(node.target).startswith("npu.npu_fused_infer_attention_score")

@@ -1,4 +1,4 @@
-"""Which sizes of a step are captured as static graphs, and to which of them a step is padded.
+"""Sizes of steps that are captured as static graphs, and the one that a step is padded to.
 
 Pure functions: nothing here knows a device.
 """
@@ -123,7 +123,7 @@ def _one_size_more(before: Sequence[float], padding: Callable[[int, int], float]
 def request_mix(
     max_num_seqs: int, max_num_batched_tokens: int, *, decode_share: float = _DECODE_SHARE
 ) -> dict[int, float]:
-    """How often a batcher makes steps of each size, when nobody has counted.
+    """Shares of the steps of each size that a batcher makes, when nobody has counted.
 
     Decode steps, one token for each of 1 to ``max_num_seqs`` sequences, are equally likely and together
     ``decode_share`` of all. Of the others, which hold chunks of prompts, half fill the budget, since long prompts are
@@ -165,7 +165,7 @@ def stream_budget(
     streams: int = STREAMS,
     kept: int = KEPT_STREAMS,
 ) -> int:
-    """How many sizes the streams of a device let us capture.
+    """The number of sizes that the streams of a device let us capture.
 
     A captured graph occupies streams until it is thrown away. vllm-ascend's empirical formula
     (``vllm_ascend/utils.py``, ``update_aclgraph_sizes``, in releases to early 2026, for collectives that are unfolded

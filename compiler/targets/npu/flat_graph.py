@@ -123,7 +123,7 @@ def flat_graph(
 
 
 def is_constant(traced: TracedGraph, name: str) -> bool:
-    """Whether the placeholder receives the same tensor at every call, which is known when the graph is linked."""
+    """True if the placeholder receives the same tensor at every call, which is known when the graph is linked."""
     return name in traced.constants or name in traced.notes.merged
 
 

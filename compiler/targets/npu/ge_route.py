@@ -131,7 +131,7 @@ def ge_config(*, run_eagerly: bool = False) -> Any:
 
 @contextmanager
 def _without_device_if_offline(traced: TracedGraph) -> Iterator[bool]:
-    """Whether this is a Python with the offline toolchain, in which torchair gets answers for a missing device."""
+    """True if this is a Python with the offline toolchain, in which torchair gets answers for a missing device."""
     assert traced.npu is not None
     if not is_offline():
         yield False

@@ -1,4 +1,4 @@
-"""What the two ways to run a lowered graph on an NPU have in common: they choose the sizes that it runs at."""
+"""The base of the two ways to run a lowered graph on an NPU: they choose the sizes that it runs at."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Route(ABC):
 
     @abstractmethod
     def size_for(self, size: StepSize) -> StepSize | None:
-        """What a step of ``size`` is filled up to; None when it runs as it is."""
+        """The size that a step of ``size`` is filled up to; None when it runs as it is."""
 
     @abstractmethod
     def __call__(self, *args: Any) -> Sequence[Any]:

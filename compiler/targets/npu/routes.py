@@ -9,7 +9,7 @@ from .route import Route, Run
 
 
 def make_route(codegen: str, traced: TracedGraph, eager: Run) -> Route | None:
-    """How a lowered graph with linked constants runs; None for call by call.
+    """The way that a lowered graph with linked constants runs; None for call by call.
 
     Args:
         codegen: "ge", "aclgraph" or "none".

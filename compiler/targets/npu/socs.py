@@ -71,7 +71,7 @@ _FAMILIES = (
 
 
 def chip(soc: str) -> Chip | None:
-    """What is known of a SoC; None for one that no source names.
+    """The figures that are known of a SoC; None for one that no source names.
 
     Args:
         soc: its whole name, such as ``Ascend910B3``. A longer name is another chip: 910B4-1 has twice the memory of

@@ -23,7 +23,7 @@ from ....runtime.step_metadata import StepMetadata
 
 @dataclass(frozen=True)
 class StepSize:
-    """What a step is filled up to.
+    """A size that a step is filled up to.
 
     Attributes:
         tokens: T.

@@ -39,7 +39,7 @@ _DEMANDING = (torch.ops.npu.npu_mla_prolog_v3,)
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """What is done to one weight that a graph reads.
+    """The treatment of one weight that a graph reads.
 
     Attributes:
         name: of the graph input.
@@ -57,7 +57,7 @@ class WeightPlan:
 
 
 def plan_weights(traced: TracedGraph) -> list[WeightPlan]:
-    """What ``prepare_weights`` does to each weight of a linked graph, in the order of its inputs."""
+    """The treatment of each weight of a linked graph by ``prepare_weights``, in the order of its inputs."""
     plans = []
     for node in traced.placeholders:
         tensor = traced.constants.get(node.name)
@@ -122,7 +122,7 @@ def _why_not_nz(node: fx.Node, tensor: torch.Tensor) -> str:
 
 
 def _takes_whole(user: fx.Node, weight: fx.Node) -> bool:
-    """Whether ``user`` is a matrix product that has ``weight`` for one of its matrices and for nothing else."""
+    """True if ``user`` is a matrix product that has ``weight`` for one of its matrices and for nothing else."""
     matrices = _MATRICES.get(_packet(user))
     if matrices is None:
         return False

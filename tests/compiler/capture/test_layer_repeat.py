@@ -29,7 +29,7 @@ from torch_pagoda.runtime.program import is_cache_input
 from tiny_models import build_tiny_model
 
 DEPTH = 10
-OPTIONS = CompileOptions(codegen="none")
+OPTIONS = CompileOptions(codegen="none", target="cpu")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -243,7 +243,7 @@ def kept_graph():
         raise CannotRepeat("kept")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LayerRepeat, "deepen", keep)
+        patch.setattr(LayerRepeat, "unroll", keep)
         build_unpacked(deep("llama", 8), OPTIONS)
     return found[0]
 
@@ -254,7 +254,7 @@ def test_number_in_one_layer_alone(kept_graph):
     node = list(paged_attention_nodes(traced))[-1]
     node.args = (*node.args[:11], node.args[11] * 2, *node.args[12:])
     with pytest.raises(CannotRepeat, match=r"differ$"):
-        repeat.deepen(traced)
+        repeat.unroll(traced)
 
 
 def test_operator_in_one_layer_alone(kept_graph):
@@ -265,7 +265,7 @@ def test_operator_in_one_layer_alone(kept_graph):
     with traced.before(node):
         node.replace_input_with(query, traced.call(torch.ops.aten.neg.default, query))
     with pytest.raises(CannotRepeat, match="operators follow each other"):
-        repeat.deepen(traced)
+        repeat.unroll(traced)
 
 
 def test_layer_that_reads_another_than_the_one_before(kept_graph):
@@ -278,7 +278,7 @@ def test_layer_that_reads_another_than_the_one_before(kept_graph):
     call = next(n for n in reversed(calls) if n < last)
     call.args = (calls[0].args[0], *call.args[1:])
     with pytest.raises(CannotRepeat):
-        repeat.deepen(traced)
+        repeat.unroll(traced)
 
 
 def test_head_that_reads_a_layer_in_the_middle(kept_graph):
@@ -289,12 +289,12 @@ def test_head_that_reads_a_layer_in_the_middle(kept_graph):
         extra = traced.call(torch.ops.aten.add.Tensor, head, traced.call(torch.ops.aten.sum.default, middle))
     traced.output.args = ((extra,),)
     with pytest.raises(CannotRepeat, match="not the last"):
-        repeat.deepen(traced)
+        repeat.unroll(traced)
 
 
-def test_deepening_leaves_the_given_graph(kept_graph):
+def test_unrolling_leaves_the_given_graph(kept_graph):
     repeat, traced = kept_graph
     before = [n.format_node() for n in traced.graph.nodes]
-    assert len(list(paged_attention_nodes(repeat.deepen(traced)))) == 8
+    assert len(list(paged_attention_nodes(repeat.unroll(traced)))) == 8
     assert [n.format_node() for n in traced.graph.nodes] == before
     assert len(traced.caches) == 4

@@ -156,7 +156,8 @@ REFUSED = {
     "digests of nothing": (lambda d: {**d, "digests": {"x": "0"}}, "the digests are not"),
     "a tensor elsewhere": (lambda d: {**d, "tensors": {"x": torch.ones(1, device="meta")}}, "tensors"),
     "a sparse tensor": (lambda d: {**d, "tensors": {"x": torch.ones(1).to_sparse()}}, "tensors"),
-    "a length in words": (lambda d: {**d, "restart_length": "64"}, "restart_length is '64', no"),
+    "a length in words": (put("linkage", "restart_length", "64"), "restart_length is '64', no"),
+    "a switch of keys at no length": (put("linkage", "rope_switch", 0), "beyond 0 tokens"),
     "a report of something else": (put("report", "verdict", 3), "verdict"),
     "a report of the wrong types": (
         put("report", "passes", 0, lambda p: {**p, "matches": "many"}),

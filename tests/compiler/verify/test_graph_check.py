@@ -10,10 +10,11 @@ import torch
 from torch_pagoda.compiler import CompileOptions, UnsupportedModel, options
 from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.capture.trace import capture
+from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
-from torch_pagoda.compiler.rewrite import rewrite
+from torch_pagoda.compiler.verify.errors import TOLERANCE
 from torch_pagoda.compiler.verify.graph_check import check_graph, measure_rounding
-from torch_pagoda.compiler.verify.self_check import TOLERANCE, check, reference_of_model
+from torch_pagoda.compiler.verify.self_check import check, reference_of_model
 from torch_pagoda.passes import PASSES, Pass, PassRecord
 from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
 from torch_pagoda.passes.graph.fx_nodes import callee
@@ -31,7 +32,7 @@ def graphs(request):
     name, dtype = request.param.split("-")
     model = build_tiny_model(name).to(getattr(torch, dtype))
     found = capture(model)
-    return name, found.traced, rewrite(found, PLAIN, None, CompileReport(name))
+    return name, found.traced, run_pipeline(found, PLAIN, None, CompileReport(name))
 
 
 def change_attention(graph, place, change, which=slice(None)):

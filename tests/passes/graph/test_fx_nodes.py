@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_pagoda.compiler.pipeline import propagate
+from torch_pagoda.compiler.verify.fake_values import propagate
 from torch_pagoda.passes.graph.fx_nodes import VMAP_BOUNDS, callee, eliminate_dead_code
 from torch_pagoda.passes.graph.head_layout import find_layout
 

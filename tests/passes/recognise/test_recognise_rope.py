@@ -7,7 +7,7 @@ import torch
 from aten_graphs import aten_of_module, aten_of_tiny_model, run_graph
 from torch import nn
 
-from torch_pagoda.compiler.pipeline import propagate
+from torch_pagoda.compiler.verify.fake_values import propagate
 from torch_pagoda.passes.graph.fx_nodes import callee, shape
 from torch_pagoda.passes.recognise.linear import recognise_linear
 from torch_pagoda.passes.recognise.rope import recognise_rope

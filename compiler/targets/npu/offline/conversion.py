@@ -54,7 +54,7 @@ class ConversionError(RuntimeError):
 
 @dataclass(frozen=True)
 class Conversion:
-    """What torchair made of a graph.
+    """The outcome of a conversion by torchair.
 
     Attributes:
         graph: the GE graph, after torchair's passes.
@@ -263,7 +263,7 @@ def _symbol(mode: FakeTensorMode, name: str, value: int) -> torch.SymInt:
 
 
 class _Watcher:
-    """What torchair does while it converts.
+    """A watch over torchair while it converts.
 
     Attributes:
         graph: its GE graph, once the passes have run.

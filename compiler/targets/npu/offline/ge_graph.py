@@ -57,7 +57,7 @@ class GeNode:
 
     @property
     def is_view(self) -> bool:
-        """Whether it only renames the shape or type of its first input."""
+        """True if it only renames the shape or type of its first input."""
         return self.type in _VIEWS
 
 
@@ -91,11 +91,11 @@ class GeGraph:
         return [node for node in self.nodes if node.type == type]
 
     def count(self, type: str) -> int:
-        """How many nodes of one operator there are."""
+        """The number of nodes of one operator."""
         return len(self.of_type(type))
 
     def types(self) -> Counter[str]:
-        """How many nodes there are of each operator."""
+        """The number of nodes of each operator."""
         return Counter(node.type for node in self.nodes)
 
     def source(self, node: GeNode, slot: str) -> GeNode:

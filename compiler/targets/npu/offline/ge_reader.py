@@ -115,7 +115,7 @@ def _list_name(members: Sequence[str | tuple[str, int]]) -> str:
 
 
 def _is_host_input(concrete: Any, op: Any) -> bool:
-    """Whether a ``Data`` is an integer or a list of integers. (On this machine all tensors are on the host too.)"""
+    """True if a ``Data`` is an integer or a list of integers. (On this machine all tensors are on the host too.)"""
     from torchair.ge._ge_graph import _SymPackInput, _ValueInput
 
     return isinstance(concrete._input_info_list[op.attr["index"].i].func, _SymPackInput | _ValueInput)

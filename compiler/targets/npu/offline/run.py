@@ -58,7 +58,7 @@ def environment(toolchain: Toolchain, base: Mapping[str, str] = os.environ) -> d
 
 
 def is_offline() -> bool:
-    """Whether this process was started with the toolchain, so that it can import torch_npu and torchair."""
+    """True if this process was started with the toolchain, so that it can import torch_npu and torchair."""
     return _MARK in os.environ
 
 

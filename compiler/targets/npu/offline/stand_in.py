@@ -66,7 +66,7 @@ def needed_libraries(library: Path, readelf: str = "readelf") -> set[str]:
 
 
 def missing_symbols(libraries: Sequence[Path], providers: Iterable[Path], nm: str = "nm") -> list[str]:
-    """What ``libraries`` expect and neither they, ``providers``, the system's libraries nor Python define; sorted."""
+    """Symbols, sorted, that ``libraries`` expect and neither they, ``providers``, the system nor Python define."""
     missing = set().union(*(undefined_symbols(library, nm) for library in libraries))
     for library in (*libraries, *providers):
         missing -= defined_symbols(library, nm)

@@ -35,7 +35,7 @@ _MANIFEST = "toolchain.json"
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Where the toolchain of this Python and this torch lies; ``complete`` says whether it is there.
+    """The place of the toolchain of this Python and this torch; ``complete`` says whether it is there.
 
     Attributes:
         folder: its folder in the cache.
@@ -65,7 +65,7 @@ class Toolchain:
         return (self.folder / _MANIFEST).is_file() and (self.packages / "torch_npu" / "__init__.py").is_file()
 
     def manifest(self) -> dict[str, Any]:
-        """What was built: wheels, torch and Python version, names of the stand-ins, number of their symbols."""
+        """A record of what was built: wheels, versions, names of the stand-ins, number of their symbols."""
         content: dict[str, Any] = json.loads((self.folder / _MANIFEST).read_text(encoding="utf-8"))
         return content
 

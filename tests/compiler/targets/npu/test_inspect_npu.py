@@ -17,12 +17,13 @@ from torch import fx
 
 import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
 from torch_pagoda import cli
-from torch_pagoda.compiler.explain import Explanation, build_skeleton, explain, npu_graph
-from torch_pagoda.compiler.explain.flops import flops, keys_seen
+from torch_pagoda.compiler.estimates.flops import flops, keys_seen
+from torch_pagoda.compiler.estimates.skeleton import build_skeleton
+from torch_pagoda.compiler.estimates.traffic import Moved, Step, moved
+from torch_pagoda.compiler.explain import Explanation, explain, npu_graph
 from torch_pagoda.compiler.explain.npu import Estimate, NpuReport, estimates
 from torch_pagoda.compiler.explain.npu_graph import GeReport
 from torch_pagoda.compiler.explain.npu_sections import npu_sections
-from torch_pagoda.compiler.explain.traffic import Moved, Step, moved
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.targets.npu.offline.run import OfflineCallError
 from torch_pagoda.compiler.targets.npu.offline.toolchain import ToolchainError
@@ -216,7 +217,7 @@ def test_a_skeleton_has_every_kind_of_layer(model_type: str, layers: int, expect
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * (layers // 2)} if model_type == "gemma2" else {}
     whole = build_tiny_model(model_type, num_hidden_layers=layers, **kinds)
     skeleton = build_skeleton(type(whole), whole.config, torch.bfloat16)
-    assert skeleton.stands_for == expected
+    assert skeleton.representatives == expected
     assert len(skeleton.model.model.layers) == skeleton.depth == max(expected) + 1  # type: ignore[union-attr,arg-type]
     assert whole.config.num_hidden_layers == layers
     assert {p.dtype for p in skeleton.model.parameters()} == {torch.bfloat16}

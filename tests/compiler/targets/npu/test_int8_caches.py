@@ -9,10 +9,10 @@ from npu_calls import illegal_calls
 
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.capture.trace import capture
+from torch_pagoda.compiler.estimates.traffic import Step, moved
 from torch_pagoda.compiler.explain.npu import computed_in
-from torch_pagoda.compiler.explain.traffic import Step, moved
+from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
-from torch_pagoda.compiler.rewrite import rewrite
 from torch_pagoda.compiler.targets.cpu.kernels import call_kernels
 from torch_pagoda.compiler.targets.npu.offline.conversion import convert
 from torch_pagoda.passes.graph.fx_nodes import value
@@ -27,7 +27,7 @@ def rewritten(model, target, kind):
     captured.traced.npu = NpuTarget(block_size=16, float32_as=torch.bfloat16)
     options = CompileOptions(codegen="none", target=target, verify="off", kv_cache_dtype=kind)
     report = CompileReport("")
-    return rewrite(captured, options, None, report), report
+    return run_pipeline(captured, options, None, report), report
 
 
 @pytest.mark.parametrize("model_type", ["llama", "deepseek_v3"])
@@ -63,7 +63,7 @@ def test_converts_without_copies_of_a_cache(model_type):
     """Torchair converts every node; caches and scales are whole inputs that are written once."""
     model = build_legal_model(model_type, dtype=torch.bfloat16)
     options = CompileOptions(codegen="none", target="npu", verify="off", kv_cache_dtype="int8")
-    traced = rewrite(capture(model), options, None, CompileReport(model_type))
+    traced = run_pipeline(capture(model), options, None, CompileReport(model_type))
     graph = convert(traced.module, [value(n) for n in traced.placeholders], soc="Ascend910B3")
     caches = [n.name for n in traced.placeholders if is_cache_input(n.name)]
     assert len(caches) == 4 * len(traced.caches) and set(caches) <= set(graph.inputs)

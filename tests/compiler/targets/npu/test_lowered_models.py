@@ -16,8 +16,8 @@ from npu_calls import illegal_calls
 from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.link.linker import link
 from torch_pagoda.compiler.options import CompileOptions
+from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
-from torch_pagoda.compiler.rewrite import rewrite
 from torch_pagoda.passes.graph.fx_nodes import value
 from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.graph.provenance import decoder_layers, launches_work, operator_name
@@ -64,7 +64,7 @@ def compiled(model_type):
     captured = capture(model)
     captured.traced.npu = TARGET
     report = CompileReport(model_type)
-    traced = rewrite(captured, CompileOptions(codegen="none", target="npu", verify="off"), None, report)
+    traced = run_pipeline(captured, CompileOptions(codegen="none", target="npu", verify="off"), None, report)
     return model, traced, report
 
 

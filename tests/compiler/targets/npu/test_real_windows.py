@@ -7,8 +7,8 @@ import torch
 
 from torch_pagoda.compiler import CompileOptions, UnsupportedModel, options
 from torch_pagoda.compiler.capture.trace import capture
+from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
-from torch_pagoda.compiler.rewrite import rewrite
 from torch_pagoda.compiler.verify.self_check import reference_of_model
 from torch_pagoda.passes import PASSES, Pass, PassRecord
 from torch_pagoda.passes.graph.npu_target import NpuTarget
@@ -22,7 +22,7 @@ def lowered(model_type, window):
     model = build_legal_model(model_type, window=window)
     reference, captured = reference_of_model(model), capture(model)
     captured.traced.npu = NpuTarget(float32_as=torch.bfloat16)
-    return rewrite(captured, NPU, reference, CompileReport(model_type))
+    return run_pipeline(captured, NPU, reference, CompileReport(model_type))
 
 
 def windows(graph):

@@ -8,9 +8,9 @@ from aten_graphs import aten_of_module, aten_of_tiny_model
 from torch import nn
 from torch.nn import functional as F
 
+from torch_pagoda.compiler.estimates.flops import flops
+from torch_pagoda.compiler.estimates.traffic import Step
 from torch_pagoda.compiler.explain.expected import expected_matches
-from torch_pagoda.compiler.explain.flops import flops
-from torch_pagoda.compiler.explain.traffic import Step
 from torch_pagoda.compiler.options import CompileOptions, selected_passes
 from torch_pagoda.compiler.pipeline import run_passes
 from torch_pagoda.passes import UnsupportedModel

@@ -10,8 +10,8 @@ from npu_calls import npu_calls
 
 from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.options import CompileOptions
+from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
-from torch_pagoda.compiler.rewrite import rewrite
 from torch_pagoda.passes.graph.fx_nodes import callee
 from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.lower.npu.call import Call
@@ -45,7 +45,7 @@ MODELS = ("llama", "gpt_oss", "cohere", "gpt2", "gemma3_text")
 def lowered(model_type):
     model = build_legal_model(model_type, dtype=torch.bfloat16)
     options = CompileOptions(codegen="none", target="npu", verify="off")
-    return rewrite(capture(model), options, None, CompileReport(model_type))
+    return run_pipeline(capture(model), options, None, CompileReport(model_type))
 
 
 def empty(*sizes):

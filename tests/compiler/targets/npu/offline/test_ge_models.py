@@ -15,8 +15,8 @@ from npu_calls import illegal_calls
 from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.link.linker import link
 from torch_pagoda.compiler.options import CompileOptions
+from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
-from torch_pagoda.compiler.rewrite import rewrite
 from torch_pagoda.compiler.targets.npu.offline.conversion import convert
 from torch_pagoda.passes.graph.fx_nodes import value
 from torch_pagoda.passes.graph.provenance import decoder_layers
@@ -59,7 +59,7 @@ def converted(model_type, soc="Ascend910B3"):
     """The lowered graph and what torchair makes of it."""
     model = build_legal_model(model_type, dtype=torch.bfloat16)
     options = CompileOptions(codegen="none", target="npu", verify="off", soc=soc)
-    traced = rewrite(capture(model), options, None, CompileReport(model_type))
+    traced = run_pipeline(capture(model), options, None, CompileReport(model_type))
     return traced, convert(traced.module, [value(n) for n in traced.placeholders], soc=soc)
 
 
@@ -203,7 +203,7 @@ def test_whatever_is_emitted_passes_the_real_meta_functions(kv_heads, group, dim
     options = CompileOptions(codegen="none", target="npu", verify="off", block_size=block_size)
     report = CompileReport(kind)
     # In this process the fakes are torch_npu's own meta functions: a call that they refuse raises.
-    traced = rewrite(capture(model), options, None, report)
+    traced = run_pipeline(capture(model), options, None, report)
     torch._dynamo.reset()
     assert not report.dropped_passes
     assert illegal_calls(traced, traced.npu) == []

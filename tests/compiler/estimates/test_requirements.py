@@ -11,10 +11,10 @@ from torch import fx, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from torch_pagoda.compiler.capture.aten import to_aten
-from torch_pagoda.compiler.explain import build_skeleton
-from torch_pagoda.compiler.explain.live_memory import peak_live_bytes
-from torch_pagoda.compiler.explain.requirements import Requirements, requirements
-from torch_pagoda.compiler.explain.traffic import Step
+from torch_pagoda.compiler.estimates.live_memory import peak_live_bytes
+from torch_pagoda.compiler.estimates.requirements import Requirements, requirements
+from torch_pagoda.compiler.estimates.skeleton import build_skeleton
+from torch_pagoda.compiler.estimates.traffic import Step
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.runtime.planning.memory_plan import plan_memory
@@ -102,7 +102,7 @@ def test_layers_that_share_keys_are_not_cut_away() -> None:
         head_dim=16,
         activation_sparsity_pattern=None,
     )
-    assert build_skeleton(Gemma3nForCausalLM, config, torch.float32).stands_for == tuple(range(10))
+    assert build_skeleton(Gemma3nForCausalLM, config, torch.float32).representatives == tuple(range(10))
 
 
 class Watcher(fx.Interpreter):

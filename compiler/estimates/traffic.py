@@ -1,4 +1,4 @@
-"""How many bytes the operators of a graph read and write, from the shapes of their tensors."""
+"""Bytes that the operators of a graph read and write, from the shapes of their tensors."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ class Traffic:
 
 
 def traffic(traced: TracedGraph, nodes: Iterable[fx.Node], step: Step | None = None) -> Traffic:
-    """What the operators among ``nodes`` move, as the tables show it; see ``moved``."""
+    """Bytes that the operators among ``nodes`` move, as the tables show them; see ``moved``."""
     step = step or Step()
     found = moved(traced, nodes, step)
     return Traffic((found.activations + found.cache) / step.tokens, found.weights)
 
 
 def moved(traced: TracedGraph, nodes: Iterable[fx.Node], step: Step) -> Moved:
-    """What the operators among ``nodes`` read and write, each by itself, in one step.
+    """Bytes that the operators among ``nodes`` read and write, each by itself, in one step.
 
     Nothing is taken to stay in a processor's cache between two operators; an input read twice by one operator counts
     once, and a broadcast tensor at the size that is stored. Of experts only those are read that a row can be sent to.
@@ -123,14 +123,14 @@ def _of_operator(traced: TracedGraph, node: fx.Node, step: Step, sizes: Sizes) -
 
 
 def is_weight(traced: TracedGraph, node: fx.Node) -> bool:
-    """Whether a node is, or is a view of, a parameter or a constant of the graph."""
+    """True if a node is, or is a view of, a parameter or a constant of the graph."""
     placeholder = _source(node)
     # Merged weights become constants when the graph is linked.
     return placeholder.name in traced.constants or placeholder.name in traced.notes.merged
 
 
 def _is_mask(node: fx.Node, read: fx.Node) -> bool:
-    """Whether ``read`` is a constant mask of which a kernel looks at the tiles on the diagonal only."""
+    """True if ``read`` is a constant mask of which a kernel looks at the tiles on the diagonal only."""
     return node.kwargs.get("atten_mask") is read
 
 
@@ -167,7 +167,7 @@ def _cached_bytes(traced: TracedGraph, node: fx.Node, cache: fx.Node, step: Step
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """What ``node`` is a view of."""
+    """The node that ``node`` is a view of."""
     while node.op == "call_function" and not launches_work(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

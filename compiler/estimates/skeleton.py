@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-logger = logging.getLogger(__name__)
+from ..capture.layer_kinds import find_decoder_layers, layer_kinds
+from ..fingerprint.describer import CannotIdentify
 
-# What numbers a layer or names it in a log; everything else that differs makes a layer another kind.
-_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "index", "idx"})
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,17 @@ class Skeleton:
 
     Attributes:
         model: in eval mode, its weights uninitialised; it can be compiled and not run.
-        stands_for: for each layer of the whole model the layer of ``model`` that is like it. The first and the last
-            stand for themselves alone, for what lies around the layers is fused into them.
+        representatives: for each layer of the whole model the layer of ``model`` that is like it. The first and the
+            last represent themselves alone, for what lies around the layers is fused into them.
     """
 
     model: nn.Module
-    stands_for: tuple[int, ...]
+    representatives: tuple[int, ...]
 
     @property
     def depth(self) -> int:
         """Layers of ``model``."""
-        return max(self.stands_for) + 1
+        return max(self.representatives) + 1
 
 
 def build_skeleton(kind: Any, config: Any, dtype: torch.dtype | None = None) -> Skeleton:
@@ -48,20 +48,20 @@ def build_skeleton(kind: Any, config: Any, dtype: torch.dtype | None = None) -> 
     """
     config = copy.deepcopy(config)
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
-    kinds = _layer_kinds(kind, config)
-    stands_for = _stand_ins(kinds)
-    depth = max(stands_for, default=0) + 1
-    if depth < len(stands_for):
+    kinds = _kinds(kind, config)
+    representatives = _first_alike(kinds)
+    depth = max(representatives, default=0) + 1
+    if depth < len(representatives):
         few = copy.deepcopy(config)
         _cut_layers(few.get_text_config(decoder=True), depth)
-        if _layer_kinds(kind, few) == kinds[:depth]:
-            return Skeleton(_without_values(kind, few, dtype), stands_for)
+        if _kinds(kind, few) == kinds[:depth]:
+            return Skeleton(_without_values(kind, few, dtype), representatives)
     layers = config.get_text_config(decoder=True).num_hidden_layers
     return Skeleton(_without_values(kind, config, dtype), identity(layers))
 
 
 def identity(layers: int) -> tuple[int, ...]:
-    """``stands_for`` of a whole model."""
+    """``representatives`` of a whole model."""
     return tuple(range(layers))
 
 
@@ -75,8 +75,8 @@ def _without_values(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-def _layer_kinds(kind: Any, config: Any) -> list[Hashable]:
-    """What each decoder layer of the whole model is; [] where they are not found."""
+def _kinds(kind: Any, config: Any) -> list[str]:
+    """A digest of each decoder layer of the whole model; [] where they are not found."""
     depth = config.get_text_config(decoder=True).num_hidden_layers
     try:
         with torch.device("meta"):
@@ -84,27 +84,17 @@ def _layer_kinds(kind: Any, config: Any) -> list[Hashable]:
     except Exception as error:  # a model that computes with its buffers while it is built
         logger.info("not built on the meta device, all %d layers are taken: %s", depth, error)
         return []
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
-            return [_kind(layer) for layer in module]
-    return []
+    _, layers = find_decoder_layers(model)
+    if len(layers) != depth:
+        return []
+    try:
+        return layer_kinds(model, layers, any_depth=True)
+    except CannotIdentify as error:
+        logger.info("all %d layers are taken: %s", depth, error)
+        return []
 
 
-def _kind(layer: nn.Module) -> Hashable:
-    """Modules, shapes of parameters and plain attributes of a layer."""
-    found: list[Hashable] = []
-    for name, module in layer.named_modules():
-        parameters = tuple((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
-        plain = tuple(
-            (n, v)
-            for n, v in sorted(vars(module).items())
-            if n not in _NUMBERS and not n.startswith("_") and isinstance(v, int | float | str | bool | None)
-        )
-        found.append((name, type(module), parameters, plain))
-    return tuple(found)
-
-
-def _stand_ins(kinds: Sequence[Hashable]) -> tuple[int, ...]:
+def _first_alike(kinds: Sequence[str]) -> tuple[int, ...]:
     """For each layer one of the first few that is like it, the first and the last one for themselves."""
     whole = len(kinds)
     for depth in range(3, whole):

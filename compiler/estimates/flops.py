@@ -1,4 +1,4 @@
-"""How many floating-point operations the products and the attention of a graph do."""
+"""Floating-point operations that the products and the attention of a graph do."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def flops(traced: TracedGraph, nodes: Iterable[fx.Node], step: Step) -> int:
 
 
 def keys_seen(step: Step, window: int = 0, chunk: int = 0) -> int:
-    """How many keys the queries of a step look at, summed over the queries.
+    """The number of keys that the queries of a step look at, summed over the queries.
 
     Args:
         step: the step.

@@ -1,4 +1,4 @@
-"""What a model needs of a memory, from its configuration alone: weights, caches, and an estimate of activations."""
+"""The memory that a model needs, from its configuration alone: weights, caches, and an estimate of activations."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ...passes import TracedGraph
 from ...passes.graph.fx_nodes import cache_index
 from ...passes.graph.provenance import decoder_layers
 from ...runtime.program import CacheSpec
-from ..build import rewrite
 from ..capture.trace import capture
 from ..options import CompileOptions
+from ..pipeline import run_pipeline
 from ..report import CompileReport
 from .live_memory import peak_live_bytes
 from .skeleton import build_skeleton
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Requirements:
-    """What serving a model takes, before any of it is loaded.
+    """The needs of serving a model, before any of it is loaded.
 
     Attributes:
         model: class of the model.
@@ -76,14 +76,14 @@ def requirements(
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
     skeleton = build_skeleton(kind, config, dtype)
     options = replace(options, verify="off", codegen="none").for_device("cpu")
-    traced = rewrite(capture(skeleton.model), options, None, CompileReport(type(skeleton.model).__name__))
+    traced = run_pipeline(capture(skeleton.model), options, None, CompileReport(type(skeleton.model).__name__))
     parameters, weight_bytes, kept = _weights(_whole(kind, config, dtype, skeleton.model))
     return Requirements(
         model=type(skeleton.model).__name__,
         parameters=parameters,
         weight_bytes=weight_bytes,
         weight_dtype=str(kept).removeprefix("torch."),
-        caches=_all_caches(traced, skeleton.stands_for),
+        caches=_all_caches(traced, skeleton.representatives),
         max_model_len=traced.max_positions,
         graph=traced,
     )
@@ -112,7 +112,7 @@ def _weights(model: nn.Module) -> tuple[int, int, torch.dtype]:
     return by_dtype.total(), size, by_dtype.most_common(1)[0][0]
 
 
-def _all_caches(traced: TracedGraph, stands_for: Sequence[int]) -> tuple[CacheSpec, ...]:
+def _all_caches(traced: TracedGraph, representatives: Sequence[int]) -> tuple[CacheSpec, ...]:
     """The caches of all layers, from those of the layers that stand for them.
 
     A cache that several layers read belongs to the first of them.
@@ -123,13 +123,13 @@ def _all_caches(traced: TracedGraph, stands_for: Sequence[int]) -> tuple[CacheSp
         for read in node.all_input_nodes:
             if (cache := cache_index(read)) is not None:
                 first_reader.setdefault(cache, layers.of.get(node, -1))
-    if len(layers.paths) != max(stands_for, default=-1) + 1:
+    if len(layers.paths) != max(representatives, default=-1) + 1:
         return tuple(traced.caches)  # layers in two lists: nothing was left out
     of_layer: dict[int, list[CacheSpec]] = {}
     for cache, spec in enumerate(traced.caches):
         of_layer.setdefault(first_reader.get(cache, -1), []).append(spec)
     outside = of_layer.get(-1, [])
-    specs = (*outside, *(spec for like in stands_for for spec in of_layer.get(like, ())))
+    specs = (*outside, *(spec for like in representatives for spec in of_layer.get(like, ())))
     if not any(spec.group for spec in specs):
         return specs
     # Numbered as they come in the whole model.

@@ -1,4 +1,4 @@
-"""How much memory the tensors of a step take at once, from the shapes in its graph."""
+"""Memory that the tensors of a step take at once, from the shapes in its graph."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def peak_live_bytes(traced: TracedGraph, step: Step) -> int:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether a node's tensors are those of its first input, or parts of them."""
+    """True if a node's tensors are those of its first input, or parts of them."""
     if not node.op.startswith("call") or launches_work(node) or not node.all_input_nodes:
         return False
     return any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(value(node)))

@@ -1,0 +1,169 @@
+"""The part of a report that is about a model and the passes, as sections for a terminal and a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .findings import Findings, groups_of_layers
+from .npu_sections import npu_sections
+from .regions import Leftover
+from .section import Cell, Section, Styled
+from .wording import alike, counted, milliseconds, operator_list, size
+
+
+def heading(found: Findings) -> list[tuple[str, Styled]]:
+    """Lines in front of all tables, each with its name."""
+    verdict = found.verdict
+    bad = bool(found.refused) or (verdict is not None and not verdict.ok)
+    soc = "" if found.npu is None else f" ({found.npu.soc})"
+    copies = found.target_graph.cache_copies
+    times = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in found.seconds.items())
+    return [
+        *([("built", Styled(_built_line(found), ""))] if found.built_layers is not None else []),
+        ("target", Styled(f"{found.target}{soc}, opt_level {found.opt_level}", "")),
+        ("self-check", Styled(_verdict_line(found), "bad" if bad else "good" if verdict is not None else "")),
+        ("decoder layer", Styled(_launches_line(found), "strong")),
+        ("torch.compile", Styled(_drop_in_line(found), "")),
+        *(("", Styled(reason, "warn")) for reason in found.drop_in.reasons),
+        *([("cache", Styled(f"{copies} copies of whole caches", "bad"))] if copies else []),
+        ("seconds", Styled(times, "")),
+    ]
+
+
+def sections(found: Findings) -> list[Section]:
+    """All tables, in the order in which they are read."""
+    parts = [_passes(found), _recognised(found), _layers(found), _near_misses(found), _leftovers(found)]
+    return [*(section for section in parts if section.rows), *npu_sections(found)]
+
+
+def _passes(found: Findings) -> Section:
+    rows = []
+    for p in found.passes:
+        short = p.expected is not None and p.matches < p.expected
+        each = f" ({p.expected_per_layer}/layer)" if p.expected else ""
+        rows.append(
+            (
+                Styled(p.title, "" if p.matches else "dim"),
+                str(p.level) if p.level >= 0 else "",
+                Styled(str(p.matches), "warn" if short else "strong" if p.matches else "dim"),
+                "" if p.expected is None else f"{p.expected}{each}",
+                Styled(str(len(p.near_misses)), "warn" if p.near_misses else "dim"),
+                milliseconds(p.seconds),
+                Styled(f"left out: {p.dropped}" if p.dropped else "", "bad"),
+            )
+        )
+    columns = ("pass`!", "level#", "matches#", "expected#", "near misses#", "ms#", "")
+    if not any(p.dropped for p in found.passes):
+        return Section("Passes", columns[:-1], tuple(row[:-1] for row in rows))
+    return Section("Passes", columns, tuple(rows))
+
+
+def _recognised(found: Findings) -> Section:
+    rows: list[tuple[Cell, ...]] = []
+    for r in found.recognised:
+        if r.expected:
+            missed = counted((alike(m.module), m.reason) for m in r.missed)
+            lines = "\n".join(f"{module}{_times(count)}: {reason}" for (module, reason), count in missed)
+            matched = Styled(str(r.matched), "good" if r.matched == r.expected else "warn")
+            rows.append((r.kind, str(r.expected), matched, lines))
+    hint = "What the model holds is counted by the modules and functions it comes from, apart from the passes."
+    columns = ("kind!", "in the model#", "recognised#", "missed")
+    return Section("Recognised", columns, tuple(rows), hint=hint)
+
+
+def _layers(found: Findings) -> Section:
+    rows = []
+    for numbers, layer in groups_of_layers(found.layers):
+        after = bool(layer.operators_after)
+        rows.append(
+            (
+                numbers,
+                str(len(layer.operators_before)),
+                Styled(str(len(layer.operators_after)) if after else "", "strong"),
+                size(layer.traffic_before.per_token),
+                size(layer.traffic_after.per_token) if after else "",
+                size(layer.traffic_after.weights if after else layer.traffic_before.weights),
+                operator_list(layer.operators_after),
+            )
+        )
+    columns = ("layers!", "before#", "after#", "per token before#", "after#", "weights#", "operators after`~")
+    return Section("Operators per decoder layer", columns, tuple(rows))
+
+
+def _near_misses(found: Findings) -> Section:
+    rows = [
+        (p.name, module + _times(count), reason)
+        for p in found.passes
+        for (module, reason), count in counted((alike(m.module), m.reason) for m in p.near_misses)
+    ]
+    return Section("Near misses", ("pass`!", "module`", "reason"), tuple(rows))
+
+
+def _leftovers(found: Findings) -> Section:
+    hint = "Operators of attention, norms, rotary embeddings and activations that no pass took."
+    if found.npu is not None:
+        hint = "Operators of ATen that decoder layers still hold."
+    columns = ("region!", "module`", "operators`", "reason")
+    return Section("Leftovers", columns, tuple(_leftover_rows(found.leftovers)), hint=hint)
+
+
+def _leftover_rows(leftovers: Iterable[Leftover]) -> list[tuple[str, str, str, str]]:
+    """Region, module, operators and reason, with the same module of all layers as one."""
+    names: dict[tuple[str, str, str], dict[str, None]] = {}
+    modules: dict[tuple[str, str, str], set[str]] = {}
+    for x in leftovers:
+        key = (x.region, alike(x.module), x.reason)
+        names.setdefault(key, {})[x.operator] = None
+        modules.setdefault(key, set()).add(x.module)
+    rows = []
+    for (region, module, reason), operators in names.items():
+        count = len(modules[region, module, reason])
+        rows.append((region, module + (f" ×{count}" if count > 1 else ""), " · ".join(operators), reason))
+    return rows
+
+
+def _verdict_line(found: Findings) -> str:
+    """The outcome in one sentence."""
+    if found.refused:
+        return f"refused: {found.refused}"
+    verdict = found.verdict
+    if verdict is None and found.built_layers is not None:
+        return "not compared with the model: its weights have no values"
+    if verdict is None:
+        return "not compared with the model (verify is off)"
+    right = "equal to the model" if verdict.ok else verdict.reason
+    compared = f"error {verdict.error:.2g} standard deviations over {verdict.rows} rows"
+    return f"{right}: {compared}, limit {verdict.tolerance:.2g}"
+
+
+def _drop_in_line(found: Findings) -> str:
+    """Graph breaks and recompiles in one sentence."""
+    seen = found.drop_in
+    if not seen.observed:
+        return "0 graph breaks: the model was captured as one whole graph (give an example to count recompiles too)"
+    breaks = f"{seen.graph_breaks} graph break{'s' if seen.graph_breaks != 1 else ''}"
+    return f"{breaks}, {seen.graphs} graphs, {seen.recompiles} recompiles on the example and on longer inputs"
+
+
+def _built_line(found: Findings) -> str:
+    """The layers that were looked at, where not all were."""
+    return (
+        f"{found.built_layers} of {len(found.layers)} layers, from the configuration, without values in "
+        "the weights; matches and sites below are counted in these, what a step costs is extrapolated to all"
+    )
+
+
+def _launches_line(found: Findings) -> str:
+    """Operators per decoder layer before and after."""
+    if not found.layers:
+        return "no decoder layers found"
+    heaviest = max(found.layers, key=lambda layer: layer.traffic_before.per_token)
+    before = f"{found.launches_before} operators and {size(heaviest.traffic_before.per_token)} per token"
+    if found.refused:
+        return f"{before} per decoder layer"
+    after = size(heaviest.traffic_after.per_token)
+    return f"{before} → {found.target_graph.launches_per_layer} operators and {after} per token"
+
+
+def _times(count: int) -> str:
+    return f" ×{count}" if count > 1 else ""

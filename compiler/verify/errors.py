@@ -1,0 +1,49 @@
+"""Errors of rows in standard deviations, and how many of them a comparison tolerates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from ...passes.graph.fx_nodes import callee
+
+HALF = (torch.bfloat16, torch.float16)
+TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6, torch.bfloat16: 0.3, torch.float16: 0.05}
+"""By dtype; of half precision until its rounding was measured (``graph_check.measure_rounding``)."""
+ROUNDINGS = 5.0
+"""By how many times its own rounding a half-precision graph may differ from the original, which rounds likewise."""
+_ROUTERS = ("topk", "sort")
+
+
+def row_errors(found: torch.Tensor, expected: torch.Tensor, spread: torch.Tensor | None = None) -> torch.Tensor:
+    """The largest difference in each row, ``[R]``, in standard deviations; infinite where something is no number.
+
+    Args:
+        found: ``[R, n]``.
+        expected: what is right, ``[R, n]``.
+        spread: the standard deviation, of each row or of all; None for that of each row that is right.
+    """
+    if spread is None:
+        spread = torch.maximum(expected.std(dim=-1), 1e-6 * expected.abs().amax(dim=-1)).clamp_min(1e-30)
+    return ((found - expected).abs().amax(dim=-1) / spread).nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def judged_share(dtype: torch.dtype) -> float:
+    """Share of the rows of a model in ``dtype`` that have to be right: in half precision routers flip on ties."""
+    return 0.9 if dtype in HALF else 1.0
+
+
+def typical(errors: Sequence[float], share: float) -> float:
+    """The error that ``share`` of the rows stay below, or the worst if a row is not even finite: routers flip on
+    ties, nothing else does."""
+    ordered = sorted(errors)
+    return ordered[-1] if math.isinf(ordered[-1]) else ordered[int(share * (len(ordered) - 1))]
+
+
+def routes_tokens(graph: fx.Graph) -> bool:
+    """True if a graph chooses experts: in half precision it decides otherwise where two are nearly as good, and the
+    row with it. In float32 every row has to be right."""
+    return any(callee(node) in _ROUTERS for node in graph.nodes)
