@@ -7,8 +7,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..estimates.traffic import Traffic
 from ...passes.graph.record import titled
+from ..estimates.traffic import Traffic
 from ..report import Verdict
 from .drawing import LayerGraph
 from .drop_in import DropIn
