@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, Unpack, cast
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel
@@ -24,14 +24,15 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .checkpoint import check_dtype, is_causal_lm
 from .decoding import Unsupported, decode_rows, plan_decoding
-from .llm import LLM, check_options
+from .llm import LLM
+from .options import ModelOptions, split_options
 
 logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model")
 
 
-def compile(model: Model, **options: Any) -> Model:
+def compile(model: Model, **options: Unpack[ModelOptions]) -> Model:
     """Make ``model.generate`` run on the paged engine; returns the same object.
 
     The engine is built on the first call that needs it. Calling this again with the same options, or with
@@ -54,7 +55,7 @@ def compile(model: Model, **options: Any) -> Model:
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError(f"model is a quantised {type(model).__name__}, which is not supported; load it in float")
-    check_options(options)
+    split_options(options, owns_weights=False, known=ModelOptions)
     check_dtype(model, options.get("dtype", "auto"))
     current = paged_generation(model)
     if current is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..blocks import BlockManager
+from ..requests.checks import check_at_least
 from ..requests.request import FinishReason, Request, RequestStatus
 from .lineup import Lineup
 from .modes import Batches
@@ -64,14 +65,9 @@ class Batcher:
         key_variant: Callable[[Request], str] = lambda request: "",
         batches: Batches | None = None,
     ) -> None:
-        for name, value in (
-            ("max_num_seqs", max_num_seqs),
-            ("max_num_batched_tokens", max_num_batched_tokens),
-            ("max_model_len", max_model_len),
-            ("max_queue", max_queue),
-        ):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} is below 1; use at least 1")
+        sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+        queue = {} if max_queue is None else {"max_queue": max_queue}
+        check_at_least(1, "use a positive one", **sizes, max_model_len=max_model_len, **queue)
         capacity = block_manager.capacity
         if capacity is not None and max_model_len > capacity:
             raise ValueError(

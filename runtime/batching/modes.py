@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ..requests.checks import check_at_least
 from ..requests.request import Request
 from .waiting import WaitingQueue
 
@@ -47,9 +48,7 @@ class PaddedBatches:
     """
 
     def __init__(self, max_padded_tokens: int = 8192, max_wait: float = 0.0, lookahead: int = 256) -> None:
-        for name, value in (("max_padded_tokens", max_padded_tokens), ("lookahead", lookahead)):
-            if value < 1:
-                raise ValueError(f"{name}={value} is below 1; use at least 1")
+        check_at_least(1, "use a positive one", max_padded_tokens=max_padded_tokens, lookahead=lookahead)
         if not max_wait >= 0:
             raise ValueError(f"max_wait={max_wait} is not a number of seconds; use 0 to wait for nobody")
         self.max_padded_tokens = max_padded_tokens

@@ -42,7 +42,13 @@ class EngineCore:
     """
 
     def __init__(
-        self, batcher: Batcher, runner: Runner, sampler: Sampler, mover: CacheMover, cost: PreemptionCost
+        self,
+        batcher: Batcher,
+        runner: Runner,
+        sampler: Sampler,
+        mover: CacheMover,
+        cost: PreemptionCost,
+        before_step: Callable[[], object],
     ) -> None:
         self.turns = Turns()
         self.batcher = batcher
@@ -60,7 +66,7 @@ class EngineCore:
         self.profiler = Profiler()
         self.computer = StepComputer(runner, sampler, cost, self.profiler)
         self.total_seconds = 0.0
-        self.before_step: Callable[[], object] = lambda: None  # called where a step is about to be planned
+        self.before_step = before_step
         self._pool_sizes = [pool.num_blocks for pool in batcher.block_manager.pools]
         self._sampled: list[str] = []  # ids of the sequences that got a token in this step
         self._dropped: list[Submission] = []

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import proxy
 
 from ..batching import Batcher, Batches, PreemptionCost, make_policy
@@ -36,6 +36,7 @@ from ..sampling.sampler import Sampler
 from .beam_submission import BeamSubmission, bounded
 from .cache_setup import block_groups, key_variant, longest_sequence
 from .core import EngineCore
+from .engine_options import DEFAULT_BLOCK_SIZE, EngineOptions
 from .model_runner import Runner
 from .submission import Completion, Submission
 
@@ -65,26 +66,15 @@ class Engine:
     Args:
         program: the compiled model.
         tokenizer: a HuggingFace tokenizer; without one prompts are token ids and outputs have no text.
-        block_size: tokens per block of the KV cache.
-        num_blocks: blocks in it; layers with a window get no more than they can use. None: ``default_num_blocks``.
-        kv_cache_memory: the same in bytes, where ``num_blocks`` is None.
-        min_num_blocks: what it shrinks to when there is little to do, giving a CPU's memory back; None: it stays
-            whole.
-        max_num_seqs: most sequences that run at once.
-        max_num_batched_tokens: most tokens in one step; may be smaller than a prompt.
-        max_model_len: most tokens of prompt and output together; None: what the model and the cache can hold.
         eos_token_ids: ids that end a completion.
-        enable_prefix_caching: keep computed blocks for prompts that begin with the same tokens.
-        policy: who comes first: "fcfs", "priority", "sjf" (the shortest), "fair" (between clients) or "prefix" (the
-            most cached tokens); see ``batching.policies``.
-        preemption: how a sequence gives up its blocks: "recompute", "swap" (to host memory, where there is room), or
-            "auto", whatever measures as cheaper.
-        swap_space: bytes of host memory for swapped sequences.
-        max_queue: most completions that wait, those of one prompt included; more are refused. None: any number.
+        free_memory: bytes that the KV cache may take where the options do not size it; None: see
+            ``default_num_blocks``.
         batches: to form batches that run to their end, for comparison; None: continuous batching.
+        before_step: called where a step is about to be planned.
+        sizes: of the KV cache and of steps, and how to schedule: the fields of ``EngineOptions``.
 
     Raises:
-        ValueError: an argument is out of range, or ``max_model_len`` exceeds the model or the cache.
+        ValueError: one of them is out of range, or does not fit the others, the model or the device.
     """
 
     def __init__(
@@ -92,77 +82,55 @@ class Engine:
         program: Program,
         tokenizer: Tokenizer | None = None,
         *,
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        kv_cache_memory: int | None = None,
-        min_num_blocks: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
-        max_model_len: int | None = None,
         eos_token_ids: Iterable[int] = (),
-        enable_prefix_caching: bool = True,
-        policy: str = "fcfs",
-        preemption: str = "auto",
-        swap_space: int = 0,
-        max_queue: int | None = None,
+        free_memory: int | None = None,
         batches: Batches | None = None,
-        before_step: Callable[[], None] | None = None,
+        before_step: Callable[[], None] = lambda: None,
+        **sizes: Any,
     ) -> None:
-        for name, value in (
-            ("block_size", block_size),
-            ("num_blocks", num_blocks),
-            ("kv_cache_memory", kv_cache_memory),
-            ("min_num_blocks", min_num_blocks),
-            ("max_num_seqs", max_num_seqs),
-            ("max_num_batched_tokens", max_num_batched_tokens),
-            ("max_model_len", max_model_len),
-            ("max_queue", max_queue),
-        ):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r} is not a whole number >= 1; use a positive one")
+        options = EngineOptions(**sizes)
         longest = program.max_model_len
-        if max_model_len is not None and longest is not None and max_model_len > longest:
-            raise ValueError(f"max_model_len={max_model_len} is above the model's {longest}; lower it")
+        if options.max_model_len is not None and longest is not None and options.max_model_len > longest:
+            raise ValueError(f"max_model_len={options.max_model_len} is above the model's {longest}; lower it")
+        block_size = options.block_size or program.block_size or DEFAULT_BLOCK_SIZE
         counts = blocks_by_group(
             program.caches,
             block_size,
-            num_blocks=num_blocks,
-            memory=kv_cache_memory,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len or longest,
+            num_blocks=options.num_blocks,
+            memory=options.cache_bytes,
+            free_memory=free_memory,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=options.max_model_len or longest,
         )
-        block_bytes = bytes_per_block(program.caches, block_size)
-        groups = block_groups(program, counts, min_num_blocks, preemption, swap_space, block_bytes)
-        self.block_manager = BlockManager(groups, block_size, enable_prefix_caching=enable_prefix_caching)
-        max_model_len, reason = longest_sequence(self.block_manager, max_model_len, longest)
+        groups = block_groups(program, counts, block_size, options)
+        self.block_manager = BlockManager(groups, block_size, enable_prefix_caching=options.enable_prefix_caching)
+        max_model_len, reason = longest_sequence(self.block_manager, options.max_model_len, longest)
 
         self.tokenizer = tokenizer
         self.limits = PromptLimits(program.vocab_size, max_model_len, reason)
         self.eos_token_ids = frozenset(int(token) for token in eos_token_ids)
-        cost = PreemptionCost(block_bytes // block_size)
+        cost = PreemptionCost(bytes_per_block(program.caches, 1))
         self.batcher = Batcher(
             self.block_manager,
-            max_num_seqs,
-            max_num_batched_tokens,
+            options.max_num_seqs,
+            options.max_num_batched_tokens,
             max_model_len,
-            policy=make_policy(policy),
-            preemption=preemption,
+            policy=make_policy(options.policy),
+            preemption=options.preemption,
             cost=cost,
-            max_queue=max_queue,
+            max_queue=options.max_queue,
             batches=batches,
             key_variant=partial(key_variant, proxy(program)),  # the runner keeps it, until the engine is shut down
         )
-        spare = program.reserve(max_num_seqs, max_num_batched_tokens, max_model_len)
+        spare = program.reserve(options.max_num_seqs, options.max_num_batched_tokens, max_model_len)
         cache = allocate_kv_cache(program.caches, [count + spare for count in counts], block_size, program.device)
         stored = [group.num_host_blocks for group in groups]
         host = allocate_kv_cache(program.caches, stored, block_size) if min(stored) else []
-        self.runner = Runner(program, cache, block_size, max_num_seqs, max_model_len)
+        self.runner = Runner(program, cache, block_size, options.max_num_seqs, max_model_len)
         self.sampler = Sampler(sorted(self.eos_token_ids))
         mover = CacheMover(cache, host, [spec.group for spec in program.caches])
-        self._core = EngineCore(self.batcher, self.runner, self.sampler, mover, cost)
-        if before_step is not None:
-            self._core.before_step = before_step
+        self._core = EngineCore(self.batcher, self.runner, self.sampler, mover, cost, before_step)
         self._next_id = 0
         if program.device.type == "cpu":
             keep_freed_memory()

@@ -36,6 +36,16 @@ def whole_number(name: str, value: object, lowest: int, remedy: str, *, highest:
     return int(value)
 
 
+def check_at_least(lowest: int, remedy: str, **values: object) -> None:
+    """Check several values, by their names, as ``whole_number`` does.
+
+    Raises:
+        ValueError: one is no whole number, or below ``lowest``.
+    """
+    for name, value in values.items():
+        whole_number(name, value, lowest, remedy)
+
+
 def is_finite(value: Real) -> bool:
     """Whether a float can stand for it."""
     try:
