@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 
 from ..batching import Batcher, PreemptionCost, Schedule, ScheduledRequest
@@ -13,9 +13,9 @@ from ..profiling.profile import DETOKENISE, SCHEDULE
 from ..profiling.profiler import Profiler
 from ..requests.request import FinishReason, Request, RequestStatus
 from ..sampling.sampler import Sampler
-from .beam_submission import BeamSubmission
 from .model_runner import Runner
-from .step_computer import Choice, Draw, Outcome, StepComputer
+from .step_computer import StepComputer
+from .step_output import SampledToken, SampleTask, StepOutput
 from .submission import Completion, Submission, undecodable
 from .turns import Turns
 
@@ -110,7 +110,7 @@ class EngineCore:
         if error is not None:
             self.num_failed += 1
             logger.warning("request %s fails: %s", owner.request_id, error)
-        followers = self._followers(completion)
+        followers = self.followers(completion)
         request.finished_time = time.perf_counter()
         if self.batcher.get(request.request_id) is request:
             self.batcher.finish(request, reason, error)
@@ -131,12 +131,8 @@ class EngineCore:
 
     def _end_early(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
         """End a completion that is not complete; a beam ends its whole search."""
-        owner = completion.owner
-        if isinstance(owner, BeamSubmission):
-            owner.error = "its deadline has passed" if error is None else error
-            for other in owner.completions:
-                if other is not completion:
-                    self.end(other, "cancelled")
+        for other in completion.owner.end_with(completion, error):
+            self.end(other, "cancelled")
         self.end(completion, reason, error)
 
     def drop(self, batch: Iterable[Submission], *, may_wait: bool = True) -> None:
@@ -208,11 +204,11 @@ class EngineCore:
             self.profiler.mark(SCHEDULE)
             try:
                 self.mover.start(schedule.copies_beside)
-                outcomes = self.computer.compute(schedule.requests, list(map(self._draw, schedule.requests)))
+                outputs = self.computer.compute(schedule.requests, list(map(self._sample_task, schedule.requests)))
             finally:
                 self.mover.join()
             self.cost.measure_copies(self.mover.copied_bytes, self.mover.seconds)
-            progressed += self._settle(schedule.requests, outcomes)
+            progressed += self._update(schedule.requests, outputs)
             self.num_steps += 1
             self.num_computed_tokens += schedule.num_tokens
             self._end_step(schedule, started)
@@ -256,16 +252,13 @@ class EngineCore:
                 self.mover.give_back(group, now_there, before)
         self._pool_sizes = sizes
 
-    def _draw(self, item: ScheduledRequest) -> Draw:
-        """What is to be made of the last row of a scheduled request."""
+    def _sample_task(self, item: ScheduledRequest) -> SampleTask:
         if not item.is_last_chunk:
-            return Draw()
+            return SampleTask()
         completion = self.completions[item.request.request_id]
-        if isinstance(completion.owner, BeamSubmission):
-            return Draw(num_candidates=completion.owner.search.num_candidates)
-        return Draw((item.request, *(follower.request for follower in self._followers(completion))))
+        return completion.owner.sample_task(self, completion)
 
-    def _followers(self, completion: Completion) -> list[Completion]:
+    def followers(self, completion: Completion) -> list[Completion]:
         """The completions of its prompt that wait for it to compute the prompt."""
         siblings = completion.owner.completions
         if len(siblings) == 1 or completion is not siblings[0]:
@@ -274,105 +267,65 @@ class EngineCore:
             c for c in siblings[1:] if not c.is_finished and self.batcher.get(c.request.request_id) is not c.request
         ]
 
-    def _settle(self, scheduled: list[ScheduledRequest], outcomes: list[Outcome]) -> list[Submission]:
-        """Draw the consequences of a step."""
+    def _update(self, scheduled: list[ScheduledRequest], outputs: list[StepOutput]) -> list[Submission]:
+        """Give the submissions what a step computed; returns those that got on."""
         now = time.perf_counter()
         self._sampled = []
         progressed: list[Submission] = []
-        going_on: list[Request] = []
-        for item, outcome in zip(scheduled, outcomes, strict=True):
+        going_on: list[Completion] = []
+        for item, output in zip(scheduled, outputs, strict=True):
             request = item.request
             completion = self.completions.get(request.request_id)
             if completion is None:  # another beam's error has ended its search
                 continue
-            if outcome.error is not None:
-                self._end_early(completion, "error", outcome.error)
+            if output.error is not None:
+                self._end_early(completion, "error", output.error)
                 progressed.append(completion.owner)
                 continue
             self.batcher.advance(request, item.num_tokens)
-            if outcome.prompt_logits is not None and completion.prompt_logprobs is not None:
+            if output.prompt_logits is not None and completion.prompt_logprobs is not None:
                 # A prompt that is computed again may come with tokens of the output.
                 rows = request.num_prompt_tokens - item.start
-                completion.prompt_logprobs.add(outcome.prompt_logits[:rows], item.start)
-            owner = completion.owner
-            if isinstance(owner, BeamSubmission):
-                if outcome.candidates is not None:
-                    self.batcher.pause(request)
-                    if owner.take(completion, outcome.candidates):
-                        going_on += self._turn(owner, now)
-                        progressed.append(owner)
-                continue
-            if not outcome.choices:
-                continue
-            followers = self._followers(completion)
-            for follower in followers:
-                self.batcher.fork(request, follower.request)
-                follower.request.first_scheduled_time = request.first_scheduled_time
-            for taker, choice in zip((completion, *followers), outcome.choices, strict=True):
-                if self._take(taker, choice, now):
-                    going_on.append(taker.request)
-                progressed.append(taker.owner)
+                completion.prompt_logprobs.add(output.prompt_logits[:rows], item.start)
+            if item.is_last_chunk:
+                going_on += completion.owner.update(self, completion, output, now)
+                progressed.append(completion.owner)
         # Those without a row bring all of their tokens when they get one.
-        going_on = [request for request in going_on if request.row is not None]
-        self.runner.append_tokens(going_on, [request.output_token_ids[-1] for request in going_on])
+        requests = [completion.request for completion in going_on if completion.request.row is not None]
+        self.runner.append_tokens(requests, [request.output_token_ids[-1] for request in requests])
         return progressed
 
-    def _turn(self, owner: BeamSubmission, now: float) -> list[Request]:
-        """Let a search take a step; returns the requests that got a token."""
-        turn = owner.turn()
-        num_steps = len(owner.completions)
-        for completion in owner.completions:
-            self._sampled.append(completion.request.request_id)
-            if completion.request.first_token_time is None:
-                completion.request.first_token_time = now
-        # From here on what is to be done follows from the search: see ``BeamSubmission.restore``.
-        owner.search = turn.search
-        owner.candidates = {}
-        owner.num_steps += num_steps
-        self.num_generated_tokens += num_steps
-        if turn.search.is_done:
-            for completion in owner.completions:
-                self.end(completion, "stop")
-            return []
-        for completion in turn.ended:
-            owner.num_former_preemptions += completion.request.num_preemptions
-            self.end(completion, "stop")
-        for parent, child in turn.branches:
-            child.request.first_token_time = parent.request.first_token_time
-            self.completions[child.request.request_id] = child
-            self.batcher.branch(parent.request, child.request)
-        new = {child for _, child in turn.branches}
-        owner.completions = turn.completions
-        for completion, beam in zip(turn.completions, turn.search.beams, strict=True):
-            request = completion.request
-            if completion not in new:
-                request.output_token_ids.append(beam.token_ids[-1])
-                self.batcher.resume(request)
-            completion.num_settled = request.num_output_tokens
-            if self._outgrows_its_keys(request):
-                self.batcher.restart(request)
-        return [completion.request for completion in turn.completions]
+    def append_tokens(self, completion: Completion, tokens: Sequence[SampledToken], now: float) -> list[Completion]:
+        """Append sampled tokens: the completion's own, and one for each that follows it, which runs from now on.
 
-    def _take(self, completion: Completion, choice: Choice, now: float) -> bool:
-        """Append the chosen token; returns whether the completion goes on."""
+        Returns:
+            Those that go on.
+        """
+        request = completion.request
+        followers = self.followers(completion)
+        for follower in followers:
+            self.batcher.fork(request, follower.request)
+            follower.request.first_scheduled_time = request.first_scheduled_time
+        sharing = (completion, *followers)
+        return [each for each, token in zip(sharing, tokens, strict=True) if self._append_token(each, token, now)]
+
+    def _append_token(self, completion: Completion, token: SampledToken, now: float) -> bool:
+        """Append a token; returns whether the completion goes on."""
         request, owner = completion.request, completion.owner
-        if choice.error is not None:
-            self.end(completion, "error", choice.error)
+        if token.error is not None:
+            self.end(completion, "error", token.error)
             return False
-        if request.first_token_time is None:
-            request.first_token_time = now
+        self.note_sampled(request, now)
         self.num_generated_tokens += 1
-        self._sampled.append(request.request_id)
         goes_on = False
         try:
-            reason = completion.append(choice.token, choice.logprob)
+            reason = completion.append(token.token_id, token.logprob)
         except Exception as error:
             self.end(completion, "error", undecodable(error))
         else:
             if reason is None:
                 goes_on = True
-                if self._outgrows_its_keys(request):
-                    self.batcher.restart(request)
+                self.restart_if_outgrown(request)
             else:
                 self.end(completion, reason)
         completion.num_settled = len(request.output_token_ids)
@@ -380,9 +333,17 @@ class EngineCore:
             self.news[owner.request_id] = owner
         return goes_on
 
-    def _outgrows_its_keys(self, request: Request) -> bool:
+    def note_sampled(self, request: Request, now: float) -> None:
+        """Note for the metrics that a token was sampled for the request in this step."""
+        if request.first_token_time is None:
+            request.first_token_time = now
+        self._sampled.append(request.request_id)
+
+    def restart_if_outgrown(self, request: Request) -> None:
+        """Compute the request anew if its keys changed with its newest token, see ``Program.restart_length``."""
         limit = self.runner.program.restart_length
-        return limit is not None and request.num_prompt_tokens <= limit and request.num_tokens == limit + 1
+        if limit is not None and request.num_prompt_tokens <= limit and request.num_tokens == limit + 1:
+            self.batcher.restart(request)
 
     def _drop_quickly(self) -> None:
         dropped = self._dropped  # another thread may append to it meanwhile

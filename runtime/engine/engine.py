@@ -227,21 +227,14 @@ class Engine:
             ValueError: a prompt or its parameters are refused; the message names the index.
             QueueFull: not all of them have room in the queue; none runs.
         """
-        core = self._core
-        core.turns.check_process()
+        self._core.turns.check_process()
         checked = check_batch(prompts, sampling_params, self.tokenizer, self.limits)
         options = [DEFAULT_OPTIONS] * len(checked) if options is None else options
-        batch: list[Submission] = []
         prepare = [
-            partial(self._prepare, prompt, entry, None, own, is_private=True)
-            for (prompt, entry), own in zip(checked, options, strict=True)
+            partial(self._prepare, prompt, params, None, own, is_private=True)
+            for (prompt, params), own in zip(checked, options, strict=True)
         ]
-        try:
-            core.turns.take(self._queue, batch, prepare)
-            self._run_to_the_end(batch, on_step)
-            return core.turns.take(self._outputs, batch)
-        finally:
-            core.drop(batch)
+        return self._complete(prepare, self._output, on_step)
 
     def beam_search(
         self,
@@ -265,19 +258,28 @@ class Engine:
             ValueError: a prompt or its parameters are refused; the message names the index.
             QueueFull: not all of them have room in the queue; none runs.
         """
-        core = self._core
-        core.turns.check_process()
+        self._core.turns.check_process()
         checked = check_beam_batch(prompts, params, self.tokenizer, self.limits)
         options = [DEFAULT_OPTIONS] * len(checked) if options is None else options
-        batch: list[BeamSubmission] = []
         prepare = [
             partial(self._prepare_search, prompt, entry, own)
             for (prompt, entry), own in zip(checked, options, strict=True)
         ]
+        return self._complete(prepare, BeamSubmission.result, on_step)
+
+    def _complete(
+        self,
+        prepare: Iterable[Callable[[], AnySubmission]],
+        result: Callable[[AnySubmission], Result],
+        on_step: Callable[[Progress], None] | None,
+    ) -> list[Result]:
+        """Run submissions to their end in one batch, and forget them; returns what ``result`` makes of each."""
+        core = self._core
+        batch: list[AnySubmission] = []
         try:
             core.turns.take(self._queue, batch, prepare)
             self._run_to_the_end(batch, on_step)
-            return core.turns.take(lambda: [submission.result() for submission in batch])
+            return core.turns.take(self._results, batch, result)
         finally:
             core.drop(batch)
 
@@ -424,9 +426,9 @@ class Engine:
             self._end_undecodable(completion)
         return piece
 
-    def _outputs(self, batch: Iterable[Submission]) -> list[RequestOutput]:
+    def _results(self, batch: Iterable[AnySubmission], result: Callable[[AnySubmission], Result]) -> list[Result]:
         with self._core.change:
-            return [self._output(submission) for submission in batch]
+            return [result(submission) for submission in batch]
 
     def _output(self, submission: Submission) -> RequestOutput:
         """Everything up to now; a completion whose text cannot be given ends with an error."""

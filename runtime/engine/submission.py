@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from ..requests.detokenizer import Detokenizer, Tokenizer
 from ..requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamPiece
@@ -11,6 +12,10 @@ from ..requests.request import FinishReason, Request, RequestStatus
 from ..requests.request_options import RequestOptions
 from ..requests.sampling_params import SamplingParams
 from ..sampling.logprobs import PromptLogprobs
+from .step_output import SampleTask, StepOutput
+
+if TYPE_CHECKING:
+    from .core import EngineCore
 
 
 @dataclass(eq=False, slots=True)
@@ -248,6 +253,28 @@ class Submission:
     def is_finished(self) -> bool:
         """All completions have ended."""
         return all([completion.request.is_finished for completion in self.completions])
+
+    def sample_task(self, core: EngineCore, completion: Completion) -> SampleTask:
+        """Say what is made of the logits after a completion's last token."""
+        return SampleTask((completion.request, *(follower.request for follower in core.followers(completion))))
+
+    def update(self, core: EngineCore, completion: Completion, output: StepOutput, now: float) -> list[Completion]:
+        """Take what a step gave one of the completions.
+
+        Args:
+            core: the engine's, whose step it was.
+            completion: it has computed its tokens of the step.
+            output: without an error.
+            now: ``time.perf_counter``.
+
+        Returns:
+            The completions that got a token and go on.
+        """
+        return core.append_tokens(completion, output.tokens, now)
+
+    def end_with(self, completion: Completion, error: str | None) -> list[Completion]:
+        """Say which others end because a completion ends before it is complete, by its deadline or an error."""
+        return []
 
     def restore(self) -> None:
         """Return to what is settled, from whatever state an interrupted call left this in."""
