@@ -243,7 +243,7 @@ class Soak:
         self.most_objects = max(self.most_objects, alive[Request])
         self.memory.append((self.num_finished, resident_mib()))
         # Both ways of preemption get their share.
-        self.engine.batcher.preemption = self.rng.choice(("recompute", "swap"))
+        self.engine.batcher.planner.preemption = self.rng.choice(("recompute", "swap"))
 
     def pending_sequences(self) -> Iterator[str]:
         """Ids of the sequences that may hold blocks."""

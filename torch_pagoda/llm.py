@@ -314,6 +314,15 @@ class LLM:
         unseen."""
         self.engine.reset_prefix_cache()
 
+    def defragment(self) -> int:
+        """Move used and cached blocks of the KV cache to its front, with the next step; returns how many move.
+
+        Free blocks lie together then, so that a request of negative ``priority``, which is given neighbouring blocks
+        where it can be, finds them without moving others. No output changes, and nothing has to be defragmented to be
+        served: any free block will do. Nothing moves while sequences are being swapped.
+        """
+        return self.engine.defragment()
+
     def check_weights(self) -> None:
         """Compare the module with what was compiled; every call and every step does.
 

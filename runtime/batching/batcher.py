@@ -16,7 +16,7 @@ from .lineup import Lineup
 from .modes import Batches
 from .planner import Planner
 from .policies import FirstComeFirstServed, Policy
-from .preemption import PreemptionCost, PreemptionMode, preemption_mode
+from .preemption import PreemptionCost, preemption_mode
 from .schedule import Schedule
 from .shared_prefixes import SharedPrefixes
 
@@ -49,6 +49,9 @@ class Batcher:
         key_variant: what, beside its tokens, a request's keys depend on, by name: requests with different ones share
             no blocks.
         batches: forms batches that run to their end before the next begins; None: sequences join at any step.
+
+    Attributes:
+        planner: spends the tokens of a step; its ``preemption`` can be set at any time.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class Batcher:
         self._arrivals = 0
         self._prefixes = SharedPrefixes(block_manager, self.policy, key_variant)
         self._lineup = Lineup(self.policy, self._prefixes)
-        self._planner = Planner(
+        self.planner = Planner(
             block_manager,
             self._lineup,
             self._prefixes,
@@ -96,26 +99,15 @@ class Batcher:
             batches=batches,
         )
 
-    # -- what is there
-
     @property
     def num_preemptions(self) -> int:
         """Times that a sequence lost its blocks."""
-        return self._planner.num_preemptions
+        return self.planner.num_preemptions
 
     @property
     def num_swaps(self) -> int:
         """Times that a sequence that lost its blocks was copied to host memory."""
-        return self._planner.num_swaps
-
-    @property
-    def preemption(self) -> PreemptionMode:
-        """How sequences lose their blocks; it can be set at any time."""
-        return self._planner.preemption
-
-    @preemption.setter
-    def preemption(self, mode: str) -> None:
-        self._planner.preemption = preemption_mode(mode)
+        return self.planner.num_swaps
 
     @property
     def num_waiting(self) -> int:
@@ -149,8 +141,6 @@ class Batcher:
     def get(self, request_id: str) -> Request | None:
         """The unfinished request of that id, if there is one."""
         return self._lineup.requests.get(request_id)
-
-    # -- in and out
 
     def add(self, request: Request, now: float = 0.0, *, was_promised: bool = False) -> None:
         """Put a new request in the queue and number its arrival.
@@ -196,7 +186,7 @@ class Batcher:
                 f"parent {parent.request_id!r} is {parent.status.value} with {computed} computed tokens; only a "
                 "running one with at most the child's tokens can be forked"
             )
-        self._accept(child, self._planner.now)
+        self._accept(child, self.planner.now)
         return self._share(parent, child)
 
     def branch(self, parent: Request, child: Request) -> bool:
@@ -213,7 +203,7 @@ class Batcher:
                 f"tokens, the child has {child.num_tokens}; only an unfinished one with at most the child's tokens "
                 "can be branched"
             )
-        self._accept(child, self._planner.now, parent)
+        self._accept(child, self.planner.now, parent)
         return self._share(parent, child)
 
     def pause(self, request: Request) -> None:
@@ -296,8 +286,6 @@ class Batcher:
         self._lineup.requeue_all()
         return self.waiting
 
-    # -- planning
-
     def schedule(self, now: float = 0.0) -> Schedule:
         """Plan the next step and reserve its blocks. The copies of the step before must be done.
 
@@ -311,7 +299,7 @@ class Batcher:
         Raises:
             RuntimeError: no request can progress, because somebody else holds blocks of the cache.
         """
-        planner, blocks = self._planner, self.block_manager
+        planner, blocks = self.planner, self.block_manager
         planner.now = max(planner.now, now)
         blocks.settle()
         blocks.fit_to_load()
@@ -377,8 +365,6 @@ class Batcher:
             if request.num_computed_tokens > self.block_manager.num_tokens(request.request_id):
                 raise RuntimeError(f"request {request.request_id!r} computed tokens that no block holds")
 
-    # -- inside: requests
-
     def _check_new(self, request: Request) -> None:
         if request.request_id in self._lineup.requests:
             raise ValueError(f"request_id={request.request_id!r} is already in use; choose another")
@@ -391,7 +377,7 @@ class Batcher:
             )
 
     def _accept(self, request: Request, now: float, behind: Request | None = None) -> None:
-        self._planner.now = max(self._planner.now, now)
+        self.planner.now = max(self.planner.now, now)
         request.arrival = self._arrivals
         self._arrivals += 1
         request.rank = self.policy.rank(request, now) if behind is None else (behind.rank[0], request.arrival)

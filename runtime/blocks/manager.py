@@ -64,8 +64,6 @@ class BlockManager:
         self._copies, self._copies_beside, self.held_back = [], [], []
         self._rewritten.clear()
 
-    # -- what is there
-
     @property
     def num_blocks(self) -> int:
         """Blocks of all groups together."""
@@ -159,8 +157,6 @@ class BlockManager:
     def can_take(self, counts: Sequence[int]) -> bool:
         """Whether each group has so many blocks available."""
         return all(count <= pool.num_available for count, pool in zip(counts, self.pools, strict=True))
-
-    # -- tables
 
     def allocate(self, request_id: str, num_tokens: int, start: int, *, in_one_run: bool = False) -> list[list[int]]:
         """Make the sequence's tables hold ``num_tokens`` tokens, of which those from ``start`` on will be written.
@@ -302,8 +298,6 @@ class BlockManager:
         sequence.num_gone = [0] * len(self.groups)
         self._rewritten.add(request_id)
 
-    # -- prefix caching
-
     def find_prefix(self, hashes: Sequence[bytes]) -> Prefix:
         """How much of a sequence, whose full blocks have these hashes, the cache holds."""
         known = hashes if self.enable_prefix_caching else ()
@@ -354,8 +348,6 @@ class BlockManager:
         for sequence in self.sequences.values():
             sequence.is_stale = True
         self.swap_space.mark_stale()
-
-    # -- swapping
 
     def swap_out(self, request_id: str, num_tokens: int, *, beside: bool) -> bool:
         """Move the sequence's first ``num_tokens`` tokens to host memory.
@@ -441,8 +433,6 @@ class BlockManager:
         for pool, block in held:
             pool.release(block)
 
-    # -- moving
-
     def defragment(self) -> int:
         """Move what is used and cached to the lowest ids; tables are rewritten. Returns how many blocks move.
 
@@ -487,8 +477,6 @@ class BlockManager:
         self._copies, self._copies_beside, self._rewritten = [], [], set()
         return drained
 
-    # -- looking on
-
     def stats(self) -> dict[str, int | float]:
         """Figures of all groups together, see ``inspection.stats``."""
         return stats(self)
@@ -504,8 +492,6 @@ class BlockManager:
             RuntimeError: one is broken; the message says which.
         """
         check(self)
-
-    # -- inside
 
     def _drop(self, request_id: str) -> None:
         sequence = self._held(request_id)

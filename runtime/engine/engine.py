@@ -208,7 +208,7 @@ class Engine:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        on_step: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
         options: Sequence[RequestOptions] | None = None,
     ) -> list[RequestOutput]:
         """Complete a batch of prompts.
@@ -216,7 +216,7 @@ class Engine:
         Args:
             prompts: a prompt or a list of them; every one is checked before any runs.
             sampling_params: for all prompts, or one per prompt.
-            on_step: called after each model step.
+            on_progress: called after each model step.
             options: one per prompt; None for the default ones.
 
         Returns:
@@ -234,13 +234,13 @@ class Engine:
             partial(self._prepare, prompt, params, None, own, is_private=True)
             for (prompt, params), own in zip(checked, options, strict=True)
         ]
-        return self._complete(prepare, self._output, on_step)
+        return self._complete(prepare, self._output, on_progress)
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams | Sequence[BeamSearchParams],
-        on_step: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
         options: Sequence[RequestOptions] | None = None,
     ) -> list[BeamSearchOutput]:
         """Search for the likeliest continuations of each prompt.
@@ -248,7 +248,7 @@ class Engine:
         Args:
             prompts: a prompt or a list of them; every one is checked before any runs.
             params: for all prompts, or one per prompt.
-            on_step: called after each model step.
+            on_progress: called after each model step.
             options: one per prompt; None for the default ones.
 
         Returns:
@@ -265,20 +265,20 @@ class Engine:
             partial(self._prepare_search, prompt, entry, own)
             for (prompt, entry), own in zip(checked, options, strict=True)
         ]
-        return self._complete(prepare, BeamSubmission.result, on_step)
+        return self._complete(prepare, BeamSubmission.result, on_progress)
 
     def _complete(
         self,
         prepare: Iterable[Callable[[], AnySubmission]],
         result: Callable[[AnySubmission], Result],
-        on_step: Callable[[Progress], None] | None,
+        on_progress: Callable[[Progress], None] | None,
     ) -> list[Result]:
         """Run submissions to their end in one batch, and forget them; returns what ``result`` makes of each."""
         core = self._core
         batch: list[AnySubmission] = []
         try:
             core.turns.take(self._queue, batch, prepare)
-            self._run_to_the_end(batch, on_step)
+            self._run_to_the_end(batch, on_progress)
             return core.turns.take(self._results, batch, result)
         finally:
             core.drop(batch)
@@ -289,7 +289,7 @@ class Engine:
         self._core.check_queue(sum(len(submission.completions) for submission in batch))
         self._core.add(batch)
 
-    def _run_to_the_end(self, batch: Sequence[Submission], on_step: Callable[[Progress], None] | None) -> None:
+    def _run_to_the_end(self, batch: Sequence[Submission], on_progress: Callable[[Progress], None] | None) -> None:
         core = self._core
         unfinished = set(batch)
         before = core.num_generated_tokens
@@ -297,9 +297,9 @@ class Engine:
             own = [submission for submission in core.turns.take(core.run_step) if submission in unfinished]
             # Without progress of ours, somebody else's step or a cancel may have ended some.
             unfinished.difference_update([s for s in own or batch if s.is_finished])
-            if on_step is not None:
+            if on_progress is not None:
                 generated = core.num_generated_tokens - before
-                on_step(Progress(len(batch) - len(unfinished), len(batch), generated))
+                on_progress(Progress(len(batch) - len(unfinished), len(batch), generated))
 
     def stream(
         self,
@@ -360,7 +360,10 @@ class Engine:
         return result
 
     def defragment(self) -> int:
-        """Move used and cached blocks to the front of the KV cache, with the next step; returns how many move."""
+        """Move used and cached blocks to the front of the KV cache, with the next step; returns how many move.
+
+        Nothing moves while copies of the last step may be under way.
+        """
         return self._core.turns.take(self._defragment)
 
     def _defragment(self) -> int:

@@ -168,14 +168,6 @@ class Profile:
         """Sampled tokens per second of steps."""
         return self.num_generated_tokens / self.busy_seconds if self.busy_seconds else 0.0
 
-    def token_times(self) -> dict[str, list[float]]:
-        """For each sequence when its tokens came: the ends of the steps that sampled them, of the steps kept."""
-        times: dict[str, list[float]] = {}
-        for step in self.steps:
-            for sequence in step.sampled:
-                times.setdefault(sequence, []).append(step.end)
-        return times
-
     def to_dict(self) -> dict[str, Any]:
         """The figures without single steps and requests, ready for ``json.dump``."""
 
