@@ -57,10 +57,10 @@ class PaddedBatches:
 
     def form(self, waiting: WaitingQueue, max_num_seqs: int, now: float) -> list[Request]:
         first, *others = waiting.leading(self.lookahead)
-        batch, longest = [first], _longest(first)
+        batch, longest = [first], first.longest
         # The sort is stable: of equally long ones those that stand first.
-        for request in sorted(others, key=lambda request: abs(_longest(request) - _longest(first))):
-            padded = max(longest, _longest(request))
+        for request in sorted(others, key=lambda request: abs(request.longest - first.longest)):
+            padded = max(longest, request.longest)
             if len(batch) == max_num_seqs or (len(batch) + 1) * padded > self.max_padded_tokens:
                 # Full; who is shorter and further off might fit still, but is not of like length.
                 return sorted(batch, key=lambda request: request.rank)
@@ -71,7 +71,3 @@ class PaddedBatches:
         if not is_full and now < arrived + self.max_wait:
             return []
         return sorted(batch, key=lambda request: request.rank)
-
-
-def _longest(request: Request) -> int:
-    return request.num_prompt_tokens + request.max_tokens

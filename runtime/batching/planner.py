@@ -189,7 +189,7 @@ class Planner:
         return True
 
     def _may_grow(self, request: Request) -> bool:
-        longest = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        longest = min(request.longest, self.max_model_len)
         return longest > -(-self.blocks.num_tokens(request.request_id) // self.blocks.block_size) * (
             self.blocks.block_size
         )

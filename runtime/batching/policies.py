@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
+from ..requests.checks import real_number, whole_number
 from ..requests.request import Request
 
 _FEW = 64
@@ -85,7 +86,7 @@ class ShortestJobFirst(_InOrder):
         self.seconds_per_token = _positive("seconds_per_token", seconds_per_token)
 
     def rank(self, request: Request, now: float) -> Rank:
-        return now + _job(request) * self.seconds_per_token, request.arrival
+        return now + request.longest * self.seconds_per_token, request.arrival
 
 
 class FairByClient:
@@ -119,7 +120,7 @@ class FairByClient:
             self._ends = {client: end for client, end in self._ends.items() if end > self._time}
             self._most_ends = 2 * len(self._ends) + _FEW
         start = max(self._time, self._ends.get(request.client, 0.0))
-        self._ends[request.client] = start + _job(request)
+        self._ends[request.client] = start + request.longest
         self._starts[request] = start
         return start, request.arrival
 
@@ -141,9 +142,7 @@ class LongestPrefixFirst(FirstComeFirstServed):
     """
 
     def __init__(self, lookahead: int = 32) -> None:
-        if lookahead < 1:
-            raise ValueError(f"lookahead={lookahead} is below 1; compare at least the first request")
-        self.lookahead = lookahead
+        self.lookahead = whole_number("lookahead", lookahead, 1, "compare at least the first request")
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {
@@ -167,11 +166,5 @@ def make_policy(name: str) -> Policy:
     return POLICIES[name]()
 
 
-def _job(request: Request) -> int:
-    return request.num_prompt_tokens + request.max_tokens
-
-
 def _positive(name: str, value: float) -> float:
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name}={value} is not a positive number; nobody may wait for ever")
-    return value
+    return real_number(name, value, 0, math.inf, "nobody may wait for ever", open_low=True)

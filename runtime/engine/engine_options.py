@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..batching import make_policy, preemption_mode
 from ..cache.kv_cache import parse_memory
-from ..requests.checks import check_at_least
+from ..requests.checks import check_at_least, check_bool
 
 DEFAULT_BLOCK_SIZE = 32
 """For a program that takes any; those lowered for an NPU bring their own."""
@@ -62,8 +62,7 @@ class EngineOptions:
         check_at_least(1, remedy, **sizes, **{name: size for name, size in optional.items() if size is not None})
         make_policy(self.policy)
         preemption_mode(self.preemption)
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ValueError(f"enable_prefix_caching={self.enable_prefix_caching!r} is not a bool; use True or False")
+        check_bool("enable_prefix_caching", self.enable_prefix_caching)
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ValueError(
                 f"num_blocks={self.num_blocks} and kv_cache_memory={self.kv_cache_memory!r} both size the KV cache; "

@@ -17,6 +17,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..requests.checks import whole_number
+
 CANDIDATES = (8, 16, 32, 64, 128, 256)
 """Block sizes that are compared unless others are given."""
 
@@ -47,8 +49,7 @@ class LogNormalLengths:
             raise ValueError(f"mean={self.mean} is not a positive number of tokens; use one")
         if not (self.sigma >= 0 and math.isfinite(self.sigma)):
             raise ValueError(f"sigma={self.sigma} is not a standard deviation; use a number of at least 0")
-        if self.longest < 1:
-            raise ValueError(f"longest={self.longest} is below 1; use the model's longest sequence")
+        whole_number("longest", self.longest, 1, "use the model's longest sequence")
 
     def exceeds(self, tokens: float) -> float:
         """Probability that a sequence is longer than ``tokens``."""

@@ -46,6 +46,16 @@ def check_at_least(lowest: int, remedy: str, **values: object) -> None:
         whole_number(name, value, lowest, remedy)
 
 
+def check_bool(name: str, value: object) -> None:
+    """Refuse what is neither True nor False.
+
+    Raises:
+        ValueError: it is something else, 0 and 1 included; one line.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={shown(value)} is not a bool; use True or False")
+
+
 def is_finite(value: Real) -> bool:
     """Whether a float can stand for it."""
     try:

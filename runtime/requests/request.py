@@ -99,6 +99,11 @@ class Request:
         """Prompt and output tokens together, computed or not."""
         return self.num_prompt_tokens + len(self.output_token_ids)
 
+    @property
+    def longest(self) -> int:
+        """Prompt tokens and the most that may be generated."""
+        return self.num_prompt_tokens + self.max_tokens
+
     def tokens(self, first: int, end: int) -> list[int] | npt.NDArray[np.integer]:
         """The ids at positions ``first .. end - 1`` of prompt + output."""
         prompt = self.num_prompt_tokens

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from .errors import one_line_errors
 from .memory_table import GB, GIB, block_line, memory_table
+from .number_table import number_table
 from .phases import show_phases
 
 if TYPE_CHECKING:
@@ -194,17 +195,9 @@ def _print(
         console.print(line, highlight=False)
 
 
-def _table(first: str, *numbers: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column(first)
-    for name in numbers:
-        table.add_column(name, justify="right")
-    return table
-
-
 def _limits(found: MemoryPlan) -> Table:
     """Sequences at once by length, in blocks and contiguous."""
-    table = _table("tokens each", "KV GiB", "KV GB", "paged", "used", "contiguous", "used", "run at once")
+    table = number_table("tokens each", "KV GiB", "KV GB", "paged", "used", "contiguous", "used", "run at once")
     for limit in found.limits:
         table.add_row(
             str(limit.tokens),
@@ -221,7 +214,7 @@ def _limits(found: MemoryPlan) -> Table:
 
 def _sizes(sizes: BlockSizePlan) -> Table:
     """Costs of block sizes, in tokens per sequence."""
-    table = _table("block size", "blocks", "wasted", "share", "overhead", "cost", "")
+    table = number_table("block size", "blocks", "wasted", "share", "overhead", "cost", "")
     for cost in sizes.costs:
         table.add_row(
             str(cost.block_size),
