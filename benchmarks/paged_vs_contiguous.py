@@ -156,7 +156,7 @@ def run(
         use.add(tokens, manager.num_used_blocks, batcher.num_running, batcher.num_waiting)
 
     start = time.perf_counter()
-    outputs = engine.generate(workload.prompts, [greedy(count) for count in workload.outputs], on_step=look)
+    outputs = engine.generate(workload.prompts, [greedy(count) for count in workload.outputs], on_progress=look)
     seconds = time.perf_counter() - start
     if [len(output.outputs[0].token_ids) for output in outputs] != workload.outputs:
         raise RuntimeError("a request did not get all of its tokens")

@@ -243,7 +243,7 @@ class Soak:
         self.most_objects = max(self.most_objects, alive[Request])
         self.memory.append((self.num_finished, resident_mib()))
         # Both ways of preemption get their share.
-        self.engine.batcher.preemption = self.rng.choice(("recompute", "swap"))
+        self.engine.batcher.planner.preemption = self.rng.choice(("recompute", "swap"))
 
     def pending_sequences(self) -> Iterator[str]:
         """Ids of the sequences that may hold blocks."""
@@ -278,7 +278,8 @@ def make_engine(program: Program, tokenizer: Tokenizer | None) -> Engine:
         program,
         tokenizer,
         num_blocks=NUM_BLOCKS,
-        min_num_blocks=NUM_BLOCKS // 4,
+        block_size=16,
+        min_kv_cache_memory=NUM_BLOCKS // 4 * bytes_per_block(program.caches, 16),
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=512,
         max_model_len=MAX_MODEL_LEN,

@@ -9,11 +9,12 @@ import queue
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .llm import LLM
+from .options import LLMOptions, signature_with_options
 from .runtime.engine.submission import one_line
 from .runtime.requests.outputs import RequestOutput
 from .runtime.requests.prompt_forms import Prompt
@@ -46,7 +47,7 @@ class AsyncLLM:
         self,
         model: LLM | str | os.PathLike[str] | PreTrainedModel,
         tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
-        **options: Any,
+        **options: Unpack[LLMOptions],
     ) -> None:
         if isinstance(model, LLM):
             if tokenizer is not None or options:
@@ -58,6 +59,8 @@ class AsyncLLM:
         self._stepper = _Stepper(self.llm, owns_llm=self.llm is not model)
         # Also when this is forgotten, and before the interpreter goes down under a thread that computes.
         self._finalizer = weakref.finalize(self, self._stepper.stop)
+
+    __signature__ = signature_with_options(__init__)
 
     async def generate(
         self,
@@ -152,7 +155,7 @@ class AsyncLLM:
 
 
 class _Consumer:
-    """Where one ``generate`` waits; the engine's thread puts, the event loop takes."""
+    """The place where one ``generate`` waits; the engine's thread puts, the event loop takes."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

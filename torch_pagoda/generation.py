@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, Unpack, cast
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel
@@ -24,14 +24,15 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .checkpoint import check_dtype, is_causal_lm
 from .decoding import Unsupported, decode_rows, plan_decoding
-from .llm import LLM, check_options
+from .llm import LLM
+from .options import ModelOptions, split_options
 
 logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model")
 
 
-def compile(model: Model, **options: Any) -> Model:
+def compile(model: Model, **options: Unpack[ModelOptions]) -> Model:
     """Make ``model.generate`` run on the paged engine; returns the same object.
 
     The engine is built on the first call that needs it. Calling this again with the same options, or with
@@ -54,13 +55,13 @@ def compile(model: Model, **options: Any) -> Model:
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError(f"model is a quantised {type(model).__name__}, which is not supported; load it in float")
-    check_options(options)
+    split_options(options, owns_weights=False, known=ModelOptions)
     check_dtype(model, options.get("dtype", "auto"))
     current = paged_generation(model)
     if current is None:
-        PagedGeneration(model, options, original=model.__dict__.get("generate")).install()
+        PagedGeneration(model, dict(options), original=model.__dict__.get("generate")).install()
     elif (options and options != current.options) or current.is_stale:
-        PagedGeneration(model, options or current.options, original=current.original).install()
+        PagedGeneration(model, dict(options) or current.options, original=current.original).install()
     return cast(Model, model)
 
 
@@ -79,7 +80,7 @@ def paged_generation(model: object) -> PagedGeneration | None:
 
 
 class PagedGeneration:
-    """What stands behind a compiled model's ``generate``.
+    """The engine behind a compiled model's ``generate``.
 
     Attributes:
         model: the module.
@@ -211,7 +212,7 @@ class PagedGeneration:
         return GenerationMixin.generate(self.model, **{**call, "custom_generate": decode}, **extra)
 
     def _call_reason(self, call: dict[str, Any], extra: dict[str, Any]) -> str | None:
-        """Why the arguments alone send this call to transformers, or None."""
+        """The reason why the arguments alone send this call to transformers, or None."""
         if self.model.training:
             return (
                 "the module is in train() mode, and the engine is for inference: call model.eval(), "
@@ -237,7 +238,7 @@ class PagedGeneration:
         return None
 
     def _config_reason(self, call: dict[str, Any], extra: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-        """Why the merged generation config sends this call to transformers, or None; and the kwargs to use.
+        """The reason why the merged config sends this call to transformers, or None; and the kwargs to use.
 
         Processors are not looked at here: :func:`plan_decoding` sees the very list that transformers builds.
         """

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .chat import Message, chat_prompts
@@ -22,10 +20,8 @@ from .checkpoint import (
     load_config,
     load_model,
     load_tokenizer,
-    resolve_dtype,
 )
 from .compiler import (
-    CompileOptions,
     CompileReport,
     ModuleGuard,
     NotFinite,
@@ -35,13 +31,10 @@ from .compiler import (
 )
 from .compiler.calibrate.recorded_grid import on_recorded_grid
 from .compiler.capture.state_layers import check_state
-from .compiler.user_passes import Pattern
 from .default_params import default_params, params_or, recommended_params
 from .device import free_memory, resolve_device
-from .option_checks import LIMITS, check_cache_size, check_limits, check_scheduling, check_swap_space
-from .passes.graph.npu_target import DEFAULT_BLOCK_SIZE as NPU_BLOCK_SIZE
+from .options import LLMOptions, signature_with_options, split_options
 from .runtime.autocast import without_autocast
-from .runtime.cache.kv_cache import bytes_per_block, default_num_blocks, parse_memory
 from .runtime.engine.engine import Engine
 from .runtime.profiling.profile import Profile
 from .runtime.program import Program
@@ -53,25 +46,6 @@ from .runtime.requests.sampling_params import SamplingParams
 from .runtime.requests.validation import as_batch
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_MAX_NUM_SEQS = 64
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
-DEFAULT_BLOCK_SIZE = 32
-"""For a CPU; see ``passes.graph.npu_target`` for NPUs."""
-
-_COMPILE_OPTIONS = (
-    "verify",
-    "passes",
-    "opt_level",
-    "patterns",
-    "codegen",
-    "target",
-    "pack_weights",
-    "kv_cache_dtype",
-    "quantization",
-    "batch_invariant",
-    "group_size",
-)
 
 
 class LLM:
@@ -86,58 +60,13 @@ class LLM:
             its weights; one loaded here belongs to the engine.
         tokenizer: a tokenizer, or where to load one; by default the checkpoint's. Without one, prompts are
             token ids.
-        dtype: ``"auto"`` (the checkpoint's, or the live module's), ``"float32"``, ``"bfloat16"`` or
-            ``"float16"``.
-        device: ``"auto"`` (an NPU if torch_npu reports one, else the CPU), ``"cpu"`` or ``"npu"``.
-        block_size: tokens per KV-cache block; by default 32 for a CPU, and 128 for an NPU, which takes multiples
-            of 16.
-        num_blocks: blocks in the KV cache.
-        kv_cache_memory: the same in bytes, or as ``"4GiB"``; not together with ``num_blocks``. By default a
-            CPU gets min(max_num_seqs x max_model_len tokens, 4 GiB, half of the free memory), touched lazily; an NPU
-            the same without the 4 GiB, and nine tenths of what is free.
-        kv_cache_dtype: ``"auto"`` keeps keys and values as they are computed; ``"int8"`` rounds them to a byte each,
-            with a scale per token and head: about half the memory of bfloat16, and slightly other logits.
-        min_kv_cache_memory: what a CPU's cache shrinks to when there is little to do, in bytes or as ``"512MiB"``. By
-            default it keeps all memory that it once needed.
-        max_num_seqs: sequences that run at the same time.
-        max_num_batched_tokens: tokens per step; longer prompts are cut into chunks.
-        max_model_len: tokens of one sequence, prompt included; by default what the model and the cache allow.
-        enable_prefix_caching: keep computed blocks for prompts that begin with the same tokens, and for the next turn
-            of a chat.
-        policy: who comes first: ``"fcfs"``, ``"priority"``, ``"sjf"`` (the shortest job), ``"fair"`` (clients take
-            turns) or ``"prefix"`` (the most cached tokens).
-        preemption: how a sequence gives up its blocks when they run out: ``"recompute"``, ``"swap"`` (to host memory)
-            or ``"auto"``, whatever measures as cheaper.
-        swap_space: host memory for swapped sequences, in bytes or as ``"1GiB"``.
-        max_queue: most completions that wait; more are refused with ``QueueFull``. By default any number.
-        verify: ``"model"`` checks the compiled model against the original, ``"every-pass"`` after each pass
-            too, ``"off"`` not at all.
-        passes: ``{"skip": [names]}``, or ``{"only": [names]}``, which chooses among the optional passes.
-        opt_level: 0 swaps attention only; 1 adds rewrites that change no bit; 2 the fusions.
-        patterns: rewrites of your own, see :class:`~torch_pagoda.Pattern`.
-        codegen: ``"none"`` runs the rewritten graph as it is. For a CPU also ``"inductor"``; ``"auto"`` is either.
-            On an NPU also ``"ge"`` (compiled by the graph engine), which ``"auto"`` is, and ``"aclgraph"`` (captured
-            at planned sizes and replayed).
-        target: what to lower for, ``"cpu"`` or ``"npu"``; ``"auto"`` is the device's. ``"npu"`` on a CPU simulates
-            the NPU's operators, slowly.
-        pack_weights: keep matrices in the layout of the device's matrix kernels. By default for a model
-            loaded here, in place of its weights; a live module keeps its own beside them, so there it costs
-            their size in memory and has to be asked for.
-        quantization: ``"int8"`` or ``"int4"`` rounds the weights of linear layers to so many bits, and their inputs
-            to 8; with ``"int8-weight-only"`` and ``"int4-weight-only"`` inputs keep 16. Logits change
-            slightly. Rounded weights take the place of those of a model loaded here; a live module keeps its own
-            beside them.
-        group_size: inputs of a rounded weight that share a scale, a multiple of 64, or 0 for all of them; by default
-            what ``pagoda quantize`` recorded in the config, else 256 for 8 bits and 128 for 4. Rounded inputs have
-            the same groups.
-        batch_invariant: on a CPU, the logits of a token do not change by a bit with its batch mates, the chunks of
-            its prompt, cached prefixes or the number of threads, for one machine and one build of the kernels.
-            Slower; a model of which that cannot be said is refused with the operator's name.
-        generation_config: where the parameters of requests come from that bring none: ``"auto"``, the generation
-            config of the checkpoint (or live module); ``"vllm"``, ``SamplingParams()``; or a folder with such a file.
-            Its temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens are read, and
-            ``do_sample=False`` as greedy. What ends a text is the model's own in any case.
-        trust_remote_code: run model code that comes with the checkpoint.
+        options: the keywords of the signature. ``dtype``, ``device``, ``generation_config``, ``trust_remote_code``
+            say how a model is loaded, see :class:`~torch_pagoda.options.LoadOptions`; ``block_size`` to ``max_queue``
+            size the KV cache and steps and schedule them, see
+            :class:`~torch_pagoda.runtime.engine.engine_options.EngineOptions`; the others and ``kv_cache_dtype`` are
+            the compiler's, see :class:`~torch_pagoda.compiler.CompileOptions`. ``pack_weights`` is by default true
+            for a model loaded here, and packed or rounded weights take the place of its own; a live module keeps its
+            own beside them.
 
     Attributes:
         program: the compiled model.
@@ -154,126 +83,47 @@ class LLM:
         self,
         model: str | os.PathLike[str] | PreTrainedModel,
         tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
-        *,
-        dtype: str | torch.dtype = "auto",
-        device: str | torch.device = "auto",
-        block_size: int | None = None,
-        num_blocks: int | None = None,
-        kv_cache_memory: int | str | None = None,
-        min_kv_cache_memory: int | str | None = None,
-        kv_cache_dtype: str = "auto",
-        max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
-        max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS,
-        max_model_len: int | None = None,
-        enable_prefix_caching: bool = True,
-        policy: str = "fcfs",
-        preemption: str = "auto",
-        swap_space: int | str = 0,
-        max_queue: int | None = None,
-        verify: str = "model",
-        passes: dict[str, list[str]] | None = None,
-        opt_level: int = 2,
-        patterns: Sequence[Pattern] = (),
-        codegen: str = "auto",
-        target: str = "auto",
-        pack_weights: bool | None = None,
-        quantization: str | None = None,
-        group_size: int | None = None,
-        batch_invariant: bool = False,
-        generation_config: str | os.PathLike[str] = "auto",
-        trust_remote_code: bool = False,
+        **options: Unpack[LLMOptions],
     ) -> None:
-        limits = {
-            "block_size": block_size,
-            "num_blocks": num_blocks,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "max_model_len": max_model_len,
-            "max_queue": max_queue,
-        }
-        check_limits(limits)
-        check_scheduling(policy, preemption, enable_prefix_caching)
-        swap_bytes = check_swap_space(swap_space)
-        memory = check_cache_size(num_blocks, kv_cache_memory)
-        least = None if min_kv_cache_memory is None else parse_memory(min_kv_cache_memory, "min_kv_cache_memory")
-        resolved = resolve_device(device)
         loads = isinstance(model, str | os.PathLike)
-        for_npu = target == "npu" or (target == "auto" and resolved.type == "npu")
-        if block_size is None:
-            block_size = NPU_BLOCK_SIZE if for_npu else DEFAULT_BLOCK_SIZE
-        options = CompileOptions.from_dict(
-            {
-                **({"block_size": block_size} if for_npu else {}),
-                "verify": verify,
-                "passes": passes,
-                "opt_level": opt_level,
-                "patterns": tuple(patterns),
-                "codegen": codegen,
-                "target": target,
-                "pack_weights": loads if pack_weights is None else pack_weights,
-                "kv_cache_dtype": kv_cache_dtype,
-                "quantization": quantization,
-                "group_size": group_size,
-                "batch_invariant": batch_invariant,
-            }
-        ).for_device(resolved.type)
+        loading, serving, compiling = split_options(options, owns_weights=loads)
+        device = resolve_device(loading.device)
 
         if isinstance(model, str | os.PathLike):
-            _, config = load_config(model, trust_remote_code)
-            options = on_recorded_grid(options, config)
+            _, config = load_config(model, loading.trust_remote_code)
+            compiling = on_recorded_grid(compiling, config)
             if (model_class := causal_lm_class(config)) is not None:
                 with _refusals_named(model):
                     check_state(model_class, config)
-            module = load_model(model, dtype, trust_remote_code, resolved, config)
+            module = load_model(model, loading.dtype, loading.trust_remote_code, device, config)
         else:
-            module = check_module(model, dtype, resolved)
-            options = on_recorded_grid(options, module.config)
+            module = check_module(model, loading.dtype, device)
+            compiling = on_recorded_grid(compiling, module.config)
         if tokenizer is None and isinstance(model, str | os.PathLike):
-            self.tokenizer = load_tokenizer(model, trust_remote_code, required=False)
+            self.tokenizer = load_tokenizer(model, loading.trust_remote_code, required=False)
         elif isinstance(tokenizer, str | os.PathLike):
-            self.tokenizer = load_tokenizer(tokenizer, trust_remote_code, required=True)
+            self.tokenizer = load_tokenizer(tokenizer, loading.trust_remote_code, required=True)
         else:
             self.tokenizer = check_tokenizer(tokenizer)
-        self.recommended_params = recommended_params(generation_config, module)
+        self.recommended_params = recommended_params(loading.generation_config, module)
         self._default_params = default_params(self.recommended_params)
 
-        with _refusals_named(model), without_autocast(resolved.type):
-            program = compile_program(module, options, owns_weights=loads)
+        with _refusals_named(model), without_autocast(device.type):
+            program = compile_program(module, compiling, owns_weights=loads)
         self._weights = WeightGuard(module, program.copied_weights, program.merged_weights)
         self._module = None if loads else ModuleGuard(module)
         self.program: Program = program
         self.compile_report: CompileReport = program.report
-        if memory is None and num_blocks is None and (free := free_memory(resolved)) is not None:
-            longest = max_model_len or program.max_model_len
-            num_blocks = default_num_blocks(program.caches, block_size, max_num_seqs, longest, memory=free)
-        min_blocks = None
-        if least is not None:
-            per_block = bytes_per_block(program.caches, block_size)
-            most = per_block * num_blocks if memory is None and num_blocks is not None else memory
-            if most is not None and least > most:
-                raise ValueError(
-                    f"min_kv_cache_memory={min_kv_cache_memory!r} is above the {most} bytes of the whole KV cache; "
-                    "lower it, or leave it out"
-                )
-            min_blocks = max(1, least // per_block)
         self.engine = Engine(
             self.program,
             self.tokenizer,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            kv_cache_memory=memory,
-            min_num_blocks=min_blocks,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
             eos_token_ids=eos_token_ids(module, self.tokenizer),
-            enable_prefix_caching=enable_prefix_caching,
-            policy=policy,
-            preemption=preemption,
-            swap_space=swap_bytes,
-            max_queue=max_queue,
+            free_memory=free_memory(device),
             before_step=self._check_unchanged,
+            **vars(serving),
         )
+
+    __signature__ = signature_with_options(__init__)
 
     def generate(
         self,
@@ -407,7 +257,10 @@ class LLM:
         Arguments as for :meth:`generate`.
 
         Raises:
+            TypeError, ValueError: the prompt or a parameter is refused, at once and not with the first piece; and
+                ``best_of`` above ``n``, where the best are known at the end only.
             QueueFull: ``max_queue`` prompts wait already.
+            RuntimeError: a weight was replaced or moved since the model was compiled.
         """
         self.check_weights()
         options = RequestOptions(priority, client, deadline, cache_salt)
@@ -429,6 +282,8 @@ class LLM:
         """Queue one prompt for :meth:`step`; returns its request id. Arguments as for :meth:`generate`.
 
         Raises:
+            TypeError, ValueError: the prompt or a parameter is refused, or ``request_id`` is in use or no plain text;
+                other requests are not affected.
             QueueFull: ``max_queue`` prompts wait already.
         """
         self.check_weights()
@@ -450,7 +305,7 @@ class LLM:
         return self.engine.stats()
 
     def profile(self, *, reset: bool = False) -> Profile:
-        """Where the time went since the engine was made, or since the last call with ``reset``.
+        """Times of the engine's steps and requests since it was made, or since the last call with ``reset``.
 
         Prefill and decode apart, tokens per second, percentiles of TTFT, TPOT and ITL, seconds of each phase of a
         step; ``save_trace(path)`` writes the last steps for chrome://tracing or Perfetto.
@@ -461,6 +316,15 @@ class LLM:
         """Forget all cached prefixes. Writing to a weight in place does it by itself; writing to ``.data`` goes
         unseen."""
         self.engine.reset_prefix_cache()
+
+    def defragment(self) -> int:
+        """Move used and cached blocks of the KV cache to its front, with the next step; returns how many move.
+
+        Free blocks lie together then, so that a request of negative ``priority``, which is given neighbouring blocks
+        where it can be, finds them without moving others. No output changes, and nothing has to be defragmented to be
+        served: any free block will do. Nothing moves while sequences are being swapped.
+        """
+        return self.engine.defragment()
 
     def check_weights(self) -> None:
         """Compare the module with what was compiled; every call and every step does.
@@ -483,7 +347,7 @@ class LLM:
             self.engine.compute_again()
 
     def step(self) -> list[RequestOutput]:
-        """Run one step of the engine; returns the requests that got on."""
+        """Run one step of the engine; returns the requests that got a token or ended, with everything up to now."""
         return self.engine.step()
 
     def cancel(self, request_id: str) -> bool:
@@ -530,7 +394,7 @@ class LLM:
         return self.tokenizer
 
     def has_unfinished(self) -> bool:
-        """Whether :meth:`step` has anything to do."""
+        """True if :meth:`step` has anything to do."""
         return self.engine.has_unfinished()
 
     @property
@@ -557,31 +421,6 @@ def _refusals_named(model: object) -> Iterator[None]:
         raise UnsupportedModel(
             f'{refused}; use transformers\' own generate, which torch.compile(model, backend="pagoda") can speed up'
         ) from error
-
-
-def check_options(options: dict[str, Any]) -> None:
-    """Check the names, and what can be checked of the values, of options meant for :class:`LLM`.
-
-    Raises:
-        ValueError: an unknown option, or a value out of range.
-    """
-    known = set(inspect.signature(LLM).parameters) - {"model", "tokenizer", "generation_config", "trust_remote_code"}
-    for name in options:
-        if name not in known:
-            raise ValueError(
-                f"option {name!r} (given {options[name]!r}) is not known; use one of {', '.join(sorted(known))}"
-            )
-    check_limits({name: options[name] for name in LIMITS if name in options})
-    check_scheduling(
-        options.get("policy", "fcfs"), options.get("preemption", "auto"), options.get("enable_prefix_caching", True)
-    )
-    check_swap_space(options.get("swap_space", 0))
-    if options.get("min_kv_cache_memory") is not None:
-        parse_memory(options["min_kv_cache_memory"], "min_kv_cache_memory")
-    resolve_dtype(options.get("dtype", "auto"))
-    resolve_device(options.get("device", "auto"))
-    check_cache_size(options.get("num_blocks"), options.get("kv_cache_memory"))
-    CompileOptions.from_dict({name: options[name] for name in _COMPILE_OPTIONS if name in options})
 
 
 def eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:

@@ -1,4 +1,4 @@
-"""Who runs how many tokens in the next step: continuous batching, chunked prefill, preemption, admission.
+"""The plan of the next step, who runs how many tokens: continuous batching, chunked prefill, preemption, admission.
 
 Deterministic, without a clock and without tensors, so that it can be simulated at any scale. Iteration-level
 scheduling is from Orca (OSDI 2022), chunked prefill with decode priority from Sarathi-Serve (arXiv
@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..blocks import BlockManager
+from ..requests.checks import check_at_least
 from ..requests.request import FinishReason, Request, RequestStatus
-from .lineup import Lineup
 from .modes import Batches
 from .planner import Planner
 from .policies import FirstComeFirstServed, Policy
-from .preemption import PreemptionCost, PreemptionMode, preemption_mode
+from .preemption import PreemptionCost, preemption_mode
+from .request_queues import RequestQueues
 from .schedule import Schedule
 from .shared_prefixes import SharedPrefixes
 
@@ -48,6 +49,9 @@ class Batcher:
         key_variant: what, beside its tokens, a request's keys depend on, by name: requests with different ones share
             no blocks.
         batches: forms batches that run to their end before the next begins; None: sequences join at any step.
+
+    Attributes:
+        planner: spends the tokens of a step; its ``preemption`` can be set at any time.
     """
 
     def __init__(
@@ -64,14 +68,9 @@ class Batcher:
         key_variant: Callable[[Request], str] = lambda request: "",
         batches: Batches | None = None,
     ) -> None:
-        for name, value in (
-            ("max_num_seqs", max_num_seqs),
-            ("max_num_batched_tokens", max_num_batched_tokens),
-            ("max_model_len", max_model_len),
-            ("max_queue", max_queue),
-        ):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} is below 1; use at least 1")
+        sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+        queue = {} if max_queue is None else {"max_queue": max_queue}
+        check_at_least(1, "use a positive one", **sizes, max_model_len=max_model_len, **queue)
         capacity = block_manager.capacity
         if capacity is not None and max_model_len > capacity:
             raise ValueError(
@@ -87,10 +86,10 @@ class Batcher:
         self.max_queue = max_queue
         self._arrivals = 0
         self._prefixes = SharedPrefixes(block_manager, self.policy, key_variant)
-        self._lineup = Lineup(self.policy, self._prefixes)
-        self._planner = Planner(
+        self._queues = RequestQueues(self.policy, self._prefixes)
+        self.planner = Planner(
             block_manager,
-            self._lineup,
+            self._queues,
             self._prefixes,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -100,61 +99,48 @@ class Batcher:
             batches=batches,
         )
 
-    # -- what is there
-
     @property
     def num_preemptions(self) -> int:
         """Times that a sequence lost its blocks."""
-        return self._planner.num_preemptions
+        return self.planner.num_preemptions
 
     @property
     def num_swaps(self) -> int:
         """Times that a sequence that lost its blocks was copied to host memory."""
-        return self._planner.num_swaps
-
-    @property
-    def preemption(self) -> PreemptionMode:
-        """How sequences lose their blocks; it can be set at any time."""
-        return self._planner.preemption
-
-    @preemption.setter
-    def preemption(self, mode: str) -> None:
-        self._planner.preemption = preemption_mode(mode)
+        return self.planner.num_swaps
 
     @property
     def num_waiting(self) -> int:
         """Requests without blocks, preempted ones included."""
-        return self._lineup.num_waiting
+        return self._queues.num_waiting
 
     @property
     def num_running(self) -> int:
         """Requests that hold blocks."""
-        return len(self._lineup.running)
+        return len(self._queues.running)
 
     @property
     def waiting(self) -> list[Request]:
         """The queue, next one first (a copy)."""
-        return list(self._lineup.waiting)
+        return list(self._queues.waiting)
 
     @property
     def running(self) -> list[Request]:
         """The requests that hold blocks, in the order of the policy (a copy)."""
-        return list(self._lineup.running)
+        return list(self._queues.running)
 
     def has_unfinished(self) -> bool:
-        """Whether anything waits or runs."""
-        return bool(self._lineup.requests)
+        """True if anything waits or runs."""
+        return bool(self._queues.requests)
 
     @property
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
-        return len(self._lineup.requests)
+        return len(self._queues.requests)
 
     def get(self, request_id: str) -> Request | None:
         """The unfinished request of that id, if there is one."""
-        return self._lineup.requests.get(request_id)
-
-    # -- in and out
+        return self._queues.requests.get(request_id)
 
     def add(self, request: Request, now: float = 0.0, *, was_promised: bool = False) -> None:
         """Put a new request in the queue and number its arrival.
@@ -172,11 +158,11 @@ class Batcher:
         if not was_promised:
             self.check_queue(1)
         self._accept(request, now)
-        self._lineup.queue(request)
+        self._queues.enqueue(request)
 
     def check_queue(self, count: int, num_promised: int = 0) -> None:
         """Raise ``QueueFull`` if the queue has no room for so many more requests, beside those promised."""
-        waiting = len(self._lineup.waiting) + num_promised
+        waiting = len(self._queues.waiting) + num_promised
         if self.max_queue is not None and waiting + count > self.max_queue:
             raise QueueFull(
                 f"{count} more requests find {waiting} waiting, max_queue={self.max_queue}; "
@@ -194,13 +180,13 @@ class Batcher:
         """
         self._check_new(child)
         computed = parent.num_computed_tokens
-        runs = parent.status is RequestStatus.RUNNING and self._lineup.holds(parent)
+        runs = parent.status is RequestStatus.RUNNING and self._queues.holds(parent)
         if not runs or not 1 <= computed <= child.num_tokens:
             raise ValueError(
                 f"parent {parent.request_id!r} is {parent.status.value} with {computed} computed tokens; only a "
                 "running one with at most the child's tokens can be forked"
             )
-        self._accept(child, self._planner.now)
+        self._accept(child, self.planner.now)
         return self._share(parent, child)
 
     def branch(self, parent: Request, child: Request) -> bool:
@@ -211,13 +197,13 @@ class Batcher:
             ValueError: as for ``add``, or the child does not begin with what the parent has computed.
         """
         self._check_new(child)
-        if not self._lineup.holds(parent) or parent.num_computed_tokens > child.num_tokens:
+        if not self._queues.holds(parent) or parent.num_computed_tokens > child.num_tokens:
             raise ValueError(
                 f"parent {parent.request_id!r} is {parent.status.value} with {parent.num_computed_tokens} computed "
                 f"tokens, the child has {child.num_tokens}; only an unfinished one with at most the child's tokens "
                 "can be branched"
             )
-        self._accept(child, self._planner.now, parent)
+        self._accept(child, self.planner.now, parent)
         return self._share(parent, child)
 
     def pause(self, request: Request) -> None:
@@ -225,13 +211,13 @@ class Batcher:
 
         Meanwhile it may be preempted; then it does not return before it is resumed.
         """
-        if request.status is not RequestStatus.RUNNING or not self._lineup.holds(request):
+        if request.status is not RequestStatus.RUNNING or not self._queues.holds(request):
             raise ValueError(f"request {request.request_id!r} is {request.status.value}; only running ones pause")
         request.is_paused = True
 
     def resume(self, request: Request) -> None:
         """Schedule a paused request again, which has got another token; nothing happens if it is not paused."""
-        self._lineup.resume(request)
+        self._queues.resume(request)
 
     def advance(self, request: Request, num_tokens: int) -> None:
         """Record that the step computed ``num_tokens`` more tokens of the request.
@@ -240,7 +226,7 @@ class Batcher:
         """
         blocks = self.block_manager
         computed = request.num_computed_tokens + num_tokens
-        if request.status is not RequestStatus.RUNNING or not self._lineup.holds(request):
+        if request.status is not RequestStatus.RUNNING or not self._queues.holds(request):
             raise ValueError(f"request {request.request_id!r} is {request.status.value}; only running ones advance")
         if num_tokens < 1 or computed > blocks.num_tokens(request.request_id):
             raise ValueError(
@@ -257,12 +243,12 @@ class Batcher:
     def restart(self, request: Request) -> None:
         """Compute all tokens of an unfinished request anew; it keeps its place, and if it runs its blocks, unless a
         window has passed some of them."""
-        if not self._lineup.holds(request):
+        if not self._queues.holds(request):
             raise ValueError(
                 f"request {request.request_id!r} is {request.status.value}; only unfinished ones restart"
             )
         if request.status is RequestStatus.RUNNING:
-            self.block_manager.rewind(request.request_id)
+            self.block_manager.restart(request.request_id)
         else:
             self._free(request)
         request.num_computed_tokens = 0
@@ -270,19 +256,19 @@ class Batcher:
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a waiting or running request and free its blocks; does nothing if it has ended already."""
-        if not self._lineup.holds(request):
+        if not self._queues.holds(request):
             if request.is_finished:
                 return
             raise ValueError(f"request {request.request_id!r} was never added; add it first")
         request.finish_reason = reason
         request.error = error
         request.status = RequestStatus.FINISHED
-        self._lineup.drop(request)
+        self._queues.remove(request)
         self._free(request)
 
     def cancel(self, request_id: str) -> Request | None:
         """End a request at any moment; returns it, or None when no unfinished request has that id."""
-        request = self._lineup.requests.get(request_id)
+        request = self._queues.requests.get(request_id)
         if request is not None:
             self.finish(request, "cancelled")
         return request
@@ -290,17 +276,15 @@ class Batcher:
     def requeue_all(self) -> list[Request]:
         """Take the blocks of every request and queue them all, to be computed again.
 
-        Puts the batcher and its block manager into a sound state from whatever state an exception or Ctrl-C
+        Puts the batcher and its block manager into a consistent state from whatever state an exception or Ctrl-C
         inside any of their methods left them in. Outputs are kept; none is paused any more.
 
         Returns:
             Every unfinished request, in the order of the policy; none of them runs any more.
         """
         self.block_manager.reset()
-        self._lineup.requeue_all()
+        self._queues.requeue_all()
         return self.waiting
-
-    # -- planning
 
     def schedule(self, now: float = 0.0) -> Schedule:
         """Plan the next step and reserve its blocks. The copies of the step before must be done.
@@ -315,29 +299,30 @@ class Batcher:
         Raises:
             RuntimeError: no request can progress, because somebody else holds blocks of the cache.
         """
-        planner, blocks = self._planner, self.block_manager
+        planner, blocks = self.planner, self.block_manager
         planner.now = max(planner.now, now)
-        blocks.settle()
+        blocks.finish_copies()
         blocks.fit_to_load()
-        expired = self._lineup.expired(planner.now)
+        expired = self._queues.expired(planner.now)
         if expired:
             return Schedule([], expired=expired)
         plan = planner.plan()
         if not plan.planned and planner.waits_for_a_batch:
             return Schedule([])
-        if not plan.planned and self._lineup.requests:
+        if not plan.planned and self._queues.requests:
             raise RuntimeError(
-                f"none of {len(self._lineup.requests)} requests can progress: "
+                f"none of {len(self._queues.requests)} requests can progress: "
                 f"{blocks.num_available_blocks} of {blocks.num_blocks} blocks are free; "
                 "free the blocks that other users hold"
             )
-        copies, beside, rewritten = blocks.drain()
+        copies, overlapped, rewritten = blocks.take_changes()
         tables = {}
-        for request_id in (self._lineup.fresh | rewritten) & plan.planned.keys():
+        unsent = self._queues.unsent_tables | rewritten
+        for request_id in unsent & plan.planned.keys():
             tables[request_id] = blocks.tables(request_id)
             plan.new_blocks.pop(request_id, None)
         # Those who were rewritten but do not run in this step are told when they do.
-        self._lineup.fresh = {name for name in self._lineup.fresh | rewritten if name in blocks} - tables.keys()
+        self._queues.unsent_tables = {name for name in unsent if name in blocks} - tables.keys()
         return Schedule(
             list(plan.planned.values()),
             plan.preempted,
@@ -346,14 +331,14 @@ class Batcher:
             tables,
             self.max_num_batched_tokens - plan.budget,
             copies,
-            beside,
+            overlapped,
         )
 
     def stats(self) -> dict[str, int | float]:
         """Queue figures and the block manager's."""
         return {
             "queue_length": self.num_waiting,
-            "running": len(self._lineup.running),
+            "running": len(self._queues.running),
             "preemptions": self.num_preemptions,
             "swaps": self.num_swaps,
             **self.block_manager.stats(),
@@ -366,25 +351,23 @@ class Batcher:
             RuntimeError: one is broken; the message says which.
         """
         self.block_manager.check()
-        self._lineup.check()
-        if len(self._lineup.running) > self.max_num_seqs:
-            raise RuntimeError(f"{len(self._lineup.running)} requests run, max_num_seqs={self.max_num_seqs}")
-        leaks = self.block_manager.leaks(self._lineup.requests)
+        self._queues.check()
+        if len(self._queues.running) > self.max_num_seqs:
+            raise RuntimeError(f"{len(self._queues.running)} requests run, max_num_seqs={self.max_num_seqs}")
+        leaks = self.block_manager.leaks(self._queues.requests)
         if leaks:
             raise RuntimeError(f"blocks are held for {leaks}, which are not there any more")
-        for request in (*self._lineup.waiting, *self._lineup.parked):
+        for request in (*self._queues.waiting, *self._queues.paused):
             if request.request_id in self.block_manager:
                 raise RuntimeError(f"waiting request {request.request_id!r} holds blocks")
             if request.num_computed_tokens and not self.block_manager.is_swapped(request.request_id):
                 raise RuntimeError(f"waiting request {request.request_id!r} has computed tokens nowhere")
-        for request in self._lineup.running:
+        for request in self._queues.running:
             if request.num_computed_tokens > self.block_manager.num_tokens(request.request_id):
                 raise RuntimeError(f"request {request.request_id!r} computed tokens that no block holds")
 
-    # -- inside: requests
-
     def _check_new(self, request: Request) -> None:
-        if request.request_id in self._lineup.requests:
+        if request.request_id in self._queues.requests:
             raise ValueError(f"request_id={request.request_id!r} is already in use; choose another")
         if request.status is not RequestStatus.WAITING or request.num_computed_tokens:
             raise ValueError(f"request {request.request_id!r} is {request.status.value}; add a new Request")
@@ -395,11 +378,11 @@ class Batcher:
             )
 
     def _accept(self, request: Request, now: float, behind: Request | None = None) -> None:
-        self._planner.now = max(self._planner.now, now)
+        self.planner.now = max(self.planner.now, now)
         request.arrival = self._arrivals
         self._arrivals += 1
         request.rank = self.policy.rank(request, now) if behind is None else (behind.rank[0], request.arrival)
-        self._lineup.accept(request)
+        self._queues.add(request)
 
     def _share(self, parent: Request, child: Request) -> bool:
         """Let a new child run on its parent's blocks, or wait; returns which."""
@@ -407,14 +390,14 @@ class Batcher:
         if (
             parent.status is not RequestStatus.RUNNING
             or not computed
-            or len(self._lineup.running) >= self.max_num_seqs
+            or len(self._queues.running) >= self.max_num_seqs
         ):
-            self._lineup.queue(child)
+            self._queues.enqueue(child)
             return False
         self.block_manager.fork(parent.request_id, child.request_id, computed)
         child.block_hashes = parent.block_hashes[: computed // self.block_manager.block_size]
         child.num_computed_tokens = computed
-        self._lineup.start(child)
+        self._queues.start_running(child)
         return True
 
     def _free(self, request: Request) -> None:

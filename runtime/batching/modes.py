@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ..requests.checks import check_at_least
 from ..requests.request import Request
 from .waiting import WaitingQueue
 
@@ -47,9 +48,7 @@ class PaddedBatches:
     """
 
     def __init__(self, max_padded_tokens: int = 8192, max_wait: float = 0.0, lookahead: int = 256) -> None:
-        for name, value in (("max_padded_tokens", max_padded_tokens), ("lookahead", lookahead)):
-            if value < 1:
-                raise ValueError(f"{name}={value} is below 1; use at least 1")
+        check_at_least(1, "use a positive one", max_padded_tokens=max_padded_tokens, lookahead=lookahead)
         if not max_wait >= 0:
             raise ValueError(f"max_wait={max_wait} is not a number of seconds; use 0 to wait for nobody")
         self.max_padded_tokens = max_padded_tokens
@@ -58,10 +57,10 @@ class PaddedBatches:
 
     def form(self, waiting: WaitingQueue, max_num_seqs: int, now: float) -> list[Request]:
         first, *others = waiting.leading(self.lookahead)
-        batch, longest = [first], _longest(first)
+        batch, longest = [first], first.longest
         # The sort is stable: of equally long ones those that stand first.
-        for request in sorted(others, key=lambda request: abs(_longest(request) - _longest(first))):
-            padded = max(longest, _longest(request))
+        for request in sorted(others, key=lambda request: abs(request.longest - first.longest)):
+            padded = max(longest, request.longest)
             if len(batch) == max_num_seqs or (len(batch) + 1) * padded > self.max_padded_tokens:
                 # Full; who is shorter and further off might fit still, but is not of like length.
                 return sorted(batch, key=lambda request: request.rank)
@@ -72,7 +71,3 @@ class PaddedBatches:
         if not is_full and now < arrived + self.max_wait:
             return []
         return sorted(batch, key=lambda request: request.rank)
-
-
-def _longest(request: Request) -> int:
-    return request.num_prompt_tokens + request.max_tokens

@@ -1,4 +1,4 @@
-"""Who comes first: an order of requests that is fixed when a request arrives, so that nobody starves."""
+"""Orders of requests, each fixed when a request arrives, so that nobody starves."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
+from ..requests.checks import real_number, whole_number
 from ..requests.request import Request
 
 _FEW = 64
@@ -18,7 +19,7 @@ Rank = tuple[float, int]
 class Policy(Protocol):
     """An order in which requests are admitted, continued and, from its end, preempted.
 
-    A rank never changes. Whoever stands first can therefore take the blocks of all others and always gets on, and
+    A rank never changes. Whoever stands first can therefore take the blocks of all others and always progresses, and
     whatever arrives later overtakes a waiting request only so often: what a policy prefers is a bounded head start in
     time or in service, not a class of its own. That is ageing without touching the queue.
 
@@ -30,7 +31,7 @@ class Policy(Protocol):
     lookahead: int
 
     def rank(self, request: Request, now: float) -> Rank:
-        """Where the request stands, asked once, when it arrives at ``now`` (seconds)."""
+        """The request's place in the order, asked once, when it arrives at ``now`` (seconds)."""
 
     def admitted(self, request: Request) -> None:
         """The request begins to run, for the first time or again."""
@@ -85,7 +86,7 @@ class ShortestJobFirst(_InOrder):
         self.seconds_per_token = _positive("seconds_per_token", seconds_per_token)
 
     def rank(self, request: Request, now: float) -> Rank:
-        return now + _job(request) * self.seconds_per_token, request.arrival
+        return now + request.longest * self.seconds_per_token, request.arrival
 
 
 class FairByClient:
@@ -119,7 +120,7 @@ class FairByClient:
             self._ends = {client: end for client, end in self._ends.items() if end > self._time}
             self._most_ends = 2 * len(self._ends) + _FEW
         start = max(self._time, self._ends.get(request.client, 0.0))
-        self._ends[request.client] = start + _job(request)
+        self._ends[request.client] = start + request.longest
         self._starts[request] = start
         return start, request.arrival
 
@@ -141,9 +142,7 @@ class LongestPrefixFirst(FirstComeFirstServed):
     """
 
     def __init__(self, lookahead: int = 32) -> None:
-        if lookahead < 1:
-            raise ValueError(f"lookahead={lookahead} is below 1; compare at least the first request")
-        self.lookahead = lookahead
+        self.lookahead = whole_number("lookahead", lookahead, 1, "compare at least the first request")
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {
@@ -167,11 +166,5 @@ def make_policy(name: str) -> Policy:
     return POLICIES[name]()
 
 
-def _job(request: Request) -> int:
-    return request.num_prompt_tokens + request.max_tokens
-
-
 def _positive(name: str, value: float) -> float:
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name}={value} is not a positive number; nobody may wait for ever")
-    return value
+    return real_number(name, value, 0, math.inf, "nobody may wait for ever", open_low=True)

@@ -1,4 +1,4 @@
-"""What the block manager keeps its books on: groups of layers, sequences, counts."""
+"""Records of the block manager: groups of layers, sequences, counts."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class SequenceBlocks:
     """A sequence with blocks on the device."""
 
     num_tokens: int  # that the tables were asked to hold
-    tables: list[list[int]]  # for each group; leading entries may be GONE
-    num_gone: list[int]
+    tables: list[list[int]]  # for each group; leading entries may be NULL_BLOCK
+    num_null: list[int]
     num_committed: int = 0  # leading blocks whose content was given a hash
     is_stale: bool = False  # its content does not follow from its tokens any more
 
 
 @dataclass(slots=True)
 class Counts:
-    """What happened since the manager was made."""
+    """Counts of what happened since the manager was made."""
 
     prefix_queries: int = 0  # tokens
     prefix_hits: int = 0

@@ -1,4 +1,4 @@
-"""How large the paged KV cache is, and its tensors."""
+"""The size of the paged KV cache, and its tensors."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from ..memory import advise_huge_pages
 from ..program import CachePart, CacheSpec, KVCache
+from ..requests.checks import check_at_least
 
 logger = logging.getLogger(__name__)
 
@@ -135,9 +136,8 @@ def allocate_kv_cache(
         ValueError: ``num_blocks`` or ``block_size`` is below 1.
         RuntimeError: the device has too little memory.
     """
-    for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
-        if (value if isinstance(value, int) else min(value)) < 1:
-            raise ValueError(f"{name}={value} is below 1; use at least 1")
+    fewest = num_blocks if isinstance(num_blocks, int) else min(num_blocks)
+    check_at_least(1, "use a positive one", num_blocks=fewest, block_size=block_size)
     counts = [num_blocks if isinstance(num_blocks, int) else num_blocks[spec.group] for spec in specs]
 
     def pages(spec: CacheSpec, part: CachePart, count: int) -> torch.Tensor:

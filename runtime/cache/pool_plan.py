@@ -1,4 +1,4 @@
-"""How the memory of the KV cache is shared out among layers with and without a sliding window.
+"""Shares of the KV cache's memory among layers with and without a sliding window.
 
 Layers that look back equally far form a group with a pool of blocks of its own. A sequence keeps in a group with a
 window only the blocks that the window still touches, so that the pool of such a group need not grow with the length
@@ -105,6 +105,7 @@ def blocks_by_group(
     *,
     num_blocks: int | None,
     memory: int | None,
+    free_memory: int | None = None,
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_model_len: int | None,
@@ -115,7 +116,8 @@ def blocks_by_group(
         specs: what each layer stores.
         block_size: tokens per block.
         num_blocks: that layers without a window get; ones with a window get at most as many.
-        memory: bytes of all caches together, where ``num_blocks`` is None; None: what ``default_num_blocks`` takes.
+        memory: bytes of all caches together, where ``num_blocks`` is None.
+        free_memory: most bytes to take where both are None, see ``default_num_blocks``.
         max_num_seqs: most sequences at once.
         max_num_batched_tokens: most tokens per step.
         max_model_len: most tokens per sequence; None when the model does not say.
@@ -129,7 +131,7 @@ def blocks_by_group(
             return [num_blocks]
         if memory is not None:
             return [num_blocks_in(memory, specs, block_size)]
-        return [default_num_blocks(specs, block_size, max_num_seqs, max_model_len)]
+        return [default_num_blocks(specs, block_size, max_num_seqs, max_model_len, memory=free_memory)]
     longest = UNSTATED_MODEL_LEN if max_model_len is None else max_model_len
     windows = [next(spec.sliding_window for spec in specs if spec.group == group) for group in range(num_groups)]
     most = [_most(window, longest, block_size, max_num_seqs, max_num_batched_tokens) for window in windows]
@@ -137,7 +139,7 @@ def blocks_by_group(
         return [min(num_blocks, limit) if window else num_blocks for window, limit in zip(windows, most, strict=True)]
     is_limit = memory is not None
     if memory is None:
-        memory = min(DEFAULT_CPU_CACHE_BYTES, available_memory() // 2)
+        memory = min(DEFAULT_CPU_CACHE_BYTES, available_memory() // 2) if free_memory is None else free_memory
     num_blocks_in(memory, specs, block_size)  # raises where not even one fits
     pools = plan_pools(
         specs,

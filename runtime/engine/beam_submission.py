@@ -10,11 +10,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
-from torch import Tensor
 
 from ..requests.beam_search_params import BeamSearchParams
 from ..requests.detokenizer import Detokenizer, Tokenizer
@@ -22,17 +20,17 @@ from ..requests.outputs import BeamSearchOutput, BeamSearchSequence, RequestMetr
 from ..requests.request import Request
 from ..requests.request_options import RequestOptions
 from ..requests.sampling_params import SamplingParams
-from ..sampling.beam_search import BeamSearch
-from ..sampling.logprobs import top_logprobs
+from ..sampling.beam_search import BeamSearch, Candidates
+from .step_output import SampleTask, StepOutput
 from .submission import Completion, Submission, earliest, undecodable
 
-Candidates: TypeAlias = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
-"""The most likely next tokens of a beam, and their log-probabilities."""
+if TYPE_CHECKING:
+    from .core import EngineCore
 
 
 @dataclass(frozen=True, slots=True)
-class BeamTurn:
-    """What a step of a search changes; nothing is changed yet.
+class BeamStep:
+    """The changes that a step of a search makes; nothing is changed yet.
 
     Attributes:
         search: the search after it.
@@ -74,12 +72,56 @@ class BeamSubmission(Submission):
         request = options.request(self._next_request_id(), self.prompt_token_ids, params, self.arrival_time)
         self.completions = [Completion(self, request, 0, max_model_len, (), None, None)]
 
-    def take(self, completion: Completion, candidates: Candidates) -> bool:
-        """Keep what follows a beam; returns whether all beams have that now."""
-        self.candidates[completion] = candidates
-        return len(self.candidates) == len(self.completions)
+    def sample_task(self, core: EngineCore, completion: Completion) -> SampleTask:
+        return SampleTask(num_candidates=self.search.num_candidates)
 
-    def turn(self) -> BeamTurn:
+    def end_with(self, completion: Completion, error: str | None) -> list[Completion]:
+        """A beam takes its whole search with it."""
+        self.error = "its deadline has passed" if error is None else error
+        return [other for other in self.completions if other is not completion]
+
+    def update(self, core: EngineCore, completion: Completion, output: StepOutput, now: float) -> list[Completion]:
+        """Keep what may follow a beam; when all beams have that, the search takes a step."""
+        if output.candidates is None:
+            return []
+        core.batcher.pause(completion.request)
+        self.candidates[completion] = output.candidates
+        return self._advance(core, now) if len(self.candidates) == len(self.completions) else []
+
+    def _advance(self, core: EngineCore, now: float) -> list[Completion]:
+        """Let the search take a step; returns the completions that got a token."""
+        step = self.next_step()
+        num_tokens = len(self.completions)
+        for completion in self.completions:
+            core.note_sampled(completion.request, now)
+        # From here on what is to be done follows from the search: see ``restore``.
+        self.search = step.search
+        self.candidates = {}
+        self.num_steps += num_tokens
+        core.num_generated_tokens += num_tokens
+        if step.search.is_done:
+            for completion in self.completions:
+                core.end(completion, "stop")
+            return []
+        for completion in step.ended:
+            self.num_former_preemptions += completion.request.num_preemptions
+            core.end(completion, "stop")
+        for parent, child in step.branches:
+            child.request.first_token_time = parent.request.first_token_time
+            core.completions[child.request.request_id] = child
+            core.batcher.branch(parent.request, child.request)
+        new = {child for _, child in step.branches}
+        self.completions = step.completions
+        for completion, beam in zip(step.completions, step.search.beams, strict=True):
+            request = completion.request
+            if completion not in new:
+                request.output_token_ids.append(beam.token_ids[-1])
+                core.batcher.resume(request)
+            completion.num_settled = request.num_output_tokens
+            core.restart_if_outgrown(request)
+        return step.completions
+
+    def next_step(self) -> BeamStep:
         """The next step of the search, of which all beams have their candidates."""
         parents = self.completions
         search = copy.copy(self.search)
@@ -97,7 +139,7 @@ class BeamSubmission(Submission):
                 child = self._sibling(parent, beam.token_ids)
                 branches.append((parent, child))
                 completions.append(child)
-        return BeamTurn(search, completions, branches, [parent for parent in parents if parent in ended])
+        return BeamStep(search, completions, branches, [parent for parent in parents if parent in ended])
 
     def restore(self) -> None:
         """Return to the last step of the search, from whatever state an interrupted call left this in."""
@@ -132,7 +174,7 @@ class BeamSubmission(Submission):
         )
 
     def result(self) -> BeamSearchOutput:
-        """What the search has found."""
+        """The texts that the search has found."""
         error = self.error
         if error is None and not self.search.is_done:
             error = "the search was cancelled"
@@ -198,18 +240,3 @@ def bounded(params: BeamSearchParams, num_prompt_tokens: int, max_model_len: int
     """The parameters with ``max_tokens`` lowered to what a prompt leaves room for, which None asks for."""
     room = max_model_len - num_prompt_tokens
     return replace(params, max_tokens=room if params.max_tokens is None else min(params.max_tokens, room))
-
-
-def likely_tokens(logits: Tensor, counts: Sequence[int]) -> list[Candidates | None]:
-    """The most likely tokens after each row.
-
-    Args:
-        logits: ``[M, V]``, any float dtype.
-        counts: M numbers, how many of each row.
-
-    Returns:
-        M entries; None for a row that allows no choice: a NaN, +inf, or every token at -inf.
-    """
-    ids, values = (tensor.cpu().numpy() for tensor in top_logprobs(logits, max(counts)))
-    # A row of log-softmax holds NaN either nowhere or everywhere.
-    return [None if np.isnan(values[i, 0]) else (ids[i, :count], values[i, :count]) for i, count in enumerate(counts)]

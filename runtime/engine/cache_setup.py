@@ -1,42 +1,37 @@
-"""How an engine's KV cache is set up for its program: groups of blocks, the longest sequence, what keys depend on."""
+"""Setup of an engine's KV cache for its program: groups of blocks, the longest sequence, what keys depend on."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 
-from ..batching import preemption_mode
 from ..blocks import BlockGroup, BlockManager
-from ..cache.kv_cache import UNSTATED_MODEL_LEN
+from ..cache.kv_cache import UNSTATED_MODEL_LEN, bytes_per_block
 from ..program import Program
 from ..requests.request import Request
+from .engine_options import EngineOptions
 
 logger = logging.getLogger(__name__)
 
 
 def block_groups(
-    program: Program,
-    counts: Sequence[int],
-    min_num_blocks: int | None,
-    preemption: str,
-    swap_space: int,
-    block_bytes: int,
+    program: Program, counts: Sequence[int], block_size: int, options: EngineOptions
 ) -> list[BlockGroup]:
     """The groups of the program's layers.
 
     Args:
         program: has the layers.
         counts: blocks of each group.
-        min_num_blocks: what the largest group shrinks to, others in proportion; None: none does.
-        preemption: how sequences give up their blocks.
-        swap_space: bytes of host memory for them.
-        block_bytes: of one block in all layers.
+        block_size: tokens per block.
+        options: say what the pools shrink to, and what is swapped where.
 
     Raises:
-        ValueError: an argument does not fit the others or the device.
+        ValueError: an option does not fit the others or the device.
     """
+    block_bytes = bytes_per_block(program.caches, block_size)
+    swap_space = options.swap_bytes
     num_host_blocks = swap_space // block_bytes if block_bytes else 0
-    if preemption_mode(preemption) == "swap" and num_host_blocks < 1:
+    if options.preemption == "swap" and num_host_blocks < 1:
         raise ValueError(
             f"preemption='swap' finds no room in swap_space={swap_space} bytes for a block of {block_bytes} bytes; "
             "give it more, such as 1 GiB"
@@ -46,13 +41,7 @@ def block_groups(
             f"swap_space={swap_space} bytes hold no block of {block_bytes} bytes; give it more, such as 1 GiB, or 0"
         )
     most = max(counts)
-    if min_num_blocks is not None and min_num_blocks > most:
-        raise ValueError(f"min_num_blocks={min_num_blocks} is above the cache's {most}; lower it")
-    if min_num_blocks is not None and program.device.type != "cpu":
-        raise ValueError(
-            f"min_num_blocks={min_num_blocks}: memory of {program.device} is not given back block by block; "
-            "leave it out"
-        )
+    smallest = _smallest_pool(program, counts, block_size, options)
     windows = {
         spec.group: {other.sliding_window for other in program.caches if other.group == spec.group}
         for spec in program.caches
@@ -65,10 +54,24 @@ def block_groups(
                 count,
                 window=min(own) if len(own) == 1 else 0,
                 num_host_blocks=num_host_blocks,
-                min_blocks=0 if min_num_blocks is None else max(1, min_num_blocks * count // most),
+                min_blocks=0 if smallest is None else max(1, smallest * count // most),
             )
         )
     return groups
+
+
+def _smallest_pool(program: Program, counts: Sequence[int], block_size: int, options: EngineOptions) -> int | None:
+    """Blocks that the largest group shrinks to, others in proportion; None: none does."""
+    least = options.min_cache_bytes
+    if least is None:
+        return None
+    given = f"min_kv_cache_memory={options.min_kv_cache_memory!r}"
+    if program.device.type != "cpu":
+        raise ValueError(f"{given}: memory of {program.device} is not given back block by block; leave it out")
+    whole = sum(counts[spec.group] * bytes_per_block([spec], block_size) for spec in program.caches)
+    if least > whole:
+        raise ValueError(f"{given} is above the {whole} bytes of the whole KV cache; lower it, or leave it out")
+    return max(1, least // bytes_per_block(program.caches, block_size))
 
 
 def longest_sequence(blocks: BlockManager, max_model_len: int | None, longest: int | None) -> tuple[int, str]:
@@ -104,7 +107,7 @@ def longest_sequence(blocks: BlockManager, max_model_len: int | None, longest: i
 
 
 def key_variant(program: Program, request: Request) -> str:
-    """Which of its rotary tables the model uses for a request: prompts of the two kinds share no keys."""
+    """The rotary table that the model uses for a request, by name: prompts of the two kinds share no keys."""
     switch = program.rope_switch
     if switch is None:
         return ""

@@ -1,21 +1,21 @@
-"""The loop under the engine: plan, run, sample, settle; and the way back to a sound state from anywhere."""
+"""The loop under the engine: plan, run, sample, update; and the way back to a consistent state from anywhere."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 
 from ..batching import Batcher, PreemptionCost, Schedule, ScheduledRequest
-from ..cache.block_copier import CacheMover
+from ..cache.block_copier import BlockCopier
 from ..profiling.profile import DETOKENISE, SCHEDULE
 from ..profiling.profiler import Profiler
 from ..requests.request import FinishReason, Request, RequestStatus
 from ..sampling.sampler import Sampler
-from .beam_submission import BeamSubmission
-from .model_runner import Runner
-from .step_computer import Choice, Draw, Outcome, StepComputer
+from .model_runner import ModelRunner
+from .step_computer import StepComputer
+from .step_output import SampledToken, SampleTask, StepOutput
 from .submission import Completion, Submission, undecodable
 from .turns import Turns
 
@@ -25,34 +25,40 @@ logger = logging.getLogger(__name__)
 class EngineCore:
     """Runs submissions step by step.
 
-    Everything that changes the state does so inside ``with core.change``. An exception that leaves such a
-    block, Ctrl-C included, leaves the state marked as unsound, and the next block begins by rebuilding it
+    Everything that changes the state does so inside ``with core.transaction``. An exception that leaves such a
+    block, Ctrl-C included, leaves the state marked as inconsistent, and the next block begins by rebuilding it
     from the submissions alone: all blocks and rows are taken back and every unfinished request queues again
     with the tokens that it has settled. So no line in here needs to be atomic.
 
-    Whoever calls a method, or enters ``change``, does so in a turn of ``turns``; only ``drop`` takes its own.
+    Whoever calls a method, or enters ``transaction``, does so in a turn of ``turns``; only ``drop`` takes its own.
 
     Attributes:
         turns: of the threads that use the engine.
         submissions: by id; those of ``generate`` and ``stream`` until they end, others until their last
             output has been given to the caller.
         completions: the unfinished ones, by the id of their request.
-        news: submissions that progressed or ended since the caller was told.
-        change: the context manager for every change.
+        updated: submissions that progressed or ended since the caller was told.
+        transaction: the context manager for every change.
     """
 
     def __init__(
-        self, batcher: Batcher, runner: Runner, sampler: Sampler, mover: CacheMover, cost: PreemptionCost
+        self,
+        batcher: Batcher,
+        runner: ModelRunner,
+        sampler: Sampler,
+        copier: BlockCopier,
+        cost: PreemptionCost,
+        before_step: Callable[[], object],
     ) -> None:
         self.turns = Turns()
         self.batcher = batcher
         self.runner = runner
-        self.mover = mover
+        self.copier = copier
         self.cost = cost
         self.submissions: dict[str, Submission] = {}
         self.completions: dict[str, Completion] = {}
-        self.news: dict[str, Submission] = {}
-        self.change = _Change(self)
+        self.updated: dict[str, Submission] = {}
+        self.transaction = _Transaction(self)
         self.num_steps = 0
         self.num_computed_tokens = 0
         self.num_generated_tokens = 0
@@ -60,23 +66,23 @@ class EngineCore:
         self.profiler = Profiler()
         self.computer = StepComputer(runner, sampler, cost, self.profiler)
         self.total_seconds = 0.0
-        self.before_step: Callable[[], object] = lambda: None  # called where a step is about to be planned
+        self.before_step = before_step
         self._pool_sizes = [pool.num_blocks for pool in batcher.block_manager.pools]
         self._sampled: list[str] = []  # ids of the sequences that got a token in this step
         self._dropped: list[Submission] = []
-        self._is_sound = True
-        self._is_changing = False
+        self._is_consistent = True
+        self._in_transaction = False
         self._is_shut_down = False
 
     def compute_again(self) -> None:
         """Let what is under way wait again and be computed from its tokens: no key is used again."""
-        with self.change:
+        with self.transaction:
             self.batcher.block_manager.forget_prefixes()
         self._recover()
 
     def check_queue(self, count: int) -> None:
         """Raise ``QueueFull`` if so many more completions find no room."""
-        if not self._is_sound:
+        if not self._is_consistent:
             self._recover()  # what an interrupted step left running waits again, and counts
         # Completions that follow the first of their prompt wait, too, though the batcher does not know them yet.
         self.batcher.check_queue(count, len(self.completions) - self.batcher.num_unfinished)
@@ -89,7 +95,7 @@ class EngineCore:
         """
         if self._is_shut_down:
             raise RuntimeError("the engine was shut down and takes no prompts; make a new one")
-        with self.change:
+        with self.transaction:
             for submission in batch:
                 self.submissions[submission.request_id] = submission
                 for completion in submission.completions:
@@ -97,14 +103,14 @@ class EngineCore:
                 self.batcher.add(submission.completions[0].request, submission.arrival_time, was_promised=True)
 
     def end(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
-        """End a completion, inside ``change``; nothing happens if it has ended."""
+        """End a completion, inside ``transaction``; nothing happens if it has ended."""
         request, owner = completion.request, completion.owner
         if request.is_finished:
             return
         if error is not None:
             self.num_failed += 1
             logger.warning("request %s fails: %s", owner.request_id, error)
-        followers = self._followers(completion)
+        followers = self.followers(completion)
         request.finished_time = time.perf_counter()
         if self.batcher.get(request.request_id) is request:
             self.batcher.finish(request, reason, error)
@@ -119,18 +125,14 @@ class EngineCore:
             # Whatever kept the first from computing the prompt keeps them too.
             self.end(follower, reason, error)
         if not owner.is_private:
-            self.news[owner.request_id] = owner
+            self.updated[owner.request_id] = owner
         elif owner.is_finished:
             self.submissions.pop(owner.request_id, None)
 
     def _end_early(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
         """End a completion that is not complete; a beam ends its whole search."""
-        owner = completion.owner
-        if isinstance(owner, BeamSubmission):
-            owner.error = "its deadline has passed" if error is None else error
-            for other in owner.completions:
-                if other is not completion:
-                    self.end(other, "cancelled")
+        for other in completion.owner.end_with(completion, error):
+            self.end(other, "cancelled")
         self.end(completion, reason, error)
 
     def drop(self, batch: Iterable[Submission], *, may_wait: bool = True) -> None:
@@ -144,20 +146,20 @@ class EngineCore:
         """
         self._dropped.extend(batch)  # first: if the wait for a turn is interrupted, the next change does it
         if not may_wait:
-            self.turns.take_if_free(self._drop_unless_changing)
+            self.turns.take_if_free(self._drop_unless_in_transaction)
         elif self.turns.is_here:
             self.turns.take(self._drop_all)
 
-    def _drop_unless_changing(self) -> None:
-        if not self._is_changing:
+    def _drop_unless_in_transaction(self) -> None:
+        if not self._in_transaction:
             self._drop_all()
 
     def _drop_all(self) -> None:
         interrupt: KeyboardInterrupt | None = None
         while self._dropped:
             try:
-                if self._is_sound:
-                    with self.change:
+                if self._is_consistent:
+                    with self.transaction:
                         self._drop_quickly()
                 else:
                     self._recover()
@@ -170,17 +172,17 @@ class EngineCore:
         """Cancel everything and let go of the program and the caches; ``add`` raises ``RuntimeError`` from now on."""
         if self._is_shut_down:
             return
-        with self.change:
+        with self.transaction:
             for completion in list(self.completions.values()):
                 self.end(completion, "cancelled")
         self._is_shut_down = True
-        del self.runner, self.computer, self.mover  # nothing is left that a step would ask them for
+        del self.runner, self.computer, self.copier  # nothing is left that a step would ask them for
 
     def run_step(self) -> list[Submission]:
-        """Run one model step; returns whose completions got a token or ended, once per completion."""
+        """Run one model step; returns the submissions that progressed or ended."""
         if self.batcher.has_unfinished():
             self.before_step()
-        with self.change:
+        with self.transaction:
             if not self.batcher.has_unfinished():
                 return []
             started = time.perf_counter()
@@ -201,12 +203,12 @@ class EngineCore:
             self._prepare(schedule, started)
             self.profiler.mark(SCHEDULE)
             try:
-                self.mover.start(schedule.copies_beside)
-                outcomes = self.computer.compute(schedule.requests, list(map(self._draw, schedule.requests)))
+                self.copier.start(schedule.overlapped_copies)
+                outputs = self.computer.compute(schedule.requests, list(map(self._sample_task, schedule.requests)))
             finally:
-                self.mover.join()
-            self.cost.measure_copies(self.mover.copied_bytes, self.mover.seconds)
-            progressed += self._settle(schedule.requests, outcomes)
+                self.copier.join()
+            self.cost.measure_copies(self.copier.copied_bytes, self.copier.seconds)
+            progressed += self._update(schedule.requests, outputs)
             self.num_steps += 1
             self.num_computed_tokens += schedule.num_tokens
             self._end_step(schedule, started)
@@ -243,23 +245,20 @@ class EngineCore:
             self.runner.set_blocks(self.completions[request_id].request, tables)
         for request_id, blocks in schedule.new_blocks.items():
             self.runner.append_blocks(self.completions[request_id].request, blocks)
-        self.mover.run(schedule.copies)
+        self.copier.run(schedule.copies)
         sizes = [pool.num_blocks for pool in self.batcher.block_manager.pools]
         for group, (now_there, before) in enumerate(zip(sizes, self._pool_sizes, strict=True)):
             if now_there < before:
-                self.mover.give_back(group, now_there, before)
+                self.copier.discard(group, now_there, before)
         self._pool_sizes = sizes
 
-    def _draw(self, item: ScheduledRequest) -> Draw:
-        """What is to be made of the last row of a scheduled request."""
+    def _sample_task(self, item: ScheduledRequest) -> SampleTask:
         if not item.is_last_chunk:
-            return Draw()
+            return SampleTask()
         completion = self.completions[item.request.request_id]
-        if isinstance(completion.owner, BeamSubmission):
-            return Draw(num_candidates=completion.owner.search.num_candidates)
-        return Draw((item.request, *(follower.request for follower in self._followers(completion))))
+        return completion.owner.sample_task(self, completion)
 
-    def _followers(self, completion: Completion) -> list[Completion]:
+    def followers(self, completion: Completion) -> list[Completion]:
         """The completions of its prompt that wait for it to compute the prompt."""
         siblings = completion.owner.completions
         if len(siblings) == 1 or completion is not siblings[0]:
@@ -268,115 +267,83 @@ class EngineCore:
             c for c in siblings[1:] if not c.is_finished and self.batcher.get(c.request.request_id) is not c.request
         ]
 
-    def _settle(self, scheduled: list[ScheduledRequest], outcomes: list[Outcome]) -> list[Submission]:
-        """Draw the consequences of a step."""
+    def _update(self, scheduled: list[ScheduledRequest], outputs: list[StepOutput]) -> list[Submission]:
+        """Give the submissions what a step computed; returns those that progressed or ended."""
         now = time.perf_counter()
         self._sampled = []
         progressed: list[Submission] = []
-        going_on: list[Request] = []
-        for item, outcome in zip(scheduled, outcomes, strict=True):
+        going_on: list[Completion] = []
+        for item, output in zip(scheduled, outputs, strict=True):
             request = item.request
             completion = self.completions.get(request.request_id)
             if completion is None:  # another beam's error has ended its search
                 continue
-            if outcome.error is not None:
-                self._end_early(completion, "error", outcome.error)
+            if output.error is not None:
+                self._end_early(completion, "error", output.error)
                 progressed.append(completion.owner)
                 continue
             self.batcher.advance(request, item.num_tokens)
-            if outcome.prompt_logits is not None and completion.prompt_logprobs is not None:
+            if output.prompt_logits is not None and completion.prompt_logprobs is not None:
                 # A prompt that is computed again may come with tokens of the output.
                 rows = request.num_prompt_tokens - item.start
-                completion.prompt_logprobs.add(outcome.prompt_logits[:rows], item.start)
-            owner = completion.owner
-            if isinstance(owner, BeamSubmission):
-                if outcome.candidates is not None:
-                    self.batcher.pause(request)
-                    if owner.take(completion, outcome.candidates):
-                        going_on += self._turn(owner, now)
-                        progressed.append(owner)
-                continue
-            if not outcome.choices:
-                continue
-            followers = self._followers(completion)
-            for follower in followers:
-                self.batcher.fork(request, follower.request)
-                follower.request.first_scheduled_time = request.first_scheduled_time
-            for taker, choice in zip((completion, *followers), outcome.choices, strict=True):
-                if self._take(taker, choice, now):
-                    going_on.append(taker.request)
-                progressed.append(taker.owner)
+                completion.prompt_logprobs.add(output.prompt_logits[:rows], item.start)
+            if item.is_last_chunk:
+                going_on += completion.owner.update(self, completion, output, now)
+                progressed.append(completion.owner)
         # Those without a row bring all of their tokens when they get one.
-        going_on = [request for request in going_on if request.row is not None]
-        self.runner.append_tokens(going_on, [request.output_token_ids[-1] for request in going_on])
+        requests = [completion.request for completion in going_on if completion.request.row is not None]
+        self.runner.append_tokens(requests, [request.output_token_ids[-1] for request in requests])
         return progressed
 
-    def _turn(self, owner: BeamSubmission, now: float) -> list[Request]:
-        """Let a search take a step; returns the requests that got a token."""
-        turn = owner.turn()
-        num_steps = len(owner.completions)
-        for completion in owner.completions:
-            self._sampled.append(completion.request.request_id)
-            if completion.request.first_token_time is None:
-                completion.request.first_token_time = now
-        # From here on what is to be done follows from the search: see ``BeamSubmission.restore``.
-        owner.search = turn.search
-        owner.candidates = {}
-        owner.num_steps += num_steps
-        self.num_generated_tokens += num_steps
-        if turn.search.is_done:
-            for completion in owner.completions:
-                self.end(completion, "stop")
-            return []
-        for completion in turn.ended:
-            owner.num_former_preemptions += completion.request.num_preemptions
-            self.end(completion, "stop")
-        for parent, child in turn.branches:
-            child.request.first_token_time = parent.request.first_token_time
-            self.completions[child.request.request_id] = child
-            self.batcher.branch(parent.request, child.request)
-        new = {child for _, child in turn.branches}
-        owner.completions = turn.completions
-        for completion, beam in zip(turn.completions, turn.search.beams, strict=True):
-            request = completion.request
-            if completion not in new:
-                request.output_token_ids.append(beam.token_ids[-1])
-                self.batcher.resume(request)
-            completion.num_settled = request.num_output_tokens
-            if self._outgrows_its_keys(request):
-                self.batcher.restart(request)
-        return [completion.request for completion in turn.completions]
+    def append_tokens(self, completion: Completion, tokens: Sequence[SampledToken], now: float) -> list[Completion]:
+        """Append sampled tokens: the completion's own, and one for each that follows it, which runs from now on.
 
-    def _take(self, completion: Completion, choice: Choice, now: float) -> bool:
-        """Append the chosen token; returns whether the completion goes on."""
+        Returns:
+            Those that go on.
+        """
+        request = completion.request
+        followers = self.followers(completion)
+        for follower in followers:
+            self.batcher.fork(request, follower.request)
+            follower.request.first_scheduled_time = request.first_scheduled_time
+        sharing = (completion, *followers)
+        return [each for each, token in zip(sharing, tokens, strict=True) if self._append_token(each, token, now)]
+
+    def _append_token(self, completion: Completion, token: SampledToken, now: float) -> bool:
+        """Append a token; returns whether the completion goes on."""
         request, owner = completion.request, completion.owner
-        if choice.error is not None:
-            self.end(completion, "error", choice.error)
+        if token.error is not None:
+            self.end(completion, "error", token.error)
             return False
-        if request.first_token_time is None:
-            request.first_token_time = now
+        self.note_sampled(request, now)
         self.num_generated_tokens += 1
-        self._sampled.append(request.request_id)
         goes_on = False
         try:
-            reason = completion.append(choice.token, choice.logprob)
+            reason = completion.append(token.token_id, token.logprob)
         except Exception as error:
             self.end(completion, "error", undecodable(error))
         else:
             if reason is None:
                 goes_on = True
-                if self._outgrows_its_keys(request):
-                    self.batcher.restart(request)
+                self.restart_if_outgrown(request)
             else:
                 self.end(completion, reason)
         completion.num_settled = len(request.output_token_ids)
         if not owner.is_private:
-            self.news[owner.request_id] = owner
+            self.updated[owner.request_id] = owner
         return goes_on
 
-    def _outgrows_its_keys(self, request: Request) -> bool:
+    def note_sampled(self, request: Request, now: float) -> None:
+        """Note for the metrics that a token was sampled for the request in this step."""
+        if request.first_token_time is None:
+            request.first_token_time = now
+        self._sampled.append(request.request_id)
+
+    def restart_if_outgrown(self, request: Request) -> None:
+        """Compute the request anew if its keys changed with its newest token, see ``Program.restart_length``."""
         limit = self.runner.program.restart_length
-        return limit is not None and request.num_prompt_tokens <= limit and request.num_tokens == limit + 1
+        if limit is not None and request.num_prompt_tokens <= limit and request.num_tokens == limit + 1:
+            self.batcher.restart(request)
 
     def _drop_quickly(self) -> None:
         dropped = self._dropped  # another thread may append to it meanwhile
@@ -390,14 +357,14 @@ class EngineCore:
             del dropped[0]
 
     def _forget(self, submission: Submission) -> None:
-        for known in (self.submissions, self.news):
+        for known in (self.submissions, self.updated):
             if known.get(submission.request_id) is submission:
                 del known[submission.request_id]
 
     def _recover(self) -> None:
         """Rebuild everything from the submissions; can be interrupted and repeated."""
-        self._is_sound = False
-        self._is_changing = True
+        self._is_consistent = False
+        self._in_transaction = True
         dropped = list(self._dropped)  # another thread may append to it meanwhile
         for submission in dropped:
             self._forget(submission)
@@ -409,8 +376,8 @@ class EngineCore:
                 if not completion.request.is_finished:
                     completions[completion.request.request_id] = completion
             if submission.is_finished and not submission.is_private:
-                self.news[submission.request_id] = submission
-        self.mover.join()
+                self.updated[submission.request_id] = submission
+        self.copier.join()
         self.runner.reset()
         self.batcher.requeue_all()
         for request in self.batcher.waiting:
@@ -425,11 +392,11 @@ class EngineCore:
                 completion.mark_cancelled()
         self.completions = completions
         del self._dropped[: len(dropped)]
-        self._is_changing = False
-        self._is_sound = True
+        self._in_transaction = False
+        self._is_consistent = True
 
 
-class _Change:
+class _Transaction:
     """``with`` block around every change of an ``EngineCore``'s state."""
 
     __slots__ = ("_core",)
@@ -439,10 +406,10 @@ class _Change:
 
     def __enter__(self) -> None:
         core = self._core
-        if not core._is_sound:
+        if not core._is_consistent:
             core._recover()
-        core._is_sound = False
-        core._is_changing = True
+        core._is_consistent = False
+        core._in_transaction = True
         if core._dropped:
             core._drop_quickly()
 
@@ -450,8 +417,8 @@ class _Change:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         core = self._core
-        core._is_changing = False
+        core._in_transaction = False
         if kind is None:
-            core._is_sound = True
+            core._is_consistent = True
             if core._dropped:
                 core._drop_all()

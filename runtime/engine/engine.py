@@ -6,12 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import proxy
 
 from ..batching import Batcher, Batches, PreemptionCost, make_policy
 from ..blocks import BlockManager
-from ..cache.block_copier import CacheMover
+from ..cache.block_copier import BlockCopier
 from ..cache.kv_cache import allocate_kv_cache, bytes_per_block
 from ..cache.pool_plan import blocks_by_group
 from ..memory import keep_freed_memory
@@ -36,7 +36,8 @@ from ..sampling.sampler import Sampler
 from .beam_submission import BeamSubmission, bounded
 from .cache_setup import block_groups, key_variant, longest_sequence
 from .core import EngineCore
-from .model_runner import Runner
+from .engine_options import DEFAULT_BLOCK_SIZE, EngineOptions
+from .model_runner import ModelRunner
 from .submission import Completion, Submission
 
 logger = logging.getLogger(__name__)
@@ -65,26 +66,15 @@ class Engine:
     Args:
         program: the compiled model.
         tokenizer: a HuggingFace tokenizer; without one prompts are token ids and outputs have no text.
-        block_size: tokens per block of the KV cache.
-        num_blocks: blocks in it; layers with a window get no more than they can use. None: ``default_num_blocks``.
-        kv_cache_memory: the same in bytes, where ``num_blocks`` is None.
-        min_num_blocks: what it shrinks to when there is little to do, giving a CPU's memory back; None: it stays
-            whole.
-        max_num_seqs: most sequences that run at once.
-        max_num_batched_tokens: most tokens in one step; may be smaller than a prompt.
-        max_model_len: most tokens of prompt and output together; None: what the model and the cache can hold.
         eos_token_ids: ids that end a completion.
-        enable_prefix_caching: keep computed blocks for prompts that begin with the same tokens.
-        policy: who comes first: "fcfs", "priority", "sjf" (the shortest), "fair" (between clients) or "prefix" (the
-            most cached tokens); see ``batching.policies``.
-        preemption: how a sequence gives up its blocks: "recompute", "swap" (to host memory, where there is room), or
-            "auto", whatever measures as cheaper.
-        swap_space: bytes of host memory for swapped sequences.
-        max_queue: most completions that wait, those of one prompt included; more are refused. None: any number.
+        free_memory: bytes that the KV cache may take where the options do not size it; None: see
+            ``default_num_blocks``.
         batches: to form batches that run to their end, for comparison; None: continuous batching.
+        before_step: called where a step is about to be planned.
+        sizes: of the KV cache and of steps, and how to schedule: the fields of ``EngineOptions``.
 
     Raises:
-        ValueError: an argument is out of range, or ``max_model_len`` exceeds the model or the cache.
+        ValueError: one of them is out of range, or does not fit the others, the model or the device.
     """
 
     def __init__(
@@ -92,77 +82,55 @@ class Engine:
         program: Program,
         tokenizer: Tokenizer | None = None,
         *,
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        kv_cache_memory: int | None = None,
-        min_num_blocks: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
-        max_model_len: int | None = None,
         eos_token_ids: Iterable[int] = (),
-        enable_prefix_caching: bool = True,
-        policy: str = "fcfs",
-        preemption: str = "auto",
-        swap_space: int = 0,
-        max_queue: int | None = None,
+        free_memory: int | None = None,
         batches: Batches | None = None,
-        before_step: Callable[[], None] | None = None,
+        before_step: Callable[[], None] = lambda: None,
+        **sizes: Any,
     ) -> None:
-        for name, value in (
-            ("block_size", block_size),
-            ("num_blocks", num_blocks),
-            ("kv_cache_memory", kv_cache_memory),
-            ("min_num_blocks", min_num_blocks),
-            ("max_num_seqs", max_num_seqs),
-            ("max_num_batched_tokens", max_num_batched_tokens),
-            ("max_model_len", max_model_len),
-            ("max_queue", max_queue),
-        ):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r} is not a whole number >= 1; use a positive one")
+        options = EngineOptions(**sizes)
         longest = program.max_model_len
-        if max_model_len is not None and longest is not None and max_model_len > longest:
-            raise ValueError(f"max_model_len={max_model_len} is above the model's {longest}; lower it")
+        if options.max_model_len is not None and longest is not None and options.max_model_len > longest:
+            raise ValueError(f"max_model_len={options.max_model_len} is above the model's {longest}; lower it")
+        block_size = options.block_size or program.block_size or DEFAULT_BLOCK_SIZE
         counts = blocks_by_group(
             program.caches,
             block_size,
-            num_blocks=num_blocks,
-            memory=kv_cache_memory,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len or longest,
+            num_blocks=options.num_blocks,
+            memory=options.cache_bytes,
+            free_memory=free_memory,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=options.max_model_len or longest,
         )
-        block_bytes = bytes_per_block(program.caches, block_size)
-        groups = block_groups(program, counts, min_num_blocks, preemption, swap_space, block_bytes)
-        self.block_manager = BlockManager(groups, block_size, enable_prefix_caching=enable_prefix_caching)
-        max_model_len, reason = longest_sequence(self.block_manager, max_model_len, longest)
+        groups = block_groups(program, counts, block_size, options)
+        self.block_manager = BlockManager(groups, block_size, enable_prefix_caching=options.enable_prefix_caching)
+        max_model_len, reason = longest_sequence(self.block_manager, options.max_model_len, longest)
 
         self.tokenizer = tokenizer
         self.limits = PromptLimits(program.vocab_size, max_model_len, reason)
         self.eos_token_ids = frozenset(int(token) for token in eos_token_ids)
-        cost = PreemptionCost(block_bytes // block_size)
+        cost = PreemptionCost(bytes_per_block(program.caches, 1))
         self.batcher = Batcher(
             self.block_manager,
-            max_num_seqs,
-            max_num_batched_tokens,
+            options.max_num_seqs,
+            options.max_num_batched_tokens,
             max_model_len,
-            policy=make_policy(policy),
-            preemption=preemption,
+            policy=make_policy(options.policy),
+            preemption=options.preemption,
             cost=cost,
-            max_queue=max_queue,
+            max_queue=options.max_queue,
             batches=batches,
             key_variant=partial(key_variant, proxy(program)),  # the runner keeps it, until the engine is shut down
         )
-        spare = program.reserve(max_num_seqs, max_num_batched_tokens, max_model_len)
+        spare = program.reserve(options.max_num_seqs, options.max_num_batched_tokens, max_model_len)
         cache = allocate_kv_cache(program.caches, [count + spare for count in counts], block_size, program.device)
         stored = [group.num_host_blocks for group in groups]
         host = allocate_kv_cache(program.caches, stored, block_size) if min(stored) else []
-        self.runner = Runner(program, cache, block_size, max_num_seqs, max_model_len)
+        self.runner = ModelRunner(program, cache, block_size, options.max_num_seqs, max_model_len)
         self.sampler = Sampler(sorted(self.eos_token_ids))
-        mover = CacheMover(cache, host, [spec.group for spec in program.caches])
-        self._core = EngineCore(self.batcher, self.runner, self.sampler, mover, cost)
-        if before_step is not None:
-            self._core.before_step = before_step
+        copier = BlockCopier(cache, host, [spec.group for spec in program.caches])
+        self._core = EngineCore(self.batcher, self.runner, self.sampler, copier, cost, before_step)
         self._next_id = 0
         if program.device.type == "cpu":
             keep_freed_memory()
@@ -207,12 +175,12 @@ class Engine:
     def _step(self) -> list[RequestOutput]:
         core = self._core
         core.run_step()
-        with core.change:
-            outputs = [self._output(submission) for submission in core.news.values()]
-            for submission in core.news.values():
+        with core.transaction:
+            outputs = [self._output(submission) for submission in core.updated.values()]
+            for submission in core.updated.values():
                 if submission.is_finished:
                     core.submissions.pop(submission.request_id, None)
-        core.news = {}  # last: whatever is interrupted before this is returned by the next call
+        core.updated = {}  # last: whatever is interrupted before this is returned by the next call
         return outputs
 
     def cancel(self, request_id: str) -> bool:
@@ -224,7 +192,7 @@ class Engine:
         return self._core.turns.take(self._cancel, request_id)
 
     def _cancel(self, request_id: str) -> bool:
-        with self._core.change:
+        with self._core.transaction:
             submission = self._core.submissions.get(request_id)
             if submission is None or submission.is_finished:
                 return False
@@ -233,14 +201,14 @@ class Engine:
             return True
 
     def has_unfinished(self) -> bool:
-        """Whether another ``step`` has something to run or to return."""
-        return bool(self._core.news or self._core.completions)
+        """True if another ``step`` has something to run or to return."""
+        return bool(self._core.updated or self._core.completions)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        on_step: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
         options: Sequence[RequestOptions] | None = None,
     ) -> list[RequestOutput]:
         """Complete a batch of prompts.
@@ -248,7 +216,7 @@ class Engine:
         Args:
             prompts: a prompt or a list of them; every one is checked before any runs.
             sampling_params: for all prompts, or one per prompt.
-            on_step: called after each model step.
+            on_progress: called after each model step.
             options: one per prompt; None for the default ones.
 
         Returns:
@@ -259,27 +227,20 @@ class Engine:
             ValueError: a prompt or its parameters are refused; the message names the index.
             QueueFull: not all of them have room in the queue; none runs.
         """
-        core = self._core
-        core.turns.check_process()
+        self._core.turns.check_process()
         checked = check_batch(prompts, sampling_params, self.tokenizer, self.limits)
         options = [DEFAULT_OPTIONS] * len(checked) if options is None else options
-        batch: list[Submission] = []
         prepare = [
-            partial(self._prepare, prompt, entry, None, own, is_private=True)
-            for (prompt, entry), own in zip(checked, options, strict=True)
+            partial(self._prepare, prompt, params, None, own, is_private=True)
+            for (prompt, params), own in zip(checked, options, strict=True)
         ]
-        try:
-            core.turns.take(self._queue, batch, prepare)
-            self._run_to_the_end(batch, on_step)
-            return core.turns.take(self._outputs, batch)
-        finally:
-            core.drop(batch)
+        return self._complete(prepare, self._output, on_progress)
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams | Sequence[BeamSearchParams],
-        on_step: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
         options: Sequence[RequestOptions] | None = None,
     ) -> list[BeamSearchOutput]:
         """Search for the likeliest continuations of each prompt.
@@ -287,7 +248,7 @@ class Engine:
         Args:
             prompts: a prompt or a list of them; every one is checked before any runs.
             params: for all prompts, or one per prompt.
-            on_step: called after each model step.
+            on_progress: called after each model step.
             options: one per prompt; None for the default ones.
 
         Returns:
@@ -297,19 +258,28 @@ class Engine:
             ValueError: a prompt or its parameters are refused; the message names the index.
             QueueFull: not all of them have room in the queue; none runs.
         """
-        core = self._core
-        core.turns.check_process()
+        self._core.turns.check_process()
         checked = check_beam_batch(prompts, params, self.tokenizer, self.limits)
         options = [DEFAULT_OPTIONS] * len(checked) if options is None else options
-        batch: list[BeamSubmission] = []
         prepare = [
             partial(self._prepare_search, prompt, entry, own)
             for (prompt, entry), own in zip(checked, options, strict=True)
         ]
+        return self._complete(prepare, BeamSubmission.result, on_progress)
+
+    def _complete(
+        self,
+        prepare: Iterable[Callable[[], AnySubmission]],
+        result: Callable[[AnySubmission], Result],
+        on_progress: Callable[[Progress], None] | None,
+    ) -> list[Result]:
+        """Run submissions to their end in one batch, and forget them; returns what ``result`` makes of each."""
+        core = self._core
+        batch: list[AnySubmission] = []
         try:
             core.turns.take(self._queue, batch, prepare)
-            self._run_to_the_end(batch, on_step)
-            return core.turns.take(lambda: [submission.result() for submission in batch])
+            self._run_to_the_end(batch, on_progress)
+            return core.turns.take(self._results, batch, result)
         finally:
             core.drop(batch)
 
@@ -319,7 +289,7 @@ class Engine:
         self._core.check_queue(sum(len(submission.completions) for submission in batch))
         self._core.add(batch)
 
-    def _run_to_the_end(self, batch: Sequence[Submission], on_step: Callable[[Progress], None] | None) -> None:
+    def _run_to_the_end(self, batch: Sequence[Submission], on_progress: Callable[[Progress], None] | None) -> None:
         core = self._core
         unfinished = set(batch)
         before = core.num_generated_tokens
@@ -327,9 +297,9 @@ class Engine:
             own = [submission for submission in core.turns.take(core.run_step) if submission in unfinished]
             # Without progress of ours, somebody else's step or a cancel may have ended some.
             unfinished.difference_update([s for s in own or batch if s.is_finished])
-            if on_step is not None:
+            if on_progress is not None:
                 generated = core.num_generated_tokens - before
-                on_step(Progress(len(batch) - len(unfinished), len(batch), generated))
+                on_progress(Progress(len(batch) - len(unfinished), len(batch), generated))
 
     def stream(
         self,
@@ -367,7 +337,7 @@ class Engine:
 
     def _stats(self) -> dict[str, int | float]:
         core = self._core
-        with core.change:
+        with core.transaction:
             return {
                 **self.batcher.stats(),
                 "block_size": self.block_manager.block_size,
@@ -380,7 +350,7 @@ class Engine:
             }
 
     def profile(self, *, reset: bool = False) -> Profile:
-        """Where the time of the steps went, since the engine was made or the last reset."""
+        """Times of the steps, since the engine was made or the last reset."""
         return self._core.turns.take(self._profile, reset)
 
     def _profile(self, reset: bool) -> Profile:
@@ -390,12 +360,15 @@ class Engine:
         return result
 
     def defragment(self) -> int:
-        """Move used and cached blocks to the front of the KV cache, with the next step; returns how many move."""
+        """Move used and cached blocks to the front of the KV cache, with the next step; returns how many move.
+
+        Nothing moves while copies of the last step may be under way.
+        """
         return self._core.turns.take(self._defragment)
 
     def _defragment(self) -> int:
-        with self._core.change:
-            self.block_manager.settle()
+        with self._core.transaction:
+            self.block_manager.finish_copies()
             return self.block_manager.defragment()
 
     def reset_prefix_cache(self) -> None:
@@ -403,7 +376,7 @@ class Engine:
         self._core.turns.take(self._reset_prefix_cache)
 
     def _reset_prefix_cache(self) -> None:
-        with self._core.change:
+        with self._core.transaction:
             self.block_manager.forget_prefixes()
 
     def shutdown(self) -> list[RequestOutput]:
@@ -451,14 +424,14 @@ class Engine:
             core.drop(batch, may_wait=may_wait)
 
     def _next_piece(self, completion: Completion) -> StreamPiece | None:
-        with self._core.change:
+        with self._core.transaction:
             piece = completion.next_piece()
             self._end_undecodable(completion)
         return piece
 
-    def _outputs(self, batch: Iterable[Submission]) -> list[RequestOutput]:
-        with self._core.change:
-            return [self._output(submission) for submission in batch]
+    def _results(self, batch: Iterable[AnySubmission], result: Callable[[AnySubmission], Result]) -> list[Result]:
+        with self._core.transaction:
+            return [result(submission) for submission in batch]
 
     def _output(self, submission: Submission) -> RequestOutput:
         """Everything up to now; a completion whose text cannot be given ends with an error."""

@@ -22,7 +22,7 @@ PackedStep = tuple[torch.Tensor, torch.Tensor, StepMetadata]
 _FIRST_COLUMNS = 256
 
 
-class Runner:
+class ModelRunner:
     """Keeps each running request's tokens and block table in one row of arrays that live as long as it does.
 
     A step is packed by indexing these arrays, without Python work per token; per sequence only its row, start
@@ -196,7 +196,7 @@ class Runner:
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """What a step computed.
+    """Logits of a step.
 
     Attributes:
         sampled: ``[R, vocab_size]``, one row per entry with ``is_last_chunk``, in their order.
@@ -208,7 +208,7 @@ class StepLogits:
 
 
 def _is_scored(item: ScheduledRequest) -> bool:
-    """Whether the prompt's log-probabilities are asked for and this chunk holds some."""
+    """True if the prompt's log-probabilities are asked for and this chunk holds some."""
     request = item.request
     return request.params.prompt_logprobs is not None and item.start < request.num_prompt_tokens - 1
 

@@ -1,9 +1,10 @@
-"""What the engine remembers of a prompt that was handed in: its completions, their text, how they end."""
+"""A prompt that was handed in, as the engine keeps it: its completions, their text, how they end."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from ..requests.detokenizer import Detokenizer, Tokenizer
 from ..requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamPiece
@@ -11,6 +12,10 @@ from ..requests.request import FinishReason, Request, RequestStatus
 from ..requests.request_options import RequestOptions
 from ..requests.sampling_params import SamplingParams
 from ..sampling.logprobs import PromptLogprobs
+from .step_output import SampleTask, StepOutput
+
+if TYPE_CHECKING:
+    from .core import EngineCore
 
 
 @dataclass(eq=False, slots=True)
@@ -116,7 +121,7 @@ class Completion:
         )
 
     def next_piece(self) -> StreamPiece | None:
-        """What is new since the last piece; None if nothing is, or if the last piece has been given."""
+        """The part that is new since the last piece; None if nothing is, or if the last piece has been given."""
         tokens = self.request.output_token_ids
         first, end = self._streamed_tokens, len(tokens)
         finished = self.is_finished
@@ -249,6 +254,28 @@ class Submission:
         """All completions have ended."""
         return all([completion.request.is_finished for completion in self.completions])
 
+    def sample_task(self, core: EngineCore, completion: Completion) -> SampleTask:
+        """Say what is made of the logits after a completion's last token."""
+        return SampleTask((completion.request, *(follower.request for follower in core.followers(completion))))
+
+    def update(self, core: EngineCore, completion: Completion, output: StepOutput, now: float) -> list[Completion]:
+        """Take what a step gave one of the completions.
+
+        Args:
+            core: the engine's, whose step it was.
+            completion: it has computed its tokens of the step.
+            output: without an error.
+            now: ``time.perf_counter``.
+
+        Returns:
+            The completions that got a token and go on.
+        """
+        return core.append_tokens(completion, output.tokens, now)
+
+    def end_with(self, completion: Completion, error: str | None) -> list[Completion]:
+        """Say which others end because a completion ends before it is complete, by its deadline or an error."""
+        return []
+
     def restore(self) -> None:
         """Return to what is settled, from whatever state an interrupted call left this in."""
         for completion in self.completions:
@@ -304,7 +331,7 @@ class Submission:
 
 
 def undecodable(error: Exception) -> str:
-    """Why a completion has no text."""
+    """The reason that a completion has no text."""
     return f"the tokenizer cannot decode the output: {one_line(error)}"
 
 

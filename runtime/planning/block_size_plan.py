@@ -1,4 +1,4 @@
-"""Which block size suits the lengths that are expected: a pure function of them.
+"""The block size that suits expected lengths: a pure function of them.
 
 A sequence of ``L`` tokens takes ``ceil(L / B)`` blocks of ``B`` tokens. Two costs pull in opposite directions, both
 counted in tokens of KV cache:
@@ -16,6 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from ..requests.checks import whole_number
 
 CANDIDATES = (8, 16, 32, 64, 128, 256)
 """Block sizes that are compared unless others are given."""
@@ -47,8 +49,7 @@ class LogNormalLengths:
             raise ValueError(f"mean={self.mean} is not a positive number of tokens; use one")
         if not (self.sigma >= 0 and math.isfinite(self.sigma)):
             raise ValueError(f"sigma={self.sigma} is not a standard deviation; use a number of at least 0")
-        if self.longest < 1:
-            raise ValueError(f"longest={self.longest} is below 1; use the model's longest sequence")
+        whole_number("longest", self.longest, 1, "use the model's longest sequence")
 
     def exceeds(self, tokens: float) -> float:
         """Probability that a sequence is longer than ``tokens``."""
@@ -65,7 +66,7 @@ class LogNormalLengths:
 
 @dataclass(frozen=True)
 class BlockSizeCost:
-    """What a block size is expected to cost per sequence.
+    """Expected cost of a block size, per sequence.
 
     Attributes:
         block_size: tokens per block.

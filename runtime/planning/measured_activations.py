@@ -12,6 +12,7 @@ import torch
 
 from ..cache.kv_cache import allocate_kv_cache
 from ..program import Program
+from ..requests.checks import check_at_least
 from ..step_metadata import StepMetadata
 
 _STATUS = Path("/proc/self/status")
@@ -24,7 +25,7 @@ _Step = tuple[torch.Tensor, torch.Tensor, StepMetadata]
 
 @dataclass(frozen=True)
 class ActivationMeasurement:
-    """What a step took at its peak, beside weights and caches.
+    """The memory that a step took at its peak, beside weights and caches.
 
     Attributes:
         peak_bytes: growth of the process at the highest point of the step; on a device, of torch's allocator.
@@ -59,9 +60,8 @@ def measure_activations(
         ValueError: a size is below 1.
         RuntimeError: the system does not tell a process's peak memory.
     """
-    for name, value in (("max_num_batched_tokens", max_num_batched_tokens), ("max_num_seqs", max_num_seqs)):
-        if value < 1:
-            raise ValueError(f"{name}={value} is below 1; use at least 1")
+    sizes = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
+    check_at_least(1, "use a positive one", **sizes)
     block_size = program.block_size or block_size
     longest = program.max_model_len or max_num_batched_tokens
     counts = _dealt_out(max_num_batched_tokens, max_num_seqs, longest)

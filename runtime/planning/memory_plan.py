@@ -1,4 +1,4 @@
-"""What fits into a memory beside a model's weights: blocks of the KV cache, sequences at once, the longest one.
+"""Plans of what fits into a memory beside weights: blocks of the KV cache, sequences at once, the longest one.
 
 Pure arithmetic on sizes in bytes and tokens. The same is worked out for contiguous allocation, where a sequence
 reserves room for ``max_model_len`` tokens when it starts, as engines without paging do (Kwon et al., *Efficient
@@ -14,6 +14,7 @@ from typing import Any
 from ..cache.kv_cache import bytes_per_block
 from ..cache.pool_plan import PoolPlan, plan_pools
 from ..program import CacheSpec
+from ..requests.checks import check_at_least
 
 SHORTEST_LISTED = 512
 """``MemoryPlan.limits`` begins at so many tokens, and doubles up to ``max_model_len``."""
@@ -21,7 +22,7 @@ SHORTEST_LISTED = 512
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """How many sequences of one length the cache holds.
+    """The number of sequences of one length that the cache holds.
 
     Attributes:
         tokens: of each sequence, prompt and output together.
@@ -44,7 +45,7 @@ class LengthLimit:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a memory is divided, and what can run in it. Sizes are in bytes.
+    """Division of a memory, and what can run in it. Sizes are in bytes.
 
     Attributes:
         memory: all that there is.
@@ -147,24 +148,17 @@ def plan_memory(
         ValueError: a size is out of range, or the model stores no keys and values. Too little memory is no error:
             the plan then has no blocks and says how much is missing.
     """
-    at_least_one = {
-        "memory": memory,
-        "block_size": block_size,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "max_model_len": max_model_len,
-    }
-    for name, value in at_least_one.items():
-        if value < 1:
-            raise ValueError(f"{name}={value} is below 1; use at least 1")
-    at_least_zero = {
-        "weight_bytes": weight_bytes,
-        "activation_bytes": activation_bytes,
-        "spare_blocks": spare_blocks,
-    }
-    for name, value in at_least_zero.items():
-        if value < 0:
-            raise ValueError(f"{name}={value} is negative; use at least 0")
+    check_at_least(
+        1,
+        "use a positive one",
+        memory=memory,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+    )
+    used = {"weight_bytes": weight_bytes, "activation_bytes": activation_bytes, "spare_blocks": spare_blocks}
+    check_at_least(0, "use 0 for none", **used)
     token_bytes, block_bytes = bytes_per_block(specs, 1), bytes_per_block(specs, block_size)
     if not token_bytes:
         raise ValueError("specs name no keys and values to store; give the cache specs of an attention model")

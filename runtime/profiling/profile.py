@@ -1,4 +1,4 @@
-"""What a profiler found: totals, percentiles, and the last steps and requests one by one."""
+"""Findings of a profiler: totals, percentiles, and the last steps and requests one by one."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class Profile:
-    """Where an engine's time went.
+    """An account of where an engine's time went.
 
     Totals are over everything since the profiler was reset; percentiles are over the steps and requests that it still
     keeps. Durations are in seconds.
@@ -167,14 +167,6 @@ class Profile:
     def output_tokens_per_second(self) -> float:
         """Sampled tokens per second of steps."""
         return self.num_generated_tokens / self.busy_seconds if self.busy_seconds else 0.0
-
-    def token_times(self) -> dict[str, list[float]]:
-        """For each sequence when its tokens came: the ends of the steps that sampled them, of the steps kept."""
-        times: dict[str, list[float]] = {}
-        for step in self.steps:
-            for sequence in step.sampled:
-                times.setdefault(sequence, []).append(step.end)
-        return times
 
     def to_dict(self) -> dict[str, Any]:
         """The figures without single steps and requests, ready for ``json.dump``."""

@@ -1,6 +1,6 @@
 """Records where the engine's time goes, step by step, in bounded memory.
 
-The engine calls it like this; without a profiler each line is a test for None:
+The engine calls it like this:
 
     profiler.begin_step()
     schedule = batcher.schedule()
@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from ..requests.checks import check_at_least
 from ..requests.outputs import RequestMetrics
 from .profile import DECODE, MIXED, OTHER, PREFILL, Profile, RequestRecord, Span, StepRecord, StepTotals, summarise
 
@@ -39,9 +40,7 @@ class Profiler:
     def __init__(
         self, max_steps: int = 4096, max_requests: int = 4096, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        for name, value in (("max_steps", max_steps), ("max_requests", max_requests)):
-            if value < 1:
-                raise ValueError(f"{name}={value} is below 1; use at least 1")
+        check_at_least(1, "keep at least one", max_steps=max_steps, max_requests=max_requests)
         self._clock = clock
         self._steps: deque[StepRecord] = deque(maxlen=max_steps)
         self._requests: deque[RequestRecord] = deque(maxlen=max_requests)
@@ -67,7 +66,7 @@ class Profiler:
         self._start = self._clock()
 
     def mark(self, phase: str) -> None:
-        """What has passed since the last mark, or the beginning, was ``phase``; a phase may come several times."""
+        """Count the time since the last mark, or the beginning, as ``phase``; a phase may come several times."""
         self._marks.append((phase, self._clock()))
 
     def end_step(
@@ -142,7 +141,7 @@ class Profiler:
         self._requests.append(RequestRecord(request_id, metrics, tuple(sequence_ids) or (request_id,)))
 
     def result(self) -> Profile:
-        """What has been recorded up to now; recording goes on."""
+        """Everything that has been recorded up to now; recording goes on."""
         return summarise(
             steps=tuple(self._steps),
             requests=tuple(self._requests),

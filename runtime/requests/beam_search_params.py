@@ -1,17 +1,17 @@
-"""What a user may ask of a beam search; the names are vLLM's and HuggingFace's."""
+"""Parameters of a beam search; the names are vLLM's and HuggingFace's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from .checks import real_number, whole_number
+from .checks import check_bool, real_number, whole_number
 from .request_limits import MAX_COMPLETIONS
 
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """What to search for.
+    """How wide to search, how long, and what to prefer.
 
     Attributes:
         beam_width: beams that are kept, and texts that are returned at most.
@@ -45,8 +45,7 @@ class BeamSearchParams:
         if self.max_tokens is not None:
             remedy = "ask for at least one token, or use None to fill the context"
             put("max_tokens", whole_number("max_tokens", self.max_tokens, 1, remedy))
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos={self.ignore_eos!r} is not a bool; use True or False")
+        check_bool("ignore_eos", self.ignore_eos)
         remedy = "use 0.0 to compare sums of log-probabilities"
         put("length_penalty", real_number("length_penalty", self.length_penalty, -7, 7, remedy))
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":

@@ -36,8 +36,28 @@ def whole_number(name: str, value: object, lowest: int, remedy: str, *, highest:
     return int(value)
 
 
+def check_at_least(lowest: int, remedy: str, **values: object) -> None:
+    """Check several values, by their names, as ``whole_number`` does.
+
+    Raises:
+        ValueError: one is no whole number, or below ``lowest``.
+    """
+    for name, value in values.items():
+        whole_number(name, value, lowest, remedy)
+
+
+def check_bool(name: str, value: object) -> None:
+    """Refuse what is neither True nor False.
+
+    Raises:
+        ValueError: it is something else, 0 and 1 included; one line.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={shown(value)} is not a bool; use True or False")
+
+
 def is_finite(value: Real) -> bool:
-    """Whether a float can stand for it."""
+    """True if a float can stand for it."""
     try:
         return math.isfinite(value)
     except OverflowError:  # a whole number beyond all floats

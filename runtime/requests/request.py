@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is: in the queue without blocks, running with blocks, or done."""
+    """The place of a request: in the queue without blocks, running with blocks, or done."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -98,6 +98,11 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and output tokens together, computed or not."""
         return self.num_prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def longest(self) -> int:
+        """Prompt tokens and the most that may be generated."""
+        return self.num_prompt_tokens + self.max_tokens
 
     def tokens(self, first: int, end: int) -> list[int] | npt.NDArray[np.integer]:
         """The ids at positions ``first .. end - 1`` of prompt + output."""

@@ -1,4 +1,4 @@
-"""What a user may ask about how tokens are chosen and when a request ends; the names are vLLM's."""
+"""Sampling parameters: how tokens are chosen and when a request ends; the names are vLLM's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .bad_words import BadWords
-from .checks import real_number, shown, texts, token_ids, whole_number
+from .checks import check_bool, real_number, shown, texts, token_ids, whole_number
 from .request_limits import (
     MAX_BAD_WORDS,
     MAX_BAD_WORDS_CHARACTERS,
@@ -31,7 +31,7 @@ SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose the tokens of one request, and when to stop.
+    """Rules for choosing the tokens of one request, and for stopping.
 
     Attributes:
         max_tokens: most tokens to generate, >= 1; None: until the context is full.
@@ -140,8 +140,7 @@ class SamplingParams:
         put("stop_token_ids", () if self.stop_token_ids is None else token_ids("stop_token_ids", self.stop_token_ids))
         put("stop_id_set", frozenset(self.stop_ids))
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={shown(getattr(self, name))} is not a bool; use True or False")
+            check_bool(name, getattr(self, name))
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 put(name, whole_number(name, count, 0, "use None for no log-probabilities", highest=MAX_LOGPROBS))
@@ -194,7 +193,7 @@ class SamplingParams:
 
     @property
     def num_completions(self) -> int:
-        """How many are run: ``best_of``, or ``n``."""
+        """The number of completions that run: ``best_of``, or ``n``."""
         return self.n if self.best_of is None else self.best_of
 
     @property

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from ..requests.beam_search_params import BeamSearchParams
+from .logprobs import top_logprobs
+
+Candidates: TypeAlias = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+"""The most likely next tokens of a beam, and their log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +143,7 @@ class BeamSearch:
         return self.beams
 
     def _can_improve(self, best: Beam) -> bool:
-        """Whether a text that continues the best live beam may yet be among the ``beam_width`` best."""
+        """True if a text that continues the best live beam may yet be among the ``beam_width`` best."""
         params = self.params
         if params.early_stopping is True:
             return False
@@ -148,3 +153,18 @@ class BeamSearch:
 
     def _score(self, cumulative_logprob: float, length: int) -> float:
         return float(np.float32(cumulative_logprob) / np.float32(length**self.params.length_penalty))
+
+
+def likely_tokens(logits: Tensor, counts: Sequence[int]) -> list[Candidates | None]:
+    """The most likely tokens after each row.
+
+    Args:
+        logits: ``[M, V]``, any float dtype.
+        counts: M numbers, how many of each row.
+
+    Returns:
+        M entries; None for a row that allows no choice: a NaN, +inf, or every token at -inf.
+    """
+    ids, values = (tensor.cpu().numpy() for tensor in top_logprobs(logits, max(counts)))
+    # A row of log-softmax holds NaN either nowhere or everywhere.
+    return [None if np.isnan(values[i, 0]) else (ids[i, :count], values[i, :count]) for i, count in enumerate(counts)]

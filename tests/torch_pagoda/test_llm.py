@@ -91,6 +91,21 @@ def test_submit_step_and_cancel(llm: pagoda.LLM) -> None:
     assert llm.engine.block_manager.num_available_blocks == 256
 
 
+def test_defragmenting_moves_blocks_and_changes_no_token(llm: pagoda.LLM, reference: PreTrainedModel) -> None:
+    long, short = list(range(5, 25)), [8, 9, 10, 11]
+    llm.submit(long, pagoda.SamplingParams(max_tokens=1, temperature=0))
+    kept = llm.submit(short, GREEDY)
+    llm.step()
+    llm.reset_prefix_cache()
+    before = max(llm.engine.block_manager.table(kept))
+    assert llm.defragment() > 0 and max(llm.engine.block_manager.table(kept)) < before
+    outputs = {}
+    while llm.has_unfinished():
+        outputs |= {output.request_id: output for output in llm.step()}
+    assert outputs[kept].outputs[0].token_ids == greedy_tokens(reference, short, 8)
+    assert llm.stats()["blocks_moved"] > 0 and llm.defragment() == 0
+
+
 def test_bad_prompt_is_named_by_its_index_before_any_runs(
     llm: pagoda.LLM, one_line: Callable[[BaseException], str]
 ) -> None:

@@ -22,6 +22,15 @@ from .printing import print_outputs, print_summary, stats_table
 if TYPE_CHECKING:
     from ..runtime.requests.outputs import Progress as EngineProgress
 
+_SAMPLING = (
+    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "bad_words", "allowed_token_ids", "seed", "n", "best_of", "stop", "ignore_eos"),
+    *("logprobs", "prompt_logprobs"),
+)
+"""Options that go to ``SamplingParams`` as they are."""
+
+_REPEATABLE = ("bad_words", "allowed_token_ids", "stop")
+
 _NOT_GIVEN = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
 """What sampling options are when they are not given; the others are None."""
 
@@ -216,49 +225,9 @@ def generate(
     Text goes to stdout; a progress bar (on a terminal only), the summary and errors go to stderr. Exit
     status: 0, 1 if a prompt failed while it ran, 2 for a mistake in the arguments.
     """
+    given = dict(locals())
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s")
-    engine_options = {
-        "tokenizer": tokenizer,
-        "block_size": block_size,
-        "num_blocks": num_blocks,
-        "kv_cache_memory": kv_cache_memory,
-        "min_kv_cache_memory": min_kv_cache_memory,
-        "kv_cache_dtype": kv_cache_dtype,
-        "quantization": quantization,
-        "group_size": group_size,
-        "batch_invariant": batch_invariant,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "max_model_len": max_model_len,
-        "enable_prefix_caching": not no_enable_prefix_caching,
-        "policy": policy,
-        "preemption": preemption,
-        "swap_space": swap_space,
-        "max_queue": max_queue,
-        "generation_config": generation_config,
-        "verify": verify,
-        "codegen": codegen,
-        "passes": pass_selection(skip_pass, only_pass),
-    }
-    sampling = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "bad_words": list(bad_words) if bad_words else None,
-        "allowed_token_ids": list(allowed_token_ids) if allowed_token_ids else None,
-        "seed": seed,
-        "n": n,
-        "best_of": best_of,
-        "stop": list(stop) if stop else None,
-        "ignore_eos": ignore_eos,
-        "logprobs": logprobs,
-        "prompt_logprobs": prompt_logprobs,
-    }
+    sampling = {name: given[name] or None if name in _REPEATABLE else given[name] for name in _SAMPLING}
     asked = {"priority": _one_or_each(priority), "client": _one_or_each(client), "deadline": deadline}
     terms: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     with one_line_errors(debug):
@@ -275,6 +244,7 @@ def generate(
         from transformers.utils import logging as transformers_logging
 
         from ..llm import LLM
+        from ..options import LLMOptions
         from ..runtime.requests.request_options import options_for
         from ..runtime.requests.sampling_params import SamplingParams
 
@@ -283,9 +253,15 @@ def generate(
         asked_for: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
         SamplingParams(logit_bias=bias, **asked_for)  # a mistake in them is found before the model is loaded
         options_for(len(prompts), **terms)
-        given: dict[str, Any] = {name: value for name, value in engine_options.items() if value is not None}
+        given |= {
+            "enable_prefix_caching": not no_enable_prefix_caching,
+            "passes": pass_selection(skip_pass, only_pass),
+        }
+        options: dict[str, Any] = {
+            name: given[name] for name in LLMOptions.__annotations__ if given.get(name) is not None
+        }
         with show_phases():
-            llm = LLM(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, **given)
+            llm = LLM(model, tokenizer, **options)
         params = SamplingParams(logit_bias=bias, **_NOT_RECOMMENDED | llm.recommended_params | asked_for)
         scores: list[list[float]] | None = None
         begin = time.perf_counter()
@@ -321,7 +297,7 @@ def pass_selection(skip: list[str] | None, only: list[str] | None) -> dict[str, 
 
 
 def _one_or_each(values: list[Any] | None) -> Any:
-    """What a repeatable option was given: a single value is for all prompts."""
+    """The value of a repeatable option: a single value is for all prompts."""
     return values[0] if values and len(values) == 1 else values or None
 
 
@@ -347,7 +323,7 @@ def _read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]
 
 
 def _read_biases(entries: Sequence[str] | None) -> dict[int, float] | None:
-    """What ``--logit-bias`` was given, as token id → bias.
+    """Biases from what ``--logit-bias`` was given, by token id.
 
     Raises:
         ValueError: an entry is not ``ID:BIAS``.

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from .number_table import number_table
+
 if TYPE_CHECKING:
     from ..runtime.planning.memory_plan import MemoryPlan
 
@@ -18,7 +20,7 @@ _FEWEST_DECIMALS, _MOST_DECIMALS = 2, 6
 
 
 def memory_table(found: MemoryPlan, measured: bool) -> Table:
-    """What the memory is divided into, in binary and in decimal units.
+    """The parts that the memory is divided into, in binary and in decimal units.
 
     In each column the rows that are not indented add up to the last one, and the indented ones to the KV cache.
 
@@ -40,10 +42,7 @@ def memory_table(found: MemoryPlan, measured: bool) -> Table:
         left = left_over(found)
         inner = {"  blocks": found.cache_bytes - left, "  left over": left}
     columns = [_column(outer, inner, found.memory, unit) for unit in (GIB, GB)]
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("memory")
-    for name in ("GiB", "GB"):
-        table.add_column(name, justify="right")
+    table = number_table("memory", "GiB", "GB")
     for name in columns[0]:
         table.add_row(name, *(column[name] for column in columns))
     return table

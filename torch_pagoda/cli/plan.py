@@ -14,10 +14,12 @@ from rich.table import Table
 
 from .errors import one_line_errors
 from .memory_table import GB, GIB, block_line, memory_table
+from .number_table import number_table
 from .phases import show_phases
 
 if TYPE_CHECKING:
     from ..compiler.estimates.requirements import Requirements
+    from ..runtime.engine.engine_options import EngineOptions
     from ..runtime.planning.block_size_plan import BlockSizePlan
     from ..runtime.planning.memory_plan import MemoryPlan
 
@@ -71,16 +73,18 @@ def plan(
         from ..compiler.estimates.requirements import requirements
         from ..compiler.options import CompileOptions
         from ..device import resolve_device
-        from ..llm import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
-        from ..option_checks import check_limits
         from ..runtime.cache.kv_cache import UNSTATED_MODEL_LEN, available_memory, parse_memory
+        from ..runtime.engine.engine_options import EngineOptions
         from ..runtime.planning.memory_plan import plan_memory
 
-        check_limits({"block_size": block_size, "max_model_len": max_model_len})
-        max_num_seqs = DEFAULT_MAX_NUM_SEQS if max_num_seqs is None else max_num_seqs
-        if max_num_batched_tokens is None:
-            max_num_batched_tokens = DEFAULT_MAX_NUM_BATCHED_TOKENS
-        check_limits({"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens})
+        limits = EngineOptions(
+            block_size=block_size,
+            max_num_seqs=EngineOptions.max_num_seqs if max_num_seqs is None else max_num_seqs,
+            max_num_batched_tokens=(
+                EngineOptions.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens
+            ),
+            max_model_len=max_model_len,
+        )
         _block_sizes(mean_length, sigma, 1, for_npu=False)  # refuses what is no length before the model is looked at
         total = available_memory() if memory is None else parse_memory(memory, "memory")
         options = CompileOptions(target=target, kv_cache_dtype=kv_cache_dtype).for_device(resolve_device("auto").type)
@@ -96,17 +100,17 @@ def plan(
         options = replace(options, block_size=block_size) if options.target == "npu" else options
         if measure:
             with show_phases():
-                activations = _measured(model, dtype, options, max_num_batched_tokens, max_num_seqs, block_size)
+                activations = _measured(model, dtype, options, limits, block_size)
         else:
-            activations = needs.activation_bytes(max_num_batched_tokens, max_num_seqs)
+            activations = needs.activation_bytes(limits.max_num_batched_tokens, limits.max_num_seqs)
         found = plan_memory(
             needs.caches,
             memory=total,
             weight_bytes=needs.weight_bytes,
             activation_bytes=activations,
             block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=longest,
             # As the engine does it: on an NPU all layers share one block table.
             by_window=options.target == "cpu",
@@ -130,8 +134,9 @@ def _kind_and_config(model: str) -> tuple[Any, Any]:
 
 
 def _default_block_size(target: str) -> int:
-    """What ``LLM`` takes."""
-    from ..llm import DEFAULT_BLOCK_SIZE, NPU_BLOCK_SIZE
+    """The block size that ``LLM`` takes by default."""
+    from ..passes.graph.npu_target import DEFAULT_BLOCK_SIZE as NPU_BLOCK_SIZE
+    from ..runtime.engine.engine_options import DEFAULT_BLOCK_SIZE
 
     return NPU_BLOCK_SIZE if target == "npu" else DEFAULT_BLOCK_SIZE
 
@@ -146,9 +151,7 @@ def _block_sizes(mean: float | None, sigma: float, longest: int, *, for_npu: boo
     return plan_block_size(LogNormalLengths(mean, sigma, longest), candidates)
 
 
-def _measured(
-    model: str, dtype: str, options: Any, max_num_batched_tokens: int, max_num_seqs: int, block_size: int
-) -> int:
+def _measured(model: str, dtype: str, options: Any, limits: EngineOptions, block_size: int) -> int:
     """Bytes that the largest step of the checkpoint takes, compiled as ``LLM`` compiles it."""
     from ..checkpoint import load_model
     from ..compiler.build import build_program
@@ -157,7 +160,8 @@ def _measured(
 
     module = load_model(model, dtype, False, resolve_device("auto"))
     program = build_program(module, replace(options, verify="off", pack_weights=True), owns_weights=True)
-    return measure_activations(program, max_num_batched_tokens, max_num_seqs, block_size=block_size).peak_bytes
+    tokens, seqs = limits.max_num_batched_tokens, limits.max_num_seqs
+    return measure_activations(program, tokens, seqs, block_size=block_size).peak_bytes
 
 
 def _as_dict(
@@ -196,17 +200,9 @@ def _print(
         console.print(line, highlight=False)
 
 
-def _table(first: str, *numbers: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column(first)
-    for name in numbers:
-        table.add_column(name, justify="right")
-    return table
-
-
 def _limits(found: MemoryPlan) -> Table:
     """Sequences at once by length, in blocks and contiguous."""
-    table = _table("tokens each", "KV GiB", "KV GB", "paged", "used", "contiguous", "used", "run at once")
+    table = number_table("tokens each", "KV GiB", "KV GB", "paged", "used", "contiguous", "used", "run at once")
     for limit in found.limits:
         table.add_row(
             str(limit.tokens),
@@ -223,7 +219,7 @@ def _limits(found: MemoryPlan) -> Table:
 
 def _sizes(sizes: BlockSizePlan) -> Table:
     """Costs of block sizes, in tokens per sequence."""
-    table = _table("block size", "blocks", "wasted", "share", "overhead", "cost", "")
+    table = number_table("block size", "blocks", "wasted", "share", "overhead", "cost", "")
     for cost in sizes.costs:
         table.add_row(
             str(cost.block_size),

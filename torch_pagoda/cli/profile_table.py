@@ -1,4 +1,4 @@
-"""How a profile of the engine looks on a terminal."""
+"""Tables of an engine's profile on a terminal."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ..runtime.profiling.profile import Percentiles, Profile
+from .number_table import number_table
 
 
 def profile_table(profile: Profile) -> RenderableType:
@@ -13,17 +14,9 @@ def profile_table(profile: Profile) -> RenderableType:
     return Group(_steps(profile), "", _phases(profile), "", _latencies(profile), *_rates(profile))
 
 
-def _table(first: str, *numbers: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column(first)
-    for name in numbers:
-        table.add_column(name, justify="right")
-    return table
-
-
 def _steps(profile: Profile) -> Table:
     """A row for each kind of step."""
-    table = _table("steps", "count", "seconds", "share", "in tokens", "decode tokens", "p50 ms")
+    table = number_table("steps", "count", "seconds", "share", "in tokens", "decode tokens", "p50 ms")
     for kind, total in profile.totals.items():
         time = profile.step_time.get(kind)
         table.add_row(
@@ -40,7 +33,7 @@ def _steps(profile: Profile) -> Table:
 
 def _phases(profile: Profile) -> Table:
     """A row for each phase, work beside the steps last."""
-    table = _table("phase", "seconds", "share", "us per step")
+    table = number_table("phase", "seconds", "share", "us per step")
     for name, seconds in profile.phases.items():
         each = 1e6 * seconds / profile.num_steps if profile.num_steps else 0.0
         table.add_row(name, f"{seconds:.3f}", _share(seconds, profile.busy_seconds), f"{each:.1f}")
@@ -51,7 +44,7 @@ def _phases(profile: Profile) -> Table:
 
 def _latencies(profile: Profile) -> Table:
     """A row for each latency, in milliseconds."""
-    table = _table("ms", "count", "mean", "p50", "p90", "p99", "max")
+    table = number_table("ms", "count", "mean", "p50", "p90", "p99", "max")
     rows: tuple[tuple[str, Percentiles | None], ...] = (
         ("queue", profile.queue_time),
         ("ttft", profile.ttft),

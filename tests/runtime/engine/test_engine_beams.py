@@ -72,7 +72,7 @@ def assert_found(outputs: Sequence[BeamSearchOutput], prompts: Sequence[list[int
 
 def assert_idle(engine: Engine) -> None:
     engine.batcher.check()
-    engine.block_manager.settle()  # as the next step would begin
+    engine.block_manager.finish_copies()  # as the next step would begin
     assert engine.block_manager.num_used_blocks == 0
     assert engine.block_manager.stats()["host_blocks_used"] == 0
     assert not engine.has_unfinished() and not engine.batcher.has_unfinished()
@@ -419,7 +419,21 @@ TRACED = {
         *("sampling/beam_search", "batching/batcher", "blocks/manager"),
     )
 }
-OF_A_TURN = {"_settle", "take", "_turn", "turn", "end", "finish", "branch", "_accept", "_share", "pause", "resume"}
+OF_A_STEP = {
+    *(
+        "_update",
+        "update",
+        "_advance",
+        "next_step",
+        "end",
+        "finish",
+        "branch",
+        "_accept",
+        "_share",
+        "pause",
+        "resume",
+    ),
+}
 
 
 def test_the_files_that_are_traced_are_there():
@@ -487,7 +501,7 @@ def test_an_interrupted_search_is_dropped_and_others_go_on(options: dict[str, An
     assert_found(search_checked(engine), PROMPTS)
 
 
-@pytest.mark.parametrize(("functions", "num_places"), [(None, 12), (OF_A_TURN, 24), ({"finish"}, None)])
+@pytest.mark.parametrize(("functions", "num_places"), [(None, 12), (OF_A_STEP, 24), ({"finish"}, None)])
 def test_a_search_survives_the_interrupts_of_others(
     functions: Collection[str] | None, num_places: int | None
 ) -> None:

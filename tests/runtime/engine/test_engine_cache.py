@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from torch_pagoda.runtime.batching import POLICIES, QueueFull
+from torch_pagoda.runtime.cache.kv_cache import bytes_per_block
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.requests.outputs import RequestOutput
 from torch_pagoda.runtime.requests.request_options import RequestOptions, options_for
@@ -19,6 +20,7 @@ SHARED = list(range(30, 50))
 PROMPTS = [[*SHARED, 1], [*SHARED, 2, 3], [5, 6, 7], [*SHARED[:9], 4], list(range(60, 85)), [*SHARED, 1], [8]]
 WINDOWS = {"full": (0, 0), "window": (9, 9), "hybrid": (9, 0)}
 SWAP = 1 << 20
+BLOCK = bytes_per_block(ToyProgram().caches, 4)
 
 
 def make_engine(windows: str = "full", program: ToyProgram | None = None, **options: Any) -> Engine:
@@ -36,7 +38,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 def assert_idle(engine: Engine) -> None:
     engine.batcher.check()
-    engine.block_manager.settle()
+    engine.block_manager.finish_copies()
     stats = engine.stats()
     assert stats["blocks_used"] == stats["host_blocks_used"] == stats["queue_length"] == stats["running"] == 0
     assert stats["blocks_cached"] + stats["blocks_free"] == stats["blocks_total"]
@@ -94,7 +96,7 @@ def test_random_moves_growth_and_cancels_change_no_token(
     engine = make_engine(
         windows,
         num_blocks=rng.choice([16, 20, 40]),
-        min_num_blocks=rng.choice([None, 4, 15]),
+        min_kv_cache_memory=rng.choice([None, 4 * BLOCK, 15 * BLOCK]),
         max_num_batched_tokens=rng.choice([5, 16, 64]),
         preemption=rng.choice(["recompute", "swap", "auto"]),
         policy=rng.choice(list(POLICIES)),
@@ -213,7 +215,7 @@ def test_hybrid_layers_free_what_left_the_window() -> None:
 
 
 def test_the_pool_grows_with_the_load_and_gives_back() -> None:
-    engine = make_engine(num_blocks=64, min_num_blocks=4, enable_prefix_caching=False)
+    engine = make_engine(num_blocks=64, min_kv_cache_memory=4 * BLOCK, enable_prefix_caching=False)
     pool: Any = engine.block_manager.pools[0]
     pool.patience = 3
     sizes = []

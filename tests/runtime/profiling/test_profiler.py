@@ -84,7 +84,13 @@ def test_latencies_of_requests_and_gaps_between_tokens(clock: Clock) -> None:
     profiler = Profiler(clock=clock)
     for seconds, sampled in ((1.0, ("a",)), (2.0, ("a", "b")), (4.0, ("b",)), (8.0, ("a", "b"))):
         run_step(profiler, clock, (("model", seconds),), 0.0, decode=1, sampled=sampled)
-    assert profiler.result().token_times() == {"a": [1.0, 3.0, 15.0], "b": [3.0, 7.0, 15.0]}
+    steps = profiler.result().steps
+    assert [(step.end, step.sampled) for step in steps] == [
+        (1, ("a",)),
+        (3, ("a", "b")),
+        (7, ("b",)),
+        (15, ("a", "b")),
+    ]
     gaps = [2.0, 12.0, 4.0, 8.0]
     itl = profiler.result().itl
     assert itl is not None and (itl.count, itl.max, itl.mean) == (4, 12.0, 6.5)

@@ -1,0 +1,88 @@
+"""Options of an engine: the sizes of its KV cache and its steps, and how it schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..batching import make_policy, preemption_mode
+from ..cache.kv_cache import parse_memory
+from ..requests.checks import check_at_least, check_bool
+
+DEFAULT_BLOCK_SIZE = 32
+"""For a program that takes any; those lowered for an NPU bring their own."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Sizes of an engine's KV cache and steps, and how it schedules.
+
+    Attributes:
+        block_size: tokens per block of the KV cache. None: what the program was compiled for, 128 for an NPU, which
+            takes multiples of 16; else 32.
+        num_blocks: blocks in the KV cache; layers with a sliding window get no more than they can use.
+        kv_cache_memory: the same in bytes, or as ``"4GiB"``; not together with ``num_blocks``. By default a CPU gets
+            min(max_num_seqs x max_model_len tokens, 4 GiB, half of the free memory), touched lazily; an NPU the same
+            without the 4 GiB, and nine tenths of what is free.
+        min_kv_cache_memory: what a CPU's cache shrinks to when there is little to do, in bytes or as ``"512MiB"``.
+            None: it keeps all memory that it once needed.
+        max_num_seqs: most sequences that run at once.
+        max_num_batched_tokens: most tokens in one step; longer prompts are cut into chunks.
+        max_model_len: most tokens of one sequence, prompt and output. None: what the model and the cache allow.
+        enable_prefix_caching: keep computed blocks for prompts that begin with the same tokens, and for the next turn
+            of a chat.
+        policy: who comes first: ``"fcfs"``, ``"priority"``, ``"sjf"`` (the shortest job), ``"fair"`` (clients take
+            turns) or ``"prefix"`` (the most cached tokens); see ``batching.policies``.
+        preemption: how a sequence gives up its blocks when they run out: ``"recompute"``, ``"swap"`` (to host memory,
+            where there is room) or ``"auto"``, whatever measures as cheaper.
+        swap_space: host memory for swapped sequences, in bytes or as ``"1GiB"``.
+        max_queue: most completions that wait, those of one prompt included; more are refused with ``QueueFull``.
+            None: any number.
+
+    Raises:
+        ValueError: a value out of range, or a name that there is not.
+    """
+
+    block_size: int | None = None
+    num_blocks: int | None = None
+    kv_cache_memory: int | str | None = None
+    min_kv_cache_memory: int | str | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    enable_prefix_caching: bool = True
+    policy: str = "fcfs"
+    preemption: str = "auto"
+    swap_space: int | str = 0
+    max_queue: int | None = None
+
+    def __post_init__(self) -> None:
+        remedy = "use at least 1, or leave it out"
+        optional = {name: getattr(self, name) for name in ("block_size", "num_blocks", "max_model_len", "max_queue")}
+        sizes = {"max_num_seqs": self.max_num_seqs, "max_num_batched_tokens": self.max_num_batched_tokens}
+        check_at_least(1, remedy, **sizes, **{name: size for name, size in optional.items() if size is not None})
+        make_policy(self.policy)
+        preemption_mode(self.preemption)
+        check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        if self.num_blocks is not None and self.kv_cache_memory is not None:
+            raise ValueError(
+                f"num_blocks={self.num_blocks} and kv_cache_memory={self.kv_cache_memory!r} both size the KV cache; "
+                "give one of them"
+            )
+        for size in ("cache_bytes", "min_cache_bytes", "swap_bytes"):
+            getattr(self, size)  # raises for what cannot be read
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """Bytes that ``kv_cache_memory`` stands for."""
+        return None if self.kv_cache_memory is None else parse_memory(self.kv_cache_memory)
+
+    @property
+    def min_cache_bytes(self) -> int | None:
+        """Bytes that ``min_kv_cache_memory`` stands for."""
+        least = self.min_kv_cache_memory
+        return None if least is None else parse_memory(least, "min_kv_cache_memory")
+
+    @property
+    def swap_bytes(self) -> int:
+        """Bytes that ``swap_space`` stands for."""
+        return 0 if self.swap_space in (0, "0") else parse_memory(self.swap_space, "swap_space")

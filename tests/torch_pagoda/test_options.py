@@ -1,0 +1,104 @@
+"""Keywords of LLM, AsyncLLM and compile: who takes them, what is refused, what editors see."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+import torch_pagoda as pagoda
+from torch_pagoda.compiler import CompileOptions
+from torch_pagoda.options import LLMOptions, LoadOptions, ModelOptions, split_options
+from torch_pagoda.runtime.engine.engine_options import EngineOptions
+
+
+def split(**options: Any) -> tuple[LoadOptions, EngineOptions, CompileOptions]:
+    return split_options(options, owns_weights=True)
+
+
+def test_every_keyword_is_somebodys_and_every_field_is_a_keyword() -> None:
+    taken = [f.name for part in (LoadOptions, EngineOptions, CompileOptions) for f in fields(part)]
+    # The chip is that of the machine; block_size is the cache's, and what operators of an NPU bake in.
+    assert set(taken) - set(LLMOptions.__annotations__) == {"soc"}
+    assert set(LLMOptions.__annotations__) <= set(taken)
+    assert [name for name in set(taken) if taken.count(name) > 1] == ["block_size"]
+
+
+def test_keywords_reach_those_who_take_them() -> None:
+    load, engine, compiling = split(dtype="float32", max_num_seqs=3, block_size=48, target="npu", opt_level=1)
+    assert (load.dtype, engine.max_num_seqs, engine.block_size) == ("float32", 3, 48)
+    assert (compiling.opt_level, compiling.target, compiling.block_size) == (1, "npu", 48)
+    assert split(block_size=20)[1].block_size == 20, "a CPU takes any"
+    assert split()[2].block_size == split(block_size=None, target="npu")[2].block_size == 128
+
+
+def test_weights_are_packed_where_they_take_the_place_of_others() -> None:
+    assert split()[2].pack_weights and not split_options({}, owns_weights=False)[2].pack_weights
+    assert not split(pack_weights=False)[2].pack_weights
+    assert split_options({"pack_weights": True}, owns_weights=False)[2].pack_weights
+
+
+@pytest.mark.parametrize("owner", [pagoda.LLM, pagoda.AsyncLLM])
+def test_the_signature_names_every_keyword_with_its_default(owner: Callable[..., Any]) -> None:
+    parameters = inspect.signature(owner).parameters
+    assert list(parameters) == ["model", "tokenizer", *LLMOptions.__annotations__]
+    assert parameters["max_num_batched_tokens"].default == EngineOptions().max_num_batched_tokens
+    assert parameters["device"].default == "auto" and parameters["verify"].default == "model"
+    assert (
+        parameters["passes"].default is parameters["pack_weights"].default is parameters["block_size"].default is None
+    )
+
+
+@pytest.mark.parametrize("make", [pagoda.LLM, pagoda.AsyncLLM, pagoda.compile])
+def test_unknown_keywords_are_refused_with_the_nearest(
+    make: Callable[..., Any], llama: PreTrainedModel, one_line: Callable[[BaseException], str]
+) -> None:
+    for error in (TypeError, ValueError):
+        with pytest.raises(error) as refused:
+            make(llama, max_num_seq=3)
+        assert "'max_num_seq' (given 3)" in one_line(refused.value) and "'max_num_seqs'" in str(refused.value)
+    with pytest.raises(TypeError, match="use one of batch_invariant, block_size"):
+        make(llama, nonsense=1)
+
+
+def test_a_live_model_has_no_checkpoint_to_load() -> None:
+    for name in ("generation_config", "trust_remote_code"):
+        with pytest.raises(ValueError, match=f"option '{name}'"):
+            split_options({name: "vllm"}, owns_weights=False, known=ModelOptions)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"block_size": 0}, "block_size=0 is not a whole number >= 1"),
+        ({"num_blocks": True}, "num_blocks=True"),
+        ({"max_num_seqs": None}, "max_num_seqs=None"),
+        ({"max_num_batched_tokens": 1.5}, "max_num_batched_tokens=1.5"),
+        ({"max_model_len": "8"}, "max_model_len='8'"),
+        ({"max_queue": 0}, "max_queue=0"),
+        ({"num_blocks": 8, "kv_cache_memory": "1GiB"}, "both size the KV cache"),
+        ({"kv_cache_memory": "plenty"}, "kv_cache_memory='plenty' is not a size"),
+        ({"min_kv_cache_memory": -1}, "min_kv_cache_memory=-1"),
+        ({"swap_space": "much"}, "swap_space='much'"),
+        ({"enable_prefix_caching": 1}, "enable_prefix_caching=1 is not a bool"),
+        ({"policy": "lifo"}, "policy='lifo'"),
+        ({"preemption": "kill"}, "preemption='kill'"),
+    ],
+)
+def test_wrong_values_are_refused_before_anything_loads(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        split(**options)
+
+
+def test_sizes_are_read_as_bytes() -> None:
+    options = EngineOptions(kv_cache_memory="1GiB", min_kv_cache_memory=5, swap_space="2 kb")
+    assert (options.cache_bytes, options.min_cache_bytes, options.swap_bytes) == (1 << 30, 5, 2000)
+    assert (EngineOptions().cache_bytes, EngineOptions().swap_bytes, EngineOptions(swap_space="0").swap_bytes) == (
+        None,
+        0,
+        0,
+    )

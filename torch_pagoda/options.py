@@ -1,0 +1,142 @@
+"""Keywords of the front door, and who of the loader, the engine and the compiler takes which."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, TypedDict, get_type_hints
+
+import torch
+
+from .checkpoint import resolve_dtype
+from .compiler import CompileOptions
+from .compiler.user_passes import Pattern
+from .device import resolve_device
+from .runtime.engine.engine_options import EngineOptions
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Loading of a model, and what its checkpoint has a say in.
+
+    Attributes:
+        dtype: ``"auto"`` (the checkpoint's, or the live module's), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        device: ``"auto"`` (an NPU if torch_npu reports one, else the CPU), ``"cpu"`` or ``"npu"``.
+        generation_config: where the parameters of requests come from that bring none: ``"auto"``, the generation
+            config of the checkpoint (or live module); ``"vllm"``, ``SamplingParams()``; or a folder with such a file.
+            Its temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens are read, and
+            ``do_sample=False`` as greedy. What ends a text is the model's own in any case.
+        trust_remote_code: run model code that comes with the checkpoint.
+
+    Raises:
+        ValueError: an unknown dtype or device, or an NPU that is not there.
+    """
+
+    dtype: str | torch.dtype = "auto"
+    device: str | torch.device = "auto"
+    generation_config: str | os.PathLike[str] = "auto"
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        resolve_dtype(self.dtype)
+        resolve_device(self.device)
+
+
+class ModelOptions(TypedDict, total=False):
+    """Keywords of :func:`~torch_pagoda.compile`, described in ``LoadOptions``, ``EngineOptions`` and
+    ``CompileOptions``.
+
+    The list is there for type checkers and editors; it also says which fields of the three are public.
+    """
+
+    dtype: str | torch.dtype
+    device: str | torch.device
+    block_size: int | None
+    num_blocks: int | None
+    kv_cache_memory: int | str | None
+    min_kv_cache_memory: int | str | None
+    kv_cache_dtype: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    enable_prefix_caching: bool
+    policy: str
+    preemption: str
+    swap_space: int | str
+    max_queue: int | None
+    verify: str
+    passes: Mapping[str, Sequence[str]] | None
+    opt_level: int
+    patterns: Sequence[Pattern]
+    codegen: str
+    target: str
+    pack_weights: bool | None
+    quantization: str | None
+    group_size: int | None
+    batch_invariant: bool
+
+
+class LLMOptions(ModelOptions, total=False):
+    """Keywords of :class:`~torch_pagoda.LLM`: these, and what a checkpoint is loaded with."""
+
+    generation_config: str | os.PathLike[str]
+    trust_remote_code: bool
+
+
+class UnknownOption(TypeError, ValueError):
+    """A keyword that there is not: the TypeError that Python raises, and the ValueError of a wrong option."""
+
+
+_PARTS = (LoadOptions, EngineOptions, CompileOptions)
+
+
+def split_options(
+    options: Mapping[str, Any], *, owns_weights: bool, known: type = LLMOptions
+) -> tuple[LoadOptions, EngineOptions, CompileOptions]:
+    """Deal keywords out to those who take them; nothing is loaded for it.
+
+    Args:
+        options: by name.
+        owns_weights: ``pack_weights`` where it is None: whether packed ones take the place of the model's own.
+        known: the ``TypedDict`` that names what may be given.
+
+    Raises:
+        UnknownOption: a name that is not among the known ones.
+        ValueError: a value that an option does not take, or that does not fit the others.
+    """
+    names = list(known.__annotations__)
+    for name in options:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            remedy = f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(sorted(names))}"
+            raise UnknownOption(f"option {name!r} (given {options[name]!r}) is not known; {remedy}")
+    load, engine, compiler = ({f.name: options[f.name] for f in fields(part) if f.name in options} for part in _PARTS)
+    loading, serving = LoadOptions(**load), EngineOptions(**engine)
+    device = resolve_device(loading.device).type
+    target = compiler.get("target", "auto")
+    for_npu = target == "npu" or (target == "auto" and device == "npu")
+    if not for_npu or compiler.get("block_size") is None:
+        compiler.pop("block_size", None)
+    if compiler.get("pack_weights") is None:
+        compiler["pack_weights"] = owns_weights
+    return loading, serving, CompileOptions.from_dict(compiler).for_device(device)
+
+
+def signature_with_options(init: Callable[..., None]) -> inspect.Signature:
+    """The signature of ``init``, without ``self``, with every keyword of ``LLMOptions`` in place of ``**options``.
+
+    For ``__signature__`` of a class, which help() and notebooks show.
+    """
+    _, *own = inspect.signature(init).parameters.values()
+    defaults = {
+        f.name: None if f.default is MISSING else f.default for part in reversed(_PARTS) for f in fields(part)
+    }
+    defaults["pack_weights"] = None
+    keywords = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kind)
+        for name, kind in get_type_hints(LLMOptions).items()
+    ]
+    return inspect.Signature([*own[:-1], *keywords])
