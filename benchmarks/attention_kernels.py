@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,31 +99,29 @@ class Step:
             self.scales.append(scale.transpose(1, 2))
 
     def ours_in_int8(self) -> torch.Tensor:
-        return paged_attention(
-            self.query,
-            self.key,
-            self.value,
-            *self.int8_caches,
-            self.slot_mapping,
-            self.block_table,
-            self.query_start_loc,
-            self.seq_lens,
-            scale=self.shape.dim**-0.5,
-            key_scale=self.scales[0],
-            value_scale=self.scales[1],
-        )
+        return self._attend(self.int8_caches, self.scales)
 
     def ours(self) -> torch.Tensor:
+        return self._attend(self.caches, (None, None))
+
+    def _attend(self, caches: Sequence[torch.Tensor], scales: Sequence[torch.Tensor | None]) -> torch.Tensor:
         return paged_attention(
             self.query,
             self.key,
             self.value,
-            *self.caches,
+            *caches,
             self.slot_mapping,
             self.block_table,
             self.query_start_loc,
             self.seq_lens,
+            sinks=None,
+            alibi_slopes=None,
             scale=self.shape.dim**-0.5,
+            sliding_window=0,
+            chunk=0,
+            softcap=0.0,
+            key_scale=scales[0],
+            value_scale=scales[1],
         )
 
     def torch_on_pages(self) -> list[torch.Tensor]:

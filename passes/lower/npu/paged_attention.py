@@ -75,12 +75,11 @@ class _PagedAttention:
 
     def __init__(self, site: Site, routes: dict[fx.Node, str]) -> None:
         self.site, self.traced, self.routes = site, site.traced, routes
-        call = PagedAttentionCall.of(site.node)
+        self.call = call = PagedAttentionCall.of(site.node)
         self.query, self.key, self.value = call.query, call.key, call.value
         self.key_cache, self.value_cache = call.key_cache, call.value_cache
         self.key_scale, self.value_scale = call.key_scale, call.value_scale
         self.slot_mapping, self.block_table = call.slot_mapping, call.block_table
-        self.query_start_loc, self.seq_lens = call.query_start_loc, call.seq_lens
         self.sinks, self.alibi_slopes, self.scale = call.sinks, call.alibi_slopes, call.scale
         self.sliding_window, self.chunk, self.softcap = call.sliding_window, call.chunk, call.softcap
         self.heads = Heads(
@@ -269,22 +268,10 @@ class _PagedAttention:
         """``[T, H, Dv]`` by ATen operators over the blocks of each sequence, gathered."""
         out: fx.Node = self.site.inline(
             gathered_attention,
+            self.call,
             self._by_token(self.query, self.heads.key_dim),
-            self.key_cache,
-            self.value_cache,
-            self.block_table,
-            self.query_start_loc,
-            self.seq_lens,
             self.traced.step_input("padded_tokens"),
             self.traced.step_input("row_of_token"),
-            self.sinks,
-            self.alibi_slopes,
-            self.scale,
-            self.sliding_window,
-            self.chunk,
-            self.softcap,
-            self.key_scale,
-            self.value_scale,
         )
         return out
 
