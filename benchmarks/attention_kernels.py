@@ -22,7 +22,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from torch_pagoda.runtime.memory import advise_huge_pages
-from torch_pagoda.runtime.ops.int8_rows import quantise_rows
+from torch_pagoda.runtime.ops.int8_rows import quantize_rows
 from torch_pagoda.runtime.ops.paged_attention import paged_attention
 
 
@@ -89,11 +89,11 @@ class Step:
         advise_huge_pages(cache)
         return cache.normal_().transpose(1, 2)
 
-    def quantise(self) -> None:
+    def quantize(self) -> None:
         """Make the caches that ``ours_in_int8`` reads."""
         self.int8_caches, self.scales = [], []
         for cache in self.caches:
-            stored, scale = quantise_rows(cache.transpose(1, 2))
+            stored, scale = quantize_rows(cache.transpose(1, 2))
             advise_huge_pages(stored)
             self.int8_caches.append(stored.transpose(1, 2))
             self.scales.append(scale.transpose(1, 2))
@@ -189,7 +189,7 @@ def main() -> None:
         for shape in SHAPES:
             step = Step(shape, dtype)
             ours = best_seconds(step.ours, options.repeats)
-            step.quantise()
+            step.quantize()
             int8 = best_seconds(step.ours_in_int8, options.repeats)
             paged = best_seconds(step.torch_on_pages, max(1, options.repeats // 3))
             line = f"{shape.name:34}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .arguments import PagedAttentionArguments
-from .int8_rows import dequantise_rows
+from .int8_rows import dequantize_rows
 
 
 def gathered_attention(
@@ -79,5 +79,5 @@ def _blocks(
     """The blocks of each sequence, one after the other: ``[S, W * block_size, Hk, D]``."""
     rows = cache[block_table]
     if scale is not None:
-        rows = dequantise_rows(rows, scale[block_table], dtype)
+        rows = dequantize_rows(rows, scale[block_table], dtype)
     return rows.flatten(1, 2)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .arguments import AttentionArguments, PagedAttentionArguments
-from .int8_rows import check_scales, dequantise_rows, quantise_rows
+from .int8_rows import check_scales, dequantize_rows, quantize_rows
 
 _Call = AttentionArguments[torch.Tensor] | PagedAttentionArguments[torch.Tensor]
 
@@ -109,14 +109,14 @@ def _store(call: PagedAttentionArguments[torch.Tensor]) -> None:
         if row_scale is None:
             cache[place] = new.to(cache.dtype)
         else:
-            cache[place], row_scale[place] = quantise_rows(new)
+            cache[place], row_scale[place] = quantize_rows(new)
 
 
 def _stored(
     cache: torch.Tensor, row_scale: torch.Tensor | None, place: tuple[torch.Tensor, ...], dtype: torch.dtype
 ) -> torch.Tensor:
     """The rows of a cache at ``place``, ``[1, Hk, L, D]``."""
-    rows = cache[place] if row_scale is None else dequantise_rows(cache[place], row_scale[place], dtype)
+    rows = cache[place] if row_scale is None else dequantize_rows(cache[place], row_scale[place], dtype)
     return rows.transpose(0, 1).unsqueeze(0)
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from ....runtime.ops.gathered_attention import gathered_attention
-from ....runtime.ops.int8_rows import quantise_rows
+from ....runtime.ops.int8_rows import quantize_rows
 from ...graph.attention_node import PagedAttentionCall, paged_attention_nodes
 from ...graph.fx_nodes import callee, eliminate_dead_code, shape, value
 from ...graph.record import PassRecord
@@ -201,8 +201,8 @@ class _PagedAttention:
         self.traced.lay_out_cache(index, self.site.target.block_size, stored.key_dim, stored.value_dim)
         key, val = self._by_token(self.key, stored.key_dim), self._by_token(self.value, stored.value_dim)
         if self.key_scale is not None:
-            key, key_scale = self.site.inline(quantise_rows, key)
-            val, value_scale = self.site.inline(quantise_rows, val)
+            key, key_scale = self.site.inline(quantize_rows, key)
+            val, value_scale = self.site.inline(quantize_rows, val)
             self._write_rows((self.key_scale, key_scale), (self.value_scale, value_scale))
         pair = (self.key_cache, self.value_cache)
         done = self.site.call(
