@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from torch_pagoda.runtime.memory import advise_huge_pages
-from torch_pagoda.runtime.ops.int8_rows import quantise_rows
+from torch_pagoda.runtime.ops.int8_rows import quantize_rows
 from torch_pagoda.runtime.ops.paged_attention import paged_attention
 
 
@@ -89,41 +89,39 @@ class Step:
         advise_huge_pages(cache)
         return cache.normal_().transpose(1, 2)
 
-    def quantise(self) -> None:
+    def quantize(self) -> None:
         """Make the caches that ``ours_in_int8`` reads."""
         self.int8_caches, self.scales = [], []
         for cache in self.caches:
-            stored, scale = quantise_rows(cache.transpose(1, 2))
+            stored, scale = quantize_rows(cache.transpose(1, 2))
             advise_huge_pages(stored)
             self.int8_caches.append(stored.transpose(1, 2))
             self.scales.append(scale.transpose(1, 2))
 
     def ours_in_int8(self) -> torch.Tensor:
-        return paged_attention(
-            self.query,
-            self.key,
-            self.value,
-            *self.int8_caches,
-            self.slot_mapping,
-            self.block_table,
-            self.query_start_loc,
-            self.seq_lens,
-            scale=self.shape.dim**-0.5,
-            key_scale=self.scales[0],
-            value_scale=self.scales[1],
-        )
+        return self._attend(self.int8_caches, self.scales)
 
     def ours(self) -> torch.Tensor:
+        return self._attend(self.caches, (None, None))
+
+    def _attend(self, caches: Sequence[torch.Tensor], scales: Sequence[torch.Tensor | None]) -> torch.Tensor:
         return paged_attention(
             self.query,
             self.key,
             self.value,
-            *self.caches,
+            *caches,
             self.slot_mapping,
             self.block_table,
             self.query_start_loc,
             self.seq_lens,
+            sinks=None,
+            alibi_slopes=None,
             scale=self.shape.dim**-0.5,
+            sliding_window=0,
+            chunk=0,
+            softcap=0.0,
+            key_scale=scales[0],
+            value_scale=scales[1],
         )
 
     def torch_on_pages(self) -> list[torch.Tensor]:
@@ -191,7 +189,7 @@ def main() -> None:
         for shape in SHAPES:
             step = Step(shape, dtype)
             ours = best_seconds(step.ours, options.repeats)
-            step.quantise()
+            step.quantize()
             int8 = best_seconds(step.ours_in_int8, options.repeats)
             paged = best_seconds(step.torch_on_pages, max(1, options.repeats // 3))
             line = f"{shape.name:34}"

@@ -197,7 +197,7 @@ def model_folder(shape: str, peer: Peer, python: Path, weights: str) -> Path:
         elif kind.startswith("gguf-"):
             source = model_folder(shape, peer, python, "bf16") / "model.gguf"
             target = folder / "model.gguf"
-            _run([python, HERE / "write_gguf.py", source, target, "--quantise", kind.removeprefix("gguf-")], log)
+            _run([python, HERE / "write_gguf.py", source, target, "--quantize", kind.removeprefix("gguf-")], log)
         else:
             _export_openvino(source, folder, python, kind.removeprefix("openvino-"), log)
     (folder / "complete").touch()

@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--codegen", default="auto", choices=("auto", "inductor", "none"))
     parser.add_argument("--pack-weights", action="store_true", help="LLM(pack_weights=True)")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of ours")
-    parser.add_argument("--group-size", type=int, help="of quantised weights")
+    parser.add_argument("--group-size", type=int, help="of quantized weights")
     parser.add_argument("--no-start", action="store_true", help="skip the cold and warm starts")
     parser.add_argument("--ablate", action="store_true", help="measure what each pass is worth instead")
     parser.add_argument("--json", type=Path, help="write the figures here")

@@ -1,7 +1,7 @@
 """Writes a Llama or Qwen3 checkpoint as GGUF for llama.cpp; runs in the Python of that peer.
 
     python write_gguf.py FOLDER model.gguf                        # of a bf16 checkpoint
-    python write_gguf.py model.gguf model-q4.gguf --quantise q4_0   # by llama.cpp's own quantiser
+    python write_gguf.py model.gguf model-q4.gguf --quantize q4_0   # by llama.cpp's own quantizer
 
 The file has no tokenizer: token ids go in and come out.
 """
@@ -89,7 +89,7 @@ def convert(source: Path, target: Path) -> None:
     writer.close()
 
 
-def quantise(source: Path, target: Path, kind: str) -> None:
+def quantize(source: Path, target: Path, kind: str) -> None:
     """Write a bf16 file's matrices in ``kind``, as llama.cpp does by default: Q6_K for the head where it is Q4_0."""
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = FILE_TYPES[kind]
@@ -102,11 +102,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--quantise", choices=FILE_TYPES)
+    parser.add_argument("--quantize", choices=FILE_TYPES)
     args = parser.parse_args()
     args.target.parent.mkdir(parents=True, exist_ok=True)
-    if args.quantise:
-        quantise(args.source, args.target, args.quantise)
+    if args.quantize:
+        quantize(args.source, args.target, args.quantize)
     else:
         convert(args.source, args.target)
 

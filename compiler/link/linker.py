@@ -9,7 +9,7 @@ import torch
 
 from ...passes import TracedGraph
 from ...runtime.ops.packed_linear import pack_weight
-from ...runtime.ops.quantized_weight import Quantization, quantise_weight
+from ...runtime.ops.quantized_weight import Quantization, quantize_weight
 from ...runtime.phases import phase
 from ...runtime.program import CacheSpec, KVCache
 from ...runtime.step_metadata import StepMetadata
@@ -220,4 +220,4 @@ class LinkedProgram:
 
 
 def _packed(weight: torch.Tensor, quantization: Quantization | None) -> torch.Tensor:
-    return pack_weight(weight) if quantization is None else quantise_weight(weight.detach(), quantization)
+    return pack_weight(weight) if quantization is None else quantize_weight(weight.detach(), quantization)

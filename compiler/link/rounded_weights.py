@@ -19,7 +19,7 @@ def check_rounded_weight(name: str, weight: torch.Tensor, packed: torch.Tensor, 
     Args:
         name: of the weight, for the message.
         weight: ``[out, in]``, as it was.
-        packed: what ``quantise_weight`` made of it.
+        packed: what ``quantize_weight`` made of it.
         scheme: how.
 
     Raises:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from ...runtime import ops  # noqa: F401  registers the pagoda operators
+from ...runtime.ops.arguments import AttentionArguments, PagedAttentionArguments
 from .fx_nodes import shape
 from .fx_nodes import value as fake
 from .head_layout import HeadLayout, insert_layout
@@ -19,55 +19,26 @@ ATTENTION = torch.ops.pagoda.attention.default
 PAGED_ATTENTION = torch.ops.pagoda.paged_attention.default
 
 
-@dataclass(frozen=True)
-class AttentionCall:
-    """The arguments of one ``pagoda::attention`` node, by name (see runtime/ops for their meaning)."""
+class AttentionCall(AttentionArguments[fx.Node]):
+    """The arguments of one ``pagoda::attention`` node, by name."""
 
-    query: fx.Node
-    key: fx.Node
-    value: fx.Node
-    attn_mask: fx.Node | None
-    sinks: fx.Node | None
-    alibi_slopes: fx.Node | None
-    scale: float
-    is_causal: bool
-    sliding_window: int
-    chunk: int
-    softcap: float
+    __slots__ = ()
 
     @staticmethod
     def of(node: fx.Node) -> AttentionCall:
         return AttentionCall(*node.args)  # type: ignore[arg-type]
 
     def arguments(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in self.__dataclass_fields__)
+        return tuple(self)
 
     def changed(self, **changes: Any) -> AttentionCall:
-        return replace(self, **changes)
+        return self._replace(**changes)
 
 
-@dataclass(frozen=True)
-class PagedAttentionCall:
-    """The arguments of one ``pagoda::paged_attention`` node, by name, in the order of the schema."""
+class PagedAttentionCall(PagedAttentionArguments[fx.Node]):
+    """The arguments of one ``pagoda::paged_attention`` node, by name."""
 
-    query: fx.Node
-    key: fx.Node
-    value: fx.Node
-    key_cache: fx.Node
-    value_cache: fx.Node
-    slot_mapping: fx.Node
-    block_table: fx.Node
-    query_start_loc: fx.Node
-    seq_lens: fx.Node
-    sinks: fx.Node | None
-    alibi_slopes: fx.Node | None
-    scale: float
-    sliding_window: int
-    chunk: int
-    softcap: float
-    key_scale: fx.Node | None
-    value_scale: fx.Node | None
-    batch_invariant: bool = False
+    __slots__ = ()
 
     @staticmethod
     def of(node: fx.Node) -> PagedAttentionCall:

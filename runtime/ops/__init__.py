@@ -1,8 +1,7 @@
 """The `pagoda::` operators: importing this package registers them (schema, fake, reference, CPU kernel).
 
-In graphs they are ``torch.ops.pagoda.attention`` and so on. The modules ``attention`` and ``paged_attention`` hold
-functions of the same names that add defaults and the documentation; in the others the name is the overload, and the
-documentation is the reference's (``rms_norm.rms_norm`` and ``rms_norm.rms_norm_reference``).
+In graphs they are ``torch.ops.pagoda.attention`` and so on, the overloads that the modules hold under their names.
+The documentation is the reference's (``rms_norm.rms_norm`` and ``rms_norm.rms_norm_reference``).
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from . import (
 from .reference import attention_reference, paged_attention_reference
 
 CPU_FUNCTIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-    torch.ops.pagoda.attention.default: attention.attention_cpu,
-    torch.ops.pagoda.paged_attention.default: paged_attention.paged_attention_cpu,
+    attention.attention: attention.attention_cpu,
+    paged_attention.paged_attention: paged_attention.paged_attention_cpu,
     elementwise.elementwise: elementwise.elementwise_cpu,
     invariant_linear.invariant_linear: invariant_linear.invariant_linear_cpu,
     packed_linear.packed_linear: packed_linear.packed_linear_cpu,

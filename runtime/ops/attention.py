@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import torch
 
+from .arguments import AttentionArguments
 from .native import DTYPE_CODES, kernel_function
 from .reference import attention_reference
 from .registration import check_per_head, register_operator
@@ -18,6 +20,7 @@ _SCHEMA = (
 # Field for field the struct AttentionArguments of csrc/attention.cpp; packing all at once is several times
 # faster than filling a ctypes.Structure.
 _ARGUMENTS = struct.Struct("=40q2d")
+_Call = AttentionArguments[torch.Tensor]
 
 
 def _attention_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
@@ -25,22 +28,35 @@ def _attention_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     return query.new_empty((batch, tokens, heads, value.shape[3])).transpose(1, 2)
 
 
-def attention_cpu(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    scale: float,
-    is_causal: bool,
-    sliding_window: int,
-    chunk: int,
-    softcap: float,
-) -> torch.Tensor:
+def attention_cpu(*arguments: Any) -> torch.Tensor:
+    """:func:`attention_reference` by the C++ kernel, for CPU tensors; else the reference.
+
+    Args:
+        arguments: as the reference.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    call: _Call = AttentionArguments(*arguments)
+    sizes = _checked_sizes(call)
+    kernel = kernel_function("pagoda_attention")
+    if kernel is None or call.query.dtype not in DTYPE_CODES:
+        return attention_reference(*arguments)
+    batch, heads, _, queries, keys, _, value_dim = sizes
+    attn_mask = _expanded(call.attn_mask, (batch, heads, queries, keys))
+    row = heads * value_dim
+    strides = (queries * row, value_dim, row, 1)
+    result = call.query.new_empty_strided((batch, heads, queries, value_dim), strides)
+    if result.numel():
+        kernel(_packed(call, attn_mask, sizes, result))
+    return result
+
+
+def _checked_sizes(call: _Call) -> tuple[int, ...]:
+    """Raise ``ValueError`` for shapes and dtypes that do not fit; else B, H, Hk, Tq, Tk, D, Dv."""
+    query, key, value = call.query, call.key, call.value
     batch, heads, queries, dim = query.shape
     key_batch, kv_heads, keys, key_dim = key.shape
-    value_dim = value.shape[3]
     if key_batch != batch or key_dim != dim or not kv_heads or heads % kv_heads:
         raise ValueError(
             f"key of shape {tuple(key.shape)} does not fit query of shape {tuple(query.shape)}; "
@@ -48,117 +64,53 @@ def attention_cpu(
         )
     if value.shape[:3] != key.shape[:3]:
         raise ValueError(f"value of shape {tuple(value.shape)} does not fit key of shape {tuple(key.shape)}")
-    check_per_head("sinks", sinks, heads)
-    check_per_head("alibi_slopes", alibi_slopes, heads)
+    check_per_head("sinks", call.sinks, heads)
+    check_per_head("alibi_slopes", call.alibi_slopes, heads)
     if key.dtype != query.dtype or value.dtype != query.dtype:
         raise ValueError(f"query, key and value have dtypes {query.dtype}, {key.dtype}, {value.dtype}; make them one")
-    kernel = kernel_function("pagoda_attention")
-    if kernel is None or query.dtype not in DTYPE_CODES:
-        return attention_reference(
-            query,
-            key,
-            value,
-            attn_mask,
-            sinks,
-            alibi_slopes,
-            scale,
-            is_causal,
-            sliding_window,
-            chunk,
-            softcap,
-        )
-    if attn_mask is not None:
-        try:
-            attn_mask = attn_mask.expand(batch, heads, queries, keys)
-        except RuntimeError:
-            raise ValueError(
-                f"attn_mask of shape {tuple(attn_mask.shape)} does not broadcast to {(batch, heads, queries, keys)}"
-            ) from None
-        if attn_mask.dtype not in DTYPE_CODES:
-            attn_mask = attn_mask.float()
-    result = query.new_empty((batch, queries, heads, value_dim))
-    if result.numel():
-        kernel(
-            _ARGUMENTS.pack(
-                query.data_ptr(),
-                key.data_ptr(),
-                value.data_ptr(),
-                0 if attn_mask is None else attn_mask.data_ptr(),
-                0 if sinks is None else sinks.data_ptr(),
-                0 if alibi_slopes is None else alibi_slopes.data_ptr(),
-                result.data_ptr(),
-                DTYPE_CODES[query.dtype],
-                0 if attn_mask is None else DTYPE_CODES[attn_mask.dtype],
-                0 if sinks is None else DTYPE_CODES[sinks.dtype],
-                0 if alibi_slopes is None else DTYPE_CODES[alibi_slopes.dtype],
-                batch,
-                heads,
-                kv_heads,
-                queries,
-                keys,
-                dim,
-                value_dim,
-                *query.stride(),
-                *key.stride(),
-                *value.stride(),
-                *((0, 0, 0, 0) if attn_mask is None else attn_mask.stride()),
-                0 if sinks is None else sinks.stride(0),
-                0 if alibi_slopes is None else alibi_slopes.stride(0),
-                is_causal,
-                sliding_window,
-                chunk,
-                torch.get_num_threads(),
-                scale,
-                softcap,
-            )
-        )
-    return result.transpose(1, 2)
+    return batch, heads, kv_heads, queries, keys, dim, value.shape[3]
 
 
-_overload = register_operator(_SCHEMA, fake=_attention_fake, reference=attention_reference, cpu=attention_cpu)
+def _expanded(attn_mask: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """The mask as the kernel reads it: of that shape, in a dtype that it knows."""
+    if attn_mask is None:
+        return None
+    try:
+        expanded = attn_mask.expand(shape)
+    except RuntimeError:
+        raise ValueError(f"attn_mask of shape {tuple(attn_mask.shape)} does not broadcast to {shape}") from None
+    return expanded if expanded.dtype in DTYPE_CODES else expanded.float()
 
 
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    *,
-    scale: float,
-    is_causal: bool = False,
-    sliding_window: int = 0,
-    chunk: int = 0,
-    softcap: float = 0.0,
-) -> torch.Tensor:
-    """Softmax attention of every query over the keys that it sees, in the flash style: no Tq × Tk buffer.
-
-    Score of query i and key j: ``s = scale · q·k``; ``s = softcap · tanh(s / softcap)``; plus
-    ``alibi_slopes[h] · (j - i)``; plus the mask; then softmax in fp32, with one extra logit per head if there
-    are sinks (Xiao et al. 2023, as in gpt-oss: it takes weight and has no value).
-
-    Args:
-        query: ``[B, H, Tq, D]`` fp32, bf16 or fp16 (fp64 runs the reference). Any strides, in all arguments.
-        key: ``[B, Hk, Tk, D]`` with H a multiple of Hk; query head h reads KV head ``h // (H // Hk)``.
-        value: ``[B, Hk, Tk, Dv]``.
-        attn_mask: broadcastable to ``[B, H, Tq, Tk]``; bool (True: attend) or float (added). The lowest
-            finite value of a float mask's dtype counts as -inf.
-        sinks: ``[H]``, or None.
-        alibi_slopes: ``[H]`` fp32, or None (Press et al. 2021).
-        scale: factor of the raw scores.
-        is_causal: j <= i, counted from the top left, as torch's ``scaled_dot_product_attention`` does.
-        sliding_window: i - j < sliding_window; 0 turns it off.
-        chunk: ``i // chunk == j // chunk``; 0 turns it off.
-        softcap: in units of the scaled score; 0 turns it off.
-
-    Returns:
-        ``[B, H, Tq, Dv]`` in query's dtype, stored as ``[B, Tq, H, Dv]``. Rows that see no key are zero.
-
-    Raises:
-        RuntimeError: grad mode is on and an input requires grad.
-        ValueError: shapes or dtypes that do not fit.
-    """
-    return _overload(
-        query, key, value, attn_mask, sinks, alibi_slopes, scale, is_causal, sliding_window, chunk, softcap
+def _packed(call: _Call, attn_mask: torch.Tensor | None, sizes: tuple[int, ...], result: torch.Tensor) -> bytes:
+    """The kernel's struct of arguments; what it points to must outlive the kernel's run."""
+    query, key, value, sinks, slopes = call.query, call.key, call.value, call.sinks, call.alibi_slopes
+    return _ARGUMENTS.pack(
+        query.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        0 if attn_mask is None else attn_mask.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(),
+        0 if slopes is None else slopes.data_ptr(),
+        result.data_ptr(),
+        DTYPE_CODES[query.dtype],
+        0 if attn_mask is None else DTYPE_CODES[attn_mask.dtype],
+        0 if sinks is None else DTYPE_CODES[sinks.dtype],
+        0 if slopes is None else DTYPE_CODES[slopes.dtype],
+        *sizes,
+        *query.stride(),
+        *key.stride(),
+        *value.stride(),
+        *((0, 0, 0, 0) if attn_mask is None else attn_mask.stride()),
+        0 if sinks is None else sinks.stride(0),
+        0 if slopes is None else slopes.stride(0),
+        call.is_causal,
+        call.sliding_window,
+        call.chunk,
+        torch.get_num_threads(),
+        call.scale,
+        call.softcap,
     )
+
+
+attention = register_operator(_SCHEMA, fake=_attention_fake, reference=attention_reference, cpu=attention_cpu)

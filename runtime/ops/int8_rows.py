@@ -8,7 +8,7 @@ _LARGEST = 127.0
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
-def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row in int8, symmetric around 0: ``rows ≈ stored · scale`` with ``scale = max|row| / 127``.
 
     ``stored = round(row / scale)``, ties to even, all in float32, so no element is off by more than half a scale. A
@@ -33,8 +33,8 @@ def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return stored, torch.where(finite, torch.where(usable, scale, 0.0), torch.nan)
 
 
-def dequantise_rows(stored: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The rows that ``quantise_rows`` stored.
+def dequantize_rows(stored: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The rows that ``quantize_rows`` stored.
 
     Args:
         stored: ``[..., D]`` int8.

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from ..private_folder import cache_folder
+from .arguments import MoeArguments, PagedAttentionArguments
 from .moe import moe_cpu, moe_reference
 from .native import load_kernels
 from .paged_attention import paged_attention_cpu
@@ -43,7 +43,7 @@ def check_kernels() -> None:
 
 
 def wrong_attention(attend: Callable[..., torch.Tensor]) -> str:
-    """What is wrong with a function that is to do what ``paged_attention_reference`` does; "" if nothing is found."""
+    """The mistake of a function that is to do what ``paged_attention_reference`` does; "" if none is found."""
     for dtype, window in ((torch.float32, 0), (torch.float32, 100), (torch.bfloat16, 0)):
         given = _arguments(dtype, window)
         found = attend(*_fresh(given)).float()
@@ -53,8 +53,7 @@ def wrong_attention(attend: Callable[..., torch.Tensor]) -> str:
             what = f"attention in {dtype} with sliding_window={window}"
             return f"{what} differs from the reference by {float(error):.2g} standard deviations"
     given = _arguments(torch.float32, 0)
-    table = given[6]
-    table[1, 3] = 1 << 20
+    given.block_table[1, 3] = 1 << 20
     try:
         attend(*_fresh(given))
     except ValueError:
@@ -63,7 +62,7 @@ def wrong_attention(attend: Callable[..., torch.Tensor]) -> str:
 
 
 def wrong_experts(mix: Callable[..., torch.Tensor]) -> str:
-    """What is wrong with a function that is to do what ``moe_reference`` does; "" if nothing is found."""
+    """The mistake of a function that is to do what ``moe_reference`` does; "" if none is found."""
     for dtype in _TOLERANCE:
         for layout, transposed in (("halves", False), ("interleaved", True), ("plain", False)):
             given = _experts(dtype, layout, transposed)
@@ -75,8 +74,8 @@ def wrong_experts(mix: Callable[..., torch.Tensor]) -> str:
     return ""
 
 
-def _experts(dtype: torch.dtype, layout: str, transposed: bool) -> list[Any]:
-    """Positional arguments of ``moe``: one expert without tokens, one with a single one, one with many."""
+def _experts(dtype: torch.dtype, layout: str, transposed: bool) -> MoeArguments[torch.Tensor]:
+    """One expert without tokens, one with a single one, one with many."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*sizes: int) -> torch.Tensor:
@@ -88,25 +87,25 @@ def _experts(dtype: torch.dtype, layout: str, transposed: bool) -> list[Any]:
     up, down = random(experts, first, features) / features**0.5, random(experts, features, inner) / inner**0.5
     if transposed:
         up, down = up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
-    return [
-        random(len(ids), features),
-        torch.rand(ids.shape, generator=generator).to(dtype),
-        ids,
-        up,
-        down,
-        random(experts, first),
-        random(experts, features),
-        "silu",
-        1.0,
-        2.0,
-        layout,
-        transposed,
-        False,
-    ]
+    return MoeArguments(
+        input=random(len(ids), features),
+        topk_weights=torch.rand(ids.shape, generator=generator).to(dtype),
+        topk_ids=ids,
+        up=up,
+        down=down,
+        up_bias=random(experts, first),
+        down_bias=random(experts, features),
+        activation="silu",
+        alpha=1.0,
+        limit=2.0,
+        layout=layout,
+        transposed=transposed,
+        weight_input=False,
+    )
 
 
-def _arguments(dtype: torch.dtype, window: int) -> list[Any]:
-    """Positional arguments of ``paged_attention``: a step of three sequences over a full cache."""
+def _arguments(dtype: torch.dtype, window: int) -> PagedAttentionArguments[torch.Tensor]:
+    """A step of three sequences over a full cache."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*sizes: int) -> torch.Tensor:
@@ -118,25 +117,25 @@ def _arguments(dtype: torch.dtype, window: int) -> list[Any]:
     places = [torch.arange(length - new, length) for length, new in zip(_CONTEXTS, _NEW, strict=True)]
     slots = [table[s][at // _BLOCK].long() * _BLOCK + at % _BLOCK for s, at in enumerate(places)]
     tokens = sum(_NEW)
-    return [
-        random(1, tokens, _HEADS, _DIM).transpose(1, 2) * 2,
-        random(1, tokens, _KV_HEADS, _DIM).transpose(1, 2),
-        random(1, tokens, _KV_HEADS, _DIM).transpose(1, 2),
-        random(blocks, _KV_HEADS, _BLOCK, _DIM).transpose(1, 2),
-        random(blocks, _KV_HEADS, _BLOCK, _DIM).transpose(1, 2),
-        torch.cat(slots),
-        table,
-        torch.tensor([0, *torch.tensor(_NEW).cumsum(0).tolist()], dtype=torch.int32),
-        torch.tensor(_CONTEXTS, dtype=torch.int32),
-        random(_HEADS),
-        None,
-        _DIM**-0.5,
-        window,
-        0,
-        30.0,
-    ]
+    return PagedAttentionArguments(
+        query=random(1, tokens, _HEADS, _DIM).transpose(1, 2) * 2,
+        key=random(1, tokens, _KV_HEADS, _DIM).transpose(1, 2),
+        value=random(1, tokens, _KV_HEADS, _DIM).transpose(1, 2),
+        key_cache=random(blocks, _KV_HEADS, _BLOCK, _DIM).transpose(1, 2),
+        value_cache=random(blocks, _KV_HEADS, _BLOCK, _DIM).transpose(1, 2),
+        slot_mapping=torch.cat(slots),
+        block_table=table,
+        query_start_loc=torch.tensor([0, *torch.tensor(_NEW).cumsum(0).tolist()], dtype=torch.int32),
+        seq_lens=torch.tensor(_CONTEXTS, dtype=torch.int32),
+        sinks=random(_HEADS),
+        alibi_slopes=None,
+        scale=_DIM**-0.5,
+        sliding_window=window,
+        chunk=0,
+        softcap=30.0,
+    )
 
 
-def _fresh(given: list[Any]) -> list[Any]:
+def _fresh(given: PagedAttentionArguments[torch.Tensor]) -> PagedAttentionArguments[torch.Tensor]:
     """The same with caches of their own, which the operator writes."""
-    return [x.clone() if i in (3, 4) and isinstance(x, torch.Tensor) else x for i, x in enumerate(given)]
+    return given._replace(key_cache=given.key_cache.clone(), value_cache=given.value_cache.clone())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
-from .norm_kernel import check_length, check_residual, fake_norm_and_sum, run_norm
+from .norm_kernel import check_parameter, check_residual, fake_norm_and_sum, norm_of_sum, run_norm
 from .registration import like_input, register_operator
 
 _SCHEMA = "layer_norm(Tensor input, Tensor? weight, Tensor? bias, float eps) -> Tensor"
@@ -31,8 +33,8 @@ def layer_norm_reference(
     Raises:
         ValueError: a weight or bias of another length or dtype.
     """
-    _check_parameter("weight", weight, input)
-    _check_parameter("bias", bias, input)
+    check_parameter("weight", weight, input)
+    check_parameter("bias", bias, input)
     dim = (input.shape[-1],)
     if weight is None or bias is None or weight.dtype is bias.dtype:
         return F.layer_norm(input, dim, weight, bias, eps).contiguous()
@@ -40,17 +42,14 @@ def layer_norm_reference(
 
 
 def add_layer_norm_reference(
-    input: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    input: torch.Tensor, residual: torch.Tensor, *parameters: Any
+) -> tuple[torch.Tensor, ...]:
     """``sum = input + residual``, rounded to their dtype; ``(layer_norm(sum), sum)``.
 
     Args:
-        input: ``[..., D]``, as in :func:`layer_norm_reference`, like the other arguments.
+        input: ``[..., D]``, as in :func:`layer_norm_reference`, like the parameters behind the residual.
         residual: the shape and dtype of ``input``. Any strides.
+        parameters: weight, bias, eps.
 
     Returns:
         The norm and the sum, both contiguous.
@@ -58,47 +57,32 @@ def add_layer_norm_reference(
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    check_residual(input, residual)
-    total = (input + residual).contiguous()
-    return layer_norm_reference(total, weight, bias, eps), total
+    return norm_of_sum(layer_norm_reference, input, residual, *parameters)
 
 
-def _check_parameter(name: str, parameter: torch.Tensor | None, input: torch.Tensor) -> None:
-    if parameter is None:
-        return
-    check_length(name, parameter, input)
-    if parameter.dtype is not input.dtype and parameter.dtype is not torch.float32:
-        raise ValueError(
-            f"{name} has dtype {parameter.dtype} and input {input.dtype}; "
-            f"convert it to {input.dtype} or torch.float32"
-        )
-
-
-def layer_norm_cpu(
-    input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> torch.Tensor:
+def layer_norm_cpu(input: torch.Tensor, *parameters: Any) -> torch.Tensor:
     """:func:`layer_norm_reference` by the C++ kernel, for CPU tensors; what it cannot take goes to the reference."""
-    _check_parameter("weight", weight, input)
-    _check_parameter("bias", bias, input)
-    results = run_norm(input, None, weight, bias, True, eps, 0.0, False)
-    return layer_norm_reference(input, weight, bias, eps) if results is None else results[0]
+    found = _run(input, None, *parameters)
+    return layer_norm_reference(input, *parameters) if found is None else found[0]
 
 
-def add_layer_norm_cpu(
+def add_layer_norm_cpu(input: torch.Tensor, residual: torch.Tensor, *parameters: Any) -> tuple[torch.Tensor, ...]:
+    """:func:`add_layer_norm_reference` by the C++ kernel, for CPU tensors, like :func:`layer_norm_cpu`."""
+    found = _run(input, residual, *parameters)
+    return add_layer_norm_reference(input, residual, *parameters) if found is None else found
+
+
+def _run(
     input: torch.Tensor,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`add_layer_norm_reference` by the C++ kernel, for CPU tensors, like :func:`layer_norm_cpu`."""
+) -> tuple[torch.Tensor, ...] | None:
     check_residual(input, residual)
-    _check_parameter("weight", weight, input)
-    _check_parameter("bias", bias, input)
-    results = run_norm(input, residual, weight, bias, True, eps, 0.0, False)
-    if results is None or results[1] is None:
-        return add_layer_norm_reference(input, residual, weight, bias, eps)
-    return results[0], results[1]
+    check_parameter("weight", weight, input)
+    check_parameter("bias", bias, input)
+    return run_norm(input, residual, weight, bias, True, eps, 0.0, False)
 
 
 layer_norm = register_operator(_SCHEMA, fake=like_input, reference=layer_norm_reference, cpu=layer_norm_cpu)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from .arguments import MoeArguments
 from .elementwise import elementwise_cpu
 from .gated_activation import activation_cpu, activation_reference, gated_activation_cpu, gated_activation_reference
 from .invariant_linear import invariant_linear_cpu
@@ -35,25 +37,12 @@ INVARIANT_SCORINGS = frozenset(("softmax", "sigmoid", "none", "sum", "clamped_su
 """Scorings and weightings that do not depend on the batch when asked not to."""
 
 Activate = Callable[..., torch.Tensor]
+_Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, bool], torch.Tensor]
 _Scoring = Callable[[torch.Tensor], torch.Tensor]
+_Call = MoeArguments[torch.Tensor]
 
 
-def moe_reference(
-    input: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    activation: str,
-    alpha: float,
-    limit: float,
-    layout: str,
-    transposed: bool,
-    weight_input: bool,
-    batch_invariant: bool = False,
-) -> torch.Tensor:
+def moe_reference(*arguments: Any) -> torch.Tensor:
     """``sum_k weight[n, k] * expert[ids[n, k]](input[n])``, the routed part of a mixture of experts.
 
     ``expert(x) = down(act(up(x)))``. In half precision the products, the biases added to them and the weighted
@@ -61,23 +50,7 @@ def moe_reference(
     of the dtypes of ``input`` and ``topk_weights``.
 
     Args:
-        input: ``[N, H]``, fp32, bf16 or fp16.
-        topk_weights: ``[N, K]`` floating point.
-        topk_ids: ``[N, K]`` int64 or int32, each in ``0 .. E - 1``.
-        up: ``[E, J, H]`` in the dtype of ``input``, or ``[E, H, J]`` if ``transposed``. ``J`` is ``2 I`` for gated
-            experts, else ``I``.
-        down: ``[E, O, I]``, or ``[E, I, O]`` if ``transposed``.
-        up_bias: ``[E, J]``.
-        down_bias: ``[E, O]``.
-        activation: as for ``pagoda::gated_activation``, or ``pagoda::activation`` if ``layout`` is "plain".
-        alpha: read by "clipped_swiglu" only.
-        limit: if positive, the gate is cut above it and the up part on both sides, before the activation; not read
-            if ``layout`` is "plain".
-        layout: "halves": the first ``I`` rows of ``up`` make the gate; "interleaved": the even ones; "plain": there
-            is no gate.
-        transposed: how ``up`` and ``down`` are stored.
-        weight_input: the weight multiplies the expert's input, not its output.
-        batch_invariant: a token's result does not change by a bit with the other tokens; on a CPU with kernels only.
+        arguments: the fields of :class:`MoeArguments`, in order.
 
     Returns:
         ``[N, O]`` in the dtype of ``input``, contiguous.
@@ -86,19 +59,20 @@ def moe_reference(
         ValueError: shapes that do not fit together; an unknown activation or layout.
         IndexError: an id that is not below ``E``.
     """
-    _check(input, topk_weights, topk_ids, up, down, layout, transposed)
-    tokens, count = topk_ids.shape
-    chosen = input.new_zeros(tokens, count, down.shape[2 if transposed else 1])
-    for expert in topk_ids.unique().tolist():
-        token, slot = torch.where(topk_ids == expert)
-        rows = input[token]
-        if weight_input:
-            rows = (rows * topk_weights[token, slot, None]).to(input.dtype)
-        hidden = _product(rows, up[expert], up_bias, expert, transposed)
-        hidden = activate(hidden, activation, alpha, limit, layout)
-        chosen[token, slot] = _product(hidden, down[expert], down_bias, expert, transposed)
-    terms = chosen if weight_input else chosen * topk_weights[..., None]
-    return terms.sum(1).to(input.dtype)
+    call: _Call = MoeArguments(*arguments)
+    _check(call)
+    tokens, count = call.topk_ids.shape
+    chosen = call.input.new_zeros(tokens, count, call.down.shape[2 if call.transposed else 1])
+    for expert in call.topk_ids.unique().tolist():
+        token, slot = torch.where(call.topk_ids == expert)
+        rows = call.input[token]
+        if call.weight_input:
+            rows = (rows * call.topk_weights[token, slot, None]).to(call.input.dtype)
+        hidden = _product(rows, call.up[expert], call.up_bias, expert, call.transposed)
+        hidden = activate(hidden, call.activation, call.alpha, call.limit, call.layout)
+        chosen[token, slot] = _product(hidden, call.down[expert], call.down_bias, expert, call.transposed)
+    terms = chosen if call.weight_input else chosen * call.topk_weights[..., None]
+    return terms.sum(1).to(call.input.dtype)
 
 
 def _product(
@@ -135,108 +109,64 @@ def activate(hidden: torch.Tensor, activation: str, alpha: float, limit: float, 
     return _activate(hidden, activation, alpha, limit, layout, -1, gated_activation_reference, activation_reference)
 
 
-def _check(
-    input: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    layout: str,
-    transposed: bool,
-) -> None:
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")
-    if input.dim() != 2 or topk_ids.dim() != 2 or topk_weights.shape != topk_ids.shape:
+def _check(call: _Call) -> None:
+    input, up, down = call.input, call.up, call.down
+    if call.layout not in LAYOUTS:
+        raise ValueError(f"layout is {call.layout!r}; it must be one of {', '.join(LAYOUTS)}")
+    if input.dim() != 2 or call.topk_ids.dim() != 2 or call.topk_weights.shape != call.topk_ids.shape:
         raise ValueError(
-            f"input {tuple(input.shape)}, topk_weights {tuple(topk_weights.shape)} and topk_ids "
-            f"{tuple(topk_ids.shape)} must be [N, H], [N, K] and [N, K]; flatten batch and positions"
+            f"input {tuple(input.shape)}, topk_weights {tuple(call.topk_weights.shape)} and topk_ids "
+            f"{tuple(call.topk_ids.shape)} must be [N, H], [N, K] and [N, K]; flatten batch and positions"
         )
     if up.dim() != 3 or down.dim() != 3 or up.shape[0] != down.shape[0]:
         raise ValueError(f"up {tuple(up.shape)} and down {tuple(down.shape)} must be of rank 3, one entry per expert")
-    into, out_of = (1, 2) if transposed else (2, 1)
-    inner = up.shape[out_of] if layout == "plain" else up.shape[out_of] // 2
+    into, out_of = (1, 2) if call.transposed else (2, 1)
+    inner = up.shape[out_of] if call.layout == "plain" else up.shape[out_of] // 2
     if up.shape[into] != input.shape[1] or down.shape[into] != inner:
         raise ValueError(
             f"up {tuple(up.shape)} and down {tuple(down.shape)} do not fit an input of {input.shape[1]} features "
-            f"with layout={layout!r} and transposed={transposed}"
+            f"with layout={call.layout!r} and transposed={call.transposed}"
         )
 
 
-def _fake(
-    input: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    activation: str,
-    alpha: float,
-    limit: float,
-    layout: str,
-    transposed: bool,
-    weight_input: bool,
-    batch_invariant: bool = False,
-) -> torch.Tensor:
-    return input.new_empty(input.shape[0], down.shape[2 if transposed else 1])
+def _fake(*arguments: Any) -> torch.Tensor:
+    call: _Call = MoeArguments(*arguments)
+    return call.input.new_empty(call.input.shape[0], call.down.shape[2 if call.transposed else 1])
 
 
-def moe_cpu(
-    input: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    activation: str,
-    alpha: float,
-    limit: float,
-    layout: str,
-    transposed: bool,
-    weight_input: bool,
-    batch_invariant: bool = False,
-) -> torch.Tensor:
+def moe_cpu(*arguments: Any) -> torch.Tensor:
     """:func:`moe_reference` for CPU tensors: rows sorted by expert once, two products per expert that has any.
 
     Products are accumulated in float32; so are the weighted terms, which are not rounded before they are summed.
     """
-    _check(input, topk_weights, topk_ids, up, down, layout, transposed)
-    tokens, count = topk_ids.shape
-    experts, order = topk_ids.reshape(-1).sort(stable=True)
+    call: _Call = MoeArguments(*arguments)
+    _check(call)
+    input, topk_weights = call.input, call.topk_weights
+    tokens, count = call.topk_ids.shape
+    experts, order = call.topk_ids.reshape(-1).sort(stable=True)
     rows = input.index_select(0, order.div(count, rounding_mode="floor"))
-    if weight_input:
+    if call.weight_input:
         rows = (rows * topk_weights.reshape(-1, 1).index_select(0, order)).to(input.dtype)
-    formula = (activation, alpha, limit, layout)
-    chosen = input.new_empty(tokens * count, down.shape[2 if transposed else 1])
-    columns_from = chosen.shape[0] + 1 if transposed else _COLUMNS_FROM.get(input.dtype, chosen.shape[0] + 1)
+    chosen = input.new_empty(tokens * count, call.down.shape[2 if call.transposed else 1])
+    never = tokens * count + 1
+    columns_from = never if call.transposed else _COLUMNS_FROM.get(input.dtype, never)
     end = 0
-    for expert, number in enumerate(torch.bincount(experts, minlength=up.shape[0]).tolist()):
+    for expert, number in enumerate(torch.bincount(experts, minlength=call.up.shape[0]).tolist()):
         if not number:
             continue
         start, end = end, end + number
-        bias = None if up_bias is None else up_bias[expert]
-        if batch_invariant:
-            hidden = invariant_linear_cpu(rows[start:end], up[expert].t() if transposed else up[expert], bias)
-            hidden = _activate(hidden, *formula, -1, gated_activation_cpu, activation_cpu)
-            bias = None if down_bias is None else down_bias[expert]
-            chosen[start:end] = invariant_linear_cpu(hidden, down[expert].t() if transposed else down[expert], bias)
+        if call.batch_invariant:
+            chosen[start:end] = _run_expert(call, rows[start:end], expert, _invariant_product, -1)
         elif number >= columns_from:
-            hidden = _columns_product(up[expert], rows[start:end].t(), bias)
-            hidden = _activate(hidden, *formula, 0, gated_activation_cpu, activation_cpu)
-            bias = None if down_bias is None else down_bias[expert]
-            chosen[start:end] = _columns_product(down[expert], hidden, bias).t()
+            chosen[start:end] = _run_expert(call, rows[start:end].t(), expert, _columns_product, 0).t()
         else:
-            hidden = _rows_product(rows[start:end], up[expert], bias, transposed)
-            hidden = _activate(hidden, *formula, -1, gated_activation_cpu, activation_cpu)
-            bias = None if down_bias is None else down_bias[expert]
-            chosen[start:end] = _rows_product(hidden, down[expert], bias, transposed)
+            chosen[start:end] = _run_expert(call, rows[start:end], expert, _rows_product, -1)
     terms = torch.empty_like(chosen).index_copy_(0, order, chosen).view(tokens, count, chosen.shape[1])
-    if batch_invariant:
+    if call.batch_invariant:
         common = torch.promote_types(torch.promote_types(topk_weights.dtype, input.dtype), torch.float32)
-        weighted = terms.to(common) if weight_input else terms.to(common) * topk_weights.to(common)[..., None]
+        weighted = terms.to(common) if call.weight_input else terms.to(common) * topk_weights.to(common)[..., None]
         return _in_order(weighted, 1).to(input.dtype)
-    if weight_input:
+    if call.weight_input:
         return terms.sum(1)
     common = torch.promote_types(topk_weights.dtype, input.dtype)
     return torch.bmm(topk_weights.to(common)[:, None], terms.to(common))[:, 0].to(input.dtype)
@@ -247,8 +177,20 @@ def moe_cpu(
 _COLUMNS_FROM = {torch.bfloat16: 1, torch.float32: 4}
 
 
-def _columns_product(weight: torch.Tensor, columns: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``weight @ columns + bias``, tokens side by side."""
+def _run_expert(call: _Call, tokens: torch.Tensor, expert: int, product: _Product, dim: int) -> torch.Tensor:
+    """One expert over its tokens, whose features lie along ``dim``, as those of the result do."""
+    bias = None if call.up_bias is None else call.up_bias[expert]
+    hidden = product(tokens, call.up[expert], bias, call.transposed)
+    formula = (call.activation, call.alpha, call.limit, call.layout)
+    hidden = _activate(hidden, *formula, dim, gated_activation_cpu, activation_cpu)
+    bias = None if call.down_bias is None else call.down_bias[expert]
+    return product(hidden, call.down[expert], bias, call.transposed)
+
+
+def _columns_product(
+    columns: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
+) -> torch.Tensor:
+    """``weight @ columns + bias``, tokens side by side; never with ``transposed``."""
     result = torch.mm(weight, columns) if columns.shape[1] > 1 else torch.mv(weight, columns[:, 0])[:, None]
     return result if bias is None else result + bias[:, None]
 
@@ -266,6 +208,13 @@ def _rows_product(
     return result if bias is None else result + bias
 
 
+def _invariant_product(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
+) -> torch.Tensor:
+    """The same, each row alike whatever the others are."""
+    return invariant_linear_cpu(rows, weight.t() if transposed else weight, bias)
+
+
 def moe_gating_reference(
     logits: torch.Tensor,
     correction_bias: torch.Tensor | None,
@@ -279,7 +228,7 @@ def moe_gating_reference(
     scaling: float,
     batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which experts each token goes to, and with which weights.
+    """The experts that each token goes to, and their weights.
 
     ``scores = scoring(logits)``. The ``top_k`` experts with the largest ``scores + correction_bias`` are chosen,
     out of the ``topk_groups`` best groups of neighbouring experts if there are groups. The weights are made of the

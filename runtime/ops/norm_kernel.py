@@ -1,8 +1,10 @@
-"""What the norm operators share: the call of their C++ kernel, checks of arguments, the fake of sum and norm."""
+"""Shared parts of the norm operators: the call of their C++ kernel, checks of arguments, norms of sums."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -22,8 +24,8 @@ def run_norm(
     eps: float,
     weight_offset: float,
     round_before_scale: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """The norm of ``input + residual`` and that sum, or of ``input`` and None; None where the kernel does not run.
+) -> tuple[torch.Tensor, ...] | None:
+    """The norm of ``input + residual`` and that sum, or that of ``input`` alone; None where the kernel does not run.
 
     Shapes and dtypes are as the operators' references say and have been checked.
     """
@@ -74,24 +76,49 @@ def run_norm(
             weight_offset,
         )
     )
-    return result, total
+    return (result,) if total is None else (result, total)
 
 
-def check_residual(input: torch.Tensor, residual: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless ``residual`` has the shape and the dtype of ``input``."""
-    if residual.shape != input.shape or residual.dtype is not input.dtype:
+def norm_of_sum(
+    norm: Callable[..., torch.Tensor], input: torch.Tensor, residual: torch.Tensor, *parameters: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``norm(sum, *parameters)`` and ``sum = input + residual``, both contiguous."""
+    check_residual(input, residual)
+    total = (input + residual).contiguous()
+    return norm(total, *parameters), total
+
+
+def check_residual(input: torch.Tensor, residual: torch.Tensor | None) -> None:
+    """Raise ``ValueError`` unless ``residual`` is None or has the shape and the dtype of ``input``."""
+    if residual is not None and (residual.shape != input.shape or residual.dtype is not input.dtype):
         raise ValueError(
             f"residual has shape {tuple(residual.shape)} and dtype {residual.dtype}, input {tuple(input.shape)} and "
             f"{input.dtype}; expand or convert one of them"
         )
 
 
-def check_length(name: str, parameter: torch.Tensor, input: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless ``parameter`` is ``[D]`` for an ``input`` of ``[..., D]``."""
+def check_parameter(
+    name: str, parameter: torch.Tensor | None, input: torch.Tensor, *, or_float32: bool = True
+) -> None:
+    """Raise ``ValueError`` unless ``parameter`` is None or ``[D]``, in a dtype that goes with ``input``.
+
+    Args:
+        name: in the message.
+        parameter: weight or bias.
+        input: ``[..., D]``; its dtype goes with itself.
+        or_float32: so does float32.
+    """
+    if parameter is None:
+        return
     if parameter.dim() != 1 or parameter.numel() != input.shape[-1]:
         raise ValueError(
             f"{name} has shape {tuple(parameter.shape)}; it must have one entry for each of the {input.shape[-1]} "
             "elements of input's last dim"
+        )
+    if parameter.dtype is not input.dtype and not (or_float32 and parameter.dtype is torch.float32):
+        other = "torch.float32" if or_float32 else "to torch.float32 with round_before_scale=False"
+        raise ValueError(
+            f"{name} has dtype {parameter.dtype} and input {input.dtype}; convert it to {input.dtype} or {other}"
         )
 
 

@@ -8,7 +8,7 @@ import struct
 import torch
 from torch.nn import functional as F
 
-from .int8_rows import dequantise_rows, quantise_rows
+from .int8_rows import dequantize_rows, quantize_rows
 from .native import FLOAT_CODES, kernel_function
 from .quantized_weight import Quantization, packed_bytes, restored_weight, round_weight, unpack_weight
 from .registration import register_operator
@@ -38,7 +38,7 @@ def quantized_linear_reference(
     Args:
         input: ``[..., in]``, fp32, bf16 or fp16.
         weight: ``[out_features, in]``, not rounded yet; or 1-d uint8, what
-            :func:`~torch_pagoda.runtime.ops.quantized_weight.quantise_weight` made of it.
+            :func:`~torch_pagoda.runtime.ops.quantized_weight.quantize_weight` made of it.
         bias: ``[out_features]`` or None.
         out_features: outputs.
         bits: of a weight, 8 or 4.
@@ -70,7 +70,7 @@ def quantized_linear_reference(
 def _rounded(groups: torch.Tensor, bits: int) -> torch.Tensor:
     """Numbers ``[..., N]`` after rounding, with one scale for all N."""
     if bits == 8:
-        return dequantise_rows(*quantise_rows(groups), torch.float32)
+        return dequantize_rows(*quantize_rows(groups), torch.float32)
     scale = groups.abs().amax(-1, keepdim=True) / _LARGEST_IN_16_BITS
     scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)  # NaN and infinity stay
     scale = torch.where(scale == torch.inf, torch.nan, scale)
@@ -127,7 +127,7 @@ def _check_packed(
     if weight.shape != (expected,) or not weight.is_contiguous():
         raise ValueError(
             f"weight is {tuple(weight.shape)} {weight.dtype}; [{out_features}, {inputs}] at {bits} bits, "
-            f"group_size={group_size}, has {expected} bytes: give what quantise_weight made of it"
+            f"group_size={group_size}, has {expected} bytes: give what quantize_weight made of it"
         )
 
 

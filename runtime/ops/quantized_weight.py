@@ -62,7 +62,7 @@ def check_group_size(group_size: int) -> None:
         )
 
 
-def quantise_weight(weight: torch.Tensor, scheme: Quantization) -> torch.Tensor:
+def quantize_weight(weight: torch.Tensor, scheme: Quantization) -> torch.Tensor:
     """Round a matrix and lay it out for the kernel.
 
     8 bits: symmetric, ``max|w| / 127`` of a group is its scale. 4 bits: numbers from -8 to 7; the scale is the one
@@ -108,7 +108,7 @@ def packed_bytes(outputs: int, inputs: int, scheme: Quantization) -> int:
 def round_weight(weight: torch.Tensor, scheme: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
     """The whole numbers ``[out, in]`` int8 and the scales ``[out, groups]`` float32 of a matrix.
 
-    What :func:`quantise_weight` stores, up to the rounding of ties.
+    What :func:`quantize_weight` stores, up to the rounding of ties.
     """
     outputs, inputs = weight.shape
     size, groups = scheme.group_size or max(inputs, 1), _num_groups(inputs, scheme)

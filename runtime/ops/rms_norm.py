@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from .norm_kernel import check_length, check_residual, fake_norm_and_sum, run_norm
+from .norm_kernel import check_parameter, check_residual, fake_norm_and_sum, norm_of_sum, run_norm
 from .registration import like_input, register_operator
 
 _SCHEMA = "rms_norm(Tensor input, Tensor? weight, float eps, float weight_offset, bool round_before_scale) -> Tensor"
@@ -35,7 +37,7 @@ def rms_norm_reference(
     Raises:
         ValueError: a weight of another length or dtype.
     """
-    _check_weight(input, weight, round_before_scale)
+    check_parameter("weight", weight, input, or_float32=not round_before_scale)
     wide = input.to(torch.float64 if input.dtype is torch.float64 else torch.float32)
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if round_before_scale:
@@ -46,19 +48,13 @@ def rms_norm_reference(
     return normed.to(input.dtype).contiguous()
 
 
-def add_rms_norm_reference(
-    input: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    round_before_scale: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm_reference(input: torch.Tensor, residual: torch.Tensor, *parameters: Any) -> tuple[torch.Tensor, ...]:
     """``sum = input + residual``, rounded to their dtype; ``(rms_norm(sum), sum)``.
 
     Args:
-        input: ``[..., D]``, as in :func:`rms_norm_reference`, like the other arguments.
+        input: ``[..., D]``, as in :func:`rms_norm_reference`, like the parameters behind the residual.
         residual: the shape and dtype of ``input``. Any strides.
+        parameters: weight, eps, weight_offset, round_before_scale.
 
     Returns:
         The norm and the sum, both contiguous.
@@ -66,48 +62,32 @@ def add_rms_norm_reference(
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    check_residual(input, residual)
-    total = (input + residual).contiguous()
-    return rms_norm_reference(total, weight, eps, weight_offset, round_before_scale), total
+    return norm_of_sum(rms_norm_reference, input, residual, *parameters)
 
 
-def _check_weight(input: torch.Tensor, weight: torch.Tensor | None, round_before_scale: bool) -> None:
-    if weight is None:
-        return
-    check_length("weight", weight, input)
-    if weight.dtype is not input.dtype and (round_before_scale or weight.dtype is not torch.float32):
-        raise ValueError(
-            f"weight has dtype {weight.dtype} and input {input.dtype}; convert it to {input.dtype}, or to "
-            "torch.float32 with round_before_scale=False"
-        )
-
-
-def rms_norm_cpu(
-    input: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float, round_before_scale: bool
-) -> torch.Tensor:
+def rms_norm_cpu(input: torch.Tensor, *parameters: Any) -> torch.Tensor:
     """:func:`rms_norm_reference` by the C++ kernel, for CPU tensors; what it cannot take goes to the reference."""
-    _check_weight(input, weight, round_before_scale)
-    results = run_norm(input, None, weight, None, False, eps, weight_offset, round_before_scale)
-    if results is None:
-        return rms_norm_reference(input, weight, eps, weight_offset, round_before_scale)
-    return results[0]
+    found = _run(input, None, *parameters)
+    return rms_norm_reference(input, *parameters) if found is None else found[0]
 
 
-def add_rms_norm_cpu(
+def add_rms_norm_cpu(input: torch.Tensor, residual: torch.Tensor, *parameters: Any) -> tuple[torch.Tensor, ...]:
+    """:func:`add_rms_norm_reference` by the C++ kernel, for CPU tensors, like :func:`rms_norm_cpu`."""
+    found = _run(input, residual, *parameters)
+    return add_rms_norm_reference(input, residual, *parameters) if found is None else found
+
+
+def _run(
     input: torch.Tensor,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     eps: float,
     weight_offset: float,
     round_before_scale: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`add_rms_norm_reference` by the C++ kernel, for CPU tensors, like :func:`rms_norm_cpu`."""
+) -> tuple[torch.Tensor, ...] | None:
     check_residual(input, residual)
-    _check_weight(input, weight, round_before_scale)
-    results = run_norm(input, residual, weight, None, False, eps, weight_offset, round_before_scale)
-    if results is None or results[1] is None:
-        return add_rms_norm_reference(input, residual, weight, eps, weight_offset, round_before_scale)
-    return results[0], results[1]
+    check_parameter("weight", weight, input, or_float32=not round_before_scale)
+    return run_norm(input, residual, weight, None, False, eps, weight_offset, round_before_scale)
 
 
 rms_norm = register_operator(_SCHEMA, fake=like_input, reference=rms_norm_reference, cpu=rms_norm_cpu)

@@ -12,7 +12,7 @@ from torch_pagoda.compiler.calibrate.decoder_layers import decoder_layers, first
 from torch_pagoda.compiler.calibrate.grid import GridWeight, damped, output_error, round_to_grid, stretch
 from torch_pagoda.runtime.ops.quantized_weight import (
     Quantization,
-    quantise_weight,
+    quantize_weight,
     restored_weight,
     round_weight,
     unpack_weight,
@@ -62,7 +62,7 @@ def test_the_loader_finds_the_same_whole_numbers(inputs, group_size, dtype):
     grid = round_to_grid(weight, damped(own, 0.01), group_size)
     scheme = Quantization(4, group_size, 16)
     stored = grid.dense().to(dtype)
-    whole, scales = unpack_weight(quantise_weight(stored, scheme), 80, inputs, scheme)
+    whole, scales = unpack_weight(quantize_weight(stored, scheme), 80, inputs, scheme)
     size = group_size or inputs
     # A scale may take the other sign, with all numbers of its group.
     same = (whole.float() * scales.sign().repeat_interleave(size, 1)[:, :inputs]) == (

@@ -21,7 +21,7 @@ from torch_pagoda.passes import PassRecord, TracedGraph
 from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
 from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache, bytes_per_block
 from torch_pagoda.runtime.ops import paged_attention, reference
-from torch_pagoda.runtime.ops.int8_rows import dequantise_rows
+from torch_pagoda.runtime.ops.int8_rows import dequantize_rows
 
 from perplexity import loss_per_token
 from tiny_models import build_tiny_model
@@ -113,7 +113,7 @@ def read_wrongly(monkeypatch: pytest.MonkeyPatch):
     def install(change):
         monkeypatch.setattr(paged_attention, "kernel_function", lambda name: None)
         monkeypatch.setattr(
-            reference, "dequantise_rows", lambda stored, scale, dtype: dequantise_rows(stored, change(scale), dtype)
+            reference, "dequantize_rows", lambda stored, scale, dtype: dequantize_rows(stored, change(scale), dtype)
         )
 
     return install

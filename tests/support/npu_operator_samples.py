@@ -40,7 +40,7 @@ def all_samples() -> list[Sample]:
         *_rope(),
         *_mixture_of_experts(),
         *_chains(),
-        *_quantisation(),
+        *_quantization(),
     ]
     torch.set_rng_state(state)
     return samples
@@ -364,7 +364,7 @@ def _chains() -> list[Sample]:
     return samples
 
 
-def _quantisation() -> list[Sample]:
+def _quantization() -> list[Sample]:
     x = torch.randn(2, 3, 8)
     return [
         Sample("npu_dynamic_quant", "plain", (x.bfloat16(),)),

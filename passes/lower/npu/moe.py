@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.nn import functional as F
 
 from ....runtime.ops import moe
+from ....runtime.ops.every_expert import every_expert
 from ...graph.fx_nodes import callee, shape, value
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph
@@ -248,41 +248,3 @@ def _wide(site: Site, bias: fx.Node) -> fx.Node:
         stored = traced.constants[bias.name].detach()
         return traced.shared_constant(f"wide_{bias.name}", stored.float)
     return site.cast(bias, torch.float32)
-
-
-def every_expert(
-    input: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    activation: str,
-    alpha: float,
-    limit: float,
-    layout: str,
-    transposed: bool,
-    weight_input: bool,
-) -> torch.Tensor:
-    """``pagoda::moe`` with every expert run over every token: E / K times the work, no sizes that follow the data.
-
-    Arguments and result as for ``runtime.ops.moe.moe_reference``.
-    """
-    experts = up.shape[0]
-    up, down = (w if transposed else w.transpose(1, 2) for w in (up, down))
-    # [N, E]: the weight of each expert for each token, and whether it was chosen.
-    chosen = F.one_hot(topk_ids.long(), experts)
-    weights = (chosen.to(topk_weights.dtype) * topk_weights[..., None]).sum(1)
-    rows = input.expand(experts, -1, -1)
-    if weight_input:
-        rows = (rows * weights.t()[..., None]).to(input.dtype)
-    hidden = rows @ up
-    if up_bias is not None:
-        hidden = hidden + up_bias[:, None]
-    hidden = moe.activate(hidden, activation, alpha, limit, layout)
-    out = hidden @ down
-    if down_bias is not None:
-        out = out + down_bias[:, None]
-    scale = chosen.sum(1).to(out.dtype) if weight_input else weights
-    return (out * scale.t()[..., None]).sum(0).to(input.dtype)

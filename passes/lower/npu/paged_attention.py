@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from ....runtime.ops.gathered_attention import gathered_attention
-from ....runtime.ops.int8_rows import quantise_rows
+from ....runtime.ops.int8_rows import quantize_rows
 from ...graph.attention_node import PagedAttentionCall, paged_attention_nodes
 from ...graph.fx_nodes import cache_index, callee, eliminate_dead_code, shape, value
 from ...graph.record import PassRecord
@@ -73,12 +73,11 @@ class _PagedAttention:
 
     def __init__(self, site: Site, routes: dict[fx.Node, str]) -> None:
         self.site, self.traced, self.routes = site, site.traced, routes
-        call = PagedAttentionCall.of(site.node)
+        self.call = call = PagedAttentionCall.of(site.node)
         self.query, self.key, self.value = call.query, call.key, call.value
         self.key_cache, self.value_cache = call.key_cache, call.value_cache
         self.key_scale, self.value_scale = call.key_scale, call.value_scale
         self.slot_mapping, self.block_table = call.slot_mapping, call.block_table
-        self.query_start_loc, self.seq_lens = call.query_start_loc, call.seq_lens
         self.sinks, self.alibi_slopes, self.scale = call.sinks, call.alibi_slopes, call.scale
         self.sliding_window, self.chunk, self.softcap = call.sliding_window, call.chunk, call.softcap
         self.heads = Heads(
@@ -201,8 +200,8 @@ class _PagedAttention:
         self.traced.lay_out_cache(index, self.site.target.block_size, stored.key_dim, stored.value_dim)
         key, val = self._by_token(self.key, stored.key_dim), self._by_token(self.value, stored.value_dim)
         if self.key_scale is not None:
-            key, key_scale = self.site.inline(quantise_rows, key)
-            val, value_scale = self.site.inline(quantise_rows, val)
+            key, key_scale = self.site.inline(quantize_rows, key)
+            val, value_scale = self.site.inline(quantize_rows, val)
             self._write_rows((self.key_scale, key_scale), (self.value_scale, value_scale))
         pair = (self.key_cache, self.value_cache)
         done = self.site.call(
@@ -268,22 +267,10 @@ class _PagedAttention:
         """``[T, H, Dv]`` by ATen operators over the blocks of each sequence, gathered."""
         out: fx.Node = self.site.inline(
             gathered_attention,
+            self.call,
             self._by_token(self.query, self.heads.key_dim),
-            self.key_cache,
-            self.value_cache,
-            self.block_table,
-            self.query_start_loc,
-            self.seq_lens,
             self.traced.step_input("padded_tokens"),
             self.traced.step_input("row_of_token"),
-            self.sinks,
-            self.alibi_slopes,
-            self.scale,
-            self.sliding_window,
-            self.chunk,
-            self.softcap,
-            self.key_scale,
-            self.value_scale,
         )
         return out
 

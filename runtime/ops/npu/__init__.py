@@ -5,7 +5,7 @@ operators are defined from their vendor schemas, with fakes, so that a lowered g
 torch_npu must not be imported after that: it aborts the process when its operators are defined already.
 
 The kernels follow op-plugin's documents and golden tests: fp16 and bf16 are computed in fp32 and rounded once at the
-end, fp32 and fp64 stay what they are, quantisation rounds half to even. They refuse with ``ValueError`` what the
+end, fp32 and fp64 stay what they are, quantization rounds half to even. They refuse with ``ValueError`` what the
 documents forbid, and with ``NotImplementedError`` what has no CPU kernel.
 """
 
@@ -23,7 +23,7 @@ from . import (
     moe_routing,
     norm,
     norm_rope_cache,
-    quantise,
+    quantize,
     rope,
 )
 from .registration import register
@@ -41,7 +41,7 @@ OPERATORS = (
     *grouped_matmul.OPERATORS,
     *norm_rope_cache.OPERATORS,
     *mla_prolog.OPERATORS,
-    *quantise.OPERATORS,
+    *quantize.OPERATORS,
 )
 
 register(OPERATORS)

@@ -81,7 +81,7 @@ def npu_fused_infer_attention_score(
 
     Raises:
         ValueError: what the vendor's documents forbid.
-        NotImplementedError: quantised queries or results, int4, left padding, shared prefixes, tree masks.
+        NotImplementedError: quantized queries or results, int4, left padding, shared prefixes, tree masks.
     """
     refuse_given("npu_fused_infer_attention_score", **others)
     check_precision(inner_precise, input_layout, query)

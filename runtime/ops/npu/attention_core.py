@@ -112,9 +112,9 @@ def check_precision(inner_precise: int, input_layout: str, query: torch.Tensor) 
         raise ValueError(f"inner_precise is {inner_precise}; it must be between 0 and {highest} for this query")
 
 
-def result_dtype(query: torch.Tensor, query_rope: torch.Tensor | None, quantised: bool) -> torch.dtype:
-    """Dtype of an attention result: int8 where it is ``quantised``, and no int8 query gives itself back."""
-    if quantised:
+def result_dtype(query: torch.Tensor, query_rope: torch.Tensor | None, quantized: bool) -> torch.dtype:
+    """Dtype of an attention result: int8 where it is ``quantized``, and no int8 query gives itself back."""
+    if quantized:
         return torch.int8
     if query.dtype is torch.int8:
         return torch.float16 if query_rope is None else query_rope.dtype
@@ -309,18 +309,18 @@ def _check(call: AttentionCall, layout: Layout, kv_heads: int) -> None:
     if heads != call.heads:
         raise ValueError(f"query has {heads} heads in layout {layout.name!r}, but num_heads is {call.heads}")
     if not query.is_floating_point():
-        raise NotImplementedError(f"query has dtype {query.dtype}; quantised queries have no CPU kernel")
+        raise NotImplementedError(f"query has dtype {query.dtype}; quantized queries have no CPU kernel")
     if key.dtype is torch.int32:
         raise NotImplementedError("key has dtype int32; int4 keys and values have no CPU kernel")
-    quantised = key.dtype is torch.int8
-    if call.value.dtype is not key.dtype or (not quantised and key.dtype is not query.dtype):
+    quantized = key.dtype is torch.int8
+    if call.value.dtype is not key.dtype or (not quantized and key.dtype is not query.dtype):
         raise ValueError(
             f"query, key and value have dtypes {query.dtype}, {key.dtype} and {call.value.dtype}; they must be one, "
             "or key and value int8"
         )
-    if quantised != (call.key_scales is not None) or quantised != (call.value_scales is not None):
+    if quantized != (call.key_scales is not None) or quantized != (call.value_scales is not None):
         raise ValueError("int8 keys and values need their scales, and only they take them")
-    if quantised:
+    if quantized:
         modes = (getattr(call.key_scales, "mode", None), getattr(call.value_scales, "mode", None))
         if modes[0] != modes[1] and modes != (0, 1):
             raise ValueError(f"key and value have antiquant modes {modes}; they must be equal, or 0 and 1")

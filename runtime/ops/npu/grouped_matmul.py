@@ -44,7 +44,7 @@ def npu_grouped_matmul(
 
     Raises:
         ValueError: shapes, dtypes or groups that do not fit.
-        NotImplementedError: several inputs or results, groups along K, quantisation, activations.
+        NotImplementedError: several inputs or results, groups along K, quantization, activations.
     """
     rows = _only_input(x, weight, split_item, group_type, group_list_type, act_type, others)
     matrices = list(weight[0]) if len(weight) == 1 and weight[0].dim() == 3 else list(weight)
@@ -119,7 +119,7 @@ def _only_input(
     rows = x[0]
     if not rows.is_floating_point() or any(w.dtype is not rows.dtype for w in weight):
         raise NotImplementedError(
-            f"x has dtype {rows.dtype} and weight {weight[0].dtype}; quantised matmuls have no CPU kernel"
+            f"x has dtype {rows.dtype} and weight {weight[0].dtype}; quantized matmuls have no CPU kernel"
         )
     return rows
 

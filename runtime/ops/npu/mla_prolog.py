@@ -71,7 +71,7 @@ def npu_mla_prolog_v3(
 
     Raises:
         ValueError: shapes, dtypes or slots that do not fit.
-        NotImplementedError: quantised variants, other cache modes.
+        NotImplementedError: quantized variants, other cache modes.
     """
     refuse_given(
         "npu_mla_prolog_v3",
@@ -130,7 +130,7 @@ def _check_mla(token_x: torch.Tensor, *others: torch.Tensor) -> None:
     if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float32, torch.float64}:
         raise ValueError(
             "token_x, the weights, the tables and the caches must all be bfloat16 (or, for comparisons, all fp32 or "
-            "fp64); quantised ones have no CPU kernel"
+            "fp64); quantized ones have no CPU kernel"
         )
     heads, content_dim, latent_dim = weight_uk.shape
     rope_dim = rope_sin.shape[-1]

@@ -61,7 +61,7 @@ def npu_moe_init_routing_v2(
 
     Raises:
         ValueError: shapes, dtypes or ranges that do not fit.
-        NotImplementedError: drop_pad_mode 1, quantisation, fewer active rows than there are.
+        NotImplementedError: drop_pad_mode 1, quantization, fewer active rows than there are.
     """
     refuse_given(
         "npu_moe_init_routing_v2",

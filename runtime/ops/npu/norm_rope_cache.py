@@ -54,14 +54,14 @@ def npu_kv_rmsnorm_rope_cache_v2(
             "PA_NZ" holds ``[blocks, D/16, block size, 16]`` (32 for int8). The dtype of ``kv``, or int8.
         k_rope_scale, c_kv_scale: fp32 ``[D]`` for int8 caches: ``rint(value · scale)``.
         v: ``[B, 1, S, Dv]``.
-        is_output_kv: whether what was written is returned, unquantised; else undefined on a device, NaN here.
+        is_output_kv: whether what was written is returned, unquantized; else undefined on a device, NaN here.
 
     Returns:
         ``[B, 1, S, R]`` and ``[B, 1, S, C]`` (with ``v``: the shapes of ``kv`` and ``v``) in the dtype of ``kv``.
 
     Raises:
         ValueError: shapes, dtypes or slots that do not fit.
-        NotImplementedError: quantisation offsets, the PA_BLK modes, cache dtypes by number.
+        NotImplementedError: quantization offsets, the PA_BLK modes, cache dtypes by number.
     """
     refuse_given(
         "npu_kv_rmsnorm_rope_cache_v2",
@@ -138,14 +138,14 @@ def npu_qkv_rms_norm_rope_cache(
         head_nums: ``[Nq, Nk, Nv]``.
         k_scale, v_scale: fp32 ``[N, D]`` for int8 caches: ``rint(value / scale)``. (The sister operator
             npu_kv_rmsnorm_rope_cache multiplies.)
-        is_output_qkv: whether queries, keys and values are returned, unquantised.
+        is_output_qkv: whether queries, keys and values are returned, unquantized.
 
     Returns:
         ``[B·S, N·D]`` each in the dtype of ``qkv``; without ``is_output_qkv`` three scalars without meaning.
 
     Raises:
         ValueError: shapes, dtypes or slots that do not fit.
-        NotImplementedError: quantisation offsets, other cache modes.
+        NotImplementedError: quantization offsets, other cache modes.
     """
     refuse_given(
         "npu_qkv_rms_norm_rope_cache",

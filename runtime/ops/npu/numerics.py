@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 # The numbers that torch_npu's `int dtype` arguments take (op-plugin, TORCH_DTYPE_ENUM_VALUE_TO_SCALAR_TYPE_MAP);
-# quantised types are stored in the plain integers of their width.
+# quantized types are stored in the plain integers of their width.
 DTYPES_BY_CODE = {
     0: torch.uint8,
     1: torch.int8,

@@ -167,7 +167,8 @@ class Conversation:
             lengths.append(first + count)
         query, key, value = (torch.cat(t)[None].transpose(1, 2) for t in tensors)
         arguments = (torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32))
-        options = {"scale": self.dim**-0.5, "batch_invariant": True, **self.options}
+        options = {"sliding_window": 0, "chunk": 0, "softcap": 0.0, "sinks": None, "alibi_slopes": None}
+        options |= {"scale": self.dim**-0.5, "batch_invariant": True, **self.options}
         result = paged_attention(
             query, key, value, *caches, torch.cat(slots), order, *arguments,
             key_scale=scales[0], value_scale=scales[1], **options,

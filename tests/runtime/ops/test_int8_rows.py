@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from torch_pagoda.runtime.ops.int8_rows import check_scales, dequantise_rows, quantise_rows
+from torch_pagoda.runtime.ops.int8_rows import check_scales, dequantize_rows, quantize_rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -24,7 +24,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 def test_no_element_is_off_by_more_than_half_a_scale(seed, dim, exponent, dtype):
     generator = torch.Generator().manual_seed(seed)
     rows = (torch.randn(5, 3, dim, generator=generator) ** 3 * 10.0**exponent).to(dtype)
-    stored, scale = quantise_rows(rows)
+    stored, scale = quantize_rows(rows)
     assert stored.dtype == torch.int8 and scale.shape == (5, 3) and scale.dtype == torch.float32
     # What is too small for a scale is zeros, and what is left out of its rows is less than that.
     kept = rows.float().abs().amax(-1) / 127 >= torch.finfo(torch.float32).tiny
@@ -37,30 +37,30 @@ def test_no_element_is_off_by_more_than_half_a_scale(seed, dim, exponent, dtype)
 
 def test_what_int8_holds_comes_back():
     rows = torch.arange(-127, 128).float() * 0.25
-    stored, scale = quantise_rows(rows)
-    assert torch.equal(dequantise_rows(stored, scale, torch.float32), rows)
-    again, same = quantise_rows(dequantise_rows(stored, scale, torch.float32))
+    stored, scale = quantize_rows(rows)
+    assert torch.equal(dequantize_rows(stored, scale, torch.float32), rows)
+    again, same = quantize_rows(dequantize_rows(stored, scale, torch.float32))
     assert torch.equal(again, stored) and torch.equal(same, scale)
 
 
 def test_halves_are_rounded_to_even():
-    stored, scale = quantise_rows(torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5]))
+    stored, scale = quantize_rows(torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5]))
     assert scale == 1 and stored.tolist() == [127, 0, 2, 2, 0, -2]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tiny", [0.0, -0.0, 1e-45, 1e-38, 1e-37])
 def test_zeros_are_exact(dtype, tiny):
-    stored, scale = quantise_rows(torch.full((2, 8), tiny, dtype=dtype))
+    stored, scale = quantize_rows(torch.full((2, 8), tiny, dtype=dtype))
     assert scale.tolist() == [0, 0] and not stored.any()
-    assert dequantise_rows(stored, scale, dtype).eq(0).all()
+    assert dequantize_rows(stored, scale, dtype).eq(0).all()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_spoils_its_row_alone(bad):
     rows = torch.randn(3, 8)
     rows[1, 5] = bad
-    back = dequantise_rows(*quantise_rows(rows), torch.float32)
+    back = dequantize_rows(*quantize_rows(rows), torch.float32)
     assert back[1].isnan().all() and back[[0, 2]].isfinite().all()
 
 

@@ -202,7 +202,7 @@ def test_kernels_without_newer_instructions(
 
         for scheme in (Quantization(8, 0, 8), Quantization(4, 64, 8), Quantization(4, 128, 16)):
             x, weight = torch.randn(9, 200).to(dtype), torch.randn(70, 200).to(dtype)
-            packed = quantized_weight.quantise_weight(weight, scheme)
+            packed = quantized_weight.quantize_weight(weight, scheme)
             whole, _ = quantized_weight.unpack_weight(packed, 70, 200, scheme)
             assert (whole != quantized_weight.round_weight(weight, scheme)[0]).float().mean() < 0.01
             arguments = (packed, weight[:, 0], 70, scheme.bits, scheme.group_size, scheme.input_bits)

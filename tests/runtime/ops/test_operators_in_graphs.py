@@ -13,7 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torch_pagoda.runtime.ops
+from torch_pagoda.runtime.ops.arguments import AttentionArguments, MoeArguments, PagedAttentionArguments
 from torch_pagoda.runtime.ops.attention import attention
+from torch_pagoda.runtime.ops.moe import moe
 from torch_pagoda.runtime.ops.paged_attention import paged_attention
 
 HEADS, KV_HEADS, DIM = 8, 2, 16
@@ -31,6 +33,18 @@ def test_import_is_idempotent():
     importlib.reload(torch_pagoda.runtime.ops)
     assert torch.ops.pagoda.attention.default is overload
     torch.ops.pagoda.attention.default(*dense_arguments())
+
+
+@pytest.mark.parametrize(
+    "overload, record",
+    [(attention, AttentionArguments), (paged_attention, PagedAttentionArguments), (moe, MoeArguments)],
+    ids=str,
+)
+def test_records_name_the_arguments_of_the_schemas(overload, record):
+    arguments = overload._schema.arguments
+    assert [argument.name for argument in arguments] == list(record._fields)
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    assert defaults.items() <= record._field_defaults.items()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -67,24 +81,24 @@ def test_fake_keeps_symbolic_sizes():
 @pytest.mark.parametrize("argument", ["query", "value", "sinks"])
 def test_gradients_are_refused(paged_case, argument):
     query, key, value, _, sinks, *_ = dense_arguments()
-    tensors = {"query": query, "key": key, "value": value, "sinks": sinks}
-    tensors[argument].requires_grad_()
+    {"query": query, "value": value, "sinks": sinks}[argument].requires_grad_()
+    arguments = (query, key, value, None, sinks, None, 1.0, False, 0, 0, 0.0)
     with pytest.raises(RuntimeError, match=f"{argument} requires grad; call it under torch.inference_mode"):
-        attention(**tensors, scale=1.0)
+        attention(*arguments)
     with torch.no_grad():
-        assert not attention(**tensors, scale=1.0).requires_grad
+        assert not attention(*arguments).requires_grad
 
     case = paged_case([(3, 5)], sinks=True)
     case.arguments[{"query": 0, "value": 2, "sinks": 9}[argument]].requires_grad_()
     with pytest.raises(RuntimeError, match=f"{argument} requires grad"):
-        paged_attention(*case.arguments[:11], scale=1.0)
+        paged_attention(*case.arguments)
     with torch.inference_mode():
-        paged_attention(*case.arguments[:11], scale=1.0)
+        paged_attention(*case.arguments)
 
 
 def test_gradients_are_refused_while_tracing():
-    query, key, value, *_ = dense_arguments()
-    compiled = torch.compile(lambda q: attention(q, key, value, scale=1.0).sum() * q.sum(), backend="aot_eager")
+    query, *others = dense_arguments()
+    compiled = torch.compile(lambda q: attention(q, *others).sum() * q.sum(), backend="aot_eager")
     with pytest.raises(Exception, match="query requires grad"):
         compiled(query.requires_grad_())
 

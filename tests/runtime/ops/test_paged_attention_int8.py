@@ -126,7 +126,7 @@ class Served:
         for tensor in cache:
             tensor.fill_(torch.nan if tensor.is_floating_point() else 99)
         self.key_cache, self.value_cache, *scales = cache
-        self.scales = dict(zip(("key_scale", "value_scale"), scales, strict=False))
+        self.scales = scales or (None, None)
         self.table = torch.arange(width * sequences, dtype=torch.int32).view(width, sequences).T.flip(1).contiguous()
         self.block_size, self.done = block_size, [0] * sequences
 
@@ -145,7 +145,8 @@ class Served:
             *(query, key, value, self.key_cache, self.value_cache, torch.cat(slots), self.table, starts),
             torch.tensor(self.done, dtype=torch.int32),
             **options,
-            **self.scales,
+            key_scale=self.scales[0],
+            value_scale=self.scales[1],
         )
 
 

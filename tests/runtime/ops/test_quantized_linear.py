@@ -16,7 +16,7 @@ from torch_pagoda.runtime.ops.quantized_weight import (
     Quantization,
     pack_weight,
     packed_bytes,
-    quantise_weight,
+    quantize_weight,
     restored_weight,
     round_weight,
     unpack_weight,
@@ -40,7 +40,7 @@ def call(operator, x, weight, bias, outputs, scheme):
 
 def stored_error(weight, scheme):
     """Root mean square of what rounding changes, relative to that of the weights."""
-    packed = quantise_weight(weight, scheme)
+    packed = quantize_weight(weight, scheme)
     restored = restored_weight(*unpack_weight(packed, *weight.shape, scheme), scheme)
     return ((restored - weight.float()).square().mean() / weight.float().square().mean()).sqrt().item()
 
@@ -61,7 +61,7 @@ def test_a_packed_weight_is_unpacked_to_the_same(shape, scheme):
 def test_the_kernel_rounds_as_the_reference_does(scheme, dtype, transposed):
     weight = torch.randn(200, 100).to(dtype).T if transposed else torch.randn(100, 200).to(dtype)
     whole, scales = round_weight(weight, scheme)
-    found, found_scales = unpack_weight(quantise_weight(weight, scheme), 100, 200, scheme)
+    found, found_scales = unpack_weight(quantize_weight(weight, scheme), 100, 200, scheme)
     # Few differ: numbers half way between two, and of 4 bits groups that two places serve equally well.
     assert ((found_scales / scales - 1).abs() > 1e-5).float().mean() < 0.03
     assert (found != whole).float().mean() < 0.01
@@ -95,7 +95,7 @@ def test_zeros_stay_zero_and_bad_numbers_stay_bad(scheme):
     weight[1, 3] = float("nan")
     weight[2, 250] = float("inf")
     weight[3] = 1e-38
-    restored = restored_weight(*unpack_weight(quantise_weight(weight, scheme), 5, 256, scheme), scheme)
+    restored = restored_weight(*unpack_weight(quantize_weight(weight, scheme), 5, 256, scheme), scheme)
     assert (restored[0] == 0).all() and (restored[3] == 0).all()
     assert restored[1, :64].isnan().all() and restored[2, -64:].isnan().all()
     assert restored[4].isfinite().all()
@@ -108,7 +108,7 @@ def test_zeros_stay_zero_and_bad_numbers_stay_bad(scheme):
 def test_the_kernel_equals_the_reference(rows, shape, scheme, dtype):
     outputs, inputs = shape
     x, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs).to(dtype)
-    packed = quantise_weight(torch.randn(outputs, inputs) / inputs**0.5, scheme)
+    packed = quantize_weight(torch.randn(outputs, inputs) / inputs**0.5, scheme)
     found = call(quantized_linear_cpu, x, packed, bias, outputs, scheme)
     expected = call(quantized_linear_reference, x, packed, bias, outputs, scheme)
     assert (found.dtype, found.shape, found.is_contiguous()) == (dtype, expected.shape, True)
@@ -120,7 +120,7 @@ def test_the_kernel_equals_the_reference(rows, shape, scheme, dtype):
 @pytest.mark.parametrize("scheme", SCHEMES, ids=names)
 def test_a_row_does_not_depend_on_its_batch_mates(scheme):
     x = torch.randn(70, 576).bfloat16()
-    packed = quantise_weight(torch.randn(100, 576), scheme)
+    packed = quantize_weight(torch.randn(100, 576), scheme)
     together = call(quantized_linear_cpu, x, packed, None, 100, scheme)
     for rows in (1, 3, 6, 7, 20, 40):
         apart = [call(quantized_linear_cpu, part, packed, None, 100, scheme) for part in x.split(rows)]
@@ -129,7 +129,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(scheme):
 
 @pytest.mark.parametrize("scheme", [SCHEMES[0], SCHEMES[6], SCHEMES[7]], ids=names)
 def test_rows_may_be_strided_and_batched(scheme):
-    packed = quantise_weight(torch.randn(48, 128), scheme)
+    packed = quantize_weight(torch.randn(48, 128), scheme)
     wide = torch.randn(2, 9, 300)
     for x in (wide[..., :128], wide[..., 1:257:2], wide[:, :, 100:228].transpose(0, 1), torch.randn(128)):
         found = call(quantized_linear_cpu, x, packed, None, 48, scheme)
@@ -141,7 +141,7 @@ def test_rows_may_be_strided_and_batched(scheme):
 @pytest.mark.parametrize("scheme", SCHEMES, ids=names)
 def test_rounding_bounds_the_error_against_the_plain_linear(scheme):
     x, weight = torch.randn(64, 1024), torch.randn(96, 1024)
-    found = call(quantized_linear_cpu, x, quantise_weight(weight, scheme), None, 96, scheme)
+    found = call(quantized_linear_cpu, x, quantize_weight(weight, scheme), None, 96, scheme)
     plain = F.linear(x, weight)
     error = ((found - plain).square().mean() / plain.square().mean()).sqrt().item()
     # Errors of weights and inputs are independent, and as large in the sum as in each of them.
@@ -152,7 +152,7 @@ def test_rounding_bounds_the_error_against_the_plain_linear(scheme):
 
 @pytest.mark.parametrize("scheme", SCHEMES[:2], ids=names)
 def test_bad_inputs_spoil_their_own_row_only(scheme):
-    packed = quantise_weight(torch.randn(64, 64), scheme)
+    packed = quantize_weight(torch.randn(64, 64), scheme)
     x = torch.randn(40, 64)
     expected = call(quantized_linear_cpu, x, packed, None, 64, scheme)
     x[3, 5], x[20, 0], x[39] = float("nan"), float("inf"), 0
@@ -166,7 +166,7 @@ def test_weights_that_are_not_rounded_yet_are_rounded_in_passing():
     scheme = SCHEMES[4]
     x, weight = torch.randn(3, 200), torch.randn(40, 200)
     found = call(quantized_linear, x, weight, None, 40, scheme)
-    torch.testing.assert_close(found, call(quantized_linear, x, quantise_weight(weight, scheme), None, 40, scheme))
+    torch.testing.assert_close(found, call(quantized_linear, x, quantize_weight(weight, scheme), None, 40, scheme))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_bad_schemes_are_refused(arguments, message):
 @pytest.mark.parametrize("operator", [quantized_linear_reference, quantized_linear_cpu])
 def test_a_packed_weight_of_another_size_is_refused(operator):
     scheme = SCHEMES[0]
-    packed = quantise_weight(torch.randn(64, 128), scheme)
+    packed = quantize_weight(torch.randn(64, 128), scheme)
     with pytest.raises(ValueError, match=r"\[64, 64\] at 8 bits, group_size=0, has 4352 bytes"):
         call(operator, torch.randn(2, 64), packed, None, 64, scheme)
 
@@ -194,8 +194,8 @@ def test_a_packed_weight_of_another_size_is_refused(operator):
 def test_without_kernels_the_reference_runs(monkeypatch):
     scheme = SCHEMES[4]
     weight, x = torch.randn(40, 200), torch.randn(3, 200)
-    expected = call(quantized_linear_cpu, x, quantise_weight(weight, scheme), None, 40, scheme)
+    expected = call(quantized_linear_cpu, x, quantize_weight(weight, scheme), None, 40, scheme)
     monkeypatch.setattr(quantized_weight, "kernel_function", lambda name: None)
     monkeypatch.setattr("torch_pagoda.runtime.ops.quantized_linear.kernel_function", lambda name: None)
-    found = call(quantized_linear_cpu, x, quantise_weight(weight, scheme), None, 40, scheme)
+    found = call(quantized_linear_cpu, x, quantize_weight(weight, scheme), None, 40, scheme)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)

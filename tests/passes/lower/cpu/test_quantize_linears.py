@@ -129,8 +129,8 @@ WRONG = {
 def test_a_wrongly_rounded_weight_does_not_pass_the_check(quantization, what, monkeypatch):
     from torch_pagoda.compiler.link import linker
 
-    right, spoil = linker.quantise_weight, WRONG[what]
-    monkeypatch.setattr(linker, "quantise_weight", lambda weight, scheme: right(spoil(weight), scheme))
+    right, spoil = linker.quantize_weight, WRONG[what]
+    monkeypatch.setattr(linker, "quantize_weight", lambda weight, scheme: right(spoil(weight), scheme))
     with pytest.raises(ValueError, match=r"entries of the weight '.*' are wrong when it is rounded to"):
         build_program(ToyLM(sdpa), CompileOptions(codegen="none", quantization=quantization))
 
@@ -147,8 +147,8 @@ def test_a_wrong_product_does_not_pass_the_check(monkeypatch):
 def test_logits_of_something_else_do_not_pass_the_check(monkeypatch):
     from torch_pagoda.compiler.link import linker
 
-    right = linker.quantise_weight
-    monkeypatch.setattr(linker, "quantise_weight", lambda weight, scheme: right(weight.flip(0), scheme))
+    right = linker.quantize_weight
+    monkeypatch.setattr(linker, "quantize_weight", lambda weight, scheme: right(weight.flip(0), scheme))
     monkeypatch.setattr(linker, "check_rounded_weight", lambda *arguments: None)
     with pytest.raises(ValueError, match="with packed weights logits differ"):
         build_program(ToyLM(sdpa), CompileOptions(codegen="none", quantization="int8"))

@@ -7,7 +7,8 @@ import torch
 from aten_graphs import run_graph
 
 from torch_pagoda.passes.graph.npu_target import NpuTarget
-from torch_pagoda.passes.lower.npu.moe import every_expert, lower_npu_moe
+from torch_pagoda.passes.lower.npu.moe import lower_npu_moe
+from torch_pagoda.runtime.ops.every_expert import every_expert
 from torch_pagoda.runtime.ops.moe import moe_reference
 
 from npu_graphs import assert_legal, graph_of, operators, refusals

@@ -176,8 +176,8 @@ def test_layouts():
 def test_dtypes():
     assert_refuses("they must be one", packed(key=torch.randn(4, BLOCK, KV_HEADS * DIM).half()))
     assert_refuses("int4", packed(key=torch.zeros(4, BLOCK, 4, dtype=torch.int32)), NotImplementedError)
-    quantised = torch.zeros(5, HEADS, DIM, dtype=torch.int8)
-    assert_refuses("quantised queries", packed(query=quantised), NotImplementedError)
+    quantized = torch.zeros(5, HEADS, DIM, dtype=torch.int8)
+    assert_refuses("quantized queries", packed(query=quantized), NotImplementedError)
 
 
 def int8(**changes):

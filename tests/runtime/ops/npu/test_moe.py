@@ -286,7 +286,7 @@ def test_refusals(call, match):
         (lambda: npu_grouped_matmul([X], [WEIGHT], group_list_type=2, **GROUPED), "group_list_type"),
         (lambda: npu_grouped_matmul([X], [WEIGHT], act_type=5, **GROUPED), "act_type"),
         (lambda: npu_grouped_matmul([X], [WEIGHT], scale=[X], **GROUPED), "scale"),
-        (lambda: npu_grouped_matmul([X.to(torch.int8)], [WEIGHT], **GROUPED), "quantised"),
+        (lambda: npu_grouped_matmul([X.to(torch.int8)], [WEIGHT], **GROUPED), "quantized"),
         (lambda: npu_grouped_matmul([X, X], [WEIGHT], **GROUPED), "x holds 2"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`npu::` quantisation and storage formats: npu_dynamic_quant, npu_quantize, npu_format_cast.
+"""`npu::` quantization and storage formats: npu_dynamic_quant, npu_quantize, npu_format_cast.
 
 Source: op-plugin, docs `torch_npu-npu_dynamic_quant.md`, `…-npu_quantize.md` and `…-npu_format_cast.md`.
 """
@@ -52,8 +52,8 @@ def npu_dynamic_quant(
             raise ValueError(f"smooth_scales has shape {tuple(smooth_scales.shape)}; it must be {input.shape[-1:]}")
         wide = wide * smooth_scales.float()
     scale = wide.abs().amax(-1, keepdim=True) / 127
-    quantised = torch.where(scale > 0, wide / scale, 0.0).round().clamp(-128, 127)
-    return stored_like(quantised, input, torch.int8), scale.squeeze(-1).contiguous()
+    quantized = torch.where(scale > 0, wide / scale, 0.0).round().clamp(-128, 127)
+    return stored_like(quantized, input, torch.int8), scale.squeeze(-1).contiguous()
 
 
 def npu_quantize(

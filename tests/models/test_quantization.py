@@ -16,7 +16,7 @@ from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.calibrate import calibrate
 from torch_pagoda.compiler.verify.self_check import compared_steps, reference_of_model
-from torch_pagoda.runtime.ops.quantized_weight import Quantization, quantise_weight, restored_weight, unpack_weight
+from torch_pagoda.runtime.ops.quantized_weight import Quantization, quantize_weight, restored_weight, unpack_weight
 
 from perplexity import loss_per_token
 from tiny_models import build_tiny_model
@@ -58,7 +58,7 @@ def test_logits_are_those_of_transformers_with_the_rounded_weights(name, quantiz
     for layer in rounded.modules():
         if isinstance(layer, torch.nn.Linear):
             scheme = Quantization(8, 256, 16) if layer is head else options.weight_quantization
-            packed = quantise_weight(layer.weight, scheme)
+            packed = quantize_weight(layer.weight, scheme)
             weight = restored_weight(*unpack_weight(packed, *layer.weight.shape, scheme), scheme)
             layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     for _, found, right in compared_steps(program, reference_of_model(rounded)):

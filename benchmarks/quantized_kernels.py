@@ -10,7 +10,7 @@ time of a round, as GB/s of stored weights with one row and as GFLOP/s with many
   int4wo, torch   ``_weight_int4pack_mm_for_cpu``, groups of 128
   int8, int8wo, int4, int4wo    pagoda's, with inputs rounded to 8 or (wo) 16 bits
 
-    python benchmarks/quantised_kernels.py [--threads 2] [--rounds 5] [--rows 1 4 16 64 512]
+    python benchmarks/quantized_kernels.py [--threads 2] [--rounds 5] [--rows 1 4 16 64 512]
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from report import markdown_table
 
 from torch_pagoda.runtime.ops.packed_linear import pack_weight
 from torch_pagoda.runtime.ops.quantized_linear import quantized_linear_cpu
-from torch_pagoda.runtime.ops.quantized_weight import Quantization, quantise_weight, round_weight
+from torch_pagoda.runtime.ops.quantized_weight import Quantization, quantize_weight, round_weight
 
 OUTPUTS, INPUTS, COUNT = 5632, 2048, 40
 
@@ -67,7 +67,7 @@ def by_torch_int4(weight: torch.Tensor) -> tuple[Kernel, int]:
 
 def by_pagoda(bits: int, group_size: int, input_bits: int) -> Callable[[torch.Tensor], tuple[Kernel, int]]:
     def make(weight: torch.Tensor) -> tuple[Kernel, int]:
-        packed = quantise_weight(weight, Quantization(bits, group_size, input_bits))
+        packed = quantize_weight(weight, Quantization(bits, group_size, input_bits))
         given = (packed, None, OUTPUTS, bits, group_size, input_bits)
         return lambda x: quantized_linear_cpu(x, *given), packed.numel()
 

@@ -1,28 +1,28 @@
-"""Quantisation: scales, rounding half to even, ranges."""
+"""Quantization: scales, rounding half to even, ranges."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from torch_pagoda.runtime.ops.npu.quantise import npu_dynamic_quant, npu_format_cast, npu_quantize
+from torch_pagoda.runtime.ops.npu.quantize import npu_dynamic_quant, npu_format_cast, npu_quantize
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("smooth", [False, True])
 def test_dynamic_quant(dtype, smooth):
     x, factor = torch.randn(2, 5, 64).to(dtype), (torch.rand(64) + 0.5).to(dtype)
-    quantised, scale = npu_dynamic_quant(x, smooth_scales=factor if smooth else None)
+    quantized, scale = npu_dynamic_quant(x, smooth_scales=factor if smooth else None)
     wide = x.double() * (factor.double() if smooth else 1)
     assert torch.allclose(scale.double(), wide.abs().amax(-1) / 127, rtol=1e-6) and scale.dtype is torch.float32
-    assert quantised.abs().amax(-1).eq(127).all() and quantised.dtype is torch.int8
-    error = (quantised.double() * scale.double()[..., None] - wide).abs()
+    assert quantized.abs().amax(-1).eq(127).all() and quantized.dtype is torch.int8
+    error = (quantized.double() * scale.double()[..., None] - wide).abs()
     assert (error <= scale.double()[..., None] * 0.5001).all()
 
 
 def test_a_row_of_zeros_stays_zero():
-    quantised, scale = npu_dynamic_quant(torch.zeros(2, 8).half())
-    assert (quantised == 0).all() and (scale == 0).all()
+    quantized, scale = npu_dynamic_quant(torch.zeros(2, 8).half())
+    assert (quantized == 0).all() and (scale == 0).all()
 
 
 def test_quantize_rounds_half_to_even_and_clamps():
@@ -43,8 +43,8 @@ def test_quantize_has_a_scale_per_channel(div_mode, axis):
     shape = [1, -1, 1] if axis == 1 else [1, 1, -1]
     wide = scales.double().reshape(shape)
     wanted = (x.double() / wide if div_mode else x.double() * wide) + zeros.reshape(shape)
-    quantised = npu_quantize(x, scales, zeros, 1, axis, div_mode)
-    assert (quantised.double() - wanted.round().clamp(-128, 127)).abs().max() == 0
+    quantized = npu_quantize(x, scales, zeros, 1, axis, div_mode)
+    assert (quantized.double() - wanted.round().clamp(-128, 127)).abs().max() == 0
 
 
 def test_a_format_cast_copies():

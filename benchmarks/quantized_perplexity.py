@@ -1,6 +1,6 @@
 """What rounded weights cost in perplexity: the shipped model as it is, and calibrated by `pagoda quantize`.
 
-    python benchmarks/quantised_perplexity.py [--tokens 65536] [--group-size 64] [--threads 2]
+    python benchmarks/quantized_perplexity.py [--tokens 65536] [--group-size 64] [--threads 2]
 
 The text is that of examples/pydoc_text.py: documents that the model was not trained on, and two samples of those that
 it was trained on: modules, and the language reference. Calibration reads the other modules that it was trained on,
