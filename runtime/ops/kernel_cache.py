@@ -16,6 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
 from ..private_folder import check_private_folder, locked, make_private_folder, open_private_file
@@ -90,16 +91,16 @@ def _in_folder(folder: Path, key: str, builder: Builder | None) -> ctypes.CDLL |
     unusable: OSError | KernelBuildError | None = None
     if builder is not None:
         library = folder / f"kernels-{key}-{builder.key}.so"
-        if (loaded := _load(library)) is not None:
+        if (loaded := load_checked(library)) is not None:
             return loaded
         try:
             make_private_folder(folder)
             with locked(library.with_suffix(".lock")):
-                return _load(library) or _built(library, builder)
+                return load_checked(library) or _built(library, builder)
         except (OSError, KernelBuildError) as error:
             unusable = error
     for other in sorted(folder.glob(f"kernels-{key}-*.so")):
-        if (loaded := _load(other)) is not None:
+        if (loaded := load_checked(other)) is not None:
             _logger.info("kernels of another compiler are used: %s", other)
             return loaded
     if unusable is not None:
@@ -112,31 +113,46 @@ def _built(library: Path, builder: Builder) -> ctypes.CDLL:
     for left in library.parent.glob(f"{library.stem}?*/"):  # where a build was killed
         shutil.rmtree(left, ignore_errors=True)
     builder.build(library)
-    with library.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    noted = _digest_file(library)
-    unfinished = noted.with_suffix(".part")
-    unfinished.unlink(missing_ok=True)
-    unfinished.write_text(f"{digest}  {library.name}\n# built by {builder.version}\n", encoding="utf-8")
-    unfinished.chmod(0o644)
-    os.replace(unfinished, noted)
-    loaded = _load(library)
+    note_digest(library, builder.version)
+    loaded = load_checked(library)
     if loaded is None:
         raise OSError(f"{library} does not load; the log says why")
     return loaded
 
 
-def _load(library: Path) -> ctypes.CDLL | None:
-    """A library that is as it was built; None, after a warning unless it is missing, for any other."""
+def note_digest(library: Path, builder: str) -> None:
+    """Write the digest of a library that was just built beside it, and who built it."""
+    with library.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    noted = digest_file(library)
+    unfinished = noted.with_suffix(".part")
+    unfinished.unlink(missing_ok=True)
+    unfinished.write_text(f"{digest}  {library.name}\n# built by {builder}\n", encoding="utf-8")
+    unfinished.chmod(0o644)
+    os.replace(unfinished, noted)
+
+
+def load_checked(
+    library: Path, open_file: Callable[[Path], BufferedReader] = open_private_file
+) -> ctypes.CDLL | None:
+    """Load a library that is as it was built.
+
+    Args:
+        library: the file; its digest lies beside it.
+        open_file: opens both for reading, or says by an OSError why they are not to be trusted.
+
+    Returns:
+        None, after a warning unless it is missing, for any other.
+    """
     try:
-        file = open_private_file(library)
+        file = open_file(library)
     except FileNotFoundError:
         return None
     except OSError as error:
         _logger.warning("%s is not used: %s", library, error)
         return None
     try:
-        with open_private_file(_digest_file(library)) as noted:
+        with open_file(digest_file(library)) as noted:
             said = noted.read(64).decode("ascii", "replace")
         found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != said:
@@ -160,5 +176,6 @@ def _same_file(descriptor: int, path: Path) -> str:
     return name if os.path.exists(name) else str(path)
 
 
-def _digest_file(library: Path) -> Path:
+def digest_file(library: Path) -> Path:
+    """The file beside a library that holds its digest."""
     return library.with_name(f"{library.name}.sha256")

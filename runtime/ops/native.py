@@ -1,4 +1,4 @@
-"""Builds the C++ kernels with the machine's g++ on first use, keeps them on disk, loads them by ctypes."""
+"""The C++ kernels: loaded by ctypes from those built ahead, or built with the machine's g++ on first use and kept."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ import torch
 from ..phases import phase
 from ..private_folder import cache_folder
 from .kernel_cache import Builder, KernelBuildError, load_library
+from .openmp import promote_openmp
+from .prebuilt import FOLDER, KERNELS, KernelBuild, chosen_kernels, load_prebuilt, read_cpuinfo
 
 _logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "csrc"
-FLAGS = (
+PORTABLE_FLAGS = (
     "-O3",
-    "-march=native",
     "-fopenmp",
     "-shared",
     "-fPIC",
@@ -40,6 +41,8 @@ FLAGS = (
     "-fno-gnu-unique",  # where several builds are loaded, each uses its own tables
     "-Wno-psabi",
 )
+"""For any processor; what it may use besides is added."""
+FLAGS = (*PORTABLE_FLAGS, "-march=native")
 
 # The kernels' names for dtypes; what is missing here runs on the reference.
 FLOAT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -47,14 +50,19 @@ DTYPE_CODES = {**FLOAT_CODES, torch.bool: 3}
 
 
 def begin_loading() -> None:
-    """Load the library, and build it if need be, on a thread of its own; who calls ``load_kernels`` waits for it."""
+    """Load the library, and build it if need be, on a thread of its own; who calls ``load_kernels`` waits for it.
+
+    Raises:
+        ValueError: ``$TORCH_PAGODA_KERNELS`` names no kernels.
+    """
     _loading()
 
 
 @functools.cache
 def _loading() -> Future[ctypes.CDLL]:
+    chosen = chosen_kernels()
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pagoda-kernels")
-    future = pool.submit(_load_or_build, cache_folder() / "kernels")
+    future = pool.submit(_load_or_build, cache_folder() / "kernels", chosen)
     pool.shutdown(wait=False)
     return future
 
@@ -63,8 +71,12 @@ def _loading() -> Future[ctypes.CDLL]:
 def load_kernels() -> ctypes.CDLL | None:
     """The library of C++ kernels, built if need be; None, after one warning, where that is impossible.
 
-    The library lies in ``$TORCH_PAGODA_CACHE/kernels`` (``~/.cache/torch_pagoda/kernels``) under a name that
-    hashes sources, flags, processor and compiler, see ``kernel_cache``. Processes that need it at once build it once.
+    It is one that came with a wheel, where that has one for this processor (see ``prebuilt``). Else it lies in
+    ``$TORCH_PAGODA_CACHE/kernels`` (``~/.cache/torch_pagoda/kernels``) under a name that hashes sources, flags,
+    processor and compiler, see ``kernel_cache``. Processes that need it at once build it once.
+
+    Raises:
+        ValueError: ``$TORCH_PAGODA_KERNELS`` names no kernels.
     """
     try:
         with phase("kernels"):
@@ -136,14 +148,39 @@ def bind_function(library: ctypes.CDLL, name: str) -> Callable[[bytes], int]:
     return function
 
 
-def _load_or_build(folder: Path) -> ctypes.CDLL:
-    """The library from ``folder``, or where that serves for nothing from this user's folder for temporary files."""
+def _load_or_build(folder: Path, chosen: str = "auto") -> ctypes.CDLL:
+    """The library that came with a wheel; else from ``folder``, or where that serves for nothing from this user's
+    folder for temporary files."""
+    promote_openmp(Path(torch.__file__).parent)
+    if chosen == "jit":
+        return _load_built(folder)
+    try:
+        return load_prebuilt(FOLDER, platform.machine(), read_cpuinfo(), prebuilt_key)
+    except KernelBuildError as error:
+        why = f"no prebuilt kernels serve: {error}"
+    if chosen == "prebuilt":
+        raise KernelBuildError(f"{KERNELS}={chosen} and {why}")
+    _logger.info(why)
+    try:
+        return _load_built(folder)
+    except KernelBuildError as error:
+        raise KernelBuildError(f"{error}; {why}") from error
+
+
+def _load_built(folder: Path) -> ctypes.CDLL:
+    """The library that was built on this machine, or is built now."""
     compiler = shutil.which("g++")
     builder = None
     if compiler is not None:
-        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-        builder = Builder(version.partition("\n")[0], functools.partial(build_library, compiler))
+        version = compiler_version(compiler)
+        builder = Builder(version, functools.partial(build_library, compiler))
     return load_library([folder, _temporary_folder()], _fingerprint(), builder)
+
+
+def compiler_version(compiler: str) -> str:
+    """What a compiler says about itself."""
+    said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    return said.partition("\n")[0]
 
 
 def _temporary_folder() -> Path:
@@ -165,7 +202,8 @@ def build_library(compiler: str, library: Path, flags: Sequence[str] = FLAGS) ->
             # The first failure is raised here; the others have finished by then and are not reported.
             list(pool.map(compile_one, [[*unit, "-o", o] for unit, o in zip(units, objects, strict=True)]))
         unfinished = Path(folder, library.name)
-        _run_compiler(compiler, flags, [*objects, "-o", str(unfinished), *_openmp_of_torch()])
+        linking = [flag for flag in flags if flag != "-fopenmp"]  # the process has a runtime, see ``openmp``
+        _run_compiler(compiler, linking, [*objects, "-o", str(unfinished)])
         unfinished.chmod(0o755)
         os.replace(unfinished, library)
     _logger.info("built %s", library)
@@ -191,32 +229,31 @@ def _run_compiler(compiler: str, flags: Sequence[str], arguments: Sequence[str])
         raise KernelBuildError(f"{compiler} failed: {errors[0]}")
 
 
-def _openmp_of_torch() -> list[str]:
-    """Link arguments that make the kernels share torch's OpenMP threads.
+def prebuilt_flags(build: KernelBuild) -> tuple[str, ...]:
+    """What the compiler is told for the library of a build."""
+    return (*PORTABLE_FLAGS, *build.flags)
 
-    Where torch ships libgomp under its usual name, the loader gives it to us anyway. Some wheels rename it
-    (``libgomp-<hash>.so.1``); then we link that very file, and ``--as-needed`` leaves the system's out.
-    """
-    root = Path(torch.__file__).parent
-    for folder in (root / "lib", root.parent / "torch.libs"):
-        for path in sorted(folder.glob("libgomp*.so*")):
-            if path.name != "libgomp.so.1":
-                return ["-Wl,--as-needed", str(path), f"-Wl,-rpath,{folder}"]
-    return []
+
+def prebuilt_key(build: KernelBuild) -> str:
+    """A digest of what the library of a build is made of, whatever compiler makes it."""
+    return _digest(*prebuilt_flags(build))
 
 
 def _fingerprint() -> str:
-    """A digest of what the library is built from, and for; whatever compiler builds it."""
-    parts = [" ".join(FLAGS), processor(), " ".join(_openmp_of_torch())]
-    parts += [path.read_text() for path in sorted(_SOURCES.iterdir()) if path.suffix in (".h", ".cpp")]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+    """A digest of what a library that is built here is made of, and for; whatever compiler builds it."""
+    return _digest(*FLAGS, processor())
+
+
+def _digest(*parts: str) -> str:
+    """A digest of the kernels' sources and of what else a library depends on."""
+    sources = [path.read_text() for path in sorted(_SOURCES.iterdir()) if path.suffix in (".h", ".cpp")]
+    return hashlib.sha256("\0".join((*parts, *sources)).encode()).hexdigest()[:20]
 
 
 def processor() -> str:
     """What ``-march=native`` depends on: a home directory may be shared by different machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
+    lines = read_cpuinfo().splitlines()
+    if not lines:
         return platform.machine() + platform.processor()
     wanted = ("flags", "Features", "model name", "cpu family", "model", "CPU part", "CPU implementer")
     found = {line.split(":")[0].strip(): line for line in reversed(lines) if ":" in line}

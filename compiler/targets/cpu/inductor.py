@@ -18,7 +18,7 @@ _SINGLE = frozenset("linear mm addmm bmm baddbmm _grouped_mm embedding index_sel
 
 
 def is_fusible(traced: TracedGraph) -> bool:
-    """True if inductor has something to gain: on average a decoder layer holds an operator that it would fuse.
+    """Whether inductor has something to gain: on average a decoder layer holds an operator that it would fuse.
 
     Matrix products, gathers and our own operators stay single calls in its code too. Around nothing else it buys
     no time, and costs the compilation.
@@ -49,7 +49,29 @@ def generate_code(traced: TracedGraph, context: TracingContext) -> Callable[...,
 
     traced.recompile()
     examples = [value(n) for n in traced.placeholders]
-    # Packed weights are opaque: they have no strides that the generated code could assert.
-    opaque = torch._inductor.config.patch(size_asserts=not traced.notes.packed)
-    with tracing(context), opaque, torch.no_grad():
-        return cast("Callable[..., Sequence[Any]]", compile_fx(traced.module, examples))
+    with tracing(context), torch.no_grad():
+        if not traced.notes.packed:
+            return cast("Callable[..., Sequence[Any]]", compile_fx(traced.module, examples))
+        # Packed weights are opaque: they have no strides that the generated code could assert.
+        with torch._inductor.config.patch(size_asserts=False):
+            module, count = _returning_sizes(traced)
+            run = compile_fx(module, examples)
+    return lambda *args: run(*args)[:count]
+
+
+def _returning_sizes(traced: TracedGraph) -> tuple[fx.GraphModule, int]:
+    """A copy of the graph that returns the variable sizes of its inputs besides, and how many outputs it had.
+
+    Without assertions inductor's code (torch 2.15) knows sizes of inputs only if the graph itself asks for them.
+    """
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    outputs = cast("Sequence[Any]", graph.graph_copy(traced.graph, copies))
+    sizes: dict[Any, fx.Node] = {}
+    for node in traced.placeholders:
+        if not isinstance(example := value(node), torch.Tensor):
+            continue
+        for dim, size in enumerate(example.shape):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.expr not in sizes:
+                sizes[size.node.expr] = graph.call_function(torch.ops.aten.sym_size.int, (copies[node], dim))
+    graph.output((*outputs, *sizes.values()))
+    return fx.GraphModule(traced.module, graph), len(outputs)
