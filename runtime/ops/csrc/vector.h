@@ -23,6 +23,11 @@ constexpr int kLanes = 8;
 #else
 constexpr int kLanes = 4;
 #endif
+#if defined(PAGODA_AVX512) || defined(__aarch64__)
+constexpr int kRegisters = 32;  // of vectors
+#else
+constexpr int kRegisters = 16;
+#endif
 
 typedef float vfloat __attribute__((vector_size(kLanes * 4)));
 typedef int32_t vint __attribute__((vector_size(kLanes * 4)));
