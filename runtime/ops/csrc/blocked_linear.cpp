@@ -6,6 +6,7 @@
 // Elsewhere both are ours. Few rows wait for memory: threads read panels one after the other and fetch ahead (see
 // shares.h, fetch.h).
 
+#include "bf16_rows_arm.h"
 #include "fetch.h"
 #include "multiply.h"
 #include "rows.h"
@@ -210,7 +211,11 @@ void run(const BlockedLinearArguments& a) {
 }
 
 #else
+#if defined(PAGODA_ARM_BF16)
+typedef BrainRows ManyRows;
+#else
 typedef WidenedRows ManyRows;
+#endif
 
 // The rows of the input in pieces that are multiplied at once, each as its products read it.
 struct Pieces {
@@ -218,7 +223,8 @@ struct Pieces {
   int64_t rows, columns, count;
   int64_t first(int64_t piece) const { return rows * piece / count; }
   int64_t size(int64_t piece) const { return first(piece + 1) - first(piece); }
-  ManyRows::element* at(int64_t piece) const { return memory + first(piece) * columns; }
+  int64_t elements() const { return count * ManyRows::kRows * columns; }
+  ManyRows::element* at(int64_t piece) const { return memory + piece * ManyRows::kRows * columns; }
 };
 
 void pack_piece(const BlockedLinearArguments& a, const Pieces& x, int64_t piece) {
@@ -243,8 +249,8 @@ template <int V>
 void run(const BlockedLinearArguments& a) {
   static thread_local Scratch inputs, own;
   Pieces x{nullptr, a.rows, round_up(a.inputs, kStepInputs), pieces_of(a.rows, ManyRows::kRows)};
-  inputs.reserve(x.rows * x.columns * sizeof *x.memory + 64);
-  x.memory = inputs.take<ManyRows::element>(x.rows * x.columns);
+  inputs.reserve(x.elements() * sizeof *x.memory + 64);
+  x.memory = inputs.take<ManyRows::element>(x.elements());
   const bool alone = a.rows * a.inputs < kFewElements;
   for (int64_t piece = 0; alone && piece < x.count; ++piece) pack_piece(a, x, piece);
   Shares shares(pieces_of(a.outputs, V * 16), a.threads);
