@@ -1,8 +1,9 @@
-"""`pagoda::packed_linear`: a linear layer whose weight may be laid out for oneDNN.
+"""`pagoda::packed_linear`: a linear layer whose weight may be laid out in panels of outputs.
 
-oneDNN multiplies many rows at the processor's limit. For few, which wait for memory, a kernel of ours reads the same
-weight (``csrc/blocked_linear.cpp``), where oneDNN's layout is the one that it knows; that is looked at, weight by
-weight, when one is packed.
+On x86 processors that multiply bf16, oneDNN lays weights out. It multiplies many rows at the processor's limit; for
+few, which wait for memory, a kernel of ours reads the same weight (``csrc/blocked_linear.cpp``), where oneDNN's
+layout is the one that it knows; that is looked at, weight by weight, when one is packed. On all other processors
+weights are laid out here, in the same panels, and that kernel takes any number of rows.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from .native import FLOAT_CODES, kernel_function
+from ..memory import advise_huge_pages
+from .invariant_linear import invariant_linear_cpu
+from .native import FLOAT_CODES, bind_function, kernel_function, load_kernels
 from .registration import register_operator
 
 log = logging.getLogger(__name__)
 
 MOST_ROWS = 64
-"""More go to oneDNN."""
+"""More go to oneDNN where it has packed the weight."""
 _SCHEMA = "packed_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor"
 _ARGUMENTS = struct.Struct("=11q")  # BlockedLinearArguments in csrc/blocked_linear.cpp
 _PANELS = (16, 32, 64)
@@ -45,18 +48,30 @@ def packed_linear_reference(
     """
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+    if weight.dim() == 3:
+        weight = unpack_weight(weight, input.shape[-1])
     return F.linear(input, weight, bias)
 
 
 def packed_linear_cpu(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """:func:`packed_linear_reference` by the C++ kernel for up to ``MOST_ROWS`` rows and weights in a layout that it
-    knows, else by oneDNN."""
-    blocked: tuple[int, int] | None = getattr(weight, "blocked", None)
-    if blocked is None or input.numel() > MOST_ROWS * input.shape[-1]:
+    """:func:`packed_linear_reference` by the C++ kernel where it knows the weight's layout: any number of rows where
+    we laid it out, up to ``MOST_ROWS`` where oneDNN did, which takes the others.
+
+    Where we would lay it out, a plain weight goes to the kernel of ``invariant_linear``: torch is slow there.
+    """
+    blocked: tuple[int, int] | None
+    if weight.dim() == 3:
+        blocked = (weight.data_ptr(), own_panel())
+    else:
+        blocked = getattr(weight, "blocked", None)
+        if blocked is None and input.dtype is weight.dtype is torch.bfloat16 and own_panel() and not weight.is_mkldnn:
+            return invariant_linear_cpu(input, weight, bias)
+    if blocked is None or (weight.dim() == 2 and input.numel() > MOST_ROWS * input.shape[-1]):
         return packed_linear_reference(input, weight, bias)
     kernel = kernel_function("pagoda_blocked_linear")
     inputs, outputs = input.shape[-1], weight.shape[0]
-    if kernel is None or input.dtype is not torch.bfloat16 or inputs != weight.shape[1]:
+    fits = inputs == weight.shape[1] if weight.dim() == 2 else -(-inputs // 2) == weight.shape[1]
+    if kernel is None or input.dtype is not torch.bfloat16 or not fits:
         return packed_linear_reference(input, weight, bias)
     result = input.new_empty((*input.shape[:-1], outputs))
     rows = input if input.dim() == 2 else input.reshape(-1, inputs)
@@ -90,20 +105,35 @@ def _fake(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
 packed_linear = register_operator(_SCHEMA, fake=_fake, reference=packed_linear_reference, cpu=packed_linear_cpu)
 
 
+@functools.cache
+def own_panel() -> int:
+    """Outputs of a panel of the weights that are laid out here; 0 where oneDNN does that, or there are no kernels."""
+    library = load_kernels()
+    return 0 if library is None else bind_function(library, "pagoda_blocked_panel")(b"")
+
+
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this machine's oneDNN has packed products in ``dtype``: bf16 where the CPU has instructions for it."""
-    if not torch.backends.mkldnn.is_available() or dtype is not torch.bfloat16:
+    """Whether this machine has packed products in ``dtype``: bf16 where there are our kernels, or where the CPU has
+    instructions for it that oneDNN uses."""
+    if dtype is not torch.bfloat16:
         return False
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if own_panel():
+        return True
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """An ``[out, in]`` weight in oneDNN's blocked layout: an opaque tensor of as many bytes.
+    """An ``[out, in]`` weight as :func:`packed_linear` reads it fastest; of as many bytes, but for padding.
 
-    Its attribute ``blocked`` says where that lies and how many outputs a panel of it has; there is none where our
-    kernel does not know the layout.
+    Where ``own_panel()`` is not 0, ``[out, in / 2, 2]``: the head of memory that holds panels ``[in / 2][panel][2]``,
+    see ``csrc/blocked_linear.cpp``. Elsewhere an opaque tensor in oneDNN's blocked layout. Its attribute ``blocked``
+    says where that lies and how many outputs a panel of it has; there is none where our kernel does not know the
+    layout.
     """
     weight = weight.detach().contiguous()
+    if panel := own_panel():
+        outputs, pairs = weight.shape[0], -(-weight.shape[1] // 2)
+        return lay_out(weight, panel).view(-1)[: outputs * pairs * 2].view(outputs, pairs, 2)
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     address = _address(packed)
     panel = _panel_size(weight, address, torch.ops.mkldnn._nbytes(packed)) if address else 0
@@ -112,6 +142,26 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     else:
         log.info("a weight %s is in a layout of oneDNN's that only it can read", tuple(weight.shape))
     return packed
+
+
+def lay_out(weight: torch.Tensor, panel: int) -> torch.Tensor:
+    """``[panels, in / 2, panel, 2]``: an ``[out, in]`` weight in panels, padded with zeros to 32 inputs."""
+    outputs, inputs = weight.shape
+    panels, pairs = -(-outputs // panel), -(-inputs // _STEP) * _STEP // 2
+    laid = weight.new_empty(panels, pairs, panel, 2)
+    advise_huge_pages(laid)
+    if (outputs, inputs) == (panels * panel, pairs * 2):
+        return laid.copy_(weight.view(panels, panel, pairs, 2).transpose(1, 2))
+    padded = F.pad(weight, (0, pairs * 2 - inputs, 0, panels * panel - outputs))
+    return laid.copy_(padded.view(panels, panel, pairs, 2).transpose(1, 2))
+
+
+def unpack_weight(packed: torch.Tensor, inputs: int) -> torch.Tensor:
+    """The ``[out, in]`` weight that :func:`pack_weight` laid out in panels."""
+    outputs, panel = packed.shape[0], own_panel()
+    panels, pairs = -(-outputs // panel), -(-inputs // _STEP) * _STEP // 2
+    laid = packed.as_strided((panels, panel, pairs, 2), (pairs * panel * 2, 2, panel * 2, 1))
+    return laid.reshape(panels * panel, pairs * 2)[:outputs, :inputs].contiguous()
 
 
 def _panel_size(weight: torch.Tensor, address: int, size: int) -> int:

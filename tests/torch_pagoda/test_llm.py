@@ -127,7 +127,7 @@ def test_live_module_keeps_its_weights(
     assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
 
 
-@pytest.mark.skipif(not can_pack(torch.bfloat16), reason="oneDNN has no bf16 products on this CPU")
+@pytest.mark.skipif(not can_pack(torch.bfloat16), reason="no packed bf16 products on this CPU")
 def test_packed_weights_that_are_written_to_raise(fast: dict[str, Any]) -> None:
     model = build_tiny_model("llama", dtype=torch.bfloat16)
     live = pagoda.LLM(model, **fast, pack_weights=True)

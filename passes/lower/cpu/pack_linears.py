@@ -1,15 +1,16 @@
 """Let linear layers read weights that were laid out once for the CPU's matrix kernels.
 
-Level 0, where asked for (``pack_weights``): oneDNN multiplies plain bf16 matrices as well, in another order.
+Level 0, where asked for (``pack_weights``): plain bf16 matrices are multiplied as well, in another order.
 
 Matches:
-    linear(x, W, b), linear(x, t(W), b)      # bf16 parameters, the CPU has bf16 instructions
+    linear(x, W, b), linear(x, t(W), b)      # bf16 parameters
 Becomes:
     pagoda::packed_linear(x, W, b)           # W is packed when the program is finished
 Why it is faster:
     oneDNN multiplies blocked matrices. A plain weight is re-blocked at every call, which costs a third of the
     bandwidth of a decode step and about a sixth of the arithmetic of a prefill step. A few rows are multiplied by a
-    kernel of ours that reads the blocks a tenth to a fifth faster than oneDNN.
+    kernel of ours that reads the blocks a tenth to a fifth faster than oneDNN. Where the processor has no bf16
+    products torch multiplies one number at a time; that kernel widens the blocks in registers.
 """
 
 from __future__ import annotations

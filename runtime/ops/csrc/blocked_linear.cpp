@@ -1,14 +1,18 @@
-// CPU kernel of pagoda::packed_linear for few rows of bf16, over weights in the layout that oneDNN gives them: panels
-// of 16, 32 or 64 outputs, each [inputs / 2][outputs of the panel][2], padded with zeros to whole panels and to 32
-// inputs. Its Python twin is in packed_linear.py, which checks that layout; keep them in step.
+// CPU kernel of pagoda::packed_linear for rows of bf16 over weights in panels of 16, 32 or 64 outputs, each
+// [inputs / 2][outputs of the panel][2], padded with zeros to whole panels and to 32 inputs. Its Python twin is in
+// packed_linear.py; keep them in step.
 //
-// Few rows wait for memory: threads read panels one after the other and fetch ahead (see shares.h, fetch.h).
+// On x86 processors that multiply bf16 it is oneDNN that lays weights out so and that takes many rows; few are ours.
+// Elsewhere both are ours. Few rows wait for memory: threads read panels one after the other and fetch ahead (see
+// shares.h, fetch.h).
 
+#include "bf16_rows_arm.h"
 #include "fetch.h"
 #include "multiply.h"
 #include "rows.h"
 #include "scratch.h"
 #include "shares.h"
+#include "widened_rows.h"
 
 struct BlockedLinearArguments {
   const char* input;
@@ -20,11 +24,28 @@ struct BlockedLinearArguments {
 };
 static_assert(sizeof(BlockedLinearArguments) == 11 * 8, "packed_linear.py packs 11 integers");
 
-#if defined(PAGODA_BF16)
 namespace {
 
 constexpr int64_t kStepInputs = 32;
 constexpr int64_t kStepPairs = 16;
+
+template <int V>
+void write_panel(const BlockedLinearArguments& a, int64_t first, int64_t rows, int64_t panel, const float* sums) {
+  const int64_t begin = panel * V * 16, count = std::min<int64_t>(V * 16, a.outputs - begin);
+  alignas(64) float bias[V * 16];
+  if (a.bias) load_floats(bias, a.bias + begin * bytes_of(a.bias_dtype), a.bias_dtype, count, 1);
+  for (int64_t r = 0; r < rows; ++r) {
+    uint16_t* to = (uint16_t*)a.out + (first + r) * a.outputs + begin;
+    for (int64_t n = 0; n < count; n += kLanes) {
+      vfloat number = load(sums + r * V * 16 + n);
+      if (a.bias) number = number + load(bias + n);
+      if (count - n >= kLanes) BrainHalf::write(to + n, number);
+      else write_part<BrainHalf>(to + n, number, count - n);
+    }
+  }
+}
+
+#if defined(PAGODA_BF16)
 constexpr int64_t kTallest = 32;   // rows that the tiles take at once
 constexpr int kFewestTiled = 5;    // rows; fewer leave the tiles idle
 constexpr int kVectorRows = 6;     // rows x 4 vectors of sums fill the register file
@@ -133,22 +154,6 @@ void pack_row(const BlockedLinearArguments& a, const Packed& x, int64_t r) {
 }
 
 template <int V>
-void write_panel(const BlockedLinearArguments& a, int64_t first, int64_t rows, int64_t panel, const float* sums) {
-  const int64_t begin = panel * V * 16, count = std::min<int64_t>(V * 16, a.outputs - begin);
-  alignas(64) float bias[V * 16];
-  if (a.bias) load_floats(bias, a.bias + begin * bytes_of(a.bias_dtype), a.bias_dtype, count, 1);
-  for (int64_t r = 0; r < rows; ++r) {
-    uint16_t* to = (uint16_t*)a.out + (first + r) * a.outputs + begin;
-    for (int64_t n = 0; n < count; n += kLanes) {
-      vfloat number = load(sums + r * V * 16 + n);
-      if (a.bias) number = number + load(bias + n);
-      if (count - n >= kLanes) BrainHalf::write(to + n, number);
-      else write_part<BrainHalf>(to + n, number, count - n);
-    }
-  }
-}
-
-template <int V>
 void multiply_panel(const BlockedLinearArguments& a, const Packed& x, int64_t panel, float* sums) {
   const int64_t pairs = x.steps * kStepPairs;
   const uint32_t* w = (const uint32_t*)a.weight + panel * pairs * V * 16;
@@ -205,12 +210,67 @@ void run(const BlockedLinearArguments& a) {
   }
 }
 
-}  // namespace
+#else
+#if defined(PAGODA_ARM_BF16)
+typedef BrainRows ManyRows;
+#else
+typedef WidenedRows ManyRows;
 #endif
 
-// 0, or 1 where this processor has no such kernel.
+// The rows of the input in pieces that are multiplied at once, each as its products read it.
+struct Pieces {
+  ManyRows::element* memory;
+  int64_t rows, columns, count;
+  int64_t first(int64_t piece) const { return rows * piece / count; }
+  int64_t size(int64_t piece) const { return first(piece + 1) - first(piece); }
+  int64_t elements() const { return count * ManyRows::kRows * columns; }
+  ManyRows::element* at(int64_t piece) const { return memory + piece * ManyRows::kRows * columns; }
+};
+
+void pack_piece(const BlockedLinearArguments& a, const Pieces& x, int64_t piece) {
+  const uint16_t* from = (const uint16_t*)a.input + x.first(piece) * a.input_row;
+  ManyRows::pack(x.at(piece), from, a.input_row, x.size(piece), a.inputs, x.columns);
+}
+
+template <int V>
+void multiply_panel(const BlockedLinearArguments& a, const Pieces& x, int64_t panel, float* sums) {
+  constexpr int64_t kLines = V;  // of a pair of inputs
+  const int64_t pairs = x.columns / 2;
+  const uint32_t* w = (const uint32_t*)a.weight + panel * pairs * V * 16;
+  for (int64_t piece = 0; piece < x.count; ++piece) {
+    const Fetch fetch = x.count == 1 ? Fetch{(const char*)w + kAheadInOrder, kLines}
+                                     : fetch_of_piece(w, w + pairs * V * 16, pairs, kLines, x.count, piece);
+    ManyRows::multiply<V * 16>(x.at(piece), x.size(piece), w, pairs, sums, fetch);
+    write_panel<V>(a, x.first(piece), x.size(piece), panel, sums);
+  }
+}
+
+template <int V>
+void run(const BlockedLinearArguments& a) {
+  static thread_local Scratch inputs, own;
+  Pieces x{nullptr, a.rows, round_up(a.inputs, kStepInputs), pieces_of(a.rows, ManyRows::kRows)};
+  inputs.reserve(x.elements() * sizeof *x.memory + 64);
+  x.memory = inputs.take<ManyRows::element>(x.elements());
+  const bool alone = a.rows * a.inputs < kFewElements;
+  for (int64_t piece = 0; alone && piece < x.count; ++piece) pack_piece(a, x, piece);
+  Shares shares(pieces_of(a.outputs, V * 16), a.threads);
+#pragma omp parallel num_threads((int)shares.team()) if (shares.team() > 1)
+  {
+    own.reserve(ManyRows::kRows * V * 16 * sizeof(float) + 64);
+    float* sums = own.take<float>(ManyRows::kRows * V * 16);
+    if (!alone) {
+#pragma omp for schedule(static)
+      for (int64_t piece = 0; piece < x.count; ++piece) pack_piece(a, x, piece);
+    }
+    shares.take(omp_get_thread_num(), [&](int64_t panel) { multiply_panel<V>(a, x, panel, sums); });
+  }
+}
+#endif
+
+}  // namespace
+
+// 0, or 1 where there is no kernel for such panels.
 extern "C" int64_t pagoda_blocked_linear(const BlockedLinearArguments* arguments) {
-#if defined(PAGODA_BF16)
   const BlockedLinearArguments& a = *arguments;
   if (a.rows == 0 || a.outputs == 0) return 0;
   if (a.panel == 16) run<1>(a);
@@ -218,8 +278,13 @@ extern "C" int64_t pagoda_blocked_linear(const BlockedLinearArguments* arguments
   else if (a.panel == 64) run<4>(a);
   else return 1;
   return 0;
+}
+
+// Outputs of the panels that weights are to be packed in for the kernel above alone; 0 where oneDNN packs them.
+extern "C" int64_t pagoda_blocked_panel(const void*) {
+#if defined(PAGODA_BF16)
+  return 0;
 #else
-  (void)arguments;
-  return 1;
+  return ManyRows::kPanel;
 #endif
 }

@@ -106,6 +106,8 @@ static void integer_rows(const int8_t* x, int64_t x_stride, const uint8_t* w, in
 #pragma GCC unroll 4
     for (int t = 0; t < 4; ++t) _mm512_storeu_si512(to + r * kPanel + t * 16, sums[r][t]);
 }
+#elif defined(PAGODA_ARM_DOT)
+#include "integers_arm.h"
 #else
 template <int R, int kBits, bool>
 static void integer_rows(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t steps, int32_t* to, Fetch) {
@@ -186,14 +188,14 @@ static void integer_products(const int8_t* x, int64_t x_stride, const uint8_t* w
   (once && rows <= kRowsInOrder ? in_order : by_rows)[rows - 1](x, x_stride, w, steps, sums, fetch);
 }
 
-// Weights of 4 bits, a byte each.
+// Weights of 4 bits, a byte each, for the products of those of 8 bits.
 static void widen_steps(uint8_t* to, const uint8_t* from, int64_t steps) {
   for (int64_t i = 0; i < steps * kStepBytes / 1024; ++i, to += 1024)
     for (int j = 0; j < 512; j += 64, from += 64) {
       __builtin_prefetch(from + kAhead, 0, 2);
       for (int n = 0; n < 64; ++n) {
-        to[j + n] = from[n] & 15;
-        to[j + n + 512] = from[n] >> 4;
+        to[j + n] = (from[n] & 15) ^ kFlip;
+        to[j + n + 512] = (from[n] >> 4) ^ kFlip;
       }
     }
 }

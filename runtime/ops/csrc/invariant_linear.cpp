@@ -29,7 +29,7 @@ namespace {
 constexpr int64_t kBlockRows = 64;   // rows that share a stretch of weights
 constexpr int64_t kBlockInputs = 1024;
 constexpr int64_t kBlockOutputs = 16;  // a multiple of kLanes
-constexpr int kPieceRows = kLanes == 16 ? 6 : 3;  // rows x 4 sums, and what they are made of, fill the registers
+constexpr int kPieceRows = kRegisters == 32 ? 6 : 3;  // rows x 4 sums, and what they are made of, fill the registers
 constexpr int kLoneVectors = 8;                   // of a single row: fewer would wait for each other
 
 // Weights as floats.
@@ -59,6 +59,22 @@ struct Paired {
     return _mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), p);
   }
   static inline vfloat add(vfloat sum, vector x, vector w) { return Bf16::fma(sum, x, w); }
+};
+#elif defined(PAGODA_ARM_BF16)
+struct Paired {
+  typedef BrainHalf Format;
+  typedef uint16_t element;
+  typedef uint16_t input;
+  typedef bfloat16x8_t vector;
+  static constexpr int64_t kStep = 2 * kLanes;
+  static inline vector read_input(const input* p) { return read(p); }
+  static inline vector read(const element* p) { return vreinterpretq_bf16_u16(vld1q_u16(p)); }
+  static inline vector read_first(const element* p, int64_t n) {
+    element whole[kStep] = {};
+    std::memcpy(whole, p, n * sizeof *p);
+    return read(whole);
+  }
+  static inline vfloat add(vfloat sum, vector x, vector w) { return (vfloat)vbfdotq_f32((float32x4_t)sum, x, w); }
 };
 #endif
 
@@ -172,7 +188,7 @@ void multiply_block_by_outputs(const InvariantLinearArguments& a, const InputRow
         case 1: add(std::integral_constant<int, 1>{}); break;
         case 2: add(std::integral_constant<int, 2>{}); break;
         case 3: add(std::integral_constant<int, 3>{}); break;
-#if defined(PAGODA_AVX512)
+#if defined(PAGODA_AVX512) || defined(__aarch64__)
         case 4: add(std::integral_constant<int, 4>{}); break;
         case 5: add(std::integral_constant<int, 5>{}); break;
         case 6: add(std::integral_constant<int, 6>{}); break;
@@ -270,7 +286,7 @@ void run_invariant(const InvariantLinearArguments& a) {
 extern "C" int64_t pagoda_invariant_linear(const InvariantLinearArguments* arguments) {
   const InvariantLinearArguments& a = *arguments;
   if (a.rows == 0 || a.outputs == 0) return 0;
-#if defined(PAGODA_BF16)
+#if defined(PAGODA_BF16) || defined(PAGODA_ARM_BF16)
   if (a.dtype == kBFloat16 && a.weight_column == 1) {
     run_invariant<Paired>(a);
     return 0;

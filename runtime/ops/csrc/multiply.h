@@ -68,7 +68,7 @@ struct Prefetcher {
 #include "tiles.h"
 
 constexpr int kMaxRows = 6;                          // rows x vectors of accumulators fill the register file
-constexpr int kMaxVectors = kLanes == 16 ? 4 : 2;
+constexpr int kMaxVectors = kRegisters == 32 ? 4 : 2;
 
 template <class Kind, int R, int V>
 static void multiply_block(const typename Kind::element* a, int64_t a_stride, const typename Kind::element* b,
@@ -116,7 +116,7 @@ static void multiply_rows(const typename Kind::element* a, int64_t a_stride, con
   switch (vectors) {
     case 1: return multiply_block<Kind, R, 1>(a, a_stride, b, b_stride, c, c_stride, steps, decay, ahead);
     case 2: return multiply_block<Kind, R, 2>(a, a_stride, b, b_stride, c, c_stride, steps, decay, ahead);
-#if defined(PAGODA_AVX512)
+#if defined(PAGODA_AVX512) || defined(__aarch64__)
     case 3: return multiply_block<Kind, R, 3>(a, a_stride, b, b_stride, c, c_stride, steps, decay, ahead);
     case 4: return multiply_block<Kind, R, 4>(a, a_stride, b, b_stride, c, c_stride, steps, decay, ahead);
 #endif

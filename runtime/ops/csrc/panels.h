@@ -15,6 +15,16 @@ constexpr int64_t kStep = 64;   // inputs
 constexpr int64_t kStepBytes = kPanel * kStep;  // of 8 bits each
 constexpr int64_t kScaleBytes = kPanel * sizeof(float);
 
+// What weights of 8 bits are xored with where products take signed numbers alone, which also takes their zero away.
+#if defined(PAGODA_ARM_DOT) && !defined(PAGODA_ARM_I8MM)
+constexpr uint8_t kFlip = 128;
+#else
+constexpr uint8_t kFlip = 0;
+#endif
+
+// What the products take the zero of stored weights for.
+static inline int32_t zero_of(int64_t bits) { return (1 << (bits - 1)) - (bits == 8 ? kFlip : 0); }
+
 struct Layout {
   int64_t step_bytes, steps, group_steps, groups, panel_bytes, panels;
 

@@ -59,7 +59,7 @@ void round_row(const QuantizedLinearArguments& a, const Layout& layout, const In
     for (int64_t part = 0; part < x.parts; ++part) {
       int32_t sum = 0;
       for (int64_t i = begin; i < begin + count; ++i) sum += to[part * x.columns + i];
-      x.zeros[(row * x.parts + part) * layout.groups + g] = sum * (1 << (a.bits - 1));
+      x.zeros[(row * x.parts + part) * layout.groups + g] = sum * zero_of(a.bits);
     }
   }
 }

@@ -48,6 +48,8 @@ struct BrainHalf : SixteenBits<BrainHalf> {
   static inline vshort narrowed(vfloat v) {
 #if defined(PAGODA_BF16)
     return (vshort)_mm512_cvtneps_pbh((__m512)v);
+#elif defined(PAGODA_ARM_BF16)
+    return (vshort)vcvt_bf16_f32((float32x4_t)v);
 #else
     vuint bits = (vuint)v;
     bits = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
@@ -64,6 +66,8 @@ struct Half : SixteenBits<Half> {
     return (vfloat)_mm512_cvtph_ps((__m256i)h);
 #elif defined(__F16C__) && defined(__AVX__)
     return (vfloat)_mm256_cvtph_ps((__m128i)h);
+#elif defined(__aarch64__)
+    return (vfloat)vcvt_f32_f16((float16x4_t)h);
 #else
     vfloat v;
     for (int i = 0; i < kLanes; ++i) v[i] = f16_to_float(h[i]);
@@ -75,6 +79,8 @@ struct Half : SixteenBits<Half> {
     return (vshort)_mm512_cvtps_ph((__m512)v, 0);
 #elif defined(__F16C__) && defined(__AVX__)
     return (vshort)_mm256_cvtps_ph((__m256)v, 0);
+#elif defined(__aarch64__)
+    return (vshort)vcvt_f16_f32((float32x4_t)v);
 #else
     vshort h;
     for (int i = 0; i < kLanes; ++i) h[i] = float_to_f16(v[i]);

@@ -14,6 +14,15 @@
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
+#if defined(__ARM_FEATURE_DOTPROD)
+#define PAGODA_ARM_DOT 1
+#endif
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define PAGODA_ARM_I8MM 1
+#endif
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define PAGODA_ARM_BF16 1
+#endif
 #endif
 
 #if defined(PAGODA_AVX512)
@@ -22,6 +31,11 @@ constexpr int kLanes = 16;
 constexpr int kLanes = 8;
 #else
 constexpr int kLanes = 4;
+#endif
+#if defined(PAGODA_AVX512) || defined(__aarch64__)
+constexpr int kRegisters = 32;  // of vectors
+#else
+constexpr int kRegisters = 16;
 #endif
 
 typedef float vfloat __attribute__((vector_size(kLanes * 4)));
@@ -176,6 +190,10 @@ static inline uint16_t float_to_bf16(float x) {
 static inline float f16_to_float(uint16_t h) {
 #if defined(__F16C__)
   return _cvtsh_ss(h);
+#elif defined(__aarch64__)
+  __fp16 half;
+  std::memcpy(&half, &h, 2);
+  return half;
 #else
   // The exponent is moved by a multiplication, which also takes care of denormals.
   const uint32_t sign = (uint32_t)(h & 0x8000u) << 16;
@@ -188,6 +206,11 @@ static inline float f16_to_float(uint16_t h) {
 static inline uint16_t float_to_f16(float x) {
 #if defined(__F16C__)
   return _cvtss_sh(x, 0);
+#elif defined(__aarch64__)
+  const __fp16 half = (__fp16)x;
+  uint16_t h;
+  std::memcpy(&h, &half, 2);
+  return h;
 #else
   const uint32_t bits = to_bits(x);
   const uint16_t sign = (uint16_t)((bits >> 16) & 0x8000u);
@@ -246,6 +269,9 @@ static inline void load_floats(float* to, const char* from, int64_t dtype, int64
   if (stride == 1)
     for (; i + 16 <= n; i += 16)
       _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(p + i))));
+#elif defined(__aarch64__)
+  if (stride == 1)
+    for (; i + 4 <= n; i += 4) vst1q_f32(to + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + i))));
 #endif
   for (; i < n; ++i) to[i] = f16_to_float(p[i * stride]);
 }
@@ -265,6 +291,8 @@ static inline void store_floats(char* to, int64_t dtype, const float* from, int6
 #if defined(PAGODA_AVX512)
   for (; i + 16 <= n; i += 16)
     _mm256_storeu_si256((__m256i*)(p + i), _mm512_cvtps_ph(_mm512_loadu_ps(from + i), 0));
+#elif defined(__aarch64__)
+  for (; i + 4 <= n; i += 4) vst1_u16(p + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from + i))));
 #endif
   for (; i < n; ++i) p[i] = float_to_f16(from[i]);
 }

@@ -118,7 +118,7 @@ def test_nodes_say_which_layer_they_are_of():
 )
 def test_how_weights_and_caches_are_held(given):
     if "pack_weights" in given and not can_pack(torch.bfloat16):
-        pytest.skip("oneDNN has no bf16 products on this CPU")
+        pytest.skip("no packed bf16 products on this CPU")
     program = build_program(deep("llama", dtype=torch.bfloat16), CompileOptions(codegen="none", **given))
     assert program.report.layers_compiled == 4
     assert program.report.verdict.ok

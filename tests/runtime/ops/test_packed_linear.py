@@ -1,4 +1,4 @@
-"""Products with packed weights: oneDNN's for many rows, ours for few, whatever the sizes and the layout."""
+"""Products with packed weights, oneDNN's and ours, whatever the sizes and the layout."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from torch_pagoda.runtime.ops import packed_linear as module
 from torch_pagoda.runtime.ops.packed_linear import (
     MOST_ROWS,
     can_pack,
+    lay_out,
+    own_panel,
     pack_weight,
     packed_linear,
     packed_linear_cpu,
     packed_linear_reference,
+    unpack_weight,
 )
 
-pytestmark = pytest.mark.skipif(not can_pack(torch.bfloat16), reason="oneDNN has no bf16 here")
+pytestmark = pytest.mark.skipif(not can_pack(torch.bfloat16), reason="neither we nor oneDNN have bf16 here")
+ours = pytest.mark.skipif(not own_panel(), reason="oneDNN packs on this processor")
+of_onednn = pytest.mark.skipif(bool(own_panel()), reason="this processor's weights are packed by us")
 
 ROWS = (1, 2, 3, 4, 5, 7, 15, 16, 17, 31, 32, 33, 40, MOST_ROWS)
 
 
 def blocked(weight: torch.Tensor, panel: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight in panels, as if oneDNN had made them: what the kernel is given, and the memory, which has to live."""
-    outputs, inputs = weight.shape
-    padded = F.pad(weight, (0, -inputs % 32, 0, -outputs % panel))
-    memory = padded.view(-1, panel, padded.shape[1] // 2, 2).transpose(1, 2).contiguous()
+    memory = lay_out(weight, panel)
     laid = weight.clone()
     laid.blocked = (memory.data_ptr(), panel)
     return laid, memory
@@ -94,7 +97,7 @@ def test_what_is_no_number_stays_in_its_row():
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(2560, 2048), (96, 64), (1000, 72), (33, 40)])
-def test_weights_that_onednn_packed(outputs, inputs):
+def test_weights_that_were_packed(outputs, inputs):
     weight = numbers(outputs, inputs)
     packed = pack_weight(weight)
     for rows in (1, 4, 8, 32, MOST_ROWS, MOST_ROWS + 1):
@@ -102,6 +105,7 @@ def test_weights_that_onednn_packed(outputs, inputs):
         close(packed_linear(x, packed, None), x, weight)
 
 
+@of_onednn
 def test_layout_is_found_where_there_are_tiles():
     if "amx_bf16" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("other processors have other layouts")
@@ -124,6 +128,7 @@ def test_layout_that_cannot_be_told_is_not_taken():
     assert module._panel_size(weight, memory.data_ptr(), memory.numel() * 2) == 0
 
 
+@of_onednn
 def test_without_the_layout_onednn_multiplies(monkeypatch):
     monkeypatch.setattr(module, "_data_pointer", lambda: None)
     weight = numbers(64, 64)
@@ -134,6 +139,7 @@ def test_without_the_layout_onednn_multiplies(monkeypatch):
     close(packed_linear_cpu(x, packed), x, weight)
 
 
+@of_onednn
 def test_many_rows_go_to_onednn(monkeypatch):
     weight = numbers(64, 64)
     packed = pack_weight(weight)
@@ -146,6 +152,41 @@ def test_processors_without_the_kernel(monkeypatch):
     weight = numbers(64, 64)
     packed = pack_weight(weight)
     monkeypatch.setattr(module, "kernel_function", lambda name: lambda arguments: 1)
+    x = numbers(2, 64)
+    close(packed_linear_cpu(x, packed), x, weight)
+
+
+@ours
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (130, 97), (7, 40), (1, 1)])
+def test_panels_of_ours_hold_the_weight(outputs, inputs):
+    weight = numbers(outputs, inputs)
+    packed = pack_weight(weight)
+    assert packed.shape == (outputs, -(-inputs // 2), 2)
+    assert torch.equal(unpack_weight(packed, inputs), weight)
+    x = numbers(3, inputs, seed=1)
+    assert torch.equal(packed_linear_reference(x, packed), packed_linear_reference(x, weight))
+
+
+@ours
+@pytest.mark.parametrize("rows", [MOST_ROWS + 1, 200])
+def test_many_rows_are_ours(rows):
+    weight, bias = numbers(130, 96), numbers(130, seed=1)
+    x = numbers(rows, 96, seed=2)
+    close(packed_linear_cpu(x, pack_weight(weight), bias), x, weight, bias)
+
+
+@ours
+def test_a_plain_weight_is_multiplied_in_float32():
+    weight = numbers(70, 1000)
+    x = numbers(9, 1000, seed=1)
+    close(packed_linear_cpu(x, weight), x, weight)
+
+
+@ours
+def test_packed_weight_without_its_kernel(monkeypatch):
+    weight = numbers(64, 64)
+    packed = pack_weight(weight)
+    monkeypatch.setattr(module, "kernel_function", lambda name: None)
     x = numbers(2, 64)
     close(packed_linear_cpu(x, packed), x, weight)
 
