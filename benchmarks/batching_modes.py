@@ -9,10 +9,9 @@
   continuous  a request begins when another ends, at any step
 
 The same greedy requests go through one engine in each of the three ways: prompts of 16 to 512 tokens, answers of 8 to
-256, both uniform in the logarithm, so that short ones are as frequent as people send them. The engine is the same but
-for who runs together. It packs tokens into flat steps and computes no padding in any mode, so the times leave out what
-padding costs elsewhere; that is counted instead. Requests are all there from the beginning, or one comes every so many
-steps.
+256, both uniform in the logarithm, so that most are short and a few are long. The engine is the same but for who runs
+together. It packs tokens into flat steps and computes no padding in any mode, so the times leave out what padding
+costs elsewhere; that is counted instead. Requests are all there from the beginning, or one comes every so many steps.
 
   steps            that the model runs
   tokens per step  generated in each, on average

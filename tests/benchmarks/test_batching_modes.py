@@ -94,7 +94,9 @@ def test_a_workload_repeats_and_keeps_its_limits() -> None:
 def test_the_tables_hold_counts_and_times() -> None:
     workload = mixed_workload(4, (2, 4), (2, 4), VOCAB, seed=0)
     counts = count_modes(workload, 0, 2, VOCAB)
-    rows = {mode: asdict(c) | {"tokens_per_step": c.tokens_per_step, "padding": c.padding} for mode, c in counts.items()}
+    rows = {
+        mode: asdict(c) | {"tokens_per_step": c.tokens_per_step, "padding": c.padding} for mode, c in counts.items()
+    }
     case = {"every": 0, "counts": rows}
     result = {"requests": 4, "batch": 2, "cases": [case, {**case, "every": 3}]}
     text = tables(result)
