@@ -3,9 +3,9 @@
     python benchmarks/peer_chart.py                                            # draw the charts, print the table
     python benchmarks/peer_chart.py --runs results/peers.json --machine zen4   # first take in what peers.py measured
 
-``docs/figures/peers.json`` holds the published figures of each machine and where they come from. ``--runs`` replaces a
-machine's figures by those of a run of ``peers.py --all --out results``; ``--name`` names a new machine. The charts are
-SVG with a ground of their own, which follows the reader's theme, and as wide as a phone: one for each shape.
+``docs/figures/peers.json`` holds the published figures of each machine and where they come from. ``--runs`` replaces
+a machine's figures by those of ``peers.py --all --out results``; ``--name`` names a new machine. The charts are SVG
+with a ground of their own, which follows the reader's theme, and as wide as a phone: one for each shape.
 """
 
 from __future__ import annotations
@@ -151,9 +151,8 @@ def chart(about: Mapping[str, Any], groups: Sequence[Group], shape: str) -> str:
                 width = BARS * rate / most
                 kind = "other" if name in group.others else "ours"
                 parts.append(_text(LABELS, y + 14, name, anchor="end"))
-                parts.append(
-                    f'<rect class="{kind}" x="{LABELS + 8}" y="{y + 2}" width="{width:.1f}" height="{ROW - 4}" rx="2"/>'
-                )
+                place = f'x="{LABELS + 8}" y="{y + 2}" width="{width:.1f}" height="{ROW - 4}"'
+                parts.append(f'<rect class="{kind}" {place} rx="2"/>')
                 parts.append(_text(LABELS + 14 + width, y + 14, f"{rate:g}", "strong" if kind == "ours" else ""))
                 y += ROW
     height = y + 16
