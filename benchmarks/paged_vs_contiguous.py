@@ -1,6 +1,7 @@
 """Paged blocks against contiguous reservations, on the same memory: utilisation, memory, batch size, throughput.
 
     python benchmarks/paged_vs_contiguous.py --out results
+    python benchmarks/paged_vs_contiguous.py --count    # what lengths alone decide: all but the rates, in a minute
     python benchmarks/paged_vs_contiguous.py --lengths 64 --requests 8 --layers 2 --repeats 1    # a quick look
 
 Contiguous allocation keeps a sequence's keys and values in one piece, so it has to reserve ``max_model_len`` tokens
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_llama import VOCAB_SIZE, greedy, random_llama, weight_bytes
+from random_llama import VOCAB_SIZE, greedy, llama_config, random_llama, weight_bytes
 from report import add_arguments, conditions, markdown_table, plotter, save, save_plot
 from workloads import Workload, log_normal_workload
 
@@ -236,43 +237,55 @@ def compare(
     return figures
 
 
+def cache_of_random_llama(layers: int) -> list[CacheSpec]:
+    """What the program of :func:`random_llama` keeps, without compiling it."""
+    config = llama_config(layers)
+    head_dim = config.hidden_size // config.num_attention_heads
+    return [CacheSpec(config.num_key_value_heads, head_dim, head_dim, torch.bfloat16)] * layers
+
+
 def table_row(case: dict[str, Any], weights: int) -> list[object]:
     old, new = case["contiguous"], case["paged"]
 
     def saved(extra: int) -> str:
         return f"{(new['same_batch_bytes'] + extra) / (old['same_batch_bytes'] + extra) - 1:+.0%}"
 
-    claimed = CLAIMED_THROUGHPUT.get(case["length"]) if case["reservations"] == 1 else None
-    ratio = new["tokens_per_second"] / old["tokens_per_second"]
-    return [
+    row = [
         case["length"],
         case["reservations"],
         f"{old['utilisation']:.1%} → {new['utilisation']:.1%}",
         f"{old['cache_utilisation']:.1%} → {new['cache_utilisation']:.1%}",
-        f"{saved(0)} ({saved(weights)})",
+        f"{saved(0)} ({saved(weights)})" if weights else saved(0),
         f"{old['largest_batch']} → {new['largest_batch']}",
         f"{old['mean_batch']:.2f} → {new['mean_batch']:.2f}",
-        f"{old['tokens_per_second']:.1f} → {new['tokens_per_second']:.1f}",
-        f"{ratio:.2f}×" + (f" ({claimed:.2f}×)" if claimed else ""),
+        f"{old['steps']} → {new['steps']}",
         new["preemptions"],
     ]
+    if weights:
+        claimed = CLAIMED_THROUGHPUT.get(case["length"]) if case["reservations"] == 1 else None
+        ratio = new["tokens_per_second"] / old["tokens_per_second"]
+        row.append(f"{old['tokens_per_second']:.1f} → {new['tokens_per_second']:.1f}")
+        row.append(f"{ratio:.2f}×" + (f" ({claimed:.2f}×)" if claimed else ""))
+    return row
 
 
 def tables(result: dict[str, Any]) -> str:
-    """All figures as Markdown."""
+    """All figures as Markdown; without ``weight_bytes`` no model ran, and there are no rates."""
+    weights = result.get("weight_bytes", 0)
     columns = [
         "mean length",
         "cache / max_model_len",
         "utilisation",
         "of the whole cache",
-        f"KV memory for {SAME_BATCH} at a time (with weights)",
+        f"KV memory for {SAME_BATCH} at a time" + (" (with weights)" if weights else ""),
         "largest batch",
         "mean batch",
-        "tokens/s",
-        "ratio (claimed)",
+        "steps",
         "preemptions",
     ]
-    rows = [table_row(case, result["weight_bytes"]) for case in result["cases"]]
+    if weights:
+        columns += ["tokens/s", "ratio (claimed)"]
+    rows = [table_row(case, weights) for case in result["cases"]]
     claims = "claimed: utilisation 38 % → 85 %, memory −41 %, largest batch 1 → 3\n"
     return "contiguous → paged\n\n" + markdown_table(columns, rows) + "\n" + claims
 
@@ -308,18 +321,20 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=12, help="for each reservation of the cache")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--count", action="store_true", help="count, and do not run the model: no rates")
     add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model = random_llama(layers=args.layers)
-    # Only its program is used: each run has an engine of its own.
-    program = LLM(model, num_blocks=1, max_model_len=16, pack_weights=True).program
-    result: dict[str, Any] = {
-        "weight_bytes": weight_bytes(model),
-        "headroom": args.headroom,
-        **conditions(args.threads),
-        "cases": [],
-    }
+    result: dict[str, Any] = {"headroom": args.headroom, **conditions(args.threads), "cases": []}
+    program: Program
+    if args.count:
+        program = NoModel(cache_of_random_llama(args.layers), args.headroom * max(args.lengths))
+        args.repeats = 1
+    else:
+        model = random_llama(layers=args.layers)
+        # Only its program is used: each run has an engine of its own.
+        program = LLM(model, num_blocks=1, max_model_len=16, pack_weights=True).program
+        result["weight_bytes"] = weight_bytes(model)
     for length in args.lengths:
         for reservations in args.reservations:
             start = time.perf_counter()
@@ -327,6 +342,10 @@ def main() -> None:
             figures = compare(
                 program, length, args.headroom * length, reservations, requests, args.repeats, args.seed
             )
+            if args.count:
+                for of_side in figures.values():
+                    for rate in ("tokens_per_second", "tokens_per_second_min", "tokens_per_second_max"):
+                        del of_side[rate]
             case = {"length": length, "reservations": reservations, "requests": requests, **figures}
             case["seconds"] = time.perf_counter() - start
             result["cases"].append(case)
@@ -334,7 +353,8 @@ def main() -> None:
     text = tables(result)
     print(text)
     save(args.out, "paged_vs_contiguous", result, text)
-    plot(args.out, result)
+    if not args.count:
+        plot(args.out, result)
 
 
 if __name__ == "__main__":

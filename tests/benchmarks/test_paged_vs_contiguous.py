@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_vs_contiguous import SAME_BATCH, CacheUse, NoModel, Run, run, same_batch_blocks
+from paged_vs_contiguous import (
+    SAME_BATCH,
+    CacheUse,
+    NoModel,
+    Run,
+    cache_of_random_llama,
+    compare,
+    run,
+    same_batch_blocks,
+    tables,
+)
+from random_llama import random_llama
 from workloads import Workload, log_normal_workload
 
 from torch_pagoda.runtime.program import CacheSpec
@@ -58,3 +69,19 @@ def test_memory_of_the_same_batch() -> None:
     assert same_batch_blocks(CACHES, 64, 128, 128, seed=0) == SAME_BATCH
     paged = same_batch_blocks(CACHES, 64, 16, 128, seed=0)
     assert SAME_BATCH < paged < SAME_BATCH * 128 // 16
+
+
+def test_without_a_model_there_are_counts_and_no_rates() -> None:
+    figures = compare(NoModel(CACHES, 64), 32, 64, reservations=2, requests=12, repeats=1, seed=0)
+    case = {"length": 32, "reservations": 2, **figures}
+    text = tables({"cases": [case]})
+    assert "tokens/s" not in text and "| steps |" in text
+    assert f"| {figures['contiguous']['steps']} → {figures['paged']['steps']} |" in text
+    case["length"], weighed = 512, {"cases": [case], "weight_bytes": 1 << 20}
+    assert "| tokens/s | ratio (claimed) |" in tables(weighed)
+
+
+def test_the_cache_is_that_of_the_model() -> None:
+    config = random_llama(layers=2).config
+    width = config.num_key_value_heads * config.head_dim
+    assert [(c.num_kv_heads * c.key_dim, c.dtype) for c in cache_of_random_llama(2)] == [(width, torch.bfloat16)] * 2
