@@ -7,7 +7,6 @@ import torch
 from lowered_models import assert_same, served
 
 from torch_pagoda.compiler import CompileOptions
-from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.explain.npu import computed_in
 from torch_pagoda.compiler.explain.traffic import Step, moved
 from torch_pagoda.compiler.report import CompileReport
@@ -20,6 +19,7 @@ from torch_pagoda.passes.lower.npu.limits import illegal_calls
 from torch_pagoda.runtime.program import is_cache_input
 
 from legal_models import build_legal_model
+from shared_graphs import capture
 
 
 def rewritten(model, target, kind):

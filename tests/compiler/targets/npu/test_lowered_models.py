@@ -12,7 +12,6 @@ from functools import cache
 import pytest
 import torch
 
-from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.link.linker import link
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.report import CompileReport
@@ -26,6 +25,7 @@ from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
 from hf_reference import forced
 from legal_models import build_legal_model
+from shared_graphs import capture
 
 # Architecture → kernel launches of its last decoder layer, and what is left in ATen there beside splits.
 LAYERS: dict[str, tuple[int, set[str]]] = {

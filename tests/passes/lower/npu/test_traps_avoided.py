@@ -7,7 +7,6 @@ import functools
 import pytest
 import torch
 
-from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.rewrite import rewrite
@@ -18,6 +17,7 @@ from torch_pagoda.passes.lower.npu.limits import LIMITS, npu_calls, violations
 from torch_pagoda.runtime.step_metadata import StepMetadata
 
 from legal_models import build_legal_model
+from shared_graphs import capture
 
 # Write into their arguments without saying so, or hand them out.
 SILENT_WRITERS = (
