@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from _pytest.mark.expression import Expression
@@ -30,6 +31,16 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     except ToolchainError as error:
         raise pytest.UsageError(str(error)) from None
     return run_python(["-m", "pytest", *config.invocation_params.args], toolchain)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_graphs() -> Iterator[None]:
+    """What is traced of a model is traced once in a process, for all tests that compile an equal one."""
+    from shared_graphs import share_graphs
+
+    with pytest.MonkeyPatch.context() as patch:
+        share_graphs(patch)
+        yield
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

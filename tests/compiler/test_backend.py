@@ -61,7 +61,7 @@ def test_forward_by_entry_point(name, ids, monkeypatch):
 
 @pytest.mark.usefixtures("two_threads")
 def test_forward_through_inductor(ids):
-    model = build_tiny_model("llama")
+    model = build_tiny_model("llama", num_hidden_layers=1)
     with torch.no_grad():
         expected = model(ids).logits
         found = torch.compile(model, backend="pagoda")(ids).logits
@@ -106,7 +106,7 @@ def test_training_goes_to_inductor_unrewritten_with_one_warning(ids, monkeypatch
 def test_a_module_in_train_mode_is_not_rewritten_under_no_grad(ids, monkeypatch):
     graphs = rewritten_graphs(monkeypatch)
     monkeypatch.setattr(backend_module, "_warned_of_training", False)
-    model = build_tiny_model("llama").train()
+    model = build_tiny_model("llama", num_hidden_layers=1).train()
     with pytest.warns(UserWarning, match=r"train\(\)"), torch.no_grad():
         torch.compile(model, backend="pagoda")(ids)
     assert not graphs
@@ -115,7 +115,7 @@ def test_a_module_in_train_mode_is_not_rewritten_under_no_grad(ids, monkeypatch)
 def test_a_submodule_in_train_mode_counts(ids, monkeypatch):
     graphs = rewritten_graphs(monkeypatch)
     monkeypatch.setattr(backend_module, "_warned_of_training", False)
-    model = build_tiny_model("llama")
+    model = build_tiny_model("llama", num_hidden_layers=1)
     model.model.layers[0].train()
     with pytest.warns(UserWarning, match=r"train\(\)"), torch.no_grad():
         torch.compile(model, backend="pagoda", options=OPTIONS)(ids)
@@ -128,7 +128,7 @@ GLOBAL_MODEL = None
 def test_a_global_module_in_train_mode_counts(ids, monkeypatch):
     graphs = rewritten_graphs(monkeypatch)
     monkeypatch.setattr(backend_module, "_warned_of_training", False)
-    monkeypatch.setitem(globals(), "GLOBAL_MODEL", build_tiny_model("llama").train())
+    monkeypatch.setitem(globals(), "GLOBAL_MODEL", build_tiny_model("llama", num_hidden_layers=1).train())
 
     @torch.compile(backend="pagoda", options=OPTIONS)
     def logits(tokens):
@@ -150,7 +150,7 @@ def test_a_pass_that_fails_is_left_out(ids, monkeypatch, caplog):
 
     monkeypatch.setattr(options, "PASSES", (*PASSES, Pass("unlucky", fail, required=False)))
     graphs = rewritten_graphs(monkeypatch)
-    model = build_tiny_model("llama")
+    model = build_tiny_model("llama", num_hidden_layers=1)
     with torch.no_grad():
         expected = model(ids).logits
         found = torch.compile(model, backend="pagoda", options=OPTIONS)(ids).logits
@@ -170,7 +170,7 @@ def test_every_pass_leaves_out_the_one_that_changes_the_numbers(ids, monkeypatch
 
     monkeypatch.setattr(options, "PASSES", (*PASSES, Pass("scale", scale, required=False)))
     graphs = rewritten_graphs(monkeypatch)
-    model = build_tiny_model("llama")
+    model = build_tiny_model("llama", num_hidden_layers=1)
     with torch.no_grad():
         torch.compile(model, backend="pagoda", options={**OPTIONS, "verify": "every-pass"})(ids)
     assert len(attention_calls(graphs[0])) == model.config.num_hidden_layers
@@ -178,25 +178,31 @@ def test_every_pass_leaves_out_the_one_that_changes_the_numbers(ids, monkeypatch
 
 
 def test_packed_weights_are_not_for_the_drop_in(ids):
-    compiled = torch.compile(build_tiny_model("llama"), backend="pagoda", options={"pack_weights": True})
+    compiled = torch.compile(
+        build_tiny_model("llama", num_hidden_layers=1), backend="pagoda", options={"pack_weights": True}
+    )
     with pytest.raises(Exception, match="pack_weights=True is not for backend 'pagoda'"), torch.no_grad():
         compiled(ids)
 
 
 def test_the_callers_cache_is_not_rounded(ids):
-    compiled = torch.compile(build_tiny_model("llama"), backend="pagoda", options={"kv_cache_dtype": "int8"})
+    compiled = torch.compile(
+        build_tiny_model("llama", num_hidden_layers=1), backend="pagoda", options={"kv_cache_dtype": "int8"}
+    )
     with pytest.raises(Exception, match="kv_cache_dtype='int8' is not for backend 'pagoda'"), torch.no_grad():
         compiled(ids)
 
 
 def test_unknown_options_are_named(ids):
-    compiled = torch.compile(build_tiny_model("llama"), backend="pagoda", options={"verfy": "off"})
+    compiled = torch.compile(
+        build_tiny_model("llama", num_hidden_layers=1), backend="pagoda", options={"verfy": "off"}
+    )
     with pytest.raises(Exception, match="did you mean 'verify'"), torch.no_grad():
         compiled(ids)
 
 
 def test_a_rewrite_that_changes_the_numbers_is_not_used(ids, monkeypatch, caplog):
-    model = build_tiny_model("llama")
+    model = build_tiny_model("llama", num_hidden_layers=1)
     monkeypatch.setattr(backend_module, "difference", lambda *a: "its outputs differ")
     graphs = rewritten_graphs(monkeypatch)
     with torch.no_grad():
@@ -237,7 +243,7 @@ def test_the_aten_graph_is_fused(opt_level, ids, monkeypatch):
 
 
 def test_merged_weights_that_moved_are_noticed(ids):
-    model = build_tiny_model("llama")
+    model = build_tiny_model("llama", num_hidden_layers=1)
     compiled = torch.compile(model, backend="pagoda", options=OPTIONS)
     with torch.no_grad():
         compiled(ids)
@@ -251,7 +257,7 @@ def test_merged_weights_that_moved_are_noticed(ids):
 
 def test_numbers_of_modules_are_constants_when_all_is_dynamic(ids, monkeypatch):
     graphs = fused_graphs(monkeypatch)
-    model = build_tiny_model("llama")
+    model = build_tiny_model("llama", num_hidden_layers=1)
 
     @torch.compile(backend="pagoda", options=OPTIONS, dynamic=True)
     def cooled(tokens, temperature):

@@ -16,6 +16,7 @@ from torch_pagoda.compiler.store.program_store import DISABLE, ProgramStore
 from torch_pagoda.compiler.user_passes import register_pass, unregister_pass
 from torch_pagoda.compiler.verify.self_check import check, compared_steps, reference_of_model
 from torch_pagoda.passes import PassRecord
+from torch_pagoda.runtime.ops.native import load_kernels
 
 from tiny_models import build_tiny_model
 from toy_lm import ToyLM, sdpa
@@ -24,6 +25,7 @@ from toy_lm import ToyLM, sdpa
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """An empty store, in use."""
+    load_kernels()  # those of all runs: the empty folder has none
     monkeypatch.delenv(DISABLE)
     monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path))
     return tmp_path / "programs"
@@ -43,7 +45,7 @@ def no_compiler(monkeypatch):
 
 
 def logits(program, reference):
-    return torch.cat([found for _, found, _ in compared_steps(program, reference)])
+    return torch.cat([found.clone() for _, found, _ in compared_steps(program, reference)])
 
 
 CASES = [

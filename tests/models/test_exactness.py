@@ -1,7 +1,7 @@
 """Whole models served from the paged cache, in the ways that a scheduler can cut them up, against HF.
 
-Each model is compiled once, without the self-check, so that nothing but the pipeline under test decides;
-several engines with different limits then run its program.
+Each model is compiled once, without the self-check, so that nothing but the pipeline under test decides; several
+engines with different limits then run its program, in float32 the one that a second start takes from the store.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from torch_pagoda.compiler import CompileOptions
+from torch_pagoda.compiler import CompileOptions, compile_program
+from torch_pagoda.compiler import compile as compile_module
 from torch_pagoda.compiler.build import build_program
+from torch_pagoda.compiler.store.program_store import ProgramStore
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.program import Program
 from torch_pagoda.runtime.requests.outputs import RequestOutput
@@ -91,8 +93,17 @@ def assert_equal_to_transformers(served: Served, outputs: list[RequestOutput]) -
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    yield compile_tiny(request.param)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A model and its program, which was stored and loaded again."""
+    store = ProgramStore(tmp_path_factory.mktemp("store") / "programs")
+    options = CompileOptions(verify="off", codegen="none")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile_module, "open_store", lambda: store)
+        compile_program(build_tiny_model(request.param), options)
+        model = build_tiny_model(request.param)
+        program = compile_program(model, options)
+    assert program.report.stored
+    yield Served(model, program)
     torch._dynamo.reset()
 
 

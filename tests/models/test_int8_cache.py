@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from torch_pagoda import LLM, SamplingParams
 from torch_pagoda.compiler import CompileOptions, UnsupportedModel, user_passes
 from torch_pagoda.compiler.build import build_program
-from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.user_passes import register_pass
 from torch_pagoda.compiler.verify.self_check import INT8_TOLERANCE, compared_steps, reference_of_model
 from torch_pagoda.passes import PassRecord, TracedGraph
@@ -30,14 +27,6 @@ from tiny_models import build_tiny_model
 @pytest.fixture(autouse=True)
 def threads(two_threads: None) -> None:
     """Two of them."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def captured_once() -> Iterator[None]:
-    """A model that is compiled again starts from the graph that it was traced to, which saves half of the time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch_pagoda.compiler.build.capture", functools.cache(capture))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,12 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_pagoda.compiler.capture.aten import to_aten
-from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.options import CompileOptions, selected_passes
-from torch_pagoda.compiler.pipeline import run_passes
 from torch_pagoda.compiler.weights.merged_weights import link_merged_weights
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.fx_nodes import value
 
+import shared_graphs
 from tiny_models import build_tiny_model
 
 _tiny: dict[str, TracedGraph] = {}
@@ -24,9 +23,9 @@ _tiny: dict[str, TracedGraph] = {}
 
 def aten_of_model(model: nn.Module) -> TracedGraph:
     """The paged ATen graph of a causal LM, before any pass on it."""
-    captured = capture(model)
-    run_passes(captured.traced, selected_passes(CompileOptions(opt_level=0), "dynamo"))
-    return to_aten(captured.traced, captured.context)
+    captured = shared_graphs.capture(model)
+    shared_graphs.run_passes(captured.traced, selected_passes(CompileOptions(opt_level=0), "dynamo"))
+    return shared_graphs.to_aten(captured.traced, captured.context)
 
 
 def aten_of_tiny_model(model_type: str, **overrides: Any) -> TracedGraph:

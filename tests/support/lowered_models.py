@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.link.linker import link
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.pipeline import run_pipeline
@@ -20,6 +19,7 @@ from torch_pagoda.runtime.requests.outputs import RequestOutput
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
 from legal_models import build_legal_model
+from shared_graphs import capture
 
 PROMPTS = [torch.randint(3, 250, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (40, 5, 23, 7)]
 LIMITS = {"num_blocks": 24, "max_num_seqs": 4, "max_num_batched_tokens": 19}

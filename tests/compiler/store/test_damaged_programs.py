@@ -11,6 +11,7 @@ import torch
 from torch_pagoda.compiler import CompileOptions, compile_program
 from torch_pagoda.compiler.store.program_store import DISABLE, ProgramStore
 from torch_pagoda.compiler.store.stored_program import Outdated, restore
+from torch_pagoda.runtime.ops.native import load_kernels
 
 from tiny_models import build_tiny_model
 
@@ -23,6 +24,7 @@ def model():
 def written(tmp_path_factory):
     """The content of a program's file, and its key."""
     folder = tmp_path_factory.mktemp("cache")
+    load_kernels()  # those of all runs: the empty folder has none
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(DISABLE)
         patch.setenv("TORCH_PAGODA_CACHE", str(folder))

@@ -9,7 +9,6 @@ import torch
 
 from torch_pagoda.compiler import CompileOptions, UnsupportedModel, options
 from torch_pagoda.compiler.build import build_program
-from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.verify.errors import TOLERANCE
@@ -19,6 +18,7 @@ from torch_pagoda.passes import PASSES, Pass, PassRecord
 from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
 from torch_pagoda.passes.graph.fx_nodes import callee
 
+from shared_graphs import capture
 from tiny_models import build_tiny_model
 from toy_lm import ToyLM, captured, sdpa
 

@@ -8,7 +8,6 @@ from lowered_models import assert_same, served
 from npu_calls import illegal_calls
 
 from torch_pagoda.compiler import CompileOptions
-from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.estimates.traffic import Step, moved
 from torch_pagoda.compiler.explain.npu import computed_in
 from torch_pagoda.compiler.pipeline import run_pipeline
@@ -20,6 +19,7 @@ from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.runtime.program import is_cache_input
 
 from legal_models import build_legal_model
+from shared_graphs import capture
 
 
 def rewritten(model, target, kind):

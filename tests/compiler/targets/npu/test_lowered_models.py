@@ -13,7 +13,6 @@ import pytest
 import torch
 from npu_calls import illegal_calls
 
-from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.link.linker import link
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.pipeline import run_pipeline
@@ -26,6 +25,7 @@ from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
 from hf_reference import forced
 from legal_models import build_legal_model
+from shared_graphs import capture
 
 # Architecture → kernel launches of its last decoder layer, and what is left in ATen there beside splits.
 LAYERS: dict[str, tuple[int, set[str]]] = {

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from torch_pagoda.compiler import CompileOptions, UnsupportedModel, options
-from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.verify.self_check import reference_of_model
@@ -14,6 +13,7 @@ from torch_pagoda.passes import PASSES, Pass, PassRecord
 from torch_pagoda.passes.graph.npu_target import NpuTarget
 
 from legal_models import build_legal_model
+from shared_graphs import capture
 
 NPU = CompileOptions(codegen="none", target="npu")
 

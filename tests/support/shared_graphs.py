@@ -1,0 +1,182 @@
+"""Traced and rewritten graphs that the tests of a process share: tracing is nearly all of a tiny model's compile
+time.
+
+Shared is what depends on the model alone: the captured graph, what the passes on Dynamo's graph make of it, and the
+ATen graph of that. The first test that compiles a model does all of it; for the next one that compiles an equal model
+these three are copies over its own tensors, and the passes that options choose, the checks and linking run as ever.
+Two models are equal where the product's fingerprint describes them alike and every byte of their tensors is the same;
+two graphs where every node is. Nothing outlives the process, so that no change of the sources can be missed.
+
+Tests opt in with the ``shared_graphs`` fixture. Those that are about tracing or the passes on Dynamo's graph, or that
+patch them, do not.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._guards import TracingContext
+
+from torch_pagoda.compiler import build, rewrite
+from torch_pagoda.compiler.capture import aten, trace
+from torch_pagoda.compiler.capture.trace import Captured
+from torch_pagoda.compiler.fingerprint.describer import CannotIdentify, Describer
+from torch_pagoda.compiler.fingerprint.fingerprint import _modes as modes
+from torch_pagoda.compiler.fingerprint.tensor_contents import module_tensors, update_whole
+from torch_pagoda.compiler.pipeline import run_passes as run_passes_anew
+from torch_pagoda.passes import Pass, PassRecord, TracedGraph
+
+
+@dataclass
+class _Kept:
+    """A graph without its tensors.
+
+    Attributes:
+        graph: it.
+        tensors: graph input → what the tensor is called where it comes from, or one that was computed.
+        more: what was returned beside the graph.
+    """
+
+    graph: TracedGraph
+    tensors: dict[str, str | torch.Tensor]
+    more: Any = None
+
+    @classmethod
+    def of(cls, graph: TracedGraph, named: dict[str, torch.Tensor], more: Any = None) -> _Kept | None:
+        """None where an input receives a part of a named tensor, which has no name of its own."""
+        names = {id(tensor): name for name, tensor in named.items()}
+        places = {tensor.untyped_storage().data_ptr() for tensor in named.values()}
+        tensors: dict[str, str | torch.Tensor] = {}
+        for name, tensor in graph.constants.items():
+            if id(tensor) in names:
+                tensors[name] = names[id(tensor)]
+            elif tensor.untyped_storage().data_ptr() in places:
+                return None
+            else:
+                tensors[name] = tensor.clone()
+        kept = graph.copy()
+        kept.constants = {}
+        return cls(kept, tensors, more)
+
+    def over(self, named: dict[str, torch.Tensor]) -> TracedGraph:
+        """A copy over other tensors."""
+        graph = self.graph.copy()
+        graph.constants = {k: named[v] if isinstance(v, str) else v.clone() for k, v in self.tensors.items()}
+        graph.recompile()
+        return graph
+
+
+_kept: dict[Any, _Kept | None] = {}
+hits = {"capture": 0, "passes": 0, "aten": 0}
+
+
+def capture(model: nn.Module) -> Captured:
+    """As ``capture.trace.capture``; an equal model is traced once."""
+    key = _key_of_model(model)
+    if key is None:
+        return trace.capture(model)
+    named = module_tensors(model)
+    if key not in _kept:
+        captured = trace.capture(model)
+        _kept[key] = _Kept.of(captured.traced, named, captured.context)
+        return captured
+    if (kept := _kept[key]) is None:
+        return trace.capture(model)
+    hits["capture"] += 1
+    return Captured(kept.over(named), kept.more)
+
+
+def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
+    """As ``pipeline.run_passes``; those on Dynamo's graph are applied to an equal graph once."""
+    if len(passes) < 2 or any(entry.stage != "dynamo" for entry in passes):
+        return run_passes_anew(traced, passes)
+    key = (*_key_of_graph(traced), *((entry.name, entry.apply) for entry in passes))
+    named = dict(traced.constants)
+    if key not in _kept:
+        records = run_passes_anew(traced, passes)
+        _kept[key] = _Kept.of(traced, named, copy.deepcopy(records))
+        return records
+    if (kept := _kept[key]) is None:
+        return run_passes_anew(traced, passes)
+    hits["passes"] += 1
+    vars(traced).update(vars(kept.over(named)))
+    records = copy.deepcopy(kept.more)
+    return records
+
+
+def to_aten(traced: TracedGraph, context: TracingContext) -> TracedGraph:
+    """As ``capture.aten.to_aten``; an equal graph is traced once."""
+    key = ("aten", *_key_of_graph(traced))
+    if key not in _kept:
+        result = aten.to_aten(traced, context)
+        _kept[key] = _Kept(replace(result.copy(), constants={}), {})
+        return result
+    hits["aten"] += 1
+    kept = _kept[key]
+    assert kept is not None
+    return traced.over(kept.graph.copy().module)
+
+
+def share_graphs(patch: pytest.MonkeyPatch) -> None:
+    """Let the compiler take shared graphs until the patch is undone."""
+    explain = import_module("torch_pagoda.compiler.explain.explain")  # hidden by the function of that name
+    patch.setattr(build, "capture", capture)
+    patch.setattr(rewrite, "run_passes", run_passes)
+    patch.setattr(rewrite, "to_aten", to_aten)
+    patch.setattr(explain, "capture", capture)
+    patch.setattr(explain, "to_aten", to_aten)
+
+
+class _Describer(Describer):
+    """Says which tensors are one, and not which lie in one piece of memory: linking moves weights together."""
+
+    def _add_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        places: dict[int, int] = {}
+        for name, tensor in tensors.items():
+            plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+            if not plain or tensor.device.type != "cpu":
+                raise CannotIdentify(name)
+            place = places.setdefault(tensor.data_ptr(), len(places))
+            digest = hashlib.sha256()
+            update_whole(digest, tensor)
+            form = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad, tensor.is_inference()
+            self._say(type(tensor).__name__, f"{name} {place} {form} {digest.hexdigest()}")
+
+
+def _key_of_model(model: nn.Module) -> str | None:
+    """None for a model that cannot be described."""
+    try:
+        describer = _Describer()
+        describer.add((torch.get_default_dtype(), *modes()))
+        describer.add_module(model)
+        return describer.digest()
+    except Exception:
+        return None
+
+
+def _key_of_graph(traced: TracedGraph) -> tuple[Any, ...]:
+    """Everything that passes and AOTAutograd can read of a graph but its tensors, which are those of the model that
+    the fake mode was made for."""
+    digest = hashlib.sha256()
+    for node in traced.graph.nodes:
+        target = node.target if isinstance(node.target, str) else id(node.target)
+        scopes = node.meta.get("nn_module_stack"), node.meta.get("stack_trace")
+        digest.update(f"{node.op} {node.name} {target} {node.args} {node.kwargs} {scopes}\0".encode())
+        digest.update(f"{_form(node.meta.get('example_value'))}\0".encode())
+    apart = ("module", "fake_mode", "constants", "_origin")
+    fields = {name: field for name, field in vars(traced).items() if name not in apart}
+    return traced.fake_mode, torch.is_inference_mode_enabled(), digest.hexdigest(), f"{fields} {[*traced.constants]}"
+
+
+def _form(example: Any) -> Any:
+    if isinstance(example, torch.Tensor):
+        return example.dtype, example.device, tuple(example.shape), example.stride()
+    return [_form(item) for item in example] if isinstance(example, (list, tuple)) else example

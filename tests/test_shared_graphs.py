@@ -1,0 +1,119 @@
+"""The graphs that tests share are those that compiling anew would make, and never another model's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+from torch_pagoda.compiler import CompileOptions, build, options, rewrite
+from torch_pagoda.compiler.build import build_program
+from torch_pagoda.compiler.capture import aten, trace
+from torch_pagoda.compiler.verify.self_check import compared_steps, reference_of_model
+from torch_pagoda.passes import PASSES, Pass, PassRecord
+
+import shared_graphs
+from tiny_models import build_tiny_model
+
+ALL = {"capture": 1, "passes": 1, "aten": 1}
+NONE = dict.fromkeys(ALL, 0)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[torch.Tensor, dict[str, int]]]:
+    """Compiles a model, from an empty cache at first; its logits, which have to be transformers', and how often a
+    graph was shared."""
+    monkeypatch.setattr(shared_graphs, "_kept", {})
+
+    def compile_(model: nn.Module, **options: Any) -> tuple[torch.Tensor, dict[str, int]]:
+        before = dict(shared_graphs.hits)
+        program = build_program(model, CompileOptions(codegen="none", verify="off", **options))
+        tolerance = 1e-3 if "kv_cache_dtype" not in options else 10.0
+        rows = []
+        for _, found, right in compared_steps(program, reference_of_model(model)):
+            torch.testing.assert_close(found, right, rtol=tolerance, atol=tolerance)
+            rows.append(found.clone())  # the next step may write where it lies
+        return torch.cat(rows), {name: count - before[name] for name, count in shared_graphs.hits.items()}
+
+    return compile_
+
+
+@pytest.mark.parametrize("kind", ["llama", "bloom", "deepseek_v3"])
+def test_shared_graphs_are_those_of_compiling_anew(kind, compiled, monkeypatch):
+    first, hits = compiled(build_tiny_model(kind))
+    assert hits == NONE
+    second, hits = compiled(build_tiny_model(kind))
+    assert hits == ALL
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "capture", trace.capture)
+        patch.setattr(rewrite, "run_passes", shared_graphs.run_passes_anew)
+        patch.setattr(rewrite, "to_aten", aten.to_aten)
+        anew, hits = compiled(build_tiny_model(kind))
+    assert hits == NONE
+    assert torch.equal(first, anew) and torch.equal(second, anew)
+
+
+def test_options_choose_passes_on_a_shared_graph(compiled):
+    model = build_tiny_model("llama", num_hidden_layers=1)
+    compiled(model)
+    assert compiled(model, opt_level=0)[1] == ALL, "its weights were merged, which changes none of them"
+    assert compiled(model, kv_cache_dtype="int8")[1] == {**NONE, "capture": 1}, "other caches are other graphs"
+    assert compiled(model, passes={"skip": ["gather_logits"]})[1] == {**NONE, "capture": 1}
+
+
+def weight(model):
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[5, 7] += 1
+
+
+def attribute(model):
+    model.model.layers[0].self_attn.scaling *= 1.5
+
+
+def activation(model):
+    model.model.layers[0].mlp.act_fn = nn.GELU()
+
+
+def hook(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def patched(model):
+    modeling_llama.LlamaMLP.forward = lambda self, x: self.down_proj(self.up_proj(x))
+
+
+@pytest.mark.parametrize("change", [weight, attribute, activation, hook, patched], ids=lambda f: f.__name__)
+def test_a_changed_model_is_another(change, compiled, monkeypatch):
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", modeling_llama.LlamaMLP.forward)
+    compiled(build_tiny_model("llama", num_hidden_layers=1))
+    model = build_tiny_model("llama", num_hidden_layers=1)
+    change(model)
+    _, hits = compiled(model)
+    assert hits == NONE
+
+
+def test_programs_read_their_own_models_tensors(compiled):
+    one, other = (build_tiny_model("llama", num_hidden_layers=1) for _ in range(2))
+    programs = [build_program(model, CompileOptions(codegen="none", verify="off")) for model in (one, other)]
+    with torch.no_grad():
+        one.lm_head.weight.mul_(2)
+    reference = reference_of_model(other)
+    first, second = ([found.clone() for _, found, _ in compared_steps(program, reference)] for program in programs)
+    torch.testing.assert_close(first, [2 * rows for rows in second])
+
+
+def test_a_pass_that_is_not_the_products_runs(compiled, monkeypatch):
+    runs = []
+
+    def counted(graph):
+        runs.append(graph)
+        return PassRecord("counted")
+
+    compiled(build_tiny_model("llama", num_hidden_layers=1))
+    monkeypatch.setattr(options, "PASSES", (*PASSES, Pass("counted", counted, required=False)))
+    compiled(build_tiny_model("llama", num_hidden_layers=1))
+    assert len(runs) == 1
