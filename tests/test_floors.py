@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {
     "": ("torch_pagoda", "compiler", "passes", "runtime"),
     "torch_pagoda": (
-        *("cli", "__init__", "async_llm generation", "llm", "chat default_params", "checkpoint"),
-        *("quantized_checkpoint", "decoding device option_checks stored_tensors"),
+        *("cli", "__init__", "async_llm generation", "llm", "chat default_params", "checkpoint known_program"),
+        *("quantized_checkpoint", "decoding device model_facts option_checks stored_tensors"),
     ),
     "compiler": (
         *("__init__", "compile explain", "build", "backend rewrite", "pipeline", "verify", "capture store"),

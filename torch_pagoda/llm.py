@@ -19,6 +19,7 @@ from .checkpoint import (
     causal_lm_class,
     check_module,
     check_tokenizer,
+    checkpoint_files,
     load_config,
     load_model,
     load_tokenizer,
@@ -38,6 +39,8 @@ from .compiler.capture.state_layers import check_state
 from .compiler.user_passes import Pattern
 from .default_params import default_params, params_or, recommended_params
 from .device import free_memory, resolve_device
+from .known_program import known_program
+from .model_facts import facts_of
 from .option_checks import LIMITS, check_cache_size, check_limits, check_scheduling, check_swap_space
 from .passes.graph.npu_target import DEFAULT_BLOCK_SIZE as NPU_BLOCK_SIZE
 from .runtime.autocast import without_autocast
@@ -218,13 +221,18 @@ class LLM:
             }
         ).for_device(resolved.type)
 
+        module, program, files = None, None, None
         if isinstance(model, str | os.PathLike):
-            _, config = load_config(model, trust_remote_code)
-            options = on_recorded_grid(options, config)
-            if (model_class := causal_lm_class(config)) is not None:
-                with _refusals_named(model):
-                    check_state(model_class, config)
-            module = load_model(model, dtype, trust_remote_code, resolved, config)
+            files = checkpoint_files(model, dtype) if resolved.type == "cpu" else None
+            if files is not None and (found := known_program(files, options)) is not None:
+                program, module = found
+            else:
+                _, config = load_config(model, trust_remote_code)
+                options = on_recorded_grid(options, config)
+                if (model_class := causal_lm_class(config)) is not None:
+                    with _refusals_named(model):
+                        check_state(model_class, config)
+                module = load_model(model, dtype, trust_remote_code, resolved, config)
         else:
             module = check_module(model, dtype, resolved)
             options = on_recorded_grid(options, module.config)
@@ -237,9 +245,14 @@ class LLM:
         self.recommended_params = recommended_params(generation_config, module)
         self._default_params = default_params(self.recommended_params)
 
-        with _refusals_named(model), without_autocast(resolved.type):
-            program = compile_program(module, options, owns_weights=loads)
-        self._weights = WeightGuard(module, program.copied_weights, program.merged_weights)
+        if program is None:
+            with _refusals_named(model), without_autocast(resolved.type):
+                facts = facts_of(module)
+                files = None if facts is None else files
+                program = compile_program(module, options, owns_weights=loads, files=files, facts=facts)
+            self._weights = WeightGuard(module, program.copied_weights, program.merged_weights)
+        else:
+            self._weights = WeightGuard(torch.nn.Module())
         self._module = None if loads else ModuleGuard(module)
         self.program: Program = program
         self.compile_report: CompileReport = program.report
