@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,17 +14,30 @@ from ..runtime.ops.kernel_check import check_kernels
 from ..runtime.ops.native import begin_loading
 from ..runtime.phases import phase
 from .fingerprint.describer import CannotIdentify
-from .fingerprint.fingerprint import fingerprint
-from .fingerprint.tensor_contents import contents_digest
+from .fingerprint.fingerprint import Fingerprint, fingerprint
+from .fingerprint.framework_state import Touched
+from .fingerprint.tensor_contents import contents_digest, module_tensors
 from .link.linker import LinkedProgram
 from .options import CompileOptions
 from .report import CompileReport, PhaseClock
+from .store.checkpoint_files import CheckpointFiles
 from .store.graph_data import CannotStore
 from .store.program_store import ProgramStore, open_store
-from .store.stored_program import Outdated, describe, report_data, restore
+from .store.stored_program import Outdated, describe, report_data, restore, tensors_read
+from .store.warm_start import (
+    Facts,
+    NotAsItWas,
+    check_record,
+    describe_start,
+    read_record,
+    record_data,
+    start_tensors,
+    warm_key,
+)
 from .user_passes import registered_passes
 from .verify import dump
 from .verify.self_check import SHORT_SCHEDULE, check, reference_of_model
+from .verify.stored_reference import reference_data, stored_reference
 
 if TYPE_CHECKING:
     from .build import Built
@@ -33,11 +45,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def compile_program(model: nn.Module, options: CompileOptions, *, owns_weights: bool = False) -> LinkedProgram:
+def compile_program(
+    model: nn.Module,
+    options: CompileOptions,
+    *,
+    owns_weights: bool = False,
+    files: CheckpointFiles | None = None,
+    facts: Facts | None = None,
+) -> LinkedProgram:
     """Compile ``model`` into a paged program, or take the one that was compiled before from the store.
 
     Arguments and errors as for ``build.build_program``. Kept are programs for a CPU that run without inductor and
     from which the self-check took nothing out.
+
+    Args:
+        files: those that the model was just loaded from, so that ``program_of_checkpoint`` finds the program by them.
+        facts: what that is to return besides.
     """
     start = time.perf_counter()
     options = options.for_device(next(model.parameters()).device.type)
@@ -50,11 +73,16 @@ def compile_program(model: nn.Module, options: CompileOptions, *, owns_weights: 
     if store is not None:
         try:
             contents = contents_digest(model)
-            key = fingerprint(model, options, contents)
+            found = fingerprint(model, options, contents)
+            key = found.digest
         except CannotIdentify as error:
             log.info("the program is not kept for later starts: %s", error)
             store = None
+    # Before anything packs the weights, or moves them.
+    record = None if store is None or files is None else _record(model, options, found, files, facts or {})
     if store is not None and (program := _stored(store, key, model, options, owns_weights, start)) is not None:
+        if record is not None and program.rope_switch is None:
+            store.save(*record)
         return program
     # Imported here: it brings the tracer, which a process that finds its program in the store never needs.
     from .build import build_unpacked, finish
@@ -69,10 +97,83 @@ def compile_program(model: nn.Module, options: CompileOptions, *, owns_weights: 
     program = built.program
     if store is not None and data is not None:
         more = {
-            "judged": None if built.reference is None else (built.reference.tolerance, built.reference.share),
+            "reference": None if built.reference is None else reference_data(built.reference),
         }
         store.save(key, {**data, **more, "report": report_data(program.report)})
+        if record is not None and program.rope_switch is None:
+            store.save(*record)
     return program
+
+
+def _record(
+    model: nn.Module, options: CompileOptions, found: Fingerprint, files: CheckpointFiles, facts: Facts
+) -> tuple[str, dict[str, Any]] | None:
+    """The name and the data of the record by which a later start finds the program; None where there can be none."""
+    try:
+        return warm_key(files, options), record_data(describe_start(model, found, files, facts))
+    except (CannotIdentify, CannotStore, Touched) as error:
+        log.info("later starts will load the model's class: %s", error)
+        return None
+
+
+@phase("load")
+def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tuple[LinkedProgram, Facts] | None:
+    """The program that was compiled before from a checkpoint, over its tensors, and what was noted of the model.
+
+    Neither the model's class nor its modules are made. The program is compared with the logits that the model gave
+    when it was compiled, once the weights are packed.
+
+    Args:
+        files: the checkpoint's; they are mapped, and their tensors belong to the program.
+        options: for a CPU, where the program's tensors are.
+
+    Returns:
+        None where there is no such program, or it may not be the checkpoint's any more.
+    """
+    start = time.perf_counter()
+    options = options.for_device("cpu")
+    store = open_store()
+    if store is None or options.verify == "off" or _not_stored(options):
+        return None
+    begin_loading()
+    try:
+        name = warm_key(files, options)
+        if (data := store.load(name)) is None:
+            return None
+        record = read_record(data)
+        check_record(record)
+    except (CannotIdentify, NotAsItWas, Touched, OSError, ValueError) as error:
+        log.info("the model's class is loaded: %s", error)
+        return None
+    if (data := store.load(record.program)) is None:
+        return None
+    try:
+        program = restore(data, start_tensors(record, files, tensors_read(data)), merge=not _packs(options))
+        reference = stored_reference(data["reference"], program.vocab_size)
+    except Exception as error:
+        log.warning("the stored program %s cannot be used (%s); the model's class is loaded", record.program, error)
+        store.discard(name)
+        return None
+    program.report.stored = True
+    program.report.seconds = {}
+    clock = PhaseClock(program.report.seconds, start)
+    clock.lap("load")
+    check_kernels()
+    if _packs(options):
+        program.pack_weights(release=True)
+        clock.lap("pack")
+    verdict = check(program, reference, weight_bits=program.weight_bits)
+    clock.lap("verify")
+    if not verdict.ok:
+        log.warning("the stored program %s is not the model's: %s; compiling again", record.program, verdict.reason)
+        store.discard(name)
+        store.discard(record.program)
+        return None
+    return program, record.facts
+
+
+def _packs(options: CompileOptions) -> bool:
+    return bool(options.pack_weights or options.quantization)
 
 
 def _not_stored(options: CompileOptions) -> str:
@@ -98,10 +199,8 @@ def _stored(
     if data is None:
         return None
     try:
-        program = restore(data, model)
-        tolerance, share = map(float, data["judged"] or (0.0, 0.0))
-        if options.verify != "off" and not (0 < tolerance < math.inf and 0 < share <= 1):
-            raise ValueError(f"it was judged by {data['judged']!r}")
+        program = restore(data, module_tensors(model))
+        judged = None if options.verify == "off" else stored_reference(data["reference"], program.vocab_size)
     except Outdated as error:
         log.info("the stored program is not used: %s", error)
         store.discard(key)
@@ -115,9 +214,10 @@ def _stored(
     clock = PhaseClock(program.report.seconds, start)
     clock.lap("load")
     reference = None
-    if options.verify != "off":
+    if judged is not None:
         check_kernels()
-        reference = replace(reference_of_model(model, SHORT_SCHEDULE), tolerance=tolerance, share=share)
+        own = reference_of_model(model, SHORT_SCHEDULE)
+        reference = replace(own, tolerance=judged.tolerance, share=judged.share)
     # Until weights are rounded and packed, every product would round its own.
     if reference is not None and not options.quantization:
         verdict = check(program, reference)
@@ -126,7 +226,7 @@ def _stored(
             log.warning("the stored program %s is not the model's: %s; compiling again", key, verdict.reason)
             store.discard(key)
             return None
-    if options.pack_weights or options.quantization:
+    if _packs(options):
         program.pack_weights(release=release)
         clock.lap("pack")
     if reference is not None and options.quantization:

@@ -13,8 +13,15 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {
     "": ("torch_pagoda", "compiler", "passes", "runtime"),
     "torch_pagoda": (
-        *("cli", "__init__", "async_llm generation", "llm", "chat default_params options", "checkpoint"),
-        *("quantized_checkpoint", "decoding device stored_tensors"),
+        *(
+            "cli",
+            "__init__",
+            "async_llm generation",
+            "llm",
+            "chat default_params options",
+            "checkpoint known_program",
+        ),
+        *("quantized_checkpoint", "decoding device model_facts stored_tensors"),
     ),
     "compiler": (
         *(

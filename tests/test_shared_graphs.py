@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.models.llama import modeling_llama
 
-from torch_pagoda.compiler import CompileOptions, build, options, rewrite
+from torch_pagoda.compiler import CompileOptions, build, options, pipeline
 from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.capture import aten, trace
 from torch_pagoda.compiler.verify.self_check import compared_steps, reference_of_model
@@ -50,8 +50,8 @@ def test_shared_graphs_are_those_of_compiling_anew(kind, compiled, monkeypatch):
     assert hits == ALL
     with monkeypatch.context() as patch:
         patch.setattr(build, "capture", trace.capture)
-        patch.setattr(rewrite, "run_passes", shared_graphs.run_passes_anew)
-        patch.setattr(rewrite, "to_aten", aten.to_aten)
+        patch.setattr(pipeline, "run_passes", shared_graphs.run_passes_anew)
+        patch.setattr(pipeline, "to_aten", aten.to_aten)
         anew, hits = compiled(build_tiny_model(kind))
     assert hits == NONE
     assert torch.equal(first, anew) and torch.equal(second, anew)

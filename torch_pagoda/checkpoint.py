@@ -19,9 +19,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import cached_file
 
+from .compiler import CheckpointFiles
 from .quantized_checkpoint import check_description, check_loaded, check_stored
-from .stored_tensors import GGUF_REMEDY, stored_tensors
+from .stored_tensors import GGUF_REMEDY, stored_tensors, weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +115,32 @@ def load_model(
             "pass a complete causal-LM checkpoint"
         )
     return model.to(device).eval().requires_grad_(False)
+
+
+def checkpoint_files(source: str | os.PathLike[str], dtype: str | torch.dtype) -> CheckpointFiles | None:
+    """The files of a checkpoint whose program may be known by them: safetensors, for a class of transformers' own.
+
+    None for all others, and for those that are not there or not in order: loading them says what is wrong.
+    """
+    try:
+        name = check_source(source)
+        folder = Path(name) if Path(name).is_dir() else Path(_config_file(name)).parent
+        texts = {"files": "\n".join(sorted(entry.name for entry in folder.iterdir()))}
+        for text in ("config.json", "generation_config.json"):
+            if (folder / text).is_file():
+                texts[text] = (folder / text).read_text(encoding="utf-8")
+        config = json.loads(texts["config.json"])
+        weights = weight_files(name, config.get("transformers_weights"))
+    except (OSError, ValueError, KeyError, AttributeError):
+        return None
+    if "auto_map" in config or not all(file.endswith(".safetensors") for file in weights):
+        return None
+    return CheckpointFiles(weights, texts, resolve_dtype(dtype))
+
+
+def _config_file(name: str) -> str:
+    """The path of a hub id's config in the hub's cache, downloaded where transformers would."""
+    return str(cached_file(name, "config.json"))
 
 
 def load_config(source: str | os.PathLike[str], trust_remote_code: bool) -> tuple[str, Any]:

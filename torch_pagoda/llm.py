@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .chat import Message, chat_prompts
@@ -17,6 +18,7 @@ from .checkpoint import (
     causal_lm_class,
     check_module,
     check_tokenizer,
+    checkpoint_files,
     load_config,
     load_model,
     load_tokenizer,
@@ -33,6 +35,8 @@ from .compiler.calibrate.recorded_grid import on_recorded_grid
 from .compiler.capture.state_layers import check_state
 from .default_params import default_params, params_or, recommended_params
 from .device import free_memory, resolve_device
+from .known_program import known_program
+from .model_facts import facts_of
 from .options import LLMOptions, signature_with_options, split_options
 from .runtime.autocast import without_autocast
 from .runtime.engine.engine import Engine
@@ -89,13 +93,18 @@ class LLM:
         loading, serving, compiling = split_options(options, owns_weights=loads)
         device = resolve_device(loading.device)
 
+        module, program, files = None, None, None
         if isinstance(model, str | os.PathLike):
-            _, config = load_config(model, loading.trust_remote_code)
-            compiling = on_recorded_grid(compiling, config)
-            if (model_class := causal_lm_class(config)) is not None:
-                with _refusals_named(model):
-                    check_state(model_class, config)
-            module = load_model(model, loading.dtype, loading.trust_remote_code, device, config)
+            files = checkpoint_files(model, loading.dtype) if device.type == "cpu" else None
+            if files is not None and (found := known_program(files, compiling)) is not None:
+                program, module = found
+            else:
+                _, config = load_config(model, loading.trust_remote_code)
+                compiling = on_recorded_grid(compiling, config)
+                if (model_class := causal_lm_class(config)) is not None:
+                    with _refusals_named(model):
+                        check_state(model_class, config)
+                module = load_model(model, loading.dtype, loading.trust_remote_code, device, config)
         else:
             module = check_module(model, loading.dtype, device)
             compiling = on_recorded_grid(compiling, module.config)
@@ -108,9 +117,15 @@ class LLM:
         self.recommended_params = recommended_params(loading.generation_config, module)
         self._default_params = default_params(self.recommended_params)
 
-        with _refusals_named(model), without_autocast(device.type):
-            program = compile_program(module, compiling, owns_weights=loads)
-        self._weights = WeightGuard(module, program.copied_weights, program.merged_weights)
+        if program is None:
+            facts = facts_of(module)
+            with _refusals_named(model), without_autocast(device.type):
+                program = compile_program(
+                    module, compiling, owns_weights=loads, files=None if facts is None else files, facts=facts
+                )
+            self._weights = WeightGuard(module, program.copied_weights, program.merged_weights)
+        else:  # nobody but the program holds the tensors
+            self._weights = WeightGuard(nn.Module())
         self._module = None if loads else ModuleGuard(module)
         self.program: Program = program
         self.compile_report: CompileReport = program.report

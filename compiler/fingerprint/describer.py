@@ -47,7 +47,7 @@ _FOLLOWED = ("transformers.", "torch.nn.")
 """Parts of the framework whose code is followed to find patches behind it."""
 _KEPT_APART = frozenset(("_parameters", "_buffers", "_modules", "generation_config", "generate"))
 """Attributes of modules that are described elsewhere, or that no forward call reads."""
-_NOT_RUN = frozenset(
+NOT_RUN = frozenset(
     "__init__ __post_init__ __new__ __init_subclass__ __repr__ extra_repr _init_weights from_pretrained "
     "save_pretrained prepare_inputs_for_generation __getstate__ __setstate__ __reduce__ __reduce_ex__ "
     "__deepcopy__ __copy__ __del__".split()
@@ -103,6 +103,8 @@ class Describer:
         self._names: set[str] = {"forward"}
         self._members: list[tuple[str, str, Any]] = []  # class, name, method: described once the name is read
         self._files: dict[str, types.ModuleType] = {}  # not the framework's, read as objects or for their bytes
+        self.sources: dict[str, str] = {}
+        self.variables: dict[str, str | None] = {}
 
     def digest(self) -> str:
         self._follow_names()
@@ -332,7 +334,8 @@ class Describer:
         for variable in (*reads.variables, *held):
             if not isinstance(variable, str):
                 raise CannotIdentify(f"{function.__qualname__} reads an environment variable of an unknown name")
-            self._say("environment", f"{variable}={os.environ.get(variable)!r}")
+            self.variables[variable] = os.environ.get(variable)
+            self._say("environment", f"{variable}={self.variables[variable]!r}")
 
     def _add_imports(self, function: types.FunctionType, reads: Reads) -> None:
         package = function.__globals__.get("__package__") or ""
@@ -425,7 +428,7 @@ class Describer:
             return
         self._add_file(cls.__module__)
         for place, item in patches(cls):
-            if place in _NOT_RUN:  # the tracer puts its own __init__ into nn.Module
+            if place in NOT_RUN:  # the tracer puts its own __init__ into nn.Module
                 continue
             self._say("patch", f"{cls.__qualname__}.{place}")
             self.add(item)
@@ -445,7 +448,7 @@ class Describer:
             special = key[:2] == "__" and key[-2:] == "__"
             if isinstance(item, _CODE):
                 run = special or isinstance(item, property) or key in inherited
-                if run and key not in _NOT_RUN:
+                if run and key not in NOT_RUN:
                     self._say("member", key)
                     self.add(item)
                 else:
@@ -478,6 +481,7 @@ class Describer:
             except OSError as error:
                 raise CannotIdentify(f"the source of {name} cannot be read: {error}") from None
             self._say("file", name)
+            self.sources[name] = content.hex()
             self._digest.update(content)
         if not is_framework(name):
             for item in list(vars(module).values()):

@@ -14,6 +14,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,23 @@ _ROOT = Path(__file__).resolve().parents[1]
 _OURS = (_ROOT, _ROOT.parent / "passes", _ROOT.parent / "runtime")
 
 
-def fingerprint(model: nn.Module, options: CompileOptions, contents: str) -> str:
-    """A digest of everything that compiling ``model`` with ``options`` depends on.
+@dataclass(frozen=True)
+class Fingerprint:
+    """Everything that compiling a model depends on.
+
+    Attributes:
+        digest: of all of it.
+        sources: Python modules whose files count, and the SHA-256 of each.
+        variables: environment variables that the model's code reads, with their values.
+    """
+
+    digest: str
+    sources: dict[str, str]
+    variables: dict[str, str | None]
+
+
+def fingerprint(model: nn.Module, options: CompileOptions, contents: str) -> Fingerprint:
+    """Everything that compiling ``model`` with ``options`` depends on.
 
     Args:
         model: a module on the CPU.
@@ -46,12 +62,33 @@ def fingerprint(model: nn.Module, options: CompileOptions, contents: str) -> str
     """
     with _told():
         describer = Describer()
-        describer.add((*environment(), torch.get_default_dtype(), *_modes()))
-        describer.add(options)
-        describer.add([selected_passes(options, stage) for stage in ("dynamo", "aten", "weights")])
+        _add_settings(describer, options)
         describer.add(contents)
         describer.add_module(model)
+        return Fingerprint(describer.digest(), dict(describer.sources), dict(describer.variables))
+
+
+def settings_digest(options: CompileOptions, more: Any) -> str:
+    """A digest of all that compiling depends on besides the model: options, versions, the state of this thread.
+
+    Args:
+        options: how a model is compiled.
+        more: what counts besides, made of literals and containers.
+
+    Raises:
+        CannotIdentify: something of it cannot be described.
+    """
+    with _told():
+        describer = Describer()
+        _add_settings(describer, options)
+        describer.add(more)
         return describer.digest()
+
+
+def _add_settings(describer: Describer, options: CompileOptions) -> None:
+    describer.add((*environment(), torch.get_default_dtype(), *_modes()))
+    describer.add(options)
+    describer.add([selected_passes(options, stage) for stage in ("dynamo", "aten", "weights")])
 
 
 @contextmanager

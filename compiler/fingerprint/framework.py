@@ -38,7 +38,7 @@ def is_own(function: types.FunctionType) -> bool:
 def patches(cls: type) -> Iterator[tuple[str, Any]]:
     """What was put into a class of the framework: name and value; also functions under another's name."""
     for key, item in vars(cls).items():
-        for function in _functions(item):
+        for function in functions_of(item):
             if not _is_all_own(function):
                 yield key, item
             elif function.__name__ != key:
@@ -49,7 +49,7 @@ def patches(cls: type) -> Iterator[tuple[str, Any]]:
             yield key, item
 
 
-def _functions(item: Any) -> tuple[types.FunctionType, ...]:
+def functions_of(item: Any) -> tuple[types.FunctionType, ...]:
     """The Python functions that a member of a class consists of."""
     if isinstance(item, types.FunctionType):
         return (item,)

@@ -31,11 +31,10 @@ def contents_digest(model: nn.Module) -> str:
             continue
         known.add(id(tensor))
         digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        small = tensor.numel() * tensor.element_size() <= WHOLE_BYTES
-        if small or not isinstance(tensor, nn.Parameter) or not tensor.is_contiguous():
-            update_whole(digest, tensor)
+        if isinstance(tensor, nn.Parameter) and tensor.is_contiguous():
+            update_samples(digest, tensor)
         else:
-            _update_samples(digest, tensor)
+            update_whole(digest, tensor)
     return digest.hexdigest()
 
 
@@ -51,8 +50,20 @@ def update_whole(digest: Any, tensor: torch.Tensor) -> None:
     digest.update(memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()))
 
 
-def _update_samples(digest: Any, tensor: torch.Tensor) -> None:
-    flat = tensor.detach().view(-1).view(torch.uint8)
-    step = (flat.numel() - _SAMPLE_BYTES) // (_SAMPLES - 1)
+def update_samples(digest: Any, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    """Feed a digest with samples of a contiguous tensor, or with all of a small one.
+
+    Args:
+        digest: of ``hashlib``.
+        tensor: it; of a large one little more than the samples is read.
+        dtype: that its elements are converted to first.
+    """
+    dtype = tensor.dtype if dtype is None else dtype
+    flat = tensor.detach().view(-1)
+    if flat.numel() * dtype.itemsize <= WHOLE_BYTES:
+        update_whole(digest, flat.to(dtype))
+        return
+    count = _SAMPLE_BYTES // dtype.itemsize
+    step = (flat.numel() - count) // (_SAMPLES - 1)
     for i in range(_SAMPLES):
-        digest.update(memoryview(flat[i * step : i * step + _SAMPLE_BYTES].numpy()))
+        update_whole(digest, flat[i * step : i * step + count].to(dtype))

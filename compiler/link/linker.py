@@ -18,7 +18,7 @@ from ..targets.cpu.kernels import GraphCalls
 from ..targets.cpu.recorded_step import RecordedSteps
 from ..targets.npu.route import Route
 from ..weights.file_pages import FilePages
-from ..weights.merged_weights import link_merged_weights
+from ..weights.merged_weights import link_merged_weights, merge_rows
 from .linkage import Linkage
 from .rounded_weights import check_rounded_weight
 
@@ -164,10 +164,13 @@ class LinkedProgram:
             UnsupportedModel: a rounded weight is wrong.
         """
         size = 0
-        pages = FilePages(self._args[self._at[packed.name]] for packed in self._packable)
+        merged = [self._args[self._at[name]] for packed in self._packable for name in (packed.name, *packed.sources)]
+        pages = FilePages(tensor for tensor in merged if tensor is not None)
         for packed in self._packable:
             i, sources = self._at[packed.name], [self._args[self._at[name]] for name in packed.sources]
             whole = self._args[i]
+            if whole is None:  # rows of a merged one that were not merged yet
+                whole = merge_rows(sources, pages)
             self._args[i] = _packed(whole, packed.quantization)
             if check and packed.quantization is not None:
                 check_rounded_weight(packed.name, whole, self._args[i], packed.quantization)

@@ -84,21 +84,21 @@ def describe(traced: TracedGraph, linkage: Linkage, model: nn.Module) -> dict[st
     }
 
 
-def restore(data: Mapping[str, Any], model: nn.Module) -> LinkedProgram:
-    """The program of ``describe`` over the weights of ``model``, whose parameters may become views of merged ones.
+def restore(data: Mapping[str, Any], named: Mapping[str, torch.Tensor], *, merge: bool = True) -> LinkedProgram:
+    """The program of ``describe`` over the weights of a module, which may become views of merged ones.
 
     Args:
         data: of a ``StoredProgram``, from a file.
-        model: what was compiled.
+        named: tensors of the module by name, those that it reads at least.
+        merge: lay those that are merged out one after the other now; else packing does that for the ones that it
+            packs, one at a time.
 
     Raises:
         Outdated: the module's tensors are not those that the program was made for.
         ValueError: the data is no program; nothing of it has been run.
     """
-    plain = {f.name: data.get(f.name) for f in fields(StoredProgram)}
-    stored: StoredProgram = from_plain(StoredProgram, plain, "the program")
+    stored = _read(data)
     linkage = stored.linkage
-    named = module_tensors(model)
     constants: dict[str, torch.Tensor] = dict(stored.tensors)
     for name, source in stored.weights.items():
         weight, view = (source, None) if isinstance(source, str) else source
@@ -115,8 +115,24 @@ def restore(data: Mapping[str, Any], model: nn.Module) -> LinkedProgram:
         if tensor_digest(constants[name]) != digest:
             raise Outdated(f"constants were computed from other values of {stored.weights.get(name, name)!r}")
     run = kernel_calls(module)
-    merge_inputs(linkage.merged, constants)
+    later = () if merge else {packed.name for packed in linkage.packed}
+    merge_inputs({name: rows for name, rows in linkage.merged.items() if name not in later}, constants)
     return LinkedProgram(linkage, constants, run, stored.report)
+
+
+def tensors_read(data: Mapping[str, Any]) -> list[str]:
+    """Names of the module's tensors that the program of ``describe`` reads.
+
+    Raises:
+        ValueError: the data is no program.
+    """
+    return [source if isinstance(source, str) else source[0] for source in _read(data).weights.values()]
+
+
+def _read(data: Mapping[str, Any]) -> StoredProgram:
+    plain = {f.name: data.get(f.name) for f in fields(StoredProgram)}
+    stored: StoredProgram = from_plain(StoredProgram, plain, "the program")
+    return stored
 
 
 def _view_of_weight(tensor: torch.Tensor, model: nn.Module) -> tuple[str, View] | None:

@@ -76,6 +76,16 @@ class Reference:
     tolerance: float
     share: float = 1.0
 
+    def beginning(self, schedule: Schedule) -> Reference:
+        """The first tokens of each sequence, as many as ``schedule`` says: no later one changes their logits."""
+        lengths = [min(n, len(t)) for n, t in zip(schedule.lengths, self.tokens, strict=True)]
+        return replace(
+            self,
+            tokens=[t[:n] for n, t in zip(lengths, self.tokens, strict=True)],
+            logits=[t[:n] for n, t in zip(lengths, self.logits, strict=True)],
+            schedule=replace(schedule, lengths=tuple(lengths)),
+        )
+
     @property
     def prompts(self) -> list[int]:
         """The number of tokens of each sequence that are prefilled; the rest is decoded."""

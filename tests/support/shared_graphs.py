@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch._guards import TracingContext
 
-from torch_pagoda.compiler import build, rewrite
+from torch_pagoda.compiler import build, pipeline
 from torch_pagoda.compiler.capture import aten, trace
 from torch_pagoda.compiler.capture.trace import Captured
 from torch_pagoda.compiler.fingerprint.describer import CannotIdentify, Describer
@@ -129,8 +129,8 @@ def share_graphs(patch: pytest.MonkeyPatch) -> None:
     """Let the compiler take shared graphs until the patch is undone."""
     explain = import_module("torch_pagoda.compiler.explain.explain")  # hidden by the function of that name
     patch.setattr(build, "capture", capture)
-    patch.setattr(rewrite, "run_passes", run_passes)
-    patch.setattr(rewrite, "to_aten", to_aten)
+    patch.setattr(pipeline, "run_passes", run_passes)
+    patch.setattr(pipeline, "to_aten", to_aten)
     patch.setattr(explain, "capture", capture)
     patch.setattr(explain, "to_aten", to_aten)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from torch_pagoda.compiler import CompileOptions, compile_program
+from torch_pagoda.compiler.fingerprint.tensor_contents import module_tensors
 from torch_pagoda.compiler.store.program_store import DISABLE, ProgramStore
 from torch_pagoda.compiler.store.stored_program import Outdated, restore
 from torch_pagoda.runtime.ops.native import load_kernels
@@ -171,11 +172,11 @@ REFUSED = {
 @pytest.mark.parametrize(("change", "words"), REFUSED.values(), ids=REFUSED)
 def test_programs_that_contradict_themselves_are_refused(data, change, words):
     with pytest.raises(ValueError, match=words):
-        restore(change(data), model())
+        restore(change(data), module_tensors(model()))
 
 
 def test_what_was_written_is_taken(data):
-    program = restore(data, model())
+    program = restore(data, module_tensors(model()))
     assert program.report.stored is False and program.report.passes[0].name
     with pytest.raises(Outdated, match="no tensor"):
-        restore(put("weights", next(iter(data["weights"])), "no.such.tensor")(data), model())
+        restore(put("weights", next(iter(data["weights"])), "no.such.tensor")(data), module_tensors(model()))

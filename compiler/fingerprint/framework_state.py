@@ -1,0 +1,150 @@
+"""Digests of Python modules of the framework as they are in this process: what was put into one changes its digest.
+
+A program can be taken from the store without importing the model's class, if what the class would have found is what
+it found when the program was compiled. The files are compared by their bytes; modules that are loaded could have been
+changed since by code: functions replaced or registered, classes patched, numbers set. Caches, counters and loggers do
+not count, nor do functions that are the framework's and lie where its files put them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch.nn.modules import module as _of_modules
+
+from .describer import NOT_RUN
+from .framework import functions_of, is_own, patches
+
+_PACKAGES = ("transformers.", "huggingface_hub.", "torch.nn.")
+_SINGLE = ("torch", "torch.functional", "torch._tensor", "torch._C._nn", "torch.nn")
+_NUMBERS = (bool, int, float)
+_C_CALLABLES = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_HOOKS = (
+    _of_modules._global_forward_pre_hooks,
+    _of_modules._global_forward_hooks,
+    _of_modules._global_parameter_registration_hooks,
+    _of_modules._global_module_registration_hooks,
+    _of_modules._global_buffer_registration_hooks,
+)
+
+
+class Touched(Exception):
+    """Something that is not the framework's stands in a module of it. The message says where."""
+
+
+def framework_states() -> dict[str, str]:
+    """The digest of each loaded module that models are made of, or run by; without those of the models themselves.
+
+    Raises:
+        Touched: one of them holds something that is not the framework's.
+    """
+    return {name: module_state(module) for name, module in _loaded()}
+
+
+def changed_module(states: Mapping[str, str]) -> str | None:
+    """The first loaded module that is not as it was, by what ``framework_states`` said then; None if there is none.
+
+    A module that was not loaded then had no part in the model.
+
+    Raises:
+        Touched: as ``framework_states``.
+    """
+    return next((name for name, module in _loaded() if states.get(name) not in (None, module_state(module))), None)
+
+
+def model_modules_loaded(names: Iterable[str]) -> bool:
+    """Whether any of these modules of models is loaded, so that its contents may have been changed."""
+    return any(name.startswith("transformers.models.") and name in sys.modules for name in names)
+
+
+def _loaded() -> Iterator[tuple[str, types.ModuleType]]:
+    if any(_HOOKS):
+        raise Touched("hooks are registered for all modules")
+    for name, module in list(sys.modules.items()):
+        wanted = name in _SINGLE or name.startswith(_PACKAGES)
+        if wanted and not name.startswith("transformers.models.") and type(module).__name__ != "_LazyModule":
+            yield name, module
+
+
+def module_state(module: types.ModuleType) -> str:
+    """The digest of one module."""
+    digest = hashlib.sha256()
+    for name, item in sorted(vars(module).items()):
+        if name[:2] == "__":
+            continue
+        said = _said(f"{module.__name__}.{name}", item, module.__name__)
+        if said:
+            digest.update(f"{name}\0{said}\0".encode())
+    return digest.hexdigest()
+
+
+def _said(place: str, item: Any, home: str) -> str:
+    """What counts of a value; "" for nothing."""
+    if isinstance(item, types.FunctionType):
+        return _function(place, item)
+    if isinstance(item, type):
+        return _class(item) if item.__module__ == home else f"{item.__module__}.{item.__qualname__}"
+    if isinstance(item, _C_CALLABLES):
+        return item.__qualname__
+    if type(item) in _NUMBERS:
+        return repr(item)
+    # What is private is a cache; what has other keys than names was not made to be registered in.
+    if isinstance(item, dict) and not place.rpartition(".")[2].startswith("_"):
+        return _registered(place, item)
+    return ""
+
+
+def _class(cls: type) -> str:
+    place = f"{cls.__module__}.{cls.__qualname__}"
+    said = [place]
+    for name, item in patches(cls):
+        if name in NOT_RUN:
+            continue
+        inner = [_function(f"{place}.{name}", function) for function in functions_of(item)]
+        said.append(f"{name}: {item if isinstance(item, str) else inner or type(item).__qualname__}")
+    for name, item in vars(cls).items():
+        if name[:2] == "__":
+            continue
+        if type(item) in _NUMBERS:
+            said.append(f"{name}={item!r}")
+        elif isinstance(item, dict):
+            said.append(f"{name}={_registered(f'{place}.{name}', item)}")
+    return "\0".join(said)
+
+
+def _registered(place: str, items: dict[Any, Any]) -> str:
+    """Functions, classes and numbers that a dict holds under names, whatever methods of its own it has."""
+    found = []
+    for key, item in dict.items(items):
+        parts = item if isinstance(item, tuple) else (item,)
+        if isinstance(key, str):
+            found += [f"{key}:{said}" for part in parts if (said := _said(f"{place}[{key!r}]", part, ""))]
+    return ",".join(found)
+
+
+def _function(place: str, function: types.FunctionType) -> str:
+    """Where a function is from, and its code where that is not the framework's.
+
+    Raises:
+        Touched: it is written in a file that was not installed.
+    """
+    code = function.__code__
+    said = f"{function.__module__}.{function.__qualname__}:{code.co_firstlineno}"
+    if is_own(function) or code.co_filename[:1] == "<":
+        return said
+    if not code.co_filename.startswith(_installed()):
+        raise Touched(f"{place} is {function.__module__}.{function.__qualname__}")
+    return f"{said}:{hashlib.sha256(code.co_code).hexdigest()}"
+
+
+@functools.cache
+def _installed() -> str:
+    """The folder that transformers is installed in."""
+    return f"{Path(transformers.__file__).parents[1]}/"

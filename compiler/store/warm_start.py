@@ -1,0 +1,201 @@
+"""Records of checkpoints: which stored program is theirs, and which of their tensors its inputs receive.
+
+With a record a start needs no model class: nothing of transformers' models is imported, no module is made, and no
+weight is read but through the program. A record holds as long as everything is as it was when the class was imported
+and its module described: the checkpoint's files, the source files behind the class, the environment variables that
+its code reads, what is installed, and the modules of the framework that are loaded. A program that was taken by a
+record is compared with the logits that were stored with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sysconfig
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..fingerprint.fingerprint import Fingerprint, settings_digest
+from ..fingerprint.framework_state import changed_module, framework_states, model_modules_loaded
+from ..fingerprint.tensor_contents import module_tensors
+from ..options import CompileOptions
+from .checkpoint_files import CheckpointFiles, sample_digest
+from .graph_data import CannotStore
+from .typed_data import from_plain, to_plain
+
+_MOST_BYTES = 16 << 20
+"""Of tensors that no file of the checkpoint holds, together: rotary frequencies and the like."""
+_DTYPES = {str(d): d for d in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
+_OURS = __name__.partition(".")[0]
+_SETTINGS = ("TRANSFORMERS_", "USE_")
+"""How environment variables begin that transformers reads when it makes a model."""
+
+Fact = bool | int | float | str | None
+Facts = dict[str, Fact | list[int]]
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """What a file holds of a checkpoint.
+
+    Attributes:
+        program: the key of its program.
+        model: the class's name.
+        weights: the module's tensor → the checkpoint's, and the dtype that it is converted to ("" for its own).
+        tensors: those of the module that no file holds.
+        sources: Python modules behind the class → SHA-256 of their files.
+        variables: environment variables that code reads → their values.
+        states: loaded modules of the framework → their digests.
+        facts: what else a server of the model has to know of its configs.
+    """
+
+    program: str
+    model: str
+    weights: dict[str, tuple[str, str]]
+    tensors: dict[str, torch.Tensor]
+    sources: dict[str, str]
+    variables: dict[str, str | None]
+    states: dict[str, str]
+    facts: Facts
+
+
+class NotAsItWas(Exception):
+    """A record does not hold any more. The message says why."""
+
+
+def warm_key(files: CheckpointFiles, options: CompileOptions) -> str:
+    """The name of a checkpoint's record, for these options, this machine and these versions.
+
+    Raises:
+        CannotIdentify: something of it cannot be described.
+    """
+    settings = sorted((name, value) for name, value in os.environ.items() if name.startswith(_SETTINGS))
+    packages = sorted(p.name for p in Path(sysconfig.get_path("purelib")).iterdir() if p.suffix == ".dist-info")
+    return "checkpoint-" + settings_digest(options, [files.contents(), settings, packages])
+
+
+def describe_start(model: nn.Module, found: Fingerprint, files: CheckpointFiles, facts: Facts) -> WarmStart:
+    """The record of a checkpoint that ``model`` was just loaded from.
+
+    Args:
+        model: as it was loaded.
+        found: its description.
+        files: the checkpoint's.
+        facts: see ``WarmStart``.
+
+    Raises:
+        CannotStore: the module is not made of the files' tensors, or of code that the record could not check.
+        Touched: something that is not the framework's stands in a module of it.
+    """
+    kind = type(model)
+    if not kind.__module__.startswith("transformers.models."):
+        raise CannotStore(f"{kind.__qualname__} is not transformers' own")
+    # Our own sources are part of the key.
+    sources = {name: digest for name, digest in found.sources.items() if name.partition(".")[0] != _OURS}
+    for name in sources:
+        if _source(name) is None:
+            raise CannotStore(f"its code is in {name}, too")
+    named = module_tensors(model)
+    dtypes = {tensor.dtype for tensor in named.values()}
+    held: dict[str, tuple[str, str]] = {}
+    own = {name: sample_digest(tensor) for name, tensor in files.tensors().items()}
+    by_content = {digest: (name, "") for name, digest in reversed(own.items())}
+    for name, tensor in files.tensors().items():
+        for dtype in dtypes - {tensor.dtype} if tensor.is_floating_point() else ():
+            by_content.setdefault(sample_digest(tensor, dtype), (name, str(dtype)))
+    kept: dict[str, torch.Tensor] = {}
+    for name, tensor in named.items():
+        source = by_content.get(sample_digest(tensor)) if tensor.is_contiguous() else None
+        if source is not None:
+            held[name] = (name, "") if own.get(name) == own[source[0]] and not source[1] else source
+        elif isinstance(tensor, nn.Parameter):
+            raise CannotStore(f"its files hold no tensor that is {name!r}")
+        else:
+            kept[name] = tensor.detach().clone()
+    if sum(t.numel() * t.element_size() for t in kept.values()) > _MOST_BYTES:
+        raise CannotStore(f"its buffers are larger than {_MOST_BYTES >> 20} MiB")
+    variables, states = dict(found.variables), framework_states()
+    return WarmStart(found.digest, kind.__name__, held, kept, sources, variables, states, facts)
+
+
+def record_data(start: WarmStart) -> dict[str, Any]:
+    """A record as plain data."""
+    data: dict[str, Any] = to_plain(start)
+    return data
+
+
+def read_record(data: Mapping[str, Any]) -> WarmStart:
+    """The record of ``record_data``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    record: WarmStart = from_plain(WarmStart, {f.name: data.get(f.name) for f in fields(WarmStart)}, "the record")
+    for _, dtype in record.weights.values():
+        if dtype and dtype not in _DTYPES:
+            raise ValueError(f"the record converts weights to {dtype!r}")
+    return record
+
+
+def check_record(record: WarmStart) -> None:
+    """Compare what a record was made with and what there is now.
+
+    Raises:
+        NotAsItWas: something else would be loaded, or might be.
+        Touched: as ``describe_start``.
+    """
+    if model_modules_loaded(record.sources):
+        raise NotAsItWas("the model's code is loaded, and may have been changed")
+    for name, value in record.variables.items():
+        if os.environ.get(name) != value:
+            raise NotAsItWas(f"{name} is {os.environ.get(name)!r}")
+    for name, digest in record.sources.items():
+        path = _source(name)
+        if path is None or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            raise NotAsItWas(f"the source of {name} is another")
+    if (name := changed_module(record.states)) is not None:
+        raise NotAsItWas(f"{name} was changed in this process")
+
+
+def start_tensors(record: WarmStart, files: CheckpointFiles, needed: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The tensors that the module would have under the names that are needed.
+
+    Raises:
+        NotAsItWas: one of them is missing.
+    """
+    stored = files.tensors()
+    made: dict[tuple[str, str], torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
+    for name in needed:
+        if (source := record.weights.get(name)) is None:
+            if name not in record.tensors:
+                raise NotAsItWas(f"nothing is recorded of {name!r}")
+            found[name] = record.tensors[name]
+            continue
+        if source not in made:
+            if source[0] not in stored:
+                raise NotAsItWas(f"the checkpoint has no {source[0]!r}")
+            tensor = stored[source[0]]
+            made[source] = tensor.to(_DTYPES[source[1]]) if source[1] else tensor
+        found[name] = made[source]
+    return found
+
+
+def _source(name: str) -> Path | None:
+    """The file of a Python module, found without importing it; None where that cannot be."""
+    top, *inner = name.split(".")
+    spec = importlib.util.find_spec(top)
+    folders = spec.submodule_search_locations if spec is not None else None
+    if not folders:
+        return None
+    path = Path(next(iter(folders)), *inner)
+    for file in (path.with_name(f"{path.name}.py"), path / "__init__.py"):
+        if inner and file.is_file():
+            return file
+    return None if inner else path / "__init__.py"

@@ -1,0 +1,235 @@
+"""Starts by the record of a checkpoint: what they take, and everything that makes them load the model's class."""
+
+from __future__ import annotations
+
+import logging
+import re
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.activations import ACT2FN
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from torch_pagoda.compiler import CheckpointFiles, CompileOptions, compile_program, program_of_checkpoint
+from torch_pagoda.compiler.fingerprint.framework_state import Touched, changed_module, framework_states
+from torch_pagoda.compiler.store import warm_start
+from torch_pagoda.compiler.store.program_store import DISABLE, open_store
+from torch_pagoda.compiler.verify.self_check import check, reference_of_model
+from torch_pagoda.compiler.verify.stored_reference import stored_reference
+
+from tiny_models import build_tiny_model
+
+FACTS = {"config.eos_token_id": [3, 4], "generation_config.temperature": 0.5, "generation_config.do_sample": None}
+OPTIONS = CompileOptions(codegen="none", pack_weights=True)
+
+
+def files(folder, dtype=None):
+    texts = {name: (folder / name).read_text() for name in ("config.json", "generation_config.json")}
+    return CheckpointFiles([str(folder / "model.safetensors")], texts, dtype)
+
+
+def saved(folder, name="llama", **sizes):
+    """A checkpoint, its program and record in the store of the environment."""
+    build_tiny_model(name, num_hidden_layers=1, **sizes).save_pretrained(folder)
+    return folder
+
+
+def compiled(folder, options=OPTIONS, dtype=None):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto").eval().requires_grad_(False)
+    compile_program(model, options, owns_weights=True, files=files(folder, dtype), facts=FACTS)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A folder with a checkpoint, beside a cache that knows it."""
+    folder = tmp_path_factory.mktemp("kept")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(DISABLE)
+        patch.setenv("TORCH_PAGODA_CACHE", str(folder / "cache"))
+        compiled(saved(folder / "checkpoint"))
+    return folder
+
+
+@pytest.fixture
+def start(kept, monkeypatch):
+    """Starts from the kept checkpoint, as in a process that has not loaded the model's code."""
+    monkeypatch.delenv(DISABLE)
+    monkeypatch.setenv("TORCH_PAGODA_CACHE", str(kept / "cache"))
+    monkeypatch.setattr(warm_start, "model_modules_loaded", lambda names: False)
+    # What is discarded is kept for the next test.
+    monkeypatch.setattr("torch_pagoda.compiler.store.program_store.ProgramStore.discard", lambda *_: None)
+
+    def start(options=OPTIONS, **changes):
+        return program_of_checkpoint(replace(files(kept / "checkpoint"), **changes), options)
+
+    return start
+
+
+def record_name(kept):
+    (path,) = (kept / "cache" / "programs").glob("checkpoint-*.program")
+    return path.stem
+
+
+@pytest.fixture
+def edit(kept, start, monkeypatch):
+    """Changes what is kept under a key, for one test."""
+    load = type(open_store()).load
+
+    def edit(change, of_record=True):
+        def changed(store, key):
+            data = load(store, key)
+            return change(data) if (key == record_name(kept)) is of_record else data
+
+        monkeypatch.setattr("torch_pagoda.compiler.store.program_store.ProgramStore.load", changed)
+
+    return edit
+
+
+def test_a_program_is_found_by_its_checkpoint(kept, start):
+    program, facts = start()
+    assert program.report.stored and facts == FACTS
+    model = AutoModelForCausalLM.from_pretrained(kept / "checkpoint").eval()
+    assert check(program, reference_of_model(model)).ok
+
+
+def test_code_that_is_loaded_may_have_been_changed(start, monkeypatch, caplog):
+    monkeypatch.undo()  # this process has loaded it
+    record = warm_start.WarmStart("", "", {}, {}, {"transformers.models.llama.modeling_llama": ""}, {}, {}, {})
+    with pytest.raises(warm_start.NotAsItWas, match="is loaded"):
+        warm_start.check_record(record)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["as it is", "converted"])
+def test_tied_and_converted_weights(tmp_path, monkeypatch, dtype):
+    monkeypatch.delenv(DISABLE)
+    monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(warm_start, "model_modules_loaded", lambda names: False)
+    folder = saved(tmp_path / "checkpoint", "gpt2")
+    options = CompileOptions(codegen="none", quantization="int8")
+    compiled(folder, options, dtype)
+    program, _ = program_of_checkpoint(files(folder, dtype), options)
+    assert program.report.stored
+    other = torch.float16 if dtype else torch.bfloat16
+    assert program_of_checkpoint(files(folder, other), options) is None
+
+
+def test_a_checkpoint_with_other_weights_is_another(kept, start, tmp_path):
+    tensors = load_file(kept / "checkpoint" / "model.safetensors")
+    tensors["model.norm.weight"][7] += 1
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert start() is not None
+    assert start(weights=[str(tmp_path / "model.safetensors")]) is None
+
+
+def test_other_texts_and_options_are_others(kept, start, monkeypatch):
+    config = files(kept / "checkpoint").texts["config.json"]
+    assert start(texts={"config.json": config.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-03')}) is None
+    assert start(replace(OPTIONS, kv_cache_dtype="int8")) is None
+    assert start(replace(OPTIONS, verify="off")) is None
+    monkeypatch.setenv("TRANSFORMERS_SOMETHING", "1")
+    assert start() is None
+
+
+CHANGES = {
+    "another source": ({"sources": {"transformers.models.llama.modeling_llama": "0" * 64}}, "is another"),
+    "a source that is gone": ({"sources": {"transformers.models.llama.no_such_file": "0" * 64}}, "is another"),
+    "a variable": ({"variables": {"PAGODA_TEST_VARIABLE": "1"}}, "PAGODA_TEST_VARIABLE"),
+    "a module of the framework": ({"states": {"torch.nn.functional": "0" * 64}}, "torch.nn.functional was changed"),
+    "a weight that is gone": ({"weights": {}}, "nothing is recorded"),
+    "a weight of another name": ({"weights": {"model.norm.weight": ("no.such", "")}}, "nothing|no 'no.such'"),
+    "a dtype that is none": ({"weights": {"model.norm.weight": ("model.norm.weight", "torch.load")}}, "torch.load"),
+    "words for sources": ({"sources": "all"}, "sources"),
+    "facts of functions": ({"facts": {"config.eos_token_id": print}}, "facts"),
+    "no facts": ({"facts": None}, "facts"),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), CHANGES.values(), ids=CHANGES)
+def test_a_record_that_does_not_hold(start, edit, caplog, change, words):
+    edit(lambda data: {**data, **change})
+    with caplog.at_level(logging.INFO, "torch_pagoda"):
+        assert start() is None
+    assert re.search(words, caplog.text)
+
+
+def test_logits_are_compared_with_those_that_the_model_gave(start, edit, caplog):
+    def louder(data):
+        logits = [rows * 1.05 for rows in data["reference"]["logits"]]
+        return {**data, "reference": {**data["reference"], "logits": logits}}
+
+    edit(louder, of_record=False)
+    assert start() is None
+    assert "standard deviations" in caplog.text
+
+
+REFERENCES = {
+    "of other tokens": lambda r: {**r, "tokens": [t + 10_000 for t in r["tokens"]]},
+    "backwards": lambda r: {**r, "tokens": [-t - 1 for t in r["tokens"]]},
+    "of halves": lambda r: {**r, "tokens": [t.float() for t in r["tokens"]]},
+    "one short": lambda r: {**r, "tokens": r["tokens"][1:], "logits": r["logits"][1:]},
+    "a column short": lambda r: {**r, "logits": [rows[:, 1:] for rows in r["logits"]]},
+    "no numbers": lambda r: {**r, "logits": [rows * float("nan") for rows in r["logits"]]},
+    "judged by anything": lambda r: {**r, "tolerance": float("inf")},
+    "judged by nothing": lambda r: {**r, "share": 0.0},
+    "nothing": lambda r: None,
+}
+
+
+@pytest.mark.parametrize("change", REFERENCES.values(), ids=REFERENCES)
+def test_references_that_are_none(start, edit, change, kept):
+    edit(lambda data: {**data, "reference": change(data["reference"])}, of_record=False)
+    assert start() is None
+    (path,) = (p for p in (kept / "cache" / "programs").iterdir() if p.stem != record_name(kept))
+    data = open_store().load(path.stem)
+    with pytest.raises(ValueError, match=r"reference"):
+        stored_reference(data["reference"], 256)
+
+
+@pytest.fixture(scope="module")
+def states():
+    return framework_states()
+
+
+def louder(function):
+    return lambda *args, **kwargs: function(*args, **kwargs) * 2
+
+
+PATCHES = {
+    "a function of torch": lambda m: m.setattr(nn.functional, "silu", louder(nn.functional.silu)),
+    "another one of torch's": lambda m: m.setattr(nn.functional, "silu", nn.functional.gelu),
+    "a C function": lambda m: m.setattr(nn.functional, "linear", torch.matmul),
+    "a method": lambda m: m.setattr(nn.Linear, "forward", louder(nn.Linear.forward)),
+    "another method of torch's": lambda m: m.setattr(nn.Linear, "forward", nn.Identity.forward),
+    "an activation": lambda m: m.setitem(ACT2FN, "silu", nn.GELU),
+    "an activation's argument": lambda m: m.setitem(ACT2FN, "gelu_10", (dict.get(ACT2FN, "gelu_10")[0], {"max": 9})),
+    "an attention function": lambda m: m.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", louder(print)),
+    "a number": lambda m: m.setattr(transformers.modeling_rope_utils, "PAGODA_TEST_NUMBER", 3, raising=False),
+    "a config's method": lambda m: m.setattr(transformers.PreTrainedConfig, "to_dict", louder(print)),
+    "hooks for all modules": lambda m: m.setitem(nn.modules.module._global_forward_hooks, 1, print),
+}
+
+
+@pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES)
+def test_changes_of_the_framework_are_seen(states, monkeypatch, patch):
+    assert changed_module(states) is None
+    patch(monkeypatch)
+    with suppress(Touched):
+        assert changed_module(states) is not None
+
+
+def test_nothing_is_recorded_of_what_a_file_does_not_hold(tmp_path, monkeypatch, caplog):
+    monkeypatch.delenv(DISABLE)
+    monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path / "cache"))
+    folder = saved(tmp_path / "checkpoint")
+    model = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
+    model.model.norm.weight.data[3] += 1
+    with caplog.at_level(logging.INFO, "torch_pagoda"):
+        compile_program(model, OPTIONS, files=files(folder), facts=FACTS)
+    assert "no tensor that is 'model.norm.weight'" in caplog.text
+    assert not list((tmp_path / "cache" / "programs").glob("checkpoint-*"))
