@@ -110,6 +110,11 @@ def _class(cls: type) -> str:
         inner = [_function(f"{place}.{name}", function) for function in functions_of(item)]
         said.append(f"{name}: {item if isinstance(item, str) else inner or type(item).__qualname__}")
     for name, item in vars(cls).items():
+        said += [
+            f"{name} is {f.__qualname__}"
+            for f in functions_of(item)
+            if f.__qualname__ != f"{cls.__qualname__}.{name}"
+        ]
         if name[:2] == "__":
             continue
         if type(item) in _NUMBERS:
