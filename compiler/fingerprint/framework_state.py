@@ -110,11 +110,10 @@ def _class(cls: type) -> str:
         inner = [_function(f"{place}.{name}", function) for function in functions_of(item)]
         said.append(f"{name}: {item if isinstance(item, str) else inner or type(item).__qualname__}")
     for name, item in vars(cls).items():
-        said += [
-            f"{name} is {f.__qualname__}"
-            for f in functions_of(item)
-            if f.__qualname__ != f"{cls.__qualname__}.{name}"
-        ]
+        own = f"{cls.__qualname__}.{name}"
+        if name not in NOT_RUN:  # what the framework makes when it runs has no place of its own
+            places = {function.__qualname__ for function in functions_of(item)}
+            said += [f"{own} is {place}" for place in sorted(places - {own}) if "<locals>" not in place]
         if name[:2] == "__":
             continue
         if type(item) in _NUMBERS:

@@ -18,7 +18,7 @@ SCRIPT = """
 import json, sys
 from torch_pagoda import LLM, SamplingParams
 llm = LLM(sys.argv[1], codegen="none", max_num_seqs=4, max_model_len=64)
-out = llm.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=8))
+out = llm.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=8, temperature=0.0))
 code = [name for name in sys.modules if name.startswith("transformers.models.") and "modeling_llama" in name]
 params = llm.get_default_sampling_params()
 print(json.dumps([llm.compile_report.stored, code, out[0].outputs[0].token_ids, params.temperature, params.top_p]))
@@ -36,7 +36,7 @@ def started(folder, cache):
 @pytest.fixture(scope="module")
 def model():
     model = build_tiny_model("llama", num_hidden_layers=1)
-    model.generation_config.update(temperature=0.25, do_sample=False, top_p=None, eos_token_id=[255], pad_token_id=0)
+    model.generation_config.update(temperature=0.25, do_sample=True, eos_token_id=[255], pad_token_id=0)
     return model
 
 
@@ -48,7 +48,7 @@ def test_second_start_imports_no_model(model, tmp_path):
     assert (second[0], second[1]) == (True, [])
     expected = model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=8, do_sample=False)[0, 4:].tolist()
     assert first[2] == second[2] == expected
-    assert first[3:] == second[3:] and second[3] == 0.0
+    assert first[3:] == second[3:] and second[3] == 0.25
 
     # The same folder with another weight: its own class says what is right.
     with torch.no_grad():

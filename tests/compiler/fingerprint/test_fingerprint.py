@@ -25,7 +25,7 @@ from tiny_models import build_tiny_model
 
 
 def of(model, options=CompileOptions()):  # noqa: B008
-    return fingerprint(model, options, contents_digest(model))
+    return fingerprint(model, options, contents_digest(model)).digest
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_other_processes_agree():
         "from torch_pagoda.compiler.fingerprint.tensor_contents import contents_digest\n"
         "for kind in ('llama', 'gemma3_text', 'gpt2', 'mixtral'):\n"
         "    model = build_tiny_model(kind)\n"
-        "    print(fingerprint(model, CompileOptions(), contents_digest(model)))\n"
+        "    print(fingerprint(model, CompileOptions(), contents_digest(model)).digest)\n"
     )
     tests = str(Path(__file__).parents[2] / "support")
     found = []

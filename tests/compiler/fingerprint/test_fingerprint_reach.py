@@ -25,7 +25,7 @@ _numbers = itertools.count()
 
 
 def of(model):
-    return fingerprint(model, CompileOptions(), "")
+    return fingerprint(model, CompileOptions(), "").digest
 
 
 @dataclass
