@@ -64,6 +64,7 @@ class PassSummary:
 
     @property
     def title(self) -> str:
+        """The name, with the place where there are several."""
         return titled(self.name, self.place)
 
 

@@ -121,8 +121,8 @@ def _all_caches(traced: TracedGraph, stands_for: Sequence[int]) -> tuple[CacheSp
     first_reader: dict[int, int] = {}
     for node in traced.graph.nodes:
         for read in node.all_input_nodes:
-            if (cache := cache_index(read)) is not None:
-                first_reader.setdefault(cache, layers.of.get(node, -1))
+            if (index := cache_index(read)) is not None:
+                first_reader.setdefault(index, layers.of.get(node, -1))
     if len(layers.paths) != max(stands_for, default=-1) + 1:
         return tuple(traced.caches)  # layers in two lists: nothing was left out
     of_layer: dict[int, list[CacheSpec]] = {}
