@@ -25,8 +25,9 @@ class PackedWeights:
 
     def linears(self) -> list[fx.Node]:
         """All linears of the graph; none where it is not paged: there the caller owns the weights."""
-        nodes = self.traced.graph.nodes if self.traced.paged else ()
-        return [node for node in nodes if node.target is torch.ops.aten.linear.default]
+        if not self.traced.paged:
+            return []
+        return [node for node in self.traced.graph.nodes if node.target is torch.ops.aten.linear.default]
 
     def refusal(self, linear: fx.Node) -> str:
         """The reason why the weight of a linear cannot be packed; "" when it can."""

@@ -27,7 +27,9 @@ def rewrite_each(
         nodes: those to look at; by default all that the graph has at first. Those erased on the way are skipped.
     """
     record = PassRecord(name)
-    for node in list(traced.graph.nodes if nodes is None else nodes):
+    if nodes is None:
+        nodes = traced.graph.nodes
+    for node in list(nodes):
         if node._erased:
             continue
         try:

@@ -13,6 +13,7 @@ Level 2.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,7 +23,7 @@ from ..graph.record import PassRecord
 from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
 
-_FUSED = {
+_FUSED: dict[Any, Any] = {
     torch.ops.pagoda.rms_norm.default: torch.ops.pagoda.add_rms_norm.default,
     torch.ops.pagoda.layer_norm.default: torch.ops.pagoda.add_layer_norm.default,
 }

@@ -12,6 +12,8 @@ Level 1: bitwise equal.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -30,7 +32,8 @@ def slice_for_index(traced: TracedGraph) -> PassRecord:
     def step(node: fx.Node) -> str | None:
         if node.target is not _aten.index.Tensor:
             return None
-        source, indices = node.args
+        arguments: Any = node.args
+        source, indices = arguments
         given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
         if len(given) != 1:
             return None

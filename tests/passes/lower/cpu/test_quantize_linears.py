@@ -1,4 +1,4 @@
-"""Linears over parameters become quantised ones: which do, with what scheme, and how the weights are held."""
+"""Linears over parameters become quantized ones: which do, with what scheme, and how the weights are held."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def rewritten(model, scheme=INT4, *, merged=True):
     return graph, record
 
 
-def quantised(graph):
-    """Of each quantised linear its outputs, bits, group size and the inputs' bits."""
+def quantized(graph):
+    """Of each quantized linear its outputs, bits, group size and the inputs' bits."""
     return [node.args[3:] for node in graph.graph.nodes if callee(node) == "quantized_linear"]
 
 
@@ -53,7 +53,7 @@ def test_every_linear_over_a_parameter_matches(merged, dtype):
 
 def test_the_head_keeps_eight_bits():
     graph, _ = rewritten(ToyLM(sdpa))
-    assert quantised(graph) == [(2 * HIDDEN, 4, 64, 8), (HIDDEN, 4, 64, 8), (VOCAB, 8, 256, 8)]
+    assert quantized(graph) == [(2 * HIDDEN, 4, 64, 8), (HIDDEN, 4, 64, 8), (VOCAB, 8, 256, 8)]
     assert [p.quantization.bits for p in graph.notes.packed] == [4, 4, 8]
 
 
@@ -92,7 +92,7 @@ def test_routers_keep_their_numbers(name, recognised):
 
 @pytest.mark.parametrize("codegen", ["none", "inductor"])
 @pytest.mark.parametrize("quantization", ["int8", "int8-weight-only", "int4", "int4-weight-only"])
-def test_quantised_programs_are_verified(quantization, codegen):
+def test_quantized_programs_are_verified(quantization, codegen):
     model = ToyLM(sdpa).bfloat16()
     before = model.q.weight.clone()
     program = build_program(model, CompileOptions(codegen=codegen, quantization=quantization))

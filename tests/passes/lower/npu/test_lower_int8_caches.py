@@ -1,4 +1,4 @@
-"""Paged attention over int8 caches for Ascend: quantised and gathered by ATen operators, the operator's numbers."""
+"""Paged attention over int8 caches for Ascend: quantized and gathered by ATen operators, the operator's numbers."""
 
 from __future__ import annotations
 
