@@ -173,7 +173,7 @@ def _rewrite(gm: fx.GraphModule, example_inputs: list[Any], options: CompileOpti
 
 
 def _applied(
-    traced: TracedGraph, stage: str, options: CompileOptions, difference: Callable[[TracedGraph], str]
+    traced: TracedGraph, stage: str, options: CompileOptions, compare: Callable[[TracedGraph], str]
 ) -> tuple[TracedGraph, list[PassRecord]]:
     """Apply the passes of one stage, leaving out what fails.
 
@@ -181,14 +181,14 @@ def _applied(
         traced: is edited.
         stage: "dynamo" or "aten".
         options: which passes, and whether to compare after each.
-        difference: what is wrong with the numbers of a graph, or "".
+        compare: says what is wrong with the numbers of a graph, or "".
     """
     records: list[PassRecord] = []
 
     def refusal(index: int, before: TracedGraph, after: TracedGraph | UnsupportedModel) -> str:
         if isinstance(after, UnsupportedModel):
             return str(after)
-        return difference(after) if options.verify == "every-pass" else ""
+        return compare(after) if options.verify == "every-pass" else ""
 
     return apply_one_by_one(traced, selected_passes(options, stage), refusal, records), records
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torch_pagoda.compiler.link.linker import link
-from torch_pagoda.compiler.pipeline import propagate
+from torch_pagoda.compiler.verify.fake_values import propagate
 from torch_pagoda.compiler.verify.self_check import check, reference_of_model
 from torch_pagoda.passes.graph.fx_nodes import callee, shape, value
 from torch_pagoda.passes.recognise.linear import recognise_linear
