@@ -56,7 +56,7 @@ class StepCost:
             + self.per_decode_sequence * decodes
             + self.per_kv_token * read
         )
-        copies, beside = len(schedule.copies), len(schedule.copies_beside)
+        copies, beside = len(schedule.copies), len(schedule.overlapped_copies)
         return max(model, beside * self.per_copied_block) + copies * self.per_copied_block
 
     def preemption_cost(self, block_size: int) -> PreemptionCost:

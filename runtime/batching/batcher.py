@@ -12,11 +12,11 @@ from collections.abc import Callable
 from ..blocks import BlockManager
 from ..requests.checks import check_at_least
 from ..requests.request import FinishReason, Request, RequestStatus
-from .lineup import Lineup
 from .modes import Batches
 from .planner import Planner
 from .policies import FirstComeFirstServed, Policy
 from .preemption import PreemptionCost, preemption_mode
+from .request_queues import RequestQueues
 from .schedule import Schedule
 from .shared_prefixes import SharedPrefixes
 
@@ -86,10 +86,10 @@ class Batcher:
         self.max_queue = max_queue
         self._arrivals = 0
         self._prefixes = SharedPrefixes(block_manager, self.policy, key_variant)
-        self._lineup = Lineup(self.policy, self._prefixes)
+        self._queues = RequestQueues(self.policy, self._prefixes)
         self.planner = Planner(
             block_manager,
-            self._lineup,
+            self._queues,
             self._prefixes,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -112,35 +112,35 @@ class Batcher:
     @property
     def num_waiting(self) -> int:
         """Requests without blocks, preempted ones included."""
-        return self._lineup.num_waiting
+        return self._queues.num_waiting
 
     @property
     def num_running(self) -> int:
         """Requests that hold blocks."""
-        return len(self._lineup.running)
+        return len(self._queues.running)
 
     @property
     def waiting(self) -> list[Request]:
         """The queue, next one first (a copy)."""
-        return list(self._lineup.waiting)
+        return list(self._queues.waiting)
 
     @property
     def running(self) -> list[Request]:
         """The requests that hold blocks, in the order of the policy (a copy)."""
-        return list(self._lineup.running)
+        return list(self._queues.running)
 
     def has_unfinished(self) -> bool:
         """Whether anything waits or runs."""
-        return bool(self._lineup.requests)
+        return bool(self._queues.requests)
 
     @property
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
-        return len(self._lineup.requests)
+        return len(self._queues.requests)
 
     def get(self, request_id: str) -> Request | None:
         """The unfinished request of that id, if there is one."""
-        return self._lineup.requests.get(request_id)
+        return self._queues.requests.get(request_id)
 
     def add(self, request: Request, now: float = 0.0, *, was_promised: bool = False) -> None:
         """Put a new request in the queue and number its arrival.
@@ -158,11 +158,11 @@ class Batcher:
         if not was_promised:
             self.check_queue(1)
         self._accept(request, now)
-        self._lineup.queue(request)
+        self._queues.enqueue(request)
 
     def check_queue(self, count: int, num_promised: int = 0) -> None:
         """Raise ``QueueFull`` if the queue has no room for so many more requests, beside those promised."""
-        waiting = len(self._lineup.waiting) + num_promised
+        waiting = len(self._queues.waiting) + num_promised
         if self.max_queue is not None and waiting + count > self.max_queue:
             raise QueueFull(
                 f"{count} more requests find {waiting} waiting, max_queue={self.max_queue}; "
@@ -180,7 +180,7 @@ class Batcher:
         """
         self._check_new(child)
         computed = parent.num_computed_tokens
-        runs = parent.status is RequestStatus.RUNNING and self._lineup.holds(parent)
+        runs = parent.status is RequestStatus.RUNNING and self._queues.holds(parent)
         if not runs or not 1 <= computed <= child.num_tokens:
             raise ValueError(
                 f"parent {parent.request_id!r} is {parent.status.value} with {computed} computed tokens; only a "
@@ -197,7 +197,7 @@ class Batcher:
             ValueError: as for ``add``, or the child does not begin with what the parent has computed.
         """
         self._check_new(child)
-        if not self._lineup.holds(parent) or parent.num_computed_tokens > child.num_tokens:
+        if not self._queues.holds(parent) or parent.num_computed_tokens > child.num_tokens:
             raise ValueError(
                 f"parent {parent.request_id!r} is {parent.status.value} with {parent.num_computed_tokens} computed "
                 f"tokens, the child has {child.num_tokens}; only an unfinished one with at most the child's tokens "
@@ -211,13 +211,13 @@ class Batcher:
 
         Meanwhile it may be preempted; then it does not return before it is resumed.
         """
-        if request.status is not RequestStatus.RUNNING or not self._lineup.holds(request):
+        if request.status is not RequestStatus.RUNNING or not self._queues.holds(request):
             raise ValueError(f"request {request.request_id!r} is {request.status.value}; only running ones pause")
         request.is_paused = True
 
     def resume(self, request: Request) -> None:
         """Schedule a paused request again, which has got another token; nothing happens if it is not paused."""
-        self._lineup.resume(request)
+        self._queues.resume(request)
 
     def advance(self, request: Request, num_tokens: int) -> None:
         """Record that the step computed ``num_tokens`` more tokens of the request.
@@ -226,7 +226,7 @@ class Batcher:
         """
         blocks = self.block_manager
         computed = request.num_computed_tokens + num_tokens
-        if request.status is not RequestStatus.RUNNING or not self._lineup.holds(request):
+        if request.status is not RequestStatus.RUNNING or not self._queues.holds(request):
             raise ValueError(f"request {request.request_id!r} is {request.status.value}; only running ones advance")
         if num_tokens < 1 or computed > blocks.num_tokens(request.request_id):
             raise ValueError(
@@ -243,12 +243,12 @@ class Batcher:
     def restart(self, request: Request) -> None:
         """Compute all tokens of an unfinished request anew; it keeps its place, and if it runs its blocks, unless a
         window has passed some of them."""
-        if not self._lineup.holds(request):
+        if not self._queues.holds(request):
             raise ValueError(
                 f"request {request.request_id!r} is {request.status.value}; only unfinished ones restart"
             )
         if request.status is RequestStatus.RUNNING:
-            self.block_manager.rewind(request.request_id)
+            self.block_manager.restart(request.request_id)
         else:
             self._free(request)
         request.num_computed_tokens = 0
@@ -256,19 +256,19 @@ class Batcher:
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a waiting or running request and free its blocks; does nothing if it has ended already."""
-        if not self._lineup.holds(request):
+        if not self._queues.holds(request):
             if request.is_finished:
                 return
             raise ValueError(f"request {request.request_id!r} was never added; add it first")
         request.finish_reason = reason
         request.error = error
         request.status = RequestStatus.FINISHED
-        self._lineup.drop(request)
+        self._queues.remove(request)
         self._free(request)
 
     def cancel(self, request_id: str) -> Request | None:
         """End a request at any moment; returns it, or None when no unfinished request has that id."""
-        request = self._lineup.requests.get(request_id)
+        request = self._queues.requests.get(request_id)
         if request is not None:
             self.finish(request, "cancelled")
         return request
@@ -283,7 +283,7 @@ class Batcher:
             Every unfinished request, in the order of the policy; none of them runs any more.
         """
         self.block_manager.reset()
-        self._lineup.requeue_all()
+        self._queues.requeue_all()
         return self.waiting
 
     def schedule(self, now: float = 0.0) -> Schedule:
@@ -301,27 +301,28 @@ class Batcher:
         """
         planner, blocks = self.planner, self.block_manager
         planner.now = max(planner.now, now)
-        blocks.settle()
+        blocks.finish_copies()
         blocks.fit_to_load()
-        expired = self._lineup.expired(planner.now)
+        expired = self._queues.expired(planner.now)
         if expired:
             return Schedule([], expired=expired)
         plan = planner.plan()
         if not plan.planned and planner.waits_for_a_batch:
             return Schedule([])
-        if not plan.planned and self._lineup.requests:
+        if not plan.planned and self._queues.requests:
             raise RuntimeError(
-                f"none of {len(self._lineup.requests)} requests can progress: "
+                f"none of {len(self._queues.requests)} requests can progress: "
                 f"{blocks.num_available_blocks} of {blocks.num_blocks} blocks are free; "
                 "free the blocks that other users hold"
             )
-        copies, beside, rewritten = blocks.drain()
+        copies, overlapped, rewritten = blocks.take_changes()
         tables = {}
-        for request_id in (self._lineup.fresh | rewritten) & plan.planned.keys():
+        unsent = self._queues.unsent_tables | rewritten
+        for request_id in unsent & plan.planned.keys():
             tables[request_id] = blocks.tables(request_id)
             plan.new_blocks.pop(request_id, None)
         # Those who were rewritten but do not run in this step are told when they do.
-        self._lineup.fresh = {name for name in self._lineup.fresh | rewritten if name in blocks} - tables.keys()
+        self._queues.unsent_tables = {name for name in unsent if name in blocks} - tables.keys()
         return Schedule(
             list(plan.planned.values()),
             plan.preempted,
@@ -330,14 +331,14 @@ class Batcher:
             tables,
             self.max_num_batched_tokens - plan.budget,
             copies,
-            beside,
+            overlapped,
         )
 
     def stats(self) -> dict[str, int | float]:
         """Queue figures and the block manager's."""
         return {
             "queue_length": self.num_waiting,
-            "running": len(self._lineup.running),
+            "running": len(self._queues.running),
             "preemptions": self.num_preemptions,
             "swaps": self.num_swaps,
             **self.block_manager.stats(),
@@ -350,23 +351,23 @@ class Batcher:
             RuntimeError: one is broken; the message says which.
         """
         self.block_manager.check()
-        self._lineup.check()
-        if len(self._lineup.running) > self.max_num_seqs:
-            raise RuntimeError(f"{len(self._lineup.running)} requests run, max_num_seqs={self.max_num_seqs}")
-        leaks = self.block_manager.leaks(self._lineup.requests)
+        self._queues.check()
+        if len(self._queues.running) > self.max_num_seqs:
+            raise RuntimeError(f"{len(self._queues.running)} requests run, max_num_seqs={self.max_num_seqs}")
+        leaks = self.block_manager.leaks(self._queues.requests)
         if leaks:
             raise RuntimeError(f"blocks are held for {leaks}, which are not there any more")
-        for request in (*self._lineup.waiting, *self._lineup.parked):
+        for request in (*self._queues.waiting, *self._queues.paused):
             if request.request_id in self.block_manager:
                 raise RuntimeError(f"waiting request {request.request_id!r} holds blocks")
             if request.num_computed_tokens and not self.block_manager.is_swapped(request.request_id):
                 raise RuntimeError(f"waiting request {request.request_id!r} has computed tokens nowhere")
-        for request in self._lineup.running:
+        for request in self._queues.running:
             if request.num_computed_tokens > self.block_manager.num_tokens(request.request_id):
                 raise RuntimeError(f"request {request.request_id!r} computed tokens that no block holds")
 
     def _check_new(self, request: Request) -> None:
-        if request.request_id in self._lineup.requests:
+        if request.request_id in self._queues.requests:
             raise ValueError(f"request_id={request.request_id!r} is already in use; choose another")
         if request.status is not RequestStatus.WAITING or request.num_computed_tokens:
             raise ValueError(f"request {request.request_id!r} is {request.status.value}; add a new Request")
@@ -381,7 +382,7 @@ class Batcher:
         request.arrival = self._arrivals
         self._arrivals += 1
         request.rank = self.policy.rank(request, now) if behind is None else (behind.rank[0], request.arrival)
-        self._lineup.accept(request)
+        self._queues.add(request)
 
     def _share(self, parent: Request, child: Request) -> bool:
         """Let a new child run on its parent's blocks, or wait; returns which."""
@@ -389,14 +390,14 @@ class Batcher:
         if (
             parent.status is not RequestStatus.RUNNING
             or not computed
-            or len(self._lineup.running) >= self.max_num_seqs
+            or len(self._queues.running) >= self.max_num_seqs
         ):
-            self._lineup.queue(child)
+            self._queues.enqueue(child)
             return False
         self.block_manager.fork(parent.request_id, child.request_id, computed)
         child.block_hashes = parent.block_hashes[: computed // self.block_manager.block_size]
         child.num_computed_tokens = computed
-        self._lineup.start(child)
+        self._queues.start_running(child)
         return True
 
     def _free(self, request: Request) -> None:

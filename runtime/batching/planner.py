@@ -6,16 +6,16 @@ import logging
 
 from ..blocks import BlockManager
 from ..requests.request import Request, RequestStatus
-from .lineup import Lineup
 from .modes import Batches
 from .preemption import PreemptionCost, PreemptionMode
+from .request_queues import RequestQueues
 from .schedule import Plan, ScheduledRequest
 from .shared_prefixes import SharedPrefixes
 
 logger = logging.getLogger(__name__)
 
-_MOST_PUT_OFF = 64
-"""Requests that may be put off in one step because others compute their prefix."""
+_MAX_DEFERRED = 64
+"""Requests that may be deferred in one step because others compute their prefix."""
 
 
 class Planner:
@@ -30,7 +30,7 @@ class Planner:
     def __init__(
         self,
         blocks: BlockManager,
-        lineup: Lineup,
+        queues: RequestQueues,
         prefixes: SharedPrefixes,
         *,
         max_num_seqs: int,
@@ -41,7 +41,7 @@ class Planner:
         batches: Batches | None,
     ) -> None:
         self.blocks = blocks
-        self.lineup = lineup
+        self.queues = queues
         self.prefixes = prefixes
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -58,11 +58,11 @@ class Planner:
         """The next step; empty where nobody can progress, or while a batch waits for more requests."""
         plan = Plan(self.max_num_batched_tokens)
         self._fill(plan)
-        if not plan.planned and self.blocks.has_copies_beside:
+        if not plan.planned and self.blocks.has_overlapped_copies:
             # The only ones that could run wait for copies: make these first.
-            self.blocks.copy_first()
+            self.blocks.copy_before_step()
             self._fill(plan)
-        while not plan.planned and (paused := [request for request in self.lineup.running if request.is_paused]):
+        while not plan.planned and (paused := [request for request in self.queues.running if request.is_paused]):
             # Nobody gets on while they hold their blocks and seats.
             self._preempt(paused[-1], plan)
             self._fill(plan)
@@ -71,12 +71,12 @@ class Planner:
     @property
     def waits_for_a_batch(self) -> bool:
         """Whether nobody runs because the next batch is not full yet."""
-        return self.batches is not None and not self.lineup.running and not self._batch
+        return self.batches is not None and not self.queues.running and not self._batch
 
     def _fill(self, plan: Plan) -> None:
         decodes: list[Request] = []
         prefills: list[Request] = []
-        for request in self.lineup.running:
+        for request in self.queues.running:
             if request.is_paused:
                 continue
             left = request.num_tokens - request.num_computed_tokens
@@ -99,35 +99,35 @@ class Planner:
         """Plan the running request's next tokens, unless it is the last in the order and there is no block."""
         blocks, computed = self.blocks, request.num_computed_tokens
         wanted = min(request.num_tokens - computed, plan.budget)
-        if blocks.fill(request.request_id, computed + wanted, computed):
+        if blocks.allocate_in_place(request.request_id, computed + wanted, computed):
             self._put(request, wanted, plan)
             return
-        blocks.slide(request.request_id, computed)
-        while (room := blocks.room(request.request_id, computed) - computed) < 1:
-            victim = self.lineup.running[-1]
+        blocks.remove_skipped_blocks(request.request_id, computed)
+        while (room := blocks.num_tokens_that_fit(request.request_id, computed) - computed) < 1:
+            victim = self.queues.running[-1]
             # Whose blocks are on their way out already gives no more by waiting for another victim.
-            if victim is request or blocks.has_copies_beside:
+            if victim is request or blocks.has_overlapped_copies:
                 return
             self._preempt(victim, plan)
         self._plan(request, min(wanted, room), plan)
 
     def _admit(self, plan: Plan) -> None:
-        if not self.lineup.waiting or not plan.budget or len(self.lineup.running) >= self.max_num_seqs:
+        if not self.queues.waiting or not plan.budget or len(self.queues.running) >= self.max_num_seqs:
             return
         # One more block for everyone who may grow. Without it most admissions into a full cache end in a
         # preemption soon after: simulated, that recomputes 40 % of all tokens instead of 6 %.
-        spare = sum(map(self._may_grow, self.lineup.running))
-        computing = self.prefixes.being_computed(self.lineup.running)
-        put_off: list[Request] = []
-        while self.lineup.waiting and plan.budget and len(self.lineup.running) < self.max_num_seqs:
+        spare = sum(map(self._may_grow, self.queues.running))
+        computing = self.prefixes.being_computed(self.queues.running)
+        deferred: list[Request] = []
+        while self.queues.waiting and plan.budget and len(self.queues.running) < self.max_num_seqs:
             request = self._candidate()
             if request is None:
                 break
             if self.blocks.is_swapped(request.request_id):
                 admitted = self._return_swapped(request, spare, plan)
-            elif len(put_off) < _MOST_PUT_OFF and self.prefixes.puts_off(request, computing):
-                self.lineup.waiting.remove(request)
-                put_off.append(request)
+            elif len(deferred) < _MAX_DEFERRED and self.prefixes.defers(request, computing):
+                self.queues.waiting.remove(request)
+                deferred.append(request)
                 continue
             else:
                 admitted = self._begin(request, spare, plan)
@@ -135,17 +135,17 @@ class Planner:
                 break
             spare += self._may_grow(request)
             computing.update(self.prefixes.uncomputed(request))
-        for request in put_off:
-            self.lineup.waiting.push(request)
+        for request in deferred:
+            self.queues.waiting.push(request)
 
     def _candidate(self) -> Request | None:
         """Who is admitted next; None where the batch that was formed is complete."""
         if self.batches is None:
-            return self.prefixes.next(self.lineup.waiting)
+            return self.prefixes.next(self.queues.waiting)
         self._batch = [request for request in self._batch if not request.is_finished]
-        if not self._batch and not self.lineup.running:
-            self._batch = self.batches.form(self.lineup.waiting, self.max_num_seqs, self.now)
-        return next((request for request in self._batch if request in self.lineup.waiting), None)
+        if not self._batch and not self.queues.running:
+            self._batch = self.batches.form(self.queues.waiting, self.max_num_seqs, self.now)
+        return next((request for request in self._batch if request in self.queues.waiting), None)
 
     def _begin(self, request: Request, spare: int, plan: Plan) -> bool:
         """Admit a request that has nothing in the cache but what others computed."""
@@ -153,13 +153,13 @@ class Planner:
         hashes = self.prefixes.full_blocks(request)
         prefix = blocks.find_prefix(hashes)
         start = prefix.num_blocks * blocks.block_size
-        needed = blocks.lacking_to_begin(prefix, request.num_tokens + 1, self.max_num_batched_tokens)
-        if self.lineup.running and not blocks.can_take([count + spare for count in needed]):
+        needed = blocks.num_blocks_to_admit(prefix, request.num_tokens + 1, self.max_num_batched_tokens)
+        if self.queues.running and not blocks.can_take([count + spare for count in needed]):
             return False
         if prefix.num_blocks:
             blocks.take_prefix(name, hashes, prefix.num_blocks)
         wanted = min(request.num_tokens - start, plan.budget)
-        count = min(wanted, blocks.room(name, start) - start)
+        count = min(wanted, blocks.num_tokens_that_fit(name, start) - start)
         if count < 1:
             if prefix.num_blocks:
                 blocks.free(name)
@@ -168,23 +168,23 @@ class Planner:
             blocks.count_prefix(request.num_tokens, start)
             request.num_cached_tokens = start
         request.num_computed_tokens = start
-        self.lineup.waiting.remove(request)
-        self.lineup.start(request)
+        self.queues.waiting.remove(request)
+        self.queues.start_running(request)
         self._plan(request, count, plan)
         return True
 
     def _return_swapped(self, request: Request, spare: int, plan: Plan) -> bool:
         """Bring a request back from host memory; it runs in the next step if others run in this one."""
         blocks, name = self.blocks, request.request_id
-        needed = blocks.lacking_to_swap_in(name)
-        extra = spare + 1 if self.lineup.running else 0
+        needed = blocks.num_blocks_to_swap_in(name)
+        extra = spare + 1 if self.queues.running else 0
         if not blocks.can_take([count + extra for count in needed]):
             return False
-        beside = bool(plan.planned)
-        request.num_computed_tokens = blocks.swap_in(name, beside=beside)
-        self.lineup.waiting.remove(request)
-        self.lineup.start(request)
-        if not beside:
+        overlapped = bool(plan.planned)
+        request.num_computed_tokens = blocks.swap_in(name, overlapped=overlapped)
+        self.queues.waiting.remove(request)
+        self.queues.start_running(request)
+        if not overlapped:
             self._continue(request, plan)
         return True
 
@@ -214,7 +214,7 @@ class Planner:
         mode = self.preemption
         if mode == "auto":
             mode = self.cost.cheaper(computed) if self.cost is not None else "recompute"
-        swapped = mode == "swap" and computed > 0 and blocks.swap_out(name, computed, beside=bool(plan.planned))
+        swapped = mode == "swap" and computed > 0 and blocks.swap_out(name, computed, overlapped=bool(plan.planned))
         logger.debug("preempting %s: %d tokens to %s", name, computed, "swap out" if swapped else "recompute")
         if swapped:
             self.num_swaps += 1
@@ -223,6 +223,6 @@ class Planner:
             victim.num_computed_tokens = 0
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        self.lineup.stop(victim)
-        self.lineup.queue(victim)
+        self.queues.stop_running(victim)
+        self.queues.enqueue(victim)
         plan.preempted.append(victim)

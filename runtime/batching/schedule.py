@@ -37,7 +37,7 @@ class Schedule:
         tables: request id → its tables, one for each group, where they are not the former ones with blocks appended.
         num_tokens: tokens of all ``requests`` together.
         copies: of blocks, to be made one after the other before the step runs.
-        copies_beside: of blocks that the step does not touch, to be made while it runs.
+        overlapped_copies: of blocks that the step does not touch, to be made while it runs.
     """
 
     requests: list[ScheduledRequest]
@@ -47,7 +47,7 @@ class Schedule:
     tables: dict[str, list[list[int]]] = field(default_factory=dict)
     num_tokens: int = 0
     copies: list[CacheCopy] = field(default_factory=list)
-    copies_beside: list[CacheCopy] = field(default_factory=list)
+    overlapped_copies: list[CacheCopy] = field(default_factory=list)
 
 
 class Plan:

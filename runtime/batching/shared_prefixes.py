@@ -1,4 +1,4 @@
-"""What requests share: the names of their blocks, who should run first because of them, and who should wait."""
+"""Prefixes that requests share: the hashes of their blocks, and whom to admit first or later because of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..requests.request import Request
 from .policies import Policy
 from .waiting import WaitingQueue
 
-_PATIENCE = 16
-"""How often a request may be overtaken by ones with a longer cached prefix, and how often it may be put off."""
+_MAX_DELAYS = 16
+"""How often a request may be overtaken by ones with a longer cached prefix, and how often it may be deferred."""
 
 
 class SharedPrefixes:
@@ -28,7 +28,7 @@ class SharedPrefixes:
         self.policy = policy
         self.key_variant = key_variant
         self._overtaken: dict[Request, int] = {}
-        self._put_off: dict[Request, int] = {}
+        self._deferrals: dict[Request, int] = {}
 
     def full_blocks(self, request: Request) -> list[bytes]:
         """Hashes of the blocks that may come from the cache: at least the last token is computed, for its logits."""
@@ -48,12 +48,12 @@ class SharedPrefixes:
         extend_chain(hashes, request.tokens(first, num_tokens), first, size, start)
 
     def next(self, waiting: WaitingQueue) -> Request:
-        """Who is to be admitted next: the first, or whoever finds more cached than all others that are compared."""
+        """The request to admit next: the first, or whoever finds more cached than all others that are compared."""
         first = waiting.first()
         assert first is not None
         if self.policy.lookahead < 2 or not self.blocks.enable_prefix_caching:
             return first
-        if self._overtaken.get(first, 0) >= _PATIENCE:
+        if self._overtaken.get(first, 0) >= _MAX_DELAYS:
             return first
         best, longest = first, -1
         for request in waiting.leading(self.policy.lookahead):
@@ -62,8 +62,8 @@ class SharedPrefixes:
                 best, longest = request, found
         return best
 
-    def begins(self, request: Request, waiting: WaitingQueue) -> None:
-        """The request is admitted, in front of those that still wait."""
+    def admitted(self, request: Request, waiting: WaitingQueue) -> None:
+        """Note that the request is admitted, in front of those that still wait."""
         self.forget(request)
         first = waiting.first()
         if first is not None and first.rank < request.rank:
@@ -80,12 +80,12 @@ class SharedPrefixes:
         """Hashes of the request's blocks that it has not computed yet."""
         return request.block_hashes[request.num_computed_tokens // self.blocks.block_size :]
 
-    def puts_off(self, request: Request, computing: set[bytes]) -> bool:
-        """Whether most of what the request lacks is being computed for others, so that it finds it cached soon.
+    def defers(self, request: Request, computing: set[bytes]) -> bool:
+        """Whether to admit the request later: most of what it lacks is being computed for others, and cached soon.
 
-        It is put off a few times at most: what others compute may be evicted before it comes to use it.
+        It is deferred a few times at most: what others compute may be evicted before it comes to use it.
         """
-        if not computing or self._put_off.get(request, 0) >= _PATIENCE:
+        if not computing or self._deferrals.get(request, 0) >= _MAX_DELAYS:
             return False
         hashes = self.full_blocks(request)
         known = self.blocks.find_prefix(hashes).num_blocks
@@ -93,16 +93,16 @@ class SharedPrefixes:
         size = self.blocks.block_size
         if 2 * coming * size < request.num_tokens - known * size:
             return False
-        self._put_off[request] = self._put_off.get(request, 0) + 1
+        self._deferrals[request] = self._deferrals.get(request, 0) + 1
         return True
 
     def forget(self, request: Request) -> None:
-        """The request runs, or has ended."""
+        """Forget how long the request has waited: it runs, or has ended."""
         self._overtaken.pop(request, None)
-        self._put_off.pop(request, None)
+        self._deferrals.pop(request, None)
 
     def keep(self, requests: Iterable[Request]) -> None:
         """Forget all but these."""
         kept = set(requests)
         self._overtaken = {r: n for r, n in self._overtaken.items() if r in kept}
-        self._put_off = {r: n for r, n in self._put_off.items() if r in kept}
+        self._deferrals = {r: n for r, n in self._deferrals.items() if r in kept}

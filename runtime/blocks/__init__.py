@@ -4,12 +4,12 @@ from .groups import BlockGroup
 from .hashing import chain_start, extend_chain
 from .manager import BlockManager
 from .moves import CacheCopy
-from .pool import GONE, BlockPool, OutOfBlocks
+from .pool import NULL_BLOCK, BlockPool, OutOfBlocks
 from .prefix import Prefix
 from .swap_space import SwapSpace
 
 __all__ = [
-    "GONE",
+    "NULL_BLOCK",
     "BlockGroup",
     "BlockManager",
     "BlockPool",

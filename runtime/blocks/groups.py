@@ -41,8 +41,8 @@ class SequenceBlocks:
     """A sequence with blocks on the device."""
 
     num_tokens: int  # that the tables were asked to hold
-    tables: list[list[int]]  # for each group; leading entries may be GONE
-    num_gone: list[int]
+    tables: list[list[int]]  # for each group; leading entries may be NULL_BLOCK
+    num_null: list[int]
     num_committed: int = 0  # leading blocks whose content was given a hash
     is_stale: bool = False  # its content does not follow from its tokens any more
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .pool import GONE
+from .pool import NULL_BLOCK
 
 if TYPE_CHECKING:
     from .manager import BlockManager
@@ -25,7 +25,7 @@ def stats(manager: BlockManager) -> dict[str, int | float]:
                 tokens = min(manager.block_size, sequence.num_tokens - i * manager.block_size)
                 filled[g][block] = max(filled[g].get(block, 0), manager.block_size if group.is_state else tokens)
     for blocks in filled:
-        blocks.pop(GONE, None)
+        blocks.pop(NULL_BLOCK, None)
     tokens = sum(sum(blocks.values()) for blocks in filled)
     slots = sum(map(len, filled)) * manager.block_size
     counts = manager.counts
@@ -62,12 +62,12 @@ def check(manager: BlockManager) -> None:
     for request_id, sequence in manager.sequences.items():
         for g, (pool, table) in enumerate(zip(manager.pools, sequence.tables, strict=True)):
             _check_table(manager, request_id, g, table, sequence.num_tokens, holders[pool])
-            if any(block != GONE for block in table[: sequence.num_gone[g]]):
+            if any(block != NULL_BLOCK for block in table[: sequence.num_null[g]]):
                 raise RuntimeError(f"table {g} of {request_id!r} holds blocks that left the window")
     for request_id in space:
         for g, (pool, table) in enumerate(zip(space.pools, space.tables(request_id), strict=True)):
             _check_table(manager, request_id, g, table, space.num_tokens(request_id), holders[pool])
-    for pool, block in manager.held_back:
+    for pool, block in manager.in_flight:
         holders[pool][block] += 1
     for pool, own in holders.items():
         pool.check(own)
@@ -76,7 +76,7 @@ def check(manager: BlockManager) -> None:
 def _check_table(
     manager: BlockManager, request_id: str, group: int, table: list[int], num_tokens: int, holders: list[int]
 ) -> None:
-    live = [block for block in table if block != GONE]
+    live = [block for block in table if block != NULL_BLOCK]
     if len(table) != manager.groups[group].length(num_tokens, manager.block_size):
         raise RuntimeError(f"table {group} of {request_id!r} has {len(table)} blocks for {num_tokens} tokens")
     if len(set(live)) != len(live):

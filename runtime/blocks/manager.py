@@ -8,7 +8,7 @@ from .elastic import ElasticPool
 from .groups import BlockGroup, Counts, SequenceBlocks
 from .inspection import check, stats
 from .moves import CacheCopy, moves_for_run, moves_to_front
-from .pool import GONE, BlockPool, OutOfBlocks
+from .pool import NULL_BLOCK, BlockPool, OutOfBlocks
 from .prefix import Prefix, find_prefix
 from .swap_space import SwapSpace
 
@@ -20,7 +20,7 @@ class BlockManager:
     ``i % block_size``. There is one table for each group of layers; all have the same length. A block may be in
     several tables: of forked sequences, and of those that begin with the same tokens (prefix caching). A block that
     others hold too is never written: ``allocate`` puts a copy in its place. What must be copied is collected until
-        ``drain``.
+    ``take_changes``.
 
     Every operation costs O(blocks that it adds or drops), never O(``num_blocks``), except ``defragment``, ``resize``,
     ``stats``, ``check`` and allocation in one run.
@@ -50,8 +50,8 @@ class BlockManager:
         self.swap_space = SwapSpace([group.num_host_blocks for group in groups])
         self.sequences: dict[str, SequenceBlocks] = {}
         self._copies: list[CacheCopy] = []
-        self._copies_beside: list[CacheCopy] = []
-        self.held_back: list[tuple[BlockPool, int]] = []  # until the copies of the last step are done
+        self._overlapped_copies: list[CacheCopy] = []
+        self.in_flight: list[tuple[BlockPool, int]] = []  # until the copies of the last step are done
         self._rewritten: set[str] = set()
         self.counts = Counts()
 
@@ -61,7 +61,7 @@ class BlockManager:
             pool.reset()
         self.swap_space.reset()
         self.sequences.clear()
-        self._copies, self._copies_beside, self.held_back = [], [], []
+        self._copies, self._overlapped_copies, self.in_flight = [], [], []
         self._rewritten.clear()
 
     @property
@@ -98,34 +98,34 @@ class BlockManager:
         return request_id in self.sequences
 
     def table(self, request_id: str, group: int = 0) -> list[int]:
-        """The sequence's block ids in order (a copy); ``GONE`` where the window has passed."""
-        return list(self._held(request_id).tables[group])
+        """The sequence's block ids in order (a copy); ``NULL_BLOCK`` where the window has passed."""
+        return list(self._sequence(request_id).tables[group])
 
     def tables(self, request_id: str) -> list[list[int]]:
         """The sequence's tables, one for each group (copies)."""
-        return [list(table) for table in self._held(request_id).tables]
+        return [list(table) for table in self._sequence(request_id).tables]
 
     def num_tokens(self, request_id: str) -> int:
         """Tokens that the sequence's table was asked to hold, 0 when it has none."""
         sequence = self.sequences.get(request_id)
         return sequence.num_tokens if sequence is not None else 0
 
-    def room(self, request_id: str, start: int) -> int:
+    def num_tokens_that_fit(self, request_id: str, start: int) -> int:
         """Tokens that the sequence could hold if it got every available block and wrote from token ``start`` on."""
         sequence = self.sequences.get(request_id)
-        rooms = []
+        fitting = []
         for g, pool in enumerate(self.pools):
             table = sequence.tables[g] if sequence is not None else []
             spare = pool.num_available - self._shared_ahead(g, table, start)
             if spare < 0:
-                rooms.append(start)  # nothing can be written before all that others hold too is replaced
+                fitting.append(start)  # nothing can be written before all that others hold too is replaced
             elif not self.groups[g].is_state:
-                rooms.append((len(table) + spare) * self.block_size)
+                fitting.append((len(table) + spare) * self.block_size)
             elif len(table) + spare < 1:
-                rooms.append(0)
-        return min(rooms, default=1 << 62)
+                fitting.append(0)
+        return min(fitting, default=1 << 62)
 
-    def lacking(self, request_id: str, num_tokens: int, start: int) -> list[int]:
+    def num_blocks_to_allocate(self, request_id: str, num_tokens: int, start: int) -> list[int]:
         """For each group, blocks to take so that the table holds ``num_tokens`` and can be written from ``start``
         on."""
         sequence = self.sequences.get(request_id)
@@ -135,7 +135,7 @@ class BlockManager:
             counts.append(max(0, self._length(g, num_tokens) - len(table)) + self._shared_ahead(g, table, start))
         return counts
 
-    def lacking_to_begin(self, prefix: Prefix, num_tokens: int, chunk: int) -> list[int]:
+    def num_blocks_to_admit(self, prefix: Prefix, num_tokens: int, chunk: int) -> list[int]:
         """For each group, blocks that must be available so that a new sequence can reach ``num_tokens`` tokens.
 
         Args:
@@ -179,11 +179,11 @@ class BlockManager:
         """
         if num_tokens < 1 or not 0 <= start < num_tokens:
             raise ValueError(f"num_tokens={num_tokens}, start={start} writes nothing; ask for start < num_tokens")
-        lacking = self.lacking(request_id, num_tokens, start)
-        if not self.can_take(lacking):
+        needed = self.num_blocks_to_allocate(request_id, num_tokens, start)
+        if not self.can_take(needed):
             available = [pool.num_available for pool in self.pools]
             raise OutOfBlocks(
-                f"request_id={request_id!r} needs {lacking} more blocks for num_tokens={num_tokens}, {available} of "
+                f"request_id={request_id!r} needs {needed} more blocks for num_tokens={num_tokens}, {available} of "
                 f"{[pool.num_blocks for pool in self.pools]} are available; free another request first"
             )
         sequence = self.sequences.get(request_id)
@@ -197,24 +197,24 @@ class BlockManager:
         added = []
         for g, pool in enumerate(self.pools):
             table = sequence.tables[g]
-            self._own(request_id, g, table, start)
+            self._copy_on_write(request_id, g, table, start)
             count = self._length(g, num_tokens) - len(table)
             new = []
             if count > 0:
-                run = self._run(g, count) if in_one_run and count > 1 else None
+                run = self._contiguous_run(g, count) if in_one_run and count > 1 else None
                 new = pool.take(count) if run is None else run
                 table.extend(new)
             added.append(new)
         sequence.num_tokens = max(sequence.num_tokens, num_tokens)
         return added
 
-    def fill(self, request_id: str, num_tokens: int, start: int) -> bool:
+    def allocate_in_place(self, request_id: str, num_tokens: int, start: int) -> bool:
         """``allocate`` for the usual case of decoding: the tokens fit in blocks that are the sequence's own already.
 
         Returns:
             Whether they do; nothing was changed if not.
         """
-        sequence = self._held(request_id)
+        sequence = self._sequence(request_id)
         size = self.block_size
         for group, pool, table in zip(self.groups, self.pools, sequence.tables, strict=True):
             if group.is_state or len(table) * size < num_tokens:
@@ -233,7 +233,7 @@ class BlockManager:
         """
         if request_id in self.swap_space:
             # What is being copied out just now must not be given to another before it has arrived.
-            self.held_back += self.swap_space.forget(request_id)
+            self.in_flight += self.swap_space.forget(request_id)
         else:
             self._drop(request_id)
 
@@ -245,7 +245,7 @@ class BlockManager:
             ValueError: the parent holds fewer tokens, the window has passed what the child would see, or the child
                 holds blocks.
         """
-        parent = self._held(parent_id)
+        parent = self._sequence(parent_id)
         if child_id in self.sequences or child_id in self.swap_space:
             raise ValueError(f"child_id={child_id!r} already holds blocks; free it or use another id")
         if not 1 <= num_tokens <= parent.num_tokens:
@@ -254,48 +254,48 @@ class BlockManager:
             )
         tables = [table[: self._length(g, num_tokens)] for g, table in enumerate(parent.tables)]
         for group, table in zip(self.groups, tables, strict=True):
-            if group.window and GONE in table[max(0, num_tokens - group.window + 1) // self.block_size :]:
+            if group.window and NULL_BLOCK in table[max(0, num_tokens - group.window + 1) // self.block_size :]:
                 raise ValueError(
                     f"num_tokens={num_tokens} lies behind the window of parent_id={parent_id!r}; fork it where it is"
                 )
         for pool, table in zip(self.pools, tables, strict=True):
             for block in table:
-                if block != GONE:
+                if block != NULL_BLOCK:
                     pool.retain(block)
         committed = min(parent.num_committed, num_tokens // self.block_size)
         self.sequences[child_id] = SequenceBlocks(
-            num_tokens, tables, list(parent.num_gone), committed, parent.is_stale
+            num_tokens, tables, list(parent.num_null), committed, parent.is_stale
         )
 
-    def slide(self, request_id: str, position: int) -> None:
-        """Let go the blocks that no token from ``position`` on can see, in groups with a window."""
-        sequence = self._held(request_id)
+    def remove_skipped_blocks(self, request_id: str, position: int) -> None:
+        """Free the blocks that no token from ``position`` on can see, in groups with a window."""
+        sequence = self._sequence(request_id)
         for g, group in enumerate(self.groups):
             if not group.window:
                 continue
             table, pool = sequence.tables[g], self.pools[g]
             end = min(max(0, position - group.window + 1) // self.block_size, len(table))
-            for i in range(sequence.num_gone[g], end):
+            for i in range(sequence.num_null[g], end):
                 pool.release(table[i])
-                table[i] = GONE
-            sequence.num_gone[g] = max(sequence.num_gone[g], end)
+                table[i] = NULL_BLOCK
+            sequence.num_null[g] = max(sequence.num_null[g], end)
 
-    def rewind(self, request_id: str) -> None:
-        """The sequence will be written from its first token on again.
+    def restart(self, request_id: str) -> None:
+        """Let the sequence be written from its first token on again.
 
         It keeps its blocks, unless a window has passed some of them: then it lets go of the others too.
         """
-        sequence = self._held(request_id)
-        if not any(sequence.num_gone):
+        sequence = self._sequence(request_id)
+        if not any(sequence.num_null):
             return
         for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             if not group.is_state:
                 for block in reversed(sequence.tables[g]):
-                    if block != GONE:
+                    if block != NULL_BLOCK:
                         pool.release(block)
                 sequence.tables[g] = []
         sequence.num_tokens = sequence.num_committed = 0
-        sequence.num_gone = [0] * len(self.groups)
+        sequence.num_null = [0] * len(self.groups)
         self._rewritten.add(request_id)
 
     def find_prefix(self, hashes: Sequence[bytes]) -> Prefix:
@@ -309,18 +309,18 @@ class BlockManager:
             raise ValueError(f"request_id={request_id!r} already holds blocks; free it or use another id")
         if not 1 <= num_blocks <= len(hashes):
             raise ValueError(f"num_blocks={num_blocks} is not among the {len(hashes)} hashes; take what was found")
-        tables, gone = [], []
+        tables, num_null = [], []
         for group, pool in zip(self.groups, self.pools, strict=True):
             first = group.first_seen(num_blocks, self.block_size)
-            table = [GONE] * first
+            table = [NULL_BLOCK] * first
             for content in hashes[first:num_blocks]:
                 block = pool.lookup(content)
                 assert block is not None, "find_prefix is asked in the same step"
                 pool.retain(block)
                 table.append(block)
             tables.append(table)
-            gone.append(first)
-        self.sequences[request_id] = SequenceBlocks(num_blocks * self.block_size, tables, gone, num_blocks)
+            num_null.append(first)
+        self.sequences[request_id] = SequenceBlocks(num_blocks * self.block_size, tables, num_null, num_blocks)
 
     def count_prefix(self, num_tokens: int, num_hits: int) -> None:
         """Note for the statistics that a sequence of ``num_tokens`` found ``num_hits`` of them cached."""
@@ -331,13 +331,13 @@ class BlockManager:
         """The first ``num_tokens`` tokens are computed: let their full blocks be found by these hashes."""
         if not self.enable_prefix_caching:
             return
-        sequence = self._held(request_id)
+        sequence = self._sequence(request_id)
         if sequence.is_stale:
             return
         end = min(num_tokens // self.block_size, len(hashes))
         for i in range(sequence.num_committed, end):
             for pool, table in zip(self.pools, sequence.tables, strict=True):
-                if table[i] != GONE:
+                if table[i] != NULL_BLOCK:
                     pool.commit(table[i], hashes[i])
         sequence.num_committed = max(sequence.num_committed, end)
 
@@ -349,28 +349,28 @@ class BlockManager:
             sequence.is_stale = True
         self.swap_space.mark_stale()
 
-    def swap_out(self, request_id: str, num_tokens: int, *, beside: bool) -> bool:
+    def swap_out(self, request_id: str, num_tokens: int, *, overlapped: bool) -> bool:
         """Move the sequence's first ``num_tokens`` tokens to host memory.
 
         Args:
             request_id: it holds blocks and does not run in this step.
             num_tokens: that are computed, >= 1.
-            beside: copy while the step runs; what is copied is available only after ``settle``. Else copy before it,
-                and all is available at once.
+            overlapped: copy while the step runs; what is copied is available only after ``finish_copies``. Else copy
+                before it, and all is available at once.
 
         Returns:
             Whether there was room; nothing was changed if not.
         """
-        sequence = self._held(request_id)
+        sequence = self._sequence(request_id)
         tables = [table[: self._length(g, num_tokens)] for g, table in enumerate(sequence.tables)]
         copies = self.swap_space.store(request_id, tables, self.pools, num_tokens, is_stale=sequence.is_stale)
         if copies is None:
             return False
-        if beside:
-            self._copies_beside += copies
+        if overlapped:
+            self._overlapped_copies += copies
             for copy in copies:
                 self.pools[copy.group].retain(copy.source)
-                self.held_back.append((self.pools[copy.group], copy.source))
+                self.in_flight.append((self.pools[copy.group], copy.source))
         else:
             self._copies += copies
         self._drop(request_id)
@@ -380,16 +380,16 @@ class BlockManager:
         """Whether the sequence's keys and values are in host memory."""
         return request_id in self.swap_space
 
-    def lacking_to_swap_in(self, request_id: str) -> list[int]:
+    def num_blocks_to_swap_in(self, request_id: str) -> list[int]:
         """For each group, blocks that bringing the sequence back takes at most."""
-        return [sum(block != GONE for block in table) for table in self.swap_space.tables(request_id)]
+        return [sum(block != NULL_BLOCK for block in table) for table in self.swap_space.tables(request_id)]
 
-    def swap_in(self, request_id: str, *, beside: bool) -> int:
+    def swap_in(self, request_id: str, *, overlapped: bool) -> int:
         """Bring the sequence's tokens back; its blocks can be read when the copies are done.
 
         Args:
             request_id: it is swapped out.
-            beside: copy while the step runs, else before it.
+            overlapped: copy while the step runs, else before it.
 
         Returns:
             How many tokens its tables hold.
@@ -397,48 +397,48 @@ class BlockManager:
         Raises:
             OutOfBlocks: too few blocks are available; nothing was changed.
         """
-        lacking = self.lacking_to_swap_in(request_id)
-        if not self.can_take(lacking):
+        needed = self.num_blocks_to_swap_in(request_id)
+        if not self.can_take(needed):
             raise OutOfBlocks(
-                f"request_id={request_id!r} needs {lacking} blocks to return; free another request first"
+                f"request_id={request_id!r} needs {needed} blocks to return; free another request first"
             )
         is_stale = self.swap_space.is_stale(request_id)
         num_tokens, tables, copies, stored = self.swap_space.load(
             request_id, self.pools, may_share=self.enable_prefix_caching
         )
         # The host's blocks must not be written again before they are read.
-        self.held_back += stored
-        if beside:
-            self._copies_beside += copies
+        self.in_flight += stored
+        if overlapped:
+            self._overlapped_copies += copies
         else:
             self._copies += copies
-        gone = [next((i for i, block in enumerate(table) if block != GONE), len(table)) for table in tables]
-        self.sequences[request_id] = SequenceBlocks(num_tokens, tables, gone, is_stale=is_stale)
+        num_null = [next((i for i, block in enumerate(table) if block != NULL_BLOCK), len(table)) for table in tables]
+        self.sequences[request_id] = SequenceBlocks(num_tokens, tables, num_null, is_stale=is_stale)
         return num_tokens
 
     @property
-    def has_copies_beside(self) -> bool:
+    def has_overlapped_copies(self) -> bool:
         """Whether anything is to be copied while the step runs."""
-        return bool(self._copies_beside)
+        return bool(self._overlapped_copies)
 
-    def copy_first(self) -> None:
-        """Make the copies that were to run beside the step before it: what they need is available at once."""
-        self._copies += self._copies_beside
-        self._copies_beside = []
-        self.settle()
+    def copy_before_step(self) -> None:
+        """Make the copies that were to overlap the step before it: what they need is available at once."""
+        self._copies += self._overlapped_copies
+        self._overlapped_copies = []
+        self.finish_copies()
 
-    def settle(self) -> None:
-        """The copies of the last step are done: let go what they needed."""
-        held, self.held_back = self.held_back, []
+    def finish_copies(self) -> None:
+        """Let go what the copies of the last step needed; they are done."""
+        held, self.in_flight = self.in_flight, []
         for pool, block in held:
             pool.release(block)
 
     def defragment(self) -> int:
         """Move what is used and cached to the lowest ids; tables are rewritten. Returns how many blocks move.
 
-        Nothing moves while copies of the last step may be under way, that is between ``drain`` and ``settle``.
+        Nothing moves while copies of the last step may be under way: between ``take_changes`` and ``finish_copies``.
         """
-        if self.held_back or self._copies_beside:
+        if self.in_flight or self._overlapped_copies:
             return 0
         plans = [moves_to_front(pool, pool.num_used + pool.num_cached) for pool in self.pools]
         for g, moves in enumerate(plans):
@@ -453,7 +453,7 @@ class BlockManager:
         """
         for g, (pool, size) in enumerate(zip(self.pools, num_blocks, strict=True)):
             if size < pool.num_blocks:
-                if self.held_back or self._copies_beside:
+                if self.in_flight or self._overlapped_copies:
                     continue
                 size = max(size, pool.num_used, 1)
                 self._move(g, moves_to_front(pool, size))
@@ -466,15 +466,15 @@ class BlockManager:
         if sizes != [pool.num_blocks for pool in self.pools]:
             self.resize(sizes)
 
-    def drain(self) -> tuple[list[CacheCopy], list[CacheCopy], set[str]]:
+    def take_changes(self) -> tuple[list[CacheCopy], list[CacheCopy], set[str]]:
         """What happened since the last call.
 
         Returns:
             Copies to make one after the other before the step, copies to make while it runs, and the sequences whose
             tables have other entries than they had.
         """
-        drained = (self._copies, self._copies_beside, self._rewritten)
-        self._copies, self._copies_beside, self._rewritten = [], [], set()
+        drained = (self._copies, self._overlapped_copies, self._rewritten)
+        self._copies, self._overlapped_copies, self._rewritten = [], [], set()
         return drained
 
     def stats(self) -> dict[str, int | float]:
@@ -494,13 +494,13 @@ class BlockManager:
         check(self)
 
     def _drop(self, request_id: str) -> None:
-        sequence = self._held(request_id)
+        sequence = self._sequence(request_id)
         del self.sequences[request_id]
         self._rewritten.discard(request_id)
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             # Backwards: the end of a chain of hashes is of no use without its beginning and is evicted first.
             for block in reversed(table):
-                if block != GONE:
+                if block != NULL_BLOCK:
                     pool.release(block)
 
     def _length(self, group: int, num_tokens: int) -> int:
@@ -511,14 +511,14 @@ class BlockManager:
 
     def _shared_ahead(self, group: int, table: list[int], start: int) -> int:
         pool = self.pools[group]
-        return sum(table[i] != GONE and pool.refs(table[i]) > 1 for i in self._written(group, table, start))
+        return sum(table[i] != NULL_BLOCK and pool.refs(table[i]) > 1 for i in self._written(group, table, start))
 
-    def _own(self, request_id: str, group: int, table: list[int], start: int) -> None:
+    def _copy_on_write(self, request_id: str, group: int, table: list[int], start: int) -> None:
         """Let the sequence be the only holder of what it is about to write."""
         pool = self.pools[group]
         for i in self._written(group, table, start):
             block = table[i]
-            if block == GONE:
+            if block == NULL_BLOCK:
                 continue
             if pool.refs(block) < 2:
                 pool.forget(block)
@@ -530,11 +530,11 @@ class BlockManager:
                 self._copies.append(CacheCopy("move", group, block, table[i]))
                 self.counts.copies_on_write += 1
 
-    def _run(self, group: int, count: int) -> list[int] | None:
+    def _contiguous_run(self, group: int, count: int) -> list[int] | None:
         """Neighbouring blocks, after moving others out of the way where that can make a run."""
         pool = self.pools[group]
         run = pool.take_run(count)
-        if run is None and not self.held_back and not self._copies_beside:
+        if run is None and not self.in_flight and not self._overlapped_copies:
             self._move(group, moves_for_run(pool, count))
             run = pool.take_run(count)
         return run
@@ -552,7 +552,7 @@ class BlockManager:
                 table[:] = [moves.get(block, block) for block in table]
                 self._rewritten.add(request_id)
 
-    def _held(self, request_id: str) -> SequenceBlocks:
+    def _sequence(self, request_id: str) -> SequenceBlocks:
         sequence = self.sequences.get(request_id)
         if sequence is None:
             raise ValueError(f"request_id={request_id!r} holds no blocks; allocate some first")

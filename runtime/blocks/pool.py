@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
-GONE = -1
+NULL_BLOCK = -1
 """The entry of a block table whose block left the sliding window and was let go."""
 
 

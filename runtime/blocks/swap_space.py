@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .moves import CacheCopy
-from .pool import GONE, BlockPool
+from .pool import NULL_BLOCK, BlockPool
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class SwapSpace:
         found = [self._found(g, table, device[g]) for g, table in enumerate(tables)]
         for g, (table, there) in enumerate(zip(tables, found, strict=True)):
             pool = self.pools[g]
-            missing = sum(block != GONE for block in table) - len(there)
+            missing = sum(block != NULL_BLOCK for block in table) - len(there)
             revived = sum(not pool.is_held(block) for block in there.values())
             if missing > (pool.num_available - revived if self.num_blocks[g] else 0):
                 return None
@@ -91,7 +91,7 @@ class SwapSpace:
                 pool.retain(block)
             own = []
             for block in table:
-                target = GONE if block == GONE else there.get(block)
+                target = NULL_BLOCK if block == NULL_BLOCK else there.get(block)
                 if target is None:
                     (target,) = pool.take(1)
                     content = device[g].hash_of(block)
@@ -124,14 +124,14 @@ class SwapSpace:
             # First what is there, so that none of it is evicted for the rest.
             there: dict[int, int] = {}
             for stored in own if may_share else ():
-                content = None if stored == GONE else self.pools[g].hash_of(stored)
+                content = None if stored == NULL_BLOCK else self.pools[g].hash_of(stored)
                 block = None if content is None else pool.lookup(content)
                 if block is not None:
                     pool.retain(block)
                     there[stored] = block
             table = []
             for stored in own:
-                target = GONE if stored == GONE else there.get(stored)
+                target = NULL_BLOCK if stored == NULL_BLOCK else there.get(stored)
                 if target is None:
                     (target,) = pool.take(1)
                     copies.append(CacheCopy("in", g, stored, target))
@@ -147,7 +147,7 @@ class SwapSpace:
             (pool, block)
             for pool, table in zip(self.pools, swapped.tables, strict=True)
             for block in table
-            if block != GONE
+            if block != NULL_BLOCK
         ]
 
     def stats(self) -> dict[str, int | float]:
@@ -163,7 +163,7 @@ class SwapSpace:
         """Device block → host block of the same content."""
         there = {}
         for block in table:
-            content = None if block == GONE else device.hash_of(block)
+            content = None if block == NULL_BLOCK else device.hash_of(block)
             stored = None if content is None else self.pools[group].lookup(content)
             if stored is not None:
                 there[block] = stored

@@ -13,7 +13,7 @@ from ..memory import discard_pages
 from ..program import KVCache
 
 
-class CacheMover:
+class BlockCopier:
     """Carries out the copies that the block manager plans.
 
     Args:
@@ -39,7 +39,7 @@ class CacheMover:
         for where, group, sources, targets in _batches(copies):
             self._copy(where, group, sources, targets)
 
-    def give_back(self, group: int, first: int, end: int) -> None:
+    def discard(self, group: int, first: int, end: int) -> None:
         """Nobody needs blocks ``first`` to ``end - 1`` any more: the system may have a CPU's memory under them."""
         for tensor in self._device[group]:
             discard_pages(tensor[first:end])
@@ -48,7 +48,7 @@ class CacheMover:
         """Make the copies in a thread of its own, until ``join``; nothing else may touch their blocks meanwhile."""
         if copies:
             self._failure = None
-            self._thread = threading.Thread(target=self._run_guarded, args=(copies,), name="pagoda-cache-mover")
+            self._thread = threading.Thread(target=self._run_guarded, args=(copies,), name="pagoda-block-copier")
             self._thread.start()
 
     def join(self) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 
 from ..batching import Batcher, PreemptionCost, Schedule, ScheduledRequest
-from ..cache.block_copier import CacheMover
+from ..cache.block_copier import BlockCopier
 from ..profiling.profile import DETOKENISE, SCHEDULE
 from ..profiling.profiler import Profiler
 from ..requests.request import FinishReason, Request, RequestStatus
 from ..sampling.sampler import Sampler
-from .model_runner import Runner
+from .model_runner import ModelRunner
 from .step_computer import StepComputer
 from .step_output import SampledToken, SampleTask, StepOutput
 from .submission import Completion, Submission, undecodable
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class EngineCore:
     """Runs submissions step by step.
 
-    Everything that changes the state does so inside ``with core.change``. An exception that leaves such a
+    Everything that changes the state does so inside ``with core.transaction``. An exception that leaves such a
     block, Ctrl-C included, leaves the state marked as unsound, and the next block begins by rebuilding it
     from the submissions alone: all blocks and rows are taken back and every unfinished request queues again
     with the tokens that it has settled. So no line in here needs to be atomic.
@@ -44,21 +44,21 @@ class EngineCore:
     def __init__(
         self,
         batcher: Batcher,
-        runner: Runner,
+        runner: ModelRunner,
         sampler: Sampler,
-        mover: CacheMover,
+        copier: BlockCopier,
         cost: PreemptionCost,
         before_step: Callable[[], object],
     ) -> None:
         self.turns = Turns()
         self.batcher = batcher
         self.runner = runner
-        self.mover = mover
+        self.copier = copier
         self.cost = cost
         self.submissions: dict[str, Submission] = {}
         self.completions: dict[str, Completion] = {}
-        self.news: dict[str, Submission] = {}
-        self.change = _Change(self)
+        self.updated: dict[str, Submission] = {}
+        self.transaction = _Transaction(self)
         self.num_steps = 0
         self.num_computed_tokens = 0
         self.num_generated_tokens = 0
@@ -70,19 +70,19 @@ class EngineCore:
         self._pool_sizes = [pool.num_blocks for pool in batcher.block_manager.pools]
         self._sampled: list[str] = []  # ids of the sequences that got a token in this step
         self._dropped: list[Submission] = []
-        self._is_sound = True
-        self._is_changing = False
+        self._is_consistent = True
+        self._in_transaction = False
         self._is_shut_down = False
 
     def compute_again(self) -> None:
         """Let what is under way wait again and be computed from its tokens: no key is used again."""
-        with self.change:
+        with self.transaction:
             self.batcher.block_manager.forget_prefixes()
         self._recover()
 
     def check_queue(self, count: int) -> None:
         """Raise ``QueueFull`` if so many more completions find no room."""
-        if not self._is_sound:
+        if not self._is_consistent:
             self._recover()  # what an interrupted step left running waits again, and counts
         # Completions that follow the first of their prompt wait, too, though the batcher does not know them yet.
         self.batcher.check_queue(count, len(self.completions) - self.batcher.num_unfinished)
@@ -95,7 +95,7 @@ class EngineCore:
         """
         if self._is_shut_down:
             raise RuntimeError("the engine was shut down and takes no prompts; make a new one")
-        with self.change:
+        with self.transaction:
             for submission in batch:
                 self.submissions[submission.request_id] = submission
                 for completion in submission.completions:
@@ -125,7 +125,7 @@ class EngineCore:
             # Whatever kept the first from computing the prompt keeps them too.
             self.end(follower, reason, error)
         if not owner.is_private:
-            self.news[owner.request_id] = owner
+            self.updated[owner.request_id] = owner
         elif owner.is_finished:
             self.submissions.pop(owner.request_id, None)
 
@@ -146,20 +146,20 @@ class EngineCore:
         """
         self._dropped.extend(batch)  # first: if the wait for a turn is interrupted, the next change does it
         if not may_wait:
-            self.turns.take_if_free(self._drop_unless_changing)
+            self.turns.take_if_free(self._drop_unless_in_transaction)
         elif self.turns.is_here:
             self.turns.take(self._drop_all)
 
-    def _drop_unless_changing(self) -> None:
-        if not self._is_changing:
+    def _drop_unless_in_transaction(self) -> None:
+        if not self._in_transaction:
             self._drop_all()
 
     def _drop_all(self) -> None:
         interrupt: KeyboardInterrupt | None = None
         while self._dropped:
             try:
-                if self._is_sound:
-                    with self.change:
+                if self._is_consistent:
+                    with self.transaction:
                         self._drop_quickly()
                 else:
                     self._recover()
@@ -172,17 +172,17 @@ class EngineCore:
         """Cancel everything and let go of the program and the caches; ``add`` raises ``RuntimeError`` from now on."""
         if self._is_shut_down:
             return
-        with self.change:
+        with self.transaction:
             for completion in list(self.completions.values()):
                 self.end(completion, "cancelled")
         self._is_shut_down = True
-        del self.runner, self.computer, self.mover  # nothing is left that a step would ask them for
+        del self.runner, self.computer, self.copier  # nothing is left that a step would ask them for
 
     def run_step(self) -> list[Submission]:
         """Run one model step; returns whose completions got a token or ended, once per completion."""
         if self.batcher.has_unfinished():
             self.before_step()
-        with self.change:
+        with self.transaction:
             if not self.batcher.has_unfinished():
                 return []
             started = time.perf_counter()
@@ -203,11 +203,11 @@ class EngineCore:
             self._prepare(schedule, started)
             self.profiler.mark(SCHEDULE)
             try:
-                self.mover.start(schedule.copies_beside)
+                self.copier.start(schedule.overlapped_copies)
                 outputs = self.computer.compute(schedule.requests, list(map(self._sample_task, schedule.requests)))
             finally:
-                self.mover.join()
-            self.cost.measure_copies(self.mover.copied_bytes, self.mover.seconds)
+                self.copier.join()
+            self.cost.measure_copies(self.copier.copied_bytes, self.copier.seconds)
             progressed += self._update(schedule.requests, outputs)
             self.num_steps += 1
             self.num_computed_tokens += schedule.num_tokens
@@ -245,11 +245,11 @@ class EngineCore:
             self.runner.set_blocks(self.completions[request_id].request, tables)
         for request_id, blocks in schedule.new_blocks.items():
             self.runner.append_blocks(self.completions[request_id].request, blocks)
-        self.mover.run(schedule.copies)
+        self.copier.run(schedule.copies)
         sizes = [pool.num_blocks for pool in self.batcher.block_manager.pools]
         for group, (now_there, before) in enumerate(zip(sizes, self._pool_sizes, strict=True)):
             if now_there < before:
-                self.mover.give_back(group, now_there, before)
+                self.copier.discard(group, now_there, before)
         self._pool_sizes = sizes
 
     def _sample_task(self, item: ScheduledRequest) -> SampleTask:
@@ -330,7 +330,7 @@ class EngineCore:
                 self.end(completion, reason)
         completion.num_settled = len(request.output_token_ids)
         if not owner.is_private:
-            self.news[owner.request_id] = owner
+            self.updated[owner.request_id] = owner
         return goes_on
 
     def note_sampled(self, request: Request, now: float) -> None:
@@ -357,14 +357,14 @@ class EngineCore:
             del dropped[0]
 
     def _forget(self, submission: Submission) -> None:
-        for known in (self.submissions, self.news):
+        for known in (self.submissions, self.updated):
             if known.get(submission.request_id) is submission:
                 del known[submission.request_id]
 
     def _recover(self) -> None:
         """Rebuild everything from the submissions; can be interrupted and repeated."""
-        self._is_sound = False
-        self._is_changing = True
+        self._is_consistent = False
+        self._in_transaction = True
         dropped = list(self._dropped)  # another thread may append to it meanwhile
         for submission in dropped:
             self._forget(submission)
@@ -376,8 +376,8 @@ class EngineCore:
                 if not completion.request.is_finished:
                     completions[completion.request.request_id] = completion
             if submission.is_finished and not submission.is_private:
-                self.news[submission.request_id] = submission
-        self.mover.join()
+                self.updated[submission.request_id] = submission
+        self.copier.join()
         self.runner.reset()
         self.batcher.requeue_all()
         for request in self.batcher.waiting:
@@ -392,11 +392,11 @@ class EngineCore:
                 completion.mark_cancelled()
         self.completions = completions
         del self._dropped[: len(dropped)]
-        self._is_changing = False
-        self._is_sound = True
+        self._in_transaction = False
+        self._is_consistent = True
 
 
-class _Change:
+class _Transaction:
     """``with`` block around every change of an ``EngineCore``'s state."""
 
     __slots__ = ("_core",)
@@ -406,10 +406,10 @@ class _Change:
 
     def __enter__(self) -> None:
         core = self._core
-        if not core._is_sound:
+        if not core._is_consistent:
             core._recover()
-        core._is_sound = False
-        core._is_changing = True
+        core._is_consistent = False
+        core._in_transaction = True
         if core._dropped:
             core._drop_quickly()
 
@@ -417,8 +417,8 @@ class _Change:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         core = self._core
-        core._is_changing = False
+        core._in_transaction = False
         if kind is None:
-            core._is_sound = True
+            core._is_consistent = True
             if core._dropped:
                 core._drop_all()

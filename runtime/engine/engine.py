@@ -11,7 +11,7 @@ from weakref import proxy
 
 from ..batching import Batcher, Batches, PreemptionCost, make_policy
 from ..blocks import BlockManager
-from ..cache.block_copier import CacheMover
+from ..cache.block_copier import BlockCopier
 from ..cache.kv_cache import allocate_kv_cache, bytes_per_block
 from ..cache.pool_plan import blocks_by_group
 from ..memory import keep_freed_memory
@@ -37,7 +37,7 @@ from .beam_submission import BeamSubmission, bounded
 from .cache_setup import block_groups, key_variant, longest_sequence
 from .core import EngineCore
 from .engine_options import DEFAULT_BLOCK_SIZE, EngineOptions
-from .model_runner import Runner
+from .model_runner import ModelRunner
 from .submission import Completion, Submission
 
 logger = logging.getLogger(__name__)
@@ -127,10 +127,10 @@ class Engine:
         cache = allocate_kv_cache(program.caches, [count + spare for count in counts], block_size, program.device)
         stored = [group.num_host_blocks for group in groups]
         host = allocate_kv_cache(program.caches, stored, block_size) if min(stored) else []
-        self.runner = Runner(program, cache, block_size, options.max_num_seqs, max_model_len)
+        self.runner = ModelRunner(program, cache, block_size, options.max_num_seqs, max_model_len)
         self.sampler = Sampler(sorted(self.eos_token_ids))
-        mover = CacheMover(cache, host, [spec.group for spec in program.caches])
-        self._core = EngineCore(self.batcher, self.runner, self.sampler, mover, cost, before_step)
+        copier = BlockCopier(cache, host, [spec.group for spec in program.caches])
+        self._core = EngineCore(self.batcher, self.runner, self.sampler, copier, cost, before_step)
         self._next_id = 0
         if program.device.type == "cpu":
             keep_freed_memory()
@@ -175,12 +175,12 @@ class Engine:
     def _step(self) -> list[RequestOutput]:
         core = self._core
         core.run_step()
-        with core.change:
-            outputs = [self._output(submission) for submission in core.news.values()]
-            for submission in core.news.values():
+        with core.transaction:
+            outputs = [self._output(submission) for submission in core.updated.values()]
+            for submission in core.updated.values():
                 if submission.is_finished:
                     core.submissions.pop(submission.request_id, None)
-        core.news = {}  # last: whatever is interrupted before this is returned by the next call
+        core.updated = {}  # last: whatever is interrupted before this is returned by the next call
         return outputs
 
     def cancel(self, request_id: str) -> bool:
@@ -192,7 +192,7 @@ class Engine:
         return self._core.turns.take(self._cancel, request_id)
 
     def _cancel(self, request_id: str) -> bool:
-        with self._core.change:
+        with self._core.transaction:
             submission = self._core.submissions.get(request_id)
             if submission is None or submission.is_finished:
                 return False
@@ -202,7 +202,7 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Whether another ``step`` has something to run or to return."""
-        return bool(self._core.news or self._core.completions)
+        return bool(self._core.updated or self._core.completions)
 
     def generate(
         self,
@@ -337,7 +337,7 @@ class Engine:
 
     def _stats(self) -> dict[str, int | float]:
         core = self._core
-        with core.change:
+        with core.transaction:
             return {
                 **self.batcher.stats(),
                 "block_size": self.block_manager.block_size,
@@ -367,8 +367,8 @@ class Engine:
         return self._core.turns.take(self._defragment)
 
     def _defragment(self) -> int:
-        with self._core.change:
-            self.block_manager.settle()
+        with self._core.transaction:
+            self.block_manager.finish_copies()
             return self.block_manager.defragment()
 
     def reset_prefix_cache(self) -> None:
@@ -376,7 +376,7 @@ class Engine:
         self._core.turns.take(self._reset_prefix_cache)
 
     def _reset_prefix_cache(self) -> None:
-        with self._core.change:
+        with self._core.transaction:
             self.block_manager.forget_prefixes()
 
     def shutdown(self) -> list[RequestOutput]:
@@ -424,13 +424,13 @@ class Engine:
             core.drop(batch, may_wait=may_wait)
 
     def _next_piece(self, completion: Completion) -> StreamPiece | None:
-        with self._core.change:
+        with self._core.transaction:
             piece = completion.next_piece()
             self._end_undecodable(completion)
         return piece
 
     def _results(self, batch: Iterable[AnySubmission], result: Callable[[AnySubmission], Result]) -> list[Result]:
-        with self._core.change:
+        with self._core.transaction:
             return [result(submission) for submission in batch]
 
     def _output(self, submission: Submission) -> RequestOutput:

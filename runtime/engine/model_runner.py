@@ -22,7 +22,7 @@ PackedStep = tuple[torch.Tensor, torch.Tensor, StepMetadata]
 _FIRST_COLUMNS = 256
 
 
-class Runner:
+class ModelRunner:
     """Keeps each running request's tokens and block table in one row of arrays that live as long as it does.
 
     A step is packed by indexing these arrays, without Python work per token; per sequence only its row, start

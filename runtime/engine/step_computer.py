@@ -16,7 +16,7 @@ from ..profiling.profiler import Profiler
 from ..requests.request import Request
 from ..sampling.beam_search import Candidates, likely_tokens
 from ..sampling.sampler import Sampler
-from .model_runner import Runner
+from .model_runner import ModelRunner
 from .step_output import SampledToken, SampleTask, StepOutput
 from .submission import one_line
 
@@ -38,7 +38,7 @@ class StepComputer:
         model_seconds: spent in packing and in the model.
     """
 
-    def __init__(self, runner: Runner, sampler: Sampler, cost: PreemptionCost, profiler: Profiler) -> None:
+    def __init__(self, runner: ModelRunner, sampler: Sampler, cost: PreemptionCost, profiler: Profiler) -> None:
         self.runner = runner
         self.sampler = sampler
         self.cost = cost

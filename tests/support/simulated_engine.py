@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Hashable, Iterable, Sequence
 
 from torch_pagoda.runtime.batching import Batcher, Schedule
-from torch_pagoda.runtime.blocks import GONE, BlockManager, CacheCopy
+from torch_pagoda.runtime.blocks import NULL_BLOCK, BlockManager, CacheCopy
 from torch_pagoda.runtime.requests.request import Request, RequestStatus
 
 EMPTY = 0
@@ -87,7 +87,7 @@ class SimulatedCache:
             first = max(0, first_query - group.window + 1) if group.window else 0
             for p in range(first, len(names)):
                 block = tables[g][p // size]
-                assert block != GONE, f"token {p} was let go, token {first_query} sees it"
+                assert block != NULL_BLOCK, f"token {p} was let go, token {first_query} sees it"
                 held = self.device[g].get(block, self._blank())[p % size]
                 assert held == names[p], f"group {g}: token {p} in block {block} is {held}, not {names[p]}"
 
@@ -121,11 +121,11 @@ class SimulatedEngine:
         self._names: dict[Request, list[int]] = {}  # of the computed tokens
         self._late: list[CacheCopy] = []
 
-    def step(self, beside: str = "after", *, fails: bool = False) -> Schedule:
+    def step(self, overlapped: str = "after", *, fails: bool = False) -> Schedule:
         """Plan a step and run it.
 
         Args:
-            beside: one of ``TIMES``.
+            overlapped: one of ``TIMES``.
             fails: the model raises after the copies.
         """
         schedule = self._plan()
@@ -135,14 +135,14 @@ class SimulatedEngine:
             return schedule
         self.cache.copy(schedule.copies)
         self.cache.give_back_dropped_blocks()
-        if beside == "before":
-            self.cache.copy(schedule.copies_beside)
+        if overlapped == "before":
+            self.cache.copy(schedule.overlapped_copies)
         if not fails:
             self._compute(schedule)
-        if beside == "after":
-            self.cache.copy(schedule.copies_beside)
-        elif beside == "late":
-            self._late = schedule.copies_beside
+        if overlapped == "after":
+            self.cache.copy(schedule.overlapped_copies)
+        elif overlapped == "late":
+            self._late = schedule.overlapped_copies
         if not self._late:
             self._read_all()
         if not fails:
@@ -252,7 +252,9 @@ class SimulatedEngine:
                 self._tables[request.request_id], batcher.block_manager.tables(request.request_id), strict=True
             ):
                 assert len(known) == len(real)
-                assert all(a == b for a, b in zip(known, real, strict=True) if b != GONE), "the runner was not told"
+                assert all(a == b for a, b in zip(known, real, strict=True) if b != NULL_BLOCK), (
+                    "the runner was not told"
+                )
         return schedule
 
     def _compute(self, schedule: Schedule) -> None:

@@ -132,17 +132,17 @@ class BatcherMachine(RuleBasedStateMachine):
     def resume(self, which: int) -> None:
         self.engine.resume(chosen(self.paused(), which))
 
-    @rule(count=st.integers(1, 4), beside=st.sampled_from(TIMES))
-    def step(self, count: int, beside: str) -> None:
+    @rule(count=st.integers(1, 4), overlapped=st.sampled_from(TIMES))
+    def step(self, count: int, overlapped: str) -> None:
         for _ in range(count):
             self.let_someone_go_on()
-            self.engine.step(beside)
+            self.engine.step(overlapped)
             self.engine.now += 0.5
 
-    @rule(beside=st.sampled_from(TIMES))
-    def failing_step(self, beside: str) -> None:
+    @rule(overlapped=st.sampled_from(TIMES))
+    def failing_step(self, overlapped: str) -> None:
         self.let_someone_go_on()
-        self.engine.step(beside, fails=True)
+        self.engine.step(overlapped, fails=True)
 
     @precondition(lambda self: self.batcher.running)
     @rule(which=INDEX, token=st.integers(0, 2), max_tokens=st.integers(1, 8), branches=st.booleans())
@@ -223,7 +223,7 @@ class BatcherMachine(RuleBasedStateMachine):
         tokens = sum(r.num_tokens + r.params.max_tokens for r in self.requests)
         self.engine.run_to_the_end(limit=50 + tokens * (1 + len(self.requests)))
         manager = self.batcher.block_manager
-        manager.settle()
+        manager.finish_copies()
         assert manager.num_used_blocks == manager.stats()["host_blocks_used"] == 0
         assert not manager.leaks(())
         for request in self.requests:

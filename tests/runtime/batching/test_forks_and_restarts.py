@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from torch_pagoda.runtime.blocks import GONE
+from torch_pagoda.runtime.blocks import NULL_BLOCK
 
 from batcher_steps import finish_all, make_batcher, make_request, run, shares
 
@@ -65,12 +65,12 @@ def test_a_restart_after_the_window_has_passed_begins_with_new_blocks():
     batcher.add(request)
     for _ in range(8):
         run(batcher, batcher.schedule())
-    assert GONE in batcher.block_manager.table("a")
+    assert NULL_BLOCK in batcher.block_manager.table("a")
     batcher.restart(request)
     batcher.check()
     schedule = batcher.schedule()
     assert shares(schedule)[0][:2] == ("a", 0)
-    assert GONE not in schedule.tables["a"][0]
+    assert NULL_BLOCK not in schedule.tables["a"][0]
     run(batcher, schedule)
     finish_all(batcher)
     assert request.num_output_tokens == 20

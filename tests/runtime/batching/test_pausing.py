@@ -73,7 +73,7 @@ def test_a_paused_request_gives_way_when_nobody_else_could_progress(preemption: 
     batcher.finish(b, "stop")
     assert batcher.cancel("a") is a and not a.is_paused
     batcher.check()
-    batcher.block_manager.settle()
+    batcher.block_manager.finish_copies()
     assert not batcher.has_unfinished() and batcher.block_manager.num_used_blocks == 0
 
 

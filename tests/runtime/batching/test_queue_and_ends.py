@@ -79,7 +79,7 @@ def test_deadlines_of_ended_requests_are_not_kept():
     for i in range(1000):
         batcher.add(make_request(str(i), max_tokens=1, deadline=1e9))
         run(batcher, batcher.schedule())
-    assert len(batcher._lineup._deadlines) < 200
+    assert len(batcher._queues._deadlines) < 200
 
 
 @pytest.mark.parametrize("way", ["cancel", "finish"])
@@ -120,7 +120,7 @@ def test_all_blocks_come_back_whenever_a_request_ends(moment, way):
     assert batcher.get("r") is None and "r" not in batcher.block_manager
     finish_all(batcher)
     assert other.num_output_tokens == 10
-    batcher.block_manager.settle()
+    batcher.block_manager.finish_copies()
     stats = batcher.stats()
     assert (stats["blocks_used"], stats["host_blocks_used"]) == (0, 0)
 

@@ -126,9 +126,9 @@ def test_what_a_step_costs() -> None:
     step = 1000 + 5 * 100 + 2 * 10 + 0.1 * (21 + 31 + 15)
     assert cost.seconds(Schedule(items, num_tokens=7)) == pytest.approx(step)
     assert cost.seconds(Schedule(items, num_tokens=7, copies=copies)) == pytest.approx(step + 3)
-    assert cost.seconds(Schedule(items, num_tokens=7, copies_beside=copies)) == pytest.approx(step)
+    assert cost.seconds(Schedule(items, num_tokens=7, overlapped_copies=copies)) == pytest.approx(step)
     slow = dataclasses.replace(cost, per_copied_block=2000.0)
-    assert slow.seconds(Schedule(items, num_tokens=7, copies_beside=copies)) == pytest.approx(6000)
+    assert slow.seconds(Schedule(items, num_tokens=7, overlapped_copies=copies)) == pytest.approx(6000)
 
 
 def test_capacity_is_what_a_full_engine_serves() -> None:

@@ -38,13 +38,13 @@ def test_preemption_beside_a_step_that_runs_anyway():
     (held,) = batcher.block_manager.table("l")
     schedule = batcher.schedule()
     assert shares(schedule) == [("f", 1, 1, True)] and schedule.preempted == [last]
-    assert schedule.copies == [] and schedule.copies_beside == [CacheCopy("out", 0, held, 0)]
+    assert schedule.copies == [] and schedule.overlapped_copies == [CacheCopy("out", 0, held, 0)]
     assert batcher.block_manager.num_available_blocks == 0, "it is still read"
     run(batcher, schedule)
     batcher.block_manager.free("someone")
     schedule = batcher.schedule()
     assert shares(schedule) == [("f", 2, 1, True), ("s", 2, 1, True)]
-    assert [copy[:3] for copy in schedule.copies_beside] == [("in", 0, 0)], "it comes back beside this step"
+    assert [copy[:3] for copy in schedule.overlapped_copies] == [("in", 0, 0)], "it comes back beside this step"
     run(batcher, schedule)
     assert [s[0] for s in shares(batcher.schedule())] == ["f", "s", "l"]
 

@@ -81,14 +81,14 @@ def serve(
                 left -= 1
         if not calm:
             disturb(engine, rng, requests)
-        beside, fails = rng.choice(TIMES), not calm and rng.random() < 0.03
-        schedule = engine.step(beside, fails=fails)
+        overlapped, fails = rng.choice(TIMES), not calm and rng.random() < 0.03
+        schedule = engine.step(overlapped, fails=fails)
         engine.now += 0.1
         shares = [(item.request.request_id, item.start, item.num_tokens) for item in schedule.requests]
         preempted = [request.request_id for request in schedule.preempted]
-        copies = (schedule.copies, schedule.copies_beside)
+        copies = (schedule.copies, schedule.overlapped_copies)
         trace.append((shares, preempted, schedule.new_blocks, schedule.tables, copies))
-    manager.settle()
+    manager.finish_copies()
     assert manager.num_used_blocks == manager.stats()["host_blocks_used"] == 0
     return engine, requests, trace
 

@@ -70,7 +70,7 @@ def test_no_live_block_is_ever_dropped(operations: list[tuple[str, int]]) -> Non
             manager.free(live.pop(size % len(live)))
         else:
             for _ in range(3):
-                manager.settle()
+                manager.finish_copies()
                 manager.fit_to_load()
         manager.check()
         assert 2 <= pool.num_blocks <= 32

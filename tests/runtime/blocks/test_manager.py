@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from torch_pagoda.runtime.blocks import GONE, BlockGroup, BlockManager, CacheCopy, OutOfBlocks
+from torch_pagoda.runtime.blocks import NULL_BLOCK, BlockGroup, BlockManager, CacheCopy, OutOfBlocks
 
 from toy_blocks import compute, make
 
@@ -17,7 +17,7 @@ def test_blocks_come_in_order_and_tables_grow() -> None:
     assert blocks.allocate("a", 3, 2) == [[]]
     assert blocks.table("a") == [0, 1, 2]
     assert (blocks.num_tokens("a"), blocks.num_available_blocks, blocks.num_used_blocks) == (9, 5, 3)
-    assert blocks.drain() == ([], [], set())
+    assert blocks.take_changes() == ([], [], set())
     blocks.check()
 
 
@@ -45,9 +45,9 @@ def test_the_last_block_can_be_taken_and_no_more() -> None:
 def test_questions() -> None:
     blocks = make(4)
     blocks.allocate("a", 6, 0)
-    assert [blocks.lacking("a", n, 5) for n in (6, 8, 9, 17)] == [[0], [0], [1], [3]]
-    assert [blocks.lacking("new", n, 0) for n in (1, 4, 5)] == [[1], [1], [2]]
-    assert (blocks.room("a", 6), blocks.room("new", 0)) == (16, 8)
+    assert [blocks.num_blocks_to_allocate("a", n, 5) for n in (6, 8, 9, 17)] == [[0], [0], [1], [3]]
+    assert [blocks.num_blocks_to_allocate("new", n, 0) for n in (1, 4, 5)] == [[1], [1], [2]]
+    assert (blocks.num_tokens_that_fit("a", 6), blocks.num_tokens_that_fit("new", 0)) == (16, 8)
     assert blocks.capacity == 16 and blocks.can_take([2]) and not blocks.can_take([3])
 
 
@@ -72,7 +72,7 @@ def test_a_window_fits_in_the_blocks_that_promise_any_length(window: int) -> Non
     assert blocks.capacity is None
     for position in range(60):
         if position:
-            blocks.slide("a", position)
+            blocks.remove_skipped_blocks("a", position)
         blocks.allocate("a", position + 1, position)
         blocks.check()
 
@@ -81,8 +81,8 @@ def test_what_left_the_window_is_let_go() -> None:
     blocks = make(8, window=6)
     blocks.allocate("a", 16, 0)
     for position, gone in [(8, 0), (9, 1), (12, 1), (13, 2), (10, 2)]:
-        blocks.slide("a", position)
-        assert blocks.table("a") == [GONE] * gone + [0, 1, 2, 3][gone:]
+        blocks.remove_skipped_blocks("a", position)
+        assert blocks.table("a") == [NULL_BLOCK] * gone + [0, 1, 2, 3][gone:]
         blocks.check()
     assert blocks.num_used_blocks == 2
     blocks.free("a")
@@ -92,9 +92,9 @@ def test_what_left_the_window_is_let_go() -> None:
 def test_groups_without_a_window_keep_everything() -> None:
     blocks = BlockManager([BlockGroup(4), BlockGroup(4, window=4), BlockGroup(2, is_state=True)], 4)
     assert blocks.allocate("a", 16, 0) == [[0, 1, 2, 3], [0, 1, 2, 3], [0]]
-    blocks.slide("a", 15)
-    assert blocks.tables("a") == [[0, 1, 2, 3], [GONE, GONE, GONE, 3], [0]]
-    assert blocks.room("b", 0) == 0, "the first group has nothing left"
+    blocks.remove_skipped_blocks("a", 15)
+    assert blocks.tables("a") == [[0, 1, 2, 3], [NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 3], [0]]
+    assert blocks.num_tokens_that_fit("b", 0) == 0, "the first group has nothing left"
     blocks.check()
 
 
@@ -103,12 +103,12 @@ def test_forks_share_until_one_writes_and_exactly_the_partly_filled_block_is_cop
     blocks.allocate("a", 10, 0)
     blocks.fork("a", "b", 10)
     assert blocks.table("b") == blocks.table("a") == [0, 1, 2] and blocks.num_used_blocks == 3
-    assert blocks.lacking("b", 11, 10) == [1] and blocks.room("b", 10) == 28
+    assert blocks.num_blocks_to_allocate("b", 11, 10) == [1] and blocks.num_tokens_that_fit("b", 10) == 28
     assert blocks.allocate("b", 11, 10) == [[]]
     assert (blocks.table("a"), blocks.table("b")) == ([0, 1, 2], [0, 1, 3])
-    assert blocks.drain() == ([CacheCopy("move", 0, 2, 3)], [], {"b"})
+    assert blocks.take_changes() == ([CacheCopy("move", 0, 2, 3)], [], {"b"})
     assert blocks.allocate("a", 11, 10) == [[]], "now it is alone"
-    assert blocks.drain() == ([], [], set()) and blocks.stats()["copies_on_write"] == 1
+    assert blocks.take_changes() == ([], [], set()) and blocks.stats()["copies_on_write"] == 1
     blocks.free("a")
     assert blocks.num_used_blocks == 3
     blocks.check()
@@ -119,7 +119,7 @@ def test_full_blocks_are_never_copied() -> None:
     blocks.allocate("a", 8, 0)
     blocks.fork("a", "b", 8)
     assert blocks.allocate("a", 9, 8) == [[2]] and blocks.allocate("b", 9, 8) == [[3]]
-    assert blocks.drain()[0] == []
+    assert blocks.take_changes()[0] == []
     blocks.check()
 
 
@@ -129,7 +129,7 @@ def test_a_fork_may_begin_in_the_middle() -> None:
     blocks.fork("a", "b", 6)
     assert (blocks.table("b"), blocks.num_tokens("b")) == ([0, 1], 6)
     blocks.allocate("b", 9, 6)
-    assert (blocks.table("b"), blocks.drain()[0]) == ([0, 4, 5], [CacheCopy("move", 0, 1, 4)])
+    assert (blocks.table("b"), blocks.take_changes()[0]) == ([0, 4, 5], [CacheCopy("move", 0, 1, 4)])
     blocks.check()
 
 
@@ -138,7 +138,7 @@ def test_what_is_overwritten_from_its_beginning_is_replaced_without_a_copy() -> 
     blocks.allocate("a", 8, 0)
     blocks.fork("a", "b", 8)
     blocks.allocate("b", 8, 0)
-    assert (blocks.table("b"), blocks.drain()) == ([2, 3], ([], [], {"b"}))
+    assert (blocks.table("b"), blocks.take_changes()) == ([2, 3], ([], [], {"b"}))
 
 
 def test_a_shared_state_is_copied_before_it_is_written() -> None:
@@ -146,7 +146,7 @@ def test_a_shared_state_is_copied_before_it_is_written() -> None:
     blocks.allocate("a", 6, 0)
     blocks.fork("a", "b", 6)
     blocks.allocate("a", 7, 6)
-    assert blocks.drain()[0] == [CacheCopy("move", 0, 0, 1)] and blocks.tables("b") == [[0]]
+    assert blocks.take_changes()[0] == [CacheCopy("move", 0, 0, 1)] and blocks.tables("b") == [[0]]
     with pytest.raises(ValueError):
         blocks.fork("a", "b", 6)
 
@@ -155,7 +155,7 @@ def test_when_too_little_is_there_to_copy_nothing_can_be_written() -> None:
     blocks = make(3)
     blocks.allocate("a", 12, 0)
     blocks.fork("a", "b", 12)
-    assert blocks.room("b", 0) == 0 and blocks.room("b", 5) == 5
+    assert blocks.num_tokens_that_fit("b", 0) == 0 and blocks.num_tokens_that_fit("b", 5) == 5
     with pytest.raises(OutOfBlocks):
         blocks.allocate("b", 2, 0)
     assert blocks.table("b") == blocks.table("a")
@@ -165,14 +165,14 @@ def test_when_too_little_is_there_to_copy_nothing_can_be_written() -> None:
 def test_rewinding_keeps_the_blocks_unless_the_window_took_some() -> None:
     blocks = make(4, window=4)
     blocks.allocate("a", 16, 0)
-    blocks.rewind("a")
+    blocks.restart("a")
     assert blocks.table("a") == [0, 1, 2, 3]
-    blocks.slide("a", 12)
-    blocks.rewind("a")
+    blocks.remove_skipped_blocks("a", 12)
+    blocks.restart("a")
     blocks.check()
     assert (blocks.table("a"), blocks.num_used_blocks, "a" in blocks) == ([], 0, True)
     assert len(blocks.allocate("a", 5, 0)[0]) == 2
-    assert "a" in blocks.drain()[2]
+    assert "a" in blocks.take_changes()[2]
     blocks.check()
 
 
@@ -182,9 +182,9 @@ def test_rewinding_keeps_the_blocks_unless_the_window_took_some() -> None:
         (lambda b: b.free("x"), "'x' holds no blocks"),
         (lambda b: b.table("x"), "'x' holds no blocks"),
         (lambda b: b.fork("x", "y", 1), "'x' holds no blocks"),
-        (lambda b: b.slide("x", 1), "'x' holds no blocks"),
-        (lambda b: b.rewind("x"), "'x' holds no blocks"),
-        (lambda b: b.swap_out("x", 1, beside=False), "'x' holds no blocks"),
+        (lambda b: b.remove_skipped_blocks("x", 1), "'x' holds no blocks"),
+        (lambda b: b.restart("x"), "'x' holds no blocks"),
+        (lambda b: b.swap_out("x", 1, overlapped=False), "'x' holds no blocks"),
         (lambda b: b.commit("x", [], 1), "'x' holds no blocks"),
         (lambda b: b.fork("a", "a", 1), "'a' already holds blocks"),
         (lambda b: b.fork("a", "s", 1), "'s' already holds blocks"),
@@ -206,7 +206,7 @@ def test_misuse_is_refused_and_changes_nothing(call: Callable[[BlockManager], ob
     blocks = make(8, host=4, caching=True)
     blocks.allocate("a", 6, 0)
     blocks.allocate("s", 4, 0)
-    blocks.swap_out("s", 4, beside=False)
+    blocks.swap_out("s", 4, overlapped=False)
     before = blocks.stats(), blocks.tables("a")
     with pytest.raises(ValueError, match=message):
         call(blocks)
@@ -217,7 +217,7 @@ def test_misuse_is_refused_and_changes_nothing(call: Callable[[BlockManager], ob
 def test_a_fork_behind_the_window_is_refused() -> None:
     blocks = make(8, window=5)
     blocks.allocate("a", 24, 0)
-    blocks.slide("a", 20)
+    blocks.remove_skipped_blocks("a", 20)
     with pytest.raises(ValueError, match="num_tokens=8 lies behind the window"):
         blocks.fork("a", "b", 8)
     blocks.fork("a", "b", 20)
@@ -254,7 +254,7 @@ def test_leaks_are_named() -> None:
     blocks = make(host=4)
     for name in "cab":
         blocks.allocate(name, 1, 0)
-    blocks.swap_out("c", 1, beside=False)
+    blocks.swap_out("c", 1, overlapped=False)
     assert blocks.leaks(["a"]) == ["b", "c"] and blocks.leaks("abcd") == []
 
 
@@ -262,12 +262,12 @@ def test_reset_frees_everything_whatever_was_broken() -> None:
     blocks = make(4, host=4, caching=True)
     hashes = compute(blocks, "a", range(8))
     blocks.allocate("b", 4, 0)
-    blocks.swap_out("b", 4, beside=True)
+    blocks.swap_out("b", 4, overlapped=True)
     blocks.pools[0]._free.popitem()
     blocks.reset()
     assert blocks.num_available_blocks == 4 and "a" not in blocks and not blocks.is_swapped("b")
-    assert blocks.find_prefix(hashes).num_blocks == 0 and blocks.drain() == ([], [], set())
-    blocks.settle()
+    assert blocks.find_prefix(hashes).num_blocks == 0 and blocks.take_changes() == ([], [], set())
+    blocks.finish_copies()
     blocks.check()
 
 
@@ -279,10 +279,10 @@ def test_reset_frees_everything_whatever_was_broken() -> None:
         (lambda b: b.sequences["a"].tables[0].__setitem__(1, 99), "names block 99 of 8"),
         (lambda b: b.sequences["a"].tables[0].__setitem__(1, 5), "reference counts"),
         (lambda b: b.sequences["a"].tables[0].pop(), "has 1 blocks"),
-        (lambda b: b.sequences["a"].num_gone.__setitem__(0, 1), "left the window"),
+        (lambda b: b.sequences["a"].num_null.__setitem__(0, 1), "left the window"),
         (lambda b: b.sequences.pop("a"), "reference counts"),
         (lambda b: b.sequences.update(s=b.sequences["a"]), "at once"),
-        (lambda b: b.held_back.append((b.pools[0], 0)), "reference counts"),
+        (lambda b: b.in_flight.append((b.pools[0], 0)), "reference counts"),
         (lambda b: b.swap_space.tables("s")[0].__setitem__(0, 2), "reference counts"),
     ],
 )
@@ -290,7 +290,7 @@ def test_check_notices_damage(damage: Callable[[BlockManager], object], message:
     blocks = make(8, host=4)
     blocks.allocate("a", 6, 0)
     blocks.allocate("s", 4, 0)
-    blocks.swap_out("s", 4, beside=False)
+    blocks.swap_out("s", 4, overlapped=False)
     blocks.check()
     damage(blocks)
     with pytest.raises(RuntimeError, match=message):

@@ -64,7 +64,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if self.in_flight:
             self.cache.copy(self.late)
             self.late = []
-            self.manager.settle()
+            self.manager.finish_copies()
             self.in_flight = False
             for sequence in self.sequences:
                 sequence.is_arriving = False
@@ -102,10 +102,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         end = start + count
         sequence.tokens += [(start + i) % 2 for i in range(end - len(sequence.tokens))]
         if name in manager:
-            manager.slide(name, start)
-        lacking = manager.lacking(name, end, start)
+            manager.remove_skipped_blocks(name, start)
+        lacking = manager.num_blocks_to_allocate(name, end, start)
         fits = manager.can_take(lacking)
-        assert fits == (manager.room(name, start) >= end)
+        assert fits == (manager.num_tokens_that_fit(name, start) >= end)
         if not fits:
             before = [s.request_id in manager and manager.tables(s.request_id) for s in self.sequences]
             with pytest.raises(OutOfBlocks, match=name):
@@ -122,15 +122,15 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert others.isdisjoint(added[0])
         sequence.planned = count
 
-    @rule(beside=st.sampled_from(TIMES), fails=st.sampled_from([False, False, False, True]))
-    def step(self, beside: str, fails: bool) -> None:
+    @rule(overlapped=st.sampled_from(TIMES), fails=st.sampled_from([False, False, False, True]))
+    def step(self, overlapped: str, fails: bool) -> None:
         self.plan()
-        copies, copies_beside, _ = self.manager.drain()
+        copies, overlapped_copies, _ = self.manager.take_changes()
         self.in_flight = True
         self.cache.copy(copies)
         self.cache.give_back_dropped_blocks()
-        if beside == "before":
-            self.cache.copy(copies_beside)
+        if overlapped == "before":
+            self.cache.copy(overlapped_copies)
         running = [s for s in self.sequences if s.planned]
         starts = {s: len(s.names) for s in running}
         for sequence in running:
@@ -145,10 +145,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.cache.write(tables, sequence.names, start)
         for sequence in running:
             self.cache.read(self.manager.tables(sequence.request_id), sequence.names, starts[sequence])
-        if beside == "after":
-            self.cache.copy(copies_beside)
-        elif beside == "late":
-            self.late = copies_beside
+        if overlapped == "after":
+            self.cache.copy(overlapped_copies)
+        elif overlapped == "late":
+            self.late = overlapped_copies
         for sequence in self.on_device():
             if not (sequence.is_arriving and self.late):
                 tables = self.manager.tables(sequence.request_id)
@@ -194,52 +194,52 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def rewind(self, which: int) -> None:
         sequence = self.sequences[which % len(self.sequences)]
         if sequence.request_id in self.manager and not sequence.planned and not sequence.is_arriving:
-            self.manager.rewind(sequence.request_id)
+            self.manager.restart(sequence.request_id)
             sequence.names = []
 
     @precondition(lambda self: self.sequences)
-    @rule(which=INDEX, beside=st.booleans())
-    def swap_out(self, which: int, beside: bool) -> None:
+    @rule(which=INDEX, overlapped=st.booleans())
+    def swap_out(self, which: int, overlapped: bool) -> None:
         self.plan()
         sequence = self.sequences[which % len(self.sequences)]
         name, manager = sequence.request_id, self.manager
         if name not in manager or sequence.is_arriving or not sequence.names:
             return
         tables = manager.tables(name)
-        if manager.swap_out(name, len(sequence.names), beside=beside):
+        if manager.swap_out(name, len(sequence.names), overlapped=overlapped):
             assert manager.is_swapped(name) and name not in manager
             sequence.planned = 0
         else:
             assert manager.tables(name) == tables and not manager.is_swapped(name)
 
     @precondition(lambda self: any(self.manager.is_swapped(s.request_id) for s in self.sequences))
-    @rule(which=INDEX, beside=st.booleans())
-    def swap_in(self, which: int, beside: bool) -> None:
+    @rule(which=INDEX, overlapped=st.booleans())
+    def swap_in(self, which: int, overlapped: bool) -> None:
         self.plan()
         manager = self.manager
         swapped = [s for s in self.sequences if manager.is_swapped(s.request_id)]
         sequence = swapped[which % len(swapped)]
-        if manager.has_copies_beside and not beside:
-            self.copy_first()
-        if manager.can_take(manager.lacking_to_swap_in(sequence.request_id)):
-            assert manager.swap_in(sequence.request_id, beside=beside) == len(sequence.names)
-            sequence.is_arriving = beside
+        if manager.has_overlapped_copies and not overlapped:
+            self.copy_before_step()
+        if manager.can_take(manager.num_blocks_to_swap_in(sequence.request_id)):
+            assert manager.swap_in(sequence.request_id, overlapped=overlapped) == len(sequence.names)
+            sequence.is_arriving = overlapped
         else:
             with pytest.raises(OutOfBlocks):
-                manager.swap_in(sequence.request_id, beside=beside)
+                manager.swap_in(sequence.request_id, overlapped=overlapped)
             assert manager.is_swapped(sequence.request_id)
 
     @rule()
-    def copy_first(self) -> None:
+    def copy_before_step(self) -> None:
         self.plan()
-        self.manager.copy_first()
+        self.manager.copy_before_step()
         for sequence in self.sequences:
             sequence.is_arriving = False
 
     @rule()
     def defragment(self) -> None:
         moves = self.manager.defragment()
-        if self.manager.held_back or self.manager.has_copies_beside:
+        if self.manager.in_flight or self.manager.has_overlapped_copies:
             assert not moves
             return
         for pool in self.manager.pools:
@@ -252,7 +252,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         before = [pool.num_blocks for pool in manager.pools]
         wanted = [data.draw(st.integers(1, group.num_blocks)) for group in manager.groups]
         used = [pool.num_used for pool in manager.pools]
-        may_shrink = not manager.held_back and not manager.has_copies_beside
+        may_shrink = not manager.in_flight and not manager.has_overlapped_copies
         sizes = manager.resize(wanted)
         for was, want, need, size in zip(before, wanted, used, sizes, strict=True):
             assert size == (max(want, need) if want > was or may_shrink else was)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from torch_pagoda.runtime.blocks import GONE, BlockGroup, BlockManager, CacheCopy
+from torch_pagoda.runtime.blocks import NULL_BLOCK, BlockGroup, BlockManager, CacheCopy
 
 from toy_blocks import compute, hashes_of, make
 
@@ -69,14 +69,14 @@ def test_who_shares_a_found_block_does_not_lose_it_when_another_rewrites() -> No
     blocks.take_prefix("b", hashes, 2)
     blocks.allocate("a", 8, 5)
     assert blocks.find_prefix(hashes).num_blocks == 2 and blocks.table("b") == [0, 1]
-    assert blocks.drain()[0] == [CacheCopy("move", 0, 1, 2)]
+    assert blocks.take_changes()[0] == [CacheCopy("move", 0, 1, 2)]
 
 
 def test_a_window_needs_only_the_blocks_that_it_sees() -> None:
     blocks = make(8, window=6, caching=True)
     hashes = compute(blocks, "a", range(20))
-    blocks.slide("a", 20)  # sees 15 … 20
-    assert blocks.table("a") == [GONE, GONE, GONE, 3, 4]
+    blocks.remove_skipped_blocks("a", 20)  # sees 15 … 20
+    assert blocks.table("a") == [NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 3, 4]
     blocks.allocate("x", 12, 0)  # takes the free blocks first
     for block in (0, 1, 2):
         if blocks.pools[0].is_cached(block):
@@ -84,7 +84,7 @@ def test_a_window_needs_only_the_blocks_that_it_sees() -> None:
             blocks.pools[0].release(block)
     assert blocks.find_prefix(hashes).num_blocks == 5
     blocks.take_prefix("b", hashes, 5)
-    assert blocks.table("b") == [GONE, GONE, GONE, 3, 4]
+    assert blocks.table("b") == [NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 3, 4]
     assert blocks.find_prefix(hashes[:4]).num_blocks == 0, "tokens from 11 on are needed, their block is gone"
     blocks.check()
 
@@ -105,16 +105,16 @@ def test_after_new_weights_nothing_old_is_found_again() -> None:
     """Neither from running sequences, nor from their forks, nor from those that were swapped out."""
     blocks = make(24, host=8, caching=True)
     running, away = compute(blocks, "run", range(8)), compute(blocks, "away", range(50, 58))
-    assert blocks.swap_out("away", 8, beside=False)
+    assert blocks.swap_out("away", 8, overlapped=False)
     blocks.forget_prefixes()
     blocks.fork("run", "fork", 8)
-    blocks.swap_in("away", beside=False)
-    blocks.settle()
+    blocks.swap_in("away", overlapped=False)
+    blocks.finish_copies()
     for name, hashes in [("run", running), ("fork", running), ("away", away)]:
         blocks.commit(name, hashes, 8)
-        assert blocks.swap_out(name, 8, beside=False)
-        blocks.swap_in(name, beside=False)
-        blocks.settle()
+        assert blocks.swap_out(name, 8, overlapped=False)
+        blocks.swap_in(name, overlapped=False)
+        blocks.finish_copies()
         blocks.commit(name, hashes, 8)
         assert blocks.find_prefix(hashes).num_blocks == 0
     compute(blocks, "new", range(8))

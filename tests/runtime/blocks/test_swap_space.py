@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from torch_pagoda.runtime.blocks import GONE, BlockPool, CacheCopy, SwapSpace
+from torch_pagoda.runtime.blocks import NULL_BLOCK, BlockPool, CacheCopy, SwapSpace
 
 
 def device_pool(num_blocks: int = 8) -> BlockPool:
@@ -95,10 +95,12 @@ def test_without_host_blocks_nothing_goes_out() -> None:
 
 def test_what_left_the_window_takes_no_room() -> None:
     space, device = SwapSpace([1]), device_pool()
-    assert space.store("a", [[GONE, GONE, 4]], [device], 12, is_stale=False) == [CacheCopy("out", 0, 4, 0)]
-    assert space.tables("a") == [[GONE, GONE, 0]]
+    assert space.store("a", [[NULL_BLOCK, NULL_BLOCK, 4]], [device], 12, is_stale=False) == [
+        CacheCopy("out", 0, 4, 0)
+    ]
+    assert space.tables("a") == [[NULL_BLOCK, NULL_BLOCK, 0]]
     _, tables, copies, _ = space.load("a", [BlockPool(2)], may_share=True)
-    assert tables == [[GONE, GONE, 0]] and len(copies) == 1
+    assert tables == [[NULL_BLOCK, NULL_BLOCK, 0]] and len(copies) == 1
 
 
 def test_staleness_is_remembered() -> None:

@@ -72,7 +72,7 @@ def assert_found(outputs: Sequence[BeamSearchOutput], prompts: Sequence[list[int
 
 def assert_idle(engine: Engine) -> None:
     engine.batcher.check()
-    engine.block_manager.settle()  # as the next step would begin
+    engine.block_manager.finish_copies()  # as the next step would begin
     assert engine.block_manager.num_used_blocks == 0
     assert engine.block_manager.stats()["host_blocks_used"] == 0
     assert not engine.has_unfinished() and not engine.batcher.has_unfinished()

@@ -38,7 +38,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 def assert_idle(engine: Engine) -> None:
     engine.batcher.check()
-    engine.block_manager.settle()
+    engine.block_manager.finish_copies()
     stats = engine.stats()
     assert stats["blocks_used"] == stats["host_blocks_used"] == stats["queue_length"] == stats["running"] == 0
     assert stats["blocks_cached"] + stats["blocks_free"] == stats["blocks_total"]

@@ -7,7 +7,7 @@ import torch
 from torch_pagoda.runtime.batching import ScheduledRequest
 from torch_pagoda.runtime.blocks import BlockGroup, BlockManager
 from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache
-from torch_pagoda.runtime.engine.model_runner import Runner
+from torch_pagoda.runtime.engine.model_runner import ModelRunner
 from torch_pagoda.runtime.requests.request import Request
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
@@ -16,12 +16,14 @@ from toy_program import ToyProgram
 BLOCK_SIZE = 4
 
 
-def make(rows: int = 4, max_model_len: int = 64, num_blocks: int = 32) -> tuple[ToyProgram, Runner, BlockManager]:
+def make(
+    rows: int = 4, max_model_len: int = 64, num_blocks: int = 32
+) -> tuple[ToyProgram, ModelRunner, BlockManager]:
     program = ToyProgram()
     cache = allocate_kv_cache(program.caches, num_blocks, BLOCK_SIZE)
     return (
         program,
-        Runner(program, cache, BLOCK_SIZE, rows, max_model_len),
+        ModelRunner(program, cache, BLOCK_SIZE, rows, max_model_len),
         BlockManager([BlockGroup(num_blocks)], BLOCK_SIZE),
     )
 
@@ -30,7 +32,7 @@ def request(name: str, *prompt: int) -> Request:
     return Request(name, list(prompt), SamplingParams(max_tokens=8))
 
 
-def planned(runner: Runner, blocks: BlockManager, req: Request, start: int, count: int) -> ScheduledRequest:
+def planned(runner: ModelRunner, blocks: BlockManager, req: Request, start: int, count: int) -> ScheduledRequest:
     added = blocks.allocate(req.request_id, start + count, start)
     if any(added):
         runner.append_blocks(req, added)

@@ -13,7 +13,7 @@ from torch_pagoda.compiler.targets.npu.route import Route
 from torch_pagoda.compiler.targets.npu.step_padding import StepSize, pad_step, size_of, spare_blocks
 from torch_pagoda.runtime.batching import ScheduledRequest
 from torch_pagoda.runtime.engine.engine import Engine
-from torch_pagoda.runtime.engine.model_runner import Runner
+from torch_pagoda.runtime.engine.model_runner import ModelRunner
 from torch_pagoda.runtime.requests.request import Request
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 from torch_pagoda.runtime.step_metadata import StepMetadata
@@ -150,7 +150,7 @@ def test_sequences_never_get_the_spare_blocks():
 def test_steps_are_packed_on_the_host_whatever_the_device():
     program = ToyProgram()
     program.device = torch.device("meta")
-    runner = Runner(program, [], block_size=4, max_num_seqs=2, max_model_len=32)
+    runner = ModelRunner(program, [], block_size=4, max_num_seqs=2, max_model_len=32)
     request = Request("a", [5, 6, 7], SamplingParams())
     runner.add(request)
     runner.append_blocks(request, [[2]])

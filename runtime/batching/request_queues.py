@@ -1,4 +1,4 @@
-"""Who is there: the requests that wait, those that run, and those that are kept out of the queue for now."""
+"""The waiting queue, the running list, and the paused requests: every unfinished request has one place."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .shared_prefixes import SharedPrefixes
 from .waiting import WaitingQueue
 
 
-class Lineup:
-    """Every unfinished request, in exactly one of three places.
+class RequestQueues:
+    """Every unfinished request, in exactly one place: waiting, running or paused.
 
     Args:
         policy: is told who begins to run.
@@ -23,8 +23,8 @@ class Lineup:
         requests: all, by id.
         waiting: the queue.
         running: those that hold blocks, by rank.
-        parked: paused ones that lost their blocks.
-        fresh: ids of running ones whose tables have not been handed out as they are now.
+        paused: those that were paused and then lost their blocks.
+        unsent_tables: ids of running ones whose tables have not been handed out as they are now.
     """
 
     def __init__(self, policy: Policy, prefixes: SharedPrefixes) -> None:
@@ -33,64 +33,64 @@ class Lineup:
         self.requests: dict[str, Request] = {}
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
-        self.parked: set[Request] = set()
-        self.fresh: set[str] = set()
+        self.paused: set[Request] = set()
+        self.unsent_tables: set[str] = set()
         self._deadlines: list[tuple[float, int, Request]] = []
 
     @property
     def num_waiting(self) -> int:
         """Requests without blocks."""
-        return len(self.waiting) + len(self.parked)
+        return len(self.waiting) + len(self.paused)
 
     def holds(self, request: Request) -> bool:
         """Whether it is one of the unfinished requests."""
         return self.requests.get(request.request_id) is request
 
-    def accept(self, request: Request) -> None:
-        """A new request; it has no place yet."""
+    def add(self, request: Request) -> None:
+        """Take in a new request; it has no place yet."""
         self.requests[request.request_id] = request
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
 
-    def queue(self, request: Request) -> None:
-        """Let a request that has no place wait; a paused one is parked."""
+    def enqueue(self, request: Request) -> None:
+        """Let a request that has no place wait; a paused one stays out of the queue until it is resumed."""
         request.status = RequestStatus.WAITING
         if request.is_paused:
-            self.parked.add(request)
+            self.paused.add(request)
         else:
             self.waiting.push(request)
 
     def resume(self, request: Request) -> None:
-        """The request is paused no longer."""
+        """Let a paused request be scheduled again."""
         request.is_paused = False
-        if request in self.parked:
-            self.parked.remove(request)
+        if request in self.paused:
+            self.paused.remove(request)
             self.waiting.push(request)
 
-    def start(self, request: Request) -> None:
+    def start_running(self, request: Request) -> None:
         """Let a request that has no place run."""
         request.status = RequestStatus.RUNNING
         bisect.insort(self.running, request, key=lambda r: r.rank)
-        self.fresh.add(request.request_id)
-        self.prefixes.begins(request, self.waiting)
+        self.unsent_tables.add(request.request_id)
+        self.prefixes.admitted(request, self.waiting)
         self.policy.admitted(request)
 
-    def stop(self, request: Request) -> None:
-        """Take a running request's place."""
+    def stop_running(self, request: Request) -> None:
+        """Remove a request from the running ones; it has no place then."""
         at = bisect.bisect_left(self.running, request.rank, key=lambda r: r.rank)
         if at < len(self.running) and self.running[at] is request:
             del self.running[at]
-        self.fresh.discard(request.request_id)
+        self.unsent_tables.discard(request.request_id)
 
-    def drop(self, request: Request) -> None:
-        """The request has ended."""
+    def remove(self, request: Request) -> None:
+        """Forget a request that has ended."""
         request.is_paused = False
         if request in self.waiting:
             self.waiting.remove(request)
-        elif request in self.parked:
-            self.parked.remove(request)
+        elif request in self.paused:
+            self.paused.remove(request)
         else:
-            self.stop(request)
+            self.stop_running(request)
         self.prefixes.forget(request)
         self.policy.forget(request)
         del self.requests[request.request_id]
@@ -107,17 +107,17 @@ class Lineup:
         return expired
 
     def requeue_all(self) -> None:
-        """Let all wait, from whatever state an interrupted call left behind; none is paused any more."""
+        """Let all wait again, from whatever state an interrupted call left behind; none is paused any more."""
         self.running.clear()
         self.waiting.clear()
-        self.parked.clear()
-        self.fresh.clear()
+        self.paused.clear()
+        self.unsent_tables.clear()
         self.requests = {name: request for name, request in self.requests.items() if not request.is_finished}
         self.prefixes.keep(self.requests.values())
         for request in self.requests.values():
             request.is_paused = False
             request.num_computed_tokens = 0
-            self.queue(request)
+            self.enqueue(request)
         self._collect_deadlines()
 
     def check(self) -> None:
@@ -127,11 +127,11 @@ class Lineup:
             RuntimeError: not so; the message says who.
         """
         waiting, running = set(self.waiting), set(self.running)
-        if any(request.is_paused for request in waiting) or not all(request.is_paused for request in self.parked):
+        if any(request.is_paused for request in waiting) or not all(request.is_paused for request in self.paused):
             raise RuntimeError("a paused request is in the queue, or one that is not paused is kept out of it")
-        if waiting & self.parked:
+        if waiting & self.paused:
             raise RuntimeError("a request waits twice")
-        waiting |= self.parked
+        waiting |= self.paused
         if set(self.requests.values()) != waiting | running or waiting & running:
             raise RuntimeError("an unfinished request neither waits nor runs, or does both, or a finished one does")
         ranks = [request.rank for request in self.running]
