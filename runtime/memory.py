@@ -1,4 +1,4 @@
-"""What the system is told about memory: which pages to make huge or take back, and what to keep that was freed.
+"""Advice to the system about memory: pages to make huge or take back, and what to keep that was freed.
 
 Pages of big tensors are made huge, as decoding reads the whole KV cache and address translation of 4 KiB pages costs
 about a third of the memory bandwidth. A step allocates tens of MB for the results of its operators and frees them

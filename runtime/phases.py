@@ -1,4 +1,4 @@
-"""What compiling is busy with, told to whoever watches: a library prints nothing by itself."""
+"""Phases of compiling, told to whoever watches: a library prints nothing by itself."""
 
 from __future__ import annotations
 

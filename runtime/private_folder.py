@@ -26,7 +26,7 @@ class NotPrivate(OSError):
 
 
 def cache_folder() -> Path:
-    """Where programs, kernels and toolchains are kept: ``$TORCH_PAGODA_CACHE``, or ``~/.cache/torch_pagoda``."""
+    """The folder of programs, kernels and toolchains: ``$TORCH_PAGODA_CACHE``, or ``~/.cache/torch_pagoda``."""
     root = os.environ.get(CACHE)
     return Path(root) if root else Path.home() / ".cache" / "torch_pagoda"
 

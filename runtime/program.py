@@ -16,7 +16,7 @@ KVCache = list[tuple[torch.Tensor, ...]]
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What one attention layer stores per token.
+    """Keys and values that one attention layer stores per token.
 
     Attributes:
         num_kv_heads: KV heads, un-repeated (GQA).
@@ -39,7 +39,7 @@ class CacheSpec:
 
     @property
     def has_scales(self) -> bool:
-        """Whether keys and values are stored with scales."""
+        """True if keys and values are stored with scales."""
         return self.dtype is torch.int8
 
     def parts(self) -> tuple[CachePart, ...]:
@@ -75,7 +75,7 @@ class CachePart:
 
 
 def is_cache_input(name: str) -> bool:
-    """Whether a graph input of this name receives a tensor of a paged cache, such as ``key_cache_0``."""
+    """True if a graph input of this name receives a tensor of a paged cache, such as ``key_cache_0``."""
     return name.startswith(CACHE_INPUTS)
 
 

@@ -1,4 +1,4 @@
-"""What one model step needs to know beside its tokens: where KV goes, where it is read, which rows are asked."""
+"""Metadata of one model step, beside its tokens: where KV goes, where it is read, which rows are asked."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StepMetadata:
     groups: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
 
     def field(self, name: str) -> Any:
-        """What a graph input of that name receives: an attribute, or ``slot_mapping_g`` or ``block_table_g`` of group
+        """The value for a graph input of that name: an attribute, or ``slot_mapping_g`` or ``block_table_g`` of group
         g.
 
         Where all groups lie in the same blocks, ``groups`` may be empty.
@@ -62,7 +62,7 @@ class StepMetadata:
 
     @cached_property
     def query_lens(self) -> list[int]:
-        """How many tokens each sequence has in the step, on the host."""
+        """Tokens of each sequence in the step, on the host."""
         return self.query_start_loc.diff().tolist()  # type: ignore[no-any-return]
 
     @cached_property

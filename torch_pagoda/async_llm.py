@@ -155,7 +155,7 @@ class AsyncLLM:
 
 
 class _Consumer:
-    """Where one ``generate`` waits; the engine's thread puts, the event loop takes."""
+    """The place where one ``generate`` waits; the engine's thread puts, the event loop takes."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

@@ -198,7 +198,7 @@ class _Columns:
                 streamer.put(column.cpu())
 
     def closed(self, row: int) -> bool:
-        """Whether no further token of this row is wanted."""
+        """True if no further token of this row is wanted."""
         return self.finished or (self.plan.pads_finished and not self._open[row])
 
     def _close(self, column: torch.Tensor) -> None:
@@ -222,7 +222,7 @@ class _Columns:
 
 
 def _row_starts(mask: torch.Tensor | None, rows: int, mask_given: bool) -> list[int]:
-    """Where each row's prompt begins, from a ``[rows, width]`` mask of 0 and 1."""
+    """The start of each row's prompt, from a ``[rows, width]`` mask of 0 and 1."""
     if mask is None:
         return [0] * rows
     kept = mask != 0

@@ -76,7 +76,7 @@ def default_params(recommended: dict[str, Any]) -> SamplingParams:
 def params_or(
     default: SamplingParams, given: SamplingParams | Sequence[SamplingParams | None] | None
 ) -> SamplingParams | Sequence[SamplingParams]:
-    """What was given, with ``default`` in place of None."""
+    """The parameters that were given, with ``default`` in place of None."""
     if isinstance(given, list | tuple):
         return [default if entry is None else entry for entry in given]
     return default if given is None else given  # type: ignore[return-value]  # other kinds are refused by the engine

@@ -1,4 +1,4 @@
-"""Which device a model is served on."""
+"""The device that a model is served on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SHARE_OF_NPU = 0.9
 
 
 def npu_available() -> bool:
-    """Whether torch_npu is loaded and reports at least one device.
+    """True if torch_npu is loaded and reports at least one device.
 
     torch_npu registers itself with torch by entry point (autoload), so it is asked through ``torch.npu`` and
     never imported here: on a machine without CANN the import itself fails.

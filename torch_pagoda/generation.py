@@ -80,7 +80,7 @@ def paged_generation(model: object) -> PagedGeneration | None:
 
 
 class PagedGeneration:
-    """What stands behind a compiled model's ``generate``.
+    """The engine behind a compiled model's ``generate``.
 
     Attributes:
         model: the module.
@@ -212,7 +212,7 @@ class PagedGeneration:
         return GenerationMixin.generate(self.model, **{**call, "custom_generate": decode}, **extra)
 
     def _call_reason(self, call: dict[str, Any], extra: dict[str, Any]) -> str | None:
-        """Why the arguments alone send this call to transformers, or None."""
+        """The reason why the arguments alone send this call to transformers, or None."""
         if self.model.training:
             return (
                 "the module is in train() mode, and the engine is for inference: call model.eval(), "
@@ -238,7 +238,7 @@ class PagedGeneration:
         return None
 
     def _config_reason(self, call: dict[str, Any], extra: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-        """Why the merged generation config sends this call to transformers, or None; and the kwargs to use.
+        """The reason why the merged config sends this call to transformers, or None; and the kwargs to use.
 
         Processors are not looked at here: :func:`plan_decoding` sees the very list that transformers builds.
         """

@@ -259,7 +259,10 @@ class LLM:
         Arguments as for :meth:`generate`.
 
         Raises:
+            TypeError, ValueError: the prompt or a parameter is refused, at once and not with the first piece; and
+                ``best_of`` above ``n``, where the best are known at the end only.
             QueueFull: ``max_queue`` prompts wait already.
+            RuntimeError: a weight was replaced or moved since the model was compiled.
         """
         self.check_weights()
         options = RequestOptions(priority, client, deadline, cache_salt)
@@ -281,6 +284,8 @@ class LLM:
         """Queue one prompt for :meth:`step`; returns its request id. Arguments as for :meth:`generate`.
 
         Raises:
+            TypeError, ValueError: the prompt or a parameter is refused, or ``request_id`` is in use or no plain text;
+                other requests are not affected.
             QueueFull: ``max_queue`` prompts wait already.
         """
         self.check_weights()
@@ -302,7 +307,7 @@ class LLM:
         return self.engine.stats()
 
     def profile(self, *, reset: bool = False) -> Profile:
-        """Where the time went since the engine was made, or since the last call with ``reset``.
+        """Times of the engine's steps and requests since it was made, or since the last call with ``reset``.
 
         Prefill and decode apart, tokens per second, percentiles of TTFT, TPOT and ITL, seconds of each phase of a
         step; ``save_trace(path)`` writes the last steps for chrome://tracing or Perfetto.
@@ -344,7 +349,7 @@ class LLM:
             self.engine.compute_again()
 
     def step(self) -> list[RequestOutput]:
-        """Run one step of the engine; returns the requests that got on."""
+        """Run one step of the engine; returns the requests that got a token or ended, with everything up to now."""
         return self.engine.step()
 
     def cancel(self, request_id: str) -> bool:
@@ -391,7 +396,7 @@ class LLM:
         return self.tokenizer
 
     def has_unfinished(self) -> bool:
-        """Whether :meth:`step` has anything to do."""
+        """True if :meth:`step` has anything to do."""
         return self.engine.has_unfinished()
 
     @property

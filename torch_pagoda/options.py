@@ -20,7 +20,7 @@ from .runtime.engine.engine_options import EngineOptions
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a model is loaded, and what its checkpoint has a say in.
+    """Loading of a model, and what its checkpoint has a say in.
 
     Attributes:
         dtype: ``"auto"`` (the checkpoint's, or the live module's), ``"float32"``, ``"bfloat16"`` or ``"float16"``.

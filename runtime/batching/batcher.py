@@ -1,4 +1,4 @@
-"""Who runs how many tokens in the next step: continuous batching, chunked prefill, preemption, admission.
+"""The plan of the next step, who runs how many tokens: continuous batching, chunked prefill, preemption, admission.
 
 Deterministic, without a clock and without tensors, so that it can be simulated at any scale. Iteration-level
 scheduling is from Orca (OSDI 2022), chunked prefill with decode priority from Sarathi-Serve (arXiv
@@ -130,7 +130,7 @@ class Batcher:
         return list(self._queues.running)
 
     def has_unfinished(self) -> bool:
-        """Whether anything waits or runs."""
+        """True if anything waits or runs."""
         return bool(self._queues.requests)
 
     @property
@@ -276,7 +276,7 @@ class Batcher:
     def requeue_all(self) -> list[Request]:
         """Take the blocks of every request and queue them all, to be computed again.
 
-        Puts the batcher and its block manager into a sound state from whatever state an exception or Ctrl-C
+        Puts the batcher and its block manager into a consistent state from whatever state an exception or Ctrl-C
         inside any of their methods left them in. Outputs are kept; none is paused any more.
 
         Returns:

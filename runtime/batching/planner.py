@@ -1,4 +1,4 @@
-"""What one step computes: who continues, who is admitted, and who gives up blocks for it."""
+"""The planner of one step: who continues, who is admitted, and who gives up blocks for it."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class Planner:
             self.blocks.copy_before_step()
             self._fill(plan)
         while not plan.planned and (paused := [request for request in self.queues.running if request.is_paused]):
-            # Nobody gets on while they hold their blocks and seats.
+            # Nobody can progress while they hold blocks, and count towards max_num_seqs.
             self._preempt(paused[-1], plan)
             self._fill(plan)
         return plan
 
     @property
     def waits_for_a_batch(self) -> bool:
-        """Whether nobody runs because the next batch is not full yet."""
+        """True if nobody runs because the next batch is not full yet."""
         return self.batches is not None and not self.queues.running and not self._batch
 
     def _fill(self, plan: Plan) -> None:
@@ -139,7 +139,7 @@ class Planner:
             self.queues.waiting.push(request)
 
     def _candidate(self) -> Request | None:
-        """Who is admitted next; None where the batch that was formed is complete."""
+        """The request to admit next; None where the batch that was formed is complete."""
         if self.batches is None:
             return self.prefixes.next(self.queues.waiting)
         self._batch = [request for request in self._batch if not request.is_finished]

@@ -1,4 +1,4 @@
-"""Who comes first: an order of requests that is fixed when a request arrives, so that nobody starves."""
+"""Orders of requests, each fixed when a request arrives, so that nobody starves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rank = tuple[float, int]
 class Policy(Protocol):
     """An order in which requests are admitted, continued and, from its end, preempted.
 
-    A rank never changes. Whoever stands first can therefore take the blocks of all others and always gets on, and
+    A rank never changes. Whoever stands first can therefore take the blocks of all others and always progresses, and
     whatever arrives later overtakes a waiting request only so often: what a policy prefers is a bounded head start in
     time or in service, not a class of its own. That is ageing without touching the queue.
 
@@ -31,7 +31,7 @@ class Policy(Protocol):
     lookahead: int
 
     def rank(self, request: Request, now: float) -> Rank:
-        """Where the request stands, asked once, when it arrives at ``now`` (seconds)."""
+        """The request's place in the order, asked once, when it arrives at ``now`` (seconds)."""
 
     def admitted(self, request: Request) -> None:
         """The request begins to run, for the first time or again."""

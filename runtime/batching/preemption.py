@@ -1,4 +1,4 @@
-"""What a preempted sequence costs: to compute it again, or to copy it to host memory and back."""
+"""Costs of a preempted sequence: to compute it again, or to copy it to host memory and back."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PreemptionCost:
             self.bytes_per_second = num_bytes / seconds
 
     def cheaper(self, num_tokens: int) -> Literal["recompute", "swap"]:
-        """How to preempt a sequence with ``num_tokens`` computed tokens."""
+        """The cheaper way to preempt a sequence with ``num_tokens`` computed tokens."""
         recompute = num_tokens / self.tokens_per_second
         swap = 2 * num_tokens * self.bytes_per_token / self.bytes_per_second
         return "swap" if swap < recompute else "recompute"

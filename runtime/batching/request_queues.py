@@ -43,7 +43,7 @@ class RequestQueues:
         return len(self.waiting) + len(self.paused)
 
     def holds(self, request: Request) -> bool:
-        """Whether it is one of the unfinished requests."""
+        """True if it is one of the unfinished requests."""
         return self.requests.get(request.request_id) is request
 
     def add(self, request: Request) -> None:

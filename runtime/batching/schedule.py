@@ -1,4 +1,4 @@
-"""What the batcher plans for one step."""
+"""The plan of one step, as the batcher hands it out."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class SharedPrefixes:
         return request.block_hashes[request.num_computed_tokens // self.blocks.block_size :]
 
     def defers(self, request: Request, computing: set[bytes]) -> bool:
-        """Whether to admit the request later: most of what it lacks is being computed for others, and cached soon.
+        """Say whether to admit the request later: most of it is being computed for others, and will be cached soon.
 
         It is deferred a few times at most: what others compute may be evicted before it comes to use it.
         """

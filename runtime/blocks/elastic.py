@@ -36,7 +36,7 @@ class ElasticPool(BlockPool):
         return super().take(count)
 
     def size_for_load(self) -> int:
-        """How many blocks it should have, asked once per step; less after ``patience`` steps of little use."""
+        """Blocks that it should have, asked once per step; fewer after ``patience`` steps of little use."""
         smaller = max(self.min_blocks, self.num_blocks - self.chunk)
         self._looks = self._looks + 1 if self.num_used + self.chunk <= smaller < self.num_blocks else 0
         if self._looks < self.patience:

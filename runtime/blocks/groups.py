@@ -1,4 +1,4 @@
-"""What the block manager keeps its books on: groups of layers, sequences, counts."""
+"""Records of the block manager: groups of layers, sequences, counts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SequenceBlocks:
 
 @dataclass(slots=True)
 class Counts:
-    """What happened since the manager was made."""
+    """Counts of what happened since the manager was made."""
 
     prefix_queries: int = 0  # tokens
     prefix_hits: int = 0

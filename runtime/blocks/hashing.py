@@ -12,7 +12,7 @@ _DIGEST = 16  # bytes; two of 2**32 blocks agree by chance once in 2**64 caches
 
 
 def chain_start(salt: str) -> bytes:
-    """What the first block of a sequence is chained to. Sequences with different salts share nothing."""
+    """The hash that a sequence's first block is chained to. Sequences with different salts share nothing."""
     return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=_DIGEST, person=b"pagoda-salt").digest()
 
 

@@ -1,4 +1,4 @@
-"""Who holds which blocks of the KV cache: block tables with reference counts, in pure Python, no tensors."""
+"""Books of who holds which blocks of the KV cache: block tables with reference counts, in pure Python, no tensors."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class BlockManager:
         return counts
 
     def can_take(self, counts: Sequence[int]) -> bool:
-        """Whether each group has so many blocks available."""
+        """True if each group has so many blocks available."""
         return all(count <= pool.num_available for count, pool in zip(counts, self.pools, strict=True))
 
     def allocate(self, request_id: str, num_tokens: int, start: int, *, in_one_run: bool = False) -> list[list[int]]:
@@ -299,7 +299,7 @@ class BlockManager:
         self._rewritten.add(request_id)
 
     def find_prefix(self, hashes: Sequence[bytes]) -> Prefix:
-        """How much of a sequence, whose full blocks have these hashes, the cache holds."""
+        """The part of a sequence, whose full blocks have these hashes, that the cache holds."""
         known = hashes if self.enable_prefix_caching else ()
         return find_prefix(self.groups, self.pools, known, self.block_size)
 
@@ -377,7 +377,7 @@ class BlockManager:
         return True
 
     def is_swapped(self, request_id: str) -> bool:
-        """Whether the sequence's keys and values are in host memory."""
+        """True if the sequence's keys and values are in host memory."""
         return request_id in self.swap_space
 
     def num_blocks_to_swap_in(self, request_id: str) -> list[int]:
@@ -418,7 +418,7 @@ class BlockManager:
 
     @property
     def has_overlapped_copies(self) -> bool:
-        """Whether anything is to be copied while the step runs."""
+        """True if anything is to be copied while the step runs."""
         return bool(self._overlapped_copies)
 
     def copy_before_step(self) -> None:
@@ -467,7 +467,7 @@ class BlockManager:
             self.resize(sizes)
 
     def take_changes(self) -> tuple[list[CacheCopy], list[CacheCopy], set[str]]:
-        """What happened since the last call.
+        """Hand out what happened since the last call.
 
         Returns:
             Copies to make one after the other before the step, copies to make while it runs, and the sequences whose

@@ -73,7 +73,7 @@ class BlockPool:
         return self.num_blocks - len(self._free) - len(self._cached)
 
     def refs(self, block: int) -> int:
-        """How many hold the block.
+        """The number of holders of the block.
 
         Raises:
             ValueError: there is no such block.
@@ -174,7 +174,7 @@ class BlockPool:
         return self._block_of.get(content)
 
     def num_known(self, contents: Sequence[bytes], most: int) -> int:
-        """How many of the first ``most`` contents, from the first on, are in used or cached blocks."""
+        """The number of the first ``most`` contents, from the first on, are in used or cached blocks."""
         known = self._block_of
         for i in range(most):
             if contents[i] not in known:
@@ -182,7 +182,7 @@ class BlockPool:
         return most
 
     def num_unheld(self, contents: Sequence[bytes]) -> int:
-        """How many of the contents, all of which are known, are in blocks that nobody holds."""
+        """The number of the contents, all of which are known, that are in blocks that nobody holds."""
         refs, known = self._refs, self._block_of
         return sum([not refs[known[content]] for content in contents])
 
@@ -191,19 +191,19 @@ class BlockPool:
         return self._hash_of.get(block)
 
     def is_held(self, block: int) -> bool:
-        """Whether it is used."""
+        """True if it is used."""
         return self._refs[block] > 0
 
     def is_private(self, block: int) -> bool:
-        """Whether one holds it and no hash leads to it."""
+        """True if one holds it and no hash leads to it."""
         return self._refs[block] == 1 and block not in self._hash_of
 
     def is_cached(self, block: int) -> bool:
-        """Whether it is cached."""
+        """True if it is cached."""
         return block in self._cached
 
     def is_free(self, block: int) -> bool:
-        """Whether it is free."""
+        """True if it is free."""
         return block in self._free
 
     def move(self, moves: Mapping[int, int]) -> None:
@@ -254,7 +254,7 @@ class BlockPool:
         self.num_blocks = num_blocks
 
     def size_for_load(self) -> int:
-        """How many blocks it should have; asked once per step."""
+        """Blocks that it should have; asked once per step."""
         return self.num_blocks
 
     def check(self, holders: list[int]) -> None:

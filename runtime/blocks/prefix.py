@@ -1,4 +1,4 @@
-"""How much of a sequence the cache holds already."""
+"""The prefix of a sequence that the cache holds already."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .pool import BlockPool
 
 
 class Prefix(NamedTuple):
-    """What the cache holds of a sequence that is not running yet.
+    """The part that the cache holds of a sequence that is not running yet.
 
     Attributes:
         num_blocks: leading blocks that need not be computed.

@@ -53,7 +53,7 @@ class SwapSpace:
         return self._swapped[request_id].tables
 
     def is_stale(self, request_id: str) -> bool:
-        """Whether the sequence's content may not be found by others any more."""
+        """True if the sequence's content may not be found by others any more."""
         return self._swapped[request_id].is_stale
 
     def mark_stale(self) -> None:

@@ -1,4 +1,4 @@
-"""How large the paged KV cache is, and its tensors."""
+"""The size of the paged KV cache, and its tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the memory of the KV cache is shared out among layers with and without a sliding window.
+"""Shares of the KV cache's memory among layers with and without a sliding window.
 
 Layers that look back equally far form a group with a pool of blocks of its own. A sequence keeps in a group with a
 window only the blocks that the window still touches, so that the pool of such a group need not grow with the length

@@ -1,4 +1,4 @@
-"""How an engine's KV cache is set up for its program: groups of blocks, the longest sequence, what keys depend on."""
+"""Setup of an engine's KV cache for its program: groups of blocks, the longest sequence, what keys depend on."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def longest_sequence(blocks: BlockManager, max_model_len: int | None, longest: i
 
 
 def key_variant(program: Program, request: Request) -> str:
-    """Which of its rotary tables the model uses for a request: prompts of the two kinds share no keys."""
+    """The rotary table that the model uses for a request, by name: prompts of the two kinds share no keys."""
     switch = program.rope_switch
     if switch is None:
         return ""

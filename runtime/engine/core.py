@@ -1,4 +1,4 @@
-"""The loop under the engine: plan, run, sample, settle; and the way back to a sound state from anywhere."""
+"""The loop under the engine: plan, run, sample, update; and the way back to a consistent state from anywhere."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class EngineCore:
     """Runs submissions step by step.
 
     Everything that changes the state does so inside ``with core.transaction``. An exception that leaves such a
-    block, Ctrl-C included, leaves the state marked as unsound, and the next block begins by rebuilding it
+    block, Ctrl-C included, leaves the state marked as inconsistent, and the next block begins by rebuilding it
     from the submissions alone: all blocks and rows are taken back and every unfinished request queues again
     with the tokens that it has settled. So no line in here needs to be atomic.
 
-    Whoever calls a method, or enters ``change``, does so in a turn of ``turns``; only ``drop`` takes its own.
+    Whoever calls a method, or enters ``transaction``, does so in a turn of ``turns``; only ``drop`` takes its own.
 
     Attributes:
         turns: of the threads that use the engine.
         submissions: by id; those of ``generate`` and ``stream`` until they end, others until their last
             output has been given to the caller.
         completions: the unfinished ones, by the id of their request.
-        news: submissions that progressed or ended since the caller was told.
-        change: the context manager for every change.
+        updated: submissions that progressed or ended since the caller was told.
+        transaction: the context manager for every change.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class EngineCore:
                 self.batcher.add(submission.completions[0].request, submission.arrival_time, was_promised=True)
 
     def end(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
-        """End a completion, inside ``change``; nothing happens if it has ended."""
+        """End a completion, inside ``transaction``; nothing happens if it has ended."""
         request, owner = completion.request, completion.owner
         if request.is_finished:
             return
@@ -268,7 +268,7 @@ class EngineCore:
         ]
 
     def _update(self, scheduled: list[ScheduledRequest], outputs: list[StepOutput]) -> list[Submission]:
-        """Give the submissions what a step computed; returns those that got on."""
+        """Give the submissions what a step computed; returns those that got a token or ended."""
         now = time.perf_counter()
         self._sampled = []
         progressed: list[Submission] = []

@@ -201,7 +201,7 @@ class Engine:
             return True
 
     def has_unfinished(self) -> bool:
-        """Whether another ``step`` has something to run or to return."""
+        """True if another ``step`` has something to run or to return."""
         return bool(self._core.updated or self._core.completions)
 
     def generate(
@@ -350,7 +350,7 @@ class Engine:
             }
 
     def profile(self, *, reset: bool = False) -> Profile:
-        """Where the time of the steps went, since the engine was made or the last reset."""
+        """Times of the steps, since the engine was made or the last reset."""
         return self._core.turns.take(self._profile, reset)
 
     def _profile(self, reset: bool) -> Profile:

@@ -14,7 +14,7 @@ DEFAULT_BLOCK_SIZE = 32
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an engine may hold, how much it does in a step, and whose turn it is.
+    """Sizes of an engine's KV cache and steps, and how it schedules.
 
     Attributes:
         block_size: tokens per block of the KV cache. None: what the program was compiled for, 128 for an NPU, which

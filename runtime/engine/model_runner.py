@@ -196,7 +196,7 @@ class ModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """What a step computed.
+    """Logits of a step.
 
     Attributes:
         sampled: ``[R, vocab_size]``, one row per entry with ``is_last_chunk``, in their order.
@@ -208,7 +208,7 @@ class StepLogits:
 
 
 def _is_scored(item: ScheduledRequest) -> bool:
-    """Whether the prompt's log-probabilities are asked for and this chunk holds some."""
+    """True if the prompt's log-probabilities are asked for and this chunk holds some."""
     request = item.request
     return request.params.prompt_logprobs is not None and item.start < request.num_prompt_tokens - 1
 

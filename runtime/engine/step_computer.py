@@ -103,7 +103,7 @@ class StepComputer:
         return tokens
 
     def _candidates(self, logits: Tensor, counts: Sequence[int]) -> list[Candidates | None]:
-        """What may follow each row that is asked for candidates, in order."""
+        """The tokens that may follow each row that is asked for candidates, in order."""
         rows = [row for row, count in enumerate(counts) if count]
         if not rows:
             return []

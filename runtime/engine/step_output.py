@@ -14,7 +14,7 @@ from ..sampling.beam_search import Candidates
 
 @dataclass(frozen=True, slots=True)
 class SampleTask:
-    """What is made of the last row of a scheduled request.
+    """The use of the last row of a scheduled request.
 
     Attributes:
         requests: those that sample a token from it: the request, and others that share its prompt.
@@ -36,7 +36,7 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step gave one of its requests.
+    """The outcome of a step for one of its requests.
 
     Attributes:
         tokens: one for each request of its ``SampleTask``.

@@ -1,4 +1,4 @@
-"""What the engine remembers of a prompt that was handed in: its completions, their text, how they end."""
+"""A prompt that was handed in, as the engine keeps it: its completions, their text, how they end."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Completion:
         )
 
     def next_piece(self) -> StreamPiece | None:
-        """What is new since the last piece; None if nothing is, or if the last piece has been given."""
+        """The part that is new since the last piece; None if nothing is, or if the last piece has been given."""
         tokens = self.request.output_token_ids
         first, end = self._streamed_tokens, len(tokens)
         finished = self.is_finished
@@ -331,7 +331,7 @@ class Submission:
 
 
 def undecodable(error: Exception) -> str:
-    """Why a completion has no text."""
+    """The reason that a completion has no text."""
     return f"the tokenizer cannot decode the output: {one_line(error)}"
 
 

@@ -28,7 +28,7 @@ class Turns:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the process that made it."""
+        """True if this is the process that made it."""
         return os.getpid() == self._process
 
     def check_process(self) -> None:
@@ -47,7 +47,7 @@ class Turns:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread is acting."""
+        """True if this thread is acting."""
         owned: bool = self._acting._is_owned()  # type: ignore[attr-defined]  # what threading.Condition asks, too
         return owned
 

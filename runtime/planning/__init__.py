@@ -1,1 +1,1 @@
-"""How much memory a model takes, and how large its blocks are best."""
+"""Plans of memory: what a model takes, and the best size of its blocks."""

@@ -1,4 +1,4 @@
-"""Which block size suits the lengths that are expected: a pure function of them.
+"""The block size that suits expected lengths: a pure function of them.
 
 A sequence of ``L`` tokens takes ``ceil(L / B)`` blocks of ``B`` tokens. Two costs pull in opposite directions, both
 counted in tokens of KV cache:
@@ -66,7 +66,7 @@ class LogNormalLengths:
 
 @dataclass(frozen=True)
 class BlockSizeCost:
-    """What a block size is expected to cost per sequence.
+    """Expected cost of a block size, per sequence.
 
     Attributes:
         block_size: tokens per block.

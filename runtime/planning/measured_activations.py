@@ -25,7 +25,7 @@ _Step = tuple[torch.Tensor, torch.Tensor, StepMetadata]
 
 @dataclass(frozen=True)
 class ActivationMeasurement:
-    """What a step took at its peak, beside weights and caches.
+    """The memory that a step took at its peak, beside weights and caches.
 
     Attributes:
         peak_bytes: growth of the process at the highest point of the step; on a device, of torch's allocator.

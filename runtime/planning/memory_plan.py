@@ -1,4 +1,4 @@
-"""What fits into a memory beside a model's weights: blocks of the KV cache, sequences at once, the longest one.
+"""Plans of what fits into a memory beside weights: blocks of the KV cache, sequences at once, the longest one.
 
 Pure arithmetic on sizes in bytes and tokens. The same is worked out for contiguous allocation, where a sequence
 reserves room for ``max_model_len`` tokens when it starts, as engines without paging do (Kwon et al., *Efficient
@@ -22,7 +22,7 @@ SHORTEST_LISTED = 512
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """How many sequences of one length the cache holds.
+    """The number of sequences of one length that the cache holds.
 
     Attributes:
         tokens: of each sequence, prompt and output together.
@@ -45,7 +45,7 @@ class LengthLimit:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a memory is divided, and what can run in it. Sizes are in bytes.
+    """Division of a memory, and what can run in it. Sizes are in bytes.
 
     Attributes:
         memory: all that there is.

@@ -1,1 +1,1 @@
-"""Where the time of a run went."""
+"""Records of where the time of a run went."""

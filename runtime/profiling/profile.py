@@ -1,4 +1,4 @@
-"""What a profiler found: totals, percentiles, and the last steps and requests one by one."""
+"""Findings of a profiler: totals, percentiles, and the last steps and requests one by one."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class Profile:
-    """Where an engine's time went.
+    """An account of where an engine's time went.
 
     Totals are over everything since the profiler was reset; percentiles are over the steps and requests that it still
     keeps. Durations are in seconds.

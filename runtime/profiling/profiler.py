@@ -66,7 +66,7 @@ class Profiler:
         self._start = self._clock()
 
     def mark(self, phase: str) -> None:
-        """What has passed since the last mark, or the beginning, was ``phase``; a phase may come several times."""
+        """Count the time since the last mark, or the beginning, as ``phase``; a phase may come several times."""
         self._marks.append((phase, self._clock()))
 
     def end_step(
@@ -141,7 +141,7 @@ class Profiler:
         self._requests.append(RequestRecord(request_id, metrics, tuple(sequence_ids) or (request_id,)))
 
     def result(self) -> Profile:
-        """What has been recorded up to now; recording goes on."""
+        """Everything that has been recorded up to now; recording goes on."""
         return summarise(
             steps=tuple(self._steps),
             requests=tuple(self._requests),

@@ -1,1 +1,1 @@
-"""What is asked of the engine and what it answers: parameters, prompts, limits, outputs, text."""
+"""Questions to the engine and its answers: parameters, prompts, limits, outputs, text."""

@@ -12,7 +12,7 @@ _Ids: TypeAlias = "npt.NDArray[np.int64]"
 
 
 class _Node:
-    """What begins, read backwards, at the end of an output.
+    """Sequences that, read backwards, begin at the end of an output.
 
     Attributes:
         longer: by the token before, what begins with that.

@@ -1,4 +1,4 @@
-"""What a user may ask of a beam search; the names are vLLM's and HuggingFace's."""
+"""Parameters of a beam search; the names are vLLM's and HuggingFace's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .request_limits import MAX_COMPLETIONS
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """What to search for.
+    """How wide to search, how long, and what to prefer.
 
     Attributes:
         beam_width: beams that are kept, and texts that are returned at most.

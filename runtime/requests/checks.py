@@ -57,7 +57,7 @@ def check_bool(name: str, value: object) -> None:
 
 
 def is_finite(value: Real) -> bool:
-    """Whether a float can stand for it."""
+    """True if a float can stand for it."""
     try:
         return math.isfinite(value)
     except OverflowError:  # a whole number beyond all floats

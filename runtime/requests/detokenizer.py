@@ -17,7 +17,7 @@ _MAX_CHARACTER_TOKENS = 3
 
 
 class Tokenizer(Protocol):
-    """What the runtime needs of a HuggingFace tokenizer."""
+    """The part of a HuggingFace tokenizer that the runtime needs."""
 
     def __call__(self, text: str | list[str], **kwargs: Any) -> Any:
         """Encode; the result has ``input_ids``, a list of them for a list of texts."""

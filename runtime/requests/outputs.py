@@ -1,4 +1,4 @@
-"""What a caller gets back: completions, metrics, pieces of a stream, progress, figures of the engine."""
+"""Outputs that a caller gets back: completions, metrics, pieces of a stream, progress, figures of the engine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class CompletionOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether no more tokens will come."""
+        """True if no more tokens will come."""
         return self.finish_reason is not None
 
     @property
@@ -61,7 +61,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of ``time.perf_counter``; None: not yet.
+    """Times of a request's events, in seconds of ``time.perf_counter``; None: not yet.
 
     Attributes:
         arrival_time: when it was handed in.
@@ -149,7 +149,7 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True)
 class BeamSearchOutput:
-    """What a beam search found for a prompt.
+    """The texts that a beam search found for a prompt.
 
     Attributes:
         request_id: the engine's name for it.
@@ -173,7 +173,7 @@ class BeamSearchOutput:
 
 @dataclass(frozen=True)
 class StreamPiece:
-    """What is new in one completion since the piece before.
+    """The part of one completion that is new since the piece before.
 
     Attributes:
         text: new text; may be "" while a character or a possible stop string is incomplete.
@@ -197,7 +197,7 @@ class StreamPiece:
 
 
 class Progress(NamedTuple):
-    """How far a ``generate`` call is.
+    """Progress of a ``generate`` call.
 
     Attributes:
         finished: prompts that are done.

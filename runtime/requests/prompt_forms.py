@@ -16,7 +16,7 @@ _KEYS = ("prompt", "prompt_token_ids")
 
 
 def open_prompt(prompt: object, name: str) -> tuple[Any, str | None]:
-    """What is to run of a prompt, and the text that its dict carries beside token ids.
+    """Text or token ids to run of a prompt, and the text that its dict carries beside token ids.
 
     Entries of a dict that are None count as absent. What is not a dict is returned as it is, unchecked.
 

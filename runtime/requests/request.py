@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is: in the queue without blocks, running with blocks, or done."""
+    """The place of a request: in the queue without blocks, running with blocks, or done."""
 
     WAITING = "waiting"
     RUNNING = "running"

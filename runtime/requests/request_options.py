@@ -1,4 +1,4 @@
-"""How a request is to be served, beside what it asks: whose it is, how urgent, how long it may take."""
+"""Terms of a request beside what it asks: whose it is, how urgent, how long it may take."""
 
 from __future__ import annotations
 

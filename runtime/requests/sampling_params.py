@@ -1,4 +1,4 @@
-"""What a user may ask about how tokens are chosen and when a request ends; the names are vLLM's."""
+"""Sampling parameters: how tokens are chosen and when a request ends; the names are vLLM's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose the tokens of one request, and when to stop.
+    """Rules for choosing the tokens of one request, and for stopping.
 
     Attributes:
         max_tokens: most tokens to generate, >= 1; None: until the context is full.
@@ -193,7 +193,7 @@ class SamplingParams:
 
     @property
     def num_completions(self) -> int:
-        """How many are run: ``best_of``, or ``n``."""
+        """The number of completions that run: ``best_of``, or ``n``."""
         return self.n if self.best_of is None else self.best_of
 
     @property

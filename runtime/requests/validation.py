@@ -20,7 +20,7 @@ from .tokenise import cut_above, tokenise
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """What a prompt must respect.
+    """Limits that a prompt must respect.
 
     Attributes:
         vocab_size: ids are below it.
@@ -118,7 +118,7 @@ def check_params(
 def _bad_word_sequences(
     words: Sequence[str], tokenizer: Tokenizer | None, limits: PromptLimits, name: str
 ) -> list[tuple[int, ...]]:
-    """What each word is tokenised to at the beginning of a text and after a space.
+    """The tokens of each word at the beginning of a text and after a space.
 
     vLLM leaves the second out where it has another number of tokens than the first; the word could be
     generated then, so that both are kept here.

@@ -1,1 +1,1 @@
-"""From logits to tokens: rules, draws, log-probabilities, beams."""
+"""Sampling, from logits to tokens: rules, draws, log-probabilities, beams."""

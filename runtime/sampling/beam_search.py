@@ -143,7 +143,7 @@ class BeamSearch:
         return self.beams
 
     def _can_improve(self, best: Beam) -> bool:
-        """Whether a text that continues the best live beam may yet be among the ``beam_width`` best."""
+        """True if a text that continues the best live beam may yet be among the ``beam_width`` best."""
         params = self.params
         if params.early_stopping is True:
             return False

@@ -1,4 +1,4 @@
-"""What requests ask to be done to their logits before the temperature: bans, biases, penalties.
+"""Changes of logits that requests ask for, made before the temperature: bans, biases, penalties.
 
 Each rule is one indexed operation on the logits of all requests that use it; what has to be known of a request
 (which tokens it has seen, how often) is kept with it and grows with its output.
@@ -103,7 +103,7 @@ _NOWHERE = torch.empty(0, dtype=torch.int64)
 
 
 class _State:
-    """What the rules of one request need, up to the output that ``update`` has seen."""
+    """State of the rules of one request, up to the output that ``update`` has seen."""
 
     def __init__(self, request: Request, vocab: int, eos_token_ids: tuple[int, ...]) -> None:
         params: SamplingParams = request.params

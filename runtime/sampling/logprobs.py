@@ -57,7 +57,7 @@ def report_logprobs(raw: Tensor, tokens: Sequence[int], counts: Sequence[int]) -
 def prompt_logprobs(
     logits: Tensor, prompt_token_ids: Sequence[int], start: int, count: int
 ) -> list[dict[int, Logprob]]:
-    """What the model expected of a stretch of a prompt.
+    """Log-probabilities of a stretch of a prompt.
 
     Args:
         logits: ``[C, V]``, any float dtype: the rows of prompt positions ``start`` to ``start + C - 1``.

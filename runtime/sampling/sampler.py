@@ -193,7 +193,7 @@ def _argmax(x: Tensor) -> Tensor:
 
 
 def _pass_fraction(weights: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the cumulative weight passes ``fraction`` of its total: ``[M, K]``, ``[M, 1]`` → ``[M, 1]``.
+    """The point where the cumulative weight passes ``fraction`` of its total: ``[M, K]``, ``[M, 1]`` → ``[M, 1]``.
 
     Never lands on a weight of 0. Also returns, ``[M, 1]`` fp64, how far into that entry the point lies.
     """

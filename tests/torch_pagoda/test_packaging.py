@@ -22,3 +22,11 @@ def test_a_wheel_holds_every_package() -> None:
     roots = set(SETTINGS["package-dir"].values())
     present = {path.parent.relative_to(ROOT) for root in sorted(roots) for path in (ROOT / root).rglob("*.py")}
     assert listed == present
+
+
+def test_a_wheel_holds_the_list_of_public_names() -> None:
+    """``torch_pagoda/__init__.py`` reads it."""
+    data = SETTINGS["package-data"]["torch_pagoda"]
+    assert {"__init__.pyi", "py.typed"} == set(data) and all(
+        (ROOT / "torch_pagoda" / name).is_file() for name in data
+    )

@@ -15,7 +15,7 @@ _ALLOWED = ("max_tokens", "ignore_eos", "n")
 def beam_params(
     beam_width: int | None, length_penalty: float | None, sampling: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> BeamSearchParams | None:
-    """What to search for; None where no beam search is asked for.
+    """Parameters of the search; None where no beam search is asked for.
 
     Args:
         beam_width: what ``--beam-width`` was given.

@@ -1,4 +1,4 @@
-"""How a command reports what went wrong: one line on stderr, and an exit status."""
+"""Reports of what went wrong in a command: one line on stderr, and an exit status."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def one_line_errors(debug: bool) -> Iterator[None]:
 
 
 def is_of_output(error: BaseException) -> bool:
-    """Whether something could not be written: the reader is gone, or the disk is full.
+    """True if something could not be written: the reader is gone, or the disk is full.
 
     Errors of opening a file name it; those of writing do not.
     """

@@ -307,7 +307,7 @@ def pass_selection(skip: list[str] | None, only: list[str] | None) -> dict[str, 
 
 
 def _one_or_each(values: list[Any] | None) -> Any:
-    """What a repeatable option was given: a single value is for all prompts."""
+    """The value of a repeatable option: a single value is for all prompts."""
     return values[0] if values and len(values) == 1 else values or None
 
 
@@ -333,7 +333,7 @@ def _read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]
 
 
 def _read_biases(entries: Sequence[str] | None) -> dict[int, float] | None:
-    """What ``--logit-bias`` was given, as token id → bias.
+    """Biases from what ``--logit-bias`` was given, by token id.
 
     Raises:
         ValueError: an entry is not ``ID:BIAS``.

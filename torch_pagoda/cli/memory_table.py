@@ -20,7 +20,7 @@ _FEWEST_DECIMALS, _MOST_DECIMALS = 2, 6
 
 
 def memory_table(found: MemoryPlan, measured: bool) -> Table:
-    """What the memory is divided into, in binary and in decimal units.
+    """The parts that the memory is divided into, in binary and in decimal units.
 
     In each column the rows that are not indented add up to the last one, and the indented ones to the KV cache.
 

@@ -129,7 +129,7 @@ def _kind_and_config(model: str) -> tuple[Any, Any]:
 
 
 def _default_block_size(target: str) -> int:
-    """What ``LLM`` takes."""
+    """The block size that ``LLM`` takes by default."""
     from ..passes.graph.npu_target import DEFAULT_BLOCK_SIZE as NPU_BLOCK_SIZE
     from ..runtime.engine.engine_options import DEFAULT_BLOCK_SIZE
 

@@ -1,4 +1,4 @@
-"""What ``pagoda generate`` prints: texts or JSON lines to stdout, a summary and figures to stderr."""
+"""Output of ``pagoda generate``: texts or JSON lines to stdout, a summary and figures to stderr."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a profile of the engine looks on a terminal."""
+"""Tables of an engine's profile on a terminal."""
 
 from __future__ import annotations
 

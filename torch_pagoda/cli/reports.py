@@ -176,7 +176,7 @@ def _load_or_build(model: str, dtype: str, trust_remote_code: bool, target: str)
 
 
 def _lacks_weights(folder: Path) -> bool:
-    """Whether ``folder`` holds a configuration and no weights."""
+    """True if ``folder`` holds a configuration and no weights."""
     return (folder / "config.json").is_file() and not any(
         file for pattern in ("*.safetensors", "*.bin", "*.index.json") for file in folder.glob(pattern)
     )
