@@ -59,9 +59,9 @@ def compile(model: Model, **options: Unpack[ModelOptions]) -> Model:
     check_dtype(model, options.get("dtype", "auto"))
     current = paged_generation(model)
     if current is None:
-        PagedGeneration(model, options, original=model.__dict__.get("generate")).install()
+        PagedGeneration(model, dict(options), original=model.__dict__.get("generate")).install()
     elif (options and options != current.options) or current.is_stale:
-        PagedGeneration(model, options or current.options, original=current.original).install()
+        PagedGeneration(model, dict(options) or current.options, original=current.original).install()
     return cast(Model, model)
 
 

@@ -60,15 +60,13 @@ class LLM:
             its weights; one loaded here belongs to the engine.
         tokenizer: a tokenizer, or where to load one; by default the checkpoint's. Without one, prompts are
             token ids.
-        options: keywords by name. For loading: ``dtype``, ``device``, ``generation_config``, ``trust_remote_code``,
-            see :class:`~torch_pagoda.options.LoadOptions`. For the KV cache and scheduling: ``block_size``,
-            ``num_blocks``, ``kv_cache_memory``, ``min_kv_cache_memory``, ``max_num_seqs``,
-            ``max_num_batched_tokens``, ``max_model_len``, ``enable_prefix_caching``, ``policy``, ``preemption``,
-            ``swap_space``, ``max_queue``, see :class:`~torch_pagoda.runtime.engine.engine_options.EngineOptions`.
-            For compiling: ``verify``, ``passes``, ``opt_level``, ``patterns``, ``codegen``, ``target``,
-            ``pack_weights``, ``kv_cache_dtype``, ``quantization``, ``group_size``, ``batch_invariant``, see
-            :class:`~torch_pagoda.compiler.CompileOptions`. ``pack_weights`` is by default true for a model loaded
-            here, and packed or rounded weights take the place of its own; a live module keeps its own beside them.
+        options: the keywords of the signature. ``dtype``, ``device``, ``generation_config``, ``trust_remote_code``
+            say how a model is loaded, see :class:`~torch_pagoda.options.LoadOptions`; ``block_size`` to ``max_queue``
+            size the KV cache and steps and schedule them, see
+            :class:`~torch_pagoda.runtime.engine.engine_options.EngineOptions`; the others and ``kv_cache_dtype`` are
+            the compiler's, see :class:`~torch_pagoda.compiler.CompileOptions`. ``pack_weights`` is by default true
+            for a model loaded here, and packed or rounded weights take the place of its own; a live module keeps its
+            own beside them.
 
     Attributes:
         program: the compiled model.

@@ -77,9 +77,14 @@ def plan(
         from ..runtime.engine.engine_options import EngineOptions
         from ..runtime.planning.memory_plan import plan_memory
 
-        sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-        given = {name: size for name, size in sizes.items() if size is not None}
-        limits = EngineOptions(block_size=block_size, max_model_len=max_model_len, **given)
+        limits = EngineOptions(
+            block_size=block_size,
+            max_num_seqs=EngineOptions.max_num_seqs if max_num_seqs is None else max_num_seqs,
+            max_num_batched_tokens=(
+                EngineOptions.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens
+            ),
+            max_model_len=max_model_len,
+        )
         _block_sizes(mean_length, sigma, 1, for_npu=False)  # refuses what is no length before the model is looked at
         total = available_memory() if memory is None else parse_memory(memory, "memory")
         options = CompileOptions(target=target, kv_cache_dtype=kv_cache_dtype).for_device(resolve_device("auto").type)
