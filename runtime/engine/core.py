@@ -179,7 +179,7 @@ class EngineCore:
         del self.runner, self.computer, self.copier  # nothing is left that a step would ask them for
 
     def run_step(self) -> list[Submission]:
-        """Run one model step; returns whose completions got a token or ended, once per completion."""
+        """Run one model step; returns the submissions that progressed or ended."""
         if self.batcher.has_unfinished():
             self.before_step()
         with self.transaction:
@@ -268,7 +268,7 @@ class EngineCore:
         ]
 
     def _update(self, scheduled: list[ScheduledRequest], outputs: list[StepOutput]) -> list[Submission]:
-        """Give the submissions what a step computed; returns those that got a token or ended."""
+        """Give the submissions what a step computed; returns those that progressed or ended."""
         now = time.perf_counter()
         self._sampled = []
         progressed: list[Submission] = []
