@@ -24,18 +24,8 @@ if TYPE_CHECKING:
 
 _SAMPLING = (
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
-    *(
-        "frequency_penalty",
-        "bad_words",
-        "allowed_token_ids",
-        "seed",
-        "n",
-        "best_of",
-        "stop",
-        "ignore_eos",
-        "logprobs",
-    ),
-    "prompt_logprobs",
+    *("frequency_penalty", "bad_words", "allowed_token_ids", "seed", "n", "best_of", "stop", "ignore_eos"),
+    *("logprobs", "prompt_logprobs"),
 )
 """Options that go to ``SamplingParams`` as they are."""
 
@@ -235,7 +225,7 @@ def generate(
     Text goes to stdout; a progress bar (on a terminal only), the summary and errors go to stderr. Exit
     status: 0, 1 if a prompt failed while it ran, 2 for a mistake in the arguments.
     """
-    given = locals()
+    given = dict(locals())
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s")
     sampling = {name: given[name] or None if name in _REPEATABLE else given[name] for name in _SAMPLING}
     asked = {"priority": _one_or_each(priority), "client": _one_or_each(client), "deadline": deadline}
