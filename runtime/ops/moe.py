@@ -169,7 +169,7 @@ def moe_cpu(*arguments: Any) -> torch.Tensor:
     if call.weight_input:
         return terms.sum(1)
     common = torch.promote_types(topk_weights.dtype, input.dtype)
-    return torch.bmm(topk_weights.to(common)[:, None], terms.to(common))[:, 0].to(input.dtype)
+    return torch.bmm(topk_weights.to(common).unsqueeze(1), terms.to(common)).squeeze(1).to(input.dtype)
 
 
 # Number of rows from which ``weight @ rows.T`` beats ``rows @ weight.T`` for weights [out, in]: oneDNN then streams
@@ -191,7 +191,7 @@ def _columns_product(
     columns: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
 ) -> torch.Tensor:
     """``weight @ columns + bias``, tokens side by side; never with ``transposed``."""
-    result = torch.mm(weight, columns) if columns.shape[1] > 1 else torch.mv(weight, columns[:, 0])[:, None]
+    result = torch.mm(weight, columns) if columns.shape[1] > 1 else torch.mv(weight, columns.squeeze(1)).unsqueeze(1)
     return result if bias is None else result + bias[:, None]
 
 

@@ -33,7 +33,7 @@ _CANDIDATES = [8 + i / 10 for i in range(-9, 10)]
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a linear layer is rounded.
+    """Scheme that a linear layer is rounded by.
 
     Attributes:
         bits: of a weight, 8 or 4.
@@ -156,7 +156,7 @@ def search_scales(
 
 
 def pack_weight(whole: torch.Tensor, scales: torch.Tensor, scheme: Quantization) -> torch.Tensor:
-    """What :func:`round_weight` gave, laid out for the kernel."""
+    """Lay out for the kernel what :func:`round_weight` gave."""
     outputs, inputs = whole.shape
     panels, steps, groups = -(-outputs // PANEL), -(-inputs // PANEL), scales.shape[1]
     unsigned = F.pad(whole, (0, steps * PANEL - inputs, 0, panels * PANEL - outputs)).to(torch.int16)

@@ -11,7 +11,7 @@ from .numerics import nz_width, widened
 
 @dataclass(frozen=True)
 class Scales:
-    """How an int8 key or value becomes a number: ``(stored + offset) * scale``.
+    """Scales of int8 keys or values, which stand for ``(stored + offset) * scale``.
 
     ``mode`` and the shape of ``scale`` and ``offset`` (op-plugin, ``key_antiquant_mode``), L tokens or more:
 

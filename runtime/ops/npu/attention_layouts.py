@@ -45,12 +45,12 @@ class Layout:
     output: str
 
     def single(self, query: torch.Tensor) -> bool:
-        """Whether every sequence has one query by its shape: the operators then take their decode kernel."""
+        """True where every sequence has one query by its shape: the operators then take their decode kernel."""
         return not self.packed and self.batch_length_heads(query, 1)[1] == 1
 
     @property
     def packed(self) -> bool:
-        """Whether sequences lie one after the other on a token axis, without a batch axis."""
+        """True where sequences lie one after the other on a token axis, without a batch axis."""
         return "T" in self.inputs
 
     def heads_first(self, tensor: torch.Tensor, heads: int) -> torch.Tensor:

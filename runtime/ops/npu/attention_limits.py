@@ -18,7 +18,7 @@ _ROPE_LAYOUTS = ("BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_BNSD", "BSND_BNSD", "T
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """What the limits of one call depend on.
+    """Sizes of one call that its limits depend on.
 
     Attributes:
         layout: its ``input_layout``.
@@ -47,7 +47,7 @@ class AttentionSizes:
 
     @property
     def packed(self) -> bool:
-        """Whether queries of all sequences lie one after the other."""
+        """True where queries of all sequences lie one after the other."""
         return "T" in self.layout
 
 
@@ -112,7 +112,7 @@ def blocks(sizes: AttentionSizes) -> str:
 
 
 def extents(sizes: AttentionSizes) -> str:
-    """How many sequences, queries and keys there may be."""
+    """Numbers of sequences, queries and keys."""
     most = MAX_PACKED_SEQUENCES if sizes.packed else MAX_SEQUENCES
     if sizes.sequences is not None and sizes.sequences > most:
         return f"{sizes.sequences} sequences; at most {most} in {sizes.layout}"

@@ -1,4 +1,4 @@
-"""Which keys a query sees in the `npu::` attention operators: `atten_mask` and `sparse_mode`.
+"""Masks of the `npu::` attention operators, `atten_mask` and `sparse_mode`: the keys that a query sees.
 
 A mask entry of 1 or True hides the pair. Modes 2, 3 and 4 take the same constant for every length: the
 ``[2048, 2048]`` matrix ``triu(ones, 1)``, from which the device cuts the tiles that it needs.

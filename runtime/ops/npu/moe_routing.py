@@ -247,7 +247,7 @@ def npu_moe_token_unpermute(
 
 
 def npu_moe_compute_expert_tokens(sorted_expert_for_source_row: torch.Tensor, num_expert: int) -> torch.Tensor:
-    """Where each expert's rows end in the ascending list of the rows' experts; int32 ``[num_expert]``."""
+    """Ends of each expert's rows in the ascending list of the rows' experts; int32 ``[num_expert]``."""
     experts = torch.arange(num_expert, dtype=sorted_expert_for_source_row.dtype)
     return torch.searchsorted(sorted_expert_for_source_row.contiguous(), experts, right=True).int()
 

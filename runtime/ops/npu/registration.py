@@ -107,7 +107,7 @@ def _attach(name: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> 
 
 @dataclass(frozen=True)
 class _Written:
-    """Which arguments an operator writes to, and which of its results are those arguments themselves."""
+    """Arguments that an operator writes to, and those of its results that are such arguments themselves."""
 
     arguments: tuple[int, ...]
     aliased_results: tuple[int, ...]
