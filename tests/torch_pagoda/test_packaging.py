@@ -3,8 +3,12 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
+import pytest
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+SETTINGS = PROJECT["tool"]["setuptools"]
 
 
 def folder_of(package: str) -> Path:
@@ -30,3 +34,35 @@ def test_a_wheel_holds_the_list_of_public_names() -> None:
     assert {"__init__.pyi", "py.typed"} == set(data) and all(
         (ROOT / "torch_pagoda" / name).is_file() for name in data
     )
+
+
+def constraints(system: str) -> dict[str, Requirement]:
+    """What ``constraints.txt`` says on a system, by package."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    asked = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    holding = [r for r in asked if r.marker is None or r.marker.evaluate({"sys_platform": system})]
+    assert len({r.name for r in holding}) == len(holding)
+    return {r.name: r for r in holding}
+
+
+@pytest.mark.parametrize("system", ["linux", "darwin"])
+def test_what_we_depend_on_is_constrained_to_one_release_within_its_bounds(system: str) -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    dependencies = [*PROJECT["project"]["dependencies"], *extras["test"], *extras["bench"]]
+    pinned = constraints(system)
+    for dependency in map(Requirement, dependencies):
+        (pin,) = pinned[dependency.name].specifier
+        assert pin.operator == "==" and pin.version.partition("+")[0] in dependency.specifier, dependency
+
+
+def test_on_linux_torch_is_constrained_to_its_build_for_the_cpu() -> None:
+    """A release alone is also that of a build with CUDA, which pip takes where an index has no other."""
+    assert str(constraints("linux")["torch"].specifier).endswith("+cpu")
+    assert "+" not in str(constraints("darwin")["torch"].specifier)
+
+
+def test_torch_has_no_upper_bound_but_for_npus() -> None:
+    (torch,) = (r for r in map(Requirement, PROJECT["project"]["dependencies"]) if r.name == "torch")
+    (npu,) = map(Requirement, PROJECT["project"]["optional-dependencies"]["npu"])
+    assert {bound.operator for bound in torch.specifier} == {">="}
+    assert {bound.operator for bound in npu.specifier} == {">=", "<"}

@@ -177,6 +177,7 @@ def test_kernels_without_newer_instructions(
     """The portable code compiles and is right on processors with less."""
     flags = [*(flag for flag in native.FLAGS if flag not in ("-march=native", "-O3")), "-O1", *architecture]
     native.build_library("g++", tmp_path / "portable.so", flags)
+    native.promote_openmp(Path(torch.__file__).parent)
     library = ctypes.CDLL(str(tmp_path / "portable.so"))
     modules = (attention, paged_attention, norm_kernel, rope, gated_activation, quantized_linear, quantized_weight)
     for module in modules:

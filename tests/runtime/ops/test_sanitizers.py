@@ -31,7 +31,10 @@ TESTS = sorted(
 # Loaded by pytest before any test: the tests' kernels are those of the sanitized library.
 PLUGIN = """
 import ctypes, os, warnings
+from pathlib import Path
+import torch
 from torch_pagoda.runtime.ops import native
+native.promote_openmp(Path(torch.__file__).parent)
 _library = ctypes.CDLL(os.environ["PAGODA_SANITIZED"])
 native.load_kernels = lambda: _library
 native._bound_function.cache_clear()
