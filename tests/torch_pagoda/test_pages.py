@@ -68,9 +68,10 @@ def run_page(
         if "register_pass(" in page:
             programs.clear()  # they were compiled without the pass
         public = {name: getattr(pagoda, name) for name in pagoda.__all__}
-        quick = {name: partial(public[name], **fast) for name in ("LLM", "AsyncLLM", "compile")}
+        quick: dict[str, Any] = {name: partial(public[name], **fast) for name in ("LLM", "AsyncLLM", "compile")}
         inputs = tokenizer(["the cat", "one two three"], return_tensors="pt", padding=True)
         names: dict[str, Any] = {"model": llama, "tokenizer": tokenizer, "inputs": dict(inputs)}
+        quick["explain"] = partial(pagoda.explain, verify="off")
         names["pagoda"] = SimpleNamespace(**public | quick)
         for block in code_blocks(page, "python"):
             source = block.replace("import torch_pagoda as pagoda\n", "")
