@@ -4,11 +4,12 @@ time.
 Shared is what depends on the model alone: the captured graph, what the passes on Dynamo's graph make of it, and the
 ATen graph of that. The first test that compiles a model does all of it; for the next one that compiles an equal model
 these three are copies over its own tensors, and the passes that options choose, the checks and linking run as ever.
-Two models are equal where the product's fingerprint describes them alike and every byte of their tensors is the same;
-two graphs where every node is. Nothing outlives the process, so that no change of the sources can be missed.
+Two models are equal where the product's fingerprint describes their modules and code alike; two graphs where all
+nodes are, and for the passes every byte of their tensors, too. Nothing outlives the process, so that no change of
+the sources can be missed.
 
-Tests opt in with the ``shared_graphs`` fixture. Those that are about tracing or the passes on Dynamo's graph, or that
-patch them, do not.
+``tests/conftest.py`` lets the compiler take these graphs in all tests. What calls ``capture.trace.capture`` or a pass
+by itself runs it.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class _Kept:
         return graph
 
 
+_APART = ("module", "fake_mode", "constants", "quantization", "_origin")
+"""Attributes of a ``TracedGraph`` that are told by its nodes, or that no pass on Dynamo's graph reads."""
 _kept: dict[Any, _Kept | None] = {}
 hits = {"capture": 0, "passes": 0, "aten": 0}
 
@@ -98,7 +101,12 @@ def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
     """As ``pipeline.run_passes``; those on Dynamo's graph are applied to an equal graph once."""
     if len(passes) < 2 or any(entry.stage != "dynamo" for entry in passes):
         return run_passes_anew(traced, passes)
-    key = (*_key_of_graph(traced), *((entry.name, entry.apply) for entry in passes))
+    given = {name: field for name, field in vars(traced).items() if name not in _APART}
+    contents = hashlib.sha256()
+    for tensor in traced.constants.values():
+        update_whole(contents, tensor)
+    chosen = [(entry.name, entry.apply) for entry in passes]
+    key = (*_key_of_graph(traced), f"{given}", contents.hexdigest(), *chosen)
     named = dict(traced.constants)
     if key not in _kept:
         records = run_passes_anew(traced, passes)
@@ -107,9 +115,10 @@ def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
     if (kept := _kept[key]) is None:
         return run_passes_anew(traced, passes)
     hits["passes"] += 1
+    quantization = traced.quantization
     vars(traced).update(vars(kept.over(named)))
-    records = copy.deepcopy(kept.more)
-    return records
+    traced.quantization = quantization
+    return copy.deepcopy(kept.more)
 
 
 def to_aten(traced: TracedGraph, context: TracingContext) -> TracedGraph:
@@ -136,7 +145,8 @@ def share_graphs(patch: pytest.MonkeyPatch) -> None:
 
 
 class _Describer(Describer):
-    """Says which tensors are one, and not which lie in one piece of memory: linking moves weights together."""
+    """Says which tensors are one, but neither what is in them, which tracing does not read, nor which lie together in
+    memory: linking moves weights."""
 
     def _add_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         places: dict[int, int] = {}
@@ -145,10 +155,8 @@ class _Describer(Describer):
             if not plain or tensor.device.type != "cpu":
                 raise CannotIdentify(name)
             place = places.setdefault(tensor.data_ptr(), len(places))
-            digest = hashlib.sha256()
-            update_whole(digest, tensor)
             form = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad, tensor.is_inference()
-            self._say(type(tensor).__name__, f"{name} {place} {form} {digest.hexdigest()}")
+            self._say(type(tensor).__name__, f"{name} {place} {form}")
 
 
 def _key_of_model(model: nn.Module) -> str | None:
@@ -163,17 +171,14 @@ def _key_of_model(model: nn.Module) -> str | None:
 
 
 def _key_of_graph(traced: TracedGraph) -> tuple[Any, ...]:
-    """Everything that passes and AOTAutograd can read of a graph but its tensors, which are those of the model that
-    the fake mode was made for."""
+    """All of a graph but what is in its tensors."""
     digest = hashlib.sha256()
     for node in traced.graph.nodes:
         target = node.target if isinstance(node.target, str) else id(node.target)
         scopes = node.meta.get("nn_module_stack"), node.meta.get("stack_trace")
         digest.update(f"{node.op} {node.name} {target} {node.args} {node.kwargs} {scopes}\0".encode())
         digest.update(f"{_form(node.meta.get('example_value'))}\0".encode())
-    apart = ("module", "fake_mode", "constants", "_origin")
-    fields = {name: field for name, field in vars(traced).items() if name not in apart}
-    return traced.fake_mode, torch.is_inference_mode_enabled(), digest.hexdigest(), f"{fields} {[*traced.constants]}"
+    return traced.fake_mode, torch.is_inference_mode_enabled(), digest.hexdigest(), *traced.constants
 
 
 def _form(example: Any) -> Any:

@@ -230,7 +230,7 @@ def test_other_sums_stay(function, reason):
     torch.testing.assert_close(run_graph(graph, x), module(x))
 
 
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize(("name", "norms", "fused"), [("llama", 2, 2), ("qwen3", 4, 2), ("gemma2", 4, 2)])
 def test_counts_grow_with_the_layers(name, norms, fused, layers):
     kinds = {} if name == "llama" else {"layer_types": ["full_attention"] * layers}

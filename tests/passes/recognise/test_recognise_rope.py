@@ -249,7 +249,7 @@ def test_keys_that_depend_on_rotated_queries_stay_apart():
     torch.testing.assert_close(run_graph(graph, x), module(x), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize(("name", "ropes", "groups"), [("llama", 2, 1), ("gpt_neox", 2, 1), ("deepseek_v2", 2, 0)])
 def test_counts_grow_with_the_layers(name, ropes, groups, layers):
     graph = aten_of_tiny_model(name, num_hidden_layers=layers)
