@@ -55,7 +55,7 @@ def generate_code(traced: TracedGraph, context: TracingContext) -> Callable[...,
         # Packed weights are opaque: they have no strides that the generated code could assert.
         with torch._inductor.config.patch(size_asserts=False):
             module, count = _returning_sizes(traced)
-            run = compile_fx(module, examples)
+            run = cast("Callable[..., Sequence[Any]]", compile_fx(module, examples))
     return lambda *args: run(*args)[:count]
 
 
