@@ -21,9 +21,11 @@ def test_the_sizes_of_inputs_are_asked_for():
     (outputs,) = next(iter(reversed(module.graph.nodes))).args
     assert count == len(next(iter(reversed(traced.graph.nodes))).args[0])
     returned = {value(size.args[0]).shape[size.args[1]].node.expr for size in outputs[count:]}
-    inputs = [value(node) for node in traced.placeholders]
-    sizes = {
-        size for x in inputs if isinstance(x, torch.Tensor) for size in x.shape if isinstance(size, torch.SymInt)
-    }
+    sizes = [
+        size.node.expr
+        for x in map(value, traced.placeholders)
+        for size in (x.shape if isinstance(x, torch.Tensor) else ())
+        if isinstance(size, torch.SymInt)
+    ]
     assert len(returned) == len(outputs) - count > 1
-    assert {symbol for size in sizes for symbol in size.node.expr.free_symbols} == returned
+    assert {symbol for size in sizes for symbol in size.free_symbols} == returned
