@@ -81,6 +81,7 @@ struct BrainRows {
       for (int p = 0; p < kPairs; ++p) inputs[p] = read(x + p * 8);
 #pragma GCC unroll 4
       for (int v = 0; v < 4; ++v) {
+        read_no_earlier();
         const uint32x4_t upper = vld1q_u32(w + v * 4), lower = vld1q_u32(w + N + v * 4);
         const bfloat16x8_t first = vreinterpretq_bf16_u32(vzip1q_u32(upper, lower));
         const bfloat16x8_t second = vreinterpretq_bf16_u32(vzip2q_u32(upper, lower));

@@ -25,45 +25,59 @@ static inline int32x4_t dot(int32x4_t sum, uint8x16_t weights, int8x16_t x) {
 #endif
 }
 
+// Adds the kLane-th four of R rows of 16 inputs times a row of a tile.
+template <int R, int kBits, bool kHigh, int kLane>
+static inline void add_four(int32x4_t (*sums)[4], const int8x16_t* inputs, const uint8_t* w) {
+#pragma GCC unroll 4
+  for (int v = 0; v < 4; ++v) {
+    read_no_earlier();
+    const uint8x16_t weights = four_weights<kBits, kHigh>(w + v * 16);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) sums[r][v] = dot<kBits, kLane>(sums[r][v], weights, inputs[r]);
+  }
+}
+
 // Adds 16 inputs of R rows times four rows of a tile.
 template <int R, int kBits, bool kHigh>
 static inline void add_sixteen(int32x4_t (*sums)[4], const int8_t* x, int64_t x_stride, const uint8_t* w) {
   int8x16_t inputs[R];
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) inputs[r] = vld1q_s8(x + r * x_stride);
-  const auto add = [&](auto lane) {
-    constexpr int kLane = decltype(lane)::value;
-#pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) {
-      const uint8x16_t weights = four_weights<kBits, kHigh>(w + kLane * 64 + v * 16);
-#pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) sums[r][v] = dot<kBits, kLane>(sums[r][v], weights, inputs[r]);
-    }
-  };
-  add(std::integral_constant<int, 0>{});
-  add(std::integral_constant<int, 1>{});
-  add(std::integral_constant<int, 2>{});
-  add(std::integral_constant<int, 3>{});
+  add_four<R, kBits, kHigh, 0>(sums, inputs, w);
+  add_four<R, kBits, kHigh, 1>(sums, inputs, w + 64);
+  add_four<R, kBits, kHigh, 2>(sums, inputs, w + 128);
+  add_four<R, kBits, kHigh, 3>(sums, inputs, w + 192);
 }
 
-// One row of inputs; of the whole panel, as it lies in memory.
+// One row of 64 inputs times a tile of a step.
+template <int kBits>
+static inline void add_tile(int32x4_t (*sums)[4], const int8_t* x, const uint8_t* w, Fetch& fetch) {
+#pragma GCC unroll 1
+  for (int64_t i = 0; i < kStepBytes / 4 * kBits / 8; i += 256) {
+    fetch.round();
+    add_sixteen<1, kBits, false>(sums, x + i / 16, 0, w + i);
+    if constexpr (kBits == 4) add_sixteen<1, kBits, true>(sums, x + i / 16 + 32, 0, w + i);
+  }
+}
+
+// One row of inputs and a panel, which is read as it lies in memory.
 template <int kBits>
 static inline void one_integer_row(const int8_t* x, const uint8_t* w, int64_t steps, int32_t* to, Fetch fetch) {
   constexpr int64_t kTile = kStepBytes / 4 * kBits / 8;
-  int32x4_t sums[4][1][4];
-  for (auto& tile : sums)
-    for (auto& sum : tile[0]) sum = vdupq_n_s32(0);
-  for (int64_t s = 0; s < steps; ++s, x += kStep)
+  int32x4_t a[1][4] = {}, b[1][4] = {}, c[1][4] = {}, d[1][4] = {};  // an array of arrays would stay in memory
+  for (int64_t s = 0; s < steps; ++s, x += kStep, w += 4 * kTile) {
+    add_tile<kBits>(a, x, w, fetch);
+    add_tile<kBits>(b, x, w + kTile, fetch);
+    add_tile<kBits>(c, x, w + 2 * kTile, fetch);
+    add_tile<kBits>(d, x, w + 3 * kTile, fetch);
+  }
 #pragma GCC unroll 4
-    for (int t = 0; t < 4; ++t)
-#pragma GCC unroll 1
-      for (int64_t i = 0; i < kTile; i += 256, w += 256) {
-        fetch.round();
-        add_sixteen<1, kBits, false>(sums[t], x + i / 16, 0, w);
-        if constexpr (kBits == 4) add_sixteen<1, kBits, true>(sums[t], x + i / 16 + 32, 0, w);
-      }
-  for (int t = 0; t < 4; ++t)
-    for (int v = 0; v < 4; ++v) vst1q_s32(to + t * 16 + v * 4, sums[t][0][v]);
+  for (int v = 0; v < 4; ++v) {
+    vst1q_s32(to + v * 4, a[0][v]);
+    vst1q_s32(to + 16 + v * 4, b[0][v]);
+    vst1q_s32(to + 32 + v * 4, c[0][v]);
+    vst1q_s32(to + 48 + v * 4, d[0][v]);
+  }
 }
 
 #if defined(PAGODA_ARM_I8MM)
@@ -80,6 +94,7 @@ static inline void add_eight(int32x4_t (*sums)[8], const int8_t* x, int64_t x_st
   }
 #pragma GCC unroll 4
   for (int v = 0; v < 4; ++v) {
+    read_no_earlier();
     const uint32x4_t upper = vreinterpretq_u32_u8(four_weights<kBits, kHigh>(w + v * 16));
     const uint32x4_t lower = vreinterpretq_u32_u8(four_weights<kBits, kHigh>(w + 64 + v * 16));
     const uint8x16_t first = vreinterpretq_u8_u32(vzip1q_u32(upper, lower));

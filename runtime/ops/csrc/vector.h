@@ -41,6 +41,9 @@ constexpr int kRegisters = 16;
 typedef float vfloat __attribute__((vector_size(kLanes * 4)));
 typedef int32_t vint __attribute__((vector_size(kLanes * 4)));
 
+// Nothing is read before it that stands after it: where sums fill the registers, a reading ahead would push some out.
+static inline void read_no_earlier() { asm volatile("" ::: "memory"); }
+
 static inline vfloat load(const float* p) {
   vfloat v;
   std::memcpy(&v, p, sizeof v);

@@ -47,6 +47,7 @@ struct WidenedRows {
         fetch.round();
 #pragma GCC unroll 2
         for (int half = 0; half < 2; ++half) {
+          read_no_earlier();
           vfloat weights[V];
 #pragma GCC unroll 4
           for (int v = 0; v < V; ++v) weights[v] = half ? second(w + v * kLanes) : first(w + v * kLanes);
