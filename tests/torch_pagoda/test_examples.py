@@ -14,38 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torch_pagoda.runtime.requests.validation import CheckedPrompt, check_prompt
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-@pytest.fixture(scope="module")
-def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped model without the upper half of its layers, which are traced like the lower ones."""
-    folder = tmp_path_factory.mktemp("two-layers")
-    AutoModelForCausalLM.from_pretrained(EXAMPLES / "tiny-pydoc", num_hidden_layers=2).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(EXAMPLES / "tiny-pydoc").save_pretrained(folder)
-    return folder
-
-
-def run(script: str, model: Path) -> str:
-    """What a script prints in a process of its own."""
-    command = [sys.executable, EXAMPLES / script, "--model", model]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
+def run(script: str) -> str:
+    finished = subprocess.run([sys.executable, EXAMPLES / script], capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
 
 
-def test_drop_in(two_layers: Path) -> None:
-    lines = run("drop_in.py", two_layers).splitlines()
+def test_drop_in() -> None:
+    lines = run("drop_in.py").splitlines()
     assert float(lines[0].removeprefix("forward: largest difference to eager ")) < 1e-3
     assert lines[-1] == "generate: same tokens as eager: True"
 
 
-def test_generate_batch(two_layers: Path) -> None:
-    texts = run("generate_batch.py", two_layers).split("\n\n")
+def test_generate_batch() -> None:
+    texts = run("generate_batch.py").split("\n\n")
     for prompt in ("Return the", "Raise a ValueError if the given", "A context manager that"):
         assert any(text.startswith(prompt) and len(text) > len(prompt) for text in texts)
 
