@@ -1,0 +1,57 @@
+"""The operators' tests and the quickstart on an emulated aarch64, with the kernels for each of its builds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from environment import BUILDS, ROOT, CannotEmulate, Emulated, set_up
+
+OPERATORS = ROOT / "tests/runtime/ops"
+QUICK = [OPERATORS / f"test_{name}.py" for name in ("packed_linear", "quantized_linear", "rms_norm")]
+OTHERS = sorted(
+    path
+    for path in OPERATORS.glob("test_*.py")
+    # The first three build kernels, which is the host's work here; inductor has no compiler for what it writes.
+    if path not in QUICK
+    and path.stem not in ("test_native", "test_kernel_cache", "test_sanitizers", "test_operators_in_graphs")
+)
+START = "import cross_built_kernels, runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+
+pytestmark = pytest.mark.aarch64
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Emulated:
+    try:
+        return set_up()
+    except CannotEmulate as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_products(emulated: Emulated, build: str, tmp_path: Path) -> None:
+    _run_tests(emulated, build, QUICK, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("build", BUILDS)
+def test_other_operators(emulated: Emulated, build: str, path: Path, tmp_path: Path) -> None:
+    _run_tests(emulated, build, [path], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", BUILDS)
+def test_quickstart(emulated: Emulated, build: str, tmp_path: Path) -> None:
+    done = emulated.run(BUILDS[build], ["-c", START, str(ROOT / "examples/quickstart.py")], tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "exact: 512/512 tokens equal transformers" in done.stdout
+
+
+def _run_tests(emulated: Emulated, build: str, paths: list[Path], scratch: Path) -> None:
+    options = ["-q", "-p", "cross_built_kernels", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+    settings = ["-c", str(ROOT / "pyproject.toml"), "-o", "addopts=--import-mode=importlib"]
+    done = emulated.run(BUILDS[build], ["-m", "pytest", *options, *settings, *map(str, paths)], scratch)
+    # 5: all tests of the file are for another processor.
+    assert done.returncode in (0, 5), f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
