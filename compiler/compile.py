@@ -27,6 +27,7 @@ from .store.stored_program import Outdated, describe, report_data, restore, tens
 from .store.warm_start import (
     Facts,
     NotAsItWas,
+    WarmStart,
     check_record,
     describe_start,
     read_record,
@@ -116,7 +117,6 @@ def _record(
         return None
 
 
-@phase("load")
 def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tuple[LinkedProgram, Facts] | None:
     """The program that was compiled before from a checkpoint, over its tensors, and what was noted of the model.
 
@@ -145,6 +145,15 @@ def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tu
     except (CannotIdentify, NotAsItWas, Touched, OSError, ValueError) as error:
         log.info("the model's class is loaded: %s", error)
         return None
+    program = _of_record(store, name, record, files, options, start)
+    return None if program is None else (program, record.facts)
+
+
+@phase("load")
+def _of_record(
+    store: ProgramStore, name: str, record: WarmStart, files: CheckpointFiles, options: CompileOptions, start: float
+) -> LinkedProgram | None:
+    """The program that a record names, its weights packed and compared; None where it is gone or wrong."""
     if (data := store.load(record.program)) is None:
         return None
     try:
@@ -169,7 +178,7 @@ def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tu
         store.discard(name)
         store.discard(record.program)
         return None
-    return program, record.facts
+    return program
 
 
 def _packs(options: CompileOptions) -> bool:

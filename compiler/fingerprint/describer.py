@@ -76,6 +76,11 @@ def _slots(cls: type) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
+def changed_variable(known: Mapping[str, str | None]) -> str | None:
+    """The first environment variable that has another value than a ``Describer`` found; None if there is none."""
+    return next((name for name, value in known.items() if os.environ.get(name) != value), None)
+
+
 @functools.lru_cache(maxsize=1024)
 def _file_digest(path: str, size: int, modified: int) -> bytes:
     with open(path, "rb") as file:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..fingerprint.describer import changed_variable
 from ..fingerprint.fingerprint import Fingerprint, settings_digest
 from ..fingerprint.framework_state import changed_module, framework_states, model_modules_loaded
 from ..fingerprint.tensor_contents import module_tensors
@@ -152,15 +153,14 @@ def check_record(record: WarmStart) -> None:
     """
     if model_modules_loaded(record.sources):
         raise NotAsItWas("the model's code is loaded, and may have been changed")
-    for name, value in record.variables.items():
-        if os.environ.get(name) != value:
-            raise NotAsItWas(f"{name} is {os.environ.get(name)!r}")
-    for name, digest in record.sources.items():
-        path = _source(name)
+    if (name := changed_variable(record.variables)) is not None:
+        raise NotAsItWas(f"the environment variable {name} has another value")
+    for module, digest in record.sources.items():
+        path = _source(module)
         if path is None or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            raise NotAsItWas(f"the source of {name} is another")
-    if (name := changed_module(record.states)) is not None:
-        raise NotAsItWas(f"{name} was changed in this process")
+            raise NotAsItWas(f"the source of {module} is another")
+    if (changed := changed_module(record.states)) is not None:
+        raise NotAsItWas(f"{changed} was changed in this process")
 
 
 def start_tensors(record: WarmStart, files: CheckpointFiles, needed: Iterable[str]) -> dict[str, torch.Tensor]:

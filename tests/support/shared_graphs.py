@@ -34,6 +34,7 @@ from torch_pagoda.compiler.fingerprint.fingerprint import _modes as modes
 from torch_pagoda.compiler.fingerprint.tensor_contents import module_tensors, update_whole
 from torch_pagoda.compiler.pipeline import run_passes as run_passes_anew
 from torch_pagoda.passes import Pass, PassRecord, TracedGraph
+from torch_pagoda.runtime.phases import phase
 
 
 @dataclass
@@ -94,7 +95,8 @@ def capture(model: nn.Module) -> Captured:
     if (kept := _kept[key]) is None:
         return trace.capture(model)
     hits["capture"] += 1
-    return Captured(kept.over(named), kept.more)
+    with phase("capture"):
+        return Captured(kept.over(named), kept.more)
 
 
 def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
@@ -131,7 +133,8 @@ def to_aten(traced: TracedGraph, context: TracingContext) -> TracedGraph:
     hits["aten"] += 1
     kept = _kept[key]
     assert kept is not None
-    return traced.over(kept.graph.copy().module)
+    with phase("aten"):
+        return traced.over(kept.graph.copy().module)
 
 
 def share_graphs(patch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,9 @@ def programs() -> dict[Any, LinkedProgram]:
 def compile_once(monkeypatch: pytest.MonkeyPatch, programs: dict[Any, LinkedProgram]) -> None:
     """Compiling is nearly all of an engine's building time, so each set of weights is compiled once."""
 
-    def build(model: PreTrainedModel, options: CompileOptions, *, owns_weights: bool = False) -> LinkedProgram:
+    def build(
+        model: PreTrainedModel, options: CompileOptions, *, owns_weights: bool = False, **_: object
+    ) -> LinkedProgram:
         weights = tuple(w.double().sum().item() for w in model.state_dict().values())
         key = (type(model), model.dtype, repr(options), weights)
         if key not in programs:

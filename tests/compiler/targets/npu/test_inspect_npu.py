@@ -28,8 +28,9 @@ from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.targets.npu.offline.run import OfflineCallError
 from torch_pagoda.compiler.targets.npu.offline.toolchain import ToolchainError
 from torch_pagoda.compiler.targets.npu.socs import chip
+from torch_pagoda.passes.graph.notes import GraphNotes
 from torch_pagoda.passes.graph.provenance import DecoderLayers
-from torch_pagoda.runtime.program import CacheSpec
+from torch_pagoda.runtime.program import CacheSpec, is_cache_input
 
 from legal_models import build_legal_model
 from tiny_models import build_tiny_model
@@ -272,6 +273,8 @@ class Graph:
             name, *shape = argument
             node = graph.placeholder(name)
             node.meta["example_value"] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+            if is_cache_input(name):
+                node.meta["cache_index"] = 0
             self.placeholders.append(node)
             return node
 
@@ -282,7 +285,12 @@ class Graph:
         spec = CacheSpec(2, 128, 128, torch.bfloat16, sliding_window=window)
         constants = [n.name for n in self.placeholders if n.name.startswith("w")]
         self.traced: Any = SimpleNamespace(
-            placeholders=self.placeholders, constants=constants, notes={}, caches=[spec], npu=None, token_symbol=None
+            placeholders=self.placeholders,
+            constants=constants,
+            notes=GraphNotes(),
+            caches=[spec],
+            npu=None,
+            token_symbol=None,
         )
 
     def moved(self, step: Step) -> Moved:
