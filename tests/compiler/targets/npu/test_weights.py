@@ -14,6 +14,7 @@ from torch_pagoda.compiler.targets.npu import weights
 from torch_pagoda.compiler.targets.npu.weights import plan_weights, prepare_weights
 from torch_pagoda.compiler.weights.weight_guard import WeightGuard
 from torch_pagoda.passes import TracedGraph
+from torch_pagoda.passes.graph.notes import GraphNotes
 from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache
 
 npu, aten = torch.ops.npu, torch.ops.aten
@@ -23,7 +24,7 @@ def graph_of(function, *, merged=None, **constants: torch.Tensor) -> TracedGraph
     """The calls that ``function`` makes on ``x`` and on constants."""
     module = fx.GraphModule(torch.nn.Module(), fx.Tracer().trace(function))
     mode = FakeTensorMode()
-    traced = TracedGraph(module, mode, dict(constants), paged=False, notes={"merged": merged or {}})
+    traced = TracedGraph(module, mode, dict(constants), paged=False, notes=GraphNotes(merged or {}))
     for node in traced.placeholders:
         node.meta["example_value"] = mode.from_tensor(constants.get(node.name, torch.ones(4, 32)))
     return traced
