@@ -30,7 +30,7 @@ from random_llama import greedy
 from report import markdown_table, save
 from workloads import Workload, log_normal_workload
 
-from torch_pagoda.runtime.blocks.pool import GONE
+from torch_pagoda.runtime.blocks.pool import NULL_BLOCK
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.program import CacheSpec
 
@@ -41,7 +41,13 @@ LULL = "the lull"
 def end_of_blocks_in_use(engine: Engine) -> int:
     """One more than the highest id of a block in use; 0 where none is."""
     manager = engine.block_manager
-    held = [block for name in manager.sequences for table in manager.tables(name) for block in table if block != GONE]
+    held = [
+        block
+        for name in manager.sequences
+        for table in manager.tables(name)
+        for block in table
+        if block != NULL_BLOCK
+    ]
     return max(held, default=-1) + 1
 
 

@@ -80,7 +80,9 @@ def compile_program(
             log.info("the program is not kept for later starts: %s", error)
             store = None
     # Before anything packs the weights, or moves them.
-    record = None if store is None or files is None else _record(model, options, found, files, facts or {})
+    record = None
+    if store is not None and files is not None and options.verify != "off":
+        record = _record(model, options, found, files, facts or {})
     if store is not None and (program := _stored(store, key, model, options, owns_weights, start)) is not None:
         if record is not None and program.rope_switch is None:
             store.save(*record)
@@ -112,7 +114,7 @@ def _record(
     """The name and the data of the record by which a later start finds the program; None where there can be none."""
     try:
         return warm_key(files, options), record_data(describe_start(model, found, files, facts))
-    except (CannotIdentify, CannotStore, Touched) as error:
+    except (CannotIdentify, CannotStore, Touched, OSError, ValueError) as error:
         log.info("later starts will load the model's class: %s", error)
         return None
 

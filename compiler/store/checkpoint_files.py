@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from ..fingerprint.tensor_contents import update_samples
 
@@ -29,11 +29,20 @@ class CheckpointFiles:
     _tensors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The tensors of all files by name, in the files' dtypes; opened once."""
+        """The tensors of all files by name, in the files' dtypes; opened once.
+
+        Raises:
+            ValueError: a file cannot be read.
+        """
         if not self._tensors:
-            for path in self.weights:
-                with safe_open(path, framework="pt", device="cpu") as file:
-                    self._tensors.update((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+            found: dict[str, torch.Tensor] = {}
+            try:
+                for path in self.weights:
+                    with safe_open(path, framework="pt", device="cpu") as file:
+                        found.update((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+            except (SafetensorError, OSError, RuntimeError) as error:
+                raise ValueError(f"{path} cannot be mapped: {error}") from error
+            self._tensors.update(found)
         return self._tensors
 
     def contents(self) -> dict[str, Any]:

@@ -127,6 +127,14 @@ def test_a_checkpoint_with_other_weights_is_another(kept, start, tmp_path):
     assert start(weights=[str(tmp_path / "model.safetensors")]) is None
 
 
+def test_a_torn_file_is_for_the_loader_to_refuse(kept, start, tmp_path, caplog):
+    content = (kept / "checkpoint" / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with caplog.at_level(logging.INFO, "torch_pagoda"):
+        assert start(weights=[str(tmp_path / "model.safetensors")], _tensors={}) is None
+    assert "cannot be mapped" in caplog.text
+
+
 def test_other_texts_and_options_are_others(kept, start, monkeypatch):
     config = files(kept / "checkpoint").texts["config.json"]
     assert start(texts={"config.json": config.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-03')}) is None
