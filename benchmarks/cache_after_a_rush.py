@@ -31,6 +31,7 @@ from report import markdown_table, save
 from workloads import Workload, log_normal_workload
 
 from torch_pagoda.runtime.blocks.pool import NULL_BLOCK
+from torch_pagoda.runtime.cache.kv_cache import bytes_per_block
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.program import CacheSpec
 
@@ -64,11 +65,12 @@ def serve(
         longest: ``max_model_len``.
         least: blocks that the cache may shrink to; None: it keeps its size.
     """
+    caches = [CacheSpec(1, 1, 1, torch.float32)]
     engine = Engine(
-        NoModel([CacheSpec(1, 1, 1, torch.float32)], longest),
+        NoModel(caches, longest),
         block_size=BLOCK_SIZE,
         num_blocks=batch * -(-longest // BLOCK_SIZE),
-        min_num_blocks=least,
+        min_kv_cache_memory=None if least is None else least * bytes_per_block(caches, BLOCK_SIZE),
         max_num_seqs=batch,
         max_model_len=longest,
         enable_prefix_caching=False,

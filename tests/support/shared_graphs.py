@@ -118,9 +118,10 @@ def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
         return run_passes_anew(traced, passes)
     hits["passes"] += 1
     quantization = traced.quantization
-    vars(traced).update(vars(kept.over(named)))
-    traced.quantization = quantization
-    return copy.deepcopy(kept.more)
+    with phase("passes"):
+        vars(traced).update(vars(kept.over(named)))
+        traced.quantization = quantization
+        return copy.deepcopy(kept.more)
 
 
 def to_aten(traced: TracedGraph, context: TracingContext) -> TracedGraph:
