@@ -24,6 +24,7 @@ from .store.checkpoint_files import CheckpointFiles
 from .store.graph_data import CannotStore
 from .store.program_store import ProgramStore, open_store
 from .store.stored_program import Outdated, describe, report_data, restore, tensors_read
+from .store.typed_data import to_plain
 from .store.warm_start import (
     Facts,
     NotAsItWas,
@@ -31,7 +32,6 @@ from .store.warm_start import (
     check_record,
     describe_start,
     read_record,
-    record_data,
     start_tensors,
     warm_key,
 )
@@ -113,7 +113,7 @@ def _record(
 ) -> tuple[str, dict[str, Any]] | None:
     """The name and the data of the record by which a later start finds the program; None where there can be none."""
     try:
-        return warm_key(files, options), record_data(describe_start(model, found, files, facts))
+        return warm_key(files, options), to_plain(describe_start(model, found, files, facts))
     except (CannotIdentify, CannotStore, Touched, OSError, ValueError) as error:
         log.info("later starts will load the model's class: %s", error)
         return None
@@ -165,10 +165,7 @@ def _of_record(
         log.warning("the stored program %s cannot be used (%s); the model's class is loaded", record.program, error)
         store.discard(name)
         return None
-    program.report.stored = True
-    program.report.seconds = {}
-    clock = PhaseClock(program.report.seconds, start)
-    clock.lap("load")
+    clock = _restored(program.report, start)
     check_kernels()
     if _packs(options):
         program.pack_weights(release=True)
@@ -181,6 +178,14 @@ def _of_record(
         store.discard(record.program)
         return None
     return program
+
+
+def _restored(report: CompileReport, start: float) -> PhaseClock:
+    """The clock of a start whose program was restored; the report's seconds were those of compiling."""
+    report.stored, report.seconds = True, {}
+    clock = PhaseClock(report.seconds, start)
+    clock.lap("load")
+    return clock
 
 
 def _packs(options: CompileOptions) -> bool:
@@ -220,10 +225,7 @@ def _stored(
         log.warning("the stored program %s cannot be used (%s); compiling again", key, error)
         store.discard(key)
         return None
-    program.report.stored = True
-    program.report.seconds = {}
-    clock = PhaseClock(program.report.seconds, start)
-    clock.lap("load")
+    clock = _restored(program.report, start)
     reference = None
     if judged is not None:
         check_kernels()

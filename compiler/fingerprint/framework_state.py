@@ -140,7 +140,9 @@ def _function(place: str, function: types.FunctionType) -> str:
         Touched: it is written in a file that was not installed.
     """
     code = function.__code__
-    said = f"{function.__module__}.{function.__qualname__}:{code.co_firstlineno}"
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    numbers = [default for default in defaults if type(default) in _NUMBERS]
+    said = f"{function.__module__}.{function.__qualname__}:{code.co_firstlineno} {numbers}"
     if is_own(function) or code.co_filename[:1] == "<":
         return said
     if not code.co_filename.startswith(_installed()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,24 +26,21 @@ class CheckpointFiles:
     weights: Sequence[str]
     texts: Mapping[str, str]
     dtype: torch.dtype | None = None
-    _tensors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The tensors of all files by name, in the files' dtypes; opened once.
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of all files by name, in the files' dtypes, mapped anew: a program takes the data of its own.
 
         Raises:
             ValueError: a file cannot be read.
         """
-        if not self._tensors:
-            found: dict[str, torch.Tensor] = {}
-            try:
-                for path in self.weights:
-                    with safe_open(path, framework="pt", device="cpu") as file:
-                        found.update((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
-            except (SafetensorError, OSError, RuntimeError) as error:
-                raise ValueError(f"{path} cannot be mapped: {error}") from error
-            self._tensors.update(found)
-        return self._tensors
+        found: dict[str, torch.Tensor] = {}
+        try:
+            for path in self.weights:
+                with safe_open(path, framework="pt", device="cpu") as file:
+                    found.update((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise ValueError(f"{path} cannot be mapped: {error}") from error
+        return found
 
     def contents(self) -> dict[str, Any]:
         """What tells one checkpoint from another: texts, and names, dtypes, shapes and samples of all tensors."""

@@ -28,7 +28,7 @@ from ..fingerprint.tensor_contents import module_tensors
 from ..options import CompileOptions
 from .checkpoint_files import CheckpointFiles, sample_digest
 from .graph_data import CannotStore
-from .typed_data import from_plain, to_plain
+from .typed_data import from_plain
 
 _MOST_BYTES = 16 << 20
 """Of tensors that no file of the checkpoint holds, together: rotary frequencies and the like."""
@@ -37,7 +37,7 @@ _OURS = __name__.partition(".")[0]
 _SETTINGS = ("TRANSFORMERS_", "USE_")
 """How environment variables begin that transformers reads when it makes a model."""
 
-Fact = bool | int | float | str | None
+Fact = bool | int | float | None
 Facts = dict[str, Fact | list[int]]
 
 
@@ -47,7 +47,6 @@ class WarmStart:
 
     Attributes:
         program: the key of its program.
-        model: the class's name.
         weights: the module's tensor → the checkpoint's, and the dtype that it is converted to ("" for its own).
         tensors: those of the module that no file holds.
         sources: Python modules behind the class → SHA-256 of their files.
@@ -57,7 +56,6 @@ class WarmStart:
     """
 
     program: str
-    model: str
     weights: dict[str, tuple[str, str]]
     tensors: dict[str, torch.Tensor]
     sources: dict[str, str]
@@ -105,9 +103,10 @@ def describe_start(model: nn.Module, found: Fingerprint, files: CheckpointFiles,
     named = module_tensors(model)
     dtypes = {tensor.dtype for tensor in named.values()}
     held: dict[str, tuple[str, str]] = {}
-    own = {name: sample_digest(tensor) for name, tensor in files.tensors().items()}
+    stored = files.tensors()
+    own = {name: sample_digest(tensor) for name, tensor in stored.items()}
     by_content = {digest: (name, "") for name, digest in reversed(own.items())}
-    for name, tensor in files.tensors().items():
+    for name, tensor in stored.items():
         for dtype in dtypes - {tensor.dtype} if tensor.is_floating_point() else ():
             by_content.setdefault(sample_digest(tensor, dtype), (name, str(dtype)))
     kept: dict[str, torch.Tensor] = {}
@@ -122,17 +121,11 @@ def describe_start(model: nn.Module, found: Fingerprint, files: CheckpointFiles,
     if sum(t.numel() * t.element_size() for t in kept.values()) > _MOST_BYTES:
         raise CannotStore(f"its buffers are larger than {_MOST_BYTES >> 20} MiB")
     variables, states = dict(found.variables), framework_states()
-    return WarmStart(found.digest, kind.__name__, held, kept, sources, variables, states, facts)
-
-
-def record_data(start: WarmStart) -> dict[str, Any]:
-    """A record as plain data."""
-    data: dict[str, Any] = to_plain(start)
-    return data
+    return WarmStart(found.digest, held, kept, sources, variables, states, facts)
 
 
 def read_record(data: Mapping[str, Any]) -> WarmStart:
-    """The record of ``record_data``.
+    """The record that ``typed_data.to_plain`` was given.
 
     Raises:
         ValueError: it is none.

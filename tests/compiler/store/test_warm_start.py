@@ -29,9 +29,9 @@ FACTS = {"config.eos_token_id": [3, 4], "generation_config.temperature": 0.5, "g
 OPTIONS = CompileOptions(codegen="none", pack_weights=True)
 
 
-def files(folder, dtype=None):
+def files(folder, dtype=None, weights=None):
     texts = {name: (folder / name).read_text() for name in ("config.json", "generation_config.json")}
-    return CheckpointFiles([str(folder / "model.safetensors")], texts, dtype)
+    return CheckpointFiles([str(folder / "model.safetensors")] if weights is None else weights, texts, dtype)
 
 
 def saved(folder, name="llama", **sizes):
@@ -100,7 +100,7 @@ def test_a_program_is_found_by_its_checkpoint(kept, start):
 
 def test_code_that_is_loaded_may_have_been_changed(start, monkeypatch, caplog):
     monkeypatch.undo()  # this process has loaded it
-    record = warm_start.WarmStart("", "", {}, {}, {"transformers.models.llama.modeling_llama": ""}, {}, {}, {})
+    record = warm_start.WarmStart("", {}, {}, {"transformers.models.llama.modeling_llama": ""}, {}, {}, {})
     with pytest.raises(warm_start.NotAsItWas, match="is loaded"):
         warm_start.check_record(record)
 
@@ -131,7 +131,7 @@ def test_a_torn_file_is_for_the_loader_to_refuse(kept, start, tmp_path, caplog):
     content = (kept / "checkpoint" / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
     with caplog.at_level(logging.INFO, "torch_pagoda"):
-        assert start(weights=[str(tmp_path / "model.safetensors")], _tensors={}) is None
+        assert start(weights=[str(tmp_path / "model.safetensors")]) is None
     assert "cannot be mapped" in caplog.text
 
 
@@ -217,6 +217,7 @@ PATCHES = {
     "an activation": lambda m: m.setitem(ACT2FN, "silu", nn.GELU),
     "an activation's argument": lambda m: m.setitem(ACT2FN, "gelu_10", (dict.get(ACT2FN, "gelu_10")[0], {"max": 9})),
     "an attention function": lambda m: m.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", louder(print)),
+    "a default": lambda m: m.setattr(nn.functional.layer_norm, "__defaults__", (None, None, 1.0)),
     "a number": lambda m: m.setattr(transformers.modeling_rope_utils, "PAGODA_TEST_NUMBER", 3, raising=False),
     "a config's method": lambda m: m.setattr(transformers.PreTrainedConfig, "to_dict", louder(print)),
     "hooks for all modules": lambda m: m.setitem(nn.modules.module._global_forward_hooks, 1, print),
@@ -229,6 +230,37 @@ def test_changes_of_the_framework_are_seen(states, monkeypatch, patch):
     patch(monkeypatch)
     with suppress(Touched):
         assert changed_module(states) is not None
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["as it is", "converted"])
+def test_large_weights_in_several_files(tmp_path, monkeypatch, caplog, dtype):
+    """Weights of which samples are read, a vocabulary of 150k, shards; a change at a sampled place makes another
+    checkpoint, and one elsewhere shows in the logits."""
+    monkeypatch.delenv(DISABLE)
+    monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(warm_start, "model_modules_loaded", lambda names: False)
+    folder = tmp_path / "checkpoint"
+    build_tiny_model("llama", num_hidden_layers=1, vocab_size=151_936).save_pretrained(folder, max_shard_size="30MB")
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) > 1
+
+    def of(weights=shards):
+        return replace(files(folder, dtype, weights=[]), weights=[str(path) for path in weights])
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto").eval().requires_grad_(False)
+    compile_program(model, OPTIONS, owns_weights=True, files=of(), facts=FACTS)
+
+    def started_with_row(row, change):
+        """The start of a checkpoint with another row in its head."""
+        tensors = load_file(holder)
+        tensors["lm_head.weight"][row] += change
+        save_file(tensors, tmp_path / holder.name, {"format": "pt"})
+        return program_of_checkpoint(of([tmp_path / p.name if p == holder else p for p in shards]), OPTIONS)
+
+    (holder,) = (path for path in shards if "lm_head.weight" in load_file(path))
+    assert program_of_checkpoint(of(), OPTIONS)[0].report.stored
+    assert started_with_row(0, 1.0) is None and "standard deviations" not in caplog.text
+    assert started_with_row(1000, 1.0) is None and "standard deviations" in caplog.text
 
 
 def test_nothing_is_recorded_of_what_a_file_does_not_hold(tmp_path, monkeypatch, caplog):
