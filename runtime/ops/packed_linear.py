@@ -70,7 +70,7 @@ def packed_linear_cpu(input: torch.Tensor, weight: torch.Tensor, bias: torch.Ten
         return packed_linear_reference(input, weight, bias)
     kernel = kernel_function("pagoda_blocked_linear")
     inputs, outputs = input.shape[-1], weight.shape[0]
-    fits = inputs == weight.shape[1] if weight.dim() == 2 else -(-inputs // 2) == weight.shape[1]
+    fits = inputs == weight.shape[1] if weight.dim() == 2 else _holds_panels(weight, inputs, blocked[1])
     if kernel is None or input.dtype is not torch.bfloat16 or not fits:
         return packed_linear_reference(input, weight, bias)
     result = input.new_empty((*input.shape[:-1], outputs))
@@ -156,8 +156,27 @@ def lay_out(weight: torch.Tensor, panel: int) -> torch.Tensor:
     return laid.copy_(padded.view(panels, panel, pairs, 2).transpose(1, 2))
 
 
+def _holds_panels(weight: torch.Tensor, inputs: int, panel: int) -> bool:
+    """True for what :func:`pack_weight` returns: behind the head is the memory that a copy of it lacks."""
+    if not panel:
+        return False
+    outputs, pairs, two = weight.shape
+    numbers = -(-outputs // panel) * panel * -(-inputs // _STEP) * _STEP
+    held = weight.untyped_storage().nbytes() // weight.element_size() - weight.storage_offset()
+    return (pairs, two) == (-(-inputs // 2), 2) and held >= numbers
+
+
 def unpack_weight(packed: torch.Tensor, inputs: int) -> torch.Tensor:
-    """The ``[out, in]`` weight that :func:`pack_weight` laid out in panels."""
+    """The ``[out, in]`` weight that :func:`pack_weight` laid out in panels.
+
+    Raises:
+        ValueError: it is not one of so many inputs, or a copy of its head.
+    """
+    if not _holds_panels(packed, inputs, own_panel()):
+        raise ValueError(
+            f"weight of shape {tuple(packed.shape)} holds no panels of {inputs} inputs; pass what pack_weight "
+            "returned, not a copy of it"
+        )
     outputs, panel = packed.shape[0], own_panel()
     panels, pairs = -(-outputs // panel), -(-inputs // _STEP) * _STEP // 2
     laid = packed.as_strided((panels, panel, pairs, 2), (pairs * panel * 2, 2, panel * 2, 1))

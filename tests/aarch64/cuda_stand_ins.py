@@ -22,31 +22,32 @@ def write_stand_ins(torch: Path, root: Path, folder: Path) -> None:
     present = {path.name for path in (*libraries, *system, *root.glob("lib/ld*"))}
     present |= {path.name for path in torch.parent.glob("torch.libs/*")}
     missing: set[str] = set()
-    needed: dict[str, str] = {}
+    needed: dict[str, tuple[str, list[str]]] = {}  # symbol → version, and what the library that asks for it loads
     defined: set[str] = set()
     library_of: dict[str, str] = {}
     for path in libraries:
-        missing |= {name for name in _needed(path) if name not in present}
+        loads = [name for name in _needed(path) if name not in present]
+        missing |= set(loads)
         library_of |= _versions(path)
         for kind, name in _symbols(path):
             plain, _, version = name.partition("@")
             if kind == "U":
-                needed.setdefault(plain, version.lstrip("@"))
+                needed.setdefault(plain, (version.lstrip("@"), loads))
             elif kind not in "wv":
                 defined.add(plain)
     for path in (*system, *torch.parent.glob("torch.libs/*.so*"), *root.glob("lib/ld*")):
         defined |= {name.partition("@")[0] for kind, name in _symbols(path) if kind not in "Uwv"}
 
-    # A symbol without a version may come from any library that is loaded.
-    anywhere = min(missing, key=lambda name: (name in library_of.values(), name))
     names: dict[str, dict[str, list[str]]] = {library: defaultdict(list) for library in missing}
     for version, library in library_of.items():
         if library in missing:
             names[library][version] = []
-    for name, version in needed.items():
+    versioned = set(library_of.values())
+    for name, (version, loads) in needed.items():
         if name in defined or name.startswith(OTHERS):
             continue
-        library = library_of.get(version, anywhere)
+        # A symbol without a version may come from any library that is loaded with the one that asks for it.
+        library = library_of.get(version) or min(loads, key=lambda name: (name in versioned, name), default="")
         if library in missing:
             names[library][version if version in library_of else ""].append(name)
     folder.mkdir()

@@ -25,7 +25,7 @@ from torch_pagoda.runtime.private_folder import cache_folder
 COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64"
 ROOT = Path(__file__).parents[2]
-LAYOUT = "1"
+LAYOUT = "2"
 """Of the folder that is made here; another one makes it anew."""
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 DEBIAN = (

@@ -53,5 +53,7 @@ def _run_tests(emulated: Emulated, build: str, paths: list[Path], scratch: Path)
     options = ["-q", "-p", "cross_built_kernels", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
     settings = ["-c", str(ROOT / "pyproject.toml"), "-o", "addopts=--import-mode=importlib"]
     done = emulated.run(BUILDS[build], ["-m", "pytest", *options, *settings, *map(str, paths)], scratch)
-    # 5: all tests of the file are for another processor.
-    assert done.returncode in (0, 5), f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    said = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    # 5: all tests of the file are for another processor, which cannot be true of products.
+    assert done.returncode == 0 or (done.returncode == 5 and paths != QUICK), said
+    assert " passed" in done.stdout or paths != QUICK, said

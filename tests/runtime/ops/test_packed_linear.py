@@ -168,6 +168,16 @@ def test_panels_of_ours_hold_the_weight(outputs, inputs):
 
 
 @ours
+def test_a_copy_of_what_was_packed_is_refused():
+    """Memory behind its head is read, which a copy does not have."""
+    x = numbers(3, 97)
+    with pytest.raises(ValueError, match="not a copy"):
+        packed_linear_cpu(x, pack_weight(numbers(130, 97)).clone())
+    with pytest.raises(ValueError, match="holds no panels of 64 inputs"):
+        packed_linear_cpu(numbers(3, 64), pack_weight(numbers(130, 97)))
+
+
+@ours
 @pytest.mark.parametrize("rows", [MOST_ROWS + 1, 200])
 def test_many_rows_are_ours(rows):
     weight, bias = numbers(130, 96), numbers(130, seed=1)
