@@ -48,10 +48,11 @@ CPU revision\t: 0
 # builds none itself.
 PLUGIN = """
 import ctypes, os
+from concurrent.futures import Future
 from torch_pagoda.runtime.ops import native
-_library = ctypes.CDLL(os.environ["PAGODA_KERNELS"])
-native.load_kernels = lambda: _library
-native._bound_function.cache_clear()
+_loaded = Future()
+_loaded.set_result(ctypes.CDLL(os.environ["PAGODA_KERNELS"]))
+native._loading = lambda: _loaded
 """
 
 

@@ -218,6 +218,9 @@ PATCHES = {
     "an activation's argument": lambda m: m.setitem(ACT2FN, "gelu_10", (dict.get(ACT2FN, "gelu_10")[0], {"max": 9})),
     "an attention function": lambda m: m.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", louder(print)),
     "a default": lambda m: m.setattr(nn.functional.layer_norm, "__defaults__", (None, None, 1.0)),
+    "another attention of transformers'": lambda m: m.setitem(
+        ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+    ),
     "a number": lambda m: m.setattr(transformers.modeling_rope_utils, "PAGODA_TEST_NUMBER", 3, raising=False),
     "a config's method": lambda m: m.setattr(transformers.PreTrainedConfig, "to_dict", louder(print)),
     "hooks for all modules": lambda m: m.setitem(nn.modules.module._global_forward_hooks, 1, print),
