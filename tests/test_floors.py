@@ -37,7 +37,7 @@ FLOORS = {
     ),
     "passes": ("__init__", "rewrite", "lower proof recognise", "graph"),
     "runtime": (
-        *("engine planning", "cache", "batching ops profiling program sampling"),
+        *("serving", "engine planning", "cache", "batching ops profiling program sampling"),
         "__init__ autocast blocks memory phases private_folder requests step_metadata",
     ),
 }
