@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -43,7 +44,7 @@ def constraints(system: str) -> dict[str, Requirement]:
     asked = [Requirement(line) for line in lines if line and not line.startswith("#")]
     holding = [r for r in asked if r.marker is None or r.marker.evaluate({"sys_platform": system})]
     assert len({r.name for r in holding}) == len(holding)
-    return {r.name: r for r in holding}
+    return {canonicalize_name(r.name): r for r in holding}
 
 
 def extra(name: str) -> Iterator[str]:
@@ -64,7 +65,7 @@ def test_what_we_depend_on_is_constrained_to_one_release_within_its_bounds(syste
     for dependency in map(Requirement, dependencies):
         if dependency.marker is not None and not dependency.marker.evaluate({"sys_platform": system}):
             continue
-        (pin,) = pinned[dependency.name].specifier
+        (pin,) = pinned[canonicalize_name(dependency.name)].specifier
         assert pin.operator == "==" and pin.version.partition("+")[0] in dependency.specifier, dependency
 
 
