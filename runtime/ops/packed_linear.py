@@ -150,10 +150,13 @@ def lay_out(weight: torch.Tensor, panel: int) -> torch.Tensor:
     panels, pairs = -(-outputs // panel), -(-inputs // _STEP) * _STEP // 2
     laid = weight.new_empty(panels, pairs, panel, 2)
     advise_huge_pages(laid)
-    if (outputs, inputs) == (panels * panel, pairs * 2):
-        return laid.copy_(weight.view(panels, panel, pairs, 2).transpose(1, 2))
-    padded = F.pad(weight, (0, pairs * 2 - inputs, 0, panels * panel - outputs))
-    return laid.copy_(padded.view(panels, panel, pairs, 2).transpose(1, 2))
+    if (outputs, inputs) != (panels * panel, pairs * 2):
+        weight = F.pad(weight, (0, pairs * 2 - inputs, 0, panels * panel - outputs))
+    if laid.element_size() == 2 and weight.storage_offset() % 2 == 0:
+        # Two numbers that stay together are moved as one of 32 bits: in half the time.
+        laid.view(torch.int32).copy_(weight.view(torch.int32).view(panels, panel, pairs, 1).transpose(1, 2))
+        return laid
+    return laid.copy_(weight.view(panels, panel, pairs, 2).transpose(1, 2))
 
 
 def _holds_panels(weight: torch.Tensor, inputs: int, panel: int) -> bool:

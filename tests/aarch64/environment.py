@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 from cuda_stand_ins import write_stand_ins
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from torch_pagoda.runtime.ops import native
 from torch_pagoda.runtime.private_folder import cache_folder
@@ -32,7 +34,19 @@ DEBIAN = (
     "libc6 libstdc++6 libgcc-s1 libgomp1 libgfortran5 zlib1g libexpat1 libssl3 libffi8 libbz2-1.0 liblzma5 "
     f"libsqlite3-0 libuuid1 libcrypt1 lib{PYTHON}-minimal lib{PYTHON}-stdlib {PYTHON}-minimal {PYTHON}"
 ).split()
-NOT_COPIED = {"torch", "torch-pagoda", "torch-npu", "pip", "setuptools", "wheel", "ruff", "mypy", "matplotlib"}
+IMPORTED = (
+    "transformers",
+    "safetensors",
+    "numpy",
+    "rich",
+    "typer",
+    "sympy",
+    "networkx",
+    "pytest",
+    "hypothesis",
+    "psutil",
+)
+NOT_COPIED = {"torch", "setuptools"}
 PLATFORMS = ("manylinux_2_28_aarch64", "manylinux2014_aarch64", "manylinux_2_17_aarch64")
 CPUINFO = """processor\t: {0}
 Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp
@@ -142,11 +156,17 @@ def set_up() -> Emulated:
 
 
 def _wheels() -> list[str]:
-    """What pip is to install: the packages of this Python, and torch in its version."""
-    found = {d.metadata["Name"]: d.version for d in metadata.distributions()}
-    copied = [
-        f"{name}=={version}" for name, version in found.items() if name.lower().replace("_", "-") not in NOT_COPIED
-    ]
+    """What pip is to install: torch, and what operators' tests import, in the versions of this Python."""
+    wanted, versions = list(IMPORTED), {}
+    while wanted:
+        name = canonicalize_name(wanted.pop())
+        if name in versions or name in NOT_COPIED:
+            continue
+        found = metadata.distribution(name)
+        versions[name] = found.version
+        asked = [Requirement(line) for line in found.requires or ()]
+        wanted += [r.name for r in asked if r.marker is None or r.marker.evaluate({"extra": ""})]
+    copied = [f"{name}=={version}" for name, version in versions.items()]
     return [f"torch=={torch.__version__.partition('+')[0]}", *sorted(copied)]
 
 

@@ -49,6 +49,21 @@ def close(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torc
     assert ((found.double() - exact).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("shape", [(48, 64), (50, 66), (5, 7)])
+@pytest.mark.parametrize("offset", [0, 1, 2])
+def test_panels_hold_pairs_of_inputs_of_one_output_each(shape: tuple[int, int], offset: int) -> None:
+    """Also of a weight that begins in the middle of 32 bits, as one of a file may."""
+    outputs, inputs = shape
+    weight = numbers(outputs * inputs + offset)[offset:].view(outputs, inputs)
+    laid = lay_out(weight, 16)
+    panels, pairs, panel, _ = laid.shape
+    assert (panel, pairs % 16) == (16, 0)
+    for n in range(panels * panel):
+        row = laid[n // panel, :, n % panel].reshape(-1)
+        expected = weight[n] if n < outputs else torch.zeros(inputs, dtype=weight.dtype)
+        assert torch.equal(row[:inputs], expected) and not row[inputs:].any()
+
+
 @pytest.mark.parametrize("panel", [16, 32, 64])
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (130, 96), (7, 40), (200, 33), (96, 1), (256, 512)])
 def test_every_layout_and_size(outputs, inputs, panel):
