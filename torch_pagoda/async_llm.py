@@ -9,9 +9,7 @@ import queue
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable
-from typing import Any, Self, TypeVar, Unpack
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from .llm import LLM
 from .options import LLMOptions, signature_with_options
@@ -19,6 +17,9 @@ from .runtime.engine.submission import one_line
 from .runtime.requests.outputs import RequestOutput
 from .runtime.requests.prompt_forms import Prompt
 from .runtime.requests.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Result = TypeVar("Result")
 

@@ -7,23 +7,19 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from .compiler import CheckpointFiles
 from .quantized_checkpoint import check_description, check_loaded, check_stored
 from .stored_tensors import GGUF_REMEDY, stored_tensors, weight_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +84,8 @@ def load_model(
     check_stored(stored, name)
 
     def load() -> Any:
+        from transformers import AutoModelForCausalLM
+
         return AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
@@ -160,6 +158,8 @@ def load_config(source: str | os.PathLike[str], trust_remote_code: bool) -> tupl
 
 def causal_lm_class(config: Any) -> type | None:
     """The class of transformers that makes a config's causal LM; None where the checkpoint's own code does."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
     has_own = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     found = None if has_own else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return found if isinstance(found, type) else None
@@ -172,7 +172,9 @@ def load_tokenizer(
     name = check_source(source, argument="tokenizer")
 
     def load() -> PreTrainedTokenizerBase:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            name, config=_config_without_class(name), trust_remote_code=trust_remote_code
+        )
 
     if required:
         return _one_line(f"tokenizer={name!r}: could not load it", load)
@@ -185,6 +187,21 @@ def load_tokenizer(
         level = logging.WARNING if is_there else logging.INFO
         logger.log(level, "no tokenizer from %s (%s): prompts must be token ids", name, first_line(error))
         return None
+
+
+def _config_without_class(folder: str) -> PreTrainedConfig | None:
+    """The config of a folder whose tokenizer says of which class it is, as an object of the base class; else None.
+
+    The tokenizer's class is looked up by the values in it. Its own class is not asked, and importing that takes
+    transformers a second, for it imports the model's activations.
+    """
+    try:
+        stated = json.loads((Path(folder) / "tokenizer_config.json").read_text(encoding="utf-8"))
+        if isinstance(stated.get("tokenizer_class"), str) and "auto_map" not in stated:
+            return PreTrainedConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        logger.debug("the config of %s is read with its class: %s", folder, first_line(error))
+    return None
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase | None:
@@ -253,6 +270,8 @@ def check_config(config: Any, name: str, trust_remote_code: bool) -> None:
         raise ValueError(
             f"model={name!r} is an encoder-decoder ({config.model_type}), not a causal LM; pass a decoder-only model"
         )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     has_remote_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not (has_remote_code and trust_remote_code):
         remedy = (
@@ -271,6 +290,8 @@ def check_module(model: object, dtype: str | torch.dtype, device: torch.device) 
         TypeError: not a HuggingFace model.
         ValueError: not a causal LM, in train(), on another device, or of another dtype than asked for.
     """
+    from transformers import PreTrainedModel
+
     model = getattr(model, "_orig_mod", model)
     kind = type(model).__name__
     if not isinstance(model, PreTrainedModel):
@@ -313,6 +334,8 @@ def check_dtype(model: PreTrainedModel, dtype: str | torch.dtype) -> None:
 
 def is_causal_lm(model: PreTrainedModel) -> bool:
     """Whether a module's class is a language-model head that predicts the next token."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     names = {base.__name__ for base in type(model).__mro__}
     return bool(names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())) or (
         type(model).__name__.endswith("ForCausalLM") and model.get_output_embeddings() is not None

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from .checkpoint import first_line
 from .runtime.requests.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 

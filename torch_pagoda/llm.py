@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .chat import Message, chat_prompts
 from .checkpoint import (
@@ -48,6 +47,9 @@ from .runtime.requests.prompt_forms import Prompt
 from .runtime.requests.request_options import RequestOptions, options_for
 from .runtime.requests.sampling_params import SamplingParams
 from .runtime.requests.validation import as_batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 

@@ -12,15 +12,18 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from ...runtime.ops.quantized_weight import Quantization, check_group_size, restored_weight, round_weight
 from .decoder_layers import LayerCall, Matrix, decoder_layers, first_call, input_of, matrices_by_input
 from .grid import damped, output_error, round_to_grid
 from .recorded_grid import record_grid
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 

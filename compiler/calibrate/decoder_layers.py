@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..capture.layer_kinds import find_decoder_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass

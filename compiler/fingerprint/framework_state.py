@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch.nn.modules import module as _of_modules
 
@@ -26,6 +27,8 @@ _PACKAGES = ("transformers.", "huggingface_hub.", "torch.nn.")
 _SINGLE = ("torch", "torch.functional", "torch._tensor", "torch._C._nn", "torch.nn")
 _NUMBERS = (bool, int, float)
 _C_CALLABLES = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_NOT_TRACED = torch._disable_dynamo(lambda: None).__code__  # type: ignore[no-untyped-call]
+"""Of what importing Dynamo puts around some of torch's functions; a start from the store does not import it."""
 _HOOKS = (
     _of_modules._global_forward_pre_hooks,
     _of_modules._global_forward_hooks,
@@ -139,6 +142,8 @@ def _function(place: str, function: types.FunctionType) -> str:
     Raises:
         Touched: it is written in a file that was not installed.
     """
+    while function.__code__ is _NOT_TRACED:
+        function = function.__wrapped__  # type: ignore[attr-defined]
     code = function.__code__
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     numbers = [default for default in defaults if type(default) in _NUMBERS]

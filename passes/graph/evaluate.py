@@ -6,15 +6,17 @@ Masks and head layouts are not guessed from how they are spelled: they are run o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from .fx_nodes import METADATA_CALLS, callee, closure, mutated_argument, storage_key, value
 from .traced import TracedGraph
+
+if TYPE_CHECKING:
+    import sympy
 
 
 class DependsOnData(Exception):

@@ -10,9 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -20,6 +19,9 @@ from .data_movement import CAST_CALLS, REARRANGING_CALLS
 from .evaluate import at_sizes, small_sizes
 from .fx_nodes import callee, is_tensor, shape, value
 from .traced import TracedGraph
+
+if TYPE_CHECKING:
+    import sympy
 
 _VIEWS = REARRANGING_CALLS | {"contiguous", "clone", "getitem"}
 _CASTS = CAST_CALLS | {"contiguous"}

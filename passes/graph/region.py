@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import fx
 
 from .evaluate import at_sizes, is_size
 from .fx_nodes import METADATA_CALLS, callee, mutated_argument, value
 from .record import NoMatch
+
+if TYPE_CHECKING:
+    import sympy
 
 _MOST_NODES = 200
 

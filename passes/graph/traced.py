@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import LocalSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from ...runtime.ops.quantized_weight import Quantization
 from ...runtime.program import CacheSpec
 from .fx_nodes import value
 from .notes import GraphNotes
 from .npu_target import NpuTarget
+
+if TYPE_CHECKING:
+    import sympy
 
 
 class UnsupportedModel(ValueError):
@@ -274,6 +274,9 @@ class TracedGraph:
         """The fake of an input whose dims ``dynamic`` vary; ``example`` itself if it is one."""
         if isinstance(example, FakeTensor):
             return example
+        from torch._dynamo.source import LocalSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
         sizes = [DimDynamic.DYNAMIC if i in dynamic else DimDynamic.STATIC for i in range(example.dim())]
         context: StatelessSymbolicContext = StatelessSymbolicContext(dynamic_sizes=sizes)
         return self.fake_mode.from_tensor(example, source=LocalSource(name), symbolic_context=context)
@@ -283,6 +286,8 @@ class TracedGraph:
 
         Passes ask for ``add_constant``, ``step_input`` or ``add_cache``, so that linking knows what it receives.
         """
+        from torch._dynamo.source import LocalSource
+
         with self.graph.inserting_after(self.placeholders[-1]):
             node = self.graph.placeholder(name)
         node.meta["example_value"] = example

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import sympy
 import torch
 from torch import fx
 
@@ -13,6 +13,9 @@ from ...runtime.ops.moe import activate
 from ..graph.evaluate import at_sizes
 from ..graph.fx_nodes import shape, value
 from ..graph.region import Region
+
+if TYPE_CHECKING:
+    import sympy
 
 _KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "quick_gelu")
 _FEW_ROWS = 32

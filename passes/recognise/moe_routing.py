@@ -24,9 +24,8 @@ import itertools
 import operator
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -38,6 +37,9 @@ from ..graph.region import OpenRegion, Region
 from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
 from .moe import MOE
+
+if TYPE_CHECKING:
+    import sympy
 
 MOE_GATING = torch.ops.pagoda.moe_gating.default
 

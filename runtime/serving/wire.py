@@ -1,7 +1,7 @@
 """Messages between the API process and the engine process, in msgpack: one list each way in a step.
 
-A frame is a length of four bytes, big-endian, and one message. The API process sends ``ToEngine`` messages, the engine
-process ``FromEngine`` ones: a ``Hello`` when its model is ready, then a ``Step`` whenever there is anything to say.
+A frame is a length of four bytes, big-endian, and one message. The API process sends ``ToEngine``, the engine
+process ``FromEngine``: a ``Hello`` when its model is ready, then a ``Step`` whenever there is anything to say.
 """
 
 from __future__ import annotations

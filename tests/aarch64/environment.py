@@ -43,6 +43,7 @@ IMPORTED = (
     "sympy",
     "networkx",
     "pytest",
+    "pytest-xdist",
     "hypothesis",
     "psutil",
 )

@@ -1,11 +1,13 @@
-"""A second start from a folder, in a process of its own: nothing of transformers' models is imported."""
+"""A second start from a folder, in a process of its own: neither transformers' models nor Dynamo are imported."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +16,16 @@ from torch_pagoda.compiler.store.program_store import DISABLE
 
 from tiny_models import build_tiny_model
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/tiny-pydoc"
 SCRIPT = """
 import json, sys
 from torch_pagoda import LLM, SamplingParams
 llm = LLM(sys.argv[1], codegen="none", max_num_seqs=4, max_model_len=64)
 out = llm.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=8, temperature=0.0))
 code = [name for name in sys.modules if name.startswith("transformers.models.") and "modeling_llama" in name]
+slow = {"torch._dynamo", "sympy", "torch.distributed.tensor", "transformers.modeling_utils"}
+code += sorted(slow.intersection(sys.modules))
+assert llm.tokenizer is not None
 params = llm.get_default_sampling_params()
 print(json.dumps([llm.compile_report.stored, code, out[0].outputs[0].token_ids, params.temperature, params.top_p]))
 """
@@ -42,6 +48,8 @@ def model():
 
 def test_second_start_imports_no_model(model, tmp_path):
     model.save_pretrained(tmp_path / "model")
+    for file in (EXAMPLE / "tokenizer.json", EXAMPLE / "tokenizer_config.json"):
+        shutil.copy(file, tmp_path / "model")
     first = started(tmp_path / "model", tmp_path / "cache")
     second = started(tmp_path / "model", tmp_path / "cache")
     assert (first[0], bool(first[1])) == (False, True)

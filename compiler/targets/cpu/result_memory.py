@@ -59,6 +59,12 @@ class ResultWatch(TorchDispatchMode):
         taken: addresses of the pieces.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from importing Dynamo, which it would call to leave this mode's calls untraced: nothing here is
+        traced, and a start from the store has no other use for it."""
+        return False
+
     def __init__(self, memory: ResultMemory) -> None:
         super().__init__()
         self._memory = memory

@@ -11,11 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
-from torch._dynamo.source import LocalSource
-from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from ....passes import TracedGraph
 from ....passes.graph.fx_nodes import value
@@ -135,7 +132,7 @@ def _sizes(used: Sequence[tuple[int, fx.Node]], traced: TracedGraph) -> Iterator
         if not isinstance(example, torch.Tensor) or is_constant(traced, node.name) or is_cache_input(node.name):
             continue
         for dim, size in enumerate(example.shape):
-            if not isinstance(size, torch.SymInt) or not isinstance(size.node.expr, sympy.Symbol):
+            if not isinstance(size, torch.SymInt) or not size.node.expr.is_Symbol:
                 continue
             if size.node.expr not in known:
                 known.add(size.node.expr)
@@ -143,6 +140,9 @@ def _sizes(used: Sequence[tuple[int, fx.Node]], traced: TracedGraph) -> Iterator
 
 
 def _symbol(traced: TracedGraph, name: str, hint: int) -> torch.SymInt:
+    from torch._dynamo.source import LocalSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
     shapes, source = traced.fake_mode.shape_env, LocalSource(name)
     assert shapes is not None
     symbol = shapes.create_unspecified_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)

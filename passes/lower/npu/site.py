@@ -7,7 +7,6 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -212,7 +211,7 @@ class _Inliner(TorchDispatchMode):
                 if isinstance(found, torch.SymInt) and found.node.expr == size.node.expr:
                     return self._inserted(_aten.sym_size.int, (self.nodes[id(tensor)], dim), size)
         expression, shapes = size.node.expr, size.node.shape_env
-        target = {sympy.Mul: operator.mul, sympy.Add: operator.add}.get(expression.func)
+        target = operator.mul if expression.is_Mul else operator.add if expression.is_Add else None
         if target is None:
             raise ValueError(f"no tensor has the size {size}")
         parts = [int(e) if e.is_number else shapes.create_symintnode(e, hint=None) for e in expression.args]

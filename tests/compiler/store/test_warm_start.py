@@ -105,6 +105,12 @@ def test_code_that_is_loaded_may_have_been_changed(start, monkeypatch, caplog):
         warm_start.check_record(record)
 
 
+def test_a_function_is_what_it_was_when_dynamo_has_wrapped_it(states, monkeypatch):
+    """Importing Dynamo does that to ``torch.manual_seed``."""
+    monkeypatch.setattr(nn.functional, "silu", torch._disable_dynamo(nn.functional.silu))
+    assert changed_module(states) is None
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["as it is", "converted"])
 def test_tied_and_converted_weights(tmp_path, monkeypatch, dtype):
     monkeypatch.delenv(DISABLE)
@@ -211,6 +217,9 @@ def louder(function):
 PATCHES = {
     "a function of torch": lambda m: m.setattr(nn.functional, "silu", louder(nn.functional.silu)),
     "another one of torch's": lambda m: m.setattr(nn.functional, "silu", nn.functional.gelu),
+    "a function that is not traced": lambda m: m.setattr(
+        nn.functional, "silu", torch._disable_dynamo(louder(nn.functional.silu))
+    ),
     "a C function": lambda m: m.setattr(nn.functional, "linear", torch.matmul),
     "a method": lambda m: m.setattr(nn.Linear, "forward", louder(nn.Linear.forward)),
     "another method of torch's": lambda m: m.setattr(nn.Linear, "forward", nn.Identity.forward),

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import sympy
 import torch
 from torch import fx
 
@@ -20,6 +20,9 @@ from ....graph.fx_nodes import METADATA_CALLS, argument, callee, is_dynamic, is_
 from ....graph.record import NoMatch
 from ....graph.region import Region
 from ....graph.traced import TracedGraph
+
+if TYPE_CHECKING:
+    import sympy
 
 _BLANK = frozenset("new_empty empty_like empty.memory_format".split())
 _MOVES = MOVES | _BLANK | {"copy", "slice_scatter", "select_scatter"}
