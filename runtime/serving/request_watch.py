@@ -84,15 +84,23 @@ class RequestWatch:
                 before = prompt.last_token[delta.index]
                 if before is not None:
                     self._latencies.observe_inter_token_latency((now - before) / tokens, tokens)
-                elif delta.finish_reason is not None and tokens > 1 and delta.times is not None and delta.times.decode:
-                    # All of it at once, so only the engine has seen its tokens come.
-                    self._latencies.observe_inter_token_latency(delta.times.decode / (tokens - 1), tokens - 1)
+                else:
+                    prompt.unseen_gaps += tokens - 1
                 prompt.last_token[delta.index] = now
                 prompt.output_tokens[delta.index] += tokens
             if delta.finish_reason is not None:
                 prompt.finish_reasons[delta.index] = delta.finish_reason
                 prompt.cached_tokens = max(prompt.cached_tokens, delta.num_cached_tokens)
-                prompt.times = delta.times or prompt.times
+            if delta.times is not None:
+                prompt.times = delta.times
+                self._observe_unseen(prompt)
+
+    def _observe_unseen(self, prompt: _PromptWatch) -> None:
+        """Count the times between tokens that came together, as the engine's mean: only it saw them come."""
+        mean = prompt.record().seconds_per_output_token
+        if mean is not None and prompt.unseen_gaps:
+            self._latencies.observe_inter_token_latency(mean, prompt.unseen_gaps)
+            prompt.unseen_gaps = 0
 
     def finish(self, *, status: int, disconnected: bool = False, error_code: str | None = None) -> RequestRecord:
         """Take the time of the end; returns the record."""
@@ -120,7 +128,7 @@ class RequestWatch:
 class _PromptWatch:
     """What has come of one prompt."""
 
-    __slots__ = ("cached_tokens", "finish_reasons", "last_token", "length", "output_tokens", "times")
+    __slots__ = ("cached_tokens", "finish_reasons", "last_token", "length", "output_tokens", "times", "unseen_gaps")
 
     def __init__(self, length: int, n: int) -> None:
         self.length = length
@@ -129,6 +137,8 @@ class _PromptWatch:
         self.last_token: list[float | None] = [None] * n
         self.finish_reasons: list[str | None] = [None] * n
         self.times: RequestTimes | None = None
+        self.unseen_gaps = 0
+        """Between tokens that came together at a completion's beginning."""
 
     def record(self) -> PromptRecord:
         return PromptRecord(
