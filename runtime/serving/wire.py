@@ -1,8 +1,8 @@
 """Messages between the API process and the engine process, in msgpack: one list each way in a step.
 
 A frame is a length of four bytes, big-endian, and one message. The API process sends ``ToEngine`` messages, to an
-engine process of its own a ``Start`` first; the engine process sends ``FromEngine`` ones: a ``Hello`` when its model is
-ready, then a ``Step`` whenever there is anything to say.
+engine process of its own a ``Start`` first. The engine process sends ``FromEngine`` messages: a ``Hello`` when its
+model is ready, then a ``Step`` whenever there is anything to say.
 """
 
 from __future__ import annotations
