@@ -45,6 +45,14 @@ class Admission:
         """
         if self.is_draining:
             raise unavailable("draining", "The server shuts down and takes nothing new.", self._drain_seconds())
+        self.check_loaded()
+
+    def check_loaded(self) -> None:
+        """Refuse what needs to know the engine.
+
+        Raises:
+            ApiError: 503; it loads, or is dead.
+        """
         if self._client.state != "ready":
             raise engine_unavailable(self._client.state)
 
@@ -99,7 +107,7 @@ class Admission:
         return ApiError(429, code, message, headers={"retry-after": str(self.retry_after())})
 
     def _waiting_tokens(self) -> int:
-        return int(self._client.stats.get("queued_tokens", 0)) + self._tokens_since_stats
+        return int(self._client.stats.get("queue_tokens", 0)) + self._tokens_since_stats
 
     def _read_stats(self) -> None:
         stats = self._client.stats

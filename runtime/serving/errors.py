@@ -106,12 +106,13 @@ def api_error(error: HTTPException) -> ApiError:
     )
 
 
-async def answer_http_exception(request: Request, error: Exception) -> Response:
+def answer_http_exception(request: Request, error: Exception) -> Response:
     """Answer of the framework's errors."""
     assert isinstance(error, HTTPException)
     found = api_error(error)
     if found.code == "not_found":
-        found = ApiError(404, "not_found", f"{request.method} {request.url.path} is not served; see /docs")
+        found = ApiError(404, "not_found", f"{request.method} {request.url.path[:200]} is not served; see /docs")
+    request.scope.setdefault("state", {})["error_code"] = found.code
     return found.response()
 
 
@@ -119,7 +120,7 @@ class ErrorMiddleware:
     """Turns what the inner application raises into an answer, and gives every request its id.
 
     The id is the client's ``x-request-id`` where that is short and printable, else a new one; it goes back in the
-    header of that name and is found in ``scope["state"]["request_id"]``.
+    header of that name and is found in ``scope["state"]["request_id"]``; an error's code, in ``["error_code"]``.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -130,15 +131,15 @@ class ErrorMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request_id = _given_id(scope) or uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
-        header = (b"x-request-id", request_id.encode())
+        state = scope.setdefault("state", {})
+        state["request_id"] = _given_id(scope) or uuid.uuid4().hex
         started = False
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
+                header = (b"x-request-id", state["request_id"].encode())
                 message = {**message, "headers": [*message.get("headers", ()), header]}
             await send(message)
 
@@ -147,11 +148,14 @@ class ErrorMiddleware:
         except HTTPException as error:
             if started:
                 raise
-            await api_error(error).response()(scope, receive, send_with_id)
+            found = api_error(error)
+            state["error_code"] = found.code
+            await found.response()(scope, receive, send_with_id)
         except Exception as error:
             if started:
                 raise
-            await internal_error(error, request_id).response()(scope, receive, send_with_id)
+            state["error_code"] = "internal_error"
+            await internal_error(error, state["request_id"]).response()(scope, receive, send_with_id)
 
 
 def _given_id(scope: Scope) -> str | None:

@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from .admission import Ticket, of_unavailable, unavailable
 from .client import DeltaStream, EngineDied, EngineUnavailable, RequestRefused
 from .errors import ApiError, from_value_error
-from .formats.events import ContentDelta, Event, ReasoningDelta, ToolCall
+from .formats.events import ContentDelta, ReasoningDelta, ToolCall
 from .front import Front
 from .prompts import Prompt
 from .request_watch import RequestWatch
+from .text_formats import TextParser
 from .wire import Delta, Submit, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
 Left = Literal["disconnect", "stall"]
 """Why nobody reads an answer any more."""
-
-
-class TextParser(Protocol):
-    """Reads one choice's text as it comes: content, reasoning and tool calls."""
-
-    def feed(self, text: str, token_ids: Sequence[int]) -> Sequence[Event]:
-        """Take new text and its tokens; returns what is certain by now."""
-        ...
-
-    def finish(self) -> Sequence[Event]:
-        """Take the end of the text; returns what was held back."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -49,19 +49,24 @@ def chat_logprobs(entries: Sequence[Sequence[TokenLogprob]], count: int, texts: 
 
 
 def completion_logprobs(
-    entries: Sequence[Sequence[TokenLogprob] | None], count: int, texts: TokenTexts, offset: int
+    entries: Sequence[Sequence[TokenLogprob] | None], count: int, texts: TokenTexts, offset: int, first: str = ""
 ) -> dict[str, Any]:
     """``choices[].logprobs`` of ``/v1/completions``; a token's likeliest ones include the token itself.
 
     Args:
-        entries: a token each; None for a prompt's first, whose text is to be put in by the caller.
+        entries: a token each; None for a prompt's first, before which there is nothing.
         count: most likely ones.
         texts: of tokens.
         offset: characters before the first token.
+        first: text of a prompt's first token.
     """
     result: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for entry in entries:
         if entry is None:
+            for name, value in (("tokens", first), ("token_logprobs", None), ("top_logprobs", None)):
+                result[name].append(value)
+            result["text_offset"].append(offset)
+            offset += len(first)
             continue
         chosen = entry[0]
         shown = {texts.text(token): _finite(token.logprob) for token in [*_likeliest(entry, count), chosen]}

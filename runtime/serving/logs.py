@@ -138,11 +138,11 @@ class TextFormatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 -- logging's name
+    def formatMessage(self, record: logging.LogRecord) -> str:
         """One line."""
         return escaped(super().formatMessage(record))
 
-    def formatException(self, ei: Any) -> str:  # noqa: N802 -- logging's name
+    def formatException(self, ei: Any) -> str:
         """The traceback, indented, so that no text in it looks like a line of its own."""
         return "\n".join("    " + escaped(line) for line in super().formatException(ei).splitlines())
 

@@ -234,5 +234,3 @@ def _characters(value: Any) -> int:
     if isinstance(value, list | tuple):
         return sum(_characters(inner) for inner in value)
     return 1
-
-

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..requests.checks import check_bool, real_number, shown, whole_number
+from .engine_families import MetricsPrefix
 
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
 
@@ -65,6 +66,7 @@ class Settings:
         strict_fields: fields of a request that are not known are refused, not ignored.
         enable_admin: ``/server_info`` and ``/reset_prefix_cache`` are served.
         enable_ui: the chat page is served at ``/``.
+        metrics_prefix: ``"both"``, ``"vllm"`` or ``"pagoda"``, see ``ServerMetrics``.
         system_fingerprint: of model and program; clients see whether it changed.
         version: of this software.
 
@@ -106,6 +108,7 @@ class Settings:
     strict_fields: bool = False
     enable_admin: bool = False
     enable_ui: bool = True
+    metrics_prefix: MetricsPrefix = "both"
     system_fingerprint: str = "fp_pagoda"
     version: str = "0"
 

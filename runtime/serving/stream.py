@@ -101,6 +101,7 @@ class GenerationResponse(Response):
                 self._abort()
         finally:
             self._ended = True
+            scope.setdefault("state", {})["error_code"] = code
             gone.cancel()
             if self._timer is not None:
                 self._timer.cancel()
