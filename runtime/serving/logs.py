@@ -98,6 +98,8 @@ def _rounded(seconds: float | None) -> float | None:
 def _text_value(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return str(value)
     text = value if isinstance(value, str) else json.dumps(value)
     return text if _PLAIN.fullmatch(text) else escaped(json.dumps(text, ensure_ascii=False))
 
