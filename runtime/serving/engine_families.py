@@ -29,6 +29,7 @@ _GAUGES = {
     "num_requests_waiting": ("queue_length", "Sequences that wait."),
 }
 _COUNTERS = {
+    "prompt_tokens": ("prompt_tokens", "Tokens of prompts, cached ones included."),
     "generation_tokens": ("generated_tokens", "Tokens generated."),
     "num_preemptions": ("preemptions", "Sequences that lost their blocks."),
     "prefix_cache_queries": ("prefix_query_tokens", "Tokens looked up in the prefix cache."),
@@ -48,6 +49,23 @@ def engine_families(stats: Stats, labels: Labels) -> Iterable[Metric]:
     total = stats.get("blocks_total", 0)
     usage = stats.get("blocks_used", 0) / total if total else 0.0
     yield labelled(GaugeMetricFamily, "vllm:kv_cache_usage_perc", "Blocks in use, 0 to 1.", [(labels, usage)])
+    yield labelled(
+        GaugeMetricFamily,
+        "vllm:num_requests_waiting_by_reason",
+        "Sequences that wait, by why; none is held back by anything but capacity.",
+        [({**labels, "reason": "capacity"}, stats.get("queue_length", 0)), ({**labels, "reason": "deferred"}, 0)],
+    )
+    cached = stats.get("cached_tokens", 0)
+    yield labelled(
+        CounterMetricFamily,
+        "vllm:prompt_tokens_by_source",
+        "Tokens of prompts by where they came from.",
+        [
+            ({**labels, "source": "local_compute"}, max(0, stats.get("prompt_tokens", 0) - cached)),
+            ({**labels, "source": "local_cache_hit"}, cached),
+            ({**labels, "source": "external_kv_transfer"}, 0),
+        ],
+    )
     for name, (key, text) in _COUNTERS.items():
         yield labelled(CounterMetricFamily, f"vllm:{name}", text, [(labels, stats.get(key, 0))])
     steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=tuple(labels))

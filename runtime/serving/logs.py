@@ -57,7 +57,7 @@ class RequestLog:
         fields = request_fields(record)
         if self.wants_content:
             fields |= {"prompt": prompt, "output": output}
-        line = " ".join(f"{name}={_text_value(name, value)}" for name, value in fields.items() if value is not None)
+        line = " ".join(f"{name}={_text_value(value)}" for name, value in fields.items() if value is not None)
         self._target.info("request %s", line, extra={"fields": fields})
 
 
@@ -68,12 +68,12 @@ def request_fields(record: RequestRecord) -> dict[str, Any]:
     per_token = [s for prompt in record.prompts if (s := prompt.seconds_per_output_token) is not None]
     reasons = [reason or "abort" for reason in record.finish_reasons]
     return {
-        "id": record.request_id,
-        "key": record.key_name,
+        "id": _cut(record.request_id),
+        "key": _cut(record.key_name),
         "endpoint": record.endpoint,
-        "model": record.model,
+        "model": _cut(record.model),
         "status": record.status,
-        "error": record.error_code,
+        "error": _cut(record.error_code),
         "prompt_tokens": record.prompt_tokens,
         "cached_tokens": record.cached_tokens,
         "output_tokens": record.output_tokens,
@@ -87,16 +87,20 @@ def request_fields(record: RequestRecord) -> dict[str, Any]:
     }
 
 
+def _cut(text: str | None) -> str | None:
+    return text if text is None or len(text) <= MAX_VALUE_CHARS else text[:MAX_VALUE_CHARS] + "…"
+
+
 def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 6)
 
 
-def _text_value(name: str, value: object) -> str:
+def _text_value(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return str(value)
     text = value if isinstance(value, str) else json.dumps(value)
-    if name not in ("prompt", "output") and len(text) > MAX_VALUE_CHARS:
-        text = text[:MAX_VALUE_CHARS] + "…"
     return text if _PLAIN.fullmatch(text) else escaped(json.dumps(text, ensure_ascii=False))
 
 
@@ -107,7 +111,7 @@ def throughput_line(before: Mapping[str, float], after: Mapping[str, float], sec
         return max(0.0, after.get(key, 0) - before.get(key, 0))
 
     running, waiting = int(after.get("running", 0)), int(after.get("queue_length", 0))
-    steps, generated, computed = grown("steps"), grown("generated_tokens"), grown("computed_tokens")
+    steps, prompt, generated = grown("steps"), grown("prompt_tokens"), grown("generated_tokens")
     if not (running or waiting or steps):
         return None
     queries = grown("prefix_query_tokens")
@@ -115,7 +119,7 @@ def throughput_line(before: Mapping[str, float], after: Mapping[str, float], sec
     total = after.get("blocks_total", 0)
     usage = 100 * after.get("blocks_used", 0) / total if total else 0.0
     return (
-        f"computed {computed / seconds:.1f} tokens/s, generated {generated / seconds:.1f} tokens/s, "
+        f"prompts {prompt / seconds:.1f} tokens/s, generated {generated / seconds:.1f} tokens/s, "
         f"running {running}, waiting {waiting}, KV cache {usage:.1f} %, prefix cache hits {hits:.1f} %"
     )
 
@@ -148,7 +152,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """A JSON object a line: ``time``, ``level``, ``logger``, ``message``, or a request's values instead of its text."""
+    """A JSON object a line: ``time``, ``level``, ``logger``, and ``message`` or a request's values."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One line, in ASCII."""

@@ -105,7 +105,6 @@ class ServerMetrics:
         self._handlers: set[str] = set()
         self._num_disconnects = 0
         self._num_tool_parse_failures = 0
-        self._prompt_tokens = 0
         self.registry = CollectorRegistry()
         self.registry.register(_Collector(self._families))
 
@@ -124,7 +123,6 @@ class ServerMetrics:
 
     def _observe_prompt(self, record: RequestRecord, prompt: PromptRecord) -> None:
         histograms = self._requests
-        self._prompt_tokens += prompt.prompt_tokens
         histograms["request_prompt_tokens"].observe(prompt.prompt_tokens)
         histograms["request_max_num_generation_tokens"].observe(max(prompt.output_tokens, default=0))
         histograms["request_params_n"].observe(record.n)
@@ -147,16 +145,15 @@ class ServerMetrics:
             histograms["time_to_first_token_seconds"].observe((queue or 0) + prefill)
         if decode is not None:
             histograms["request_decode_time_seconds"].observe(decode)
-        per_token = prompt.seconds_per_output_token
-        if per_token is not None:
-            histograms["request_time_per_output_token_seconds"].observe(per_token)
+            # As vLLM has it, 0 for a single token: so its count is that of the prompts.
+            histograms["request_time_per_output_token_seconds"].observe(prompt.seconds_per_output_token or 0.0)
 
     def observe_inter_token_latency(self, seconds: float, count: int = 1) -> None:
         """Count times between two tokens of a completion while it runs; ``RequestWatch`` calls it."""
         self._requests["inter_token_latency_seconds"].observe(seconds, count)
 
     def observe_http(self, handler: str | None, method: str, status: int, seconds: float) -> None:
-        """Count a response of any route, at its end.
+        """Count a response at its end; vLLM leaves out health checks and scrapes.
 
         Args:
             handler: the route's template; None for a path that no route has. A raw path makes a label for each path
@@ -197,7 +194,7 @@ class ServerMetrics:
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """All metrics as text, and its content type: OpenMetrics where the header ``Accept`` asks for it."""
         if "application/openmetrics-text" in accept:
-            # The client library's own choice of an encoder would turn the colons of these (valid) names to underscores.
+            # The client library's own choice of an encoder turns the colons of these (valid) names to underscores.
             text = openmetrics.generate_latest(self.registry, escaping=openmetrics.ALLOWUTF8)
             return text, openmetrics.CONTENT_TYPE_LATEST
         return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4
@@ -208,9 +205,6 @@ class ServerMetrics:
         families = [
             *engine_families(stats, labels),
             *(histogram_family(f"vllm:{name}", _HELP[name], [(labels, h)]) for name, h in self._requests.items()),
-            labelled(
-                CounterMetricFamily, "vllm:prompt_tokens", "Tokens of prompts.", [(labels, self._prompt_tokens)]
-            ),
             labelled(
                 CounterMetricFamily,
                 "vllm:request_success",

@@ -46,7 +46,7 @@ class RequestTracer:
         return cls(OTLPSpanExporter(endpoint=endpoint))
 
     def export(self, record: RequestRecord) -> None:
-        """Make the span of a finished request; it continues the trace of the request's headers where they have one."""
+        """Make the span of a finished request; it continues the trace that the request's headers name."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         span = self._tracer.start_span(
