@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
+from fake_engine import FakeEngine
 from transformers import AutoTokenizer
 
-from fake_engine import FakeEngine
 from torch_pagoda.runtime.serving.app import make_app
 from torch_pagoda.runtime.serving.settings import Settings
 
