@@ -8,8 +8,8 @@
 Everything runs on this machine and takes its cores from each other, as it would for a user: the server's two
 processes, and a client that reads raw sockets.
 
-- throughput: the same prompts by ``LLM.generate``, by requests with one answer and by streamed ones, in turn. CPU time
-  is that of the server's processes, without their start; the client's is not counted.
+- throughput: the same prompts by ``LLM.generate``, by requests with one answer and by streamed ones, in turn. CPU
+  time is that of the server's processes, without their start; the client's is not counted.
 - latency: from the engine's step to the moment when the client has read its tokens; and the time to a first token of
   an idle server, beside that of the engine alone.
 - overload: ten times as many requests at once as may run and wait. The others are refused at once.
@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -285,10 +285,8 @@ def leaving(work: Work, engine: str, count: int) -> dict[str, Any]:
 
 async def _leave_early(port: int, body: dict[str, Any], seconds: float) -> None:
     """Send a request and close the connection after a while, without having read anything."""
-    try:
+    with suppress(TimeoutError):
         await asyncio.wait_for(ask(port, body), seconds)
-    except TimeoutError:
-        pass
 
 
 def slow(work: Work, engine: str, count: int) -> dict[str, Any]:

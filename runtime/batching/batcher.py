@@ -338,6 +338,7 @@ class Batcher:
         """Queue figures and the block manager's."""
         return {
             "queue_length": self.num_waiting,
+            "queue_tokens": self._queues.num_waiting_tokens,
             "running": len(self._queues.running),
             "preemptions": self.num_preemptions,
             "swaps": self.num_swaps,

@@ -42,6 +42,11 @@ class RequestQueues:
         """Requests without blocks."""
         return len(self.waiting) + len(self.paused)
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of the requests without blocks, prompt and output; O(requests)."""
+        return sum(r.num_tokens for r in self.requests.values() if r.status is RequestStatus.WAITING)
+
     def holds(self, request: Request) -> bool:
         """True if it is one of the unfinished requests."""
         return self.requests.get(request.request_id) is request

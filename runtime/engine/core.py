@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
+from typing import get_args
 
 from ..batching import Batcher, PreemptionCost, Schedule, ScheduledRequest
 from ..cache.block_copier import BlockCopier
@@ -14,6 +15,7 @@ from ..profiling.profiler import Profiler
 from ..requests.request import FinishReason, Request, RequestStatus
 from ..sampling.sampler import Sampler
 from .model_runner import ModelRunner
+from .pieces import NewPiece
 from .step_computer import StepComputer
 from .step_output import SampledToken, SampleTask, StepOutput
 from .submission import Completion, Submission, undecodable
@@ -38,6 +40,7 @@ class EngineCore:
             output has been given to the caller.
         completions: the unfinished ones, by the id of their request.
         updated: submissions that progressed or ended since the caller was told.
+        pieces: pieces that a call was to return which was interrupted; the next one does.
         transaction: the context manager for every change.
     """
 
@@ -58,11 +61,15 @@ class EngineCore:
         self.submissions: dict[str, Submission] = {}
         self.completions: dict[str, Completion] = {}
         self.updated: dict[str, Submission] = {}
+        self.pieces: list[NewPiece] = []
         self.transaction = _Transaction(self)
         self.num_steps = 0
         self.num_computed_tokens = 0
         self.num_generated_tokens = 0
         self.num_failed = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_finished: dict[FinishReason, int] = dict.fromkeys(get_args(FinishReason), 0)
         self.profiler = Profiler()
         self.computer = StepComputer(runner, sampler, cost, self.profiler)
         self.total_seconds = 0.0
@@ -119,6 +126,7 @@ class EngineCore:
         self.runner.remove(request)
         self.completions.pop(request.request_id, None)
         if owner.is_finished:
+            self.num_finished[reason] += 1
             ids = [c.request.request_id for c in owner.completions]
             self.profiler.end_request(owner.request_id, owner.metrics(finished=True), ids)
         for follower in followers:
@@ -241,6 +249,8 @@ class EngineCore:
                 self.runner.add(item.request)
                 if item.request.first_scheduled_time is None:
                     item.request.first_scheduled_time = now
+                    self.num_prompt_tokens += item.request.num_prompt_tokens
+                    self.num_cached_tokens += item.request.num_cached_tokens
         for request_id, tables in schedule.tables.items():
             self.runner.set_blocks(self.completions[request_id].request, tables)
         for request_id, blocks in schedule.new_blocks.items():
@@ -329,7 +339,7 @@ class EngineCore:
             else:
                 self.end(completion, reason)
         completion.num_settled = len(request.output_token_ids)
-        if not owner.is_private:
+        if not (owner.is_private or owner.final_only):
             self.updated[owner.request_id] = owner
         return goes_on
 

@@ -38,7 +38,8 @@ from .cache_setup import block_groups, key_variant, longest_sequence
 from .core import EngineCore
 from .engine_options import DEFAULT_BLOCK_SIZE, EngineOptions
 from .model_runner import ModelRunner
-from .submission import Completion, Submission
+from .pieces import end_undecodable, new_pieces
+from .submission import Submission
 
 logger = logging.getLogger(__name__)
 
@@ -146,8 +147,17 @@ class Engine:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         options: RequestOptions = DEFAULT_OPTIONS,
+        *,
+        final_only: bool = False,
     ) -> str:
-        """Queue a prompt; ``step`` runs it.
+        """Queue a prompt; ``step`` or ``step_pieces`` runs it.
+
+        Args:
+            prompt: text or token ids.
+            sampling_params: None for the default ones.
+            request_id: a name that no other unfinished request has; None for a new one.
+            options: how urgent it is, and whose.
+            final_only: the steps return it when a completion has ended, not with every token.
 
         Returns:
             Its id: ``request_id``, or a new one.
@@ -158,17 +168,62 @@ class Engine:
         """
         core = self._core
         core.turns.check_process()
-        checked = check_prompt(prompt, self.tokenizer, self.limits)
+        checked = check_prompt(prompt, self.tokenizer, self.limits, params=sampling_params)
         params = check_params(sampling_params, self.tokenizer, self.limits)
         batch: list[Submission] = []
-        prepare = partial(self._prepare, checked, params, request_id, options, is_private=False)
+        prepare = partial(
+            self._prepare, checked, params, request_id, options, is_private=False, final_only=final_only
+        )
         core.turns.take(self._queue, batch, [prepare])
         return batch[0].request_id
+
+    def submit_many(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        request_ids: Sequence[str] | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        *,
+        final_only: bool = False,
+    ) -> list[str]:
+        """Queue several prompts, all or none of them.
+
+        Args:
+            prompts: a list of them.
+            sampling_params: for all prompts, or one per prompt.
+            request_ids: one per prompt; None for new ones.
+            options: of all.
+            final_only: as for ``submit``.
+
+        Returns:
+            Their ids, in the order of the prompts.
+
+        Raises:
+            ValueError: a prompt, its parameters or an id is refused; the message names the index.
+            QueueFull: not all of them have room in the queue.
+        """
+        core = self._core
+        core.turns.check_process()
+        checked = check_batch(prompts, sampling_params, self.tokenizer, self.limits)
+        names: Sequence[str | None] = [None] * len(checked) if request_ids is None else request_ids
+        if len(names) != len(checked):
+            raise ValueError(f"request_ids has {len(names)} entries for {len(checked)} prompts; give one per prompt")
+        given = [name for name in names if name is not None]
+        if len(set(given)) != len(given):
+            raise ValueError("request_ids names a prompt twice; use different ones")
+        batch: list[Submission] = []
+        prepare = [
+            partial(self._prepare, prompt, params, name, options, is_private=False, final_only=final_only)
+            for (prompt, params), name in zip(checked, names, strict=True)
+        ]
+        core.turns.take(self._queue, batch, prepare)
+        return [submission.request_id for submission in batch]
 
     def step(self) -> list[RequestOutput]:
         """Run one model step and return the requests of ``submit`` that progressed or ended.
 
-        Each output holds everything up to now; the last one of a request has ``finished`` set and comes once.
+        Each output holds everything up to now; the last one of a request has ``finished`` set and comes once. Those
+        that are ``final_only`` have no other.
         """
         return self._core.turns.take(self._step)
 
@@ -176,12 +231,38 @@ class Engine:
         core = self._core
         core.run_step()
         with core.transaction:
-            outputs = [self._output(submission) for submission in core.updated.values()]
+            outputs = [self._output(s) for s in core.updated.values() if s.is_finished or not s.final_only]
             for submission in core.updated.values():
                 if submission.is_finished:
                     core.submissions.pop(submission.request_id, None)
         core.updated = {}  # last: whatever is interrupted before this is returned by the next call
         return outputs
+
+    def step_pieces(self) -> list[StreamPiece]:
+        """Run one model step and return what is new of the requests of ``submit``, as ``stream`` yields it.
+
+        The cost of a step depends on its new tokens, not on all up to now as with ``step``. A request is read by one
+        of the two, from its first step on. At most one piece of each completion comes with a step; the last piece of
+        a request has ``metrics``. Requests that are ``final_only``, or look for the best of more completions than
+        they return, have one piece for each completion, with everything.
+        """
+        return self._core.turns.take(self._step_pieces)
+
+    def _step_pieces(self) -> list[StreamPiece]:
+        core = self._core
+        core.run_step()
+        with core.transaction:
+            for known in core.pieces:  # of a call that was interrupted
+                known.give()
+            new = [piece for submission in core.updated.values() for piece in new_pieces(core, submission)]
+            core.pieces = [*core.pieces, *new]
+            pieces = [piece.give() for piece in core.pieces]
+            for submission in core.updated.values():
+                if submission.is_finished:
+                    core.submissions.pop(submission.request_id, None)
+        core.updated = {}
+        core.pieces = []  # last: whatever is interrupted before this is returned by the next call
+        return pieces
 
     def cancel(self, request_id: str) -> bool:
         """End a waiting or running request and free its blocks; its last output comes with the next ``step``.
@@ -189,20 +270,31 @@ class Engine:
         Returns:
             Whether there was an unfinished request of that id.
         """
-        return self._core.turns.take(self._cancel, request_id)
+        return self.cancel_many([request_id]) == 1
 
-    def _cancel(self, request_id: str) -> bool:
+    def cancel_many(self, request_ids: Iterable[str]) -> int:
+        """As ``cancel``, of several requests in one turn.
+
+        Returns:
+            The number of unfinished requests that were there.
+        """
+        return self._core.turns.take(self._cancel, list(request_ids))
+
+    def _cancel(self, request_ids: Sequence[str]) -> int:
+        count = 0
         with self._core.transaction:
-            submission = self._core.submissions.get(request_id)
-            if submission is None or submission.is_finished:
-                return False
-            for completion in submission.completions:
-                self._core.end(completion, "cancelled")
-            return True
+            for request_id in request_ids:
+                submission = self._core.submissions.get(request_id)
+                if submission is None or submission.is_finished:
+                    continue
+                for completion in submission.completions:
+                    self._core.end(completion, "cancelled")
+                count += 1
+        return count
 
     def has_unfinished(self) -> bool:
         """True if another ``step`` has something to run or to return."""
-        return bool(self._core.updated or self._core.completions)
+        return bool(self._core.updated or self._core.completions or self._core.pieces)
 
     def generate(
         self,
@@ -315,7 +407,7 @@ class Engine:
             ValueError: the prompt or the parameters are refused, at once and not with the first piece.
         """
         self._core.turns.check_process()
-        checked = check_prompt(prompt, self.tokenizer, self.limits)
+        checked = check_prompt(prompt, self.tokenizer, self.limits, params=sampling_params)
         params = check_params(sampling_params, self.tokenizer, self.limits)
         if params.num_completions > params.n:
             raise ValueError(
@@ -328,10 +420,13 @@ class Engine:
         """Figures since the engine was made.
 
         Returns:
-            ``queue_length`` and ``running`` sequences, ``preemptions``, of which ``swaps``; ``steps``,
-            ``computed_tokens`` (those computed again included), ``generated_tokens``, ``failed`` sequences,
-            ``model_seconds`` (packing and model) and ``total_seconds`` of steps; ``block_size``; and the block
-            manager's figures, see ``blocks.inspection.stats``.
+            ``queue_length`` and ``running`` sequences, ``queue_tokens`` of those that wait, ``preemptions``, of which
+            ``swaps``; ``steps``, ``computed_tokens`` (those computed again included), ``generated_tokens``,
+            ``prompt_tokens`` of prompts that began to run, of which ``cached_tokens`` came from the prefix cache;
+            requests that ended, by reason: ``finished_stop``, ``finished_length``, ``finished_cancelled``,
+            ``finished_timeout``, ``finished_error``; ``failed`` sequences; ``model_seconds`` (packing and model) and
+            ``total_seconds`` of steps; ``block_size``; and the block manager's figures, see
+            ``blocks.inspection.stats``.
         """
         return self._core.turns.take(self._stats)
 
@@ -344,6 +439,9 @@ class Engine:
                 "steps": core.num_steps,
                 "computed_tokens": core.num_computed_tokens,
                 "generated_tokens": core.num_generated_tokens,
+                "prompt_tokens": core.num_prompt_tokens,
+                "cached_tokens": core.num_cached_tokens,
+                **{f"finished_{reason}": count for reason, count in core.num_finished.items()},
                 "failed": core.num_failed,
                 "model_seconds": core.computer.model_seconds,
                 "total_seconds": core.total_seconds,
@@ -410,10 +508,7 @@ class Engine:
             submission = batch[0]
             while True:
                 finished = submission.is_finished
-                for completion in submission.completions:
-                    piece = core.turns.take(self._next_piece, completion)
-                    if piece is not None:
-                        yield piece
+                yield from core.turns.take(self._next_pieces, submission)
                 if finished:
                     return
                 core.turns.take(core.run_step)
@@ -423,11 +518,9 @@ class Engine:
         finally:
             core.drop(batch, may_wait=may_wait)
 
-    def _next_piece(self, completion: Completion) -> StreamPiece | None:
+    def _next_pieces(self, submission: Submission) -> list[StreamPiece]:
         with self._core.transaction:
-            piece = completion.next_piece()
-            self._end_undecodable(completion)
-        return piece
+            return [piece.give() for piece in new_pieces(self._core, submission)]
 
     def _results(self, batch: Iterable[AnySubmission], result: Callable[[AnySubmission], Result]) -> list[Result]:
         with self._core.transaction:
@@ -436,15 +529,9 @@ class Engine:
     def _output(self, submission: Submission) -> RequestOutput:
         """Everything up to now; a completion whose text cannot be given ends with an error."""
         output = submission.output()
-        if any([self._end_undecodable(completion) for completion in submission.completions]):
+        if any([end_undecodable(self._core, completion) for completion in submission.completions]):
             output = submission.output()
         return output
-
-    def _end_undecodable(self, completion: Completion) -> bool:
-        if completion.text_error is None or completion.is_finished:
-            return False
-        self._core.end(completion, "error", completion.text_error)
-        return True
 
     def _prepare(
         self,
@@ -454,6 +541,7 @@ class Engine:
         options: RequestOptions,
         *,
         is_private: bool,
+        final_only: bool = False,
     ) -> Submission:
         if request_id is None:
             request_id = self._new_id()
@@ -462,6 +550,7 @@ class Engine:
         elif request_id in self._core.submissions:
             raise ValueError(f"request_id={request_id!r} is in use; choose another, or leave it out")
         submission = Submission(request_id, prompt.text, prompt.token_ids, time.perf_counter(), is_private)
+        submission.final_only = final_only
         submission.begin_completions(params, options, self.max_model_len, self.tokenizer, self.eos_token_ids)
         return submission
 

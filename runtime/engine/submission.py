@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from .core import EngineCore
 
 
+Mark = tuple[int, int]
+"""How much of a completion its caller has been given: tokens and characters; a token more than there are when it has
+been said that these are all."""
+
+
 @dataclass(eq=False, slots=True)
 class Completion:
     """One of the ``n`` completions of a prompt.
@@ -34,6 +39,7 @@ class Completion:
         num_settled: output tokens whose consequences (an end, if any) are drawn. What was appended beyond
             them when a step was interrupted is sampled again.
         text_error: why its text cannot be given; it counts as ended with an error.
+        given: what the caller has of it, where it is given in pieces.
     """
 
     owner: Submission
@@ -46,8 +52,7 @@ class Completion:
     prompt_logprobs: PromptLogprobs | None = None
     num_settled: int = 0
     text_error: str | None = None
-    _streamed_tokens: int = 0
-    _streamed_text: int = 0
+    given: Mark = (0, 0)
     _num_named: int = 0  # entries of logprobs whose tokens' text is filled in
     _num_named_prompt: int = 0
 
@@ -94,7 +99,7 @@ class Completion:
             try:
                 self.detokenizer.reset()
                 if request.params.stop_strings:
-                    for count, token in enumerate(self._text_tokens(), start=1):
+                    for count, token in enumerate(self._new_text_tokens(0), start=1):
                         self.detokenizer.append((token,), count > request.params.min_tokens)
             except Exception as error:
                 self._give_up_text(error)
@@ -109,10 +114,10 @@ class Completion:
     def output(self) -> CompletionOutput:
         """Everything up to now."""
         request = self.request
-        text = self._text()
+        self._read_text()
         return CompletionOutput(
             index=self.index,
-            text=text,
+            text="" if self.detokenizer is None else self.detokenizer.text,
             token_ids=list(request.output_token_ids),
             logprobs=None if self.logprobs is None else list(self.logprobs),
             finish_reason=self._finish_reason(),
@@ -120,17 +125,25 @@ class Completion:
             error=self.text_error or request.error,
         )
 
-    def next_piece(self) -> StreamPiece | None:
-        """The part that is new since the last piece; None if nothing is, or if the last piece has been given."""
+    def new_piece(self) -> tuple[StreamPiece, Mark] | None:
+        """The part that is new, at a cost that does not depend on what has been given, and what ``given`` is with it.
+
+        Returns:
+            None if nothing is new, or if the last piece has been given.
+        """
         tokens = self.request.output_token_ids
-        first, end = self._streamed_tokens, len(tokens)
+        first, start = self.given
+        end = len(tokens)
         finished = self.is_finished
         if first > end or (first == end and not finished):
             return None
-        text = self._text()
-        stable = len(text) if finished or self.detokenizer is None else self.detokenizer.stable_length
+        self._read_text()
+        text, stable = "", start
+        if (detokenizer := self.detokenizer) is not None:
+            stable = max(start, detokenizer.length if finished else detokenizer.stable_length)
+            text = detokenizer.text_between(start, stable)
         piece = StreamPiece(
-            text=text[self._streamed_text : stable],
+            text=text,
             token_ids=tokens[first:],
             finished=finished,
             finish_reason=self._finish_reason(),
@@ -139,10 +152,19 @@ class Completion:
             index=self.index,
             logprobs=None if self.logprobs is None else self.logprobs[first:],
             request_id=self.owner.request_id,
+            num_cached_tokens=self.owner.completions[0].request.num_cached_tokens,
         )
-        self._streamed_text = max(self._streamed_text, stable)
-        self._streamed_tokens = end + finished  # one beyond the last token: it has been said that this is the end
-        return piece
+        return piece, (end + finished, stable)
+
+    @property
+    def is_given(self) -> bool:
+        """The caller has its last piece."""
+        return self.given[0] > len(self.request.output_token_ids)
+
+    @property
+    def end_mark(self) -> Mark:
+        """``given`` when everything has been given."""
+        return len(self.request.output_token_ids) + 1, 0 if self.detokenizer is None else self.detokenizer.length
 
     def _give_up_text(self, error: Exception) -> None:
         self.text_error = undecodable(error)
@@ -151,21 +173,22 @@ class Completion:
     def _finish_reason(self) -> FinishReason | None:
         return self.request.finish_reason if self.text_error is None else "error"
 
-    def _text_tokens(self) -> list[int]:
-        """Output tokens that have text: one that ends the completion has none, unless that is asked for."""
+    def _new_text_tokens(self, first: int) -> list[int]:
+        """Output tokens from ``first`` on that have text: one that ends the completion has none, unless that is asked
+        for."""
         request = self.request
-        if request.params.include_stop_str_in_output:
-            return request.output_token_ids
+        tokens = request.output_token_ids[first:]
         if request.finish_reason == "stop" and not isinstance(request.stop_reason, str):
-            return request.output_token_ids[:-1]
-        return request.output_token_ids
+            return tokens if request.params.include_stop_str_in_output else tokens[:-1]
+        return tokens
 
-    def _text(self) -> str:
+    def _read_text(self) -> None:
+        """Bring the text up to the newest token, and name the tokens of log-probabilities."""
         detokenizer = self.detokenizer
         if detokenizer is None:
-            return ""
+            return
         try:
-            new = self._text_tokens()[detokenizer.num_tokens :]
+            new = self._new_text_tokens(detokenizer.num_tokens)
             if new and detokenizer.stop_string is None:
                 detokenizer.append(new, check_stop=False)
             if self.is_finished:
@@ -182,8 +205,6 @@ class Completion:
                 self._num_named_prompt = len(self.prompt_logprobs.entries)
         except Exception as error:
             self._give_up_text(error)
-            return ""
-        return detokenizer.text
 
 
 @dataclass(eq=False, slots=True)
@@ -199,6 +220,7 @@ class Submission:
         completions: all that run.
         num_returned: how many of them the caller gets, the best ones; None: all, in their order.
         reports_logprobs: the caller asked for log-probabilities, they are not only there to find the best.
+        final_only: the caller hears of it when a completion has ended, and not before.
     """
 
     request_id: str
@@ -209,6 +231,7 @@ class Submission:
     completions: list[Completion] = field(default_factory=list)
     num_returned: int | None = None
     reports_logprobs: bool = True
+    final_only: bool = False
 
     def begin_completions(
         self,
@@ -256,6 +279,8 @@ class Submission:
 
     def sample_task(self, core: EngineCore, completion: Completion) -> SampleTask:
         """Say what is made of the logits after a completion's last token."""
+        if completion.request.max_tokens == 0:
+            return SampleTask()
         return SampleTask((completion.request, *(follower.request for follower in core.followers(completion))))
 
     def update(self, core: EngineCore, completion: Completion, output: StepOutput, now: float) -> list[Completion]:
@@ -270,6 +295,9 @@ class Submission:
         Returns:
             The completions that got a token and go on.
         """
+        if completion.request.max_tokens == 0:
+            core.end(completion, "length")
+            return []
         return core.append_tokens(completion, output.tokens, now)
 
     def end_with(self, completion: Completion, error: str | None) -> list[Completion]:

@@ -77,6 +77,19 @@ class Detokenizer:
             self._text = ["".join(self._text)]
         return self._text[0] if self._text else ""
 
+    def text_between(self, start: int, end: int) -> str:
+        """``text[start:end]``, at a cost that grows with what follows ``start`` and not with the whole text."""
+        first, at = len(self._text), self._length
+        while at > start:
+            first -= 1
+            at -= len(self._text[first])
+        return "".join(self._text[first:])[start - at : end - at]
+
+    @property
+    def length(self) -> int:
+        """Characters of ``text``."""
+        return self._length
+
     @property
     def stable_length(self) -> int:
         """Characters of ``text`` that no later token takes back: all but what may begin a stop string."""

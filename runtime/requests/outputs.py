@@ -183,6 +183,9 @@ class StreamPiece:
         index: which of the ``n`` completions.
         logprobs: of the new tokens; None unless asked for.
         request_id: of the request, for ``cancel``.
+        prompt_logprobs: as in ``RequestOutput``; with the first piece of the first completion, where asked for.
+        num_cached_tokens: as in ``RequestOutput``.
+        metrics: of the request; with the last piece of the last completion that ended.
     """
 
     text: str
@@ -194,6 +197,9 @@ class StreamPiece:
     index: int
     logprobs: list[dict[int, Logprob]] | None
     request_id: str
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
 
 
 class Progress(NamedTuple):

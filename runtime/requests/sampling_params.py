@@ -34,7 +34,8 @@ class SamplingParams:
     """Rules for choosing the tokens of one request, and for stopping.
 
     Attributes:
-        max_tokens: most tokens to generate, >= 1; None: until the context is full.
+        max_tokens: most tokens to generate; None: until the context is full; 0: none, the prompt is only computed,
+            and scored where ``prompt_logprobs`` asks for it.
         min_tokens: tokens before EOS or ``stop_token_ids`` may be chosen, or a stop string end the request.
         temperature: divides the logits; 0 (anything below 1e-5) is greedy.
         top_k: keep the k most likely tokens (ties with the k-th stay); 0 or -1 keeps all.
@@ -118,8 +119,8 @@ class SamplingParams:
             object.__setattr__(self, name, value)
 
         if self.max_tokens is not None:
-            remedy = "ask for at least one token, or use None to fill the context"
-            put("max_tokens", whole_number("max_tokens", self.max_tokens, 1, remedy))
+            remedy = "use None to fill the context, or 0 to compute the prompt only"
+            put("max_tokens", whole_number("max_tokens", self.max_tokens, 0, remedy))
         put("min_tokens", whole_number("min_tokens", self.min_tokens, 0, "use 0 for no minimum"))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; lower it")
@@ -155,6 +156,11 @@ class SamplingParams:
                     f"best_of={self.best_of} with temperature={self.temperature} runs the same completion several "
                     "times; use a temperature above 0, or beam search"
                 )
+        if self.max_tokens == 0 and self.num_completions > 1:
+            name = "n" if self.best_of is None else "best_of"
+            raise ValueError(
+                f"{name}={self.num_completions} with max_tokens=0 computes the same prompt several times; use 1"
+            )
         penalty = real_number(
             "repetition_penalty", self.repetition_penalty, 0, inf, "use 1.0 for no penalty", open_low=True
         )

@@ -39,7 +39,7 @@ class CheckedPrompt:
 
     Attributes:
         text: None when token ids were given, unless their dict had it, too.
-        token_ids: at least one, all within the vocabulary, leaving room for one more.
+        token_ids: at least one, all within the vocabulary, leaving room for what is to be generated.
     """
 
     text: str | None
@@ -47,9 +47,16 @@ class CheckedPrompt:
 
 
 def check_prompt(
-    prompt: Prompt, tokenizer: Tokenizer | None, limits: PromptLimits, name: str = "prompt"
+    prompt: Prompt, tokenizer: Tokenizer | None, limits: PromptLimits, name: str = "prompt", params: object = None
 ) -> CheckedPrompt:
     """Tokenise the prompt if it is text, and check that it can run.
+
+    Args:
+        prompt: text or token ids.
+        tokenizer: of text.
+        limits: of the engine.
+        name: of the prompt in messages.
+        params: its parameters, checked or not: with ``max_tokens=0`` it may fill the context.
 
     Raises:
         ValueError: one line with ``name``, the value and the remedy.
@@ -75,12 +82,13 @@ def check_prompt(
             f"{name}[{token_ids.index(bad)}]={bad} is outside the vocabulary [0, {limits.vocab_size}); "
             + ("use the model's own tokenizer" if text is not None else "use ids of the model's tokenizer")
         )
-    if len(token_ids) >= limits.max_model_len:
+    room = int(not isinstance(params, SamplingParams) or params.max_tokens != 0)
+    if len(token_ids) + room > limits.max_model_len:
         count = f"{len(token_ids)} tokens"
         if text is not None and len(token_ids) > cut_above(limits.max_model_len):
             count += " or more"
         raise ValueError(
-            f"{name} has {count}, which leaves no room for a new one within "
+            f"{name} has {count}, which {'leaves no room for a new one within' if room else 'is above'} "
             f"max_model_len={limits.max_model_len}; shorten it or {limits.reason}"
         )
     return CheckedPrompt(text, token_ids)
@@ -155,7 +163,7 @@ def check_batch(
     else:
         each = [check_params(params, tokenizer, limits)] * len(batch)
     return [
-        (check_prompt(prompt, tokenizer, limits, f"prompts[{i}]"), entry)
+        (check_prompt(prompt, tokenizer, limits, f"prompts[{i}]", entry), entry)
         for i, (prompt, entry) in enumerate(zip(batch, each, strict=True))
     ]
 

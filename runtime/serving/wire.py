@@ -1,7 +1,8 @@
 """Messages between the API process and the engine process, in msgpack: one list each way in a step.
 
-A frame is a length of four bytes, big-endian, and one message. The API process sends ``ToEngine``, the engine
-process ``FromEngine``: a ``Hello`` when its model is ready, then a ``Step`` whenever there is anything to say.
+A frame is a length of four bytes, big-endian, and one message. The API process sends ``ToEngine`` messages, to an
+engine process of its own a ``Start`` first. The engine process sends ``FromEngine`` messages: a ``Hello`` when its
+model is ready, then a ``Step`` whenever there is anything to say.
 """
 
 from __future__ import annotations
@@ -12,6 +13,22 @@ from msgspec import Struct
 
 WIRE_VERSION = 1
 """Of these messages; both sides must have the same."""
+
+
+class Start(Struct, array_like=True, frozen=True, tag="start"):
+    """The model that an engine process loads.
+
+    Attributes:
+        model: the folder or hub id.
+        tokenizer: likewise; None: the model's.
+        options: keywords of ``LLM``, as plain values.
+        version: ``WIRE_VERSION``.
+    """
+
+    model: str
+    tokenizer: str | None
+    options: dict[str, Any]
+    version: int = WIRE_VERSION
 
 
 class Submit(Struct, array_like=True, frozen=True, tag="submit"):

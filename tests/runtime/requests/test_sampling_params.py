@@ -29,7 +29,7 @@ def test_defaults_are_vllms():
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("max_tokens", [0, -1, 1.5, True, "3", math.nan]),
+        ("max_tokens", [-1, 1.5, True, "3", math.nan]),
         ("min_tokens", [-1, 0.5, False, None, 17]),
         ("temperature", [-0.1, math.nan, math.inf, "1", None, True]),
         ("top_k", [-2, 1.0, True, None]),

@@ -1,0 +1,138 @@
+"""The application: routes around one engine, behind keys, limits and errors in OpenAI's form."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .auth import OPEN_PATHS, AuthMiddleware
+from .chat_page import chat_page_router, page_paths
+from .client import EngineClient
+from .errors import ApiError, ErrorMiddleware, answer_http_exception
+from .front import Front
+from .limits import BodyMiddleware, HostMiddleware
+from .logs import RequestLog
+from .metrics import ServerMetrics, metrics_endpoint
+from .protocol.admin import admin_router
+from .protocol.chat import chat_router
+from .protocol.completions import completions_router
+from .protocol.docs import docs_router
+from .protocol.fields import ChatBody, CompletionBody
+from .protocol.health import health_router
+from .protocol.models import models_router
+from .protocol.openapi import describe
+from .protocol.tokenize import DetokenizeBody, TokenizeBody, tokenize_router
+from .protocol.unserved import unserved_router
+from .settings import Settings
+from .text_formats import TextFormats
+from .tracing import RequestTracer
+
+_REFUSALS = frozenset({401, 408, 413, 429, 503, 504})
+
+
+def make_app(
+    settings: Settings,
+    client: EngineClient,
+    tokenizer: Any,
+    *,
+    formats: TextFormats | None = None,
+    log: RequestLog | None = None,
+    tracer: RequestTracer | None = None,
+) -> FastAPI:
+    """One server's application; ``app.state.front`` is its ``Front``.
+
+    Args:
+        settings: of the server.
+        client: its engine, which may still be loading.
+        tokenizer: a HuggingFace tokenizer; None: prompts are token ids.
+        formats: of tool calls and reasoning.
+        log, tracer: of finished requests.
+    """
+    front = Front(settings, client, tokenizer, formats=formats, log=log, tracer=tracer)
+    app = FastAPI(
+        title=f"pagoda: {settings.model_name}",
+        version=settings.version,
+        docs_url=None,
+        redoc_url=None,
+        exception_handlers={HTTPException: _reraise, RequestValidationError: _invalid},
+        redirect_slashes=False,
+    )
+    app.state.front = front
+    for router in (completions_router, chat_router, models_router, tokenize_router, health_router):
+        app.include_router(router(front))
+    app.add_api_route("/metrics", metrics_endpoint(front.metrics), include_in_schema=False, response_model=None)
+    if settings.enable_admin:
+        app.include_router(admin_router(front))
+    app.include_router(unserved_router())
+    app.include_router(docs_router(app))
+    open_paths = OPEN_PATHS if settings.protect_metrics else OPEN_PATHS | {"/metrics"}
+    if settings.enable_ui:
+        app.include_router(chat_page_router(front.renderer))
+        open_paths |= {path for path, _ in page_paths()}
+    describe(app, (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody))
+
+    # The last one added is the outermost.
+    app.add_middleware(BodyMiddleware, max_size=settings.max_body_size, timeout=settings.body_timeout)
+    app.add_middleware(AuthMiddleware, keys=settings.api_keys, open_paths=open_paths)
+    if settings.is_loopback and settings.uds is None:
+        app.add_middleware(HostMiddleware, allowed=settings.allowed_hosts)
+    app.add_middleware(ErrorMiddleware)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-api-key", "x-request-id"],
+            expose_headers=["x-request-id", "x-pagoda-ignored", "retry-after"],
+        )
+    app.add_middleware(ObserveMiddleware, metrics=front.metrics)
+    return app
+
+
+class ObserveMiddleware:
+    """Counts responses and refusals."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self.app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        begin = time.monotonic()
+        status = 0
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched_send)
+        finally:
+            handler = getattr(scope.get("route"), "path", None)
+            self._metrics.observe_http(handler, scope["method"], status or 499, time.monotonic() - begin)
+            if status in _REFUSALS:
+                self._metrics.refused(state.get("error_code") or "other")
+
+
+async def _reraise(request: Request, error: Exception) -> Response:
+    """Let ``ErrorMiddleware`` answer, as for what the middlewares raise."""
+    if isinstance(error, ApiError):
+        raise error
+    return answer_http_exception(request, error)
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    raise ApiError(400, "invalid_value", "The request does not fit this route; see /docs")

@@ -1,0 +1,144 @@
+"""HTTP/1.1 connections of uvicorn with the timers and limits that it lacks."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from .errors import ApiError
+from .settings import Settings
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a request's line and headers."""
+
+BODY_GRACE = 5.0
+"""Seconds after ``body_timeout`` in which the application answers 408 itself."""
+
+
+def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
+    """The class of a server's connections.
+
+    It ends connections whose headers or bodies take too long and refuses more than ``max_connections``, and puts
+    ``abort`` into ``scope["state"]``: a function that drops the connection with all that it still has to send.
+    """
+
+    class HttpProtocol(HttpToolsProtocol):
+        """One connection."""
+
+        _timer: asyncio.TimerHandle | None = None
+        _in_message = False
+        _in_body = False
+        _head_bytes = 0
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > settings.max_connections:
+                error = ApiError(
+                    503,
+                    "too_many_connections",
+                    f"{settings.max_connections} connections are open; close some, or come back later.",
+                    headers={"retry-after": "1"},
+                )
+                self._answer(error)
+                return
+            self._arm(settings.header_timeout)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._disarm()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if self.transport.is_closing():
+                return
+            if not self._in_message and self._timer is None:
+                self._arm(settings.header_timeout)
+            if not self._in_body:
+                self._head_bytes += len(data)
+            super().data_received(data)
+            if not self._in_body and self._head_bytes > MAX_HEAD_BYTES and self._in_message:
+                self._answer(ApiError(431, "headers_too_large", f"Headers are above {MAX_HEAD_BYTES} bytes."))
+
+        def on_message_begin(self) -> None:
+            self._in_message = True
+            super().on_message_begin()
+            self.scope["state"]["abort"] = self.transport.abort
+
+        def on_headers_complete(self) -> None:
+            self._disarm()
+            # Those who wait for the body answer 408 before this, which also ends bodies that nobody reads.
+            self._arm(settings.body_timeout + BODY_GRACE)
+            self._in_body = True
+            super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            self._disarm()
+            self._in_message = self._in_body = False
+            self._head_bytes = 0
+            super().on_message_complete()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.transport.is_closing():
+                self._abort_later()
+
+        def timeout_keep_alive_handler(self) -> None:
+            super().timeout_keep_alive_handler()
+            self._abort_later()
+
+        def send_400_response(self, msg: str) -> None:
+            if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+                self.transport.abort()  # an answer is under way, into which no other can be written
+                return
+            self._answer(ApiError(400, "invalid_http", "This is not a request of HTTP/1.1."))
+
+        def _answer(self, error: ApiError) -> None:
+            """Write an answer without the application, and close."""
+            body = msgspec.json.encode(error.body())
+            headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+            lines = [f"{name}: {value}\r\n".encode() for name, value in {**headers, **(error.headers or {})}.items()]
+            self.transport.write(b"".join([STATUS_LINE[error.status_code], *lines, b"\r\n", body]))
+            self.transport.close()
+            self._abort_later()
+
+        def _abort_later(self) -> None:
+            """Drop the connection if its peer does not take what it has still to get; a close alone would wait."""
+            self.loop.call_later(settings.stream_stall_timeout, self.transport.abort)
+
+        def _arm(self, seconds: float) -> None:
+            self._timer = self.loop.call_later(seconds, self._too_slow)
+
+        def _disarm(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _too_slow(self) -> None:
+            self._timer = None
+            if self.transport.is_closing():
+                return
+            if self._in_message and self.cycle is not None and self.cycle.response_started:
+                self.transport.abort()
+                return
+            self._answer(ApiError(408, "request_timeout", "The request did not come within the time for it."))
+
+    return HttpProtocol
+
+
+def uvicorn_options(settings: Settings) -> dict[str, Any]:
+    """Keywords of ``uvicorn.Config`` that belong to these settings."""
+    return {
+        "http": http_protocol(settings),
+        "ws": "none",
+        "lifespan": "off",
+        "log_config": None,
+        "access_log": False,
+        "server_header": False,
+        "proxy_headers": False,
+        "timeout_keep_alive": settings.keep_alive_timeout,
+        "timeout_graceful_shutdown": 2,
+        "backlog": 2048,
+        "root_path": settings.root_path,
+    }

@@ -1,0 +1,109 @@
+"""Limits on what a connection may send: its host, the kind, the size and the time of its body."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import ApiError
+from .settings import is_loopback
+
+
+class HostMiddleware:
+    """Refuses names in ``Host`` that are not this machine's.
+
+    For servers that listen on the loopback only: a page from elsewhere whose name was made to point to 127.0.0.1
+    would else be served by a browser that takes it for the page's own server.
+
+    Args:
+        app: the inner application.
+        allowed: further names, of proxies in front; ``"*"`` allows all.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Sequence[str] = ()) -> None:
+        self.app = app
+        self._allowed = frozenset(name.lower() for name in allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run one request."""
+        if scope["type"] == "http" and "*" not in self._allowed:
+            hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+            for host in hosts:
+                name = host_name(host)
+                if not (is_loopback(name) or name.lower() in self._allowed):
+                    raise ApiError(
+                        400,
+                        "invalid_host",
+                        f"Host {host[:80]!r} is not this machine; ask 127.0.0.1, or start with --allowed-hosts",
+                    )
+        await self.app(scope, receive, send)
+
+
+def host_name(host: str) -> str:
+    """A ``Host`` header without its port."""
+    if host.startswith("["):
+        return host.partition("]")[0] + "]"
+    return host.partition(":")[0]
+
+
+class BodyMiddleware:
+    """Bounds the size of a body before it is stored, and the time that it takes to come.
+
+    What is refused is not read into memory; the server goes on taking bytes from the socket and dropping them until
+    ``HttpProtocol``'s own timer ends that, because closing at once would often lose the answer on its way.
+
+    Args:
+        app: the inner application.
+        max_size: bytes.
+        timeout: seconds from the first ``receive`` to the last byte.
+    """
+
+    def __init__(self, app: ASGIApp, max_size: int, timeout: float) -> None:
+        self.app = app
+        self._max_size, self._timeout = max_size, timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        for name, value in scope["headers"]:
+            if name == b"content-length" and (not value.isdigit() or len(value) > 18 or int(value) > self._max_size):
+                raise self._too_large()
+        size = 0
+        complete = False
+        deadline: float | None = None
+
+        async def bounded_receive() -> Message:
+            nonlocal size, complete, deadline
+            if complete:
+                return await receive()
+            if deadline is None:
+                deadline = asyncio.get_running_loop().time() + self._timeout
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                complete = True
+                raise ApiError(
+                    408,
+                    "body_timeout",
+                    f"The body was not complete after {self._timeout:g} s; send it faster.",
+                    headers={"connection": "close"},
+                ) from None
+            if message["type"] == "http.request":
+                size += len(message.get("body", b""))
+                complete = not message.get("more_body", False)
+                if size > self._max_size:
+                    raise self._too_large()
+            else:
+                complete = True
+            return message
+
+        await self.app(scope, bounded_receive, send)
+
+    def _too_large(self) -> ApiError:
+        text = f"The body is above the limit of {self._max_size} bytes; send less, or start with --max-body-size"
+        return ApiError(413, "body_too_large", text)

@@ -1,0 +1,43 @@
+"""Routes for whoever runs the server, behind ``--enable-admin``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import msgspec
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from ..admission import of_unavailable
+from ..client import EngineUnavailable
+from ..errors import ApiError, JsonResponse
+from ..front import Front
+from .openapi import documented
+
+
+def admin_router(front: Front) -> APIRouter:
+    """``GET /server_info`` and ``POST /reset_prefix_cache``."""
+    router = APIRouter()
+
+    @router.get("/server_info", **documented(None, "Settings, model and figures.", (401, 503)))
+    async def server_info() -> Response:
+        front.admission.check_loaded()
+        settings = asdict(front.settings)
+        settings["api_keys"] = [key.name for key in front.settings.api_keys]
+        engine = msgspec.to_builtins(front.client.hello)
+        names = (field.name for field in msgspec.structs.fields(type(front.client.hello)))
+        if isinstance(engine, list):
+            engine = dict(zip(names, [entry for entry in engine if entry != "hello"], strict=False))
+        return JsonResponse({"settings": settings, "engine": engine, "stats": dict(front.client.stats)})
+
+    @router.post("/reset_prefix_cache", **documented(None, "Forget cached prompts.", (401, 503, 504)))
+    async def reset_prefix_cache() -> Response:
+        try:
+            await front.client.ask("reset_prefix_cache")
+        except EngineUnavailable as error:
+            raise of_unavailable(error) from error
+        except TimeoutError as error:
+            raise ApiError(504, "deadline_exceeded", "The engine did not answer in time.") from error
+        return JsonResponse({})
+
+    return router

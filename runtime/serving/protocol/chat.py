@@ -1,0 +1,171 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...requests.checks import shown
+from ..errors import refuse
+from ..formats.events import ToolCall
+from ..front import Front, key_name
+from ..generate import Ask, Generation, Piece
+from ..logprobs import chat_logprobs, prompt_logprobs
+from ..prompts import check_room, truncated
+from ..sampling import request_options, sampling_params
+from ..wire import TokenLogprob
+from .answers import Answer
+from .chat_request import chosen_tools, prompt_of
+from .fields import ChatBody
+from .generation_route import Prepared, respond
+from .openapi import documented
+
+
+def chat_router(front: Front) -> APIRouter:
+    """The route."""
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions", **documented(ChatBody, "The next message of a conversation."))
+    async def chat(request: Request) -> Response:
+        return await respond(front, request, ChatBody, prepare)
+
+    return router
+
+
+async def prepare(front: Front, request: Request, body: ChatBody, model: str) -> Prepared:
+    """What to ask the engine.
+
+    Raises:
+        ApiError: 400.
+    """
+    hello, settings = front.client.hello, front.settings
+    if body.modalities not in (None, ["text"]):
+        refuse(
+            "modalities", f"modalities={shown(body.modalities)} are not served; use ['text']", "unsupported_parameter"
+        )
+    if body.top_logprobs is not None and not body.logprobs:
+        refuse("top_logprobs", "top_logprobs needs logprobs=true; add it, or leave top_logprobs out")
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if asked == 0:
+        refuse("max_tokens", "max_tokens=0 asks for nothing; ask for at least one token")
+    params = sampling_params(
+        body,
+        hello.default_params,
+        settings,
+        max_tokens=hello.default_params.get("max_tokens") if asked is None else asked,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    tools = chosen_tools(front, body)
+    prompt = await prompt_of(front, body, tools, hello.max_model_len)
+    prompt = truncated(prompt, body.truncate_prompt_tokens, hello.max_model_len)
+    check_room(prompt, asked, hello.max_model_len, "messages")
+    make_parser = None
+    if front.formats is not None:
+        make_parser = front.formats.parser(prompt.text or "", tools)
+        if tools and (grammar := front.formats.tool_grammar(tools, body.tool_choice)) is not None:
+            if "structured_outputs" in params:
+                refuse("tool_choice", "tool_choice and response_format constrain the same text; send one of them")
+            params["structured_outputs"] = grammar
+    if make_parser is not None:
+        params["skip_special_tokens"] = False  # they are among the marks that the parser reads
+    ask = Ask(
+        front.new_id("chatcmpl"),
+        request.scope["state"]["request_id"],
+        [prompt],
+        params,
+        request_options(body, settings, key_name(request.scope)),
+        bool(body.stream),
+        make_parser,
+    )
+    return Prepared(ask, lambda generation: ChatAnswer(generation, body, model))
+
+
+class ChatAnswer(Answer):
+    """The answer, whole or in events.
+
+    Args:
+        generation, body, model: see ``Answer``.
+    """
+
+    def __init__(self, generation: Generation, body: ChatBody, model: str) -> None:
+        super().__init__(generation, body, model, "chat.completion", "chat.completion.chunk")
+        self._count = (body.top_logprobs or 0) if body.logprobs else None
+        self._shows_reasoning = body.include_reasoning is not False
+        self._begun: set[int] = set()
+        self._num_calls = [0] * generation.ask.num_choices
+        self.is_plain = self.is_plain and self._count is None
+
+    def events(self, pieces: list[Piece]) -> bytes:
+        """Events of new pieces."""
+        return b"".join([self._events(piece) for piece in pieces])
+
+    def body(self) -> dict[str, Any]:
+        """The answer as one object."""
+        choices = []
+        for i, choice in enumerate(self.choices.by_index):
+            message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+            if choice.reasoning and self._shows_reasoning:
+                message |= {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}
+            if choice.tool_calls:
+                message["content"] = choice.text or None
+                message["tool_calls"] = [_call(call) for call in choice.tool_calls]
+            entry = {
+                "index": i,
+                "message": message,
+                "logprobs": self._logprobs(choice.logprobs),
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+            }
+            if self.asked.return_token_ids:
+                entry["token_ids"] = choice.token_ids
+            choices.append(entry)
+        answer = self.whole(choices)
+        if self.asked.prompt_logprobs is not None:
+            scored = self.generation.prompt_logprobs[0]
+            answer["prompt_logprobs"] = None if scored is None else prompt_logprobs(scored)
+        if self.asked.return_token_ids:
+            answer["prompt_token_ids"] = self.generation.ask.prompts[0].token_ids
+        return answer
+
+    def _events(self, piece: Piece) -> bytes:
+        index = piece.choice
+        role = b""
+        if index not in self._begun:
+            self._begun.add(index)
+            first = _choice(index, {"role": "assistant", "content": ""})
+            if self.asked.return_token_ids:
+                first["prompt_token_ids"] = self.generation.ask.prompts[0].token_ids
+            role = self.chunk([first])
+        if self.is_plain and piece.finish_reason is None and not piece.reasoning and not piece.tool_calls:
+            if not piece.text:
+                return role
+            return role + self.text_chunk(index, piece.text, lambda text: _choice(index, {"content": text}))
+        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        if piece.reasoning and self._shows_reasoning:
+            delta |= {"reasoning_content": piece.reasoning, "reasoning": piece.reasoning}
+        if piece.tool_calls:
+            begin = self._num_calls[index]
+            self._num_calls[index] += len(piece.tool_calls)
+            delta["tool_calls"] = [{"index": begin + i, **_call(call)} for i, call in enumerate(piece.tool_calls)]
+        choice = _choice(index, delta)
+        choice |= {"logprobs": self._logprobs(piece.logprobs), "finish_reason": piece.finish_reason}
+        choice["stop_reason"] = piece.stop_reason
+        if self.asked.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+        return role + self.chunk([choice])
+
+    def _logprobs(self, entries: list[list[TokenLogprob]] | None) -> dict[str, Any] | None:
+        if self._count is None:
+            return None
+        return {"content": chat_logprobs(entries or [], self._count, self.texts), "refusal": None}
+
+
+def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

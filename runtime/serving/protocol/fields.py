@@ -1,0 +1,217 @@
+"""Fields that requests for completions and for chat share: which there are, of which kinds, within which bounds."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..errors import ApiError, refuse
+
+MAX_STOP = 16
+MAX_STOP_LENGTH = 256
+MAX_BIASES = 1024
+MAX_IGNORED_SHOWN = 16
+"""Names of ignored fields in the header; one of more than 64 characters is left out."""
+
+
+class Body(BaseModel):
+    """A body whose unknown fields are kept by name, to be named to the client."""
+
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+
+    accepted: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are taken and mean nothing here."""
+    refused: ClassVar[dict[str, str]] = {}
+    """Fields that cannot be served and would be missed: name → what to do instead."""
+
+    def ignored_fields(self, strict: bool) -> list[str]:
+        """Names of fields that mean nothing here.
+
+        Raises:
+            ApiError: 400; one cannot be served, or there are unknown ones and the server is strict.
+        """
+        extra = {name: value for name, value in (self.model_extra or {}).items() if value not in (None, [], {}, "")}
+        for name in extra:
+            if name in self.refused:
+                refuse(name, f"{name} is not served; {self.refused[name]}", "unsupported_parameter")
+        ignored = sorted(name for name in extra if name not in self.accepted)
+        if ignored and strict:
+            refuse(ignored[0][:200], f"{ignored[0][:200]!r} is not known; leave it out", "unsupported_parameter")
+        return ignored
+
+
+class StreamOptions(BaseModel):
+    """What a stream reports besides its text."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(Body):
+    """Fields of every request that generates text; null means absent."""
+
+    model: str | None = Field(None, max_length=256)
+    max_tokens: int | None = Field(None, ge=0, description="New tokens at most.")
+    min_tokens: int | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, description="0 takes the likeliest token.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=MAX_BIASES)
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_BIASES)
+    bad_words: list[str] | None = Field(None, max_length=1024)
+    allowed_token_ids: list[int] | None = None
+    n: int | None = Field(None, ge=1)
+    prompt_logprobs: int | None = Field(None, ge=0)
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    add_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = Field(None, max_length=1024)
+    user: str | None = Field(None, max_length=1024)
+    timeout: float | None = Field(None, gt=0)
+    request_id: str | None = None
+
+    accepted: ClassVar[frozenset[str]] = frozenset(
+        {"service_tier", "store", "metadata", "safety_identifier", "prompt_cache_key", "client", "verbosity"}
+    )
+    refused: ClassVar[dict[str, str]] = {
+        "prompt_embeds": "send text or token ids",
+        "kv_transfer_params": "leave it out",
+        "use_beam_search": "use n or best_of",
+        "length_penalty": "it belongs to beam search; leave it out",
+        "beam_width": "use n or best_of",
+        "lora_request": "leave it out",
+        "thinking_token_budget": "use max_tokens",
+    }
+
+    def check_common(self) -> None:
+        """Bounds that need several fields, or more than a number.
+
+        Raises:
+            ApiError: 400.
+        """
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stop) > MAX_STOP or any(not 0 < len(text) <= MAX_STOP_LENGTH for text in stop):
+            refuse("stop", f"stop takes up to {MAX_STOP} texts of 1 to {MAX_STOP_LENGTH} characters; send such")
+        if self.stream_options is not None and not self.stream:
+            refuse("stream_options", "stream_options needs stream=true; add it, or leave stream_options out")
+        if self.prompt_logprobs is not None and self.stream:
+            refuse("prompt_logprobs", "prompt_logprobs is not served with stream=true; leave one of them out")
+
+    def biases(self) -> dict[int, float] | None:
+        """``logit_bias`` by token id.
+
+        Raises:
+            ApiError: 400; a key is no token id.
+        """
+        if self.logit_bias is None:
+            return None
+        biases = {}
+        for key, value in self.logit_bias.items():
+            if not (key.isascii() and key.isdigit() and len(key) < 10):
+                raise ApiError(
+                    400, "invalid_value", f"logit_bias has the key {key[:40]!r}; use token ids", param="logit_bias"
+                )
+            biases[int(key)] = value
+        return biases
+
+
+class CompletionBody(GenerationBody):
+    """Body of ``POST /v1/completions``."""
+
+    prompt: Any = Field(
+        ...,
+        description="Text, several texts, token ids, or several lists of token ids.",
+        json_schema_extra={
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+                {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+                {
+                    "type": "array",
+                    "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+                    "minItems": 1,
+                },
+            ]
+        },
+    )
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0)
+    best_of: int | None = Field(None, ge=1)
+
+    refused: ClassVar[dict[str, str]] = {**GenerationBody.refused, "suffix": "write it into the prompt"}
+
+
+class NamedFunction(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: str = Field(min_length=1, max_length=64)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """A tool in OpenAI's form."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class ChatBody(GenerationBody):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=10_000)
+    max_completion_tokens: int | None = Field(None, ge=0)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = Field(None, max_length=64)
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = Field(None, max_length=1024)
+    modalities: list[str] | None = None
+
+    accepted: ClassVar[frozenset[str]] = GenerationBody.accepted | {"prediction"}
+    refused: ClassVar[dict[str, str]] = {
+        **GenerationBody.refused,
+        "audio": "ask for text only",
+        "functions": "use tools",
+        "function_call": "use tool_choice",
+        "tokenize": "use /tokenize",
+        "tokenizer": "start the server with it",
+        "web_search_options": "use tools",
+    }

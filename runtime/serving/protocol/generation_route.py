@@ -1,0 +1,90 @@
+"""The way of every request for text: body, model, prompts, generation, answer, record."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from ..errors import ApiError, clean_id, refuse
+from ..front import Front
+from ..generate import Ask, Generation
+from ..json_body import read_body
+from ..stream import CLIENT_CLOSED, GenerationResponse, Renderer
+from .fields import MAX_IGNORED_SHOWN, GenerationBody
+
+logger = logging.getLogger(__name__)
+
+_Body = TypeVar("_Body", bound=GenerationBody)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that can run: what to ask the engine, and how the answer looks."""
+
+    ask: Ask
+    renderer: Callable[[Generation], Renderer]
+
+
+async def respond(
+    front: Front,
+    request: Request,
+    kind: type[_Body],
+    prepare: Callable[[Front, Request, _Body, str], Awaitable[Prepared]],
+) -> Response:
+    """Answer a request for text; its record is made whatever happens.
+
+    Args:
+        front: of the server.
+        request: whose body has not been read.
+        kind: of the body.
+        prepare: takes the front, the request, its body, and the name to answer under.
+
+    Raises:
+        ApiError: refusals.
+    """
+    watch = front.watch(request.scope, request.scope["route"].path)
+    try:
+        front.admission.check_open()
+        body = await read_body(request, kind)
+        if body.request_id is not None:
+            request.scope["state"]["request_id"] = _checked_id(body.request_id)
+        model = watch.model = front.model_name(body.model)
+        headers = _ignored_header(front, body)
+        prepared = await prepare(front, request, body, model)
+        generation = Generation(front, prepared.ask, watch)
+        renderer = prepared.renderer(generation)
+    except ApiError as error:
+        front.ended(watch.finish(status=error.status_code, error_code=error.code))
+        raise
+    except ClientDisconnect:
+        front.ended(watch.finish(status=CLIENT_CLOSED, disconnected=True))
+        return Response(status_code=400)
+    except Exception:
+        front.ended(watch.finish(status=500, error_code="internal_error"))
+        raise
+    return GenerationResponse(generation, renderer, front.ended, headers)
+
+
+def _checked_id(text: str) -> str:
+    found = clean_id(text)
+    if found is None:
+        refuse("request_id", "request_id is no id; use 1 to 128 printable ASCII characters without spaces")
+    return found
+
+
+def _ignored_header(front: Front, body: GenerationBody) -> dict[str, str]:
+    """The header that names ignored fields; each is logged once, as long as there are few."""
+    ignored = body.ignored_fields(front.settings.strict_fields)
+    named = [
+        name for name in ignored if len(name) <= 64 and name.isascii() and name.isprintable() and "," not in name
+    ]
+    for name in named:
+        if name not in front.ignored_fields and len(front.ignored_fields) < 256:
+            front.ignored_fields.add(name)
+            logger.info("requests have the field %r, which is ignored", name)
+    return {"x-pagoda-ignored": ", ".join(named[:MAX_IGNORED_SHOWN])} if named else {}

@@ -1,0 +1,59 @@
+"""State of the server, for balancers, scrapers and people."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from ..admission import unavailable
+from ..errors import JsonResponse
+from ..front import Front
+from .openapi import documented
+
+
+def health_router(front: Front) -> APIRouter:
+    """``/health``, ``/healthz``, ``/ready``, ``/ping``, ``/version`` and ``/load``."""
+    router = APIRouter()
+
+    def check() -> None:
+        front.admission.check_loaded()
+        silence = front.client.seconds_since_heard
+        if silence > front.settings.engine_silence:
+            raise unavailable("engine_silent", f"The engine has not been heard of for {silence:.0f} s.", 10)
+
+    @router.get("/healthz", include_in_schema=False)
+    @router.get("/health", **documented(None, "200 while the engine works.", (503,)))
+    async def health() -> Response:
+        check()
+        return JsonResponse({})
+
+    @router.get("/ready", **documented(None, "200 while requests are taken.", (503,)))
+    async def ready() -> Response:
+        front.admission.check_open()
+        check()
+        return JsonResponse({})
+
+    @router.post("/ping", include_in_schema=False)
+    @router.get("/ping", **documented(None, "The same as /health, for SageMaker.", (503,)))
+    async def ping() -> Response:
+        check()
+        return JsonResponse({})
+
+    @router.get("/version", **documented(None, "Version of the server.", ()))
+    async def version() -> Response:
+        return JsonResponse({"version": front.settings.version})
+
+    @router.get("/load", **documented(None, "How much is under way.", (401,)))
+    async def load() -> Response:
+        stats = front.client.stats
+        total = stats.get("blocks_total", 0)
+        return JsonResponse(
+            {
+                "server_load": front.admission.num_requests,
+                "running": stats.get("running", 0),
+                "waiting": stats.get("queue_length", 0),
+                "kv_cache_usage": stats.get("blocks_used", 0) / total if total else 0.0,
+            }
+        )
+
+    return router

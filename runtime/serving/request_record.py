@@ -1,0 +1,97 @@
+"""A record of one finished HTTP generation request: what metrics, log line and trace are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .wire import RequestTimes
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRecord:
+    """One prompt of the request with its completions.
+
+    Attributes:
+        prompt_tokens: its length.
+        cached_tokens: how many of them came from the prefix cache.
+        output_tokens: tokens of each completion, as far as they were read.
+        finish_reasons: the engine's (``wire.Delta``) for each completion; None where it had not ended.
+        times: as the engine took them; None where it had not ended.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: tuple[int, ...]
+    finish_reasons: tuple[str | None, ...]
+    times: RequestTimes | None = None
+
+    @property
+    def seconds_per_output_token(self) -> float | None:
+        """Mean time between two tokens of a completion; None for a single token and for what had not ended."""
+        if self.times is None or self.times.decode is None:
+            return None
+        gaps = self.times.num_generated_tokens - len(self.output_tokens)
+        return self.times.decode * len(self.output_tokens) / gaps if gaps > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One HTTP request for text, at its end, however it ended; ``RequestWatch`` makes it.
+
+    Attributes:
+        request_id: hostile text, bounded in length by whoever took it over.
+        endpoint: the route's template.
+        model: the model's name as the request gave it (hostile, too), or the default one.
+        status: of HTTP; 499 for a client that left before there was one.
+        arrival: seconds since the epoch.
+        seconds: from arrival to the end.
+        key_name: name of the API key; None without keys.
+        prompts: those that were submitted, also where they were refused; none where the body was refused.
+        first_token_seconds: from arrival to the first delta with a token as the API process saw it.
+        n: completions of each prompt.
+        max_tokens: asked for; None where the rest of the context was meant.
+        temperature, top_p: asked for, or the default.
+        streamed: the response was sent as events.
+        disconnected: the client closed the connection before the end.
+        error_code: of the error object, where there was one.
+        trace_headers: ``traceparent`` and ``tracestate`` of the request.
+    """
+
+    request_id: str
+    endpoint: str
+    model: str
+    status: int
+    arrival: float
+    seconds: float
+    key_name: str | None = None
+    prompts: tuple[PromptRecord, ...] = ()
+    first_token_seconds: float | None = None
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    streamed: bool = False
+    disconnected: bool = False
+    error_code: str | None = None
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(prompt.prompt_tokens for prompt in self.prompts)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(prompt.cached_tokens for prompt in self.prompts)
+
+    @property
+    def output_tokens(self) -> int:
+        """Of all completions."""
+        return sum(sum(prompt.output_tokens) for prompt in self.prompts)
+
+    @property
+    def finish_reasons(self) -> tuple[str | None, ...]:
+        """Of all completions, prompt by prompt."""
+        return tuple(reason for prompt in self.prompts for reason in prompt.finish_reasons)

@@ -1,0 +1,171 @@
+"""Settings of one server, checked when they are made."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..requests.checks import check_bool, real_number, shown, whole_number
+from .engine_families import MetricsPrefix
+
+_LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """A key that opens the server.
+
+    Attributes:
+        name: for logs and fair scheduling; the key itself is never shown.
+        key: what a client sends.
+    """
+
+    name: str
+    key: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one server.
+
+    Attributes:
+        served_model_names: names under which clients ask for the model; answers carry the first.
+        host: address that is listened on; with ``uds`` it is not used.
+        port: 0 takes any free one.
+        uds: path of a Unix socket to listen on instead.
+        root_path: prefix that a proxy strips from paths, for the links of ``/docs``.
+        api_keys: any of them opens the server; none: it is open to all that reach it.
+        protect_metrics: ``/metrics`` needs a key, too.
+        isolate_keys: requests of different keys share no cached blocks.
+        allowed_origins: origins whose pages may call the server from a browser (CORS); ``"*"`` allows all.
+        allowed_hosts: names in the ``Host`` header that are served besides the loopback's own, where only the
+            loopback is listened on.
+        chat_template: Jinja text in place of the tokenizer's own.
+        chat_template_kwargs: variables of the template that requests may override.
+        trust_request_chat_template: a request may bring a template of its own.
+        tool_call_parser: name of the format of tool calls; None: that of the model.
+        reasoning_parser: name of the format of reasoning; None: that of the model.
+        max_queue: completions under way beyond those that run at the same time; None: four times ``max_num_seqs``.
+        max_queued_tokens: prompt tokens that may wait; None: any number.
+        max_logprobs: most likely tokens that a request may ask for.
+        max_prompts: prompts of one request.
+        max_n: completions of one prompt.
+        max_body_size: bytes of a request's body.
+        max_connections: open at the same time.
+        header_timeout: seconds from the first byte of a request (or from connecting) to the end of its headers.
+        body_timeout: seconds from there to the end of its body.
+        keep_alive_timeout: seconds for which an idle connection stays open.
+        request_timeout: seconds after which a request ends as it is; None: never. Requests may ask for less.
+        stream_stall_timeout: seconds after which a stream is cut whose reader takes nothing.
+        sse_ping: seconds without news after which a stream sends a comment.
+        engine_silence: seconds without a word of a busy engine after which ``/health`` says so.
+        shutdown_timeout: seconds that SIGTERM leaves to what is under way.
+        listen_while_draining: seconds for which new connections are still taken (and refused with 503) then.
+        strict_fields: fields of a request that are not known are refused, not ignored.
+        enable_admin: ``/server_info`` and ``/reset_prefix_cache`` are served.
+        enable_ui: the chat page is served at ``/``.
+        metrics_prefix: ``"both"``, ``"vllm"`` or ``"pagoda"``, see ``ServerMetrics``.
+        system_fingerprint: of model and program; clients see whether it changed.
+        version: of this software.
+
+    Raises:
+        ValueError: a value is of the wrong kind or out of range; one line with argument, value and remedy.
+    """
+
+    served_model_names: tuple[str, ...] = ("model",)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    root_path: str = ""
+    api_keys: tuple[ApiKey, ...] = ()
+    protect_metrics: bool = False
+    isolate_keys: bool = False
+    allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    trust_request_chat_template: bool = False
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    max_queue: int | None = None
+    max_queued_tokens: int | None = None
+    max_logprobs: int = 20
+    max_prompts: int = 256
+    max_n: int = 64
+    max_body_size: int = 8 * 2**20
+    max_connections: int = 2048
+    header_timeout: float = 10.0
+    body_timeout: float = 30.0
+    keep_alive_timeout: int = 75
+    request_timeout: float | None = None
+    stream_stall_timeout: float = 60.0
+    sse_ping: float = 15.0
+    engine_silence: float = 10.0
+    shutdown_timeout: float = 30.0
+    listen_while_draining: float = 1.0
+    strict_fields: bool = False
+    enable_admin: bool = False
+    enable_ui: bool = True
+    metrics_prefix: MetricsPrefix = "both"
+    system_fingerprint: str = "fp_pagoda"
+    version: str = "0"
+
+    def __post_init__(self) -> None:
+        if not self.served_model_names or not all(_is_name(name) for name in self.served_model_names):
+            raise ValueError(
+                f"served_model_names={shown(self.served_model_names)} are not names; give one or more of 1 to 256 "
+                "printable characters"
+            )
+        whole_number("port", self.port, 0, "use 0 for any free one", highest=65535)
+        for name in ("max_logprobs", "max_queue", "max_queued_tokens"):
+            if (count := getattr(self, name)) is not None:
+                whole_number(name, count, 0, "use 0 for none")
+        for name in ("max_prompts", "max_n", "max_body_size", "max_connections", "keep_alive_timeout"):
+            whole_number(name, getattr(self, name), 1, "use at least 1")
+        for name in ("header_timeout", "body_timeout", "stream_stall_timeout", "sse_ping", "engine_silence"):
+            remedy = "use a positive number of seconds"
+            real_number(name, getattr(self, name), 0, float("inf"), remedy, open_low=True)
+        for name in ("shutdown_timeout", "listen_while_draining"):
+            real_number(name, getattr(self, name), 0, float("inf"), "use a number of seconds, 0 for at once")
+        if self.request_timeout is not None:
+            remedy = "use a positive number of seconds, or leave it out"
+            real_number("request_timeout", self.request_timeout, 0, float("inf"), remedy, open_low=True)
+        for name in (
+            *("protect_metrics", "isolate_keys", "trust_request_chat_template"),
+            *("strict_fields", "enable_admin", "enable_ui"),
+        ):
+            check_bool(name, getattr(self, name))
+        if self.root_path and not (self.root_path.startswith("/") and _is_name(self.root_path)):
+            raise ValueError(f"root_path={shown(self.root_path)} is not a path; let it begin with /")
+        names = [key.name for key in self.api_keys]
+        if len(set(names)) < len(names):
+            raise ValueError(f"api_keys have the names {shown(names)}; give each key a name of its own")
+        for key in self.api_keys:
+            if not key.key.isascii() or not key.key.isprintable() or not key.key.strip() or " " in key.key:
+                raise ValueError(f"api_keys: {shown(key.name)} is no key; use printable ASCII without spaces")
+
+    @property
+    def model_name(self) -> str:
+        """The name that answers carry."""
+        return self.served_model_names[0]
+
+    @property
+    def is_loopback(self) -> bool:
+        """True if nothing outside this machine can connect."""
+        return self.uds is not None or is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """True for the names and addresses of this machine's loopback."""
+    if host.lower() in _LOOPBACK_NAMES:
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_name(text: object) -> bool:
+    return isinstance(text, str) and 0 < len(text) <= 256 and text.isprintable()

@@ -1,0 +1,186 @@
+"""Answers of requests for text, written to the connection as they come: server-sent events, or one JSON object.
+
+Starlette's own streaming response costs ten times as much for each token, and does not end the work of a client that
+has gone where the answer is one object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .errors import ApiError, JsonResponse, internal_error
+from .generate import Generation, Piece
+from .request_record import RequestRecord
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+CLIENT_CLOSED = 499
+"""Status in the log of a request whose client had gone before there was one."""
+
+
+class Renderer(Protocol):
+    """The form of one kind of answer."""
+
+    def events(self, pieces: list[Piece]) -> bytes:
+        """Server-sent events of new pieces; b"" where there is nothing to say."""
+        ...
+
+    def last_events(self) -> bytes:
+        """Events after the last piece, without ``DONE``."""
+        ...
+
+    def add(self, pieces: list[Piece]) -> None:
+        """Keep pieces for ``body``."""
+        ...
+
+    def body(self) -> dict[str, Any]:
+        """The answer as one object."""
+        ...
+
+
+class GenerationResponse(Response):
+    """Runs a generation and writes its answer; ends it when the client goes, or takes nothing for too long.
+
+    Args:
+        generation: not started yet.
+        renderer: of its kind.
+        on_end: takes the record of the request.
+        headers: further ones.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        renderer: Renderer,
+        on_end: Callable[[RequestRecord], None],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.background = None
+        self._generation, self._renderer, self._on_end = generation, renderer, on_end
+        self._extra = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+        self._started = False
+        self._ended = False
+        self._sending_since: float | None = None
+        self._last_sent = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._ping: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run it."""
+        generation = self._generation
+        self._task = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        self._abort = scope.get("state", {}).get("abort")
+        status, code = 200, None
+        gone = self._loop.create_task(_until_disconnect(receive))
+        gone.add_done_callback(lambda _: self._leave("disconnect"))
+        try:
+            try:
+                generation.start()
+                await (self._stream(send) if generation.ask.streams else self._whole(send))
+            except ApiError as error:
+                status, code = (200 if self._started else error.status_code), error.code
+                await self._fail(error, scope, receive, send)
+            except Exception as error:
+                failure = internal_error(error, generation.ask.request_id)
+                status, code = (200 if self._started else 500), failure.code
+                await self._fail(failure, scope, receive, send)
+        except asyncio.CancelledError:
+            if generation.left is None:
+                raise
+            assert self._task is not None
+            self._task.uncancel()
+            status = status if self._started else CLIENT_CLOSED
+            if generation.left == "stall" and self._abort is not None:
+                self._abort()
+        finally:
+            self._ended = True
+            scope.setdefault("state", {})["error_code"] = code
+            gone.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._ping is not None:
+                self._ping.cancel()
+            generation.close()
+            disconnected = generation.left is not None
+            self._on_end(generation.watch.finish(status=status, disconnected=disconnected, error_code=code))
+
+    async def _whole(self, send: Send) -> None:
+        generation, renderer = self._generation, self._renderer
+        while not generation.finished:
+            renderer.add(await generation.next())
+        body = msgspec.json.encode(renderer.body())
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": [*headers, *self._extra]})
+        await send({"type": "http.response.body", "body": body})
+        self._ended = True
+
+    async def _stream(self, send: Send) -> None:
+        generation, renderer = self._generation, self._renderer
+        self._send = send
+        self._last_sent = self._loop.time()
+        self._tick()
+        # Until there is news, the status is open: a refusal of the engine has its own.
+        while not generation.finished:
+            events = renderer.events(await generation.next())
+            if events:
+                await self._write(events)
+        await self._write(renderer.last_events() + DONE, last=True)
+
+    async def _write(self, events: bytes, last: bool = False) -> None:
+        self._sending_since = self._loop.time()
+        if not self._started:
+            self._started = True
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-store"),
+                (b"x-accel-buffering", b"no"),
+                *self._extra,
+            ]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+        self._ended = self._ended or last  # the client may close now
+        self._sending_since = None
+        self._last_sent = self._loop.time()
+
+    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Say so in a response of its own, or as the stream's last event."""
+        if self._started:
+            if not self._ended:
+                await self._write(b"data: " + msgspec.json.encode(error.body()) + b"\n\n" + DONE, last=True)
+            return
+        self._started = True
+        await JsonResponse(error.body(), error.status_code, error.headers)(scope, receive, send)
+        self._ended = True
+
+    def _tick(self) -> None:
+        """Look after a stream: is its reader stuck, or did it hear nothing for long?"""
+        settings = self._generation.front.settings
+        now = self._loop.time()
+        if self._ended:
+            return
+        if self._sending_since is not None:
+            if now - self._sending_since >= settings.stream_stall_timeout:
+                self._leave("stall")
+                return
+        elif now - self._last_sent >= settings.sse_ping:
+            self._ping = self._loop.create_task(self._write(PING))
+        period = min(settings.stream_stall_timeout, settings.sse_ping) / 4
+        self._timer = self._loop.call_later(period, self._tick)
+
+    def _leave(self, why: Any) -> None:
+        if not self._ended and self._generation.left is None and self._task is not None:
+            self._generation.left = why
+            self._task.cancel()
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,96 @@
+"""Constraints on a text, in whatever words a request asks for them, as one ``structured_outputs`` of the engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..requests.checks import shown
+from .errors import refuse
+
+if TYPE_CHECKING:
+    from .protocol.fields import GenerationBody
+
+MAX_BYTES = 256 * 1024
+"""Of a schema or grammar."""
+
+KINDS = ("json", "regex", "choice", "grammar", "structural_tag", "json_object")
+
+_OTHER_NAMES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "regex": "regex",
+    "json_schema": "json",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+}
+"""Fields of other servers → kind."""
+
+
+def structured_outputs(body: GenerationBody) -> dict[str, Any] | None:
+    """The constraint that a request asks for, ``{kind: value}``; None: none.
+
+    ``{"json": schema}`` has ``"strict": True`` beside it where the client insists on every keyword.
+
+    Raises:
+        ApiError: 400; two constraints at once, or one that is malformed.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    if (constraint := _of_response_format(body.response_format)) is not None:
+        found["response_format"] = constraint
+    if body.structured_outputs is not None and (constraint := _of_own(body.structured_outputs)) is not None:
+        found["structured_outputs"] = constraint
+    for name, kind in _OTHER_NAMES.items():
+        if (value := getattr(body, name)) is not None:
+            found[name] = {kind: _schema(value, name) if kind == "json" else value}
+    if len(found) > 1:
+        refuse(list(found)[1], f"{' and '.join(found)} constrain the same text; send one of them")
+    for name, constraint in found.items():
+        if len(msgspec.json.encode(constraint)) > MAX_BYTES:
+            refuse(name, f"{name} is above the limit of {MAX_BYTES} bytes; send a smaller one", "invalid_schema")
+        return constraint
+    return None
+
+
+def _of_response_format(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    if value is None or value.get("type") == "text":
+        return None
+    kind = value.get("type")
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind == "json_schema":
+        wrapped = value.get("json_schema")
+        if not isinstance(wrapped, dict) or not isinstance(wrapped.get("schema"), dict | bool):
+            refuse("response_format.json_schema", "response_format.json_schema.schema is missing; send a JSON schema")
+        constraint: dict[str, Any] = {"json": wrapped["schema"]}
+        return {**constraint, "strict": True} if wrapped.get("strict") is True else constraint
+    if kind == "structural_tag":
+        return {"structural_tag": {key: inner for key, inner in value.items() if key != "type"}}
+    refuse(
+        "response_format.type",
+        f"response_format.type={shown(kind)} is not served; use text, json_object, json_schema or structural_tag",
+    )
+
+
+def _of_own(value: dict[str, Any]) -> dict[str, Any] | None:
+    given = {key: inner for key, inner in value.items() if inner not in (None, False)}
+    if not given:
+        return None
+    kinds = [key for key in given if key in KINDS]
+    if len(kinds) != 1:
+        refuse("structured_outputs", f"structured_outputs={shown(sorted(given))}: give one of {', '.join(KINDS)}")
+    (kind,) = kinds
+    return {kind: _schema(given[kind], "structured_outputs.json") if kind == "json" else given[kind]}
+
+
+def _schema(value: Any, name: str) -> Any:
+    """A schema, which some clients send as text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.decode(value)
+    except (ValueError, RecursionError) as error:
+        refuse(name, f"{name} is no JSON: {str(error)[:200]}", "invalid_schema")

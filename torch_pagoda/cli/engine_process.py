@@ -1,0 +1,92 @@
+"""The engine process of ``pagoda serve``: loads the model that it is told to and serves it over a socket."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..runtime.serving.wire import Start
+
+_START_SECONDS = 60.0
+_GRACE_SECONDS = 2.0
+
+
+def engine_argv() -> list[str]:
+    """The command that runs this file; the number of a socket's file descriptor belongs behind it."""
+    return [sys.executable, "-P", "-m", "torch_pagoda.cli.engine_process"]
+
+
+def main(fd: int) -> int:
+    """Serve over the socket of that file descriptor until it is closed; returns the exit status."""
+    # What ends a server from a terminal or a service manager ends it in order: the API process closes the socket.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sock = socket.socket(fileno=fd)
+    sock.set_inheritable(False)
+    threading.Thread(target=_end_with, args=(sock.fileno(),), name="pagoda-watch", daemon=True).start()
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+
+    from ..runtime.serving.worker import EXIT_BAD_MESSAGE, EXIT_DONE, Worker
+
+    try:
+        start = _read_start(sock)
+    except (ValueError, OSError) as error:
+        logging.getLogger(__name__).error("the engine process is not told what to load: %s", error)
+        return EXIT_BAD_MESSAGE
+    if start is None:
+        return EXIT_DONE
+
+    import typer
+    from transformers.utils import logging as transformers_logging
+
+    from ..llm import LLM
+    from .errors import one_line_errors
+
+    transformers_logging.disable_progress_bar()
+    try:
+        with one_line_errors(debug=False):
+            llm = LLM(start.model, start.tokenizer, **start.options)
+    except typer.Exit as end:
+        return end.exit_code
+    return Worker(llm.engine, sock, model=start.model, default_params=llm.recommended_params).run()
+
+
+def _read_start(sock: socket.socket) -> Start | None:
+    """The first message; None if the other side has gone."""
+    from msgspec.msgpack import Decoder
+
+    from ..runtime.serving.framing import FrameReader
+    from ..runtime.serving.wire import WIRE_VERSION
+    from ..runtime.serving.wire import Start as StartMessage
+
+    sock.settimeout(_START_SECONDS)
+    reader = FrameReader()
+    while data := sock.recv(2**16):
+        for frame in reader.feed(data):
+            start = Decoder(StartMessage).decode(frame)
+            if start.version != WIRE_VERSION:
+                raise ValueError(f"version={start.version} of the messages, this is {WIRE_VERSION}")
+            return start
+    return None
+
+
+def _end_with(fd: int) -> None:
+    """End this process when the other side of the socket is gone, whatever it does then: it may be loading, or in a
+    long step. If it ends by itself, so much the better."""
+    poll = select.poll()
+    poll.register(fd, 0)  # only what is always reported: that the other side hung up
+    poll.poll()
+    time.sleep(_GRACE_SECONDS)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
