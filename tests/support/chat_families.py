@@ -10,39 +10,50 @@ from transformers import PreTrainedTokenizerFast
 
 EOS = "<|im_end|>"
 
-_CHATML = """{%- if tools %}<|im_start|>system
+_CHATML = """
+{%- macro gemma(v) %}
+{%- if v is string %}<|"|>{{ v }}<|"|>
+{%- elif v is mapping %}{{ '{' }}
+{%- for k, w in v.items() %}{{ k }}:{{ gemma(w) }}{{ '' if loop.last else ',' }}{% endfor %}{{ '}' }}
+{%- elif v is sequence %}[{% for w in v %}{{ gemma(w) }}{{ '' if loop.last else ',' }}{% endfor %}]
+{%- else %}{{ v | tojson }}{% endif %}{% endmacro %}
+
+{%- macro elements(v) %}
+{%- if v is string %}{{ v }}
+{%- elif v is mapping %}{% for k, w in v.items() %}{{ element(k, w) }}{% endfor %}
+{%- elif v is sequence %}{% for w in v %}{{ element('item', w) }}{% endfor %}
+{%- else %}{{ v | tojson }}{% endif %}{% endmacro %}
+{%- macro element(k, v) %}]<]minimax[>[<{{ k }}>{{ elements(v) }}]<]minimax[>[</{{ k }}>{% endmacro %}
+
+{%- if tools %}<|im_start|>system
 {% for t in tools %}{{ t | tojson }}
 {% endfor %}<|im_end|>
 {% endif %}
 {%- for m in messages %}<|im_start|>{{ m.role }}
-{% if m.reasoning_content %}THINK{{ m.reasoning_content }}
-/THINK
+{% if m.reasoning_content %}OPENED{{ m.reasoning_content }}
+DESOLC
 
 {% endif %}{{ m.content }}{% if m.tool_calls %}
-{% for c in m.tool_calls %}{% set f = c.function %}{% if loop.first %}SECTION{% endif %}CALL{% if loop.last %}NOITCES{% else %}BETWEEN{% endif %}{% endfor %}{% endif %}<|im_end|>
+
+{% for c in m.tool_calls %}{% set f = c.function %}{{ SECTION if loop.first }}CALL{{ END if loop.last else BETWEEN }}
+{%- endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
-_TEXT = "{% if v is string %}{{ v }}{% else %}{{ v | tojson }}{% endif %}"
+_TEXT = "{{ v if v is string else v | tojson }}"
 _JSON = '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
-_KEYED = "<arg_key>{{ k }}</arg_key>LINE<arg_value>" + _TEXT + "</arg_value>LINE"
 _EACH = "{% for k, v in f.arguments.items() %}"
+_KEYED = _EACH + "<arg_key>{{ k }}</arg_key>LINE<arg_value>" + _TEXT + "</arg_value>{{ 'LINE' }}{% endfor %}"
 _DSML = (
-    '<｜DSML｜invoke name="{{ f.name }}">\n' + _EACH + '<｜DSML｜parameter name="{{ k }}" string="{{ "true" if v is string '
-    'else "false" }}">' + _TEXT + "</｜DSML｜parameter>\n{% endfor %}</｜DSML｜invoke>\n"
+    f'<｜DSML｜invoke name="{{{{ f.name }}}}">\n{_EACH}'
+    '<｜DSML｜parameter name="{{ k }}" string="{{ "true" if v is string else "false" }}">'
+    f"{_TEXT}</｜DSML｜parameter>{{{{ '\n' }}}}{{% endfor %}}</｜DSML｜invoke>\n"
 )
 _FUNCTION = (
-    "<tool_call>\n<function={{ f.name }}>\n"
-    + _EACH
-    + "<parameter={{ k }}>\n"
-    + _TEXT
-    + "\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+    f"<tool_call>\n<function={{{{ f.name }}}}>\n{_EACH}<parameter={{{{ k }}}}>\n"
+    f"{_TEXT}\n</parameter>\n{{% endfor %}}</function>\n</tool_call>"
 )
-_PYTHON = (
-    "{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ PY }}{% if not loop.last %}, {% endif %}{% endfor %})"
-)
-_GEMMA = """{% macro g(v) %}{% if v is string %}<|"|>{{ v }}<|"|>{% elif v is mapping %}{{ '{' }}{% for k, w in v.items() %}{{ k }}:{{ g(w) }}{% if not loop.last %},{% endif %}{% endfor %}{{ '}' }}{% elif v is sequence %}[{% for w in v %}{{ g(w) }}{% if not loop.last %},{% endif %}{% endfor %}]{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"""
-_M3 = """{% macro m(v) %}{% if v is string %}{{ v }}{% elif v is mapping %}{% for k, w in v.items() %}]<]minimax[>[<{{ k }}>{{ m(w) }}]<]minimax[>[</{{ k }}>{% endfor %}{% elif v is sequence %}{% for w in v %}]<]minimax[>[<item>{{ m(w) }}]<]minimax[>[</item>{% endfor %}{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"""
+_PYTHON = "{{ f.name }}(" + _EACH + "{{ k }}={{ PY }}{{ '' if loop.last else ', ' }}{% endfor %})"
 
 # Name: call, section, its end, between two calls; added tokens.
 _CALLS: dict[str, tuple[tuple[str, str, str, str], tuple[str, ...]]] = {
@@ -63,7 +74,7 @@ _CALLS: dict[str, tuple[tuple[str, str, str, str], tuple[str, ...]]] = {
     ),
     "minimax_m3": (
         (
-            '{% raw %}]<]minimax[>[{% endraw %}<invoke name="{{ f.name }}">{{ m(f.arguments) }}]<]minimax[>[</invoke>\n',
+            ']<]minimax[>[<invoke name="{{ f.name }}">{{ elements(f.arguments) }}]<]minimax[>[</invoke>\n',
             "]<]minimax[>[<tool_call>\n",
             "]<]minimax[>[</tool_call>",
             "",
@@ -71,11 +82,16 @@ _CALLS: dict[str, tuple[tuple[str, str, str, str], tuple[str, ...]]] = {
         ("]<]minimax[>[",),
     ),
     "glm45": (
-        ("<tool_call>{{ f.name }}\n" + _EACH + _KEYED.replace("LINE", "\n") + "{% endfor %}</tool_call>", "", "", "\n"),
+        (
+            "<tool_call>{{ f.name }}\n" + _KEYED.replace("LINE", "\n") + "</tool_call>",
+            "",
+            "",
+            "\n",
+        ),
         ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
     "glm47": (
-        ("<tool_call>{{ f.name }}" + _EACH + _KEYED.replace("LINE", "") + "{% endfor %}</tool_call>", "", "", ""),
+        ("<tool_call>{{ f.name }}" + _KEYED.replace("LINE", "") + "</tool_call>", "", "", ""),
         ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
     "mistral": (("[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}", "", "", ""), ("[TOOL_CALLS]", "[ARGS]")),
@@ -104,12 +120,12 @@ _CALLS: dict[str, tuple[tuple[str, str, str, str], tuple[str, ...]]] = {
         ("<|tool_call_start|>", "<|tool_call_end|>"),
     ),
     "gemma4": (
-        ("<|tool_call>call:{{ f.name }}{{ g(f.arguments) }}<tool_call|>", "", "", ""),
+        ("<|tool_call>call:{{ f.name }}{{ gemma(f.arguments) }}<tool_call|>", "", "", ""),
         ("<|tool_call>", "<tool_call|>", '<|"|>'),
     ),
     "hy_v3": (
         (
-            "<tool_call>{{ f.name }}<tool_sep>\n" + _EACH + _KEYED.replace("LINE", "\n") + "{% endfor %}</tool_call>\n",
+            "<tool_call>{{ f.name }}<tool_sep>\n" + _KEYED.replace("LINE", "\n") + "</tool_call>\n",
             "<tool_calls>\n",
             "</tool_calls>",
             "",
@@ -124,7 +140,13 @@ _CALLS: dict[str, tuple[tuple[str, str, str, str], tuple[str, ...]]] = {
             "<｜tool▁calls▁end｜>",
             "\n",
         ),
-        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+        (
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁sep｜>",
+        ),
     ),
     "deepseek_v31": (
         (
@@ -133,7 +155,13 @@ _CALLS: dict[str, tuple[tuple[str, str, str, str], tuple[str, ...]]] = {
             "<｜tool▁calls▁end｜>",
             "",
         ),
-        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+        (
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁sep｜>",
+        ),
     ),
     "deepseek_v32": (
         (_DSML, "<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>", ""),
@@ -163,9 +191,10 @@ def chat_template(family: str) -> str:
     """The template of a family."""
     (call, section, end, between), _ = _CALLS[family]
     opened, closed = _THINK.get(family, ("<think>\n", "</think>"))
-    text = _CHATML.replace("/THINK", closed).replace("THINK", opened)
-    text = text.replace("NOITCES", end).replace("SECTION", section).replace("BETWEEN", between).replace("CALL", call)
-    return _GEMMA + _M3 + text
+    text = _CHATML.replace("DESOLC", closed).replace("OPENED", opened)
+    for place, written in (("SECTION", section), ("BETWEEN", between), ("END", end)):
+        text = text.replace(place, repr(written))
+    return text.replace("CALL", call)
 
 
 @cache

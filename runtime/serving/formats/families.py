@@ -128,15 +128,15 @@ TOOL_PARSERS: Mapping[str, CallSyntax] = {
         CallMarks(read_llama, ("<|python_tag|>",), ("{", "[")),
         CallGrammar(json_body(between=', "parameters": '), "", between="; "),
     ),
-    "phi4_mini_json": CallSyntax(
-        CallMarks(marked(("functools", ""), ("<|tool_call|>", "<|/tool_call|>")), ("functools[", "<|tool_call|>")),
-        CallGrammar(json_body(), "", "", "functools[", "]", ", "),
-    ),
     "granite": CallSyntax(
         CallMarks(
             marked(("<|tool_call|>", ""), ("<tool_call>", ""), ("", "")), ("<|tool_call|>", "<tool_call>"), ("[",)
         ),
         CallGrammar(json_body(), "", "", "<|tool_call|>[", "]", ", "),
+    ),
+    "phi4_mini_json": CallSyntax(
+        CallMarks(marked(("functools", ""), ("<|tool_call|>", "<|/tool_call|>")), ("functools[", "<|tool_call|>")),
+        CallGrammar(json_body(), "", "", "functools[", "]", ", "),
     ),
 }
 """How calls are written, by the name of the tool parser."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from .events import ToolCall
+from .events import ContentDelta, ToolCall
 from .families import (
     MISTRAL_ARRAY,
     REASONING_PARSER_ALIASES,
@@ -19,7 +20,7 @@ from .families import (
 from .format import CallSyntax, Format
 from .library import TemplateFormat
 from .parser import Parser, Reasoning
-from .templates import PROBE_NAME, PROBE_TOOL, TemplateFacts, probe_template, template_source
+from .templates import PROBE_ARGUMENTS, PROBE_NAME, PROBE_TOOL, TemplateFacts, probe_template, template_source
 from .tools import Tool
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,27 @@ logger = logging.getLogger(__name__)
 AnyFormat: TypeAlias = Format | TemplateFormat
 
 _PROBE = Tool(PROBE_NAME, PROBE_TOOL["function"]["parameters"], False, PROBE_TOOL)
-_UNMARKED = ("llama3_json", "granite")
-"""Tried last: what they read has no mark of its own."""
+_UNMARKED = ("llama3_json",)
+"""Tried last: what it reads has no mark of its own."""
+_TELLING_MARKS: Mapping[str, tuple[str, ...]] = {
+    "kimi_k2": ("<|tool_call_argument_begin|>",),
+    "deepseek_v3": ("<｜tool▁sep｜>", "```json"),
+    "deepseek_v31": ("<｜tool▁sep｜>",),
+    "deepseek_v32": ("DSML", "function_calls"),
+    "deepseek_v4": ("DSML", "tool_calls"),
+    "minimax_m3": ("]<]minimax[>[",),
+    "minimax_m2": ("<minimax:tool_call>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "gemma4": ("<|tool_call>", "<tool_call|>"),
+    "lfm2": ("<|tool_call_start|>",),
+    "hy_v3": ("<tool_sep",),
+    "glm47": ("<arg_key>",),
+    "qwen3_coder": ("<function=", "<parameter="),
+    "phi4_mini_json": ("functools[",),
+    "hermes": ("<tool_call>",),
+    "granite": ("<|tool_call|>",),
+}
+"""Texts that tell a template's format where it writes no call of the probe; the first that fits."""
 _MAX_PROBED = 20_000
 
 
@@ -104,27 +124,30 @@ def _named(name: str | None, table: Mapping[str, Any], aliases: Mapping[str, str
 
 
 def _written_by(facts: TemplateFacts, added: Mapping[str, int], source: str) -> str | None:
-    """The tool parser that reads the call which the chat template wrote."""
-    if facts.call is None or len(facts.call) > _MAX_PROBED:
-        return None
+    """The tool parser that reads the call which the chat template wrote, or whose marks the template holds."""
+    call = facts.call if facts.call is not None and len(facts.call) <= _MAX_PROBED else ""
     for name in sorted(TOOL_PARSERS, key=lambda name: name in _UNMARKED):
         calls = _adapted(name, TOOL_PARSERS[name], added, source)
         assert calls is not None
-        if _reads(calls, facts.call):
+        if (name != "glm45" or f"{PROBE_NAME}\n" in call) and _reads(calls, call, name in _UNMARKED):
+            return name
+    for name, marks in _TELLING_MARKS.items():
+        if all(mark in source for mark in marks):
             return name
     return None
 
 
-def _reads(calls: CallSyntax, text: str) -> bool:
-    """Whether the text, or a part of it that begins at one of the marks, is a call of the probe."""
+def _reads(calls: CallSyntax, text: str, unmarked: bool) -> bool:
+    """Whether the text, from one of the marks on, is a call of the probe and nothing of another format's."""
     marks = calls.marks
-    starts = [text.find(mark) for mark in marks.open if mark in text]
-    starts += [found.start() for mark in marks.open_at_start for found in re.finditer(re.escape(mark), text)][:8]
-    for start in sorted(starts):
+    wanted = (*marks.open, *(marks.open_at_start if unmarked else ()))
+    starts = [found.start() for mark in wanted for found in re.finditer(re.escape(mark), text)]
+    for start in sorted(starts)[:8]:
         parser = Parser(None, marks, [_PROBE])
         events = [*parser.feed(text[start:]), *parser.finish()]
-        found = [(event.name, event.arguments) for event in events if isinstance(event, ToolCall)]
-        if found == [(PROBE_NAME, '{"probe_key": "probe value"}')]:
+        called = [(event.name, event.arguments) for event in events if isinstance(event, ToolCall)]
+        rest = "".join(event.text for event in events if isinstance(event, ContentDelta))
+        if called == [(PROBE_NAME, json.dumps(PROBE_ARGUMENTS))] and "tool_call" not in rest:
             return True
     return False
 
