@@ -37,7 +37,15 @@ FLOORS = {
     ),
     "passes": ("__init__", "rewrite", "lower proof recognise", "graph"),
     "runtime": (
-        *("serving", "engine planning", "cache", "batching profiling program sampling", "ops", "requests", "structured"),
+        *(
+            "serving",
+            "engine planning",
+            "cache",
+            "batching profiling program sampling",
+            "ops",
+            "requests",
+            "structured",
+        ),
         "__init__ autocast blocks memory phases private_folder shown step_metadata",
     ),
 }

@@ -103,9 +103,13 @@ def _allowed(bitmask: torch.Tensor, columns: int) -> torch.Tensor:
 
 def _check(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
     if logits.dim() != 2 or not logits.dtype.is_floating_point:
-        raise ValueError(f"logits has shape {tuple(logits.shape)} and dtype {logits.dtype}; give [rows, tokens] floats")
+        raise ValueError(
+            f"logits has shape {tuple(logits.shape)} and dtype {logits.dtype}; give [rows, tokens] floats"
+        )
     if bitmask.dim() != 2 or bitmask.dtype is not torch.int32:
-        raise ValueError(f"bitmask has shape {tuple(bitmask.shape)} and dtype {bitmask.dtype}; give [S, W] torch.int32")
+        raise ValueError(
+            f"bitmask has shape {tuple(bitmask.shape)} and dtype {bitmask.dtype}; give [S, W] torch.int32"
+        )
     if rows.shape != bitmask.shape[:1] or rows.dtype is not torch.int64:
         raise ValueError(
             f"rows has shape {tuple(rows.shape)} and dtype {rows.dtype}; give one torch.int64 for each of the "

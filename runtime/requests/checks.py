@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from ..shown import shown
 from .request_limits import MAX_TOKEN_IDS, MAX_WHOLE_NUMBER
 
+
 def whole_number(name: str, value: object, lowest: int, remedy: str, *, highest: int = MAX_WHOLE_NUMBER) -> int:
     """``value`` as an int.
 

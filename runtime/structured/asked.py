@@ -120,7 +120,9 @@ def plain_json(name: str, value: object) -> Any:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False, default=dict)
         text.encode()
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{name} is not JSON ({_first_line(error)}); use finite numbers and whole characters") from None
+        raise ValueError(
+            f"{name} is not JSON ({_first_line(error)}); use finite numbers and whole characters"
+        ) from None
     if len(text) > MAX_TEXT:
         raise ValueError(f"{name} has {len(text)} characters of JSON, above the limit of {MAX_TEXT}; shorten it")
     return json.loads(text)
@@ -181,7 +183,9 @@ def _structural_tag(name: str, value: object) -> dict[str, Any]:
     tag: dict[str, Any] = plain_json(name, value)
     structures, triggers = tag.get("structures"), tag.get("triggers")
     if not isinstance(structures, list) or not structures or len(structures) > MAX_TAGS:
-        raise ValueError(f"{name}.structures is not a list of 1 to {MAX_TAGS} entries; give begin, schema and end each")
+        raise ValueError(
+            f"{name}.structures is not a list of 1 to {MAX_TAGS} entries; give begin, schema and end each"
+        )
     if not isinstance(triggers, list) or not triggers or len(triggers) > MAX_TAGS:
         raise ValueError(f"{name}.triggers is not a list of 1 to {MAX_TAGS} texts; give what a begin begins with")
     triggers = [_text(f"{name}.triggers[{i}]", trigger) for i, trigger in enumerate(triggers)]
@@ -197,7 +201,9 @@ def _structural_tag(name: str, value: object) -> dict[str, Any]:
         if trigger is None:
             raise ValueError(f"{here}.begin={shown(begin)} begins with none of the triggers; add one")
         schema = entry.get("schema", True)
-        read.append({"trigger": trigger, "begin": begin, "schema": _schema(f"{here}.schema", schema), "end": entry["end"]})
+        read.append(
+            {"trigger": trigger, "begin": begin, "schema": _schema(f"{here}.schema", schema), "end": entry["end"]}
+        )
     return {"structures": read}
 
 

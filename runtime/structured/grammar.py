@@ -1,4 +1,4 @@
-"""Grammars: what a request asks for, compiled for a vocabulary, kept, and refused with a reason where it cannot be."""
+"""Grammars: what requests ask for, compiled for a vocabulary and kept, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..shown import shown
 from .asked import AskedOutput, read_structured_outputs
 from .json_schema import checked_schema, json_options, schema_grammar
 from .state import GrammarState

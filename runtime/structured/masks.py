@@ -28,8 +28,8 @@ class MaskPool:
             holds_eos: for each: end-of-sequence tokens may not come as long as anything else may.
 
         Returns:
-            ``[S, ceil(V / 32)]`` int32 on the CPU, valid until the next call; bit ``i % 32`` of word ``i // 32``: token
-            i may come. Rows of states with an error hold no bit.
+            ``[S, ceil(V / 32)]`` int32 on the CPU, valid until the next call; bit ``i % 32`` of word ``i // 32``:
+            token i may come. Rows of states with an error hold no bit.
         """
         masks = self._rows(len(states), states[0].grammar.vocabulary.num_words)
         self._compute(states, masks)

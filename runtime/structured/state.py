@@ -26,7 +26,17 @@ class GrammarState:
         error: why no mask could be made; None as long as one could.
     """
 
-    __slots__ = ("_after", "_numbers", "_tail", "ended_in_text", "error", "grammar", "is_finished", "is_waiting", "matcher")
+    __slots__ = (
+        "_after",
+        "_numbers",
+        "_tail",
+        "ended_in_text",
+        "error",
+        "grammar",
+        "is_finished",
+        "is_waiting",
+        "matcher",
+    )
 
     def __init__(self, grammar: Grammar, after: tuple[int, ...] | str | None = None) -> None:
         self.grammar = grammar
