@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from .asked import AskedOutput, read_structured_outputs
-from .json_schema import checked_schema, json_options, schema_grammar
+from .source import GrammarSource
 from .state import GrammarState
 from .vocabulary import Vocabulary, load_llguidance, vocabulary_of
 
@@ -39,12 +39,12 @@ class Grammar:
         warnings: what of a schema is not enforced; empty with ``strict``.
     """
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary, is_json: bool) -> None:
+    def __init__(self, matcher: Any, vocabulary: Vocabulary, is_json: bool, warnings: tuple[str, ...]) -> None:
         self._matcher = matcher
         self._lock = threading.Lock()
         self.vocabulary = vocabulary
         self.is_json = is_json
-        self.warnings: tuple[str, ...] = tuple(matcher.get_grammar_warnings())
+        self.warnings = warnings
 
     def matcher(self) -> Any:
         """A matcher of its own, before the first token."""
@@ -105,11 +105,14 @@ def check_structured(
 
 def _compile(asked: AskedOutput, vocabulary: Vocabulary) -> Grammar:
     name = f"structured_outputs.{asked.kind}"
-    matcher = _matcher(_source(name, asked, lenient=False), vocabulary)
+    source = GrammarSource(name, asked)
+    if source.problems and asked.strict:
+        raise ValueError(f"{name} cannot be enforced: {source.problems[0]}; change it, or use strict=False")
+    matcher = _matcher(source.written(lenient=bool(source.problems)), vocabulary)
     if matcher.is_error() and not asked.strict:
-        matcher = _matcher(_source(name, asked, lenient=True), vocabulary)
+        matcher = _matcher(source.written(lenient=True), vocabulary)
     if not matcher.is_error():
-        # The first mask is computed here: what is too large for a step, or allows nothing, is refused before it runs.
+        # The first mask is made here: what takes too much work, or allows nothing, is refused before it runs.
         first = matcher.deep_copy()
         allows_nothing = not any(first.compute_bitmask())
         matcher = first if first.is_error() else matcher
@@ -118,10 +121,10 @@ def _compile(asked: AskedOutput, vocabulary: Vocabulary) -> Grammar:
     if matcher.is_error():
         remedy = ", or use strict=False" if asked.strict and asked.kind in ("json", "structural_tag") else ""
         raise ValueError(f"{name} cannot be enforced: {_reason(matcher.get_error())}; change it{remedy}")
-    is_json = asked.kind == "json"
-    if is_json:
+    if source.is_json:
         vocabulary.without_digits(0)  # a look at all tokens, which no step should have to wait for
-    return Grammar(matcher, vocabulary, is_json)
+    warnings = (*matcher.get_grammar_warnings(), *source.problems)
+    return Grammar(matcher, vocabulary, source.is_json, warnings)
 
 
 def _matcher(source: str, vocabulary: Vocabulary) -> Any:
@@ -130,49 +133,9 @@ def _matcher(source: str, vocabulary: Vocabulary) -> Any:
     return llguidance.LLMatcher(vocabulary.engine, source, log_level=0, limits=limits)
 
 
-def _source(name: str, asked: AskedOutput, *, lenient: bool) -> str:
-    """The grammar in llguidance's language."""
-    llguidance = load_llguidance()
-    value = asked.value
-    if asked.kind == "json":
-        return schema_grammar(llguidance, name, value, asked.whitespace, lenient=lenient)
-    if asked.kind == "regex":
-        return str(llguidance.LLMatcher.grammar_from_regex(value))
-    if asked.kind == "choice":
-        return "start: " + " | ".join(_literal(choice) for choice in value)
-    if asked.kind == "grammar":
-        from llguidance.gbnf_to_lark import any_to_lark
-
-        try:
-            return str(llguidance.LLMatcher.grammar_from_lark(any_to_lark(value)))
-        except Exception as error:  # whatever a grammar that is none does to it
-            raise ValueError(f"{name} is neither Lark nor GBNF: {_reason(str(error))}; change it") from error
-    return _tags(name, value["structures"], asked.whitespace, lenient=lenient)
-
-
-def _tags(name: str, structures: list[dict[str, Any]], whitespace: str, *, lenient: bool) -> str:
-    """Lark of text in which each trigger opens its tag."""
-    lines = ["%llguidance {}", "start: (" + " | ".join(f"tag_{i}" for i in range(len(structures))) + ")* rest"]
-    lines += ["rest: TEXT", r"TEXT: /(.|\n)*/"]
-    for i, entry in enumerate(structures):
-        trigger, begin = entry["trigger"], entry["begin"]
-        schema = checked_schema(f"{name}.structures[{i}].schema", entry["schema"])
-        if schema is False:
-            raise ValueError(f"{name}.structures[{i}].schema=False allows no text at all; loosen it")
-        written = json.dumps({**schema, "x-guidance": json_options(whitespace, lenient=lenient)})
-        rest, end = (_literal(text) if text else "" for text in (begin[len(trigger) :], entry["end"]))
-        lines += [f"open_{i}[lazy]: TEXT {_literal(trigger)}", f"tag_{i}: open_{i} {rest} %json {written} {end}"]
-    return "\n".join(lines)
-
-
-def _literal(text: str) -> str:
-    """A text as Lark writes it."""
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _reason(error: str) -> str:
     """llguidance's reason on one line."""
     lines = [line.strip() for line in error.splitlines()]
     kept = [line for line in lines if line and set(line) - set("^ ") and line != "<non-verbose/>"]
-    text = " ".join(kept)
+    text = "it allows no text" if error.startswith("NoExtension") else " ".join(kept)
     return text if len(text) <= 300 else text[:297] + "..."
