@@ -37,8 +37,16 @@ FLOORS = {
     ),
     "passes": ("__init__", "rewrite", "lower proof recognise", "graph"),
     "runtime": (
-        *("serving", "engine planning", "cache", "batching ops profiling program sampling"),
-        "__init__ autocast blocks memory phases private_folder requests step_metadata",
+        *(
+            "serving",
+            "engine planning",
+            "cache",
+            "batching profiling program sampling",
+            "ops",
+            "requests",
+            "structured",
+        ),
+        "__init__ autocast blocks memory phases private_folder shown step_metadata",
     ),
 }
 """Folder → its floors from the top downwards; each names the rooms (files and folders) that lie beside each other."""

@@ -14,6 +14,7 @@ from ..profiling.profile import DETOKENISE, SCHEDULE
 from ..profiling.profiler import Profiler
 from ..requests.request import FinishReason, Request, RequestStatus
 from ..sampling.sampler import Sampler
+from ..structured.state import GrammarError
 from .model_runner import ModelRunner
 from .pieces import NewPiece
 from .step_computer import StepComputer
@@ -330,6 +331,8 @@ class EngineCore:
         goes_on = False
         try:
             reason = completion.append(token.token_id, token.logprob)
+        except GrammarError as error:
+            self.end(completion, "error", str(error))
         except Exception as error:
             self.end(completion, "error", undecodable(error))
         else:

@@ -33,6 +33,9 @@ from ..requests.validation import (
 )
 from ..sampling.beam_search import BeamSearch
 from ..sampling.sampler import Sampler
+from ..shown import shown
+from ..structured.grammar import Grammar, compile_grammar
+from ..structured.vocabulary import vocabulary_of
 from .beam_submission import BeamSubmission, bounded
 from .cache_setup import block_groups, key_variant, longest_sequence
 from .core import EngineCore
@@ -170,9 +173,10 @@ class Engine:
         core.turns.check_process()
         checked = check_prompt(prompt, self.tokenizer, self.limits, params=sampling_params)
         params = check_params(sampling_params, self.tokenizer, self.limits)
+        grammar = self._grammar(params)
         batch: list[Submission] = []
         prepare = partial(
-            self._prepare, checked, params, request_id, options, is_private=False, final_only=final_only
+            self._prepare, checked, params, grammar, request_id, options, is_private=False, final_only=final_only
         )
         core.turns.take(self._queue, batch, [prepare])
         return batch[0].request_id
@@ -213,7 +217,16 @@ class Engine:
             raise ValueError("request_ids names a prompt twice; use different ones")
         batch: list[Submission] = []
         prepare = [
-            partial(self._prepare, prompt, params, name, options, is_private=False, final_only=final_only)
+            partial(
+                self._prepare,
+                prompt,
+                params,
+                self._grammar(params),
+                name,
+                options,
+                is_private=False,
+                final_only=final_only,
+            )
             for (prompt, params), name in zip(checked, names, strict=True)
         ]
         core.turns.take(self._queue, batch, prepare)
@@ -323,7 +336,7 @@ class Engine:
         checked = check_batch(prompts, sampling_params, self.tokenizer, self.limits)
         options = [DEFAULT_OPTIONS] * len(checked) if options is None else options
         prepare = [
-            partial(self._prepare, prompt, params, None, own, is_private=True)
+            partial(self._prepare, prompt, params, self._grammar(params), None, own, is_private=True)
             for (prompt, params), own in zip(checked, options, strict=True)
         ]
         return self._complete(prepare, self._output, on_progress)
@@ -414,7 +427,7 @@ class Engine:
                 f"best_of={params.best_of} with n={params.n} cannot be streamed: which are best is known at the end; "
                 "use generate, or leave best_of out"
             )
-        return self._stream(checked, params, options)
+        return self._stream(checked, params, self._grammar(params), options)
 
     def stats(self) -> dict[str, int | float]:
         """Figures since the engine was made.
@@ -497,11 +510,11 @@ class Engine:
         self._core.compute_again()
 
     def _stream(
-        self, prompt: CheckedPrompt, params: SamplingParams, options: RequestOptions
+        self, prompt: CheckedPrompt, params: SamplingParams, grammar: Grammar | None, options: RequestOptions
     ) -> Iterator[StreamPiece]:
         core = self._core
         batch: list[Submission] = []
-        prepare = partial(self._prepare, prompt, params, None, options, is_private=True)
+        prepare = partial(self._prepare, prompt, params, grammar, None, options, is_private=True)
         may_wait = True
         try:
             core.turns.take(self._queue, batch, [prepare])
@@ -537,6 +550,7 @@ class Engine:
         self,
         prompt: CheckedPrompt,
         params: SamplingParams,
+        grammar: Grammar | None,
         request_id: str | None,
         options: RequestOptions,
         *,
@@ -551,8 +565,21 @@ class Engine:
             raise ValueError(f"request_id={request_id!r} is in use; choose another, or leave it out")
         submission = Submission(request_id, prompt.text, prompt.token_ids, time.perf_counter(), is_private)
         submission.final_only = final_only
-        submission.begin_completions(params, options, self.max_model_len, self.tokenizer, self.eos_token_ids)
+        submission.begin_completions(params, options, self.max_model_len, self.tokenizer, self.eos_token_ids, grammar)
         return submission
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """The grammar that the output is held to, compiled before a turn is taken: that can take a second.
+
+        Raises:
+            ValueError: there is no tokenizer, or the grammar cannot be enforced.
+        """
+        asked = params.asked_output
+        if asked is None:
+            return None
+        if self.tokenizer is None:
+            raise ValueError(f"structured_outputs={shown(params.structured_outputs)} needs a tokenizer; give one")
+        return compile_grammar(asked, vocabulary_of(self.tokenizer, self.limits.vocab_size, self.eos_token_ids))
 
     def _prepare_search(
         self, prompt: CheckedPrompt, params: BeamSearchParams, options: RequestOptions

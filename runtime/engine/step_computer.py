@@ -99,7 +99,8 @@ class StepComputer:
         drawn = self.sampler.sample(logits, requests, [row for row, sharing in enumerate(by_row) for _ in sharing])
         tokens = [SampledToken(*pair) for pair in zip(drawn.token_ids, drawn.logprobs, strict=True)]
         for failed in drawn.failed:
-            tokens[failed] = SampledToken(error=_UNUSABLE_LOGITS)
+            grammar = requests[failed].grammar
+            tokens[failed] = SampledToken(error=(grammar.error if grammar else None) or _UNUSABLE_LOGITS)
         return tokens
 
     def _candidates(self, logits: Tensor, counts: Sequence[int]) -> list[Candidates | None]:

@@ -12,6 +12,7 @@ from ..requests.request import FinishReason, Request, RequestStatus
 from ..requests.request_options import RequestOptions
 from ..requests.sampling_params import SamplingParams
 from ..sampling.logprobs import PromptLogprobs
+from ..structured.grammar import Grammar
 from .step_output import SampleTask, StepOutput
 
 if TYPE_CHECKING:
@@ -74,9 +75,13 @@ class Completion:
             return "stop"
         count = request.num_output_tokens
         text = self.detokenizer
+        grammar = request.grammar
+        is_complete = grammar is not None and grammar.consume(token)
         # Text is needed now only to look for stop strings; otherwise it waits until somebody reads it.
         if params.stop_strings and text is not None and text.append((token,), count > params.min_tokens):
             request.stop_reason = text.stop_string
+            return "stop"
+        if is_complete:
             return "stop"
         return "length" if count >= request.max_tokens or request.num_tokens >= self.max_model_len else None
 
@@ -92,6 +97,8 @@ class Completion:
             del request.output_token_ids[self.num_settled :]
         else:
             request.status = RequestStatus.FINISHED
+        if request.grammar is not None:
+            request.grammar.restore(request.output_token_ids)
         if self.logprobs is not None:
             del self.logprobs[request.num_output_tokens :]
             self._num_named = min(self._num_named, len(self.logprobs))
@@ -178,7 +185,8 @@ class Completion:
         for."""
         request = self.request
         tokens = request.output_token_ids[first:]
-        if request.finish_reason == "stop" and not isinstance(request.stop_reason, str):
+        is_complete = request.grammar is not None and request.grammar.ended_in_text
+        if request.finish_reason == "stop" and not isinstance(request.stop_reason, str) and not is_complete:
             return tokens if request.params.include_stop_str_in_output else tokens[:-1]
         return tokens
 
@@ -240,8 +248,10 @@ class Submission:
         max_model_len: int,
         tokenizer: Tokenizer | None,
         eos_token_ids: Collection[int],
+        grammar: Grammar | None = None,
     ) -> None:
-        """Make the completions that ``params`` asks for, each with its request."""
+        """Make the completions that ``params`` asks for, each with its request, and its place in the grammar."""
+        asked = params.asked_output
         count = params.num_completions
         if count > params.n:
             self.num_returned, self.reports_logprobs = params.n, params.logprobs is not None
@@ -258,11 +268,14 @@ class Submission:
                     skip_special_tokens=own.skip_special_tokens,
                     include_stop=own.include_stop_str_in_output,
                 )
+            request = options.request(name, self.prompt_token_ids, own, self.arrival_time)
+            if grammar is not None and asked is not None:
+                request.grammar = grammar.start(asked.after)
             scored = own.prompt_logprobs
             self.completions.append(
                 Completion(
                     self,
-                    options.request(name, self.prompt_token_ids, own, self.arrival_time),
+                    request,
                     index,
                     max_model_len,
                     () if own.ignore_eos else eos_token_ids,

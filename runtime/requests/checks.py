@@ -5,21 +5,8 @@ from __future__ import annotations
 import math
 from numbers import Integral, Real
 
+from ..shown import shown
 from .request_limits import MAX_TOKEN_IDS, MAX_WHOLE_NUMBER
-
-_MOST_SHOWN = 60
-"""Characters of a value that an error shows."""
-
-
-def shown(value: object) -> str:
-    """``repr`` of a value on one line, cut where it is long."""
-    if isinstance(value, str | bytes | list | tuple):
-        value = value[:_MOST_SHOWN]
-    try:
-        text = repr(value).replace("\n", " ")
-    except Exception:  # a whole number of thousands of digits, or a repr that fails
-        return f"<{type(value).__name__}>"
-    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
 
 
 def whole_number(name: str, value: object, lowest: int, remedy: str, *, highest: int = MAX_WHOLE_NUMBER) -> int:

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from ..structured.state import GrammarState
 from .sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
@@ -52,6 +53,7 @@ class Request:
         error: one line, when ``finish_reason`` is "error".
         num_preemptions: times that it lost its blocks.
         row: the runner's row while running, else None.
+        grammar: its place in the grammar of ``params.structured_outputs``; the engine moves it on.
         max_tokens: most tokens to generate.
     """
 
@@ -77,6 +79,7 @@ class Request:
     error: str | None = None
     num_preemptions: int = 0
     row: int | None = None
+    grammar: GrammarState | None = None
 
     arrival_time: float | None = None
     first_scheduled_time: float | None = None

@@ -6,10 +6,12 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..structured.asked import AskedOutput, plain_json, read_structured_outputs
 from .bad_words import BadWords
 from .checks import check_bool, real_number, shown, texts, token_ids, whole_number
 from .request_limits import (
@@ -64,6 +66,11 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: the text ends with the stop string that ended it, or with that of the stop or
             end-of-sequence token, unless that is special and skipped.
+        structured_outputs: the form of the output, as one of ``{"json": schema}``, ``{"json_object": True}``,
+            ``{"regex": text}``, ``{"choice": [text, ...]}``, ``{"grammar": text}`` or ``{"structural_tag": ...}``;
+            ``structured.asked.read_structured_outputs`` describes each, and what may stand beside it. Only tokens
+            that can still lead to it may be chosen; the output ends with "stop" when it is complete and nothing can
+            follow, whatever ``min_tokens`` and ``ignore_eos`` say. Stop strings and ``max_tokens`` may end it before.
 
     Raises:
         ValueError: a value is out of range, or above a limit of ``request_limits``; the message names argument, value
@@ -92,6 +99,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: Mapping[str, Any] | None = field(default=None, hash=False)
 
     is_greedy: bool = field(init=False, repr=False, compare=False, default=False)
     """The most likely token is taken, nothing is drawn."""
@@ -99,6 +107,8 @@ class SamplingParams:
     """Something is to be done to the logits before the temperature."""
     is_plain: bool = field(init=False, repr=False, compare=False, default=False)
     """The argmax of the untouched logits is the answer and nothing else is asked."""
+    asked_output: AskedOutput | None = field(init=False, repr=False, compare=False, default=None)
+    """``structured_outputs``, read."""
 
     stop_automaton: StopStrings | None = field(init=False, repr=False, compare=False, default=None)
     """Looks for ``stop``; None where there is none."""
@@ -183,6 +193,9 @@ class SamplingParams:
                 )
             put("allowed_token_ids", tuple(dict.fromkeys(allowed)))
             put("allowed_ids", np.array(self.allowed_token_ids, np.int64))
+        if self.structured_outputs is not None:
+            put("asked_output", read_structured_outputs(self.structured_outputs))
+            put("structured_outputs", plain_json("structured_outputs", self.structured_outputs))
 
         put("is_greedy", self.temperature < GREEDY_BELOW)
         put(
@@ -195,7 +208,12 @@ class SamplingParams:
             or bool(self.bad_words)
             or self.allowed_token_ids is not None,
         )
-        put("is_plain", self.is_greedy and not self.changes_logits and self.logprobs is None)
+        put("is_plain", self._is_plain())
+
+    def _is_plain(self) -> bool:
+        return (
+            self.is_greedy and not self.changes_logits and self.logprobs is None and self.structured_outputs is None
+        )
 
     @property
     def num_completions(self) -> int:
@@ -270,7 +288,7 @@ class SamplingParams:
         own = copy.copy(self)
         for name, value in changes.items():
             object.__setattr__(own, name, value)
-        object.__setattr__(own, "is_plain", own.is_greedy and not own.changes_logits and own.logprobs is None)
+        object.__setattr__(own, "is_plain", own._is_plain())
         return own
 
 

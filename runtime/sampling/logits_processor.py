@@ -114,6 +114,8 @@ class _State:
         self._words = params.banned_sequences
         ends = params.stop_ids if params.ignore_eos else params.stop_ids + eos_token_ids
         self._ends = _within(np.array(ends, np.int64), vocab)
+        self._stops = _within(np.array(params.stop_ids, np.int64), vocab)
+        self._held_back = self._ends
         self._completing: list[_Ids] = []
         self.biased, self.bias = params.biased_ids, params.biases
         if self.biased is not None and self.bias is not None and self.biased.max() >= vocab:
@@ -132,6 +134,9 @@ class _State:
             self.seen.add(new)
         if self.counted is not None:
             self.counted.add(new)
+        grammar = request.grammar
+        # A grammar's mask knows where the end of the sequence may come, and where nothing else can.
+        self._held_back = self._ends if grammar is None or grammar.is_waiting else self._stops
         self._completing = [] if self._words is None else self._words.completing(output)
 
     def seen_ids(self) -> _Ids | None:
@@ -146,7 +151,7 @@ class _State:
         """Tokens that may not come next; None for no rule of that kind."""
         parts = [ids[ids < self._vocab] for ids in self._completing]
         if self.num_output_tokens < self.params.min_tokens:
-            parts.append(self._ends)
+            parts.append(self._held_back)
         parts = [part for part in parts if len(part)]
         return np.concatenate(parts) if parts else None
 

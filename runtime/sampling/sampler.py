@@ -14,10 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..ops.structured import apply_bitmask_
 from ..requests.outputs import Logprob
 from ..requests.request import Request
+from ..structured.masks import MaskPool
 from .logits_processor import LogitsProcessor
 from .logprobs import ranked, report_logprobs
+from .masked_rows import NO_MASKS, choose_masked
 
 _WORK_ELEMENTS = 2**23  # logits that are processed at once; bounds the temporary memory
 _FIRST_CANDIDATES = 256  # of top-p; most nuclei are smaller, the others look further
@@ -32,7 +35,8 @@ class SampleOutput:
     Attributes:
         token_ids: the chosen tokens, -1 in failed rows.
         logprobs: where asked for, token id → Logprob: the chosen token first, then the most likely ones.
-        failed: rows whose logits allow no choice: a NaN, +inf, or every token at -inf.
+        failed: rows whose logits allow no choice: a NaN, +inf, or every token at -inf. Where a grammar says which
+            tokens may come, the others do not count.
     """
 
     token_ids: list[int]
@@ -43,9 +47,9 @@ class SampleOutput:
 class Sampler:
     """Batched sampler; see ``SamplingParams`` for what each parameter means.
 
-    Order, as in vLLM: on the raw logits allowed_token_ids, bad_words, min_tokens, logit_bias, repetition_penalty,
-    frequency_penalty and presence_penalty (``LogitsProcessor``); then temperature, min_p, top_k, top_p. Reported
-    log-probabilities are those of the raw logits.
+    Order, as in vLLM: on the raw logits the mask of structured_outputs; allowed_token_ids, bad_words, min_tokens,
+    logit_bias, repetition_penalty, frequency_penalty and presence_penalty (``LogitsProcessor``); then temperature,
+    min_p, top_k, top_p. Reported log-probabilities are those of the raw logits.
 
     Args:
         eos_token_ids: the model's end-of-sequence ids, which ``min_tokens`` holds back.
@@ -56,6 +60,7 @@ class Sampler:
         self._generator = torch.Generator()
         self._generator.manual_seed(int(torch.randint(2**63 - 1, ())) if seed is None else seed)
         self._processor = LogitsProcessor(eos_token_ids)
+        self._masks = MaskPool()
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, requests: Sequence[Request], taken: Sequence[int] | None = None) -> SampleOutput:
@@ -72,19 +77,30 @@ class Sampler:
             raise ValueError(
                 f"logits of shape {tuple(logits.shape)} do not fit {len(requests)} requests; give a row each"
             )
+        masked = NO_MASKS
+        if any([r.grammar is not None for r in requests]):
+            masked = choose_masked(self._masks, logits, requests, taken)
+            if len(masked.chosen) == len(requests):
+                tokens = [masked.chosen[i] for i in range(len(requests))]
+                return SampleOutput(tokens, [None] * len(tokens), [i for i, token in enumerate(tokens) if token < 0])
         batch = max(1, _WORK_ELEMENTS // logits.shape[1])
         best = torch.cat([_argmax(part) for part in logits.split(batch)]) if len(logits) else logits.argmax(-1)
         # argmax lands on a NaN if there is one, so the peak alone tells whether the row can be used.
         usable = logits.gather(-1, best[:, None]).isfinite()[:, 0].tolist()
         likeliest = best.tolist()
         finite: list[bool] = [usable[row] for row in taken]
-        tokens: list[int] = [likeliest[row] for row in taken]
+        tokens = [likeliest[row] for row in taken]
         logprobs: list[dict[int, Logprob] | None] = [None] * len(requests)
-        rows = [i for i, r in enumerate(requests) if finite[i] and not r.params.is_plain]
+        for i, token in masked.chosen.items():
+            tokens[i], finite[i] = token, token >= 0
+        for i in masked.places:
+            finite[i] = True  # until the tokens that may come are looked at
+        rows = [i for i, r in enumerate(requests) if finite[i] and not r.params.is_plain and i not in masked.chosen]
         for first in range(0, len(rows), batch):
             part = rows[first : first + batch]
             index = torch.tensor([taken[i] for i in part], device=logits.device)
-            chosen, reports = self._sample_rows(logits[index].float(), best[index], [requests[i] for i in part])
+            x = logits[index].float()
+            chosen, reports = self._sample_rows(x, best[index], [requests[i] for i in part], masked.of(part))
             for i, token, report in zip(part, chosen, reports, strict=True):
                 tokens[i], logprobs[i] = token, report
                 finite[i] = token >= 0
@@ -94,13 +110,15 @@ class Sampler:
         return SampleOutput(tokens, logprobs, failed)
 
     def _sample_rows(
-        self, x: Tensor, chosen: Tensor, requests: list[Request]
+        self, x: Tensor, chosen: Tensor, requests: list[Request], masks: tuple[Tensor, Tensor] | None = None
     ) -> tuple[list[int], list[dict[int, Logprob] | None]]:
         """``x``: ``[M, V]`` fp32 logits, overwritten; ``chosen``: their argmax. Token -1 where none is left."""
         params = [r.params for r in requests]
         report = [i for i, p in enumerate(params) if p.logprobs is not None]
         raw = x[torch.tensor(report, device=x.device)].log_softmax(-1) if report else x[:0]
-        if any([p.changes_logits for p in params]):
+        if masks is not None:
+            apply_bitmask_(x, *masks)
+        if masks is not None or any([p.changes_logits for p in params]):
             self._processor.apply(x, requests)
             chosen = _argmax(x)
         usable = x.gather(-1, chosen[:, None]).isfinite()

@@ -1,0 +1,1 @@
+"""Structured output: what a request asks for, as a grammar that says which tokens may come next."""

@@ -1,0 +1,141 @@
+"""Grammars: what requests ask for, compiled for a vocabulary and kept, or refused with a reason."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from .asked import AskedOutput, read_structured_outputs
+from .source import GrammarSource
+from .state import GrammarState
+from .vocabulary import Vocabulary, load_llguidance, vocabulary_of
+
+MAX_KEPT = 256
+"""Compiled grammars of a vocabulary."""
+
+_LIMITS = {
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 250_000,
+    "verbose_errors": False,
+}
+"""Of llguidance's ``LLParserLimits``: some tens of milliseconds for a step, some hundred for a grammar."""
+
+
+class Grammar:
+    """A compiled grammar, shared by all that ask for it.
+
+    Attributes:
+        vocabulary: whose tokens it speaks of.
+        is_json: all of its text is one JSON value.
+        warnings: what of a schema is not enforced; empty with ``strict``.
+    """
+
+    def __init__(self, matcher: Any, vocabulary: Vocabulary, is_json: bool, warnings: tuple[str, ...]) -> None:
+        self._matcher = matcher
+        self._lock = threading.Lock()
+        self.vocabulary = vocabulary
+        self.is_json = is_json
+        self.warnings = warnings
+
+    def matcher(self) -> Any:
+        """A matcher of its own, before the first token."""
+        with self._lock:
+            return self._matcher.deep_copy()
+
+    def start(self, after: tuple[int, ...] | str | None = None) -> GrammarState:
+        """The state of one completion, before its first token; ``after`` as in ``AskedOutput``."""
+        return GrammarState(self, after)
+
+
+def compile_grammar(asked: AskedOutput, vocabulary: Vocabulary) -> Grammar:
+    """Compile what is asked for, or find it among the 256 that were asked for last.
+
+    Raises:
+        ValueError: it cannot be enforced, is too large, or allows no text; one line with llguidance's reason.
+    """
+    parts = [asked.kind, asked.value, asked.strict, asked.whitespace]
+    digest = hashlib.sha256(json.dumps(parts).encode()).digest()
+    with _lock:
+        kept = _kept.setdefault(vocabulary, OrderedDict())
+        found = kept.get(digest)
+        if found is not None:
+            kept.move_to_end(digest)
+            return found
+    grammar = _compile(asked, vocabulary)
+    with _lock:
+        kept[digest] = grammar
+        while len(kept) > MAX_KEPT:
+            kept.popitem(last=False)
+    return grammar
+
+
+_lock = threading.Lock()
+_kept: WeakKeyDictionary[Vocabulary, OrderedDict[bytes, Grammar]] = WeakKeyDictionary()
+
+
+def check_structured(
+    structured_outputs: object, tokenizer: Any, vocab_size: int | None = None, eos_token_ids: Iterable[int] = ()
+) -> list[str]:
+    """Check what a request asks for before it is handed to an engine.
+
+    Args:
+        structured_outputs: as for ``SamplingParams``.
+        tokenizer: the engine's.
+        vocab_size: of the model's logits; None: the tokenizer's.
+        eos_token_ids: the model's; empty: the tokenizer's.
+
+    Returns:
+        Warnings: what of a schema with ``"strict": False`` is not enforced.
+
+    Raises:
+        ValueError: it is refused; one line that says why.
+    """
+    asked = read_structured_outputs(structured_outputs)
+    return list(compile_grammar(asked, vocabulary_of(tokenizer, vocab_size, eos_token_ids)).warnings)
+
+
+def _compile(asked: AskedOutput, vocabulary: Vocabulary) -> Grammar:
+    name = f"structured_outputs.{asked.kind}"
+    source = GrammarSource(name, asked)
+    if source.problems and asked.strict:
+        raise ValueError(f"{name} cannot be enforced: {source.problems[0]}; change it, or use strict=False")
+    matcher = _matcher(source.written(lenient=bool(source.problems)), vocabulary)
+    if matcher.is_error() and not asked.strict:
+        matcher = _matcher(source.written(lenient=True), vocabulary)
+    if not matcher.is_error():
+        # The first mask is made here: what takes too much work, or allows nothing, is refused before it runs.
+        first = matcher.deep_copy()
+        allows_nothing = not any(first.compute_bitmask())
+        matcher = first if first.is_error() else matcher
+        if allows_nothing and not matcher.is_error():
+            raise ValueError(f"{name} allows no text at all; loosen it")
+    if matcher.is_error():
+        remedy = ", or use strict=False" if asked.strict and asked.kind in ("json", "structural_tag") else ""
+        raise ValueError(f"{name} cannot be enforced: {_reason(matcher.get_error())}; change it{remedy}")
+    if source.is_json:
+        vocabulary.without_digits(0)  # a look at all tokens, which no step should have to wait for
+    warnings = (*matcher.get_grammar_warnings(), *source.problems)
+    return Grammar(matcher, vocabulary, source.is_json, warnings)
+
+
+def _matcher(source: str, vocabulary: Vocabulary) -> Any:
+    llguidance = load_llguidance()
+    limits = llguidance.LLParserLimits(**_LIMITS)
+    return llguidance.LLMatcher(vocabulary.engine, source, log_level=0, limits=limits)
+
+
+def _reason(error: str) -> str:
+    """llguidance's reason on one line."""
+    lines = [line.strip() for line in error.splitlines()]
+    kept = [line for line in lines if line and set(line) - set("^ ") and line != "<non-verbose/>"]
+    text = "it allows no text" if error.startswith("NoExtension") else " ".join(kept)
+    return text if len(text) <= 300 else text[:297] + "..."

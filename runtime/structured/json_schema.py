@@ -1,0 +1,112 @@
+"""JSON schemas as llguidance is given them, and what it would not hold to in them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+_ANNOTATIONS = frozenset(
+    "$schema $id $comment $defs definitions title description default examples deprecated readOnly writeOnly".split()
+)
+"""Keywords that constrain nothing."""
+
+_TEXT_ABOUT_IT = frozenset("$comment title description default examples pattern patternProperties".split())
+"""Keywords below which any character may stand."""
+
+_ESCAPES = 'nrbtf\\"'
+r"""Letters behind a backslash: each character has one spelling, so ``"\u0061"`` is no second key ``"a"``."""
+_NEEDS_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+
+MAX_MULTIPLE = 100_000
+"""Of all ``multipleOf`` of a schema together: their least common multiple, as whole numbers. It is the number of states
+that a digit can lead to; 1,000,003 takes seven seconds and 300 MB."""
+
+
+def schema_grammar(llguidance: Any, schema: Any, whitespace: str, *, lenient: bool) -> str:
+    """The grammar of a checked schema, in llguidance's JSON.
+
+    Args:
+        llguidance: the module.
+        schema: from ``checked_schema``.
+        whitespace: as in ``AskedOutput``.
+        lenient: leave out what cannot be enforced, and read ``oneOf`` as ``anyOf``.
+    """
+    options = json_options(whitespace, lenient=lenient)
+    result: str = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+    return result
+
+
+def json_options(whitespace: str, *, lenient: bool) -> dict[str, Any]:
+    """llguidance's ``JsonCompileOptions``."""
+    spaced = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+    free = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": True}
+    strings = {"json_allowed_escapes": _ESCAPES}
+    return {**(free if whitespace == "any" else spaced), **strings, "lenient": lenient, "coerce_one_of": lenient}
+
+
+def checked_schema(name: str, schema: Any) -> dict[str, Any]:
+    """The schema, or ``{"type": "object"}`` for one that constrains nothing.
+
+    A number of any length would be an answer to such a one, and that is what weak models write.
+
+    Args:
+        name: of the field, for the message.
+        schema: plain JSON, an object or a bool.
+
+    Raises:
+        ValueError: it allows nothing, takes too much to compile, or holds llguidance's own options.
+    """
+    if schema is False:
+        raise ValueError(f"{name}=False allows no text at all; loosen it")
+    if schema is True or schema.keys() <= _ANNOTATIONS:
+        return {"type": "object"}
+    if "x-guidance" in schema:
+        raise ValueError(f"{name} holds x-guidance, which is not taken; use strict and whitespace beside it")
+    multiple = Fraction(1)
+    for keyword, value, _ in _keywords(schema):
+        if keyword == "multipleOf" and isinstance(value, int | float) and value > 0:
+            multiple = _least_common_multiple(multiple, Fraction(str(value)))
+            if multiple.numerator > MAX_MULTIPLE:
+                raise ValueError(
+                    f"{name} has multipleOf={value}, with a least common multiple above {MAX_MULTIPLE}; use rounder ones"
+                )
+    result: dict[str, Any] = schema
+    return result
+
+
+def unsound_parts(schema: Any) -> list[str]:
+    """What of a schema an output may break although llguidance takes it; a line for each."""
+    found: dict[str, None] = {}
+    for keyword, value, around in _keywords(schema):
+        if keyword == "minProperties" and isinstance(value, int | float):
+            required = around.get("required")
+            named = len({str(key) for key in required}) if isinstance(required, list) else 0
+            if value > max(named, 1):
+                found[
+                    f"minProperties={value} is more than what is required: a key that comes twice would count twice"
+                ] = None
+        texts = (keyword, *value) if isinstance(value, dict | list) else (keyword, value)
+        if keyword not in _TEXT_ABOUT_IT and any(isinstance(t, str) and _NEEDS_ESCAPE.search(t) for t in texts):
+            found[f"{keyword!r} holds a control character that JSON writes as a number"] = None
+    return list(found)
+
+
+def _keywords(schema: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Every key of every dict in a schema, with its value and that dict; a ``$ref`` can lead anywhere."""
+    pending = [schema]
+    while pending:
+        entry = pending.pop()
+        if isinstance(entry, dict):
+            for key, value in entry.items():
+                yield key, value, entry
+                pending.append(value)
+        elif isinstance(entry, list):
+            pending.extend(entry)
+
+
+def _least_common_multiple(a: Fraction, b: Fraction) -> Fraction:
+    return Fraction(math.lcm(a.numerator, b.numerator), math.gcd(a.denominator, b.denominator))

@@ -1,0 +1,74 @@
+"""Masks of the tokens that grammars allow next, one row for each completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .state import GrammarState
+from .vocabulary import Mask, load_llguidance
+
+
+class MaskPool:
+    """Room for masks that is used again in every step, and the threads that fill it."""
+
+    def __init__(self) -> None:
+        self._room: npt.NDArray[np.uint32] = np.empty((0, 0), np.uint32)
+        self._executor: tuple[int, Any] | None = None
+
+    def fill(self, states: Sequence[GrammarState], holds_eos: Sequence[bool]) -> torch.Tensor:
+        """Compute the mask of each state; ``error`` is set where that took too much work.
+
+        Args:
+            states: of one vocabulary, none of them waiting or finished.
+            holds_eos: for each: end-of-sequence tokens may not come as long as anything else may.
+
+        Returns:
+            ``[S, ceil(V / 32)]`` int32 on the CPU, valid until the next call; bit ``i % 32`` of word ``i // 32``:
+            token i may come. Rows of states with an error hold no bit.
+        """
+        masks = self._rows(len(states), states[0].grammar.vocabulary.num_words)
+        self._compute(states, masks)
+        for state, holds, mask in zip(states, holds_eos, masks, strict=True):
+            if state.matcher.is_error():
+                state.error = f"the grammar of structured_outputs cannot go on ({_reason(state)})"
+                mask[:] = 0
+                continue
+            vocabulary = state.grammar.vocabulary
+            if (digits := state.digits_left) is not None:
+                _narrow(mask, vocabulary.without_digits(digits))
+            if holds:
+                _narrow(mask, vocabulary.not_eos)
+        return torch.from_numpy(masks.view(np.int32))
+
+    def _compute(self, states: Sequence[GrammarState], masks: npt.NDArray[np.uint32]) -> None:
+        threads = torch.get_num_threads()
+        row_bytes = masks.shape[1] * masks.itemsize
+        if len(states) == 1 or threads == 1:
+            for state, mask in zip(states, masks, strict=True):
+                state.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, row_bytes)
+            return
+        if self._executor is None or self._executor[0] != threads:
+            self._executor = (threads, load_llguidance().LLExecutor(num_threads=threads))
+        rows = [(state.matcher, i) for i, state in enumerate(states)]
+        self._executor[1].unsafe_compute_mask_ptr(rows, masks.ctypes.data, row_bytes, len(rows))
+
+    def _rows(self, count: int, words: int) -> npt.NDArray[np.uint32]:
+        if self._room.shape[0] < count or self._room.shape[1] != words:
+            self._room = np.empty((count, words), np.uint32)
+        return self._room[:count]
+
+
+def _narrow(mask: Mask, to: Mask) -> None:
+    """Leave of a mask what is in ``to``, too, or all of it if nothing is."""
+    both = mask & to
+    if both.any():
+        mask[:] = both
+
+
+def _reason(state: GrammarState) -> str:
+    return str(state.matcher.get_error()).partition("\n")[0][:200]

@@ -1,0 +1,117 @@
+"""What is asked for, written in the language that llguidance compiles."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from .asked import AskedOutput
+from .json_schema import checked_schema, json_options, schema_grammar, unsound_parts
+from .vocabulary import load_llguidance
+
+MAX_GBNF_CHARACTERS = 64_000
+MAX_GBNF_LINES = 1_000
+"""GBNF is read in Python, in a time that grows with the square of its lines: 1,000 rules take 0.6 seconds."""
+
+_EMBEDDED_SCHEMA = re.compile(r"%json\s*")
+
+
+class GrammarSource:
+    """A grammar on its way to llguidance.
+
+    Args:
+        name: of the field, for messages.
+        asked: what it is made of.
+
+    Attributes:
+        problems: what of its schemas would not be held to although llguidance takes it.
+        is_json: the whole text is one JSON value.
+
+    Raises:
+        ValueError: it is none of its kind, or beyond a limit.
+    """
+
+    def __init__(self, name: str, asked: AskedOutput) -> None:
+        self._asked = asked
+        self._llguidance = load_llguidance()
+        self._schemas: list[dict[str, Any]] = []
+        self._text = ""
+        self.is_json = asked.kind == "json"
+        value = asked.value
+        if asked.kind == "json":
+            self._schemas = [checked_schema(name, value)]
+        elif asked.kind == "regex":
+            self._text = self._llguidance.LLMatcher.grammar_from_regex(value)
+        elif asked.kind == "choice":
+            self._text = "start: " + " | ".join(_literal(choice) for choice in value)
+        elif asked.kind == "grammar":
+            self._text = self._llguidance.LLMatcher.grammar_from_lark(_lark(name, value))
+            for i, schema in enumerate(_embedded_schemas(value)):
+                checked_schema(f"{name} %json {i + 1}", schema)
+        else:
+            tags = value["structures"]
+            self._schemas = [
+                checked_schema(f"{name}.structures[{i}].schema", t["schema"]) for i, t in enumerate(tags)
+            ]
+        self.problems = list(dict.fromkeys(part for schema in self._schemas for part in unsound_parts(schema)))
+
+    def written(self, *, lenient: bool) -> str:
+        """The grammar in llguidance's language.
+
+        Args:
+            lenient: leave out what of a schema cannot be enforced.
+        """
+        whitespace = self._asked.whitespace
+        if self._asked.kind == "json":
+            return schema_grammar(self._llguidance, self._schemas[0], whitespace, lenient=lenient)
+        if self._asked.kind == "structural_tag":
+            options = json_options(whitespace, lenient=lenient)
+            return _tags(self._asked.value["structures"], self._schemas, options)
+        return self._text
+
+
+def _lark(name: str, text: str) -> str:
+    """Lark of what may be GBNF."""
+    if "::=" in text and (len(text) > MAX_GBNF_CHARACTERS or text.count("\n") >= MAX_GBNF_LINES):
+        raise ValueError(
+            f"{name} is GBNF of more than {MAX_GBNF_LINES} lines or {MAX_GBNF_CHARACTERS} characters; shorten it, or "
+            "write it as Lark"
+        )
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(text))
+    except Exception as error:  # whatever a text that is no grammar does to it
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"{name} is neither Lark nor GBNF: {reason}; change it") from None
+
+
+def _embedded_schemas(text: str) -> list[Any]:
+    """The schemas that stand in a Lark grammar; what is no JSON is left to llguidance."""
+    schemas: list[Any] = []
+    for match in _EMBEDDED_SCHEMA.finditer(text):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(text, match.end())
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(schema, dict):
+            schemas.append({key: value for key, value in schema.items() if key != "x-guidance"})
+    return schemas
+
+
+def _tags(structures: list[dict[str, Any]], schemas: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    """Lark of any text in which each trigger opens its tag."""
+    lines = ["%llguidance {}", "start: (" + " | ".join(f"tag_{i}" for i in range(len(structures))) + ")* rest"]
+    lines += ["rest: TEXT", r"TEXT: /(.|\n)*/"]
+    for i, (entry, schema) in enumerate(zip(structures, schemas, strict=True)):
+        trigger = entry["trigger"]
+        rest, end = (_literal(text) if text else "" for text in (entry["begin"][len(trigger) :], entry["end"]))
+        written = json.dumps({**schema, "x-guidance": options})
+        lines += [f"open_{i}[lazy]: TEXT {_literal(trigger)}", f"tag_{i}: open_{i} {rest} %json {written} {end}"]
+    return "\n".join(lines)
+
+
+def _literal(text: str) -> str:
+    """A text as Lark writes it."""
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,128 @@
+"""The vocabulary of a model as grammars see it: the bytes of its tokens, and which of them end a text."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from ..shown import shown
+
+Mask = npt.NDArray[np.uint32]
+"""``[ceil(size / 32)]``; bit ``i % 32`` of word ``i // 32`` stands for token i."""
+
+MAX_DIGITS = 20
+"""Of a JSON number in a row: before its point, and behind it."""
+MAX_EXPONENT_DIGITS = 2
+
+
+class Vocabulary:
+    """Tokens of one tokenizer, for a model whose logits have so many columns.
+
+    Making one takes a second for 150,000 tokens; ``vocabulary_of`` keeps them.
+
+    Args:
+        tokenizer: a fast HuggingFace tokenizer.
+        size: columns of the logits; a tokenizer with more tokens makes it larger.
+        eos_token_ids: that end a text; empty: the tokenizer's.
+
+    Attributes:
+        size: tokens that masks have bits for.
+        num_words: of a mask.
+        eos_token_ids: that a grammar allows where a text may end.
+        engine: what llguidance makes matchers with.
+
+    Raises:
+        ValueError: llguidance is not installed, or takes no tokenizer of that kind.
+    """
+
+    def __init__(self, tokenizer: Any, size: int | None = None, eos_token_ids: Iterable[int] = ()) -> None:
+        load_llguidance()
+        known = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
+        wanted = None if size is None else max(size, known)
+        ids = sorted(eos_token_ids)
+        own = getattr(tokenizer, "eos_token_id", None)
+        try:
+            from llguidance.hf import from_tokenizer
+
+            self.engine = from_tokenizer(tokenizer, n_vocab=wanted, eos_token=ids or own)
+        except Exception as error:
+            raise ValueError(
+                f"structured_outputs needs a fast tokenizer, and llguidance does not take this "
+                f"{type(tokenizer).__name__} ({shown(str(error))}); leave structured_outputs out"
+            ) from error
+        self.size: int = self.engine.vocab_size
+        self.num_words = (self.size + 31) // 32
+        self.eos_token_ids = frozenset(self.engine.eos_tokens) if ids or own is not None else frozenset()
+        self._digits: dict[int, Mask] = {}
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for."""
+        result: bytes = self.engine.decode_bytes([token])
+        return result
+
+    @cached_property
+    def not_eos(self) -> Mask:
+        """All tokens that end no text."""
+        return ~self.mask_of(self.eos_token_ids)
+
+    def without_digits(self, most: int) -> Mask:
+        """All tokens but those that begin with more than ``most`` digits."""
+        found = self._digits.get(most)
+        if found is None:
+            begin = self._leading_digits
+            found = self._digits[most] = ~self.mask_of(np.flatnonzero(begin > most).tolist())
+        return found
+
+    def mask_of(self, token_ids: Iterable[int]) -> Mask:
+        """The bits of these tokens."""
+        mask = np.zeros(self.num_words, np.uint32)
+        for token in token_ids:
+            mask[token // 32] |= np.uint32(1 << token % 32)
+        return mask
+
+    @cached_property
+    def _leading_digits(self) -> npt.NDArray[np.uint8]:
+        counts = np.zeros(self.size, np.uint8)
+        for token in range(self.size):
+            text = self.token_bytes(token)
+            rest = text.lstrip(b"0123456789")
+            counts[token] = min(len(text) - len(rest), 255)
+        return counts
+
+
+def load_llguidance() -> Any:
+    """The module ``llguidance``, which is imported when somebody asks for a grammar.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import llguidance
+    except ImportError:
+        raise ValueError('structured_outputs needs llguidance; pip install "torch-pagoda[structured]"') from None
+    return llguidance
+
+
+_lock = threading.Lock()
+_known: WeakKeyDictionary[Any, dict[tuple[int | None, frozenset[int]], Vocabulary]] = WeakKeyDictionary()
+
+
+def vocabulary_of(tokenizer: Any, size: int | None = None, eos_token_ids: Iterable[int] = ()) -> Vocabulary:
+    """The ``Vocabulary`` of a tokenizer, made once.
+
+    Raises:
+        ValueError: as ``Vocabulary`` does.
+    """
+    load_llguidance()
+    key = (size, frozenset(eos_token_ids))
+    with _lock:
+        known = _known.setdefault(tokenizer, {})
+        if key not in known:
+            known[key] = Vocabulary(tokenizer, *key)
+        return known[key]
