@@ -17,6 +17,8 @@ from .events import ContentDelta, Event, ReasoningDelta, ToolCall, merge_events
 from .source import Malformed, ParsedCall, Source, Steps
 from .tools import TOOL_NAME, Tool
 
+_VISIBLE = re.compile(r"\S")
+
 CallReader: TypeAlias = Callable[[Source, Sequence[Tool]], Steps[None]]
 """Reads the calls behind an opener, from the opener on; see ``source``."""
 
@@ -128,7 +130,8 @@ class Parser:
         """Give the text before the next mark and pass over the mark; False where none has come yet."""
         source = self._source
         if self._at_start:
-            blank = len(source.text) - len(source.text[source.pos :].lstrip())
+            visible = _VISIBLE.search(source.text, source.pos)
+            blank = visible.start() if visible else len(source.text)
             self._text.give(out, self.reasoning_open, source.text[source.pos : blank])
             source.pos = blank
             watch = self._watched_at_start_of_reasoning if self.reasoning_open else self._watched_at_start
@@ -158,7 +161,7 @@ class Parser:
             self._marked = mark in calls.open
             return True
         source.pos += len(mark)
-        if mark in self._reasoning.open or (mark in self._reasoning.close and self.reasoning_open):
+        if mark in self._reasoning.open or mark in self._reasoning.close:
             self._turn(mark in self._reasoning.open)
         return True
 
@@ -219,11 +222,11 @@ class AnswerText:
         if not text:
             return
         self._strips = False
-        text = self._space + text
         kept = text.rstrip() if self._holds_space or reasoning else text
-        self._space = text[len(kept) :]
         if kept:
-            out.append(ReasoningDelta(kept) if reasoning else ContentDelta(kept))
+            out.append(ReasoningDelta(self._space + kept) if reasoning else ContentDelta(self._space + kept))
+            self._space = ""
+        self._space += text[len(kept) :]
 
     def cut(self) -> None:
         """Drop the white space here: a call stands here, or reasoning begins or ends."""

@@ -69,8 +69,9 @@ class Source:
         return self.ended and self.pos >= len(self.text)
 
     def forget(self) -> None:
-        """Drop what has been read."""
-        self.text, self.pos = self.text[self.pos :], 0
+        """Drop what has been read, once that is most of the text: so a character is moved once or twice."""
+        if self.pos * 2 >= len(self.text):
+            self.text, self.pos = self.text[self.pos :], 0
 
     def space(self) -> Steps[None]:
         """Pass over white space."""
