@@ -18,16 +18,7 @@ def stats(manager: BlockManager) -> dict[str, int | float]:
         blocks; ``prefix_hit_rate``: tokens found cached of those looked up; the others are counts, of blocks unless
         they say tokens.
     """
-    filled: list[dict[int, int]] = [{} for _ in manager.pools]
-    for sequence in manager.sequences.values():
-        for g, (group, table) in enumerate(zip(manager.groups, sequence.tables, strict=True)):
-            for i, block in enumerate(table):
-                tokens = min(manager.block_size, sequence.num_tokens - i * manager.block_size)
-                filled[g][block] = max(filled[g].get(block, 0), manager.block_size if group.is_state else tokens)
-    for blocks in filled:
-        blocks.pop(NULL_BLOCK, None)
-    tokens = sum(sum(blocks.values()) for blocks in filled)
-    slots = sum(map(len, filled)) * manager.block_size
+    tokens, slots = _filled(manager)
     counts = manager.counts
     return {
         "blocks_total": manager.num_blocks,
@@ -45,6 +36,41 @@ def stats(manager: BlockManager) -> dict[str, int | float]:
         "blocks_moved": counts.moved,
         **manager.swap_space.stats(),
     }
+
+
+def _filled(manager: BlockManager) -> tuple[int, int]:
+    """Slots with a token, and slots, of all blocks in tables.
+
+    Only the last block of a table can have slots without a token. So blocks need not be looked at one by one unless
+    one of these is another table's, too, which may have filled it.
+    """
+    size = manager.block_size
+    slots = sum(pool.num_used for pool in manager.pools) * size
+    missing = 0
+    for g, (group, pool) in enumerate(zip(manager.groups, manager.pools, strict=True)):
+        if group.is_state:
+            continue
+        for sequence in manager.sequences.values():
+            table = sequence.tables[g]
+            count = len(table) * size - sequence.num_tokens
+            if count:
+                if table[-1] == NULL_BLOCK or pool.refs(table[-1]) > 1:
+                    return _filled_block_by_block(manager)
+                missing += count
+    return (slots - missing, slots) if not manager.in_flight else _filled_block_by_block(manager)
+
+
+def _filled_block_by_block(manager: BlockManager) -> tuple[int, int]:
+    """As ``_filled``, in O(table entries)."""
+    filled: list[dict[int, int]] = [{} for _ in manager.pools]
+    for sequence in manager.sequences.values():
+        for g, (group, table) in enumerate(zip(manager.groups, sequence.tables, strict=True)):
+            for i, block in enumerate(table):
+                tokens = min(manager.block_size, sequence.num_tokens - i * manager.block_size)
+                filled[g][block] = max(filled[g].get(block, 0), manager.block_size if group.is_state else tokens)
+    for blocks in filled:
+        blocks.pop(NULL_BLOCK, None)
+    return sum(sum(blocks.values()) for blocks in filled), sum(map(len, filled)) * manager.block_size
 
 
 def check(manager: BlockManager) -> None:

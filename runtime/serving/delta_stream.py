@@ -10,8 +10,8 @@ from .wire import Delta
 _MANY_PARTS = 64
 
 
-class _Pending:
-    """The deltas of one completion that nobody has taken yet, as one."""
+class _Merged:
+    """Several deltas of one completion that nobody has taken yet, as one."""
 
     __slots__ = ("_parts", "delta")
 
@@ -60,7 +60,7 @@ class MergedDeltas:
         self.request_id = request_id
         self._unfinished = num_prompts
         self._on_cancel = on_cancel
-        self._pending: dict[tuple[int, int], _Pending] = {}
+        self._pending: dict[tuple[int, int], Delta | _Merged] = {}
         self._failure: Exception | None = None
         self._news = asyncio.Event()
 
@@ -79,7 +79,7 @@ class MergedDeltas:
             self._news.clear()
             await self._news.wait()
         pending, self._pending = self._pending, {}
-        return [entry.take() for entry in pending.values()]
+        return [entry if isinstance(entry, Delta) else entry.take() for entry in pending.values()]
 
     def cancel(self) -> None:
         """See ``DeltaStream``; the last deltas, with ``"cancelled"``, can still be read."""
@@ -88,17 +88,19 @@ class MergedDeltas:
 
     def put(self, delta: Delta) -> None:
         """Take a delta from the engine."""
-        if self.is_complete:
+        if self._unfinished <= 0 or self._failure is not None:
             return
         key = delta.prompt_index, delta.index
         known = self._pending.get(key)
         if known is None:
-            self._pending[key] = _Pending(delta)
+            self._pending[key] = delta
+            self._news.set()
         else:
+            if isinstance(known, Delta):
+                known = self._pending[key] = _Merged(known)
             known.add(delta)
         if delta.times is not None:
             self._unfinished -= 1
-        self._news.set()
 
     def fail(self, error: Exception) -> None:
         """Let nothing come any more; what has come can still be read, then ``error`` is raised."""

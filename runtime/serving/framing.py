@@ -10,7 +10,7 @@ MAX_FRAME = 32 * 2**20
 """Bytes of a frame; a longer one is not sent, and where one comes the other side cannot be trusted."""
 
 _LENGTH = 4
-_READ = 2**18
+_READ = 2**16
 
 
 class FrameTooLong(ValueError):

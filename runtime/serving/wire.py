@@ -15,6 +15,14 @@ WIRE_VERSION = 1
 """Of these messages; both sides must have the same."""
 
 
+EXIT_DONE = 0
+"""Exit status of an engine process whose socket was closed."""
+EXIT_BAD_MESSAGE = 65
+"""That of one to which something came that is no message (EX_DATAERR of sysexits.h)."""
+EXIT_BROKEN = 70
+"""That of one whose steps fail again and again, or to which nobody listens (EX_SOFTWARE)."""
+
+
 class Start(Struct, array_like=True, frozen=True, tag="start"):
     """The model that an engine process loads.
 
@@ -22,12 +30,14 @@ class Start(Struct, array_like=True, frozen=True, tag="start"):
         model: the folder or hub id.
         tokenizer: likewise; None: the model's.
         options: keywords of ``LLM``, as plain values.
+        log_level: of ``logging``, by name.
         version: ``WIRE_VERSION``.
     """
 
     model: str
     tokenizer: str | None
     options: dict[str, Any]
+    log_level: str = "WARNING"
     version: int = WIRE_VERSION
 
 

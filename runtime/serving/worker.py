@@ -20,6 +20,9 @@ from ..requests.request_options import RequestOptions
 from ..requests.sampling_params import SamplingParams
 from .framing import FrameReader, FrameTooLong, FrameWriter
 from .wire import (
+    EXIT_BAD_MESSAGE,
+    EXIT_BROKEN,
+    EXIT_DONE,
     WIRE_VERSION,
     Answer,
     Ask,
@@ -35,13 +38,6 @@ from .wire import (
 )
 
 logger = logging.getLogger(__name__)
-
-EXIT_DONE = 0
-"""The other side closed the socket."""
-EXIT_BAD_MESSAGE = 65
-"""What came is no message (EX_DATAERR of sysexits.h)."""
-EXIT_BROKEN = 70
-"""The engine fails again and again, or the other side does not read (EX_SOFTWARE)."""
 
 MAX_UNSENT = 64 * 2**20
 """Bytes that may wait for the other side to read them; above this no step is run."""
@@ -94,7 +90,7 @@ class Worker:
         self._was_busy = False
 
     def run(self) -> int:
-        """Work until the socket is closed or nothing can go on; returns one of the ``EXIT_`` numbers."""
+        """Work until the socket is closed or nothing can go on; returns the exit status of an engine process."""
         self._sock.setblocking(False)
         try:
             with selectors.DefaultSelector() as selector:

@@ -32,27 +32,29 @@ def main(fd: int) -> int:
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
     threading.Thread(target=_end_with, args=(sock.fileno(),), name="pagoda-watch", daemon=True).start()
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
 
-    from ..runtime.serving.worker import EXIT_BAD_MESSAGE, EXIT_DONE, Worker
+    from ..runtime.serving.wire import EXIT_BAD_MESSAGE, EXIT_DONE
 
     try:
         start = _read_start(sock)
     except (ValueError, OSError) as error:
-        logging.getLogger(__name__).error("the engine process is not told what to load: %s", error)
+        print(f"pagoda: error: the engine process is not told what to load: {error}", file=sys.stderr)
         return EXIT_BAD_MESSAGE
     if start is None:
         return EXIT_DONE
+    logging.basicConfig(level=start.log_level, format="%(name)s: %(message)s")
 
     import typer
     from transformers.utils import logging as transformers_logging
 
     from ..llm import LLM
+    from ..runtime.serving.worker import Worker
     from .errors import one_line_errors
+    from .phases import show_phases
 
     transformers_logging.disable_progress_bar()
     try:
-        with one_line_errors(debug=False):
+        with one_line_errors(debug=False), show_phases():
             llm = LLM(start.model, start.tokenizer, **start.options)
     except typer.Exit as end:
         return end.exit_code

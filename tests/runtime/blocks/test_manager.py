@@ -238,6 +238,7 @@ def test_stats() -> None:
     blocks.allocate("a", 6, 0)
     blocks.fork("a", "b", 6)
     blocks.allocate("c", 4, 0)
+    blocks.fork("c", "d", 2)  # it sees half of a block that is full
     stats = blocks.stats()
     assert (stats["blocks_total"], stats["blocks_used"], stats["blocks_free"]) == (10, 3, 7)
     assert stats["utilisation"] == pytest.approx(0.3)
@@ -245,7 +246,7 @@ def test_stats() -> None:
     blocks.count_prefix(30, 10)
     blocks.count_prefix(10, 0)
     assert blocks.stats()["prefix_hit_rate"] == pytest.approx(0.25)
-    for name in "abc":
+    for name in "abcd":
         blocks.free(name)
     assert blocks.stats()["blocks_used_peak"] == 3
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from torch_pagoda.runtime.blocks import BlockGroup, BlockManager, OutOfBlocks, chain_start, extend_chain
+from torch_pagoda.runtime.blocks import BlockGroup, BlockManager, OutOfBlocks, chain_start, extend_chain, inspection
 
 from simulated_engine import TIMES, Prefixes, SimulatedCache
 
@@ -282,6 +282,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert pool.num_available == pool.num_free + pool.num_cached and pool.peak_used >= pool.num_used
         stats = manager.stats()
         assert stats["blocks_used"] + stats["blocks_cached"] + stats["blocks_free"] == stats["blocks_total"]
+        assert inspection._filled(manager) == inspection._filled_block_by_block(manager)
         assert 0 <= stats["internal_fragmentation"] < 1 and 0 <= stats["utilisation"] <= 1
         assert not manager.leaks([s.request_id for s in self.sequences])
 

@@ -15,8 +15,20 @@ from msgspec.msgpack import Decoder, encode
 
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.serving.framing import MAX_FRAME, FrameReader
-from torch_pagoda.runtime.serving.wire import Ask, Cancel, Delta, FromEngine, Hello, Refused, Step, Submit
-from torch_pagoda.runtime.serving.worker import EXIT_BAD_MESSAGE, EXIT_BROKEN, EXIT_DONE, Worker
+from torch_pagoda.runtime.serving.wire import (
+    EXIT_BAD_MESSAGE,
+    EXIT_BROKEN,
+    EXIT_DONE,
+    Ask,
+    Cancel,
+    Delta,
+    FromEngine,
+    Hello,
+    Refused,
+    Step,
+    Submit,
+)
+from torch_pagoda.runtime.serving.worker import Worker
 
 from toy_client import toy_engine
 
