@@ -66,3 +66,9 @@ export const identifier = () =>
 
 export const number = (value, digits = 0) =>
   value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+
+// The icons and tooltips of the page's fixed buttons.
+for (const element of document.querySelectorAll("[data-icon]")) {
+  element.prepend(icon(element.dataset.icon));
+  element.title = element.ariaLabel ?? "";
+}

@@ -102,6 +102,11 @@ export class Markdown {
     await this.#renderAll(renderLater);
   }
 
+  // Once more, where the server did not format the text at first.
+  retry() {
+    if (!this.#busy && !this.#timer && this.#rendered < this.#source.length) this.#renderAll(renderLater);
+  }
+
   // More text, of a stream.
   append(text) {
     this.#speaks = true;

@@ -8,9 +8,9 @@ export function statsLine(stats, limit) {
   if (!stats) return "";
   const { tokens, counted, perSecond, firstAfter, promptTokens, cachedTokens } = stats;
   const parts = [`${counted ? "" : "about "}${number(tokens)} ${tokens === 1 ? "token" : "tokens"}`];
-  if (perSecond !== null) parts.push(`${number(perSecond, perSecond < 100 ? 1 : 0)} tokens/s`);
-  if (firstAfter !== null) parts.push(`first after ${seconds(firstAfter)}`);
-  if (cachedTokens !== null) parts.push(`${number(cachedTokens)} of ${number(promptTokens)} prompt tokens cached`);
+  if (perSecond !== null) parts.push(`${number(perSecond, perSecond < 100 ? 1 : 0)} tok/s`);
+  if (firstAfter !== null) parts.push(`first token ${seconds(firstAfter)}`);
+  if (cachedTokens !== null) parts.push(`${number(cachedTokens)} of ${number(promptTokens)} cached`);
   if (promptTokens !== null) {
     const used = number(promptTokens + tokens);
     parts.push(limit ? `context ${used} of ${number(limit)}` : `context ${used}`);
@@ -131,6 +131,10 @@ export class MessageView {
     this.#actions(streams);
   }
 
+  format() {
+    this.#markdown?.retry();
+  }
+
   live(stats) {
     this.meta.textContent = statsLine(stats, 0);
   }
@@ -157,7 +161,7 @@ export class MessageView {
 
   #actions(streams) {
     const { message, actions } = this;
-    if (streams || this.#editor) {
+    if (streams || this.#editor || (message.status === "error" && !message.content)) {
       this.buttons.replaceChildren();
       return;
     }

@@ -9,7 +9,7 @@ const NUMBERS = {
   top_p: { label: "Top-p", min: 0, max: 1, step: "any" },
   top_k: { label: "Top-k", min: -1, step: 1 },
   min_p: { label: "Min-p", min: 0, max: 1, step: "any" },
-  max_tokens: { label: "Most tokens", min: 1, step: 1 },
+  max_tokens: { label: "Max tokens", min: 1, step: 1 },
   seed: { label: "Seed", step: 1 },
   repetition_penalty: { label: "Repetition penalty", min: 0.01, max: 10, step: "any" },
   presence_penalty: { label: "Presence penalty", min: -2, max: 2, step: "any" },
@@ -102,7 +102,7 @@ export function openSettings({ conversation, model, save, exportThis, removeAll 
   };
 
   const numbers = Object.entries(NUMBERS).map(([name, { label, ...bounds }]) => {
-    const given = model.defaults?.[name];
+    const given = model.default_sampling_params?.[name];
     const input = h("input", { type: "number", inputmode: "decimal", placeholder: given ?? "default", ...bounds });
     input.value = settings[name] ?? "";
     input.addEventListener("change", () => {
