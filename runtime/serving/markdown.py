@@ -53,7 +53,10 @@ def render_blocks(text: str) -> list[Block]:
     """
     env: EnvType = {}
     return [
-        Block(line=tokens[0].map[0] if tokens[0].map else 0, html=_MARKDOWN.renderer.render(tokens, _MARKDOWN.options, env))
+        Block(
+            line=tokens[0].map[0] if tokens[0].map else 0,
+            html=_MARKDOWN.renderer.render(tokens, _MARKDOWN.options, env),
+        )
         for tokens in _outermost(_MARKDOWN.parse(text, env))
     ]
 

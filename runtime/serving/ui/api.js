@@ -38,7 +38,8 @@ function askKey(refused) {
     const input = $("key-value");
     $("key-reason").textContent = refused ? "The server did not take that key." : "";
     input.value = "";
-    dialog.returnValue = "cancel";
+    dialog.returnValue = "";
+    $("key-cancel").onclick = () => dialog.close();
     dialog.addEventListener(
       "close",
       () => {

@@ -7,7 +7,7 @@ import { openSettings } from "./settings.js";
 import { setSidebar } from "./sidebar.js";
 import { conversations, drop, load, save, saveAll, state } from "./state.js";
 import * as store from "./store.js";
-import { create, follow, newMode, open, showBanner, showModel, showState, viewOf } from "./view.js";
+import { create, follow, newMode, open, showBanner, showComposer, showModel, showState, viewOf } from "./view.js";
 
 const composer = $("message");
 
@@ -34,7 +34,7 @@ $("composer").addEventListener("submit", (event) => {
 
 composer.addEventListener("input", () => {
   grow();
-  $("send").disabled = !isAnswering() && !composer.value.trim();
+  showComposer();
 });
 
 composer.addEventListener("keydown", (event) => {

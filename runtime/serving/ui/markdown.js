@@ -182,9 +182,9 @@ export class Markdown {
     try {
       const blocks = await ask(text);
       if (text !== this.#source) return;
-      const tail = this.#tail.length;
+      const settled = this.#blocks.length - this.#tail.length;
       this.#replace(0, blocks);
-      this.#tail = tail ? this.#blocks.slice(-tail) : this.#blocks;
+      this.#tail = this.#blocks.slice(settled);
       this.#rendered = text.length;
     } catch {
       // The text stands there as it is.

@@ -2,7 +2,7 @@
 
 import { $, announce, h, icon } from "./dom.js";
 import { statsLine } from "./messages.js";
-import { save, state, turns } from "./state.js";
+import { conversations, save, state, turns } from "./state.js";
 import { Turn } from "./turn.js";
 
 export class Notebook {
@@ -10,15 +10,18 @@ export class Notebook {
   #conversation = null;
   #frame = 0;
 
-  // `changed` is called when a text begins or ends to be continued.
+  // `changed` is called when a text is begun, changed, or continued.
   constructor(changed) {
     this.changed = changed;
     this.#area.addEventListener("input", () => {
       this.#conversation.text = this.#area.value;
       delete this.#conversation.before;
+      const isNew = !conversations.has(this.#conversation.id);
       save(this.#conversation);
       this.refresh();
+      if (isNew) this.changed();
     });
+    this.#area.addEventListener("change", () => this.changed());
     this.#area.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
       event.preventDefault();

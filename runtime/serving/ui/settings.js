@@ -157,7 +157,7 @@ export function openSettings({ conversation, model, save, exportThis, removeAll 
     h(
       "div",
       { class: "row head" },
-      h("h2", { id: "settings-title" }, "Settings"),
+      h("h2", {}, "Settings"),
       iconButton("close", "Close settings", () => dialog.close(), { autofocus: true }),
     ),
     h(

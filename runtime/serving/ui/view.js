@@ -12,7 +12,10 @@ const views = new Map(); // of the open conversation's messages
 const scroller = $("scroller");
 const composer = $("message");
 const wide = matchMedia("(min-width: 800px)");
-const notebook = new Notebook(showState);
+const notebook = new Notebook(() => {
+  setAddress();
+  showState();
+});
 let pinned = true; // to the end of the messages
 let actions = {}; // what can be done with a message
 
@@ -124,11 +127,12 @@ export function showState() {
   showList(conversations.values(), current.id, { open: (id) => open(conversations.get(id)), rename, remove });
   $("messages").querySelector(".empty")?.remove();
   if (!current.messages.length) $("messages").append(emptyPage(model));
-  showComposer(current);
+  showComposer();
   showContext(current, model);
 }
 
-function showComposer(current) {
+export function showComposer() {
+  const { current } = state;
   const own = turns.has(current.id);
   const elsewhere = !own && isStreaming(current);
   const send = $("send");

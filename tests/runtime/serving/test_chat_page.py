@@ -17,9 +17,7 @@ from torch_pagoda.runtime.serving.chat_page import chat_page_router, page_paths
 from torch_pagoda.runtime.serving.markdown import render_blocks
 from torch_pagoda.runtime.serving.markdown_process import MarkdownRenderer, RenderBusy, RenderFailed
 
-TAGS = (
-    "p h1 h2 h3 h4 h5 h6 ul ol li blockquote pre code span em strong s a br hr table thead tbody tr th td".split()
-)
+TAGS = "p h1 h2 h3 h4 h5 h6 ul ol li blockquote pre code span em strong s a br hr table thead tbody tr th td".split()
 ATTRIBUTES = {
     "a": {"href", "target", "rel"},
     "ol": {"start"},
@@ -55,20 +53,20 @@ HOSTILE = [
     "[x](//evil.example)",
     "[x](/v1/models)",
     "[x](#top)",
-    "[x](http://a.example/\"onmouseover=\"alert(1))",
+    '[x](http://a.example/"onmouseover="alert(1))',
     "[x](http://a.example 'title\"onmouseover=\"alert(1)')",
     "[x](<http://a.example/ onclick=alert(1)>)",
     "[x]: javascript:alert(1)\n\n[x]",
     "[x]: http://a.example '\"><script>alert(1)</script>'\n\n[x]",
     "<javascript:alert(1)>",
-    "<http://a.example/\"onclick=alert(1)>",
+    '<http://a.example/"onclick=alert(1)>',
     "![x](http://evil.example/pixel.png)",
     "![x](javascript:alert(1))",
     '![x"onerror="alert(1)](y)',
     "![<img src=x onerror=alert(1)>](http://a.example/i.png)",
     "[![x](http://evil.example/a.png)](http://a.example)",
-    "```\"><script>alert(1)</script>\nx\n```",
-    "```\" onmouseover=\"alert(1)\nx\n```",
+    '```"><script>alert(1)</script>\nx\n```',
+    '```" onmouseover="alert(1)\nx\n```',
     "```x' onclick='alert(1)\nx\n```",
     "```../../etc/passwd\nx\n```",
     "```__class__\nx\n```",
@@ -230,7 +228,10 @@ def test_a_renderer_that_lets_something_through_is_found(mutate, monkeypatch):
         ("- a\n  - b", "<ul>\n<li>a\n<ul>\n<li>b</li>\n</ul>\n</li>\n</ul>"),
         ("> a", "<blockquote>\n<p>a</p>\n</blockquote>"),
         ("---", "<hr />"),
-        ("snake_case_name and __init__.py in 2 * 3 * 4", "<p>snake_case_name and <strong>init</strong>.py in 2 * 3 * 4</p>"),
+        (
+            "snake_case_name and __init__.py in 2 * 3 * 4",
+            "<p>snake_case_name and <strong>init</strong>.py in 2 * 3 * 4</p>",
+        ),
         ("`__init__(**kwargs)` `a*b*c`", "<p><code>__init__(**kwargs)</code> <code>a*b*c</code></p>"),
         ("```\n__init__ **kw** <b>\n```", '<pre data-language=""><code>__init__ **kw** &lt;b&gt;\n</code></pre>'),
         ("```\nopen", '<pre data-language=""><code>open</code></pre>'),
@@ -518,7 +519,9 @@ def test_the_page_is_small_and_asks_nobody_else():
     for path, text in files.items():
         foreign = re.findall(r"https?://[^\s\"')]+", text.replace("http://www.w3.org/2000/svg", ""))
         assert foreign == [], path
-        assert not re.search(r"\beval\(|new Function|@import|insertAdjacentHTML|outerHTML|document\.write", text), path
+        assert not re.search(r"\beval\(|new Function|@import|insertAdjacentHTML|outerHTML|document\.write", text), (
+            path
+        )
     # HTML goes into the page at one place, which takes it from the route.
     assert [path for path, text in files.items() if "innerHTML" in text] == ["/ui/markdown.js"]
     assert files["/ui/markdown.js"].count("innerHTML") == 1
