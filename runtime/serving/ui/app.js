@@ -4,7 +4,7 @@ import { ask, isAnswering, isStored, stop } from "./answers.js";
 import { request } from "./api.js";
 import { $, announce, copy, h } from "./dom.js";
 import { openSettings } from "./settings.js";
-import { setSidebar } from "./sidebar.js";
+import { showSidebar } from "./sidebar.js";
 import { conversations, drop, load, save, saveAll, state } from "./state.js";
 import * as store from "./store.js";
 import { create, follow, newMode, open, showBanner, showComposer, showModel, showState, viewOf } from "./view.js";
@@ -53,7 +53,7 @@ composer.addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || event.isComposing || document.querySelector("dialog[open]")) return;
   if (isAnswering()) stop();
-  else if (!$("shade").hidden && matchMedia("(max-width: 799px)").matches) setSidebar(false);
+  else if (!$("shade").hidden) showSidebar(false);
 });
 
 $("messages").addEventListener("click", (event) => {
@@ -69,14 +69,14 @@ for (const id of ["new-chat", "header-new"]) {
 }
 $("new-notebook").addEventListener("click", () => create("notebook"));
 $("show-sidebar").addEventListener("click", () => {
-  setSidebar(true);
+  showSidebar(true);
   $("hide-sidebar").focus();
 });
 $("hide-sidebar").addEventListener("click", () => {
-  setSidebar(false);
+  showSidebar(false);
   $("show-sidebar").focus();
 });
-$("shade").addEventListener("click", () => setSidebar(false));
+$("shade").addEventListener("click", () => showSidebar(false));
 
 function download(name, list) {
   const url = URL.createObjectURL(new Blob([store.exported(list)], { type: "application/json" }));

@@ -24,6 +24,9 @@ export function icon(name) {
   return svg;
 }
 
+export const button = (label, onclick, kind = "") =>
+  h("button", { type: "button", class: `button ${kind}`, onclick }, label);
+
 export const iconButton = (name, label, onclick, more = {}) =>
   h("button", { type: "button", class: "icon-button", "aria-label": label, title: label, onclick, ...more }, icon(name));
 

@@ -60,10 +60,12 @@ export function showList(conversations, current, actions) {
   $("conversations").replaceChildren(...sorted.map((conversation) => entry(conversation, current, actions)));
 }
 
-// On narrow screens the list lies over the page, else beside it.
-export function setSidebar(open) {
+// Else the list lies over the page.
+export const wide = matchMedia("(min-width: 800px)");
+
+export function showSidebar(open) {
   document.body.classList.toggle("with-sidebar", open);
-  document.body.classList.toggle("no-sidebar", !open);
   $("show-sidebar").setAttribute("aria-expanded", open);
-  $("shade").hidden = !open;
+  $("shade").hidden = !open || wide.matches;
+  $("main").inert = !$("shade").hidden;
 }

@@ -1,17 +1,16 @@
 // The open conversation, the list beside it, and the notices.
 
-import { $, h, icon } from "./dom.js";
+import { $, button, h, icon } from "./dom.js";
 import { MessageView } from "./messages.js";
 import { Notebook } from "./notebook.js";
 import { defaultSettings } from "./settings.js";
-import { setSidebar, showList, titleOf } from "./sidebar.js";
+import { showList, showSidebar, titleOf, wide } from "./sidebar.js";
 import { conversations, drop, isStreaming, restore, save, settle, state, turns } from "./state.js";
 import * as store from "./store.js";
 
 const views = new Map(); // of the open conversation's messages
 const scroller = $("scroller");
 const composer = $("message");
-const wide = matchMedia("(min-width: 800px)");
 const notebook = new Notebook(() => {
   setAddress();
   showState();
@@ -44,9 +43,9 @@ export function open(conversation) {
   $("notebook").hidden = !isNotebook;
   scroller.hidden = $("dock").hidden = isNotebook;
   showAnew();
-  if (!wide.matches) setSidebar(false);
-  if (isNotebook) notebook.focus();
-  else composer.focus();
+  if (!wide.matches) showSidebar(false);
+  // On a phone the keyboard would cover what was opened.
+  if (wide.matches) (isNotebook ? notebook : composer).focus();
 }
 
 // Another tab has changed a conversation or removed it.
@@ -106,15 +105,18 @@ export const viewOf = (message) => views.get(message.id);
 
 // Its view is made anew, in its place.
 export function replaceView(message) {
+  const { element } = viewOf(message);
+  const focus = element.contains(document.activeElement) && document.activeElement.ariaLabel;
   const fresh = new MessageView(message, actions, state.model.max_model_len);
-  viewOf(message).element.replaceWith(fresh.element);
+  element.replaceWith(fresh.element);
   views.set(message.id, fresh);
+  if (focus) (fresh.element.querySelector(`[aria-label="${focus}"]:enabled`) ?? fresh.element).focus();
 }
 
 function emptyPage({ id, max_model_len: limit }) {
   const facts = [id, limit ? `${limit.toLocaleString("en")} tokens of context` : ""].filter(Boolean).join(" · ");
   const question = h("p", { class: "big" }, "What would you like to ask?");
-  return h("div", { class: "empty" }, icon("logo"), question, h("p", { class: "meta" }, facts));
+  return h("div", { class: "empty" }, h("img", { src: "ui/icon.svg", alt: "" }), question, h("p", { class: "meta" }, facts));
 }
 
 // ---- all that depends on what is open and what runs
@@ -189,8 +191,7 @@ async function remove(conversation) {
 
 export function showBanner(text, label, action) {
   $("banner").hidden = !text;
-  const button = action ? h("button", { type: "button", class: "button", onclick: action }, label) : "";
-  $("banner").replaceChildren(h("p", {}, text), button);
+  $("banner").replaceChildren(h("p", {}, text), action ? button(label, action) : "");
 }
 
 let toastTimer = 0;
@@ -212,15 +213,21 @@ export function toEnd() {
   keepEnd();
 }
 
+let shownTop = 0; // where the page has scrolled to
+
 function keepEnd() {
   if (pinned) scroller.scrollTop = scroller.scrollHeight;
+  shownTop = scroller.scrollTop;
   $("to-end").hidden = pinned;
 }
 
 scroller.addEventListener(
   "scroll",
   () => {
-    pinned = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 48;
+    const { scrollTop, scrollHeight, clientHeight } = scroller;
+    // Only the reader scrolls upwards: text may have come since the page has scrolled down.
+    if (scrollHeight - scrollTop - clientHeight < 48) pinned = true;
+    else if (scrollTop < shownTop - 2) pinned = false;
     $("to-end").hidden = pinned;
   },
   { passive: true },
@@ -228,4 +235,5 @@ scroller.addEventListener(
 new ResizeObserver(keepEnd).observe($("messages"));
 new ResizeObserver(keepEnd).observe(scroller);
 $("to-end").addEventListener("click", toEnd);
-setSidebar(wide.matches);
+showSidebar(wide.matches);
+wide.addEventListener("change", () => showSidebar(wide.matches));
