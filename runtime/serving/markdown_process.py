@@ -57,7 +57,14 @@ class MarkdownRenderer:
             self._waiting -= 1
 
     def close(self) -> None:
-        """End the process; a later call begins a new one."""
+        """End the process, and the call that waits for it; a later call begins a new one."""
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._lock:
+            self._end()
+
+    def _rest(self) -> None:
         with self._lock:
             self._end()
 
@@ -76,7 +83,7 @@ class MarkdownRenderer:
             if answer is None:
                 self._end()
                 raise RenderFailed(f"the text was not rendered within {self.seconds} s; show it as it is")
-            self._idle = Timer(self.idle_seconds, self.close)
+            self._idle = Timer(self.idle_seconds, self._rest)
             self._idle.daemon = True
             self._idle.start()
         if not answer:

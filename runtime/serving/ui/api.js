@@ -1,6 +1,7 @@
 // The server's API: requests with the key, errors as it words them, server-sent events.
 
 import { $ } from "./dom.js";
+import { inTab } from "./kept.js";
 
 export class ApiError extends Error {
   constructor(message, { status = 0, code = "", retryAfter = 0 } = {}) {
@@ -11,23 +12,7 @@ export class ApiError extends Error {
 
 const KEY = "pagoda-key";
 
-export const storedKey = {
-  get: () => {
-    try {
-      return sessionStorage.getItem(KEY) ?? "";
-    } catch {
-      return "";
-    }
-  },
-  set: (value) => {
-    try {
-      if (value) sessionStorage.setItem(KEY, value);
-      else sessionStorage.removeItem(KEY);
-    } catch {
-      // Without storage the key is asked for again.
-    }
-  },
-};
+export const storedKey = { get: () => inTab.get(KEY), set: (value) => inTab.set(KEY, value) };
 
 let asking = null;
 
@@ -38,7 +23,8 @@ function askKey(refused) {
     const input = $("key-value");
     $("key-reason").textContent = refused ? "The server did not take that key." : "";
     input.value = "";
-    dialog.returnValue = "cancel";
+    dialog.returnValue = "";
+    $("key-cancel").onclick = () => dialog.close();
     dialog.addEventListener(
       "close",
       () => {

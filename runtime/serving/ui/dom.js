@@ -24,6 +24,9 @@ export function icon(name) {
   return svg;
 }
 
+export const button = (label, onclick, kind = "") =>
+  h("button", { type: "button", class: `button ${kind}`, onclick }, label);
+
 export const iconButton = (name, label, onclick, more = {}) =>
   h("button", { type: "button", class: "icon-button", "aria-label": label, title: label, onclick, ...more }, icon(name));
 
@@ -66,3 +69,9 @@ export const identifier = () =>
 
 export const number = (value, digits = 0) =>
   value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+
+// The icons and tooltips of the page's fixed buttons.
+for (const element of document.querySelectorAll("[data-icon]")) {
+  element.prepend(icon(element.dataset.icon));
+  element.title = element.ariaLabel ?? "";
+}

@@ -102,6 +102,11 @@ export class Markdown {
     await this.#renderAll(renderLater);
   }
 
+  // Once more, where the server did not format the text at first.
+  retry() {
+    if (!this.#busy && !this.#timer && this.#rendered < this.#source.length) this.#renderAll(renderLater);
+  }
+
   // More text, of a stream.
   append(text) {
     this.#speaks = true;
@@ -122,7 +127,10 @@ export class Markdown {
     this.#timer = 0;
     cancelAnimationFrame(this.#frame);
     this.#paint();
-    await this.#renderAll(async (text) => (await render([text]))[0]);
+    if (this.#source.length > MAX_CHARACTERS) {
+      this.#renderTail();
+      await this.#busy;
+    } else await this.#renderAll(async (text) => (await render([text]))[0]);
     if (this.#speaks) this.#speak(this.#tail);
   }
 
@@ -172,17 +180,21 @@ export class Markdown {
     this.#paint();
   }
 
-  async #renderAll(ask) {
+  async #renderAll(ask, tries = 4) {
     const text = this.#source;
     try {
       const blocks = await ask(text);
       if (text !== this.#source) return;
-      const tail = this.#tail.length;
+      const settled = this.#blocks.length - this.#tail.length;
       this.#replace(0, blocks);
-      this.#tail = tail ? this.#blocks.slice(-tail) : this.#blocks;
+      this.#tail = this.#blocks.slice(settled);
       this.#rendered = text.length;
-    } catch {
+    } catch (error) {
       // The text stands there as it is.
+      if (error.status === 429 && tries > 1) {
+        await new Promise((resolve) => setTimeout(resolve, 1000 * (error.retryAfter || 1)));
+        return this.#renderAll(ask, tries - 1);
+      }
     }
     this.#paint();
   }

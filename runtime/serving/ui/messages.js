@@ -1,6 +1,6 @@
 // Messages as they are shown: text, reasoning, tool calls, errors, figures, and what can be done with them.
 
-import { copy, h, icon, iconButton, number } from "./dom.js";
+import { button, copy, h, icon, iconButton, number } from "./dom.js";
 import { Markdown } from "./markdown.js";
 
 // A turn's figures in one line.
@@ -8,9 +8,9 @@ export function statsLine(stats, limit) {
   if (!stats) return "";
   const { tokens, counted, perSecond, firstAfter, promptTokens, cachedTokens } = stats;
   const parts = [`${counted ? "" : "about "}${number(tokens)} ${tokens === 1 ? "token" : "tokens"}`];
-  if (perSecond !== null) parts.push(`${number(perSecond, perSecond < 100 ? 1 : 0)} tokens/s`);
-  if (firstAfter !== null) parts.push(`first after ${seconds(firstAfter)}`);
-  if (cachedTokens !== null) parts.push(`${number(cachedTokens)} of ${number(promptTokens)} prompt tokens cached`);
+  if (perSecond !== null) parts.push(`${number(perSecond, perSecond < 100 ? 1 : 0)} tok/s`);
+  if (firstAfter !== null) parts.push(`first token ${seconds(firstAfter)}`);
+  if (cachedTokens !== null) parts.push(`${number(cachedTokens)} of ${number(promptTokens)} cached`);
   if (promptTokens !== null) {
     const used = number(promptTokens + tokens);
     parts.push(limit ? `context ${used} of ${number(limit)}` : `context ${used}`);
@@ -19,11 +19,6 @@ export function statsLine(stats, limit) {
 }
 
 const seconds = (value) => (value < 1 ? `${number(value * 1000)} ms` : `${number(value, 1)} s`);
-
-const FINISHES = {
-  length: "Cut at the limit of tokens.",
-  content_filter: "Cut by a filter.",
-};
 
 function pretty(json) {
   try {
@@ -51,7 +46,7 @@ export class MessageView {
     this.buttons = h("div", { class: "actions" });
     this.element = h(
       "article",
-      { class: `message ${message.role}`, "aria-label": name },
+      { class: `message ${message.role}`, "aria-label": name, tabindex: -1 },
       this.body,
       this.tools,
       this.notice,
@@ -131,6 +126,10 @@ export class MessageView {
     this.#actions(streams);
   }
 
+  format() {
+    this.#markdown?.retry();
+  }
+
   live(stats) {
     this.meta.textContent = statsLine(stats, 0);
   }
@@ -147,17 +146,19 @@ export class MessageView {
           { class: "error", role: "alert" },
           icon("warning"),
           h("p", {}, title ? h("strong", {}, `${title} `) : null, `${error.message}${wait}${kept}`),
-          h("button", { type: "button", class: "button", onclick: () => this.actions.again(this.message) }, "Try again"),
+          button("Try again", () => this.actions.again(this.message)),
         ),
       );
     } else if (status === "stopped") this.notice.replaceChildren(h("p", { class: "meta" }, "Stopped."));
-    else if (FINISHES[finish]) this.notice.replaceChildren(h("p", { class: "meta" }, FINISHES[finish]));
+    else if (finish === "length") this.notice.replaceChildren(h("p", { class: "meta" }, "Cut at the limit of tokens."));
     else this.notice.replaceChildren();
   }
 
   #actions(streams) {
+    // Who has pressed one of these by the keyboard stays here.
+    if (this.buttons.contains(document.activeElement)) this.element.focus({ preventScroll: true });
     const { message, actions } = this;
-    if (streams || this.#editor) {
+    if (streams || this.#editor || (message.status === "error" && !message.content)) {
       this.buttons.replaceChildren();
       return;
     }
@@ -194,7 +195,6 @@ export class MessageView {
       this.#fill();
       this.buttons.querySelector("[aria-label^=Edit]")?.focus();
     };
-    const button = (label, kind, onclick) => h("button", { type: "button", class: `button ${kind}`, onclick }, label);
     const sends = role === "user";
     const grow = () => {
       area.style.height = "auto";
@@ -218,9 +218,9 @@ export class MessageView {
       h(
         "div",
         { class: "row end" },
-        button("Cancel", "", () => close(null)),
-        button("Save", sends ? "" : "primary", () => close(area.value, false)),
-        sends ? button("Save and send", "primary", () => close(area.value, true)) : null,
+        button("Cancel", () => close(null)),
+        button("Save", () => close(area.value, false), sends ? "" : "primary"),
+        sends ? button("Save and send", () => close(area.value, true), "primary") : null,
       ),
     );
     this.element.classList.add("editing");

@@ -2,6 +2,7 @@
 
 import { $, announce, h, icon } from "./dom.js";
 import { statsLine } from "./messages.js";
+import { conversations, save, state, turns } from "./state.js";
 import { Turn } from "./turn.js";
 
 export class Notebook {
@@ -9,15 +10,18 @@ export class Notebook {
   #conversation = null;
   #frame = 0;
 
-  // `turns`: conversation's id → its turn; `save(conversation, now)`; `model()`: the one that is chosen.
-  constructor({ turns, save, model, changed }) {
-    Object.assign(this, { turns, save, model, changed });
+  // `changed` is called when a text is begun, changed, or continued.
+  constructor(changed) {
+    this.changed = changed;
     this.#area.addEventListener("input", () => {
       this.#conversation.text = this.#area.value;
       delete this.#conversation.before;
-      this.save(this.#conversation);
+      const isNew = !conversations.has(this.#conversation.id);
+      save(this.#conversation);
       this.refresh();
+      if (isNew) this.changed();
     });
+    this.#area.addEventListener("change", () => this.changed());
     this.#area.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
       event.preventDefault();
@@ -32,7 +36,7 @@ export class Notebook {
   }
 
   get #turn() {
-    return this.turns.get(this.#conversation?.id);
+    return turns.get(this.#conversation?.id);
   }
 
   show(conversation) {
@@ -58,7 +62,7 @@ export class Notebook {
     button.replaceChildren(icon(own ? "stop" : "continue"), own ? "Stop" : "Continue");
     $("notebook-undo").disabled = $("notebook-again").disabled = streams || before === undefined;
     const live = own ? this.#turn.stats : stats;
-    $("notebook-stats").textContent = statsLine(live, streams ? 0 : this.model().max_model_len);
+    $("notebook-stats").textContent = statsLine(live, streams ? 0 : state.model.max_model_len);
     const failed = status === "error" && error;
     const wait = error?.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
     $("notebook-error").replaceChildren(
@@ -72,7 +76,7 @@ export class Notebook {
     conversation.text = conversation.before;
     delete conversation.before;
     delete conversation.run;
-    this.save(conversation);
+    save(conversation);
     this.show(conversation);
     this.focus();
   }
@@ -82,21 +86,21 @@ export class Notebook {
     if (this.#turn || !conversation.text) return;
     conversation.before = conversation.text;
     conversation.run = { status: "streaming" };
-    const turn = new Turn(conversation, this.model(), (kind, text) => {
+    const turn = new Turn(conversation, state.model, (kind, text) => {
       if (kind === "content") conversation.text += text;
       this.#later(conversation);
-      this.save(conversation);
+      save(conversation);
     });
-    this.turns.set(conversation.id, turn);
+    turns.set(conversation.id, turn);
     this.changed();
     this.refresh();
     announce("The model continues the text");
     await turn.complete(conversation.run, conversation.before);
-    this.turns.delete(conversation.id);
+    turns.delete(conversation.id);
     cancelAnimationFrame(this.#frame);
     this.#frame = 0;
     this.#draw(conversation);
-    this.save(conversation, true);
+    save(conversation, true);
     this.changed();
     announce(conversation.text.slice(conversation.before.length) || "Nothing was added");
   }

@@ -1,7 +1,8 @@
 // What a reader can set: the theme for the page, the prompt and the sampling for a conversation.
 
 import { storedKey } from "./api.js";
-import { $, h, iconButton } from "./dom.js";
+import { $, button, h, iconButton } from "./dom.js";
+import { inBrowser } from "./kept.js";
 
 // Name in the request → label, kind and bounds. An empty field leaves the choice to the server.
 const NUMBERS = {
@@ -9,7 +10,7 @@ const NUMBERS = {
   top_p: { label: "Top-p", min: 0, max: 1, step: "any" },
   top_k: { label: "Top-k", min: -1, step: 1 },
   min_p: { label: "Min-p", min: 0, max: 1, step: "any" },
-  max_tokens: { label: "Most tokens", min: 1, step: 1 },
+  max_tokens: { label: "Max tokens", min: 1, step: 1 },
   seed: { label: "Seed", step: 1 },
   repetition_penalty: { label: "Repetition penalty", min: 0.01, max: 10, step: "any" },
   presence_penalty: { label: "Presence penalty", min: -2, max: 2, step: "any" },
@@ -18,25 +19,9 @@ const NUMBERS = {
 
 const DEFAULTS = "pagoda-settings";
 
-function stored(name) {
-  try {
-    return localStorage.getItem(name);
-  } catch {
-    return null;
-  }
-}
-
-function store(name, value) {
-  try {
-    localStorage.setItem(name, value);
-  } catch {
-    // It lasts as long as the page, then.
-  }
-}
-
 export function defaultSettings() {
   try {
-    const entries = Object.entries(JSON.parse(stored(DEFAULTS) ?? "{}"));
+    const entries = Object.entries(JSON.parse(inBrowser.get(DEFAULTS) || "{}"));
     return Object.fromEntries(entries.filter(([, value]) => typeof value === "string"));
   } catch {
     return {};
@@ -79,11 +64,11 @@ function field(name, label, control, note) {
 }
 
 function themeChoice() {
-  const now = stored("pagoda-theme") ?? "auto";
+  const now = inBrowser.get("pagoda-theme") || "auto";
   const choices = ["auto", "light", "dark"].map((name) => {
     const input = h("input", { type: "radio", name: "theme", value: name, checked: now === name });
     input.addEventListener("change", () => {
-      store("pagoda-theme", name);
+      inBrowser.set("pagoda-theme", name);
       globalThis.pagodaTheme(name);
     });
     return h("label", {}, input, name === "auto" ? "As the system" : name === "light" ? "Light" : "Dark");
@@ -102,7 +87,7 @@ export function openSettings({ conversation, model, save, exportThis, removeAll 
   };
 
   const numbers = Object.entries(NUMBERS).map(([name, { label, ...bounds }]) => {
-    const given = model.defaults?.[name];
+    const given = model.default_sampling_params?.[name];
     const input = h("input", { type: "number", inputmode: "decimal", placeholder: given ?? "default", ...bounds });
     input.value = settings[name] ?? "";
     input.addEventListener("change", () => {
@@ -132,32 +117,26 @@ export function openSettings({ conversation, model, save, exportThis, removeAll 
     return field(name, label, control, note);
   };
 
-  const asDefault = h("button", { type: "button", class: "button" }, "Use for new conversations");
-  asDefault.addEventListener("click", () => {
-    store(DEFAULTS, JSON.stringify(settings));
+  const asDefault = button("Use for new conversations", () => {
+    inBrowser.set(DEFAULTS, JSON.stringify(settings));
     asDefault.textContent = "Kept for new conversations";
   });
-  const forget = h("button", { type: "button", class: "button", disabled: !storedKey.get() }, "Forget the key");
-  forget.addEventListener("click", () => {
+  const forget = button("Forget the key", () => {
     storedKey.set("");
     forget.disabled = true;
   });
-  const removal = h("button", { type: "button", class: "button danger" }, "Delete all conversations");
-  removal.addEventListener("click", () => {
-    if (removal.dataset.sure) {
-      dialog.close();
-      removeAll();
-    } else {
-      removal.dataset.sure = "yes";
-      removal.textContent = "Press again to delete all";
-    }
-  });
+  forget.disabled = !storedKey.get();
+  const sure = () => {
+    dialog.close();
+    removeAll();
+  };
+  const removal = button("Delete all conversations", () => removal.replaceWith(button("Press again to delete all", sure, "danger")), "danger");
 
   dialog.replaceChildren(
     h(
       "div",
       { class: "row head" },
-      h("h2", { id: "settings-title" }, "Settings"),
+      h("h2", {}, "Settings"),
       iconButton("close", "Close settings", () => dialog.close(), { autofocus: true }),
     ),
     h(
@@ -175,7 +154,7 @@ export function openSettings({ conversation, model, save, exportThis, removeAll 
       fieldset(
         "Data",
         h("p", { class: "hint" }, "Conversations are kept in this browser only."),
-        h("div", { class: "row" }, h("button", { type: "button", class: "button", onclick: exportThis }, "Export this one"), forget),
+        h("div", { class: "row" }, button("Export this one", exportThis), forget),
         h("div", { class: "row" }, removal),
       ),
     ),

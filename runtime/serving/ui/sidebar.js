@@ -1,6 +1,7 @@
 // The list of conversations: open, rename, delete.
 
 import { $, h, icon, iconButton } from "./dom.js";
+import { isStreaming } from "./state.js";
 
 export const titleOf = ({ title, messages, text, mode }) => {
   const source = title || (mode === "notebook" ? text : messages.find(({ role }) => role === "user")?.content) || "";
@@ -10,7 +11,6 @@ export const titleOf = ({ title, messages, text, mode }) => {
 
 function entry(conversation, current, { open, rename, remove }) {
   const name = titleOf(conversation);
-  const busy = conversation.mode === "notebook" ? conversation.run : conversation.messages.at(-1);
   const item = h("li", { class: conversation.id === current ? "current" : "" });
   const edit = () => {
     const input = h("input", { "aria-label": "Title", value: conversation.title || name, maxlength: 200 });
@@ -18,6 +18,7 @@ function entry(conversation, current, { open, rename, remove }) {
     const end = (keeps) => {
       if (ended) return;
       ended = true;
+      input.remove();
       rename(conversation, keeps ? input.value.trim() : conversation.title);
     };
     input.addEventListener("keydown", (event) => {
@@ -44,7 +45,7 @@ function entry(conversation, current, { open, rename, remove }) {
       },
       icon(conversation.mode),
       h("span", {}, name),
-      busy?.status === "streaming" ? h("span", { class: "dot", role: "img", "aria-label": "is being answered" }) : null,
+      isStreaming(conversation) ? h("span", { class: "dot", role: "img", "aria-label": "is being answered" }) : null,
     ),
     iconButton("edit", `Rename ${name}`, edit),
     iconButton("trash", `Delete ${name}`, () => remove(conversation)),
@@ -59,10 +60,12 @@ export function showList(conversations, current, actions) {
   $("conversations").replaceChildren(...sorted.map((conversation) => entry(conversation, current, actions)));
 }
 
-// On narrow screens the list lies over the page, else beside it.
-export function setSidebar(open) {
+// Else the list lies over the page.
+export const wide = matchMedia("(min-width: 800px)");
+
+export function showSidebar(open) {
   document.body.classList.toggle("with-sidebar", open);
-  document.body.classList.toggle("no-sidebar", !open);
   $("show-sidebar").setAttribute("aria-expanded", open);
-  $("shade").hidden = !open;
+  $("shade").hidden = !open || wide.matches;
+  $("main").inert = !$("shade").hidden;
 }

@@ -1,6 +1,7 @@
 // Conversations in IndexedDB, and word to the page's other tabs when one changes.
 
 import { identifier } from "./dom.js";
+import { inTab } from "./kept.js";
 
 const channel = new BroadcastChannel("pagoda");
 const memory = new Map();
@@ -13,15 +14,8 @@ const outcome = (request) =>
   });
 
 // The same over a reload, so that a tab knows an answer that it had begun itself.
-export const tab = (() => {
-  try {
-    const known = sessionStorage.getItem("pagoda-tab") ?? identifier();
-    sessionStorage.setItem("pagoda-tab", known);
-    return known;
-  } catch {
-    return identifier();
-  }
-})();
+export const tab = inTab.get("pagoda-tab") || identifier();
+inTab.set("pagoda-tab", tab);
 
 // False where the browser keeps nothing: conversations then last as long as the page.
 export async function open() {

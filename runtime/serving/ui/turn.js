@@ -141,7 +141,7 @@ export class Turn {
       const { signal } = this.#controller;
       const body = { ...bodyOf(), stream: true, stream_options: { include_usage: true } };
       for await (const chunk of events(await request(path, { body, signal }))) {
-        const choice = chunk.choices?.[0];
+        const choice = chunk.choices?.find(({ index }) => !index);
         if (chunk.usage) this.#figures.usage = chunk.usage;
         if (choice && take(choice)) this.#figures.arrived();
         if (choice?.finish_reason) message.finish = choice.finish_reason;
