@@ -9,6 +9,8 @@ import inspect
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import typer
 from page_text import PAGES, ROOT, anchors, code_blocks, links, section
@@ -26,6 +29,7 @@ from torch_pagoda import cli
 from torch_pagoda.compiler.link.linker import LinkedProgram
 from torch_pagoda.compiler.user_passes import registered_passes, unregister_pass
 
+SERVER = "http://127.0.0.1:8000"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 PATH = re.compile(r"`((?:torch_pagoda|compiler|passes|runtime|tests|benchmarks|examples|docs|\.ci)/[\w./-]*)`")
 LINES = [
@@ -46,6 +50,20 @@ MENTIONS = [
 RunPage = Callable[[str], dict[str, Any]]
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of a server of the shipped model that knows conversations."""
+    command = [str(Path(sys.executable).with_name("pagoda")), "serve", str(ROOT / "examples/tiny-pydoc")]
+    command += ["--port", "0", "--chat-template", str(ROOT / "examples/chatml.jinja"), "--log-requests", "none"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().rpartition(" ")[2].strip()
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+
+
 @pytest.fixture
 def run_page(
     checkpoint: Path,
@@ -55,6 +73,7 @@ def run_page(
     programs: dict[Any, LinkedProgram],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> Iterator[RunPage]:
     """Runs the Python blocks of a page in order, as one session; returns its names."""
     monkeypatch.chdir(tmp_path)
@@ -76,6 +95,8 @@ def run_page(
         for block in code_blocks(page, "python"):
             source = block.replace("import torch_pagoda as pagoda\n", "")
             source = source.replace("path-or-hub-id", str(folder)).replace("1GiB", "1MiB")
+            if SERVER in source:
+                source = source.replace(SERVER, request.getfixturevalue("server"))
             code = compile(source, "page", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
             waiting = eval(code, names)
             if code.co_flags & inspect.CO_COROUTINE:
@@ -99,6 +120,30 @@ def test_code_runs(page: str, run_page: RunPage) -> None:
         records = {record.name: record for record in names["llm"].compile_report.passes}
         assert records["mine"].rejections
         assert Path("report.html").stat().st_size > 0
+    if page == "docs/server.md":
+        assert names["thing"]["kind"] in ("function", "class") and names["chosen"] in ("yes", "no")
+
+
+def requests_of(page: str) -> list[tuple[str, str]]:
+    """URL and body of each ``curl`` in a page's blocks."""
+    found = []
+    for block in code_blocks(PAGES[page], "bash"):
+        for line in block.splitlines():
+            words = shlex.split(line.partition("  #")[0])
+            if words[:1] == ["curl"]:
+                (url,) = (word for word in words if word.startswith("http"))
+                found.append((url, words[words.index("-d") + 1]))
+    return found
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/server.md"])
+def test_requests_are_answered(page: str, server: str) -> None:
+    requests = requests_of(page)
+    assert requests
+    for url, body in requests:
+        answer = httpx.post(url.replace(SERVER, server), content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 200, answer.text
+        assert answer.text.endswith("data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +151,7 @@ def test_code_runs(page: str, run_page: RunPage) -> None:
     [("pagoda.LLM(", "pagoda.LMM("), ("max_tokens=", "max_token="), ("llm.generate(", "llm.complete(")],
 )
 def test_broken_code_is_found(right: str, wrong: str, run_page: RunPage) -> None:
-    page = section(PAGES["README.md"], "Four ways to use it")
+    page = section(PAGES["README.md"], "Five ways to use it")
     assert right in page
     with pytest.raises((AttributeError, TypeError)):
         run_page(page.replace(right, wrong))
@@ -168,7 +213,8 @@ def test_commands_are_found_in_the_pages() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "pagoda serve MODEL",
+        "pagoda server MODEL",
+        "pagoda serve MODEL --prot 1",
         "pagoda generate MODEL --polcy sjf",
         "pagoda generate",
         "pagoda npu install",
