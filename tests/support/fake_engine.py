@@ -127,10 +127,12 @@ class FakeStream:
         ids = [engine.tokenizer(piece, add_special_tokens=False).input_ids[0] for piece in pieces]
         delta = Delta(submit.request_id, prompt, index, "".join(pieces), ids)
         if (top := params.get("logprobs")) is not None:
-            delta.logprobs = [
-                _logprobs(token, text, top) for token, text in zip(ids, pieces, strict=True)
-            ]
-        if (top := params.get("prompt_logprobs")) is not None and index == 0 and (self._step == 0 or not submit.streams):
+            delta.logprobs = [_logprobs(token, text, top) for token, text in zip(ids, pieces, strict=True)]
+        if (
+            (top := params.get("prompt_logprobs")) is not None
+            and index == 0
+            and (self._step == 0 or not submit.streams)
+        ):
             delta.prompt_logprobs = [
                 None if i == 0 else _logprobs(token, engine.tokenizer.decode([token]), top)
                 for i, token in enumerate(submit.prompts[prompt])
@@ -146,5 +148,3 @@ class FakeStream:
 def _logprobs(token: int, text: str, top: int) -> list[TokenLogprob]:
     others = [TokenLogprob(token + i, -1.0 - i, i + 1, f"other{i}") for i in range(1, top)]
     return [TokenLogprob(token, -0.5, 1, text), *others]
-
-
