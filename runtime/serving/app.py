@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -15,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .auth import OPEN_PATHS, AuthMiddleware
+from .chat_page import chat_page_router, page_paths
 from .client import EngineClient
 from .errors import ApiError, ErrorMiddleware, answer_http_exception
 from .front import Front
@@ -49,8 +49,6 @@ def make_app(
     formats: TextFormats | None = None,
     log: RequestLog | None = None,
     tracer: RequestTracer | None = None,
-    routers: Sequence[APIRouter] = (),
-    open_paths: frozenset[str] = frozenset(),
 ) -> FastAPI:
     """One server's application; ``app.state.front`` is its ``Front``.
 
@@ -60,8 +58,6 @@ def make_app(
         tokenizer: a HuggingFace tokenizer; None: prompts are token ids.
         formats: of tool calls and reasoning.
         log, tracer: of finished requests.
-        routers: further routes, such as those of the chat page.
-        open_paths: paths of these that need no key.
     """
     front = Front(settings, client, tokenizer, formats=formats, log=log, tracer=tracer)
     app = FastAPI(
@@ -83,15 +79,16 @@ def make_app(
         app.include_router(admin_router(front))
     app.include_router(unserved_router())
     app.include_router(docs_router(app))
-    for extra in routers:
-        app.include_router(extra)
+    open_paths = OPEN_PATHS if settings.protect_metrics else OPEN_PATHS | {"/metrics"}
+    if settings.enable_ui:
+        app.include_router(chat_page_router(front.renderer))
+        open_paths |= {path for path, _ in page_paths()}
     bodies = (CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountTokensBody, TokenizeBody, DetokenizeBody)
     describe(app, bodies)
 
     # The last one added is the outermost.
     app.add_middleware(BodyMiddleware, max_size=settings.max_body_size, timeout=settings.body_timeout)
-    opened = OPEN_PATHS | open_paths | (frozenset() if settings.protect_metrics else {"/metrics"})
-    app.add_middleware(AuthMiddleware, keys=settings.api_keys, open_paths=opened)
+    app.add_middleware(AuthMiddleware, keys=settings.api_keys, open_paths=open_paths)
     if settings.is_loopback and settings.uds is None:
         app.add_middleware(HostMiddleware, allowed=settings.allowed_hosts)
     app.add_middleware(ErrorMiddleware, forms={"/v1/messages": anthropic_error})

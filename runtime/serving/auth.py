@@ -40,15 +40,12 @@ class AuthMiddleware:
         app: the inner application.
         keys: none lets everybody in.
         open_paths: served without a key.
-        open_prefixes: beginnings of such paths.
     """
 
-    def __init__(
-        self, app: ASGIApp, keys: Sequence[ApiKey], open_paths: frozenset[str], open_prefixes: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], open_paths: frozenset[str]) -> None:
         self.app = app
         self._ring = KeyRing(keys) if keys else None
-        self._open_paths, self._open_prefixes = open_paths, open_prefixes
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run one request."""
@@ -56,7 +53,7 @@ class AuthMiddleware:
             owner = next((name for key in _sent_keys(scope) if (name := self._ring.owner(key)) is not None), None)
             if owner is not None:
                 scope["state"]["key_name"] = owner
-            elif not self._is_open(scope["path"].removeprefix(scope.get("root_path", ""))):
+            elif scope["path"].removeprefix(scope.get("root_path", "")) not in self._open_paths:
                 raise ApiError(
                     401,
                     "invalid_api_key",
@@ -64,9 +61,6 @@ class AuthMiddleware:
                     headers={"www-authenticate": "Bearer"},
                 )
         await self.app(scope, receive, send)
-
-    def _is_open(self, path: str) -> bool:
-        return path in self._open_paths or path.startswith(self._open_prefixes)
 
 
 def _sent_keys(scope: Scope) -> list[bytes]:

@@ -11,6 +11,7 @@ from .admission import Admission
 from .client import EngineClient, EngineUnavailable
 from .errors import ApiError
 from .logs import RequestLog
+from .markdown_process import MarkdownRenderer
 from .metrics import ServerMetrics
 from .prompts import Prompts
 from .request_record import RequestRecord
@@ -57,6 +58,8 @@ class Front:
         except EngineUnavailable:
             longest = _MOST_BUCKETS_FOR
         self.metrics = ServerMetrics(client, settings.model_name, longest, settings.metrics_prefix)
+        self.renderer = MarkdownRenderer()
+        """Of the chat page."""
         self.prompts = Prompts(tokenizer, settings.chat_template, settings.chat_template_kwargs)
         self.admission = Admission(settings, client)
         self.generations: set[Generation] = set()
@@ -67,6 +70,9 @@ class Front:
     def close(self) -> None:
         """End what belongs to the server; the engine does not."""
         self.prompts.close()
+        self.renderer.close()
+        if self.tracer is not None:
+            self.tracer.close()
 
     def begin_drain(self) -> None:
         """Take nothing new."""
@@ -92,12 +98,9 @@ class Front:
             return self.settings.model_name
         if asked in self.settings.served_model_names:
             return asked
-        raise ApiError(
-            404,
-            "model_not_found",
-            f"The model {asked[:100]!r} does not exist; this server has {', '.join(self.settings.served_model_names)}",
-            param="model",
-        )
+        names = ", ".join(self.settings.served_model_names)
+        text = f"The model {asked[:100]!r} does not exist; this server has {names}"
+        raise ApiError(404, "model_not_found", text, param="model")
 
     def watch(self, scope: Mapping[str, Any], endpoint: str) -> RequestWatch:
         """A watch over a request for text, from its arrival."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Any
 
 import msgspec
@@ -12,7 +11,11 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from .errors import ApiError
 from .settings import Settings
 
-logger = logging.getLogger(__name__)
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a request's line and headers."""
+
+BODY_GRACE = 5.0
+"""Seconds after ``body_timeout`` in which the application answers 408 itself."""
 
 
 def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
@@ -27,6 +30,8 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
 
         _timer: asyncio.TimerHandle | None = None
         _in_message = False
+        _in_body = False
+        _head_bytes = 0
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -50,7 +55,11 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
                 return
             if not self._in_message and self._timer is None:
                 self._arm(settings.header_timeout)
+            if not self._in_body:
+                self._head_bytes += len(data)
             super().data_received(data)
+            if not self._in_body and self._head_bytes > MAX_HEAD_BYTES and self._in_message:
+                self._answer(ApiError(431, "headers_too_large", f"Headers are above {MAX_HEAD_BYTES} bytes."))
 
         def on_message_begin(self) -> None:
             self._in_message = True
@@ -60,13 +69,24 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
         def on_headers_complete(self) -> None:
             self._disarm()
             # Those who wait for the body answer 408 before this, which also ends bodies that nobody reads.
-            self._arm(settings.body_timeout + 5.0)
+            self._arm(settings.body_timeout + BODY_GRACE)
+            self._in_body = True
             super().on_headers_complete()
 
         def on_message_complete(self) -> None:
             self._disarm()
-            self._in_message = False
+            self._in_message = self._in_body = False
+            self._head_bytes = 0
             super().on_message_complete()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.transport.is_closing():
+                self._abort_later()
+
+        def timeout_keep_alive_handler(self) -> None:
+            super().timeout_keep_alive_handler()
+            self._abort_later()
 
         def send_400_response(self, msg: str) -> None:
             if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
@@ -81,6 +101,11 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
             lines = [f"{name}: {value}\r\n".encode() for name, value in {**headers, **(error.headers or {})}.items()]
             self.transport.write(b"".join([STATUS_LINE[error.status_code], *lines, b"\r\n", body]))
             self.transport.close()
+            self._abort_later()
+
+        def _abort_later(self) -> None:
+            """Drop the connection if its peer does not take what it has still to get; a close alone would wait."""
+            self.loop.call_later(settings.stream_stall_timeout, self.transport.abort)
 
         def _arm(self, seconds: float) -> None:
             self._timer = self.loop.call_later(seconds, self._too_slow)

@@ -78,7 +78,7 @@ class SocketClient:
         connection = self._ready_connection()
         if submit.request_id in self._streams:
             raise ValueError(f"request_id={submit.request_id!r} is in use; choose another")
-        stream = MergedDeltas(submit.request_id, len(submit.prompts), self._cancel)
+        stream = MergedDeltas(submit.request_id, len(submit.prompts) or 1, self._cancel)
         try:
             connection.send(submit)
         except FrameTooLong as error:

@@ -164,7 +164,9 @@ class Worker:
         while self._writer.num_unsent > self.max_unsent:
             before = self._writer.num_unsent
             selector.select(self.stall_seconds)
-            if not self._writer.send(self._sock) or self._writer.num_unsent == before:
+            if not self._writer.send(self._sock):
+                return True  # it is gone, which the loop notices
+            if self._writer.num_unsent == before:
                 return False
         return True
 

@@ -16,6 +16,7 @@ from .npu import app as npu
 from .plan import plan
 from .quantize import quantize
 from .reports import bisect, inspect
+from .serve import serve
 
 app = typer.Typer(
     name="pagoda",
@@ -56,6 +57,13 @@ app.command(
         "pagoda generate ./my-model --prompts-file prompts.txt --json > out.jsonl"
     )
 )(generate)
+app.command(
+    epilog=(
+        "Examples:\n"
+        "pagoda serve examples/tiny-pydoc\n"
+        "pagoda serve ./my-model --host 0.0.0.0 --api-key team=SECRET --max-num-seqs 32"
+    )
+)(serve)
 app.command(epilog="Example:  pagoda inspect examples/tiny-pydoc --html report.html")(inspect)
 app.command(epilog="Example:  pagoda bisect examples/tiny-pydoc --codegen none")(bisect)
 app.command(epilog="Example:  pagoda plan examples/tiny-pydoc --memory 64MiB")(plan)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..runtime.serving.wire import Start
 
 _START_SECONDS = 60.0
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 2.0
 
 
 def engine_argv() -> list[str]:

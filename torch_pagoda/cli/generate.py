@@ -15,6 +15,34 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .beams import beam_params, best_texts
+from .engine_options import (
+    BatchInvariant,
+    BlockSize,
+    Codegen,
+    Device,
+    Dtype,
+    EnablePrefixCaching,
+    GroupSize,
+    KvCacheDtype,
+    KvCacheMemory,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    MinKvCacheMemory,
+    NoEnablePrefixCaching,
+    NumBlocks,
+    OnlyPass,
+    Policy,
+    Preemption,
+    Quantization,
+    SkipPass,
+    SwapSpace,
+    Tokenizer,
+    TrustRemoteCode,
+    Verify,
+    check_engine_options,
+    llm_options,
+)
 from .errors import REQUEST_FAILED, one_line_errors
 from .phases import show_phases
 from .printing import print_outputs, print_summary, stats_table
@@ -113,70 +141,25 @@ def generate(
     prompt_logprobs: Annotated[
         int | None, typer.Option(help="With --json: the same of the prompt.", rich_help_panel="Sampling")
     ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Folder or hub id; by default the model's.", rich_help_panel="Engine")
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel="Engine")
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or npu.", rich_help_panel="Engine")] = "auto",
-    block_size: Annotated[
-        int | None, typer.Option(help="Tokens per KV-cache block.", rich_help_panel="Engine")
-    ] = None,
-    num_blocks: Annotated[int | None, typer.Option(help="Blocks in the KV cache.", rich_help_panel="Engine")] = None,
-    kv_cache_memory: Annotated[
-        str | None, typer.Option(help="The same as memory, e.g. 4GiB.", rich_help_panel="Engine")
-    ] = None,
-    min_kv_cache_memory: Annotated[
-        str | None, typer.Option(help="What it shrinks to with little to do.", rich_help_panel="Engine")
-    ] = None,
-    kv_cache_dtype: Annotated[
-        str, typer.Option(help="auto, or int8 for half the memory.", rich_help_panel="Engine")
-    ] = "auto",
-    quantization: Annotated[
-        str | None,
-        typer.Option(
-            help="int8 or int4 for weights (and inputs, unless -weight-only follows) of so many bits.",
-            rich_help_panel="Engine",
-        ),
-    ] = None,
-    group_size: Annotated[
-        int | None, typer.Option(help="Inputs of a rounded weight that share a scale.", rich_help_panel="Engine")
-    ] = None,
-    batch_invariant: Annotated[
-        bool,
-        typer.Option(
-            "--batch-invariant",
-            help="On a CPU: the same numbers in every batch, bit for bit; slower.",
-            rich_help_panel="Engine",
-        ),
-    ] = False,
-    max_num_seqs: Annotated[
-        int | None, typer.Option(help="Sequences at the same time.", rich_help_panel="Engine")
-    ] = None,
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Tokens per step.", rich_help_panel="Engine")
-    ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens per sequence, prompt included.", rich_help_panel="Engine")
-    ] = None,
-    no_enable_prefix_caching: Annotated[
-        bool,
-        typer.Option(
-            "--no-enable-prefix-caching",
-            help="Compute beginnings that prompts share each time.",
-            rich_help_panel="Scheduling",
-        ),
-    ] = False,
-    # A pair of such long names leaves no room for what they mean on 80 columns.
-    enable_prefix_caching: Annotated[bool, typer.Option("--enable-prefix-caching", hidden=True)] = False,
-    policy: Annotated[
-        str, typer.Option(help="fcfs, priority, sjf, fair or prefix.", rich_help_panel="Scheduling")
-    ] = "fcfs",
-    preemption: Annotated[str, typer.Option(help="auto, recompute or swap.", rich_help_panel="Scheduling")] = "auto",
-    swap_space: Annotated[
-        str, typer.Option(help="Host memory for swapped sequences, e.g. 1GiB.", rich_help_panel="Scheduling")
-    ] = "0",
+    tokenizer: Tokenizer = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    block_size: BlockSize = None,
+    num_blocks: NumBlocks = None,
+    kv_cache_memory: KvCacheMemory = None,
+    min_kv_cache_memory: MinKvCacheMemory = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
+    quantization: Quantization = None,
+    group_size: GroupSize = None,
+    batch_invariant: BatchInvariant = False,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    max_model_len: MaxModelLen = None,
+    no_enable_prefix_caching: NoEnablePrefixCaching = False,
+    enable_prefix_caching: EnablePrefixCaching = False,
+    policy: Policy = "fcfs",
+    preemption: Preemption = "auto",
+    swap_space: SwapSpace = "0",
     max_queue: Annotated[
         int | None, typer.Option(help="Refuse to start with more prompts.", rich_help_panel="Scheduling")
     ] = None,
@@ -192,20 +175,11 @@ def generate(
         float | None,
         typer.Option(help="Seconds after which prompts end as they are.", rich_help_panel="Scheduling"),
     ] = None,
-    verify: Annotated[str, typer.Option(help="model, every-pass or off.", rich_help_panel="Compiler")] = "model",
-    codegen: Annotated[
-        str, typer.Option(help="auto, none, inductor, ge or aclgraph.", rich_help_panel="Compiler")
-    ] = "auto",
-    skip_pass: Annotated[
-        list[str] | None, typer.Option(help="Leave this pass out; repeatable.", rich_help_panel="Compiler")
-    ] = None,
-    only_pass: Annotated[
-        list[str] | None,
-        typer.Option(help="Of the optional passes run only this one; repeatable.", rich_help_panel="Compiler"),
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
-    ] = False,
+    verify: Verify = "model",
+    codegen: Codegen = "auto",
+    skip_pass: SkipPass = None,
+    only_pass: OnlyPass = None,
+    trust_remote_code: TrustRemoteCode = False,
     profile: Annotated[
         Path | None,
         typer.Option(help="Write a trace for Perfetto there, and print where the time went.", metavar="FILE"),
@@ -231,8 +205,7 @@ def generate(
     asked = {"priority": _one_or_each(priority), "client": _one_or_each(client), "deadline": deadline}
     terms: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     with one_line_errors(debug):
-        if enable_prefix_caching and no_enable_prefix_caching:
-            raise ValueError("--enable-prefix-caching and --no-enable-prefix-caching contradict each other; give one")
+        check_engine_options(given)
         prompts = _read_prompts(prompt, prompts_file)
         for name, count in (("--logprobs", logprobs), ("--prompt-logprobs", prompt_logprobs)):
             if count is not None and not as_json:
@@ -244,7 +217,6 @@ def generate(
         from transformers.utils import logging as transformers_logging
 
         from ..llm import LLM
-        from ..options import LLMOptions
         from ..runtime.requests.request_options import options_for
         from ..runtime.requests.sampling_params import SamplingParams
 
@@ -253,13 +225,7 @@ def generate(
         asked_for: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
         SamplingParams(logit_bias=bias, **asked_for)  # a mistake in them is found before the model is loaded
         options_for(len(prompts), **terms)
-        given |= {
-            "enable_prefix_caching": not no_enable_prefix_caching,
-            "passes": pass_selection(skip_pass, only_pass),
-        }
-        options: dict[str, Any] = {
-            name: given[name] for name in LLMOptions.__annotations__ if given.get(name) is not None
-        }
+        options = llm_options(given)
         with show_phases():
             llm = LLM(model, tokenizer, **options)
         params = SamplingParams(logit_bias=bias, **_NOT_RECOMMENDED | llm.recommended_params | asked_for)
@@ -288,12 +254,6 @@ def generate(
         typer.echo(f"written: {profile}", err=True)
     if any(c.finish_reason == "error" for output in outputs for c in output.outputs):
         raise typer.Exit(REQUEST_FAILED)
-
-
-def pass_selection(skip: list[str] | None, only: list[str] | None) -> dict[str, list[str]] | None:
-    """The option ``passes`` from what ``--skip-pass`` and ``--only-pass`` were given."""
-    selection = {name: list(passes) for name, passes in (("skip", skip), ("only", only)) if passes}
-    return selection or None
 
 
 def _one_or_each(values: list[Any] | None) -> Any:

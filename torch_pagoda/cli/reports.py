@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .engine_options import pass_selection
 from .errors import one_line_errors
-from .generate import pass_selection
 from .phases import show_phases
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ RUNTIME = Path(engine_module.__file__).parents[1]
 TRACED = {
     str(RUNTIME / f"{name}.py")
     for name in (
-        *("engine/engine", "engine/core", "engine/model_runner", "engine/submission"),
+        *("engine/engine", "engine/core", "engine/model_runner", "engine/submission", "engine/pieces"),
         *("requests/detokenizer", "sampling/sampler"),
     )
 }
@@ -162,6 +162,49 @@ def test_an_interrupted_step_loses_nothing() -> None:
         assert [finished[name].outputs[0].token_ids for name in names] == [c.token_ids for c in want], at
         assert [finished[name].outputs[0].text for name in names] == [c.text for c in want], at
         assert_idle(engine)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_interrupted_step_loses_and_repeats_no_piece(n: int) -> None:
+    _, engine = make_engine()
+    params = SamplingParams(temperature=0, max_tokens=5, stop=["zzzz"], logprobs=1, prompt_logprobs=0, n=n)
+    want = [output.outputs for output in engine.generate(PROMPTS, params)]
+    lines = 0
+    for prompt in PROMPTS:
+        engine.submit(prompt, params)
+    while engine.has_unfinished():
+        lines = max(lines, count_lines(engine.step_pieces))
+    interrupted = 0
+    # The last lines, where pieces are made and given, are all hit; of the others, which ``step`` has too, some.
+    for at in (*range(0, lines - 200, 97), *range(lines - 200, lines, 3)):
+        names = [engine.submit(prompt, params) for prompt in PROMPTS]
+        pieces: list[Any] = []
+
+        def step(pieces: list[Any] = pieces) -> None:
+            pieces += engine.step_pieces()
+
+        steps = 0
+        while engine.has_unfinished():
+            steps += 1
+            if steps not in (1, 3, 5, 6):
+                step()
+                continue
+            try:
+                count_lines(step, at)
+            except KeyboardInterrupt:
+                interrupted += 1
+        for name, outputs in zip(names, want, strict=True):
+            for output in outputs:
+                own = [piece for piece in pieces if (piece.request_id, piece.index) == (name, output.index)]
+                assert [token for piece in own for token in piece.token_ids] == output.token_ids, at
+                assert "".join(piece.text for piece in own) == output.text, at
+                entries = [list(entry) for piece in own for entry in piece.logprobs]
+                assert entries == list(map(list, output.logprobs or [])), at
+                assert [piece.finished for piece in own] == [False] * (len(own) - 1) + [True], at
+                assert [piece.prompt_logprobs is not None for piece in own].count(True) == (output.index == 0), at
+            assert sum(piece.metrics is not None for piece in pieces if piece.request_id == name) == 1, at
+        assert_idle(engine)
+    assert interrupted > 50
 
 
 def test_a_second_interrupt_while_cleaning_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,10 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from fake_engine import FakeEngine
 from torch_pagoda.runtime.serving.app import make_app
 from torch_pagoda.runtime.serving.settings import Settings
+
+from fake_engine import FakeEngine
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "examples" / "tiny-pydoc"
@@ -50,3 +51,8 @@ def serve(engine: FakeEngine, tokenizer: Any) -> Serve:
         app.state.front.close()
 
     return opened
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"

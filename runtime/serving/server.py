@@ -1,0 +1,190 @@
+"""One server from start to end: socket, connections, signals, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, Protocol
+
+import uvicorn
+from fastapi import FastAPI
+
+from .client import EngineClient, EngineDied
+from .front import Front
+from .http_protocol import uvicorn_options
+from .logs import log_throughput
+from .settings import Settings
+from .wire import Hello
+
+logger = logging.getLogger(__name__)
+
+_CUT_SECONDS = 2.0
+"""For the last words of what was cut."""
+
+
+class StartedClient(EngineClient, Protocol):
+    """An engine that is loading or ready."""
+
+    async def wait_ready(self) -> Hello:
+        """Wait until it takes submissions; raises ``EngineDied``."""
+        ...
+
+    async def wait_dead(self) -> None:
+        """Wait until it has ended for good."""
+        ...
+
+
+class Server:
+    """Serves an application until a signal, or the end of its engine.
+
+    Args:
+        app: of ``make_app``.
+        client: its engine.
+        settings: likewise.
+        sock: bound, from ``bind``; None with ``uds``.
+        tls: ``ssl_*`` keywords of ``uvicorn.Config``.
+    """
+
+    def __init__(
+        self,
+        app: FastAPI,
+        client: StartedClient,
+        settings: Settings,
+        sock: socket.socket | None,
+        tls: dict[str, Any] | None = None,
+    ) -> None:
+        self._client, self._settings, self._sock = client, settings, sock
+        self._front: Front = app.state.front
+        options = uvicorn_options(settings) | (tls or {})
+        if sock is None:
+            options["uds"] = settings.uds
+        self._uvicorn = _Uvicorn(uvicorn.Config(app, **options))
+        self._scheme = "https" if (tls or {}).get("ssl_certfile") else "http"
+        self._stop: asyncio.Queue[signal.Signals] = asyncio.Queue()
+
+    @property
+    def address(self) -> str:
+        """Where it listens, as a URL or path."""
+        if self._sock is None:
+            return f"unix:{self._settings.uds}"
+        host, port = self._sock.getsockname()[:2]
+        return f"{self._scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    async def run(self, on_ready: Callable[[str], None]) -> int:
+        """Serve; returns the exit status: 0 after a signal, 1 where the engine ended.
+
+        Args:
+            on_ready: is told the address when requests are taken.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.put_nowait, number)
+        serving = asyncio.create_task(self._uvicorn.serve(sockets=None if self._sock is None else [self._sock]))
+        background = [
+            asyncio.create_task(self._front.metrics.sample_event_loop_lag()),
+            asyncio.create_task(log_throughput(self._client)),
+        ]
+        try:
+            return await self._until_the_end(serving, on_ready)
+        finally:
+            for task in background:
+                task.cancel()
+            self._uvicorn.should_exit = self._uvicorn.force_exit = True
+            await self._client.close()
+            with suppress(Exception):
+                await serving
+            self._front.close()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    async def _until_the_end(self, serving: asyncio.Task[None], on_ready: Callable[[str], None]) -> int:
+        stop = asyncio.create_task(self._stop.get())
+        ready = asyncio.create_task(self._client.wait_ready())
+        dead = asyncio.create_task(self._client.wait_dead())
+        try:
+            await asyncio.wait((stop, ready, dead, serving), return_when=asyncio.FIRST_COMPLETED)
+            if not stop.done() and not serving.done():
+                try:
+                    await ready
+                except EngineDied as error:
+                    logger.error("%s", error)
+                    return 1
+                on_ready(self.address)
+                await asyncio.wait((stop, dead, serving), return_when=asyncio.FIRST_COMPLETED)
+            if stop.done():
+                await self._drain(stop.result())
+                return 0
+            if not serving.done():
+                logger.error("the engine has ended and is not started again")
+                await asyncio.sleep(_CUT_SECONDS / 4)  # for the last events of its streams
+            return 1
+        finally:
+            for task in (stop, ready, dead):
+                task.cancel()
+
+    async def _drain(self, number: signal.Signals) -> None:
+        """Let what is under way end, as long as there is time and no second signal."""
+        seconds = self._settings.shutdown_timeout if number == signal.SIGTERM else 0.0
+        front = self._front
+        front.begin_drain()
+        count = front.admission.num_requests
+        logger.info("%s: %d requests under way have %g s to end", number.name, count, seconds)
+        loop = asyncio.get_running_loop()
+        closing = loop.call_later(min(self._settings.listen_while_draining, seconds), self._uvicorn.stop_listening)
+        again = asyncio.create_task(self._stop.get())
+        drained = asyncio.create_task(front.drained())
+        try:
+            await asyncio.wait((again, drained), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not drained.done():
+                front.cut()
+                await asyncio.wait((drained,), timeout=_CUT_SECONDS)
+        finally:
+            closing.cancel()
+            again.cancel()
+            drained.cancel()
+        self._uvicorn.should_exit = True
+
+
+class _Uvicorn(uvicorn.Server):
+    """Without handlers of signals of its own."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        """Nothing: ``Server`` has handlers."""
+        yield
+
+    def stop_listening(self) -> None:
+        """Take no new connections."""
+        for server in self.servers:
+            server.close()
+
+
+def bind(settings: Settings) -> socket.socket | None:
+    """A socket that listens at the settings' address; None where that is a path.
+
+    Raises:
+        ValueError: the address cannot be had; one line with the remedy.
+    """
+    if settings.uds is not None:
+        return None
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        sock = socket.socket(family, kind, protocol)
+        with ExitStack() as stack:
+            stack.callback(sock.close)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            stack.pop_all()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ValueError(
+            f"--host {settings.host} --port {settings.port} cannot be listened on: {reason}; choose others, "
+            "--port 0 for any free port"
+        ) from error
+    sock.set_inheritable(False)
+    return sock

@@ -1,0 +1,250 @@
+"""``/v1/chat/completions`` and ``/tokenize`` around a fake engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from torch_pagoda.runtime.serving.formats.events import ContentDelta, Event, ReasoningDelta, ToolCall
+
+from event_streams import chat_text, events
+from fake_engine import WORDS, FakeEngine
+
+pytestmark = pytest.mark.anyio
+
+HELLO = [{"role": "user", "content": "def f"}]
+URL = "/v1/chat/completions"
+
+
+async def test_an_answer_has_openais_fields(serve: Any, engine: FakeEngine) -> None:
+    async with serve() as client:
+        response = await client.post(URL, json={"messages": HELLO, "max_completion_tokens": 10, "seed": 5})
+        tokens = (await client.post("/tokenize", json={"messages": HELLO})).json()
+    answer = response.json()
+    assert answer["id"].startswith("chatcmpl-") and answer["object"] == "chat.completion"
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "".join(WORDS), "refusal": None}
+    assert choice["finish_reason"] == "length" and choice["logprobs"] is None
+    (submit,) = engine.submits
+    assert submit.params == {"max_tokens": 10, "seed": 5}
+    assert submit.prompts == [tokens["tokens"]] and tokens["count"] == len(tokens["tokens"])
+
+
+async def test_without_a_length_it_may_fill_the_context(serve: Any, engine: FakeEngine) -> None:
+    async with serve() as client:
+        await client.post(URL, json={"messages": HELLO})
+    assert engine.submits[0].params == {"max_tokens": None}
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": True, "top_logprobs": 2}, {"n": 3}])
+async def test_streamed_is_what_is_not_streamed(serve: Any, more: dict[str, Any]) -> None:
+    body = {"messages": HELLO, "max_tokens": 12, **more}
+    async with serve() as client:
+        whole = (await client.post(URL, json=body)).json()
+        chunks = events((await client.post(URL, json=body | {"stream": True})).text)
+    for choice in whole["choices"]:
+        index = choice["index"]
+        assert chat_text(chunks, index) == choice["message"]["content"]
+        parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        assert parts[0]["delta"] == {"role": "assistant", "content": ""}
+        assert [part["finish_reason"] for part in parts if part["finish_reason"]] == ["length"]
+        if choice["logprobs"]:
+            content = [entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]]
+            assert content == choice["logprobs"]["content"]
+
+
+async def test_logprobs_have_bytes_and_as_many_likely_tokens_as_asked(serve: Any) -> None:
+    async with serve() as client:
+        body = {"messages": HELLO, "max_tokens": 9, "logprobs": True, "top_logprobs": 2}
+        (choice,) = (await client.post(URL, json=body)).json()["choices"]
+        body["top_logprobs"] = 0
+        (without,) = (await client.post(URL, json=body)).json()["choices"]
+    content = choice["logprobs"]["content"]
+    assert content[8]["token"] == " ☕" and bytes(content[8]["bytes"]).decode() == " ☕"
+    assert {len(entry["top_logprobs"]) for entry in content} == {2}
+    assert {len(entry["top_logprobs"]) for entry in without["logprobs"]["content"]} == {0}
+
+
+async def test_messages_reach_the_template(serve: Any, engine: FakeEngine, tokenizer: Any) -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}|{{ m.content }}|{{ m.reasoning_content }}]{% endfor %}"
+        "{{ documents[0].text }} {{ reasoning_effort }} {{ flag }} {{ other }} {{ add_generation_prompt }}"
+    )
+    body = {
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": "c", "reasoning": "r"},
+        ],
+        "documents": [{"text": "doc"}],
+        "reasoning_effort": "low",
+        "chat_template_kwargs": {"flag": 1},
+        "continue_final_message": False,
+        "add_generation_prompt": False,
+        "max_tokens": 1,
+    }
+    async with serve(chat_template=template, chat_template_kwargs={"flag": 0, "other": 2}) as client:
+        response = await client.post(URL, json=body)
+    assert response.status_code == 200, response.text
+    assert tokenizer.decode(engine.submits[0].prompts[0]) == "[system|a\nb|][assistant|c|r]doc low 1 2 False"
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]}, "messages"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"chat_template": "x"}, "chat_template"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "messages"),
+        ({"chat_template_kwargs": {"tokenizer": 1, "conversation": 1}}, "messages"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "messages"),
+        ({"functions": [{}]}, "functions"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": [{"type": "web"}]}, "tools[0].type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+    ],
+)
+async def test_what_cannot_be_served_is_refused_by_name(
+    serve: Any, engine: FakeEngine, change: dict[str, Any], param: str
+) -> None:
+    async with serve() as client:
+        response = await client.post(URL, json={"messages": HELLO, "max_tokens": 1} | change)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+    assert not engine.submits
+
+
+async def test_a_model_without_a_template_has_no_chat(serve: Any) -> None:
+    async with serve(chat_template=None) as client:
+        response = await client.post(URL, json={"messages": HELLO})
+        listed = (await client.get("/v1/models")).json()
+    assert response.status_code == 400 and "no chat template" in response.json()["error"]["message"]
+    assert listed["data"][0]["capabilities"]["chat"] is False
+
+
+async def test_a_template_that_blows_up_is_refused(serve: Any) -> None:
+    template = "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}"
+    async with serve(chat_template=template) as client:
+        response = await client.post(URL, json={"messages": HELLO})
+    assert response.status_code == 400 and "characters by the chat template" in response.json()["error"]["message"]
+
+
+class Marked:
+    """Formats with ``<r>`` before reasoning, ``<c>`` before content and ``<t>`` for a call."""
+
+    takes_tools = True
+
+    def parser(self, prompt: str, tools: Any) -> Callable[[], MarkedParser]:
+        return MarkedParser
+
+    def tool_grammar(self, tools: Any, tool_choice: Any) -> None:
+        return None
+
+
+class MarkedParser:
+    """Holds a letter back, as parsers do."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.kind = "c"
+
+    def feed(self, text: str, token_ids: Sequence[int]) -> list[Event]:
+        self.text += text
+        *ready, self.text = self.text
+        return self._events("".join(ready))
+
+    def finish(self) -> list[Event]:
+        return self._events(self.text)
+
+    def _events(self, text: str) -> list[Event]:
+        found: list[Event] = []
+        for letter in text:
+            if letter in "RCT":
+                self.kind = letter
+                if letter == "T":
+                    found.append(ToolCall("call_1", "f", "{}"))
+            elif self.kind != "T":
+                found.append(ReasoningDelta(letter) if self.kind == "R" else ContentDelta(letter))
+        return found
+
+
+@pytest.mark.parametrize("shows", [True, False])
+async def test_a_parser_splits_the_text(serve: Any, engine: FakeEngine, shows: bool) -> None:
+    engine.texts, engine.finish = ("Rth", "inkC", "sa", "yT", "T"), "stop"
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    body = {"messages": HELLO, "max_tokens": 5, "tools": tools, "include_reasoning": shows}
+    async with serve(formats=Marked()) as client:
+        (choice,) = (await client.post(URL, json=body)).json()["choices"]
+        chunks = events((await client.post(URL, json=body | {"stream": True})).text)
+    assert engine.submits[0].params["skip_special_tokens"] is False
+    message = choice["message"]
+    assert message["content"] == "say" == chat_text(chunks)
+    assert message.get("reasoning_content") == message.get("reasoning") == ("think" if shows else None)
+    calls = [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}] * 2
+    assert message["tool_calls"] == calls
+    assert choice["finish_reason"] == "tool_calls"
+    deltas = [c["delta"] for chunk in chunks for c in chunk["choices"]]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == ("think" if shows else "")
+    streamed = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert streamed == [{"index": i, **call} for i, call in enumerate(calls)]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("auto", ["f", "g"]),
+        ("required", ["f", "g"]),
+        ("none", None),
+        ({"type": "function", "function": {"name": "g"}}, ["g"]),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+            },
+            ["f"],
+        ),
+        ({"type": "function", "function": {"name": "h"}}, 400),
+        ({"type": "function"}, 400),
+        ({"type": "allowed_tools", "tools": []}, 400),
+        ("perhaps", 400),
+    ],
+)
+async def test_tools_that_the_choice_leaves(
+    serve: Any, engine: FakeEngine, tokenizer: Any, choice: Any, names: Any
+) -> None:
+    template = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}."
+    tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
+    async with serve(chat_template=template, formats=Marked()) as client:
+        body = {"messages": HELLO, "tools": tools, "tool_choice": choice, "max_tokens": 1}
+        response = await client.post(URL, json=body)
+    if names == 400:
+        assert response.status_code == 400 and response.json()["error"]["param"] == "tool_choice"
+    else:
+        assert response.status_code == 200
+        assert tokenizer.decode(engine.submits[0].prompts[0]) == "".join(names or []) + "."
+
+
+async def test_tokenize_and_detokenize_are_inverse(serve: Any) -> None:
+    async with serve() as client:
+        tokens = (await client.post("/tokenize", json={"prompt": "def ☕", "return_token_strs": True})).json()
+        back = (await client.post("/detokenize", json={"tokens": tokens["tokens"]})).json()
+        both = await client.post("/tokenize", json={"prompt": "a", "messages": HELLO})
+        wrong = await client.post("/detokenize", json={"tokens": [10**6]})
+    assert back == {"prompt": "def ☕"}
+    assert len(tokens["token_strs"]) == tokens["count"] and tokens["max_model_len"] == 512
+    assert both.status_code == wrong.status_code == 400

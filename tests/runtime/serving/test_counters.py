@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from torch_pagoda.runtime.serving.counters import COUNTERS, Counters
+
+from toy_client import toy_engine
+
+GAUGES = {
+    *("queue_length", "queue_tokens", "running", "blocks_total", "blocks_used", "blocks_cached", "blocks_free"),
+    *("blocks_used_peak", "utilisation", "internal_fragmentation", "prefix_hit_rate", "host_blocks_total"),
+    *("host_blocks_used", "block_size"),
+}
+
+
+def test_every_figure_is_known_to_grow_or_not_to() -> None:
+    assert toy_engine().stats().keys() == COUNTERS | GAUGES
+
+
+def test_totals_go_on_over_restarts_and_gauges_do_not() -> None:
+    counters = Counters()
+    assert counters.stats == {"restarts": 0}
+    counters.update({"steps": 5, "running": 2, "blocks_total": 9})
+    counters.update({"steps": 7, "running": 3, "blocks_total": 9})
+    assert counters.stats == {"steps": 7, "running": 3, "blocks_total": 9, "restarts": 0}
+    counters.end()
+    assert counters.stats == {"steps": 7, "running": 0, "blocks_total": 9, "restarts": 0}
+    counters.restart()
+    assert counters.stats["restarts"] == 1
+    counters.update({"steps": 0, "running": 0, "blocks_total": 8})
+    counters.update({"steps": 2, "running": 1, "blocks_total": 8})
+    assert counters.stats == {"steps": 9, "running": 1, "blocks_total": 8, "restarts": 1}
+    counters.end()
+    counters.end()
+    counters.restart()
+    counters.update({"steps": 1})
+    assert counters.stats == {"steps": 10, "restarts": 2}

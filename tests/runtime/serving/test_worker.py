@@ -1,0 +1,231 @@
+"""The engine's loop at the end of a bare socket: what is no message, who does not read, what is too long."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.msgpack import Decoder, encode
+
+from torch_pagoda.runtime.engine.engine import Engine
+from torch_pagoda.runtime.serving.framing import MAX_FRAME, FrameReader
+from torch_pagoda.runtime.serving.wire import Ask, Cancel, Delta, FromEngine, Hello, Refused, Step, Submit
+from torch_pagoda.runtime.serving.worker import EXIT_BAD_MESSAGE, EXIT_BROKEN, EXIT_DONE, Worker
+
+from toy_client import toy_engine
+
+
+class Bench:
+    """A worker on a thread, and this side of its socket."""
+
+    def __init__(self, engine: Engine, **options: Any) -> None:
+        self.engine = engine
+        self.sock, theirs = socket.socketpair()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        self.worker = Worker(engine, theirs, **options)
+        self.exit_status: int | None = None
+        self._reader = FrameReader()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.sock.settimeout(30)
+
+    def _run(self) -> None:
+        self.exit_status = self.worker.run()
+
+    def start(self) -> Bench:
+        self._thread.start()
+        return self
+
+    def send(self, message: Any) -> None:
+        self.send_frame(encode(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        self.sock.sendall(len(frame).to_bytes(4, "big") + frame)
+
+    def messages(self, size: int = 2**16) -> Iterator[FromEngine]:
+        decoder = Decoder(FromEngine)
+        while data := self.sock.recv(size):
+            yield from map(decoder.decode, self._reader.feed(data))
+
+    def steps(self, until: str, size: int = 2**16) -> list[Step]:
+        """All that come until the last delta of one of the request's prompts, or a refusal."""
+        steps = []
+        for message in self.messages(size):
+            if isinstance(message, Hello):
+                continue
+            steps.append(message)
+            if any(d.request_id == until and d.times is not None for d in message.deltas) or message.refused:
+                return steps
+        raise AssertionError("the worker has ended")
+
+    def end(self) -> int:
+        """The exit status; everything must be as it was before."""
+        self._thread.join(30)
+        assert not self._thread.is_alive(), "the worker hangs"
+        self.sock.close()
+        assert self.engine.block_manager.num_used_blocks == 0 and not self.engine.has_unfinished()
+        assert not self.engine._core.submissions
+        assert self.exit_status is not None
+        return self.exit_status
+
+
+def deltas(steps: list[Step]) -> list[Delta]:
+    return [delta for step in steps for delta in step.deltas]
+
+
+def test_the_socket_is_closed() -> None:
+    bench = Bench(toy_engine()).start()
+    bench.send(Submit("r", [[1]], {"max_tokens": 120}))
+    assert any(isinstance(message, Step) for message in bench.messages())
+    bench.sock.shutdown(socket.SHUT_RDWR)
+    assert bench.end() == EXIT_DONE
+    assert bench.engine.stats()["generated_tokens"] < 120
+
+
+def test_closed_while_it_waits_for_a_reader() -> None:
+    bench = Bench(toy_engine(), max_unsent=1000, stall_seconds=30).start()
+    bench.send(Submit("r", [[1]], {"max_tokens": 120, "logprobs": 20}))
+    while bench.worker._writer.num_unsent <= 1000:
+        time.sleep(0.01)
+    bench.sock.close()
+    assert bench.end() == EXIT_DONE
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        b"garbage",
+        encode({"a": 1}),
+        encode(["nonsense", 1]),
+        encode(["submit", 3, [[1]], {}]),
+        encode(["submit", "r", [["a"]], {}]),
+        encode(["submit", "r", [[1]], []]),
+        encode(["submit", "r"]),
+        encode(Hello(1, 1, 1, 1, None, {}, "", "", {})),
+        b"\x91" * 100_000,
+    ],
+)
+def test_what_is_no_message_ends_it(frame: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(toy_engine()).start()
+    bench.send(Submit("r", [[1]], {"max_tokens": 120}))
+    with caplog.at_level(logging.ERROR):
+        bench.send_frame(frame)
+        assert bench.end() == EXIT_BAD_MESSAGE
+    (record,) = caplog.records
+    assert "cannot be read" in record.getMessage() and "\n" not in record.getMessage()
+
+
+def test_a_frame_that_is_too_long_is_not_waited_for() -> None:
+    bench = Bench(toy_engine()).start()
+    bench.sock.sendall((MAX_FRAME + 1).to_bytes(4, "big"))
+    assert bench.end() == EXIT_BAD_MESSAGE
+
+
+def test_odd_parameters_are_refused_and_nothing_else_happens() -> None:
+    bench = Bench(toy_engine()).start()
+    deep: Any = []
+    for _ in range(200):
+        deep = [deep]
+    odd: list[dict[str, Any]] = [
+        {"max_tokens": 10**18},
+        {"stop": ["a" * 10**6]},
+        {"n": -1},
+        {"n": 10**6},
+        {"seed": "x"},
+        {"logit_bias": {1: deep}},
+        {"top_p": deep},
+        {"is_greedy": True},
+        {"temperature": float("nan")},
+        {"allowed_token_ids": [2**63]},
+        {"max_tokens": b"\0"},
+    ]
+    for i, params in enumerate(odd):
+        bench.send(Submit(str(i), [[1]], params))
+        (*_, step) = bench.steps(until=str(i))
+        if step.refused:
+            assert isinstance(step.refused[0], Refused) and step.refused[0].code == "invalid"
+        else:
+            assert i == 0, params
+    bench.send(Submit("\0", [[1]], {}))
+    assert bench.steps("\0")[-1].refused[0].code == "invalid"
+    bench.send(Cancel(["nobody", "\0"]))
+    bench.send(Ask(-1, "ping"))
+    assert next(m for m in bench.messages() if isinstance(m, Step) and m.answers).answers[0].call_id == -1  # type: ignore[union-attr]
+    bench.sock.shutdown(socket.SHUT_WR)
+    assert bench.end() == EXIT_DONE
+
+
+def test_nobody_reads(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(toy_engine(), max_unsent=20_000, stall_seconds=0.2).start()
+    for i in range(8):
+        bench.send(Submit(str(i), [[1]], {"max_tokens": 120, "logprobs": 50}))
+    with caplog.at_level(logging.ERROR):
+        assert bench.end() == EXIT_BROKEN
+    assert "nobody reads" in caplog.text
+    assert bench.worker._writer.num_unsent < 20_000 + 60_000  # one step more than may wait
+    assert bench.engine.stats()["generated_tokens"] < 8 * 120
+
+
+def test_a_slow_reader_is_waited_for() -> None:
+    bench = Bench(toy_engine(), max_unsent=2000, stall_seconds=20).start()
+    bench.send(Submit("r", [[1]], {"max_tokens": 60, "logprobs": 20}))
+    found = deltas(bench.steps("r", size=3000))
+    assert sum(len(delta.token_ids) for delta in found) == 60
+    bench.sock.shutdown(socket.SHUT_WR)
+    assert bench.end() == EXIT_DONE
+
+
+def test_a_step_that_is_too_long_is_sent_in_parts() -> None:
+    bench = Bench(toy_engine())
+    bench.worker._writer.max_frame = 3000
+    bench.start()
+    bench.send(Submit("r", [[1]] * 8, {"max_tokens": 3, "logprobs": 20}))
+    steps: list[Step] = []
+    for message in bench.messages():
+        steps += [message] if isinstance(message, Step) else []
+        if sum(delta.times is not None for delta in deltas(steps)) == 8:
+            break
+    assert len(deltas(steps)) == 8 * 3 and all(delta.error is None for delta in deltas(steps))
+    assert len([step for step in steps if step.deltas]) > 3
+    bench.sock.shutdown(socket.SHUT_WR)
+    assert bench.end() == EXIT_DONE
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+@pytest.mark.parametrize("streams", [True, False])
+def test_an_answer_that_is_too_long_ends_its_own_request(streams: bool, max_tokens: int) -> None:
+    bench = Bench(toy_engine())
+    bench.worker._writer.max_frame = 3000
+    bench.start()
+    bench.send(Submit("other", [[1]], {"max_tokens": 60}))
+    bench.send(Submit("long", [[1] * 50], {"max_tokens": max_tokens, "prompt_logprobs": 50}, {}, streams))
+    steps = bench.steps("long")
+    own = [delta for delta in deltas(steps) if delta.request_id == "long"]
+    assert own[-1].finish_reason == "error" and "fewer log-probabilities" in (own[-1].error or "")
+    assert all(delta.finish_reason is None and not delta.token_ids for delta in own[:-1])
+    assert all(delta.prompt_logprobs is None for delta in own)
+    others = [d for d in deltas(steps) if d.request_id == "other"]
+    others += [d for d in deltas(bench.steps("other")) if d.request_id == "other"]
+    assert sum(len(delta.token_ids) for delta in others) == 60 and others[-1].finish_reason == "length"
+    bench.send(Ask(1, "profile"))
+    assert next(m for m in bench.messages() if isinstance(m, Step) and m.answers)  # type: ignore[union-attr]
+    bench.sock.shutdown(socket.SHUT_WR)
+    assert bench.end() == EXIT_DONE
+
+
+def test_messages_stay_as_they_are_on_the_wire() -> None:
+    """A front and an engine of different versions notice; this notices that the version was forgotten."""
+    delta = Delta("r", 0, 1, "text", [1, 2], finish_reason="stop")
+    assert msgspec.msgpack.decode(encode(Step(1.5, [delta]))) == [
+        *("step", 1.5),
+        [["r", 0, 1, "text", [1, 2], None, "stop", None, None, None, 0, None]],
+        *([], [], None),
+    ]
+    assert msgspec.msgpack.decode(encode(Submit("r", [[1]], {}))) == ["submit", "r", [[1]], {}, {}, True]

@@ -1,0 +1,141 @@
+"""The engine process of ``pagoda serve``, with a real model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_pagoda import LLM, SamplingParams
+from torch_pagoda.cli.engine_process import engine_argv
+from torch_pagoda.runtime.serving.client import EngineDied
+from torch_pagoda.runtime.serving.process_client import ProcessClient
+from torch_pagoda.runtime.serving.supervisor import EngineProcess, RestartLimit
+from torch_pagoda.runtime.serving.wire import Start, Submit
+
+from toy_client import merged, read_all
+
+MODEL = str(Path(__file__).resolve().parents[2] / "examples/tiny-pydoc")
+OPTIONS: dict[str, Any] = {"num_blocks": 128, "max_num_seqs": 8, "verify": "off", "codegen": "none", "max_queue": 16}
+PROMPTS = ["def read(self, size=-1):\n", "Return the", "naïve 🙂 text"]
+
+
+class Served:
+    """A client, and the loop that it lives in."""
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+        self.client: ProcessClient = self.run(self._start())
+
+    async def _start(self) -> ProcessClient:
+        client = ProcessClient(engine_argv(), Start(MODEL, None, OPTIONS), restarts=RestartLimit(1))
+        await client.start()
+        await client.wait_ready()
+        return client
+
+    def run(self, coroutine: Any) -> Any:
+        return self._runner.run(asyncio.wait_for(coroutine, 120))
+
+    def close(self) -> None:
+        self.run(self.client.close())
+        self._runner.close()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    served = Served()
+    try:
+        yield served
+    finally:
+        served.close()
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(MODEL, **OPTIONS)
+
+
+def test_it_says_what_it_serves(served: Served, llm: LLM) -> None:
+    hello = served.client.hello
+    assert hello.model == MODEL and hello.device == "cpu" and hello.max_num_seqs == 8 and hello.max_queue == 16
+    assert hello.max_model_len == llm.max_model_len and hello.vocab_size == 2048
+    assert hello.default_params == llm.recommended_params
+    assert hello.stats["blocks_total"] == 128
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0, "max_tokens": 40},
+        {"temperature": 1.2, "seed": 5, "n": 2, "max_tokens": 30, "stop": ["\n", " the"]},
+        {"temperature": 1.0, "seed": 1, "max_tokens": 12, "allowed_token_ids": list(range(90, 200))},
+    ],
+)
+def test_text_is_that_of_generate(served: Served, llm: LLM, params: dict[str, Any], streams: bool) -> None:
+    outputs = llm.generate(PROMPTS, SamplingParams(**params))
+    prompts = [output.prompt_token_ids for output in outputs]
+
+    async def use() -> list[Any]:
+        return await read_all(served.client.submit(Submit("r", prompts, params, {}, streams)))
+
+    assert merged(served.run(use())) == {
+        (i, completion.index): (completion.text, completion.token_ids, completion.finish_reason)
+        for i, output in enumerate(outputs)
+        for completion in output.outputs
+    }
+
+
+def test_a_terminal_does_not_end_it(served: Served) -> None:
+    client = served.client
+    assert client.pid is not None and os.getsid(client.pid) == client.pid
+    os.kill(client.pid, signal.SIGINT)
+    os.kill(client.pid, signal.SIGTERM)
+    served.run(client.ask("ping", timeout=60))
+
+
+def test_a_model_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:
+    async def use() -> None:
+        client = ProcessClient(engine_argv(), Start("/no/such/model", None, {}))
+        await client.start()
+        with pytest.raises(EngineDied):
+            await asyncio.wait_for(client.wait_ready(), 120)
+        await client.close()
+
+    asyncio.run(use())
+    out, err = capfd.readouterr()
+    assert "pagoda: error:" in err and "/no/such/model" in err and "Traceback" not in err and out == ""
+
+
+@pytest.mark.parametrize(
+    "said, status", [(b"", 0), (b"\xff" * 8, 65), (b"\x00\x00\x00\x01\xc1", 65), (b"\x00\x00\x00\x08\x94", 0)]
+)
+def test_what_it_is_not_told(said: bytes, status: int) -> None:
+    async def use() -> None:
+        process = EngineProcess(engine_argv())
+        process.sock.sendall(said)
+        if status == 0:
+            process.sock.close()
+        assert await asyncio.wait_for(process.wait(), 60) == status
+        process.sock.close()
+
+    asyncio.run(use())
+
+
+def test_it_ends_while_it_loads_when_the_other_side_is_gone() -> None:
+    async def use() -> None:
+        client = ProcessClient(engine_argv(), Start(MODEL, None, OPTIONS), end_seconds=60)
+        await client.start()
+        await asyncio.sleep(1.0)
+        assert client.state == "loading"
+        began = time.monotonic()
+        await client.close()
+        assert time.monotonic() - began < 50, "it was killed in the end"
+
+    asyncio.run(use())

@@ -1,0 +1,129 @@
+"""The glue of ``pagoda serve``: tokenizer, engine, application and server put together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, get_args
+
+from fastapi import FastAPI
+from transformers.utils import logging as transformers_logging
+
+from ..checkpoint import load_tokenizer
+from ..runtime.engine.engine_options import EngineOptions
+from ..runtime.serving.app import make_app
+from ..runtime.serving.logs import LogFormat, LogRequests, RequestLog, formatter
+from ..runtime.serving.process_client import ProcessClient
+from ..runtime.serving.server import Server, StartedClient, bind
+from ..runtime.serving.settings import Settings
+from ..runtime.serving.supervisor import RestartLimit
+from ..runtime.serving.thread_client import ThreadClient
+from ..runtime.serving.tracing import RequestTracer
+from ..runtime.serving.wire import Start
+from .engine_process import engine_argv
+
+QUEUE_PER_SEQUENCE = 4
+"""``max_queue`` by default, for each sequence that runs."""
+
+
+class Glue:
+    """One run of the command.
+
+    Args:
+        model: checkpoint folder or hub id.
+        tokenizer: likewise; None: the model's.
+        options: keywords of ``LLM``.
+        settings: of the server.
+        given: all options of the command by their names.
+
+    Raises:
+        ValueError: an option or address cannot be used.
+    """
+
+    def __init__(
+        self, model: str, tokenizer: str | None, options: dict[str, Any], settings: Settings, given: Mapping[str, Any]
+    ) -> None:
+        _check_choice("--log-format", given["log_format"], get_args(LogFormat))
+        _check_choice("--log-requests", given["log_requests"], get_args(LogRequests))
+        _set_up_logs(given["log_format"], given["verbose"])
+        sequences = options.get("max_num_seqs", EngineOptions.max_num_seqs)
+        queue = QUEUE_PER_SEQUENCE * sequences if settings.max_queue is None else settings.max_queue
+        # What comes between two steps of the engine waits there all at once: the server's limit holds, not this.
+        self._options = {**options, "max_queue": queue + sequences}
+        self._settings = replace(settings, max_queue=queue)
+        self._model, self._tokenizer_name, self._given = model, tokenizer, given
+        self._sock = bind(settings)
+        if not sys.stderr.isatty():
+            transformers_logging.disable_progress_bar()
+        trusts = bool(given["trust_remote_code"])
+        self._tokenizer = load_tokenizer(tokenizer or model, trusts, required=tokenizer is not None)
+        self._tls = {
+            name: str(given[name])
+            for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+            if given[name] is not None
+        }
+        if "ssl_ca_certs" in self._tls:
+            import ssl
+
+            self._tls["ssl_cert_reqs"] = ssl.CERT_REQUIRED  # type: ignore[assignment]
+
+    def run(self, say: Callable[[str], None]) -> int:
+        """Serve until a signal; returns the exit status.
+
+        Args:
+            say: is told the line for stdout.
+        """
+        try:
+            import uvloop
+
+            factory: Callable[[], asyncio.AbstractEventLoop] | None = uvloop.new_event_loop
+        except ImportError:
+            factory = None
+        client_of = self._thread_client if self._given["engine"] == "thread" else self._process_client
+        with asyncio.Runner(loop_factory=factory) as runner:
+            return runner.run(self._serve(client_of, say))
+
+    async def _serve(self, client_of: Callable[[], Any], say: Callable[[str], None]) -> int:
+        client: StartedClient = client_of()
+        server = Server(self._app(client), client, self._settings, self._sock, self._tls)
+        await client.start()  # type: ignore[attr-defined]
+        return await server.run(lambda address: say(f"pagoda: serving {self._settings.model_name} on {address}"))
+
+    def _app(self, client: StartedClient) -> FastAPI:
+        endpoint = self._given["trace_endpoint"]
+        return make_app(
+            self._settings,
+            client,
+            self._tokenizer,
+            log=RequestLog(self._given["log_requests"]),
+            tracer=None if endpoint is None else RequestTracer.to_endpoint(endpoint),
+        )
+
+    def _process_client(self) -> ProcessClient:
+        start = Start(self._model, self._tokenizer_name, self._options)
+        restarts = self._given["restart_engine"]
+        return ProcessClient(engine_argv(), start, restarts=RestartLimit(restarts))
+
+    def _thread_client(self) -> ThreadClient:
+        from ..llm import LLM
+
+        llm = LLM(self._model, self._tokenizer, **self._options)
+        return ThreadClient(llm.engine, model=self._model, default_params=llm.recommended_params)
+
+
+def _set_up_logs(log_format: LogFormat, verbose: bool) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter(log_format))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO if verbose else logging.WARNING)
+    logging.getLogger("torch_pagoda.runtime.serving").setLevel(logging.INFO)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def _check_choice(option: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{option} {value} is not known; use one of {', '.join(known)}")
