@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from torch_pagoda.cli import serve as command
 from torch_pagoda.cli import serving
+from torch_pagoda.cli.serve import _one_thread
 from torch_pagoda.cli.serve_options import KEY_VARIABLE, api_keys, served_names
 
 Run = Callable[..., tuple[int, str, str]]
@@ -158,7 +158,7 @@ def test_one_thread_is_for_the_imports_only(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         if before is not None:
             monkeypatch.setenv("OMP_NUM_THREADS", before)
-        with command._one_thread():
+        with _one_thread():
             assert os.environ["OMP_NUM_THREADS"] == "1"
         assert os.environ.get("OMP_NUM_THREADS") == before
 

@@ -172,7 +172,7 @@ class CompletionBody(GenerationBody):
     refused: ClassVar[dict[str, str]] = {**GenerationBody.refused, "suffix": "write it into the prompt"}
 
 
-_TOOL_SCHEMA = {
+_TOOL_SCHEMA: Any = {
     "type": "object",
     "required": ["type", "function"],
     "properties": {
