@@ -70,12 +70,16 @@ def messages_router(front: Front) -> APIRouter:
     router = APIRouter()
 
     @router.post(
-        "/v1/messages", **documented(MessagesBody, "The next message of a conversation, in Anthropic's form.")
+        "/v1/messages",
+        **documented(MessagesBody, "The next message of a conversation, in Anthropic's form.", form="AnthropicError"),
     )
     async def messages(request: Request) -> Response:
         return await respond(front, request, MessagesBody, prepare)
 
-    @router.post("/v1/messages/count_tokens", **documented(CountTokensBody, "Tokens of such a conversation."))
+    @router.post(
+        "/v1/messages/count_tokens",
+        **documented(CountTokensBody, "Tokens of such a conversation.", form="AnthropicError"),
+    )
     async def count_tokens(request: Request) -> Response:
         front.admission.check_loaded()
         body = await read_body(request, CountTokensBody)
