@@ -28,8 +28,11 @@ from .protocol.completions import completions_router
 from .protocol.docs import docs_router
 from .protocol.fields import ChatBody, CompletionBody
 from .protocol.health import health_router
+from .protocol.message_events import anthropic_error
+from .protocol.messages import CountTokensBody, MessagesBody, messages_router
 from .protocol.models import models_router
 from .protocol.openapi import describe
+from .protocol.responses import ResponsesBody, responses_router
 from .protocol.tokenize import DetokenizeBody, TokenizeBody, tokenize_router
 from .protocol.unserved import unserved_router
 from .settings import Settings
@@ -66,7 +69,10 @@ def make_app(
         redirect_slashes=False,
     )
     app.state.front = front
-    for router in (completions_router, chat_router, models_router, tokenize_router, health_router):
+    for router in (
+        *(completions_router, chat_router, responses_router, messages_router),
+        *(models_router, tokenize_router, health_router),
+    ):
         app.include_router(router(front))
     app.add_api_route("/metrics", metrics_endpoint(front.metrics), include_in_schema=False, response_model=None)
     if settings.enable_admin:
@@ -77,14 +83,15 @@ def make_app(
     if settings.enable_ui:
         app.include_router(chat_page_router(front.renderer))
         open_paths |= {path for path, _ in page_paths()}
-    describe(app, (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody))
+    bodies = (CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountTokensBody, TokenizeBody, DetokenizeBody)
+    describe(app, bodies)
 
     # The last one added is the outermost.
     app.add_middleware(BodyMiddleware, max_size=settings.max_body_size, timeout=settings.body_timeout)
     app.add_middleware(AuthMiddleware, keys=settings.api_keys, open_paths=open_paths)
     if settings.is_loopback and settings.uds is None:
         app.add_middleware(HostMiddleware, allowed=settings.allowed_hosts)
-    app.add_middleware(ErrorMiddleware)
+    app.add_middleware(ErrorMiddleware, forms={"/v1/messages": anthropic_error})
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import msgspec
@@ -116,15 +116,24 @@ def answer_http_exception(request: Request, error: Exception) -> Response:
     return found.response()
 
 
+ErrorForm = Callable[[ApiError, str], dict[str, Any]]
+"""Makes the error object of an error and the request's id."""
+
+
 class ErrorMiddleware:
     """Turns what the inner application raises into an answer, and gives every request its id.
 
     The id is the client's ``x-request-id`` where that is short and printable, else a new one; it goes back in the
     header of that name and is found in ``scope["state"]["request_id"]``; an error's code, in ``["error_code"]``.
+
+    Args:
+        app: the inner application.
+        forms: prefix of a path → its form of errors; elsewhere it is OpenAI's.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, forms: Mapping[str, ErrorForm] | None = None) -> None:
         self.app = app
+        self._forms = dict(forms or {})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run one request."""
@@ -150,12 +159,19 @@ class ErrorMiddleware:
                 raise
             found = api_error(error)
             state["error_code"] = found.code
-            await found.response()(scope, receive, send_with_id)
+            await self._response(found, scope)(scope, receive, send_with_id)
         except Exception as error:
             if started:
                 raise
             state["error_code"] = "internal_error"
-            await internal_error(error, state["request_id"]).response()(scope, receive, send_with_id)
+            failure = internal_error(error, state["request_id"])
+            await self._response(failure, scope)(scope, receive, send_with_id)
+
+    def _response(self, error: ApiError, scope: Scope) -> Response:
+        for prefix, form in self._forms.items():
+            if scope["path"].startswith(prefix):
+                return JsonResponse(form(error, scope["state"]["request_id"]), error.status_code, error.headers)
+        return error.response()
 
 
 def _given_id(scope: Scope) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from .admission import Ticket, of_unavailable, unavailable
 from .client import DeltaStream, EngineDied, EngineUnavailable, RequestRefused
 from .errors import ApiError, from_value_error
-from .formats.events import ContentDelta, ReasoningDelta, ToolCall
+from .formats.events import ContentDelta, Event, ReasoningDelta, ToolCall, merge_events
 from .formats.format import AnswerParser
 from .front import Front
 from .prompts import Prompt
@@ -71,6 +71,7 @@ class Piece:
         text: content.
         reasoning: likewise.
         tool_calls: whole ones.
+        parsed: content, reasoning and calls in the order of the text; None: all of it is content.
         token_ids: new tokens.
         logprobs: of them.
         finish_reason: OpenAI's, with the last piece.
@@ -85,6 +86,14 @@ class Piece:
     stop_reason: str | int | None = None
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
+    parsed: list[Event] | None = None
+
+    @property
+    def events(self) -> list[Event]:
+        """What is new, in the order of the text."""
+        if self.parsed is not None:
+            return self.parsed
+        return [ContentDelta(self.text)] if self.text else []
 
 
 class Generation:
@@ -236,6 +245,7 @@ class Generation:
         events = parser.feed(piece.text)
         if piece.finish_reason is not None:
             events += parser.finish()
+        piece.parsed = merge_events(events)
         piece.text = "".join(event.text for event in events if isinstance(event, ContentDelta))
         piece.reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
         piece.tool_calls = [event for event in events if isinstance(event, ToolCall)]

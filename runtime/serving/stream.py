@@ -25,14 +25,29 @@ CLIENT_CLOSED = 499
 
 
 class Renderer(Protocol):
-    """The form of one kind of answer."""
+    """The form of one kind of answer.
+
+    Attributes:
+        done: event that ends every stream; b"" for none.
+    """
+
+    @property
+    def done(self) -> bytes: ...
 
     def events(self, pieces: list[Piece]) -> bytes:
         """Server-sent events of new pieces; b"" where there is nothing to say."""
         ...
 
     def last_events(self) -> bytes:
-        """Events after the last piece, without ``DONE``."""
+        """Events after the last piece, without ``done``."""
+        ...
+
+    def failure_events(self, error: ApiError) -> bytes:
+        """Events that say why a stream ends early, without ``done``."""
+        ...
+
+    def failure_body(self, error: ApiError, request_id: str) -> dict[str, Any]:
+        """The error object of an answer that has not begun."""
         ...
 
     def add(self, pieces: list[Piece]) -> None:
@@ -135,7 +150,7 @@ class GenerationResponse(Response):
             events = renderer.events(await self._next())
             if events:
                 await self._write(events)
-        await self._write(renderer.last_events() + DONE, last=True)
+        await self._write(renderer.last_events() + renderer.done, last=True)
 
     async def _next(self) -> list[Piece]:
         pieces = await self._generation.next()
@@ -172,10 +187,11 @@ class GenerationResponse(Response):
         """Say so in a response of its own, or as the stream's last event."""
         if self._started:
             if not self._ended:
-                await self._write(b"data: " + msgspec.json.encode(error.body()) + b"\n\n" + DONE, last=True)
+                await self._write(self._renderer.failure_events(error) + self._renderer.done, last=True)
             return
         self._started = True
-        await JsonResponse(error.body(), error.status_code, error.headers)(scope, receive, send)
+        body = self._renderer.failure_body(error, self._generation.ask.request_id)
+        await JsonResponse(body, error.status_code, error.headers)(scope, receive, send)
         self._ended = True
 
     def _tick(self) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 
 from ..choices import Choices
+from ..errors import ApiError
 from ..generate import Generation, Piece
 from ..logprobs import TokenTexts
+from ..stream import DONE
 from .fields import GenerationBody
 
 _TEXT = "\x00text\x00"
@@ -49,6 +51,19 @@ class Answer:
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         self.is_plain = not (self._usage_always or body.return_token_ids)
         """Events of text have nothing but the text in them."""
+
+    @property
+    def done(self) -> bytes:
+        """OpenAI's."""
+        return DONE
+
+    def failure_events(self, error: ApiError) -> bytes:
+        """The error object as an event, which OpenAI's clients raise."""
+        return event(error.body())
+
+    def failure_body(self, error: ApiError, request_id: str) -> dict[str, Any]:
+        """OpenAI's error object."""
+        return error.body()
 
     def add(self, pieces: list[Piece]) -> None:
         """Keep pieces for the whole answer."""

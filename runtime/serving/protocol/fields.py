@@ -50,10 +50,16 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(Body):
-    """Fields of every request that generates text; null means absent."""
+class RequestBody(Body):
+    """Fields of every request to a model."""
 
     model: str | None = Field(None, max_length=256)
+    request_id: str | None = None
+
+
+class GenerationBody(RequestBody):
+    """Fields of every request that generates text; null means absent."""
+
     max_tokens: int | None = Field(None, ge=0, description="New tokens at most.")
     min_tokens: int | None = Field(None, ge=0)
     temperature: float | None = Field(None, ge=0, description="0 takes the likeliest token.")
@@ -94,7 +100,6 @@ class GenerationBody(Body):
     cache_salt: str | None = Field(None, max_length=1024)
     user: str | None = Field(None, max_length=1024)
     timeout: float | None = Field(None, gt=0)
-    request_id: str | None = None
 
     accepted: ClassVar[frozenset[str]] = frozenset(
         {"service_tier", "store", "metadata", "safety_identifier", "prompt_cache_key", "client", "verbosity"}
@@ -167,7 +172,7 @@ class CompletionBody(GenerationBody):
     refused: ClassVar[dict[str, str]] = {**GenerationBody.refused, "suffix": "write it into the prompt"}
 
 
-_TOOL_SCHEMA = {
+_TOOL_SCHEMA: Any = {
     "type": "object",
     "required": ["type", "function"],
     "properties": {

@@ -15,11 +15,11 @@ from ..front import Front
 from ..generate import Ask, Generation
 from ..json_body import read_body
 from ..stream import CLIENT_CLOSED, GenerationResponse, Renderer
-from .fields import MAX_IGNORED_SHOWN, GenerationBody
+from .fields import MAX_IGNORED_SHOWN, RequestBody
 
 logger = logging.getLogger(__name__)
 
-_Body = TypeVar("_Body", bound=GenerationBody)
+_Body = TypeVar("_Body", bound=RequestBody)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _checked_id(text: str) -> str:
     return found
 
 
-def _ignored_header(front: Front, body: GenerationBody) -> dict[str, str]:
+def _ignored_header(front: Front, body: RequestBody) -> dict[str, str]:
     """The header that names ignored fields; each is logged once, as long as there are few."""
     ignored = body.ignored_fields(front.settings.strict_fields)
     named = [

@@ -170,8 +170,10 @@ def test_headers_can_be_read(client: OpenAI) -> None:
 
 def test_a_full_queue_is_tried_again_by_the_client(server: Served) -> None:
     streams = [server.post("/v1/completions", LONG | {"stream": True, "n": 2}) for _ in range(4)]
-    for stream in streams:
-        read_until(stream, b"data: ")
+    read_until(streams[0], b"data: ")
+    end = time.monotonic() + PATIENCE
+    while server.get("/load")["server_load"] < 4 and time.monotonic() < end:
+        time.sleep(0.01)
     with OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0, timeout=PATIENCE) as once:
         with pytest.raises(openai.RateLimitError) as caught:
             once.completions.create(model="tiny", prompt="a", max_tokens=1)

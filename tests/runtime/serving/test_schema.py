@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
 from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -41,19 +43,32 @@ def schema() -> Any:
     app.state.front.close()
 
 
-lazy = schemathesis.pytest.from_fixture("schema")
-few = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
-many = settings(few, max_examples=200)
+ROUTES = [
+    *(("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")),
+    *(("POST", path) for path in ("/v1/messages/count_tokens", "/tokenize", "/detokenize", "/reset_prefix_cache")),
+    *(("GET", path) for path in ("/v1/models", "/v1/models/{model}", "/health", "/ready", "/ping", "/version")),
+    *(("GET", path) for path in ("/load", "/server_info")),
+]
 
 
-@lazy.parametrize()
-@few
-def test_nothing_fails_the_server(case: Any) -> None:
-    case.call_and_validate(checks=CHECKS)
+@pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_nothing_fails_the_server(schema: Any, method: str, path: str, count: int) -> None:
+    operation = schema[path][method]
+
+    for mode in GenerationMode:
+
+        @given(case=operation.as_strategy(generation_mode=mode))
+        @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+        def check(case: Any) -> None:
+            case.call_and_validate(checks=CHECKS)
+
+        try:
+            check()
+        except Unsatisfiable:
+            assert not operation.body  # there is nothing to get wrong
 
 
-@pytest.mark.slow
-@lazy.parametrize()
-@many
-def test_nothing_fails_the_server_often(case: Any) -> None:
-    case.call_and_validate(checks=CHECKS)
+def test_every_route_is_asked(schema: Any) -> None:
+    described = {(method.upper(), path) for path in schema for method in schema[path]}
+    assert described == set(ROUTES)

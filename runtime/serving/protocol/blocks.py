@@ -1,0 +1,108 @@
+"""The blocks of an answer in the order of its text: a run of content, a run of reasoning, or one tool call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from ..formats.events import ContentDelta, Event, ReasoningDelta, ToolCall
+
+Kind = Literal["text", "reasoning", "tool_call"]
+
+
+@dataclass(slots=True)
+class Block:
+    """One block.
+
+    Attributes:
+        index: its place in the answer.
+        kind: of what it consists.
+        call: of kind ``"tool_call"``.
+        parts: its text in pieces; a call's arguments.
+    """
+
+    index: int
+    kind: Kind
+    call: ToolCall | None = None
+    parts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All of it, up to now."""
+        return "".join(self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A new block, still empty."""
+
+    block: Block
+
+
+@dataclass(frozen=True, slots=True)
+class Grew:
+    """A block's text has grown by ``text``."""
+
+    block: Block
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A block is whole."""
+
+    block: Block
+
+
+Change: TypeAlias = Opened | Grew | Closed
+
+
+class Blocks:
+    """Groups the events of one answer into blocks; streams and whole answers are made of the same ones."""
+
+    def __init__(self) -> None:
+        self.all: list[Block] = []
+        self._open: Block | None = None
+
+    def feed(self, events: Iterable[Event]) -> Iterator[Change]:
+        """Take new events; yields what changes by them."""
+        for event in events:
+            if isinstance(event, ToolCall):
+                yield from self.close()
+                yield from self._begin("tool_call", event)
+                yield from self._grow(event.arguments)
+                yield from self.close()
+            elif isinstance(event, ReasoningDelta):
+                yield from self._run("reasoning", event)
+            else:
+                yield from self._run("text", event)
+
+    def open_text(self) -> Iterator[Change]:
+        """Begin a block of text, of which there may be nothing."""
+        yield from self._begin("text")
+
+    def close(self) -> Iterator[Change]:
+        """End the block that is open, if one is."""
+        if self._open is not None:
+            yield Closed(self._open)
+            self._open = None
+
+    def _run(self, kind: Kind, event: ContentDelta | ReasoningDelta) -> Iterator[Change]:
+        if not event.text:
+            return
+        if self._open is None or self._open.kind != kind:
+            yield from self.close()
+            yield from self._begin(kind)
+        yield from self._grow(event.text)
+
+    def _begin(self, kind: Kind, call: ToolCall | None = None) -> Iterator[Change]:
+        self._open = Block(len(self.all), kind, call)
+        self.all.append(self._open)
+        yield Opened(self._open)
+
+    def _grow(self, text: str) -> Iterator[Change]:
+        assert self._open is not None
+        if text:
+            self._open.parts.append(text)
+            yield Grew(self._open, text)
