@@ -115,7 +115,7 @@ def built_up(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 def test_stop_reasons(serve, engine):
     assert post(serve, {"max_tokens": 3}).json()["stop_reason"] == "max_tokens"
-    assert post(serve, {"max_tokens": 32_000}).json()["stop_reason"] == "model_context_window_exceeded"
+    assert post(serve, {"max_tokens": 600}).json()["stop_reason"] == "model_context_window_exceeded"
     assert engine.submits[-1].params["max_tokens"] == 512 - len(engine.submits[-1].prompts[0])
     engine.finish, engine.finish_after = "stop", 2
     assert post(serve, {"max_tokens": 3}).json()["stop_reason"] == "end_turn"
@@ -167,6 +167,14 @@ def test_blocks_become_messages():
             ],
         },
         {"role": "assistant", "content": "e"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "f"},
+                {"type": "tool_result", "tool_use_id": "4", "content": "four"},
+                {"type": "text", "text": "g"},
+            ],
+        },
     ]
     system = [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief"}]
     calls = [
@@ -182,6 +190,9 @@ def test_blocks_become_messages():
         {"role": "tool", "tool_call_id": "3", "content": ""},
         {"role": "user", "content": "d"},
         {"role": "assistant", "content": "e"},
+        {"role": "user", "content": "f"},
+        {"role": "tool", "tool_call_id": "4", "content": "four"},
+        {"role": "user", "content": "g"},
     ]
 
 
