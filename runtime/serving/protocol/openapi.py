@@ -28,6 +28,20 @@ _ERROR: dict[str, Any] = {
     },
 }
 
+_ANTHROPIC_ERROR: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": "string"},
+    },
+}
+
 _ERRORS = {
     400: "A field that cannot be served; code and param say which.",
     401: "No key that this server knows.",
@@ -43,7 +57,7 @@ _ERRORS = {
 
 
 def documented(
-    body: type[BaseModel] | None, summary: str, errors: tuple[int, ...] = tuple(_ERRORS)
+    body: type[BaseModel] | None, summary: str, errors: tuple[int, ...] = tuple(_ERRORS), form: str = "Error"
 ) -> dict[str, Any]:
     """Keywords of a route that say what it takes and answers.
 
@@ -51,8 +65,9 @@ def documented(
         body: its fields; None: it takes none.
         summary: one sentence.
         errors: statuses that it may answer.
+        form: of error objects, ``"Error"`` (OpenAI's) or ``"AnthropicError"``.
     """
-    error = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
+    error = {"application/json": {"schema": {"$ref": _REF.format(model=form)}}}
     extra: dict[str, Any] = {}
     if body is not None:
         schema = {"$ref": _REF.format(model=body.__name__)}
@@ -73,7 +88,7 @@ def describe(app: FastAPI, bodies: tuple[type[BaseModel], ...]) -> None:
             schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             _, found = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
             components = schema.setdefault("components", {}).setdefault("schemas", {})
-            components.update({**found.get("$defs", {}), "Error": _ERROR})
+            components.update({**found.get("$defs", {}), "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR})
             for name in ("HTTPValidationError", "ValidationError"):
                 components.pop(name, None)
             for path in schema["paths"].values():

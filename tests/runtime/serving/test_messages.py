@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import jsonschema
 import pytest
 
 from torch_pagoda.runtime.serving.errors import ApiError
@@ -303,6 +304,17 @@ def test_every_refusal_has_anthropics_form(serve, engine):
     assert "retry-after" in found[3].headers and "retry-after" in found[6].headers
     accepted = post(serve, {"max_tokens": 3}, headers={"x-api-key": "secret"}, api_keys=keys)
     assert accepted.status_code == 503
+
+
+def test_the_description_has_anthropics_errors(serve):
+    async def work(client):
+        return (await client.get("/openapi.json")).json()
+
+    schema = run(serve, work)
+    content = schema["paths"]["/v1/messages"]["post"]["responses"]["400"]["content"]
+    assert content["application/json"]["schema"] == {"$ref": "#/components/schemas/AnthropicError"}
+    jsonschema.validate(post(serve, {"max_tokens": 0}).json(), schema["components"]["schemas"]["AnthropicError"])
+    assert {"MessagesBody", "CountTokensBody", "ResponsesBody"} <= schema["components"]["schemas"].keys()
 
 
 def test_a_failure_ends_the_stream_with_an_error_event(serve, engine):
