@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any, TypeAlias
 
 from .checks import shown
@@ -53,7 +52,8 @@ def render_conversation(
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise ValueError("the tokenizer has no chat template; pass chat_template=, or a text to generate")
     variables = dict(chat_template_kwargs or {})
-    if taken := sorted(str(key) for key in variables if key in template_arguments(type(tokenizer))):
+    own = template_arguments(tokenizer) if variables else frozenset()
+    if taken := sorted(str(key) for key in variables if key in own):
         raise ValueError(f"chat_template_kwargs={shown(taken)} are no variables of a template; leave them out")
     plain = [plain_message(message, f"{name}[{i}]") for i, message in enumerate(conversation)]
     if documents:
@@ -74,10 +74,9 @@ def render_conversation(
     return str(text)
 
 
-@cache
-def template_arguments(kind: type) -> frozenset[str]:
-    """Names that ``apply_chat_template`` of a tokenizer's class takes for itself."""
-    parameters = inspect.signature(kind.apply_chat_template).parameters.values()  # type: ignore[attr-defined]
+def template_arguments(tokenizer: Any) -> frozenset[str]:
+    """Names that a tokenizer's ``apply_chat_template`` takes for itself."""
+    parameters = inspect.signature(tokenizer.apply_chat_template).parameters.values()
     return frozenset(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
 
 

@@ -17,6 +17,7 @@ from .auth import OPEN_PATHS, AuthMiddleware
 from .chat_page import chat_page_router, page_paths
 from .client import EngineClient
 from .errors import ApiError, ErrorMiddleware, answer_http_exception
+from .formats.registry import AnyFormat
 from .front import Front
 from .limits import BodyMiddleware, HostMiddleware
 from .logs import RequestLog
@@ -35,7 +36,6 @@ from .protocol.responses import ResponsesBody, responses_router
 from .protocol.tokenize import DetokenizeBody, TokenizeBody, tokenize_router
 from .protocol.unserved import unserved_router
 from .settings import Settings
-from .text_formats import TextFormats
 from .tracing import RequestTracer
 
 _REFUSALS = frozenset({401, 408, 413, 429, 503, 504})
@@ -46,7 +46,7 @@ def make_app(
     client: EngineClient,
     tokenizer: Any,
     *,
-    formats: TextFormats | None = None,
+    formats: AnyFormat | None = None,
     log: RequestLog | None = None,
     tracer: RequestTracer | None = None,
 ) -> FastAPI:

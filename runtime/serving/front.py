@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .admission import Admission
 from .client import EngineClient, EngineUnavailable
 from .errors import ApiError
+from .formats.registry import AnyFormat
 from .logs import RequestLog
 from .markdown_process import MarkdownRenderer
 from .metrics import ServerMetrics
@@ -17,7 +18,6 @@ from .prompts import Prompts
 from .request_record import RequestRecord
 from .request_watch import RequestWatch
 from .settings import Settings
-from .text_formats import TextFormats
 from .tracing import RequestTracer
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Front:
         client: EngineClient,
         tokenizer: Any,
         *,
-        formats: TextFormats | None = None,
+        formats: AnyFormat | None = None,
         log: RequestLog | None = None,
         tracer: RequestTracer | None = None,
     ) -> None:

@@ -12,10 +12,10 @@ from .admission import Ticket, of_unavailable, unavailable
 from .client import DeltaStream, EngineDied, EngineUnavailable, RequestRefused
 from .errors import ApiError, from_value_error
 from .formats.events import ContentDelta, Event, ReasoningDelta, ToolCall, merge_events
+from .formats.format import AnswerParser
 from .front import Front
 from .prompts import Prompt
 from .request_watch import RequestWatch
-from .text_formats import TextParser
 from .wire import Delta, Submit, TokenLogprob
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Ask:
     params: dict[str, Any]
     options: dict[str, Any]
     streams: bool
-    make_parser: Callable[[], TextParser] | None = None
+    make_parser: Callable[[], AnswerParser] | None = None
 
     @property
     def n(self) -> int:
@@ -175,6 +175,8 @@ class Generation:
             raise unavailable("engine_dead", "The engine ended while it worked on this request.", 5) from error
         finally:
             self._waiting = None
+        if not deltas:
+            raise RuntimeError(f"the engine ended {self.ask.id} without the ends of {sorted(self._unfinished)}")
         self.watch.saw(deltas)
         for delta in deltas:
             if delta.prompt_logprobs is not None:
@@ -205,6 +207,8 @@ class Generation:
             self._stream.cancel()
         if self._ticket is not None:
             self._ticket.close()
+        for _ in range(sum(parser.malformed for parser in self._parsers.values())):
+            self.front.metrics.tool_parse_failed()
         self.front.generations.discard(self)
 
     def _piece(self, delta: Delta) -> Piece:
@@ -238,7 +242,7 @@ class Generation:
 
     def _parse(self, piece: Piece) -> None:
         parser = self._parsers[piece.choice]
-        events = list(parser.feed(piece.text, piece.token_ids))
+        events = parser.feed(piece.text)
         if piece.finish_reason is not None:
             events += parser.finish()
         piece.parsed = merge_events(events)

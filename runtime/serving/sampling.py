@@ -54,14 +54,23 @@ def sampling_params(
         if (params.get(name) or 1) > settings.max_n:
             refuse(name, f"{name}={params[name]} is above the limit of {settings.max_n}; ask for fewer")
     if (constraint := structured_outputs(body)) is not None:
-        if "structured_outputs" not in _KNOWN:
-            refuse("response_format", "constrained output is not served; leave it out", "unsupported_parameter")
-        params["structured_outputs"] = constraint
+        params["structured_outputs"] = constrained(constraint)
     try:
         SamplingParams(**params)
     except ValueError as error:
         raise from_value_error(error) from error
     return params
+
+
+def constrained(constraint: dict[str, Any]) -> dict[str, Any]:
+    """The constraint, if the engine knows of such.
+
+    Raises:
+        ApiError: 400.
+    """
+    if "structured_outputs" not in _KNOWN:
+        refuse("response_format", "constrained output is not served; leave it out", "unsupported_parameter")
+    return constraint
 
 
 def request_options(body: GenerationBody, settings: Settings, key_name: str | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -98,6 +99,9 @@ class Server:
             with suppress(Exception):
                 await serving
             self._front.close()
+            if self._sock is None and self._uvicorn.started and self._settings.uds is not None:
+                with suppress(OSError):
+                    os.unlink(self._settings.uds)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 

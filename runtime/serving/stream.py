@@ -14,9 +14,9 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from .choices import Choices
 from .errors import ApiError, JsonResponse, internal_error
 from .generate import Generation, Piece
-from .request_record import RequestRecord
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
@@ -65,7 +65,7 @@ class GenerationResponse(Response):
     Args:
         generation: not started yet.
         renderer: of its kind.
-        on_end: takes the record of the request.
+        on_end: takes the record of the request, and ``prompt`` and ``output`` where the log wants them.
         headers: further ones.
     """
 
@@ -73,12 +73,14 @@ class GenerationResponse(Response):
         self,
         generation: Generation,
         renderer: Renderer,
-        on_end: Callable[[RequestRecord], None],
+        on_end: Callable[..., None],
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self.background = None
         self._generation, self._renderer, self._on_end = generation, renderer, on_end
         self._extra = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+        kept = generation.front.log.wants_content
+        self._kept = Choices(generation.ask.num_choices) if kept else None
         self._started = False
         self._ended = False
         self._sending_since: float | None = None
@@ -124,12 +126,13 @@ class GenerationResponse(Response):
                 self._ping.cancel()
             generation.close()
             disconnected = generation.left is not None
-            self._on_end(generation.watch.finish(status=status, disconnected=disconnected, error_code=code))
+            record = generation.watch.finish(status=status, disconnected=disconnected, error_code=code)
+            self._on_end(record, **self._content())
 
     async def _whole(self, send: Send) -> None:
         generation, renderer = self._generation, self._renderer
         while not generation.finished:
-            renderer.add(await generation.next())
+            renderer.add(await self._next())
         body = msgspec.json.encode(renderer.body())
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         self._started = True
@@ -144,10 +147,16 @@ class GenerationResponse(Response):
         self._tick()
         # Until there is news, the status is open: a refusal of the engine has its own.
         while not generation.finished:
-            events = renderer.events(await generation.next())
+            events = renderer.events(await self._next())
             if events:
                 await self._write(events)
         await self._write(renderer.last_events() + renderer.done, last=True)
+
+    async def _next(self) -> list[Piece]:
+        pieces = await self._generation.next()
+        if self._kept is not None:
+            self._kept.add(pieces)
+        return pieces
 
     async def _write(self, events: bytes, last: bool = False) -> None:
         self._sending_since = self._loop.time()
@@ -164,6 +173,15 @@ class GenerationResponse(Response):
         self._ended = self._ended or last  # the client may close now
         self._sending_since = None
         self._last_sent = self._loop.time()
+
+    def _content(self) -> dict[str, Any]:
+        """What was asked and answered, for a log that wants it."""
+        if self._kept is None:
+            return {}
+        prompts = [
+            prompt.token_ids if prompt.text is None else prompt.text for prompt in self._generation.ask.prompts
+        ]
+        return {"prompt": prompts, "output": [choice.text for choice in self._kept.by_index]}
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         """Say so in a response of its own, or as the stream's last event."""

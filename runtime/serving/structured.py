@@ -33,7 +33,7 @@ _OTHER_NAMES = {
 def structured_outputs(body: GenerationBody) -> dict[str, Any] | None:
     """The constraint that a request asks for, ``{kind: value}``; None: none.
 
-    ``{"json": schema}`` has ``"strict": True`` beside it where the client insists on every keyword.
+    ``{"json": schema}`` has ``"strict"`` beside it: whether the client insists on every keyword.
 
     Raises:
         ApiError: 400; two constraints at once, or one that is malformed.
@@ -45,7 +45,7 @@ def structured_outputs(body: GenerationBody) -> dict[str, Any] | None:
         found["structured_outputs"] = constraint
     for name, kind in _OTHER_NAMES.items():
         if (value := getattr(body, name)) is not None:
-            found[name] = {kind: _schema(value, name) if kind == "json" else value}
+            found[name] = {"json": _schema(value, name), "strict": False} if kind == "json" else {kind: value}
     if len(found) > 1:
         refuse(list(found)[1], f"{' and '.join(found)} constrain the same text; send one of them")
     for name, constraint in found.items():
@@ -65,8 +65,7 @@ def _of_response_format(value: dict[str, Any] | None) -> dict[str, Any] | None:
         wrapped = value.get("json_schema")
         if not isinstance(wrapped, dict) or not isinstance(wrapped.get("schema"), dict | bool):
             refuse("response_format.json_schema", "response_format.json_schema.schema is missing; send a JSON schema")
-        constraint: dict[str, Any] = {"json": wrapped["schema"]}
-        return {**constraint, "strict": True} if wrapped.get("strict") is True else constraint
+        return {"json": wrapped["schema"], "strict": wrapped.get("strict") is True}
     if kind == "structural_tag":
         return {"structural_tag": {key: inner for key, inner in value.items() if key != "type"}}
     refuse(
@@ -83,7 +82,9 @@ def _of_own(value: dict[str, Any]) -> dict[str, Any] | None:
     if len(kinds) != 1:
         refuse("structured_outputs", f"structured_outputs={shown(sorted(given))}: give one of {', '.join(KINDS)}")
     (kind,) = kinds
-    return {kind: _schema(given[kind], "structured_outputs.json") if kind == "json" else given[kind]}
+    if kind == "json":
+        return {"json": _schema(given[kind], "structured_outputs.json"), "strict": given.get("strict") is True}
+    return {kind: given[kind]}
 
 
 def _schema(value: Any, name: str) -> Any:

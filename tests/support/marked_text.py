@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch_pagoda.runtime.serving.formats.events import ContentDelta, Event, ReasoningDelta, ToolCall
+from torch_pagoda.runtime.serving.formats.tools import Tool, ToolChoice
 
 MARKS = ("<think>", "</think>", "<call>", "</call>")
 
@@ -19,7 +20,10 @@ class MarkedParser:
         self._region = ""
         self._num_calls = 0
 
-    def feed(self, text: str, token_ids: Sequence[int]) -> list[Event]:
+    malformed = 0
+    reasoning_open = False
+
+    def feed(self, text: str) -> list[Event]:
         self._held += text
         events: list[Event] = []
         while (found := re.search("|".join(MARKS), self._held)) is not None:
@@ -49,16 +53,16 @@ class MarkedParser:
 
 
 class MarkedFormats:
-    """Formats as the server asks for them; keeps what ``tool_grammar`` was asked."""
+    """Formats as the server asks for them; keeps the modes of ``tool_choice`` for which it was asked a grammar."""
 
-    takes_tools = True
+    calls_tools = True
 
     def __init__(self) -> None:
-        self.choices: list[Any] = []
+        self.choices: list[str] = []
 
-    def parser(self, prompt: str, tools: Sequence[dict[str, Any]] | None) -> Callable[[], MarkedParser]:
-        return MarkedParser
+    def parser(self, prompt_text: str, tools: Sequence[Tool] = (), **_: Any) -> MarkedParser:
+        return MarkedParser()
 
-    def tool_grammar(self, tools: Sequence[dict[str, Any]], tool_choice: Any) -> dict[str, Any] | None:
-        self.choices.append(tool_choice)
-        return None
+    def grammar(self, tools: Sequence[Tool], choice: ToolChoice, **_: Any) -> str:
+        self.choices.append(choice.mode)
+        return "start: /.*/"

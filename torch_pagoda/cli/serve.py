@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -213,13 +213,15 @@ def serve(
             raise ValueError(f"--engine {engine} is not known; use process or thread")
         if (ssl_certfile is None) != (ssl_keyfile is None):
             raise ValueError("--ssl-certfile and --ssl-keyfile belong together; give both")
-        with _one_thread():
+        # All cores are the engine's, wherever it runs.
+        with _one_thread() if engine == "process" else nullcontext():
             import torch
 
             from .. import __version__
             from .serving import Glue
 
-            torch.set_num_threads(1)
+            if engine == "process":
+                torch.set_num_threads(1)
         if generation_config == "none":
             given["generation_config"] = "vllm"
         given["max_queue"] = None  # the server's own, not the engine's

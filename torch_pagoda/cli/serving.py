@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from ..checkpoint import load_tokenizer
 from ..runtime.engine.engine_options import EngineOptions
 from ..runtime.serving.app import make_app
+from ..runtime.serving.formats.registry import AnyFormat, resolve
 from ..runtime.serving.logs import LogFormat, LogRequests, RequestLog, formatter
 from ..runtime.serving.process_client import ProcessClient
 from ..runtime.serving.server import Server, StartedClient, bind
@@ -60,6 +61,7 @@ class Glue:
             transformers_logging.disable_progress_bar()
         trusts = bool(given["trust_remote_code"])
         self._tokenizer = load_tokenizer(tokenizer or model, trusts, required=tokenizer is not None)
+        self._formats = None if self._tokenizer is None else self._resolve_formats()
         self._tls = {
             name: str(given[name])
             for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
@@ -69,6 +71,13 @@ class Glue:
             import ssl
 
             self._tls["ssl_cert_reqs"] = ssl.CERT_REQUIRED  # type: ignore[assignment]
+
+    def _resolve_formats(self) -> AnyFormat | None:
+        settings = self._settings
+        if settings.chat_template is None and not getattr(self._tokenizer, "chat_template", None):
+            return None
+        tools, reasoning = settings.tool_call_parser, settings.reasoning_parser
+        return resolve(tools, self._tokenizer, settings.chat_template, reasoning_parser=reasoning)
 
     def run(self, say: Callable[[str], None]) -> int:
         """Serve until a signal; returns the exit status.
@@ -98,6 +107,7 @@ class Glue:
             self._settings,
             client,
             self._tokenizer,
+            formats=self._formats,
             log=RequestLog(self._given["log_requests"]),
             tracer=None if endpoint is None else RequestTracer.to_endpoint(endpoint),
         )

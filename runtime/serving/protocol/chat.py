@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -11,14 +13,15 @@ from starlette.responses import Response
 from ...requests.checks import shown
 from ..errors import refuse
 from ..formats.events import ToolCall
+from ..formats.format import AnswerParser
 from ..front import Front, key_name
 from ..generate import Ask, Generation, Piece
 from ..logprobs import chat_logprobs, prompt_logprobs
 from ..prompts import check_room, truncated
-from ..sampling import request_options, sampling_params
+from ..sampling import constrained, request_options, sampling_params
 from ..wire import TokenLogprob
 from .answers import Answer
-from .chat_request import chosen_tools, prompt_of
+from .chat_request import call_grammar, may_reason, prompt_of, reasoning_ahead, tools_of
 from .fields import ChatBody
 from .generation_route import Prepared, respond
 from .openapi import documented
@@ -58,19 +61,24 @@ async def prepare(front: Front, request: Request, body: ChatBody, model: str) ->
         max_tokens=hello.default_params.get("max_tokens") if asked is None else asked,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    tools = chosen_tools(front, body)
-    prompt = await prompt_of(front, body, tools, hello.max_model_len)
+    tools, choice = tools_of(front, body)
+    declarations = [dict(tool.declaration) for tool in tools] or None
+    prompt = await prompt_of(front, body, declarations, hello.max_model_len)
     prompt = truncated(prompt, body.truncate_prompt_tokens, hello.max_model_len)
     check_room(prompt, asked, hello.max_model_len, "messages")
-    make_parser = None
-    if front.formats is not None:
-        make_parser = front.formats.parser(prompt.text or "", tools)
-        if tools and (grammar := front.formats.tool_grammar(tools, body.tool_choice)) is not None:
-            if "structured_outputs" in params:
-                refuse("tool_choice", "tool_choice and response_format constrain the same text; send one of them")
-            params["structured_outputs"] = grammar
-    if make_parser is not None:
+    text = prompt.text or ""
+    if tools and (grammar := call_grammar(front, body, tools, choice)) is not None:
+        if "structured_outputs" in params:
+            refuse("tool_choice", "tool_choice and response_format constrain the same text; send one of them")
+        params["structured_outputs"] = constrained({"grammar": grammar})
+    formats = front.formats
+    make_parser: Callable[[], AnswerParser] | None = None
+    if formats is not None and (tools or may_reason(formats)):
+        keeps = body.skip_special_tokens is False
+        make_parser = partial(formats.parser, text, tools, keep_special_tokens=keeps)
         params["skip_special_tokens"] = False  # they are among the marks that the parser reads
+        if "structured_outputs" in params and (end := reasoning_ahead(formats, text)) is not None:
+            params["structured_outputs"] = {**params["structured_outputs"], "after": end}
     ask = Ask(
         front.new_id("chatcmpl"),
         request.scope["state"]["request_id"],

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ...requests.checks import shown
-from ..errors import refuse
+from ..errors import ApiError, refuse
+from ..formats.format import Format
+from ..formats.registry import AnyFormat
+from ..formats.tools import Tool, ToolChoice, check_tool_choice, check_tools, chosen
 from ..front import Front
 from ..prompts import Prompt
 from .fields import ChatBody
@@ -13,30 +16,56 @@ from .fields import ChatBody
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def chosen_tools(front: Front, body: ChatBody) -> list[dict[str, Any]] | None:
-    """The tools that the model may call; None: none.
+def tools_of(front: Front, body: ChatBody) -> tuple[list[Tool], ToolChoice]:
+    """The tools that the model may call, and whether it has to.
 
     Raises:
         ApiError: 400; the choice does not fit the tools, or this model cannot call any.
     """
-    choice = body.tool_choice
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
-    names = [tool["function"]["name"] for tool in tools]
-    if len(set(names)) < len(names):
-        refuse("tools", f"tools have the names {shown(names)}; give each a name of its own")
-    if choice == "none" or (choice in (None, "auto") and not tools):
-        return None
-    if not tools:
-        refuse("tool_choice", f"tool_choice={shown(choice)} needs tools; send some, or leave it out")
-    if isinstance(choice, dict):
-        tools = _allowed(choice, tools)
-    elif choice not in (None, "auto", "required"):
-        remedy = "use 'none', 'auto', 'required', or {'type': 'function', 'function': {'name': ...}}"
-        refuse("tool_choice", f"tool_choice={shown(choice)} is not known; {remedy}")
-    if front.formats is None or not front.formats.takes_tools:
+    try:
+        tools = check_tools(body.tools)
+    except ValueError as error:
+        raise ApiError(400, "invalid_value", str(error), param="tools") from error
+    try:
+        choice = check_tool_choice(body.tool_choice, tools)
+    except ValueError as error:
+        raise ApiError(400, "invalid_value", str(error), param="tool_choice") from error
+    left = chosen(tools, choice)
+    if left and (front.formats is None or not front.formats.calls_tools):
         text = "this model's template does not take tools; leave tools out, or start with --tool-call-parser"
         refuse("tools", text, "unsupported_parameter")
-    return tools
+    return left, choice
+
+
+def call_grammar(front: Front, body: ChatBody, tools: list[Tool], choice: ToolChoice) -> str | None:
+    """The grammar that calls are held to; None: the model is free.
+
+    Raises:
+        ApiError: 400; calls are to be enforced, which this model's format does not allow.
+    """
+    assert front.formats is not None
+    if choice.mode != "required" and not any(tool.strict for tool in tools):
+        return None
+    grammar = front.formats.grammar(tools, choice, parallel=body.parallel_tool_calls is not False)
+    if grammar is None and choice.mode == "required":
+        text = "calls cannot be enforced in this model's format; use tool_choice='auto'"
+        refuse("tool_choice", text, "unsupported_parameter")
+    return grammar
+
+
+def may_reason(formats: AnyFormat) -> bool:
+    """True if answers may hold reasoning."""
+    return not isinstance(formats, Format) or formats.reasoning is not None
+
+
+def reasoning_ahead(formats: AnyFormat, prompt: str) -> list[int] | str | None:
+    """What ends the reasoning within which a prompt ends, as token ids or text; None where it does not.
+
+    A constraint on the answer begins behind it. A model that would open its reasoning itself answers at once.
+    """
+    if not isinstance(formats, Format) or not formats.reasoning_open(prompt):
+        return None
+    return [formats.reasoning_end_ids[0]] if formats.reasoning_end_ids else formats.reasoning_end[0]
 
 
 async def prompt_of(front: Front, body: ChatBody, tools: list[dict[str, Any]] | None, max_model_len: int) -> Prompt:
@@ -78,24 +107,3 @@ def _with_both_reasonings(message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(reasoning, str):
         return message
     return {**message, "reasoning_content": reasoning, "reasoning": reasoning}
-
-
-def _allowed(choice: dict[str, Any], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tools that a ``tool_choice`` object leaves."""
-    kind = choice.get("type")
-    if kind == "function":
-        wanted = [choice.get("function")]
-    elif kind == "allowed_tools":
-        inner = choice.get("allowed_tools", choice)
-        entries = inner.get("tools") if isinstance(inner, dict) else None
-        if not isinstance(entries, list) or not entries:
-            refuse("tool_choice", "tool_choice.allowed_tools.tools is empty; name at least one of the tools")
-        wanted = [entry.get("function", entry) if isinstance(entry, dict) else None for entry in entries]
-    else:
-        refuse("tool_choice.type", f"tool_choice.type={shown(kind)} is not served; use 'function' or 'allowed_tools'")
-    names = [entry.get("name") if isinstance(entry, dict) else None for entry in wanted]
-    by_name = {tool["function"]["name"]: tool for tool in tools}
-    for name in names:
-        if not isinstance(name, str) or name not in by_name:
-            refuse("tool_choice", f"tool_choice names {shown(name)}, which is not among the tools; name one of them")
-    return [by_name[name] for name in by_name if name in names]

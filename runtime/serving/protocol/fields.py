@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -172,23 +172,23 @@ class CompletionBody(GenerationBody):
     refused: ClassVar[dict[str, str]] = {**GenerationBody.refused, "suffix": "write it into the prompt"}
 
 
-class NamedFunction(BaseModel):
-    """A function that the model may call."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    name: str = Field(min_length=1, max_length=64)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(BaseModel):
-    """A tool in OpenAI's form."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    type: Literal["function"] = "function"
-    function: NamedFunction
+_TOOL_SCHEMA: Any = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string"},
+                "description": {"type": "string"},
+                "parameters": {"type": "object"},
+                "strict": {"type": "boolean"},
+            },
+        },
+    },
+}
 
 
 class ChatBody(GenerationBody):
@@ -198,7 +198,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
-    tools: list[Tool] | None = Field(None, max_length=128)
+    tools: list[Any] | None = Field(None, max_length=128, json_schema_extra={"items": _TOOL_SCHEMA})
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template: str | None = None

@@ -15,7 +15,7 @@ from ..errors import JsonResponse, refuse
 from ..front import Front
 from ..json_body import read_body, validated
 from . import chat
-from .chat_request import chosen_tools, prompt_of
+from .chat_request import prompt_of, tools_of
 from .fields import ChatBody, RequestBody
 from .generation_route import Prepared, respond
 from .message_blocks import chat_messages, chat_tool_choice, chat_tools
@@ -83,7 +83,9 @@ def messages_router(front: Front) -> APIRouter:
         body = await read_body(request, CountTokensBody)
         front.model_name(body.model)
         asked = as_chat(body)
-        prompt = await prompt_of(front, asked, chosen_tools(front, asked), front.client.hello.max_model_len)
+        tools, _ = tools_of(front, asked)
+        declarations = [dict(tool.declaration) for tool in tools] or None
+        prompt = await prompt_of(front, asked, declarations, front.client.hello.max_model_len)
         return JsonResponse({"input_tokens": len(prompt.token_ids)})
 
     return router

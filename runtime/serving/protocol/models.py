@@ -28,7 +28,7 @@ def models_router(front: Front) -> APIRouter:
             "max_model_len": hello.max_model_len,
             "capabilities": {
                 "chat": front.prompts.has_template,
-                "tools": front.formats is not None and front.formats.takes_tools,
+                "tools": front.formats is not None and front.formats.calls_tools,
             },
         }
 

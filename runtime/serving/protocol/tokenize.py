@@ -14,7 +14,7 @@ from ..front import Front
 from ..json_body import read_body
 from ..prompts import checked_ids
 from .chat_request import prompt_of
-from .fields import Body, ChatBody, Tool
+from .fields import Body, ChatBody
 from .openapi import documented
 
 _ERRORS = (400, 401, 404, 408, 413, 415, 503)
@@ -32,7 +32,7 @@ class TokenizeBody(Body):
     return_token_strs: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = Field(None, max_length=128)
+    tools: list[dict[str, Any]] | None = Field(None, max_length=128)
 
 
 class DetokenizeBody(Body):
@@ -60,8 +60,7 @@ def tokenize_router(front: Front) -> APIRouter:
         else:
             names = set(ChatBody.model_fields) & set(TokenizeBody.model_fields) - {"tools"}
             asked = ChatBody(**{name: getattr(body, name) for name in names})
-            tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] or None
-            token_ids = (await prompt_of(front, asked, tools, hello.max_model_len)).token_ids
+            token_ids = (await prompt_of(front, asked, body.tools, hello.max_model_len)).token_ids
         result: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": hello.max_model_len,

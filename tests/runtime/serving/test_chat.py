@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
 from typing import Any
 
 import pytest
 
+from torch_pagoda.runtime.serving import sampling
 from torch_pagoda.runtime.serving.formats.events import ContentDelta, Event, ReasoningDelta, ToolCall
+from torch_pagoda.runtime.serving.formats.registry import resolve
 
 from event_streams import chat_text, events
 from fake_engine import WORDS, FakeEngine
@@ -110,7 +112,7 @@ async def test_messages_reach_the_template(serve: Any, engine: FakeEngine, token
         ({"audio": {"voice": "x"}}, "audio"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"tools": [{"type": "web"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
@@ -144,25 +146,28 @@ async def test_a_template_that_blows_up_is_refused(serve: Any) -> None:
 
 
 class Marked:
-    """Formats with ``<r>`` before reasoning, ``<c>`` before content and ``<t>`` for a call."""
+    """Formats with ``R`` before reasoning, ``C`` before content and ``T`` for a call."""
 
-    takes_tools = True
+    calls_tools = True
 
-    def parser(self, prompt: str, tools: Any) -> Callable[[], MarkedParser]:
-        return MarkedParser
+    def parser(self, prompt_text: str, tools: Any = (), **_: Any) -> MarkedParser:
+        return MarkedParser()
 
-    def tool_grammar(self, tools: Any, tool_choice: Any) -> None:
-        return None
+    def grammar(self, tools: Any, choice: Any, **_: Any) -> str:
+        return f"{choice.mode} " + " ".join(tool.name for tool in tools)
 
 
 class MarkedParser:
     """Holds a letter back, as parsers do."""
 
+    malformed = 1
+    reasoning_open = False
+
     def __init__(self) -> None:
         self.text = ""
         self.kind = "c"
 
-    def feed(self, text: str, token_ids: Sequence[int]) -> list[Event]:
+    def feed(self, text: str) -> list[Event]:
         self.text += text
         *ready, self.text = self.text
         return self._events("".join(ready))
@@ -190,6 +195,7 @@ async def test_a_parser_splits_the_text(serve: Any, engine: FakeEngine, shows: b
     async with serve(formats=Marked()) as client:
         (choice,) = (await client.post(URL, json=body)).json()["choices"]
         chunks = events((await client.post(URL, json=body | {"stream": True})).text)
+        metrics = (await client.get("/metrics")).text
     assert engine.submits[0].params["skip_special_tokens"] is False
     message = choice["message"]
     assert message["content"] == "say" == chat_text(chunks)
@@ -202,6 +208,7 @@ async def test_a_parser_splits_the_text(serve: Any, engine: FakeEngine, shows: b
     streamed = [call for delta in deltas for call in delta.get("tool_calls", ())]
     assert streamed == [{"index": i, **call} for i, call in enumerate(calls)]
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert "pagoda:tool_parse_failures_total 2.0" in metrics
 
 
 @pytest.mark.parametrize(
@@ -225,8 +232,9 @@ async def test_a_parser_splits_the_text(serve: Any, engine: FakeEngine, shows: b
     ],
 )
 async def test_tools_that_the_choice_leaves(
-    serve: Any, engine: FakeEngine, tokenizer: Any, choice: Any, names: Any
+    serve: Any, engine: FakeEngine, tokenizer: Any, choice: Any, names: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sampling, "_KNOWN", {*sampling._KNOWN, "structured_outputs"})
     template = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}."
     tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
     async with serve(chat_template=template, formats=Marked()) as client:
@@ -234,9 +242,12 @@ async def test_tools_that_the_choice_leaves(
         response = await client.post(URL, json=body)
     if names == 400:
         assert response.status_code == 400 and response.json()["error"]["param"] == "tool_choice"
-    else:
-        assert response.status_code == 200
-        assert tokenizer.decode(engine.submits[0].prompts[0]) == "".join(names or []) + "."
+        return
+    assert response.status_code == 200, response.text
+    assert tokenizer.decode(engine.submits[0].prompts[0]) == "".join(names or []) + "."
+    forced = choice == "required" or (isinstance(choice, dict) and choice["type"] == "function")
+    grammar = {"grammar": "required " + " ".join(names or [])}
+    assert engine.submits[0].params.get("structured_outputs") == (grammar if forced else None)
 
 
 async def test_tokenize_and_detokenize_are_inverse(serve: Any) -> None:
@@ -248,3 +259,25 @@ async def test_tokenize_and_detokenize_are_inverse(serve: Any) -> None:
     assert back == {"prompt": "def ☕"}
     assert len(tokens["token_strs"]) == tokens["count"] and tokens["max_model_len"] == 512
     assert both.status_code == wrong.status_code == 400
+
+
+async def test_a_real_format_of_tool_calls(serve: Any, engine: FakeEngine, tokenizer: Any) -> None:
+    template = (
+        "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% endfor %}"
+    )
+    engine.texts, engine.finish = (
+        ("Well.", "<tool_", 'call>\n{"name": "f", "argu', 'ments": {"a": 1}}', "\n</tool_call>"),
+        "stop",
+    )
+    body = {"messages": HELLO, "max_tokens": 5, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    async with serve(chat_template=template, formats=resolve("hermes", tokenizer, template)) as client:
+        (choice,) = (await client.post(URL, json=body)).json()["choices"]
+        chunks = events((await client.post(URL, json=body | {"stream": True})).text)
+        listed = (await client.get("/v1/models")).json()
+    assert choice["message"]["content"] == "Well." == chat_text(chunks)
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("f", {"a": 1})
+    assert choice["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert listed["data"][0]["capabilities"] == {"chat": True, "tools": True}

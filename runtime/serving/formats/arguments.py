@@ -1,0 +1,150 @@
+"""Values of arguments that a model wrote as bare text, by the tool's JSON schema.
+
+Some formats write ``<parameter=zip>01234</parameter>``: whether that is text or a number, only the schema says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .source import MAX_DEPTH, Malformed, load_json
+from .tools import Tool
+
+_INTEGER = re.compile(r"-?\d{1,4000}", re.ASCII)
+_CANONICAL_INTEGER = re.compile(r"-?(?:0|[1-9]\d{0,3999})", re.ASCII)
+_MAX_STEPS = 256
+"""Subschemas that are looked at for one argument; ``$ref`` may run in a circle."""
+_MAX_REFERENCE_STEPS = 16
+
+_TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
+
+
+def argument(name: str, key: str, text: str, tools: Sequence[Tool]) -> Any:
+    """The value of an argument.
+
+    Text stays text where the schema allows nothing else, or where nothing else can be read from it. Where it allows
+    text and other types, text that is exactly such a value is that value: ``null``, ``12`` and ``{"a": 1}``, but
+    ``012`` is text. Where the schema says nothing, JSON is read as JSON and anything else is text.
+
+    Args:
+        name: of the function.
+        key: of the argument.
+        text: as the model wrote it.
+        tools: of the request.
+    """
+    root = next((tool.parameters for tool in tools if tool.name == name), {})
+    return typed_value(text, property_schema(root, key), root)
+
+
+def property_schema(root: Mapping[str, Any], key: str) -> Any:
+    """The subschema of an object's property; True where any value goes."""
+    properties = root.get("properties")
+    if isinstance(properties, Mapping) and key in properties:
+        return properties[key]
+    return root.get("additionalProperties", True)
+
+
+def typed_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    """Text as a value of one of the types that a schema allows; ``root`` is what ``$ref`` points into."""
+    types, constants = allowed(schema, root)
+    if not types:
+        return _any_value(text)
+    if text in constants or types == {"string"}:
+        return text
+    bare = text.strip()
+    strictly = "string" in types
+    if "null" in types and (bare == "null" or (bare == "None" and not strictly)):
+        return None
+    if "boolean" in types and (bare if strictly else bare.lower()) in ("true", "false"):
+        return bare.lower() == "true"
+    if types & {"integer", "number"}:
+        number = _number(bare, types, strictly)
+        if number is not None:
+            return number
+    if types & {"object", "array"} and bare[:1] in ("{", "["):
+        value = _any_value(bare)
+        if _TYPE_OF.get(type(value)) in types:
+            return value
+    return text
+
+
+def allowed(schema: Any, root: Mapping[str, Any]) -> tuple[set[str], set[str]]:
+    """Types that a schema allows, none where it does not say; and the strings among its constants."""
+    types: set[str] = set()
+    constants: set[str] = set()
+    for part in alternatives(schema, root):
+        declared = part.get("type")
+        listed = declared if isinstance(declared, list) else [declared]
+        types.update(entry for entry in listed if isinstance(entry, str))
+        if part.get("nullable") is True:
+            types.add("null")
+        values = part["enum"] if isinstance(part.get("enum"), list) else []
+        for value in (*values, *([part["const"]] if "const" in part else ())):
+            constants.update([value] if isinstance(value, str) else ())
+            if declared is None:
+                types.add(_TYPE_OF.get(type(value), "null"))
+        if declared is None and "properties" in part:
+            types.add("object")
+        if declared is None and "items" in part:
+            types.add("array")
+    return types, constants
+
+
+def alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The schema and what it refers to: in ``anyOf``, ``oneOf`` and ``allOf`` and by ``$ref`` into ``root``."""
+    waiting = [schema]
+    for _ in range(_MAX_STEPS):
+        if not waiting:
+            return
+        part = waiting.pop(0)
+        if not isinstance(part, Mapping):
+            continue
+        yield part
+        for word in ("anyOf", "oneOf", "allOf"):
+            choices = part.get(word)
+            waiting += choices if isinstance(choices, list) else []
+        if isinstance(part.get("$ref"), str):
+            waiting.append(_resolve(part["$ref"], root))
+
+
+def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
+    if not reference.startswith("#/"):
+        return None
+    found: Any = root
+    for step in reference[2:].split("/")[:_MAX_REFERENCE_STEPS]:
+        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
+
+
+def _number(text: str, types: set[str], strictly: bool) -> int | float | None:
+    if (_CANONICAL_INTEGER if strictly else _INTEGER).fullmatch(text):
+        return int(text)
+    if not re.match(r"-?[0-9]", text):
+        return None
+    value = _any_value(text)
+    if isinstance(value, float) and "number" in types:
+        return value
+    if isinstance(value, float) and value.is_integer() and not strictly:
+        return int(value)
+    return None
+
+
+def _any_value(text: str) -> Any:
+    """JSON, or the text itself where it is none or a JSON string."""
+    try:
+        value = load_json(text.strip())
+    except Malformed:
+        return text
+    return text if isinstance(value, str) or not _is_flat_enough(value) else value
+
+
+def _is_flat_enough(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        parents = [entry for entry in level if isinstance(entry, dict | list)]
+        if not parents:
+            return True
+        level = [child for parent in parents for child in (parent.values() if isinstance(parent, dict) else parent)]
+    return False

@@ -1,0 +1,151 @@
+"""A model family's way to write reasoning and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from .events import Event
+from .grammar import CallGrammar, Prepare, calls_grammar
+from .parser import CallMarks, MakeId, Parser, Reasoning, random_id
+from .tools import Tool, ToolChoice, chosen
+
+
+class AnswerParser(Protocol):
+    """Takes a completion's text as it comes and gives events; see ``Parser``.
+
+    Attributes:
+        malformed: calls that could not be read.
+        reasoning_open: the text that comes next is reasoning.
+    """
+
+    malformed: int
+    reasoning_open: bool
+
+    def feed(self, text: str) -> list[Event]:
+        """Events that the next text brings."""
+        ...
+
+    def finish(self) -> list[Event]:
+        """Events that remain when the text has ended."""
+        ...
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """A way to write tool calls.
+
+    Attributes:
+        marks: for the parser.
+        grammar: None where there is none that a model could be held to.
+        make_id: ids of calls.
+    """
+
+    marks: CallMarks
+    grammar: CallGrammar | None = None
+    make_id: MakeId = random_id
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a server needs to know of a model's answers.
+
+    Attributes:
+        name: of the tool parser, or of the reasoning parser where there is none.
+        calls: how tool calls are written; None: the model is not known to write any.
+        reasoning: how reasoning is marked, or None.
+        answer_begins: what the chat template writes where an answer begins, without marks of reasoning; may be "".
+        dropped: special tokens, which are no part of an answer.
+        added_tokens: id of each token that the tokenizer holds whole.
+    """
+
+    name: str
+    calls: CallSyntax | None = None
+    reasoning: Reasoning | None = None
+    answer_begins: str = ""
+    dropped: tuple[str, ...] = ()
+    added_tokens: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether tool calls are found."""
+        return self.calls is not None
+
+    @property
+    def reasoning_end(self) -> tuple[str, ...]:
+        """Texts of which any ends reasoning; none where there is no reasoning."""
+        return self.reasoning.close if self.reasoning else ()
+
+    @property
+    def reasoning_end_ids(self) -> tuple[int, ...]:
+        """Those of them that are single tokens."""
+        return tuple(self.added_tokens[text] for text in self.reasoning_end if text in self.added_tokens)
+
+    def parser(
+        self,
+        prompt_text: str,
+        tools: Sequence[Tool] = (),
+        *,
+        keep_special_tokens: bool = False,
+        make_id: MakeId | None = None,
+    ) -> AnswerParser:
+        """A parser of one completion.
+
+        Args:
+            prompt_text: whether its end lies within reasoning is seen from it.
+            tools: that may be called; without any, calls are not looked for.
+            keep_special_tokens: those that mark nothing stay in the text.
+            make_id: in place of the format's own.
+        """
+        calls = self.calls if tools else None
+        return Parser(
+            self.reasoning,
+            calls.marks if calls else None,
+            tools,
+            () if keep_special_tokens else self.dropped,
+            self.reasoning_open(prompt_text),
+            make_id or (calls.make_id if calls else None),
+        )
+
+    def reasoning_open(self, prompt_text: str) -> bool:
+        """Whether a prompt ends within reasoning, as templates that write ``<think>`` make it."""
+        if self.reasoning is None:
+            return False
+        begin = prompt_text.rfind(self.answer_begins) if self.answer_begins else -1
+        if begin < 0:
+            return prompt_text.rstrip().endswith(tuple(mark.rstrip() for mark in self.reasoning.open))
+        answer = prompt_text[begin + len(self.answer_begins) :]
+        opened = max(answer.rfind(mark.rstrip()) for mark in self.reasoning.open)
+        return opened > max(answer.rfind(mark) for mark in self.reasoning.close)
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        *,
+        parallel: bool = True,
+        prepare: Prepare | None = None,
+    ) -> str | None:
+        """A grammar of the answer behind its reasoning, in llguidance's Lark; None where the format has none.
+
+        With ``"required"``, the answer is nothing but calls of the chosen tools; with ``"auto"``, it is any text in
+        which every call that is begun fits its schema.
+
+        Args:
+            tools: of the request.
+            choice: see ``check_tool_choice``.
+            parallel: several calls may be written.
+            prepare: makes of a tool's schema the one that is compiled.
+        """
+        left = chosen(tools, choice)
+        if not left or self.calls is None or self.calls.grammar is None:
+            return None
+        return calls_grammar(
+            self.calls.grammar,
+            left,
+            self.added_tokens,
+            required=choice.mode == "required",
+            parallel=parallel,
+            prepare=prepare,
+        )

@@ -1,0 +1,191 @@
+"""Grammars that make a model's tool calls fit their schemas, in the Lark dialect of llguidance."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from .arguments import allowed, property_schema
+from .tools import Tool
+
+Prepare: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""Makes of a JSON schema the one that is compiled: defaults, bounds, leniency."""
+
+
+@dataclass(frozen=True)
+class CallGrammar:
+    """The text of calls, as the chat templates of a family write it.
+
+    Attributes:
+        body: the expression of a call between ``opener`` and ``closer``.
+        opener: before a call.
+        closer: after a call.
+        section: before the first call.
+        section_end: after the last.
+        between: two calls.
+    """
+
+    body: Callable[[Lark, Tool], str]
+    opener: str
+    closer: str = ""
+    section: str = ""
+    section_end: str = ""
+    between: str = ""
+
+
+class Lark:
+    """Rules under way.
+
+    Args:
+        added_tokens: id of each token that the tokenizer holds whole, special or not: its text is that token.
+        prepare: see ``Prepare``.
+    """
+
+    def __init__(self, added_tokens: Mapping[str, int], prepare: Prepare | None = None) -> None:
+        self._ids = added_tokens
+        ordered = sorted((token for token in added_tokens if token), key=len, reverse=True)
+        self._added = re.compile("(" + "|".join(map(re.escape, ordered)) + ")" if ordered else "((?!))")
+        self._prepare = prepare or dict
+        self._rules: list[str] = []
+
+    def rule(self, body: str, attributes: str = "") -> str:
+        """Name of a new rule."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{attributes}: {body}")
+        return name
+
+    def literal(self, text: str) -> str:
+        """Exactly this text."""
+        parts = self._added.split(text)
+        return " ".join(f"<[{self._ids[p]}]>" if i % 2 else _quoted(p) for i, p in enumerate(parts) if p) or '""'
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """JSON that fits a schema."""
+        return f"%json {json.dumps(self._prepare(schema))}"
+
+    def text_until(self, closer: str) -> str:
+        """Any text and the closer."""
+        plain, *tokens = self._added.split(closer)
+        if not tokens:
+            return self.rule(f"/(?s:.*)/ {_quoted(closer)}", "[lazy]")
+        # Added tokens are no part of any text, so text ends where one comes, and takes the white space before it.
+        return f"ANY_TEXT {self.literal(closer[len(plain) :])}"
+
+    def start(self, body: str) -> str:
+        """The grammar with this as its beginning."""
+        return "\n".join([f"start: {body}", "ANY_TEXT: /(?s:.*)/", *self._rules]) + "\n"
+
+    def trigger(self, opener: str) -> str:
+        """Any text and the opener, which calls must follow."""
+        plain, *tokens = self._added.split(opener)
+        if not tokens:
+            return self.rule(f"/(?s:.*)/ {_quoted(opener)}", "[lazy]")
+        return f"ANY_TEXT {self.literal(opener[len(plain) :])}"
+
+
+def calls_grammar(
+    calls: CallGrammar,
+    tools: Sequence[Tool],
+    added_tokens: Mapping[str, int],
+    *,
+    required: bool,
+    parallel: bool = True,
+    prepare: Prepare | None = None,
+) -> str | None:
+    """Grammar of an answer that is calls, or, unless ``required``, text with calls in it.
+
+    None where text cannot be told from a call's beginning.
+    """
+    if not required and not (calls.section or calls.opener):
+        return None
+    lark = Lark(added_tokens, prepare)
+    bodies = " | ".join(lark.rule(calls.body(lark, tool)) for tool in tools)
+    body = lark.rule(bodies)
+    opener, closer = lark.literal(calls.opener), lark.literal(calls.closer) if calls.closer else ""
+    call = lark.rule(f"{opener} {body} {closer}" if calls.opener else f"{body} {closer}")
+    between = lark.literal(calls.between) if calls.between else ""
+    more = f"({between} {call})*" if parallel else ""
+    end = lark.literal(calls.section_end) if calls.section_end else ""
+    if required:
+        section = lark.literal(calls.section) if calls.section else ""
+        return lark.start(f"{section} {call} {more} {end}")
+    if calls.section:
+        region = lark.rule(f"{lark.trigger(calls.section)} {call} {more} {end}")
+    else:
+        region = lark.rule(f"{lark.trigger(calls.opener)} {body} {closer}")
+    return lark.start(f"({region}){'*' if parallel else '?'} ANY_TEXT")
+
+
+def json_body(
+    before: str = '{"name": ', between: str = ', "arguments": ', after: str = "}"
+) -> Callable[[Lark, Tool], str]:
+    """A call as JSON, the name in quotes: ``{"name": "f", "arguments": {...}}``."""
+
+    def body(lark: Lark, tool: Tool) -> str:
+        name = before + json.dumps(tool.name) + between
+        return " ".join([lark.literal(name), lark.json(tool.parameters), *([lark.literal(after)] if after else [])])
+
+    return body
+
+
+def named_body(between: str, before: str = "", after: str = "", indexed: bool = False) -> Callable[[Lark, Tool], str]:
+    """A call as its bare name, with a colon and a number if ``indexed``, and JSON arguments."""
+
+    def body(lark: Lark, tool: Tool) -> str:
+        name = (
+            [lark.literal(f"{before}{tool.name}:"), "/[0-9]{1,3}/"] if indexed else [lark.literal(before + tool.name)]
+        )
+        end = [lark.literal(after)] if after else []
+        return " ".join([*name, lark.literal(between), lark.json(tool.parameters), *end])
+
+    return body
+
+
+@dataclass(frozen=True)
+class TaggedBody:
+    """A call whose arguments are tags with bare values, in the order of the schema; optional ones may be left out.
+
+    Text is bare, everything else JSON. Of text, only ``enum`` and ``const`` are enforced.
+
+    Attributes:
+        name: text around the name of the function, with ``{}`` for it.
+        key: text before a value, with ``{}`` for the argument's name.
+        closer: text after a value.
+        text_key: as ``key`` for text, where it differs.
+    """
+
+    name: str
+    key: str
+    closer: str
+    text_key: str = ""
+
+    def __call__(self, lark: Lark, tool: Tool) -> str:
+        required = tool.parameters.get("required", [])
+        parts = [lark.literal(self.name.format(tool.name))]
+        properties = tool.parameters.get("properties", {})
+        undeclared = [key for key in required if key not in properties]
+        for key in (*properties, *undeclared):
+            part = lark.rule(self._argument(lark, tool.parameters, key))
+            parts.append(part if key in required else f"{part}?")
+        return " ".join(parts)
+
+    def _argument(self, lark: Lark, root: Mapping[str, Any], key: str) -> str:
+        schema = property_schema(root, key)
+        types, constants = allowed(schema, root)
+        if types and "string" not in types:
+            value = {**{word: root[word] for word in ("$defs", "definitions") if word in root}, **schema}
+            return " ".join([lark.literal(self.key.format(key)), lark.json(value), lark.literal(self.closer)])
+        opener = lark.literal((self.text_key or self.key).format(key))
+        if constants and isinstance(schema, Mapping) and ("enum" in schema or "const" in schema):
+            values = schema["enum"] if "enum" in schema else [schema["const"]]
+            texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+            choice = " | ".join(lark.literal(text + self.closer) for text in dict.fromkeys(texts))
+            return f"{opener} ({choice})"
+        return f"{opener} {lark.text_until(self.closer)}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,292 @@
+"""A model's text, piece by piece, as content, reasoning and tool calls.
+
+What comes out depends on the text alone: any two ways of cutting it give the same events, deltas joined.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .events import ContentDelta, Event, ReasoningDelta, ToolCall, merge_events
+from .source import Malformed, ParsedCall, Source, Steps
+from .tools import TOOL_NAME, Tool
+
+CallReader: TypeAlias = Callable[[Source, Sequence[Tool]], Steps[None]]
+"""Reads the calls behind an opener, from the opener on; see ``source``."""
+
+MakeId: TypeAlias = Callable[[str, int], str]
+"""Id of a call from its name and its index in the answer."""
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """The marks around a model's reasoning.
+
+    Attributes:
+        open: any of them opens it; the first is the usual one.
+        close: any of them ends it.
+        anywhere: it may be opened after content, too, as its marks are special tokens that no text holds by chance.
+        ended_by_calls: the model may begin a tool call without closing it.
+    """
+
+    open: tuple[str, ...]
+    close: tuple[str, ...]
+    anywhere: bool = False
+    ended_by_calls: bool = False
+
+
+@dataclass(frozen=True)
+class CallMarks:
+    """How the text of tool calls begins, and what reads it.
+
+    Attributes:
+        read: the reader.
+        open: any of them begins calls, wherever it stands.
+        open_at_start: any of them begins calls where nothing but white space, reasoning and calls came before.
+    """
+
+    read: CallReader
+    open: tuple[str, ...]
+    open_at_start: tuple[str, ...] = ()
+
+
+class Parser:
+    """Takes a completion's text as it comes and gives events.
+
+    White space next to calls and around reasoning is dropped; a call that is malformed is content, as it was written.
+
+    Args:
+        reasoning: its marks, or None.
+        calls: their marks, or None where calls are not looked for.
+        tools: that may be called.
+        dropped: texts that are no part of the answer: special tokens.
+        reasoning_open: the prompt ends within reasoning.
+        make_id: ids of calls for which the model writes none.
+
+    Attributes:
+        malformed: calls that could not be read.
+    """
+
+    def __init__(
+        self,
+        reasoning: Reasoning | None,
+        calls: CallMarks | None,
+        tools: Sequence[Tool] = (),
+        dropped: Sequence[str] = (),
+        reasoning_open: bool = False,
+        make_id: MakeId | None = None,
+    ) -> None:
+        self.malformed = 0
+        self.reasoning_open = reasoning_open and reasoning is not None
+        self._reasoning = reasoning or Reasoning((), ())
+        self._calls = calls
+        self._tools = tools
+        self._make_id = make_id or random_id
+        self._num_calls = 0
+        self._source = Source()
+        self._reader: Iterator[ParsedCall | None] | None = None
+        self._unread = 0  # where the text begins that is content again if the reader fails
+        self._called = False  # by this reader
+        self._marked = True  # this reader began at a mark that begins nothing else
+        self._at_start = True  # of the answer, but for white space, reasoning and calls
+        self._text = AnswerText(holds_space=calls is not None)
+        openers = calls.open if calls else ()
+        at_start = (*openers, *(calls.open_at_start if calls else ()), *self._reasoning.open, *self._reasoning.close)
+        in_content = (*openers, *(self._reasoning.open if self._reasoning.anywhere else ()))
+        in_reasoning = (*self._reasoning.close, *(openers if self._reasoning.ended_by_calls else ()))
+        self._watched_at_start = _Watch((*at_start, *dropped))
+        self._watched_in_content = _Watch((*in_content, *dropped))
+        self._watched_in_reasoning = _Watch((*in_reasoning, *dropped))
+        self._watched_at_start_of_reasoning = _Watch((*self._reasoning.open, *in_reasoning, *dropped))
+
+    def feed(self, text: str) -> list[Event]:
+        """Events that the next text brings."""
+        self._source.text += text
+        return self._run()
+
+    def finish(self) -> list[Event]:
+        """Events that remain when the text has ended."""
+        self._source.ended = True
+        events = self._run()
+        if not self.reasoning_open:
+            self._text.flush(events)
+        return merge_events(events)
+
+    def _run(self) -> list[Event]:
+        out: list[Event] = []
+        while self._read(out) if self._reader else self._scan(out):
+            pass
+        return merge_events(out)
+
+    def _scan(self, out: list[Event]) -> bool:
+        """Give the text before the next mark and pass over the mark; False where none has come yet."""
+        source = self._source
+        if self._at_start:
+            blank = len(source.text) - len(source.text[source.pos :].lstrip())
+            self._text.give(out, self.reasoning_open, source.text[source.pos : blank])
+            source.pos = blank
+            watch = self._watched_at_start_of_reasoning if self.reasoning_open else self._watched_at_start
+            if blank == len(source.text):
+                source.forget()
+                return False
+            if mark := watch.match(source.text, blank):
+                return self._pass(mark)
+            if not source.ended and watch.may_begin(source.text, blank):
+                return False
+            self._at_start = False
+        watch = self._watched_in_reasoning if self.reasoning_open else self._watched_in_content
+        found = watch.search(source.text, source.pos)
+        end = found.start() if found else len(source.text) if source.ended else watch.held(source.text, source.pos)
+        self._text.give(out, self.reasoning_open, source.text[source.pos : end])
+        source.pos = end
+        if found:
+            return self._pass(found.group())
+        source.forget()
+        return False
+
+    def _pass(self, mark: str) -> bool:
+        """Act on a mark that stands here."""
+        calls, source = self._calls, self._source
+        if calls and mark in (*calls.open, *calls.open_at_start):
+            self._reader, self._unread, self._called = calls.read(source, self._tools), source.pos, False
+            self._marked = mark in calls.open
+            return True
+        source.pos += len(mark)
+        if mark in self._reasoning.open or (mark in self._reasoning.close and self.reasoning_open):
+            self._turn(mark in self._reasoning.open)
+        return True
+
+    def _turn(self, reasoning_open: bool) -> None:
+        """Open or close the reasoning."""
+        self._text.cut()
+        self._at_start = True
+        self.reasoning_open = reasoning_open
+
+    def _read(self, out: list[Event]) -> bool:
+        """Let the reader go on; False where it waits for text."""
+        assert self._reader is not None
+        source = self._source
+        try:
+            call = next(self._reader)
+        except (Malformed, StopIteration) as stop:
+            self._reader = None
+            if isinstance(stop, Malformed) or not self._called:
+                self._fail(out)
+            source.forget()
+            return True
+        if call is None:
+            return False
+        if not TOOL_NAME.fullmatch(call.name) or (call.known_only and all(t.name != call.name for t in self._tools)):
+            self._reader = None
+            self._fail(out)
+            return True
+        self._turn(False)
+        self._called, self._unread = True, source.pos
+        out.append(ToolCall(call.id or self._make_id(call.name, self._num_calls), call.name, dump(call.arguments)))
+        self._num_calls += 1
+        return True
+
+    def _fail(self, out: list[Event]) -> None:
+        """Give the text of a malformed call as text."""
+        source = self._source
+        self.malformed += self._marked
+        source.pos = max(source.pos, self._unread + 1)
+        self._at_start = False
+        self._text.give(out, self.reasoning_open, source.text[self._unread : source.pos])
+
+
+class AnswerText:
+    """Content and reasoning, without the white space next to calls and around reasoning.
+
+    Args:
+        holds_space: calls may come, so that white space at the end of content waits for what follows.
+    """
+
+    def __init__(self, holds_space: bool) -> None:
+        self._holds_space = holds_space
+        self._strips = False  # white space that comes next is dropped
+        self._space = ""  # held back
+
+    def give(self, out: list[Event], reasoning: bool, text: str) -> None:
+        """Give text, white space at its end held back."""
+        text = text.lstrip() if self._strips else text
+        if not text:
+            return
+        self._strips = False
+        text = self._space + text
+        kept = text.rstrip() if self._holds_space or reasoning else text
+        self._space = text[len(kept) :]
+        if kept:
+            out.append(ReasoningDelta(kept) if reasoning else ContentDelta(kept))
+
+    def cut(self) -> None:
+        """Drop the white space here: a call stands here, or reasoning begins or ends."""
+        self._space, self._strips = "", True
+
+    def flush(self, out: list[Event]) -> None:
+        """Give the white space that was held back: it ends the content."""
+        if self._space:
+            out.append(ContentDelta(self._space))
+            self._space = ""
+
+
+class _Watch:
+    """Marks that are looked for in text that is still growing."""
+
+    def __init__(self, marks: Sequence[str]) -> None:
+        ordered = sorted({mark for mark in marks if mark}, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+        self._beginnings = {mark[:i] for mark in ordered for i in range(1, len(mark))}
+        self._firsts = {mark[0] for mark in ordered}
+        self._longest = max(map(len, ordered), default=1)
+
+    def search(self, text: str, pos: int) -> re.Match[str] | None:
+        """The first mark from ``pos`` on."""
+        return self._pattern.search(text, pos)
+
+    def match(self, text: str, pos: int) -> str | None:
+        """The mark at ``pos``."""
+        found = self._pattern.match(text, pos)
+        return found.group() if found else None
+
+    def may_begin(self, text: str, pos: int) -> bool:
+        """Whether all of the text from ``pos`` on is the beginning of a mark."""
+        return len(text) - pos < self._longest and text[pos:] in self._beginnings
+
+    def held(self, text: str, pos: int) -> int:
+        """Where the end of the text may be the beginning of a mark; the text's length where it cannot."""
+        for start in range(max(pos, len(text) - self._longest + 1), len(text)):
+            if text[start] in self._firsts and text[start:] in self._beginnings:
+                return start
+        return len(text)
+
+
+def dump(arguments: object) -> str:
+    """JSON text; what UTF-8 cannot hold is escaped."""
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(arguments, allow_nan=False)
+    return text
+
+
+def random_id(name: str, index: int) -> str:
+    """``call_`` and 24 hexadecimal digits."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def short_random_id(name: str, index: int) -> str:
+    """9 letters and digits, as Mistral's templates demand."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+def indexed_id(name: str, index: int) -> str:
+    """``functions.NAME:INDEX``, as Kimi's templates have it."""
+    return f"functions.{name}:{index}"
