@@ -48,6 +48,10 @@ def host_name(host: str) -> str:
     return host.partition(":")[0]
 
 
+BODIES_AT_ONCE = 32
+"""Bodies of the largest size that all requests under way may hold together."""
+
+
 class BodyMiddleware:
     """Bounds the size of a body before it is stored, and the time that it takes to come.
 
@@ -63,6 +67,7 @@ class BodyMiddleware:
     def __init__(self, app: ASGIApp, max_size: int, timeout: float) -> None:
         self.app = app
         self._max_size, self._timeout = max_size, timeout
+        self._held = 0  # bytes of all bodies under way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run one request."""
@@ -94,15 +99,23 @@ class BodyMiddleware:
                     headers={"connection": "close"},
                 ) from None
             if message["type"] == "http.request":
-                size += len(message.get("body", b""))
+                length = len(message.get("body", b""))
+                size += length
+                self._held += length
                 complete = not message.get("more_body", False)
                 if size > self._max_size:
                     raise self._too_large()
+                if self._held > BODIES_AT_ONCE * self._max_size:
+                    text = "Requests under way hold as many bytes as fit; come back later."
+                    raise ApiError(429, "queue_full", text, headers={"retry-after": "1"})
             else:
                 complete = True
             return message
 
-        await self.app(scope, bounded_receive, send)
+        try:
+            await self.app(scope, bounded_receive, send)
+        finally:
+            self._held -= size
 
     def _too_large(self) -> ApiError:
         text = f"The body is above the limit of {self._max_size} bytes; send less, or start with --max-body-size"

@@ -87,28 +87,26 @@ class FakeStream:
         engine, submit = self._engine, self._submit
         if engine.refusal is not None:
             raise RequestRefused(*engine.refusal)
-        while True:
-            if engine.gate is not None:
-                gate, died = asyncio.ensure_future(engine.gate.wait()), asyncio.ensure_future(engine.died.wait())
-                try:
-                    await asyncio.wait((gate, died), return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    gate.cancel()
-                    died.cancel()
-            else:
-                await asyncio.sleep(0)
-            if engine.died.is_set():
-                raise EngineDied("the engine died")
-            deltas = [
-                self._delta(prompt, index)
-                for prompt in range(len(submit.prompts))
-                for index in range(submit.params.get("n", 1))
-            ]
-            self._step += 1
-            if submit.streams:
-                return deltas
-            if deltas[0].finish_reason is not None:
-                return deltas
+        if engine.gate is not None:
+            gate, died = asyncio.ensure_future(engine.gate.wait()), asyncio.ensure_future(engine.died.wait())
+            try:
+                await asyncio.wait((gate, died), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                gate.cancel()
+                died.cancel()
+        else:
+            await asyncio.sleep(0)
+        if engine.died.is_set():
+            raise EngineDied("the engine died")
+        if not submit.streams:
+            self._step = engine.max_model_len  # all at once
+        deltas = [
+            self._delta(prompt, index)
+            for prompt in range(len(submit.prompts))
+            for index in range(submit.params.get("n", 1))
+        ]
+        self._step += 1
+        return deltas
 
     def cancel(self) -> None:
         self._engine.cancelled.append(self._submit.request_id)

@@ -30,7 +30,6 @@ _SAME_NAME = (
 )
 """Fields that chat requests have under the same name; those after the first line are ours, as there."""
 
-_ERROR = "AnthropicError"
 _THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 
 
@@ -70,14 +69,17 @@ def messages_router(front: Front) -> APIRouter:
     """The routes."""
     router = APIRouter()
 
-    message = documented(MessagesBody, "The next message of a conversation, in Anthropic's form.", form=_ERROR)
-    count = documented(CountTokensBody, "Tokens of such a conversation.", form=_ERROR)
-
-    @router.post("/v1/messages", **message)
+    @router.post(
+        "/v1/messages",
+        **documented(MessagesBody, "The next message of a conversation, in Anthropic's form.", form="AnthropicError"),
+    )
     async def messages(request: Request) -> Response:
         return await respond(front, request, MessagesBody, prepare)
 
-    @router.post("/v1/messages/count_tokens", **count)
+    @router.post(
+        "/v1/messages/count_tokens",
+        **documented(CountTokensBody, "Tokens of such a conversation.", form="AnthropicError"),
+    )
     async def count_tokens(request: Request) -> Response:
         front.admission.check_loaded()
         body = await read_body(request, CountTokensBody)

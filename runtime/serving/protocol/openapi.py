@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -30,7 +30,7 @@ _ERROR: dict[str, Any] = {
 
 _ANTHROPIC_ERROR: dict[str, Any] = {
     "type": "object",
-    "required": ["type", "error", "request_id"],
+    "required": ["type", "error"],
     "properties": {
         "type": {"const": "error"},
         "error": {
@@ -38,7 +38,6 @@ _ANTHROPIC_ERROR: dict[str, Any] = {
             "required": ["type", "message"],
             "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
         },
-        "request_id": {"type": "string"},
     },
 }
 
@@ -57,7 +56,11 @@ _ERRORS = {
 
 
 def documented(
-    body: type[BaseModel] | None, summary: str, errors: tuple[int, ...] = tuple(_ERRORS), form: str = "Error"
+    body: type[BaseModel] | None,
+    summary: str,
+    errors: tuple[int, ...] = tuple(_ERRORS),
+    *,
+    form: Literal["Error", "AnthropicError"] = "Error",
 ) -> dict[str, Any]:
     """Keywords of a route that say what it takes and answers.
 
@@ -65,7 +68,7 @@ def documented(
         body: its fields; None: it takes none.
         summary: one sentence.
         errors: statuses that it may answer.
-        form: of error objects, ``"Error"`` (OpenAI's) or ``"AnthropicError"``.
+        form: of their objects.
     """
     error = {"application/json": {"schema": {"$ref": _REF.format(model=form)}}}
     extra: dict[str, Any] = {}

@@ -174,6 +174,20 @@ async def test_a_large_body_is_refused_before_it_is_read(serve: Any) -> None:
     assert sent <= 7000
 
 
+async def test_bodies_under_way_are_bounded_together(serve: Any, engine: FakeEngine) -> None:
+    engine.gate = asyncio.Event()
+    body = b'{"prompt":"a","max_tokens":1}'.ljust(1000)
+    headers = {"content-type": "application/json"}
+    async with serve(max_body_size=1000, max_queue=99) as client:
+        tasks = [asyncio.create_task(client.post(URL, content=body, headers=headers)) for _ in range(34)]
+        await asyncio.sleep(0.1)
+        engine.gate.set()
+        statuses = [response.status_code for response in await asyncio.gather(*tasks)]
+        after = await client.post(URL, content=body, headers=headers)
+    assert sorted(statuses) == [200] * 32 + [429] * 2
+    assert after.status_code == 200
+
+
 async def test_a_slow_body_is_given_up(serve: Any) -> None:
     async def chunks() -> AsyncIterator[bytes]:
         yield b"{"
