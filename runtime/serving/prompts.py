@@ -104,6 +104,9 @@ class Prompts:
         template = chat_template or self._chat_template
         if self.tokenizer is None or not (template or self.has_template):
             refuse("messages", "this model has no chat template; use /v1/completions, or start with --chat-template")
+        if "developer" not in str(template or self.tokenizer.chat_template):
+            # The newer name of the system's role, whose messages most templates would leave out.
+            messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
         sent = _characters(messages) + _characters(options.get("tools")) + _characters(options.get("documents"))
 
         def render() -> str:

@@ -170,7 +170,7 @@ class ResponseAnswer:
                 "id": self._item_id(block),
                 "call_id": block.call.id,
                 "name": block.call.name,
-                "arguments": "" if begun else block.text,
+                "arguments": block.text,
                 "status": status if begun else "completed",
             }
         content = [] if begun else [_part(block)]

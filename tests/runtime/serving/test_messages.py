@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import jsonschema
 import pytest
 
 from torch_pagoda.runtime.serving.errors import ApiError
@@ -115,7 +116,7 @@ def built_up(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 def test_stop_reasons(serve, engine):
     assert post(serve, {"max_tokens": 3}).json()["stop_reason"] == "max_tokens"
-    assert post(serve, {"max_tokens": 32_000}).json()["stop_reason"] == "model_context_window_exceeded"
+    assert post(serve, {"max_tokens": 600}).json()["stop_reason"] == "model_context_window_exceeded"
     assert engine.submits[-1].params["max_tokens"] == 512 - len(engine.submits[-1].prompts[0])
     engine.finish, engine.finish_after = "stop", 2
     assert post(serve, {"max_tokens": 3}).json()["stop_reason"] == "end_turn"
@@ -167,6 +168,14 @@ def test_blocks_become_messages():
             ],
         },
         {"role": "assistant", "content": "e"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "f"},
+                {"type": "tool_result", "tool_use_id": "4", "content": "four"},
+                {"type": "text", "text": "g"},
+            ],
+        },
     ]
     system = [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief"}]
     calls = [
@@ -182,6 +191,9 @@ def test_blocks_become_messages():
         {"role": "tool", "tool_call_id": "3", "content": ""},
         {"role": "user", "content": "d"},
         {"role": "assistant", "content": "e"},
+        {"role": "user", "content": "f"},
+        {"role": "tool", "tool_call_id": "4", "content": "four"},
+        {"role": "user", "content": "g"},
     ]
 
 
@@ -292,6 +304,17 @@ def test_every_refusal_has_anthropics_form(serve, engine):
     assert "retry-after" in found[3].headers and "retry-after" in found[6].headers
     accepted = post(serve, {"max_tokens": 3}, headers={"x-api-key": "secret"}, api_keys=keys)
     assert accepted.status_code == 503
+
+
+def test_the_description_has_anthropics_errors(serve):
+    async def work(client):
+        return (await client.get("/openapi.json")).json()
+
+    schema = run(serve, work)
+    content = schema["paths"]["/v1/messages"]["post"]["responses"]["400"]["content"]
+    assert content["application/json"]["schema"] == {"$ref": "#/components/schemas/AnthropicError"}
+    jsonschema.validate(post(serve, {"max_tokens": 0}).json(), schema["components"]["schemas"]["AnthropicError"])
+    assert {"MessagesBody", "CountTokensBody", "ResponsesBody"} <= schema["components"]["schemas"].keys()
 
 
 def test_a_failure_ends_the_stream_with_an_error_event(serve, engine):

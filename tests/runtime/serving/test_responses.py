@@ -224,6 +224,14 @@ def test_tool_choice_reaches_the_formats(serve, monkeypatch):
     assert formats.choices == ["required"] * 3
 
 
+@pytest.mark.parametrize("branch, role", [("", "system"), ("{# developer #}", "developer")])
+def test_a_developer_speaks_as_the_system_where_the_template_knows_none(serve, engine, tokenizer, branch, role):
+    items = [{"role": "developer", "content": "Be brief"}, {"role": "user", "content": "Hi"}]
+    template = branch + "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    post(serve, {"input": items, "max_output_tokens": 2}, chat_template=template)
+    assert tokenizer.decode(engine.submits[-1].prompts[0]) == f"{role}: Be brief;user: Hi;"
+
+
 USER = {"role": "user", "content": "Hi"}
 
 
