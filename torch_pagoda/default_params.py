@@ -55,7 +55,8 @@ def recommended_params(source: str | os.PathLike[str], module: PreTrainedModel) 
     if getattr(config, "do_sample", None) is False:
         found["temperature"] = 0.0
     try:
-        SamplingParams(**found)
+        if SamplingParams(**found).max_tokens == 0:
+            raise ValueError("max_tokens=0 generates nothing")
     except ValueError as error:
         renamed = str(error).replace("max_tokens", "max_new_tokens")
         raise ValueError(

@@ -330,19 +330,20 @@ def test_an_engine_that_does_not_end_is_killed_with_its_children() -> None:
 
 def test_an_end_is_noticed_though_a_child_holds_the_socket() -> None:
     code = FAKE + (
-        "import os\n"
-        "send(encode(hello))\nsock.recv(99)\n"
-        "if os.fork() == 0:\n    import time; time.sleep(100)\n"
-        "os._exit(1)"
+        "import os, time\n"
+        "child = os.fork()\n"
+        "if child == 0:\n    time.sleep(100)\n"
+        "send(encode(Hello(WIRE_VERSION, 8, 8, 1, None, {}, str(child), 'cpu', {})))\nsock.recv(99)\nos._exit(1)"
     )
 
     async def use() -> None:
         client = fake_client(code, restarts=RestartLimit(0))
         await client.start()
-        await client.wait_ready()
+        child = int((await client.wait_ready()).model)
         with pytest.raises(EngineDied):
             await client.submit(Submit("r", [[1]], {})).next()
         await client.wait_dead()
+        wait_until_gone(child)
 
     run(use())
 

@@ -90,6 +90,13 @@ def deltas(steps: list[Step]) -> list[Delta]:
     return [delta for step in steps for delta in step.deltas]
 
 
+def test_the_socket_is_closed_while_nothing_runs() -> None:
+    bench = Bench(toy_engine()).start()
+    assert any(isinstance(message, Hello) for message in bench.messages())
+    bench.sock.shutdown(socket.SHUT_WR)
+    assert bench.end() == EXIT_DONE
+
+
 def test_the_socket_is_closed() -> None:
     bench = Bench(toy_engine()).start()
     bench.send(Submit("r", [[1]], {"max_tokens": 120}))
