@@ -22,8 +22,8 @@ r"""Letters behind a backslash: each character has one spelling, so ``"\u0061"``
 _NEEDS_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 MAX_MULTIPLE = 100_000
-"""Of all ``multipleOf`` of a schema together: their least common multiple, as whole numbers. It is the number of states
-that a digit can lead to; 1,000,003 takes seven seconds and 300 MB."""
+"""Of all ``multipleOf`` of a schema together: their least common multiple, as whole numbers. It is the number of
+states that a digit can lead to; 1,000,003 takes seven seconds and 300 MB."""
 
 
 def schema_grammar(llguidance: Any, schema: Any, whitespace: str, *, lenient: bool) -> str:
@@ -44,7 +44,7 @@ def json_options(whitespace: str, *, lenient: bool) -> dict[str, Any]:
     """llguidance's ``JsonCompileOptions``."""
     spaced = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
     free = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": True}
-    strings = {"json_allowed_escapes": _ESCAPES}
+    strings = {"json_allowed_escapes": _ESCAPES + "u" if lenient else _ESCAPES}
     return {**(free if whitespace == "any" else spaced), **strings, "lenient": lenient, "coerce_one_of": lenient}
 
 
@@ -72,7 +72,7 @@ def checked_schema(name: str, schema: Any) -> dict[str, Any]:
             multiple = _least_common_multiple(multiple, Fraction(str(value)))
             if multiple.numerator > MAX_MULTIPLE:
                 raise ValueError(
-                    f"{name} has multipleOf={value}, with a least common multiple above {MAX_MULTIPLE}; use rounder ones"
+                    f"{name} has multipleOf={value}: the least common multiple is above {MAX_MULTIPLE}; use rounder ones"
                 )
     result: dict[str, Any] = schema
     return result
