@@ -101,6 +101,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json": {"type": "object", "minProperties": 2}}, "minProperties=2"),
     ({"json": {"enum": ["a\x01"]}}, "control character"),
     ({"json": {"type": "object", "properties": {"\x7f": {}}}}, "control character"),
+    ({"json": {"const": 777_777_777_777_777_777}}, "2\\*\\*53"),
+    ({"json": {"enum": [1, {"a": [-(2**60)]}]}}, "2\\*\\*53"),
     ({"json": {"type": "integer", "multipleOf": 1_000_003}}, "multipleOf=1000003"),
     ({"json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}}, "least common multiple"),
     ({"grammar": 'start: %json {"x-guidance": {}, "multipleOf": 1000003}'}, "multipleOf=1000003"),

@@ -85,7 +85,7 @@ def test_digits_run_out(vocabulary: Vocabulary) -> None:
 
 def test_a_state_in_error_allows_nothing(vocabulary: Vocabulary) -> None:
     good, bad = start(vocabulary, regex="[0-9]"), start(vocabulary, regex="[0-9]")
-    with pytest.raises(GrammarError, match="token 3 does not fit"):
+    with pytest.raises(GrammarError, match=r"cannot go on .*token"):
         bad.consume(3)
     masks = MaskPool().fill([bad, good], [False, True])
     assert allowed(masks[0]) == [] and len(allowed(masks[1])) == 10

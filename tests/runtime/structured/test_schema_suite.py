@@ -1,4 +1,4 @@
-"""JSON-Schema-Test-Suite, as jsonschema's source distribution brings it: nothing is accepted that breaks its schema."""
+"""JSON-Schema-Test-Suite, from jsonschema's source distribution: nothing is accepted that breaks its schema."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ pytestmark = pytest.mark.slow
 def suite(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The schemas of draft 2020-12, each with its instances."""
     folder = tmp_path_factory.mktemp("suite")
-    command = [
-        *(sys.executable, "-m", "pip", "download", "--no-binary", ":all:", "--no-deps", "--no-build-isolation")
-    ]
+    command = [*(sys.executable, "-m", "pip", "download", "--no-binary", ":all:", "--no-deps")]
     done = subprocess.run([*command, "jsonschema", "-d", str(folder)], capture_output=True, text=True, check=False)
     archives = list(Path(folder).glob("*.tar.gz"))
     if not archives:
