@@ -336,8 +336,8 @@ class Engine:
         checked = check_batch(prompts, sampling_params, self.tokenizer, self.limits)
         options = [DEFAULT_OPTIONS] * len(checked) if options is None else options
         prepare = [
-            partial(self._prepare, prompt, params, self._grammar(params), None, own, is_private=True)
-            for (prompt, params), own in zip(checked, options, strict=True)
+            partial(self._prepare, prompt, params, self._grammar(params, i), None, own, is_private=True)
+            for i, ((prompt, params), own) in enumerate(zip(checked, options, strict=True))
         ]
         return self._complete(prepare, self._output, on_progress)
 
@@ -568,18 +568,21 @@ class Engine:
         submission.begin_completions(params, options, self.max_model_len, self.tokenizer, self.eos_token_ids, grammar)
         return submission
 
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
+    def _grammar(self, params: SamplingParams, index: int | None = None) -> Grammar | None:
         """The grammar that the output is held to, compiled before a turn is taken: that can take a second.
 
         Raises:
-            ValueError: there is no tokenizer, or the grammar cannot be enforced.
+            ValueError: there is no tokenizer, or the grammar cannot be enforced; the message names ``index``.
         """
         asked = params.asked_output
         if asked is None:
             return None
         if self.tokenizer is None:
             raise ValueError(f"structured_outputs={shown(params.structured_outputs)} needs a tokenizer; give one")
-        return compile_grammar(asked, vocabulary_of(self.tokenizer, self.limits.vocab_size, self.eos_token_ids))
+        try:
+            return compile_grammar(asked, vocabulary_of(self.tokenizer, self.limits.vocab_size, self.eos_token_ids))
+        except ValueError as error:
+            raise error if index is None else ValueError(f"sampling_params[{index}].{error}") from None
 
     def _prepare_search(
         self, prompt: CheckedPrompt, params: BeamSearchParams, options: RequestOptions

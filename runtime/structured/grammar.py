@@ -111,20 +111,25 @@ def _compile(asked: AskedOutput, vocabulary: Vocabulary) -> Grammar:
     matcher = _matcher(source.written(lenient=bool(source.problems)), vocabulary)
     if matcher.is_error() and not asked.strict:
         matcher = _matcher(source.written(lenient=True), vocabulary)
-    if not matcher.is_error():
-        # The first mask is made here: what takes too much work, or allows nothing, is refused before it runs.
-        first = matcher.deep_copy()
-        allows_nothing = not any(first.compute_bitmask())
-        matcher = first if first.is_error() else matcher
-        if allows_nothing and not matcher.is_error():
-            raise ValueError(f"{name} allows no text at all; loosen it")
-    if matcher.is_error():
+    error = matcher.get_error() or _first_steps(name, matcher.deep_copy())
+    if error:
         remedy = ", or use strict=False" if asked.strict and asked.kind in ("json", "structural_tag") else ""
-        raise ValueError(f"{name} cannot be enforced: {_reason(matcher.get_error())}; change it{remedy}")
+        raise ValueError(f"{name} cannot be enforced: {_reason(error)}; change it{remedy}")
     if source.is_json:
         vocabulary.without_digits(0)  # a look at all tokens, which no step should have to wait for
     warnings = (*matcher.get_grammar_warnings(), *source.problems)
     return Grammar(matcher, vocabulary, source.is_json, warnings)
+
+
+def _first_steps(name: str, matcher: Any) -> str:
+    """What goes wrong with the first two masks: what takes too much work, or allows nothing, never runs."""
+    allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+    if not allowed and not matcher.is_error():
+        raise ValueError(f"{name} allows no text at all; loosen it")
+    if not matcher.is_error():
+        matcher.try_consume_tokens([(allowed & -allowed).bit_length() - 1])
+        matcher.compute_bitmask()
+    return str(matcher.get_error())
 
 
 def _matcher(source: str, vocabulary: Vocabulary) -> Any:

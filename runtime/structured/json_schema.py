@@ -21,9 +21,12 @@ _ESCAPES = 'nrbtf\\"'
 r"""Letters behind a backslash: each character has one spelling, so ``"\u0061"`` is no second key ``"a"``."""
 _NEEDS_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
+_LARGEST_WHOLE = 2**53
+"""llguidance keeps numbers as floats."""
+
 MAX_MULTIPLE = 100_000
-"""Of all ``multipleOf`` of a schema together: their least common multiple, as whole numbers. It is the number of states
-that a digit can lead to; 1,000,003 takes seven seconds and 300 MB."""
+"""Of all ``multipleOf`` of a schema together: their least common multiple, as whole numbers. It is the number of
+states that a digit can lead to; 1,000,003 takes seven seconds and 300 MB."""
 
 
 def schema_grammar(llguidance: Any, schema: Any, whitespace: str, *, lenient: bool) -> str:
@@ -44,7 +47,7 @@ def json_options(whitespace: str, *, lenient: bool) -> dict[str, Any]:
     """llguidance's ``JsonCompileOptions``."""
     spaced = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
     free = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": True}
-    strings = {"json_allowed_escapes": _ESCAPES}
+    strings = {"json_allowed_escapes": _ESCAPES + "u" if lenient else _ESCAPES}
     return {**(free if whitespace == "any" else spaced), **strings, "lenient": lenient, "coerce_one_of": lenient}
 
 
@@ -71,9 +74,8 @@ def checked_schema(name: str, schema: Any) -> dict[str, Any]:
         if keyword == "multipleOf" and isinstance(value, int | float) and value > 0:
             multiple = _least_common_multiple(multiple, Fraction(str(value)))
             if multiple.numerator > MAX_MULTIPLE:
-                raise ValueError(
-                    f"{name} has multipleOf={value}, with a least common multiple above {MAX_MULTIPLE}; use rounder ones"
-                )
+                why = f"the least common multiple is above {MAX_MULTIPLE}"
+                raise ValueError(f"{name} has multipleOf={value}: {why}; use rounder ones")
     result: dict[str, Any] = schema
     return result
 
@@ -89,8 +91,12 @@ def unsound_parts(schema: Any) -> list[str]:
                 found[
                     f"minProperties={value} is more than what is required: a key that comes twice would count twice"
                 ] = None
-        texts = (keyword, *value) if isinstance(value, dict | list) else (keyword, value)
-        if keyword not in _TEXT_ABOUT_IT and any(isinstance(t, str) and _NEEDS_ESCAPE.search(t) for t in texts):
+        if keyword in _TEXT_ABOUT_IT:
+            continue
+        entries = (keyword, *value) if isinstance(value, dict | list) else (keyword, value)
+        if any(isinstance(entry, int) and abs(entry) > _LARGEST_WHOLE for entry in entries):
+            found[f"{keyword!r} holds a whole number beyond 2**53, which is rounded"] = None
+        if any(isinstance(entry, str) and _NEEDS_ESCAPE.search(entry) for entry in entries):
             found[f"{keyword!r} holds a control character that JSON writes as a number"] = None
     return list(found)
 

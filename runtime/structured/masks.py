@@ -35,7 +35,7 @@ class MaskPool:
         self._compute(states, masks)
         for state, holds, mask in zip(states, holds_eos, masks, strict=True):
             if state.matcher.is_error():
-                state.error = f"the grammar of structured_outputs cannot go on ({_reason(state)})"
+                state.error = state.trouble()
                 mask[:] = 0
                 continue
             vocabulary = state.grammar.vocabulary
@@ -68,7 +68,3 @@ def _narrow(mask: Mask, to: Mask) -> None:
     both = mask & to
     if both.any():
         mask[:] = both
-
-
-def _reason(state: GrammarState) -> str:
-    return str(state.matcher.get_error()).partition("\n")[0][:200]

@@ -67,7 +67,7 @@ class GrammarState:
             return False
         vocabulary = self.grammar.vocabulary
         if not self.matcher.consume_token(token):
-            raise GrammarError(f"token {token} does not fit the grammar of structured_outputs")
+            raise GrammarError(self.trouble())
         if self._numbers is not None:
             self._numbers.feed(vocabulary.token_bytes(token))
         if self.matcher.is_stopped():
@@ -84,6 +84,11 @@ class GrammarState:
         self._begin()
         for token in tokens:
             self.consume(token)
+
+    def trouble(self) -> str:
+        """Why the matcher cannot go on."""
+        reason = str(self.matcher.get_error()).partition("\n")[0][:200]
+        return f"the grammar of structured_outputs cannot go on ({reason})"
 
     def _wait(self, token: int) -> None:
         if isinstance(self._after, bytes):
