@@ -94,7 +94,7 @@ def _content(content: Any, place: str, facts: TemplateFacts) -> str | list[dict[
             texts.append(text)
         else:
             kind = part.get("type") if isinstance(part, Mapping) else part
-            raise ValueError(f"{place}[{index}] of type {_short(kind)} is not served; leave parts of type 'text' only")
+            raise ValueError(f"{place}[{index}] of type {_short(kind)} is not served; leave text parts only")
     if facts.takes_parts:
         return [{"type": "text", "text": text} for text in texts]
     return "\n".join(texts)

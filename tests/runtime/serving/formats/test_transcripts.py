@@ -279,10 +279,10 @@ def test_a_malformed_call_is_content(tool_parser, text, expected):
 
 def test_nothing_is_read_twice_or_recursed_into():
     for text in (
-        "<tool_call>" * 20_000,
+        "<tool_call>" * 4_000,
         '<tool_call>{"name": "now", "arguments": ' + '{"a":' * 100_000,
-        "<tool_call>\n<function=now>\n" + "<parameter=a>\n</parameter>\n" * 10_000,
-        "<tool_call>\n<function=now>\n<parameter=a>\n" + "</parameter>" * 10_000,
+        "<tool_call>\n<function=now>\n" + "<parameter=a>\n</parameter>\n" * 3_000,
+        "<tool_call>\n<function=now>\n<parameter=a>\n" + "</parameter>" * 3_000,
         " " * 200_000,
     ):
         for tool_parser in ("hermes", "qwen3_coder"):
