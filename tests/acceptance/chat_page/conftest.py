@@ -9,6 +9,8 @@ import re
 import shutil
 
 import pytest
+
+from chat_page_reader import until
 from fake_openai_server import running
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+
 from chat_page_reader import CODE, HOSTILE, contents, ended, last, send, until
 
 pytestmark = pytest.mark.acceptance

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-
 import pytest
-from chat_page_reader import contents, ended, last, send, until
+
+from chat_page_reader import contents, last, send, until
 
 pytestmark = pytest.mark.acceptance
 

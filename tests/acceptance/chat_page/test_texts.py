@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-
 import pytest
+
 from chat_page_reader import CODE, HOSTILE, TRICKY, last, send, until
 
 pytestmark = pytest.mark.acceptance
