@@ -11,8 +11,6 @@ import { create, follow, newMode, open, showBanner, showComposer, showModel, sho
 
 const composer = $("message");
 
-// ---- writing
-
 function grow() {
   composer.style.height = "auto";
   composer.style.height = `${Math.min(composer.scrollHeight, innerHeight * 0.4)}px`;
@@ -61,8 +59,6 @@ $("messages").addEventListener("click", (event) => {
   // Without the last line break, at which a terminal would run what is pasted.
   if (button) copy(button.closest(".code").querySelector("code").textContent.replace(/\n$/, ""), button);
 });
-
-// ---- conversations
 
 for (const id of ["new-chat", "header-new"]) {
   $(id).addEventListener("click", () => create(id === "new-chat" ? "chat" : newMode()));
@@ -124,8 +120,6 @@ addEventListener("hashchange", () => {
   if (conversation && conversation !== state.current) open(conversation);
 });
 addEventListener("pagehide", saveAll);
-
-// ---- beginning
 
 $("model").addEventListener("change", ({ target }) => {
   state.model = state.models[target.selectedIndex];

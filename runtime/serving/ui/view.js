@@ -22,8 +22,6 @@ export const setActions = (given) => {
   actions = given;
 };
 
-// ---- opening
-
 export const newMode = () => (state.model.has_chat_template === false ? "notebook" : "chat");
 
 export function create(mode = newMode()) {
@@ -66,8 +64,6 @@ export async function follow(id) {
   }
   showState();
 }
-
-// ---- messages
 
 export function showAnew() {
   views.clear();
@@ -118,8 +114,6 @@ function emptyPage({ id, max_model_len: limit }) {
   const question = h("p", { class: "big" }, "What would you like to ask?");
   return h("div", { class: "empty" }, h("img", { src: "ui/icon.svg", alt: "" }), question, h("p", { class: "meta" }, facts));
 }
-
-// ---- all that depends on what is open and what runs
 
 export function showState() {
   const { current, model } = state;
@@ -187,8 +181,6 @@ async function remove(conversation) {
   });
 }
 
-// ---- notices
-
 export function showBanner(text, label, action) {
   $("banner").hidden = !text;
   $("banner").replaceChildren(h("p", {}, text), action ? button(label, action) : "");
@@ -205,8 +197,6 @@ export function toast(text, undo) {
   document.body.append(box);
   toastTimer = setTimeout(end, 10_000);
 }
-
-// ---- the end of the messages: the page stays there until the reader scrolls away
 
 export function toEnd() {
   pinned = true;
