@@ -13,15 +13,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .auth import OPEN_PATHS, AuthMiddleware
-from .chat_page import chat_page_router, page_paths
-from .client import EngineClient
-from .errors import ApiError, ErrorMiddleware, answer_http_exception
+from .engine_process.client import EngineClient
 from .formats.registry import AnyFormat
-from .front import Front
-from .limits import BodyMiddleware, HostMiddleware
-from .logs import RequestLog
-from .metrics import ServerMetrics, metrics_endpoint
+from .generation.front import Front
+from .http.auth import OPEN_PATHS, AuthMiddleware
+from .http.errors import ApiError, ErrorMiddleware, answer_http_exception
+from .http.limits import BodyMiddleware, HostMiddleware
+from .monitoring.logs import RequestLog
+from .monitoring.metrics import ServerMetrics, metrics_endpoint
+from .monitoring.tracing import RequestTracer
+from .page.chat_page import chat_page_router, page_paths
 from .protocol.admin import admin_router
 from .protocol.chat import chat_router
 from .protocol.completions import completions_router
@@ -36,7 +37,6 @@ from .protocol.responses import ResponsesBody, responses_router
 from .protocol.tokenize import DetokenizeBody, TokenizeBody, tokenize_router
 from .protocol.unserved import unserved_router
 from .settings import Settings
-from .tracing import RequestTracer
 
 _REFUSALS = frozenset({401, 408, 413, 429, 503, 504})
 

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import uvicorn
 from fastapi import FastAPI
 
-from .client import EngineClient, EngineDied
-from .front import Front
-from .http_protocol import uvicorn_options
-from .logs import log_throughput
+from .engine_process.client import EngineClient, EngineDied
+from .engine_process.wire import Hello
+from .generation.front import Front
+from .http.http_protocol import uvicorn_options
+from .monitoring.logs import log_throughput
 from .settings import Settings
-from .wire import Hello
 
 logger = logging.getLogger(__name__)
 

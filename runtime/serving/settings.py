@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..requests.checks import check_bool, real_number, shown, whole_number
-from .engine_families import MetricsPrefix
+from .monitoring.engine_families import MetricsPrefix
 
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
 

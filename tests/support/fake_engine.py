@@ -7,8 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_pagoda.runtime.serving.client import EngineDied, EngineState, EngineUnavailable, RequestRefused
-from torch_pagoda.runtime.serving.wire import WIRE_VERSION, Delta, Hello, RequestTimes, Submit, TokenLogprob
+from torch_pagoda.runtime.serving.engine_process.client import (
+    EngineDied,
+    EngineState,
+    EngineUnavailable,
+    RequestRefused,
+)
+from torch_pagoda.runtime.serving.engine_process.wire import (
+    WIRE_VERSION,
+    Delta,
+    Hello,
+    RequestTimes,
+    Submit,
+    TokenLogprob,
+)
 
 WORDS = ("def", " name", "(self", ", value", "):", "\n    ", "return", " None", " ☕", "é")
 

@@ -9,9 +9,9 @@ import time
 
 from msgspec.msgpack import Decoder
 
-from torch_pagoda.runtime.serving.framing import FrameReader
-from torch_pagoda.runtime.serving.wire import Start
-from torch_pagoda.runtime.serving.worker import Worker
+from torch_pagoda.runtime.serving.engine_process.framing import FrameReader
+from torch_pagoda.runtime.serving.engine_process.wire import Start
+from torch_pagoda.runtime.serving.engine_process.worker import Worker
 
 
 def main(fd: int) -> int:

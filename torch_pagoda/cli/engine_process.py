@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..runtime.serving.wire import Start
+    from ..runtime.serving.engine_process.wire import Start
 
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 2.0
@@ -33,7 +33,7 @@ def main(fd: int) -> int:
     sock.set_inheritable(False)
     threading.Thread(target=_end_with, args=(sock.fileno(),), name="pagoda-watch", daemon=True).start()
 
-    from ..runtime.serving.wire import EXIT_BAD_MESSAGE, EXIT_DONE
+    from ..runtime.serving.engine_process.wire import EXIT_BAD_MESSAGE, EXIT_DONE
 
     try:
         start = _read_start(sock)
@@ -48,7 +48,7 @@ def main(fd: int) -> int:
     from transformers.utils import logging as transformers_logging
 
     from ..llm import LLM
-    from ..runtime.serving.worker import Worker
+    from ..runtime.serving.engine_process.worker import Worker
     from .errors import one_line_errors
     from .phases import show_phases
 
@@ -65,9 +65,9 @@ def _read_start(sock: socket.socket) -> Start | None:
     """The first message; None if the other side has gone."""
     from msgspec.msgpack import Decoder
 
-    from ..runtime.serving.framing import FrameReader
-    from ..runtime.serving.wire import WIRE_VERSION
-    from ..runtime.serving.wire import Start as StartMessage
+    from ..runtime.serving.engine_process.framing import FrameReader
+    from ..runtime.serving.engine_process.wire import WIRE_VERSION
+    from ..runtime.serving.engine_process.wire import Start as StartMessage
 
     sock.settimeout(_START_SECONDS)
     reader = FrameReader()

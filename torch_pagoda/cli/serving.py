@@ -15,15 +15,15 @@ from transformers.utils import logging as transformers_logging
 from ..checkpoint import load_tokenizer
 from ..runtime.engine.engine_options import EngineOptions
 from ..runtime.serving.app import make_app
+from ..runtime.serving.engine_process.process_client import ProcessClient
+from ..runtime.serving.engine_process.supervisor import RestartLimit
+from ..runtime.serving.engine_process.thread_client import ThreadClient
+from ..runtime.serving.engine_process.wire import Start
 from ..runtime.serving.formats.registry import AnyFormat, resolve
-from ..runtime.serving.logs import LogFormat, LogRequests, RequestLog, formatter
-from ..runtime.serving.process_client import ProcessClient
+from ..runtime.serving.monitoring.logs import LogFormat, LogRequests, RequestLog, formatter
+from ..runtime.serving.monitoring.tracing import RequestTracer
 from ..runtime.serving.server import Server, StartedClient, bind
 from ..runtime.serving.settings import Settings
-from ..runtime.serving.supervisor import RestartLimit
-from ..runtime.serving.thread_client import ThreadClient
-from ..runtime.serving.tracing import RequestTracer
-from ..runtime.serving.wire import Start
 from .engine_process import engine_argv
 
 QUEUE_PER_SEQUENCE = 4

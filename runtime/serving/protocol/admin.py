@@ -8,10 +8,10 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from ..admission import of_unavailable
-from ..client import EngineUnavailable
-from ..errors import ApiError, JsonResponse
-from ..front import Front
+from ..engine_process.client import EngineUnavailable
+from ..generation.admission import of_unavailable
+from ..generation.front import Front
+from ..http.errors import ApiError, JsonResponse
 from .openapi import documented
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from ..choices import Choices
-from ..errors import ApiError
-from ..generate import Generation, Piece
-from ..logprobs import TokenTexts
-from ..stream import DONE
+from ..generation.choices import Choices
+from ..generation.generate import Generation, Piece
+from ..generation.logprobs import TokenTexts
+from ..generation.stream import DONE
+from ..http.errors import ApiError
 from .fields import GenerationBody
 
 _TEXT = "\x00text\x00"

@@ -11,20 +11,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...requests.checks import shown
-from ..errors import refuse
+from ..engine_process.wire import TokenLogprob
 from ..formats.events import ToolCall
 from ..formats.format import AnswerParser
-from ..front import Front, key_name
-from ..generate import Ask, Generation, Piece
-from ..logprobs import chat_logprobs, prompt_logprobs
-from ..prompts import check_room, truncated
-from ..sampling import constrained, request_options, sampling_params
-from ..wire import TokenLogprob
+from ..generation.front import Front, key_name
+from ..generation.generate import Ask, Generation, Piece
+from ..generation.logprobs import chat_logprobs, prompt_logprobs
+from ..generation.prompts import check_room, truncated
+from ..http.errors import refuse
 from .answers import Answer
 from .chat_request import call_grammar, may_reason, prompt_of, reasoning_ahead, tools_of
 from .fields import ChatBody
 from .generation_route import Prepared, respond
 from .openapi import documented
+from .sampling import constrained, request_options, sampling_params
 
 
 def chat_router(front: Front) -> APIRouter:

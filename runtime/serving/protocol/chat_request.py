@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ...requests.checks import shown
-from ..errors import ApiError, refuse
 from ..formats.format import Format
 from ..formats.registry import AnyFormat
 from ..formats.tools import Tool, ToolChoice, check_tool_choice, check_tools, chosen
-from ..front import Front
-from ..prompts import Prompt
+from ..generation.front import Front
+from ..generation.prompts import Prompt
+from ..http.errors import ApiError, refuse
 from .fields import ChatBody
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -8,17 +8,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..errors import refuse
-from ..front import Front, key_name
-from ..generate import Ask, Generation, Piece
-from ..logprobs import completion_logprobs, prompt_logprobs
-from ..prompts import check_room, truncated
-from ..sampling import request_options, sampling_params
-from ..wire import TokenLogprob
+from ..engine_process.wire import TokenLogprob
+from ..generation.front import Front, key_name
+from ..generation.generate import Ask, Generation, Piece
+from ..generation.logprobs import completion_logprobs, prompt_logprobs
+from ..generation.prompts import check_room, truncated
+from ..http.errors import refuse
 from .answers import Answer
 from .fields import CompletionBody
 from .generation_route import Prepared, respond
 from .openapi import documented
+from .sampling import request_options, sampling_params
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""

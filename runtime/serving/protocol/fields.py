@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..errors import ApiError, refuse
+from ..http.errors import ApiError, refuse
 
 MAX_STOP = 16
 MAX_STOP_LENGTH = 256

@@ -10,11 +10,11 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from ..errors import ApiError, clean_id, refuse
-from ..front import Front
-from ..generate import Ask, Generation
-from ..json_body import read_body
-from ..stream import CLIENT_CLOSED, GenerationResponse, Renderer
+from ..generation.front import Front
+from ..generation.generate import Ask, Generation
+from ..generation.stream import CLIENT_CLOSED, GenerationResponse, Renderer
+from ..http.errors import ApiError, clean_id, refuse
+from ..http.json_body import read_body
 from .fields import MAX_IGNORED_SHOWN, RequestBody
 
 logger = logging.getLogger(__name__)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from ..admission import unavailable
-from ..errors import JsonResponse
-from ..front import Front
+from ..generation.admission import unavailable
+from ..generation.front import Front
+from ..http.errors import JsonResponse
 from .openapi import documented
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from ...requests.checks import shown
-from ..errors import refuse
+from ..http.errors import refuse
 
 _BLOCKS = {
     "user": ("text", "tool_result"),

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from ..errors import ApiError
-from ..generate import Generation, Piece
+from ..generation.generate import Generation, Piece
+from ..http.errors import ApiError
 from .blocks import Block, Blocks, Change, Closed, Grew, Opened
 
 _ERROR_TYPES = {

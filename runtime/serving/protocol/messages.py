@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...requests.checks import shown
-from ..errors import JsonResponse, refuse
-from ..front import Front
-from ..json_body import read_body, validated
+from ..generation.front import Front
+from ..http.errors import JsonResponse, refuse
+from ..http.json_body import read_body, validated
 from . import chat
 from .chat_request import prompt_of, tools_of
 from .fields import ChatBody, RequestBody

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from ..front import Front
+from ..generation.front import Front
 from .openapi import documented
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...requests.checks import shown
-from ..errors import refuse
+from ..http.errors import refuse
 
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Types of parts that are text → the field that holds it."""

@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...requests.checks import shown
-from ..errors import ApiError, refuse
-from ..front import Front
-from ..json_body import validated
+from ..generation.front import Front
+from ..http.errors import ApiError, refuse
+from ..http.json_body import validated
 from . import chat
 from .fields import ChatBody, RequestBody
 from .generation_route import Prepared, respond

@@ -9,10 +9,10 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..errors import JsonResponse, refuse
-from ..front import Front
-from ..json_body import read_body
-from ..prompts import checked_ids
+from ..generation.front import Front
+from ..generation.prompts import checked_ids
+from ..http.errors import JsonResponse, refuse
+from ..http.json_body import read_body
 from .chat_request import prompt_of
 from .fields import Body, ChatBody
 from .openapi import documented

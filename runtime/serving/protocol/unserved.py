@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from ..errors import ApiError
+from ..http.errors import ApiError
 
 _HIDDEN_STATES = "it needs hidden states, which this server does not keep"
 _TEXT_ONLY = "this server reads and writes text only"

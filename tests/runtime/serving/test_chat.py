@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from torch_pagoda.runtime.serving import sampling
 from torch_pagoda.runtime.serving.formats.events import ContentDelta, Event, ReasoningDelta, ToolCall
 from torch_pagoda.runtime.serving.formats.registry import resolve
+from torch_pagoda.runtime.serving.protocol import sampling
 
 from event_streams import chat_text, events
 from fake_engine import WORDS, FakeEngine

@@ -12,10 +12,10 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from torch_pagoda.runtime.serving import chat_page
-from torch_pagoda.runtime.serving.chat_page import chat_page_router, page_paths
-from torch_pagoda.runtime.serving.markdown import render_blocks
-from torch_pagoda.runtime.serving.markdown_process import MarkdownRenderer, RenderBusy, RenderFailed
+from torch_pagoda.runtime.serving.page import chat_page
+from torch_pagoda.runtime.serving.page.chat_page import chat_page_router, page_paths
+from torch_pagoda.runtime.serving.page.markdown import render_blocks
+from torch_pagoda.runtime.serving.page.markdown_process import MarkdownRenderer, RenderBusy, RenderFailed
 
 
 def in_page(check, renderer: MarkdownRenderer | None = None):
@@ -232,6 +232,6 @@ def test_what_the_page_links_exists():
 
 def test_the_wheel_carries_the_page():
     settings = tomllib.loads((Path(__file__).resolve().parents[3] / "pyproject.toml").read_text(encoding="utf-8"))
-    data = settings["tool"]["setuptools"]["package-data"]["torch_pagoda.runtime.serving"]
+    data = settings["tool"]["setuptools"]["package-data"]["torch_pagoda.runtime.serving.page"]
     covered = {file for pattern in data for file in chat_page.FOLDER.parent.glob(pattern)}
     assert {file for _, file in page_paths()} <= covered

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from torch_pagoda.runtime.serving.counters import COUNTERS, Counters
+from torch_pagoda.runtime.serving.engine_process.counters import COUNTERS, Counters
 
 from toy_client import toy_engine
 

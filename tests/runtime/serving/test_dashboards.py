@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from torch_pagoda.runtime.serving.metrics import ServerMetrics
+from torch_pagoda.runtime.serving.monitoring.metrics import ServerMetrics
 
 RATE = "[$__rate_interval]"
 LATENCIES = ("e2e_request_latency_seconds", "inter_token_latency_seconds", "time_to_first_token_seconds")

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from torch_pagoda.runtime.serving.client import EngineDied, RequestRefused
-from torch_pagoda.runtime.serving.delta_stream import MergedDeltas
-from torch_pagoda.runtime.serving.wire import Delta, RequestTimes, TokenLogprob
+from torch_pagoda.runtime.serving.engine_process.client import EngineDied, RequestRefused
+from torch_pagoda.runtime.serving.engine_process.delta_stream import MergedDeltas
+from torch_pagoda.runtime.serving.engine_process.wire import Delta, RequestTimes, TokenLogprob
 
 TIMES = RequestTimes(0.0, 0.0, 0.0, 1, 0)
 

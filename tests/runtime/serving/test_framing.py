@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from torch_pagoda.runtime.serving.framing import FrameReader, FrameTooLong, FrameWriter
+from torch_pagoda.runtime.serving.engine_process.framing import FrameReader, FrameTooLong, FrameWriter
 
 
 def framed(frame: bytes) -> bytes:

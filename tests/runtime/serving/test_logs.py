@@ -9,10 +9,10 @@ import logging
 
 import pytest
 
-from torch_pagoda.runtime.serving import logs
-from torch_pagoda.runtime.serving.logs import RequestLog, formatter, log_throughput, throughput_line
-from torch_pagoda.runtime.serving.request_record import PromptRecord, RequestRecord
-from torch_pagoda.runtime.serving.wire import RequestTimes
+from torch_pagoda.runtime.serving.engine_process.wire import RequestTimes
+from torch_pagoda.runtime.serving.monitoring import logs
+from torch_pagoda.runtime.serving.monitoring.logs import RequestLog, formatter, log_throughput, throughput_line
+from torch_pagoda.runtime.serving.monitoring.request_record import PromptRecord, RequestRecord
 
 HOSTILE = "a\nINFO forged\r\x1b[2J\x00\x7f\x9b2J\u2028b\u202ec\ud800 status=200 \"'é"
 

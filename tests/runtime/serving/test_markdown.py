@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from torch_pagoda.runtime.serving import code_colours, markdown
-from torch_pagoda.runtime.serving.markdown import render_blocks
+from torch_pagoda.runtime.serving.page import code_colours, markdown
+from torch_pagoda.runtime.serving.page.markdown import render_blocks
 
 TAGS = "p h1 h2 h3 h4 h5 h6 ul ol li blockquote pre code span em strong s a br hr table thead tbody tr th td".split()
 ATTRIBUTES = {

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from torch_pagoda.runtime.serving.markdown_process import MarkdownRenderer, RenderBusy, RenderFailed
+from torch_pagoda.runtime.serving.page.markdown_process import MarkdownRenderer, RenderBusy, RenderFailed
 
 
 def test_a_process_that_was_killed_is_begun_again():
@@ -73,7 +73,7 @@ def test_closing_does_not_wait_for_a_text():
 def test_the_process_ends_with_the_one_that_began_it():
     program = """
 import asyncio, os, signal
-from torch_pagoda.runtime.serving.markdown_process import MarkdownRenderer
+from torch_pagoda.runtime.serving.page.markdown_process import MarkdownRenderer
 renderer = MarkdownRenderer()
 asyncio.run(renderer.render(["a"]))
 print(renderer._process.pid, flush=True)

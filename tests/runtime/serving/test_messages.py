@@ -9,8 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from torch_pagoda.runtime.serving.errors import ApiError
-from torch_pagoda.runtime.serving.json_body import validated
+from torch_pagoda.runtime.serving.http.errors import ApiError
+from torch_pagoda.runtime.serving.http.json_body import validated
 from torch_pagoda.runtime.serving.protocol.message_blocks import chat_messages
 from torch_pagoda.runtime.serving.protocol.messages import MessagesBody, as_chat
 from torch_pagoda.runtime.serving.settings import ApiKey
@@ -141,7 +141,7 @@ def test_a_stop_sequence_is_named(serve, engine, monkeypatch):
 
 
 def _submit():
-    from torch_pagoda.runtime.serving.wire import Submit
+    from torch_pagoda.runtime.serving.engine_process.wire import Submit
 
     return Submit("r", [[1]], {}, {})
 

@@ -13,10 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from torch_pagoda.runtime.serving.histogram import Histogram, one_two_five
-from torch_pagoda.runtime.serving.metrics import MAX_HANDLERS, ServerMetrics, metrics_endpoint
-from torch_pagoda.runtime.serving.request_record import PromptRecord, RequestRecord
-from torch_pagoda.runtime.serving.wire import RequestTimes
+from torch_pagoda.runtime.serving.engine_process.wire import RequestTimes
+from torch_pagoda.runtime.serving.monitoring.histogram import Histogram, one_two_five
+from torch_pagoda.runtime.serving.monitoring.metrics import MAX_HANDLERS, ServerMetrics, metrics_endpoint
+from torch_pagoda.runtime.serving.monitoring.request_record import PromptRecord, RequestRecord
 
 
 class Client:

@@ -15,17 +15,17 @@ from typing import Any
 import psutil
 import pytest
 
-from torch_pagoda.runtime.serving.client import EngineDied, EngineUnavailable
-from torch_pagoda.runtime.serving.process_client import ProcessClient
-from torch_pagoda.runtime.serving.supervisor import EngineProcess, RestartLimit
-from torch_pagoda.runtime.serving.wire import Start, Submit
+from torch_pagoda.runtime.serving.engine_process.client import EngineDied, EngineUnavailable
+from torch_pagoda.runtime.serving.engine_process.process_client import ProcessClient
+from torch_pagoda.runtime.serving.engine_process.supervisor import EngineProcess, RestartLimit
+from torch_pagoda.runtime.serving.engine_process.wire import Start, Submit
 
 from toy_client import TOY_ENGINE_ARGV, merged, read_all
 
 FAKE = """
 import socket, sys
 from msgspec.msgpack import encode
-from torch_pagoda.runtime.serving.wire import *
+from torch_pagoda.runtime.serving.engine_process.wire import *
 sock = socket.socket(fileno=int(sys.argv[1]))
 sock.recv(999)  # what it is told to load
 def send(frame): sock.sendall(len(frame).to_bytes(4, "big") + frame)
@@ -176,8 +176,8 @@ def test_a_front_that_is_killed_leaves_no_engine() -> None:
 import asyncio, sys
 sys.path.insert(0, sys.argv[1])
 from toy_client import TOY_ENGINE_ARGV
-from torch_pagoda.runtime.serving.process_client import ProcessClient
-from torch_pagoda.runtime.serving.wire import Start, Submit
+from torch_pagoda.runtime.serving.engine_process.process_client import ProcessClient
+from torch_pagoda.runtime.serving.engine_process.wire import Start, Submit
 async def main():
     client = ProcessClient(TOY_ENGINE_ARGV, Start("toy", None, {"step_seconds": 0.01}))
     await client.start()

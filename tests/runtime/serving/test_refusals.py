@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from torch_pagoda.runtime.serving.auth import KeyRing
+from torch_pagoda.runtime.serving.http.auth import KeyRing
 from torch_pagoda.runtime.serving.settings import ApiKey, Settings
 
 from event_streams import events

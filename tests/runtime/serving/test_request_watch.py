@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from torch_pagoda.runtime.serving import request_watch
-from torch_pagoda.runtime.serving.request_watch import RequestWatch
-from torch_pagoda.runtime.serving.wire import Delta, RequestTimes
+from torch_pagoda.runtime.serving.engine_process.wire import Delta, RequestTimes
+from torch_pagoda.runtime.serving.monitoring import request_watch
+from torch_pagoda.runtime.serving.monitoring.request_watch import RequestWatch
 
 
 class Latencies:

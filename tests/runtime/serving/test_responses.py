@@ -9,9 +9,9 @@ from typing import Any
 import openai
 import pytest
 
-from torch_pagoda.runtime.serving import sampling
-from torch_pagoda.runtime.serving.errors import ApiError
-from torch_pagoda.runtime.serving.json_body import validated
+from torch_pagoda.runtime.serving.http.errors import ApiError
+from torch_pagoda.runtime.serving.http.json_body import validated
+from torch_pagoda.runtime.serving.protocol import sampling
 from torch_pagoda.runtime.serving.protocol.response_items import input_messages
 from torch_pagoda.runtime.serving.protocol.responses import ResponsesBody, as_chat
 

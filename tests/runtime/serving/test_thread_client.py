@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
-from torch_pagoda.runtime.serving.client import EngineDied, EngineUnavailable, RequestRefused
-from torch_pagoda.runtime.serving.wire import Submit
+from torch_pagoda.runtime.serving.engine_process.client import EngineDied, EngineUnavailable, RequestRefused
+from torch_pagoda.runtime.serving.engine_process.wire import Submit
 
 from toy_client import BYTES, merged, read_all, toy_client, toy_engine
 from toy_program import ToyProgram

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from torch_pagoda.runtime.serving.request_record import PromptRecord, RequestRecord
-from torch_pagoda.runtime.serving.tracing import RequestTracer
-from torch_pagoda.runtime.serving.wire import RequestTimes
+from torch_pagoda.runtime.serving.engine_process.wire import RequestTimes
+from torch_pagoda.runtime.serving.monitoring.request_record import PromptRecord, RequestRecord
+from torch_pagoda.runtime.serving.monitoring.tracing import RequestTracer
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_failure_is_marked(traced):
 
 def test_nothing_is_imported_without_an_endpoint():
     code = (
-        "import sys, torch_pagoda.runtime.serving.tracing as t, torch_pagoda.runtime.serving.metrics\n"
+        "import sys, torch_pagoda.runtime.serving.monitoring.tracing as t, torch_pagoda.runtime.serving.metrics\n"
         "assert not [m for m in sys.modules if m.startswith('opentelemetry')]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -14,8 +14,8 @@ import pytest
 from msgspec.msgpack import Decoder, encode
 
 from torch_pagoda.runtime.engine.engine import Engine
-from torch_pagoda.runtime.serving.framing import MAX_FRAME, FrameReader
-from torch_pagoda.runtime.serving.wire import (
+from torch_pagoda.runtime.serving.engine_process.framing import MAX_FRAME, FrameReader
+from torch_pagoda.runtime.serving.engine_process.wire import (
     EXIT_BAD_MESSAGE,
     EXIT_BROKEN,
     EXIT_DONE,
@@ -28,7 +28,7 @@ from torch_pagoda.runtime.serving.wire import (
     Step,
     Submit,
 )
-from torch_pagoda.runtime.serving.worker import Worker
+from torch_pagoda.runtime.serving.engine_process.worker import Worker
 
 from toy_client import toy_engine
 

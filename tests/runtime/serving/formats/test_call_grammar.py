@@ -7,14 +7,7 @@ from typing import Any
 
 import pytest
 
-from torch_pagoda.runtime.serving.formats import (
-    Format,
-    ToolCall,
-    ToolChoice,
-    check_tools,
-    render,
-    resolve,
-)
+from torch_pagoda.runtime.serving.formats import Format, ToolCall, ToolChoice, check_tools, render, resolve
 
 from chat_families import EOS, FAMILIES, chat_tokenizer
 

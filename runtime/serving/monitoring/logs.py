@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from .client import EngineClient
+from ..engine_process.client import EngineClient
 from .request_record import RequestRecord
 
 logger = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
-from .client import EngineClient, EngineUnavailable
-from .errors import ApiError
-from .settings import Settings
+from ..engine_process.client import EngineClient, EngineUnavailable
+from ..http.errors import ApiError
+from ..settings import Settings
 
 _RATE_WINDOW = 256
 """Latest completions whose ends tell the rate."""

@@ -19,7 +19,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from starlette.requests import Request
 from starlette.responses import Response
 
-from .client import EngineClient
+from ..engine_process.client import EngineClient
 from .engine_families import MetricsPrefix, engine_families, histogram_family, labelled, renamed
 from .histogram import (
     COUNTS_OF_N,

@@ -13,11 +13,11 @@ from typing import Any
 from msgspec import DecodeError
 from msgspec.msgpack import Decoder, Encoder
 
-from ..batching.batcher import QueueFull
-from ..engine.engine import Engine
-from ..requests.outputs import Logprob, RequestMetrics, StreamPiece
-from ..requests.request_options import RequestOptions
-from ..requests.sampling_params import SamplingParams
+from ...batching.batcher import QueueFull
+from ...engine.engine import Engine
+from ...requests.outputs import Logprob, RequestMetrics, StreamPiece
+from ...requests.request_options import RequestOptions
+from ...requests.sampling_params import SamplingParams
 from .framing import FrameReader, FrameTooLong, FrameWriter
 from .wire import (
     EXIT_BAD_MESSAGE,

@@ -14,8 +14,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ..http.errors import ApiError, JsonResponse, internal_error
 from .choices import Choices
-from .errors import ApiError, JsonResponse, internal_error
 from .generate import Generation, Piece
 
 DONE = b"data: [DONE]\n\n"

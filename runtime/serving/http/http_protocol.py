@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from ..settings import Settings
 from .errors import ApiError
-from .settings import Settings
 
 MAX_HEAD_BYTES = 64 * 1024
 """Of a request's line and headers."""

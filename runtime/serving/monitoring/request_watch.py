@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from ..engine_process.wire import Delta, RequestTimes
 from .request_record import PromptRecord, RequestRecord
-from .wire import Delta, RequestTimes
 
 
 class TakesLatencies(Protocol):

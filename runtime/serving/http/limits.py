@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..settings import is_loopback
 from .errors import ApiError
-from .settings import is_loopback
 
 
 class HostMiddleware:

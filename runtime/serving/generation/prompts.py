@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..requests.checks import shown
-from ..requests.conversation import Message, render_conversation
-from ..requests.tokenise import cut_above, tokenise
-from .errors import ApiError, refuse
+from ...requests.checks import shown
+from ...requests.conversation import Message, render_conversation
+from ...requests.tokenise import cut_above, tokenise
+from ..http.errors import ApiError, refuse
 
 INLINE_CHARACTERS = 32 * 1024
 """Of texts that are tokenised on the event loop; longer ones go to a thread, so that no stream waits for them."""

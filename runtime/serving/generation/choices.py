@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .formats.events import ToolCall
+from ..engine_process.wire import TokenLogprob
+from ..formats.events import ToolCall
 from .generate import Piece
-from .wire import TokenLogprob
 
 
 @dataclass(slots=True)

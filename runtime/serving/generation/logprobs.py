@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from .wire import TokenLogprob
+from ..engine_process.wire import TokenLogprob
 
 LOWEST = -9999.0
 """For minus infinity, which JSON has no word for."""

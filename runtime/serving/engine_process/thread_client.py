@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from ..engine.engine import Engine
+from ...engine.engine import Engine
 from .socket_client import SocketClient
 from .worker import Worker
 

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..engine_process.client import DeltaStream, EngineDied, EngineUnavailable, RequestRefused
+from ..engine_process.wire import Delta, Submit, TokenLogprob
+from ..formats.events import ContentDelta, Event, ReasoningDelta, ToolCall, merge_events
+from ..formats.format import AnswerParser
+from ..http.errors import ApiError, from_value_error
+from ..monitoring.request_watch import RequestWatch
 from .admission import Ticket, of_unavailable, unavailable
-from .client import DeltaStream, EngineDied, EngineUnavailable, RequestRefused
-from .errors import ApiError, from_value_error
-from .formats.events import ContentDelta, Event, ReasoningDelta, ToolCall, merge_events
-from .formats.format import AnswerParser
 from .front import Front
 from .prompts import Prompt
-from .request_watch import RequestWatch
-from .wire import Delta, Submit, TokenLogprob
 
 logger = logging.getLogger(__name__)
 

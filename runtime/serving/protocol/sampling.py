@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from ..requests.request_limits import MAX_PRIORITY
-from ..requests.sampling_params import SamplingParams
-from .errors import from_value_error, refuse
-from .protocol.fields import GenerationBody
-from .settings import Settings
+from ...requests.request_limits import MAX_PRIORITY
+from ...requests.sampling_params import SamplingParams
+from ..http.errors import from_value_error, refuse
+from ..settings import Settings
+from .fields import GenerationBody
 from .structured import structured_outputs
 
 _SAME_NAME = (

@@ -7,18 +7,18 @@ import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..engine_process.client import EngineClient, EngineUnavailable
+from ..formats.registry import AnyFormat
+from ..http.errors import ApiError
+from ..monitoring.logs import RequestLog
+from ..monitoring.metrics import ServerMetrics
+from ..monitoring.request_record import RequestRecord
+from ..monitoring.request_watch import RequestWatch
+from ..monitoring.tracing import RequestTracer
+from ..page.markdown_process import MarkdownRenderer
+from ..settings import Settings
 from .admission import Admission
-from .client import EngineClient, EngineUnavailable
-from .errors import ApiError
-from .formats.registry import AnyFormat
-from .logs import RequestLog
-from .markdown_process import MarkdownRenderer
-from .metrics import ServerMetrics
 from .prompts import Prompts
-from .request_record import RequestRecord
-from .request_watch import RequestWatch
-from .settings import Settings
-from .tracing import RequestTracer
 
 if TYPE_CHECKING:
     from .generate import Generation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .wire import RequestTimes
+from ..engine_process.wire import RequestTimes
 
 
 @dataclass(frozen=True, slots=True)

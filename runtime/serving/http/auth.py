@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ..settings import ApiKey
 from .errors import ApiError
-from .settings import ApiKey
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/ready", "/ping", "/version"})
 """Served without a key: balancers ask them."""

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..requests.checks import shown
-from .errors import refuse
+from ...requests.checks import shown
+from ..http.errors import refuse
 
 if TYPE_CHECKING:
-    from .protocol.fields import GenerationBody
+    from .fields import GenerationBody
 
 MAX_BYTES = 256 * 1024
 """Of a schema or grammar."""

@@ -8,7 +8,7 @@ import msgspec
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from ..requests.checks import shown
+from ...requests.checks import shown
 from .errors import ApiError, refuse
 
 MAX_DEPTH = 64

@@ -1,0 +1,1 @@
+"""The engine behind a socket: messages, the process that runs it, and the client that asks it."""
