@@ -9,6 +9,8 @@ from environment import BUILDS, ROOT, CannotEmulate, Emulated, set_up
 
 OPERATORS = ROOT / "tests/runtime/ops"
 QUICK = [OPERATORS / f"test_{name}.py" for name in ("packed_linear", "quantized_linear", "rms_norm")]
+OF_QUICK = "not quantized_linear or (test_the_kernel_equals_the_reference and shape2 and float32)"
+"""A minute's worth: of rounded weights, each width and layout with inputs that fill no step."""
 OTHERS = sorted(
     path
     for path in OPERATORS.glob("test_*.py")
@@ -31,6 +33,12 @@ def emulated() -> Emulated:
 
 @pytest.mark.parametrize("build", BUILDS)
 def test_products(emulated: Emulated, build: str, tmp_path: Path) -> None:
+    _run_tests(emulated, build, QUICK, tmp_path, "-k", OF_QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", BUILDS)
+def test_all_products(emulated: Emulated, build: str, tmp_path: Path) -> None:
     _run_tests(emulated, build, QUICK, tmp_path)
 
 
@@ -49,10 +57,10 @@ def test_quickstart(emulated: Emulated, build: str, tmp_path: Path) -> None:
     assert "exact: 512/512 tokens equal transformers" in done.stdout
 
 
-def _run_tests(emulated: Emulated, build: str, paths: list[Path], scratch: Path) -> None:
+def _run_tests(emulated: Emulated, build: str, paths: list[Path], scratch: Path, *only: str) -> None:
     options = ["-q", "-p", "cross_built_kernels", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
     settings = ["-c", str(ROOT / "pyproject.toml"), "-o", "addopts=--import-mode=importlib"]
-    done = emulated.run(BUILDS[build], ["-m", "pytest", *options, *settings, *map(str, paths)], scratch)
+    done = emulated.run(BUILDS[build], ["-m", "pytest", *options, *settings, *only, *map(str, paths)], scratch)
     said = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     # 5: all tests of the file are for another processor, which cannot be true of products.
     assert done.returncode == 0 or (done.returncode == 5 and paths != QUICK), said

@@ -112,9 +112,10 @@ def test_the_kernel_equals_the_reference(rows, shape, scheme, dtype):
     found = call(quantized_linear_cpu, x, packed, bias, outputs, scheme)
     expected = call(quantized_linear_reference, x, packed, bias, outputs, scheme)
     assert (found.dtype, found.shape, found.is_contiguous()) == (dtype, expected.shape, True)
-    # Sums in float32, in another order; the result is rounded once.
+    # Sums in float32, in another order; the result is rounded once. The terms' magnitudes add up to about
+    # 0.6 * sqrt(inputs), of which both sums lose a few units in the last place.
     epsilon = torch.finfo(dtype).eps if dtype != torch.float32 else 2e-6
-    torch.testing.assert_close(found, expected, rtol=epsilon, atol=2e-6)
+    torch.testing.assert_close(found, expected, rtol=epsilon, atol=2e-7 * inputs**0.5)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=names)
