@@ -65,9 +65,9 @@ def send(page, text, wait=True):
         ended(page)
 
 
-def ended(page):
+def ended(page, seconds=120):
     """Wait until the last answer is complete and formatted."""
-    page.wait_for_selector("#messages > .assistant:last-child[aria-busy=false]")
+    page.wait_for_selector("#messages > .assistant:last-child[aria-busy=false]", timeout=1000 * seconds)
     page.wait_for_selector("#messages > .assistant:last-child .pending", state="detached")
 
 

@@ -52,6 +52,7 @@ def test_a_reader_who_scrolls_up_is_left_there(visit, fake):
     fake.delay = 0.005
     page = visit()
     send(page, "long", wait=False)
+    page.wait_for_selector(".block:nth-child(20)")
     until(page, "document.querySelector('#scroller').scrollTop > 300")
     page.mouse.move(700, 400)
     page.mouse.wheel(0, -250)

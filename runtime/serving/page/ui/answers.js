@@ -1,6 +1,7 @@
 // What can be asked: a message, an answer again, its continuation, a change of what was said.
 
 import { announce } from "./dom.js";
+import { warm } from "./markdown.js";
 import { conversations, save, state, turns } from "./state.js";
 import { emptyMessage } from "./store.js";
 import { Turn } from "./turn.js";
@@ -46,6 +47,7 @@ async function run(message, continues = false) {
   showState();
   toEnd();
   announce("Answering");
+  warm();
   await turn.chat(message, continues);
   turns.delete(conversation.id);
   cancelAnimationFrame(frame);

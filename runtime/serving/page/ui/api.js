@@ -68,8 +68,6 @@ export async function request(path, { body, signal, quiet = false } = {}) {
         headers,
         body: body === undefined ? undefined : JSON.stringify(body),
         signal,
-        credentials: "omit",
-        redirect: "error",
       });
     } catch (error) {
       if (signal?.aborted) throw error;

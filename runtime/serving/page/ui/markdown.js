@@ -37,6 +37,9 @@ async function render(texts) {
   return (await response.json()).results;
 }
 
+// The server begins its renderer with the first text: better before the answer is there.
+export const warm = () => render([""]).catch(() => {});
+
 let queue = [];
 
 // Stored messages that are shown together are rendered together.
