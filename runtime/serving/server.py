@@ -154,7 +154,7 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Without handlers of signals of its own."""
+    """A uvicorn server without handlers of signals of its own."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Everything that the routes of one server share; there are no globals."""
+"""State that the routes of one server share; there are no globals."""
 
 from __future__ import annotations
 
