@@ -72,6 +72,10 @@ def documented(
     """
     error = {"application/json": {"schema": {"$ref": _REF.format(model=form)}}}
     extra: dict[str, Any] = {}
+    answers: dict[int, dict[str, Any]] = {}
+    if body is not None and "stream" in body.model_fields:
+        kinds: dict[str, Any] = {"application/json": {}, "text/event-stream": {"schema": {"type": "string"}}}
+        answers[200] = {"description": "The answer, or its events with stream=true.", "content": kinds}
     if body is not None:
         schema = {"$ref": _REF.format(model=body.__name__)}
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
@@ -79,7 +83,10 @@ def documented(
         "summary": summary,
         "openapi_extra": extra,
         "response_model": None,
-        "responses": {status: {"description": _ERRORS[status], "content": error} for status in errors},
+        "responses": {
+            **answers,
+            **{status: {"description": _ERRORS[status], "content": error} for status in errors},
+        },
     }
 
 

@@ -311,7 +311,9 @@ def test_the_description_has_anthropics_errors(serve):
         return (await client.get("/openapi.json")).json()
 
     schema = run(serve, work)
-    content = schema["paths"]["/v1/messages"]["post"]["responses"]["400"]["content"]
+    responses = schema["paths"]["/v1/messages"]["post"]["responses"]
+    assert responses["200"]["content"].keys() == {"application/json", "text/event-stream"}
+    content = responses["400"]["content"]
     assert content["application/json"]["schema"] == {"$ref": "#/components/schemas/AnthropicError"}
     jsonschema.validate(post(serve, {"max_tokens": 0}).json(), schema["components"]["schemas"]["AnthropicError"])
     assert {"MessagesBody", "CountTokensBody", "ResponsesBody"} <= schema["components"]["schemas"].keys()
