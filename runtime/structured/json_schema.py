@@ -51,6 +51,21 @@ def json_options(whitespace: str, *, lenient: bool) -> dict[str, Any]:
     return {**(free if whitespace == "any" else spaced), **strings, "lenient": lenient, "coerce_one_of": lenient}
 
 
+def embedded_schema(name: str, schema: Any, *, lenient: bool) -> dict[str, Any]:
+    """A schema as it stands behind ``%json`` in a grammar of ours, written without needless whitespace: where any is
+    allowed, weak models write it until they are stopped.
+
+    Args:
+        name: of the field, for the message.
+        schema: plain JSON, an object or a bool.
+        lenient: leave out what cannot be enforced.
+
+    Raises:
+        ValueError: as ``checked_schema``.
+    """
+    return {**checked_schema(name, schema), "x-guidance": json_options("compact", lenient=lenient)}
+
+
 def checked_schema(name: str, schema: Any) -> dict[str, Any]:
     """The schema, or ``{"type": "object"}`` for one that constrains nothing.
 

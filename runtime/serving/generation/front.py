@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..engine_process.client import EngineClient, EngineUnavailable
@@ -18,6 +19,7 @@ from ..monitoring.tracing import RequestTracer
 from ..page.markdown_process import MarkdownRenderer
 from ..settings import Settings
 from .admission import Admission
+from .grammars import Grammars
 from .prompts import Prompts
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ class Front:
         self.metrics = ServerMetrics(client, settings.model_name, longest, settings.metrics_prefix)
         self.renderer = MarkdownRenderer()
         """Of the chat page."""
+        self.grammars = Grammars(tokenizer, partial(self.metrics.observe_grammar, "compile"))
         self.prompts = Prompts(tokenizer, settings.chat_template, settings.chat_template_kwargs)
         self.admission = Admission(settings, client)
         self.generations: set[Generation] = set()
@@ -70,6 +73,7 @@ class Front:
     def close(self) -> None:
         """End what belongs to the server; the engine does not."""
         self.prompts.close()
+        self.grammars.close()
         self.renderer.close()
         if self.tracer is not None:
             self.tracer.close()

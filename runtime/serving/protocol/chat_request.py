@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from ...requests.checks import shown
+from ...structured.json_schema import embedded_schema
 from ..formats.format import Format
 from ..formats.registry import AnyFormat
 from ..formats.tools import Tool, ToolChoice, check_tool_choice, check_tools, chosen
@@ -44,9 +46,15 @@ def call_grammar(front: Front, body: ChatBody, tools: list[Tool], choice: ToolCh
         ApiError: 400; calls are to be enforced, which this model's format does not allow.
     """
     assert front.formats is not None
-    if choice.mode != "required" and not any(tool.strict for tool in tools):
+    strict = any(tool.strict for tool in tools)
+    if choice.mode != "required" and not strict:
         return None
-    grammar = front.formats.grammar(tools, choice, parallel=body.parallel_tool_calls is not False)
+    prepare = partial(embedded_schema, "tools: a schema of parameters", lenient=not strict)
+    parallel = body.parallel_tool_calls is not False
+    try:
+        grammar = front.formats.grammar(tools, choice, parallel=parallel, prepare=prepare)
+    except ValueError as error:
+        raise ApiError(400, "invalid_schema", str(error), param="tools") from error
     if grammar is None and choice.mode == "required":
         text = "calls cannot be enforced in this model's format; use tool_choice='auto'"
         refuse("tool_choice", text, "unsupported_parameter")

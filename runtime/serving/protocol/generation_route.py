@@ -56,6 +56,9 @@ async def respond(
         model = watch.model = front.model_name(body.model)
         headers = _ignored_header(front, body)
         prepared = await prepare(front, request, body, model)
+        if (constraint := prepared.ask.params.get("structured_outputs")) is not None:
+            warnings = await front.grammars.check(constraint, front.client.hello.vocab_size)
+            headers |= _warnings_header(warnings)
         generation = Generation(front, prepared.ask, watch)
         renderer = prepared.renderer(generation)
     except ApiError as error:
@@ -75,6 +78,12 @@ def _checked_id(text: str) -> str:
     if found is None:
         refuse("request_id", "request_id is no id; use 1 to 128 printable ASCII characters without spaces")
     return found
+
+
+def _warnings_header(warnings: list[str]) -> dict[str, str]:
+    """The header that says what of a schema is not enforced."""
+    text = "; ".join(" ".join(warning.split()) for warning in warnings)[:1000]
+    return {"x-pagoda-schema-warnings": text.encode("ascii", "replace").decode()} if text else {}
 
 
 def _ignored_header(front: Front, body: RequestBody) -> dict[str, str]:

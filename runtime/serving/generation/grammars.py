@@ -1,0 +1,76 @@
+"""Grammars of requests, compiled before a request goes to the engine: a bad one is refused at once, with the reason."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ...structured.grammar import check_structured
+from ..http.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+MAX_SECONDS = 5.0
+"""For one grammar; llguidance's own limits end most that would take longer."""
+MAX_WAITING = 64
+"""Grammars under way; those that have been seen cost microseconds."""
+
+
+class Grammars:
+    """Compiles what requests ask for, away from the event loop.
+
+    Args:
+        tokenizer: the engine's; None: nothing can be constrained.
+        observe: takes the seconds of each.
+    """
+
+    def __init__(self, tokenizer: Any, observe: Callable[[float], None] = lambda seconds: None) -> None:
+        self._tokenizer, self._observe = tokenizer, observe
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="pagoda-grammar")
+        self._waiting = 0
+
+    async def check(self, structured_outputs: object, vocab_size: int) -> list[str]:
+        """Compile one.
+
+        Args:
+            structured_outputs: as for ``SamplingParams``.
+            vocab_size: of the model.
+
+        Returns:
+            Warnings: what of a schema is not enforced.
+
+        Raises:
+            ApiError: 400, it cannot be enforced; 429, too many are under way.
+        """
+        if self._tokenizer is None:
+            raise ApiError(
+                400, "unsupported_parameter", "this server has no tokenizer, so no answer can be constrained"
+            )
+        if self._waiting >= MAX_WAITING:
+            text = f"{MAX_WAITING} grammars are being compiled; try again soon"
+            raise ApiError(429, "queue_full", text, headers={"retry-after": "1"})
+        self._waiting += 1
+        begin = time.perf_counter()
+        try:
+            work = asyncio.get_running_loop().run_in_executor(
+                self._pool, check_structured, structured_outputs, self._tokenizer, vocab_size
+            )
+            work.add_done_callback(lambda _: self._ended(begin))
+            return await asyncio.wait_for(asyncio.shield(work), MAX_SECONDS)
+        except TimeoutError:
+            text = f"the grammar takes more than {MAX_SECONDS:g} s to compile; simplify it"
+            raise ApiError(400, "invalid_schema", text, param="structured_outputs") from None
+        except ValueError as error:
+            raise ApiError(400, "invalid_schema", str(error), param="structured_outputs") from error
+
+    def _ended(self, begin: float) -> None:
+        self._waiting -= 1
+        self._observe(time.perf_counter() - begin)
+
+    def close(self) -> None:
+        """Take no more; what is under way ends by itself."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
