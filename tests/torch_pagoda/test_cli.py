@@ -178,7 +178,7 @@ def test_a_prompt_at_its_deadline_is_named(run: Callable[..., tuple[int, str, st
         (["-p", "x", "--deadline", "nan"], ["deadline=nan", "seconds"]),
         (["-p", "x", "--priority", "1", "--priority", "2"], ["priority has 2 entries for 1 prompts"]),
         (["-p", "x", "--client", "a", "--client", "b"], ["client has 2 entries for 1 prompts"]),
-        (["-p", "x", "--max-tokens", "0"], ["max_tokens=0"]),
+        (["-p", "x", "--max-tokens", "-1"], ["max_tokens=-1"]),
         (["-p", "x", "--temperature", "-1"], ["temperature=-1"]),
         (["-p", "x", "--top-p", "1.5"], ["top_p=1.5"]),
         (["-p", "x", "--presence-penalty", "3"], ["presence_penalty=3"]),

@@ -31,13 +31,10 @@ class Served:
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
-        self.client: ProcessClient = self.run(self._start())
-
-    async def _start(self) -> ProcessClient:
-        client = ProcessClient(engine_argv(), Start(MODEL, None, OPTIONS), restarts=RestartLimit(1))
-        await client.start()
-        await client.wait_ready()
-        return client
+        self.client = ProcessClient(engine_argv(), Start(MODEL, None, OPTIONS), restarts=RestartLimit(1))
+        self.run(self.client.start())
+        self.llm = LLM(MODEL, **OPTIONS)  # the same in this process, while the other loads
+        self.run(self.client.wait_ready())
 
     def run(self, coroutine: Any) -> Any:
         return self._runner.run(asyncio.wait_for(coroutine, 120))
@@ -56,14 +53,8 @@ def served() -> Iterator[Served]:
         served.close()
 
 
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    """The same model in this process; it costs less in a second than the other in a first."""
-    return LLM(MODEL, **OPTIONS)
-
-
-def test_it_says_what_it_serves(served: Served, llm: LLM) -> None:
-    hello = served.client.hello
+def test_it_says_what_it_serves(served: Served) -> None:
+    llm, hello = served.llm, served.client.hello
     assert hello.model == MODEL and hello.device == "cpu" and hello.max_num_seqs == 8 and hello.max_queue == 16
     assert hello.max_model_len == llm.max_model_len and hello.vocab_size == 2048
     assert hello.default_params == llm.recommended_params
@@ -79,8 +70,8 @@ def test_it_says_what_it_serves(served: Served, llm: LLM) -> None:
         {"temperature": 1.0, "seed": 1, "max_tokens": 12, "allowed_token_ids": list(range(90, 200))},
     ],
 )
-def test_text_is_that_of_generate(served: Served, llm: LLM, params: dict[str, Any], streams: bool) -> None:
-    outputs = llm.generate(PROMPTS, SamplingParams(**params))
+def test_text_is_that_of_generate(served: Served, params: dict[str, Any], streams: bool) -> None:
+    outputs = served.llm.generate(PROMPTS, SamplingParams(**params))
     prompts = [output.prompt_token_ids for output in outputs]
 
     async def use() -> list[Any]:

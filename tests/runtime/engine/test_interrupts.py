@@ -164,10 +164,9 @@ def test_an_interrupted_step_loses_nothing() -> None:
         assert_idle(engine)
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_an_interrupted_step_loses_and_repeats_no_piece(n: int) -> None:
+def test_an_interrupted_step_loses_and_repeats_no_piece() -> None:
     _, engine = make_engine()
-    params = SamplingParams(temperature=0, max_tokens=5, stop=["zzzz"], logprobs=1, prompt_logprobs=0, n=n)
+    params = SamplingParams(temperature=0, max_tokens=5, stop=["zzzz"], logprobs=1, prompt_logprobs=0, n=2)
     want = [output.outputs for output in engine.generate(PROMPTS, params)]
     lines = 0
     for prompt in PROMPTS:
@@ -175,8 +174,8 @@ def test_an_interrupted_step_loses_and_repeats_no_piece(n: int) -> None:
     while engine.has_unfinished():
         lines = max(lines, count_lines(engine.step_pieces))
     interrupted = 0
-    # The last lines, where pieces are made and given, are all hit; of the others, which ``step`` has too, some.
-    for at in (*range(0, lines - 200, 97), *range(lines - 200, lines, 3)):
+    # Most of the last lines are hit, where pieces are made and given; of the others, which ``step`` has too, some.
+    for at in (*range(0, lines - 200, 211), *range(lines - 200, lines, 5)):
         names = [engine.submit(prompt, params) for prompt in PROMPTS]
         pieces: list[Any] = []
 
