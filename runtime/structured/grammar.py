@@ -122,7 +122,7 @@ def _compile(asked: AskedOutput, vocabulary: Vocabulary) -> Grammar:
 
 
 def _first_steps(name: str, matcher: Any) -> str:
-    """What goes wrong with the first two masks: what takes too much work, or allows nothing, never runs."""
+    """The error of the first two masks, "" for none: what takes too much work, or allows nothing, never runs."""
     allowed = int.from_bytes(matcher.compute_bitmask(), "little")
     if not allowed and not matcher.is_error():
         raise ValueError(f"{name} allows no text at all; loosen it")

@@ -96,7 +96,7 @@ def checked_schema(name: str, schema: Any) -> dict[str, Any]:
 
 
 def unsound_parts(schema: Any) -> list[str]:
-    """What of a schema an output may break although llguidance takes it; a line for each."""
+    """Name the parts of a schema that an output may break although llguidance takes them; a line for each."""
     found: dict[str, None] = {}
     for keyword, value, around in _keywords(schema):
         if keyword == "minProperties" and isinstance(value, int | float):

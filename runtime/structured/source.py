@@ -1,4 +1,4 @@
-"""What is asked for, written in the language that llguidance compiles."""
+"""Grammars in the language that llguidance compiles, written from what is asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a caller may ask for: read, bounded, refused with a reason; SamplingParams that carry it."""
+"""Requests for structured output: read, bounded, refused with a reason; SamplingParams that carry it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a completion under a grammar ends, and what else may be asked beside one."""
+"""Ends of completions under a grammar, and what else may be asked beside one."""
 
 from __future__ import annotations
 

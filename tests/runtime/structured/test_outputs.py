@@ -32,7 +32,7 @@ def params_for(schema: Schema, seed: int, **options: Any) -> SamplingParams:
 
 
 def assert_valid(schema: Schema, output: CompletionOutput) -> bool:
-    """Whether it is finished; then it is valid."""
+    """Hold a finished output against its schema; returns whether it is finished."""
     assert output.error is None and output.finish_reason in ("stop", "length")
     if output.finish_reason == "length":
         return False
