@@ -1,4 +1,4 @@
-"""Grammars of requests, compiled before a request goes to the engine: a bad one is refused at once, with the reason."""
+"""Grammars of requests, compiled before they go to the engine: a bad one is refused at once, with the reason."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from .chat_request import call_grammar, may_reason, prompt_of, reasoning_ahead, 
 from .fields import ChatBody
 from .generation_route import Prepared, respond
 from .openapi import documented
-from .sampling import constrained, request_options, sampling_params
+from .sampling import request_options, sampling_params
 
 
 def chat_router(front: Front) -> APIRouter:
@@ -70,7 +70,7 @@ async def prepare(front: Front, request: Request, body: ChatBody, model: str) ->
     if tools and (grammar := call_grammar(front, body, tools, choice)) is not None:
         if "structured_outputs" in params:
             refuse("tool_choice", "tool_choice and response_format constrain the same text; send one of them")
-        params["structured_outputs"] = constrained({"grammar": grammar})
+        params["structured_outputs"] = {"grammar": grammar}
     formats = front.formats
     make_parser: Callable[[], AnswerParser] | None = None
     if formats is not None and (tools or may_reason(formats)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from ...requests.request_limits import MAX_PRIORITY
@@ -19,8 +18,6 @@ _SAME_NAME = (
     *("n", "prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output"),
 )
 """Fields that ``SamplingParams`` has under the same name."""
-
-_KNOWN = frozenset(field.name for field in fields(SamplingParams))
 
 
 def sampling_params(
@@ -54,23 +51,12 @@ def sampling_params(
         if (params.get(name) or 1) > settings.max_n:
             refuse(name, f"{name}={params[name]} is above the limit of {settings.max_n}; ask for fewer")
     if (constraint := structured_outputs(body)) is not None:
-        params["structured_outputs"] = constrained(constraint)
+        params["structured_outputs"] = constraint
     try:
         SamplingParams(**params)
     except ValueError as error:
         raise from_value_error(error) from error
     return params
-
-
-def constrained(constraint: dict[str, Any]) -> dict[str, Any]:
-    """The constraint, if the engine knows of such.
-
-    Raises:
-        ApiError: 400.
-    """
-    if "structured_outputs" not in _KNOWN:
-        refuse("response_format", "constrained output is not served; leave it out", "unsupported_parameter")
-    return constraint
 
 
 def request_options(body: GenerationBody, settings: Settings, key_name: str | None) -> dict[str, Any]:

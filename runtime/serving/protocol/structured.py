@@ -75,7 +75,8 @@ def _of_response_format(value: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _of_own(value: dict[str, Any]) -> dict[str, Any] | None:
-    given = {key: inner for key, inner in value.items() if inner not in (None, False)}
+    off = ("json_object", False)
+    given = {key: inner for key, inner in value.items() if inner is not None and (key, inner) != off}
     if not given:
         return None
     kinds = [key for key in given if key in KINDS]

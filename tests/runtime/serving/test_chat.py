@@ -9,7 +9,6 @@ import pytest
 
 from torch_pagoda.runtime.serving.formats.events import ContentDelta, Event, ReasoningDelta, ToolCall
 from torch_pagoda.runtime.serving.formats.registry import resolve
-from torch_pagoda.runtime.serving.protocol import sampling
 
 from event_streams import chat_text, events
 from fake_engine import WORDS, FakeEngine
@@ -154,7 +153,7 @@ class Marked:
         return MarkedParser()
 
     def grammar(self, tools: Any, choice: Any, **_: Any) -> str:
-        return f"{choice.mode} " + " ".join(tool.name for tool in tools)
+        return f'start: "{choice.mode} {" ".join(tool.name for tool in tools)}"'
 
 
 class MarkedParser:
@@ -232,9 +231,8 @@ async def test_a_parser_splits_the_text(serve: Any, engine: FakeEngine, shows: b
     ],
 )
 async def test_tools_that_the_choice_leaves(
-    serve: Any, engine: FakeEngine, tokenizer: Any, choice: Any, names: Any, monkeypatch: pytest.MonkeyPatch
+    serve: Any, engine: FakeEngine, tokenizer: Any, choice: Any, names: Any
 ) -> None:
-    monkeypatch.setattr(sampling, "_KNOWN", {*sampling._KNOWN, "structured_outputs"})
     template = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}."
     tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
     async with serve(chat_template=template, formats=Marked()) as client:
@@ -246,7 +244,7 @@ async def test_tools_that_the_choice_leaves(
     assert response.status_code == 200, response.text
     assert tokenizer.decode(engine.submits[0].prompts[0]) == "".join(names or []) + "."
     forced = choice == "required" or (isinstance(choice, dict) and choice["type"] == "function")
-    grammar = {"grammar": "required " + " ".join(names or [])}
+    grammar = {"grammar": f'start: "required {" ".join(names or [])}"'}
     assert engine.submits[0].params.get("structured_outputs") == (grammar if forced else None)
 
 

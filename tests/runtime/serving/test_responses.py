@@ -11,7 +11,6 @@ import pytest
 
 from torch_pagoda.runtime.serving.http.errors import ApiError
 from torch_pagoda.runtime.serving.http.json_body import validated
-from torch_pagoda.runtime.serving.protocol import sampling
 from torch_pagoda.runtime.serving.protocol.response_items import input_messages
 from torch_pagoda.runtime.serving.protocol.responses import ResponsesBody, as_chat
 
@@ -213,8 +212,7 @@ def test_fields_become_those_of_a_chat_request():
     }
 
 
-def test_tool_choice_reaches_the_formats(serve, monkeypatch):
-    monkeypatch.setattr(sampling, "_KNOWN", {*sampling._KNOWN, "structured_outputs"})
+def test_tool_choice_reaches_the_formats(serve):
     formats = MarkedFormats()
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "look_up"}]}
     for choice in ("required", {"type": "function", "name": "look_up"}, allowed):

@@ -1,0 +1,87 @@
+"""Constraints of requests: compiled before they go to the engine, refused with a reason, or with a warning."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from torch_pagoda.runtime.serving.generation import grammars
+from torch_pagoda.runtime.serving.generation.grammars import Grammars
+from torch_pagoda.runtime.serving.http.errors import ApiError
+
+from fake_engine import FakeEngine
+
+pytestmark = pytest.mark.anyio
+
+URL = "/v1/completions"
+UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+
+
+def schema_format(schema: Any, strict: bool) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": strict}}
+
+
+async def asked(serve: Any, **fields: Any) -> Any:
+    async with serve() as client:
+        return await client.post(URL, json={"prompt": "a", "max_tokens": 4, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"response_format": schema_format(UNIQUE, True)}, "uniqueItems"),
+        ({"structured_outputs": {"regex": "(a"}}, "regex"),
+        ({"structured_outputs": {"grammar": "start: nothing"}}, "grammar"),
+        ({"structured_outputs": {"json": False}}, "allows no text"),
+        ({"guided_choice": []}, "choice"),
+    ],
+)
+async def test_what_cannot_be_enforced_is_refused_before_the_engine_sees_it(
+    serve: Any, engine: FakeEngine, fields: dict[str, Any], reason: str
+) -> None:
+    response = await asked(serve, **fields)
+    assert response.status_code == 400 and reason in response.json()["error"]["message"], response.text
+    assert engine.submits == []
+
+
+async def test_what_a_client_does_not_insist_on_is_left_out_and_named(serve: Any, engine: FakeEngine) -> None:
+    response = await asked(serve, response_format=schema_format(UNIQUE, False))
+    assert response.status_code == 200, response.text
+    assert "uniqueItems" in response.headers["x-pagoda-schema-warnings"]
+    assert engine.submits[0].params["structured_outputs"]["strict"] is False
+
+
+async def test_a_sound_schema_has_no_warnings(serve: Any, engine: FakeEngine) -> None:
+    response = await asked(serve, response_format=schema_format({"type": "integer"}, True))
+    assert response.status_code == 200 and "x-pagoda-schema-warnings" not in response.headers
+    assert engine.submits[0].params["structured_outputs"] == {"json": {"type": "integer"}, "strict": True}
+
+
+async def test_grammars_that_take_long_hold_nobody_up_and_are_not_piled_up(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, seconds = threading.Event(), list[float]()
+    monkeypatch.setattr(grammars, "check_structured", lambda *_: go_on.wait(60) and [])
+    monkeypatch.setattr(grammars, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(grammars, "MAX_WAITING", 3)
+    checks = Grammars(tokenizer, seconds.append)
+    for _ in range(3):
+        with pytest.raises(ApiError, match="to compile") as error:
+            await checks.check({"regex": "a"}, 2048)
+        assert error.value.status_code == 400
+    with pytest.raises(ApiError) as full:
+        await checks.check({"regex": "a"}, 2048)
+    assert full.value.status_code == 429
+    go_on.set()
+    while len(seconds) < 3:
+        await asyncio.sleep(0.01)
+    assert await checks.check({"regex": "a"}, 2048) == []
+    checks.close()
+
+
+async def test_without_a_tokenizer_nothing_can_be_constrained() -> None:
+    with pytest.raises(ApiError, match="no tokenizer"):
+        await Grammars(None).check({"regex": "a"}, 2048)
