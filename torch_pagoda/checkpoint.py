@@ -198,7 +198,10 @@ def _config_without_class(folder: str) -> PreTrainedConfig | None:
     try:
         stated = json.loads((Path(folder) / "tokenizer_config.json").read_text(encoding="utf-8"))
         if isinstance(stated.get("tokenizer_class"), str) and "auto_map" not in stated:
-            return PreTrainedConfig.from_pretrained(folder, local_files_only=True)
+            values, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+            config = PreTrainedConfig.from_dict({**values, "_name_or_path": folder})
+            assert isinstance(config, PreTrainedConfig)
+            return config
     except Exception as error:
         logger.debug("the config of %s is read with its class: %s", folder, first_line(error))
     return None

@@ -103,11 +103,13 @@ class EngineCore:
         """
         if self._is_shut_down:
             raise RuntimeError("the engine was shut down and takes no prompts; make a new one")
+        batch = list(batch)
+        submissions = {submission.request_id: submission for submission in batch}
+        completions = {c.request.request_id: c for submission in batch for c in submission.completions}
         with self.transaction:
+            self.submissions.update(submissions)  # at once: what an interrupt leaves is all of them, or none
+            self.completions.update(completions)
             for submission in batch:
-                self.submissions[submission.request_id] = submission
-                for completion in submission.completions:
-                    self.completions[completion.request.request_id] = completion
                 self.batcher.add(submission.completions[0].request, submission.arrival_time, was_promised=True)
 
     def end(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:

@@ -195,7 +195,7 @@ class Engine:
         Args:
             prompts: a list of them.
             sampling_params: for all prompts, or one per prompt.
-            request_ids: one per prompt; None for new ones.
+            request_ids: a list with one per prompt; None: new ones.
             options: of all.
             final_only: as for ``submit``.
 
@@ -212,8 +212,9 @@ class Engine:
         names: Sequence[str | None] = [None] * len(checked) if request_ids is None else request_ids
         if len(names) != len(checked):
             raise ValueError(f"request_ids has {len(names)} entries for {len(checked)} prompts; give one per prompt")
-        given = [name for name in names if name is not None]
-        if len(set(given)) != len(given):
+        if request_ids is not None and None in names:
+            raise ValueError("request_ids holds None; name every prompt, or leave request_ids out")
+        if request_ids is not None and len(set(names)) != len(names):
             raise ValueError("request_ids names a prompt twice; use different ones")
         batch: list[Submission] = []
         prepare = [
@@ -221,13 +222,13 @@ class Engine:
                 self._prepare,
                 prompt,
                 params,
-                self._grammar(params),
+                self._grammar(params, i),
                 name,
                 options,
                 is_private=False,
                 final_only=final_only,
             )
-            for (prompt, params), name in zip(checked, names, strict=True)
+            for i, ((prompt, params), name) in enumerate(zip(checked, names, strict=True))
         ]
         core.turns.take(self._queue, batch, prepare)
         return [submission.request_id for submission in batch]

@@ -13,6 +13,7 @@ from ..requests.request_options import RequestOptions
 from ..requests.sampling_params import SamplingParams
 from ..sampling.logprobs import PromptLogprobs
 from ..structured.grammar import Grammar
+from ..structured.state import GrammarError
 from .step_output import SampleTask, StepOutput
 
 if TYPE_CHECKING:
@@ -97,8 +98,12 @@ class Completion:
             del request.output_token_ids[self.num_settled :]
         else:
             request.status = RequestStatus.FINISHED
-        if request.grammar is not None:
-            request.grammar.restore(request.output_token_ids)
+        if request.grammar is not None and request.finish_reason is None:
+            # That of a completion that has ended is as its end left it, which may be in the middle of a token.
+            try:
+                request.grammar.restore(request.output_token_ids)
+            except GrammarError as error:
+                self.text_error = str(error)
         if self.logprobs is not None:
             del self.logprobs[request.num_output_tokens :]
             self._num_named = min(self._num_named, len(self.logprobs))

@@ -5,18 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from .asked import AskedOutput, read_structured_outputs
 from .source import GrammarSource
 from .state import GrammarState
 from .vocabulary import Vocabulary, load_llguidance, vocabulary_of
-
-MAX_KEPT = 256
-"""Compiled grammars of a vocabulary."""
 
 _LIMITS = {
     "initial_lexer_fuel": 500_000,
@@ -57,29 +52,20 @@ class Grammar:
 
 
 def compile_grammar(asked: AskedOutput, vocabulary: Vocabulary) -> Grammar:
-    """Compile what is asked for, or find it among the 256 that were asked for last.
+    """Compile what is asked for, or find it among those that were asked for last.
 
     Raises:
         ValueError: it cannot be enforced, is too large, or allows no text; one line with llguidance's reason.
     """
     parts = [asked.kind, asked.value, asked.strict, asked.whitespace]
-    digest = hashlib.sha256(json.dumps(parts).encode()).digest()
-    with _lock:
-        kept = _kept.setdefault(vocabulary, OrderedDict())
-        found = kept.get(digest)
-        if found is not None:
-            kept.move_to_end(digest)
-            return found
-    grammar = _compile(asked, vocabulary)
-    with _lock:
-        kept[digest] = grammar
-        while len(kept) > MAX_KEPT:
-            kept.popitem(last=False)
-    return grammar
-
-
-_lock = threading.Lock()
-_kept: WeakKeyDictionary[Vocabulary, OrderedDict[bytes, Grammar]] = WeakKeyDictionary()
+    source = json.dumps(parts).encode()
+    digest = hashlib.sha256(source).digest()
+    found = vocabulary.kept.get(digest)
+    if found is None:
+        found = _compile(asked, vocabulary)
+        vocabulary.kept.put(digest, found, len(source))
+    result: Grammar = found
+    return result
 
 
 def check_structured(

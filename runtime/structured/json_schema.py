@@ -29,6 +29,16 @@ MAX_MULTIPLE = 100_000
 states that a digit can lead to; 1,000,003 takes seven seconds and 300 MB."""
 
 
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+
+MAX_REFERRING = 1_000
+"""Objects of a schema that has references. llguidance follows a chain of them on the stack of its thread, which ends
+the process after some 2,400."""
+
+MAX_PROPERTIES = 2_000
+"""Of all objects of a schema together. The time to compile grows with their square: 0.4 s and 7 MB for so many."""
+
+
 def schema_grammar(llguidance: Any, schema: Any, whitespace: str, *, lenient: bool) -> str:
     """The grammar of a checked schema, in llguidance's JSON.
 
@@ -84,8 +94,14 @@ def checked_schema(name: str, schema: Any) -> dict[str, Any]:
         return {"type": "object"}
     if "x-guidance" in schema:
         raise ValueError(f"{name} holds x-guidance, which is not taken; use strict and whitespace beside it")
-    multiple = Fraction(1)
+    if any(keyword in _REFERENCES for keyword, _, _ in _keywords(schema)) and _objects(schema) > MAX_REFERRING:
+        raise ValueError(f"{name} has references and more than {MAX_REFERRING} objects; use fewer")
+    multiple, properties = Fraction(1), 0
     for keyword, value, _ in _keywords(schema):
+        if keyword in ("properties", "patternProperties") and isinstance(value, dict):
+            properties += len(value)
+            if properties > MAX_PROPERTIES:
+                raise ValueError(f"{name} has more than {MAX_PROPERTIES} properties; use fewer")
         if keyword == "multipleOf" and isinstance(value, int | float) and value > 0:
             multiple = _least_common_multiple(multiple, Fraction(str(value)))
             if multiple.numerator > MAX_MULTIPLE:
@@ -114,6 +130,11 @@ def unsound_parts(schema: Any) -> list[str]:
         if any(isinstance(entry, str) and _NEEDS_ESCAPE.search(entry) for entry in entries):
             found[f"{keyword!r} holds a control character that JSON writes as a number"] = None
     return list(found)
+
+
+def _objects(schema: Any) -> int:
+    """Dicts and lists in a schema, itself included."""
+    return 1 + sum(isinstance(value, dict | list) for _, value, _ in _keywords(schema))
 
 
 def _keywords(schema: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:

@@ -114,4 +114,4 @@ def _tags(structures: list[dict[str, Any]], schemas: list[dict[str, Any]], optio
 
 def _literal(text: str) -> str:
     """A text as Lark writes it."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

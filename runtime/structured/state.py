@@ -90,11 +90,22 @@ class GrammarState:
         reason = str(self.matcher.get_error()).partition("\n")[0][:200]
         return f"the grammar of structured_outputs cannot go on ({reason})"
 
+    def _begin_with(self, text: bytes) -> None:
+        """Take what the token that ended the wait holds of the constrained text; white space counts to the wait.
+
+        Raises:
+            GrammarError: it may not come here.
+        """
+        for token in self.grammar.vocabulary.tokens_of(text):
+            self.consume(token)
+
     def _wait(self, token: int) -> None:
         if isinstance(self._after, bytes):
             tail = self._tail + self.grammar.vocabulary.token_bytes(token)  # type: ignore[operator]
             self.is_waiting = self._after not in tail
             self._tail = tail[-len(self._after) :]
+            if not self.is_waiting:
+                self._begin_with(tail.partition(self._after)[2].lstrip())
         else:
             ids = (*self._tail, token)[-len(self._after or ()) :]
             self.is_waiting, self._tail = ids != self._after, ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
@@ -19,6 +20,38 @@ Mask = npt.NDArray[np.uint32]
 MAX_DIGITS = 20
 """Of a JSON number in a row: before its point, and behind it."""
 MAX_EXPONENT_DIGITS = 2
+
+
+MAX_KEPT = 256
+"""Grammars of a vocabulary."""
+MAX_KEPT_BYTES = 2**19
+"""Of their sources together; compiled they take some hundred times as much."""
+
+
+class Kept:
+    """What was asked for last, by digest; any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, digest: bytes) -> Any | None:
+        """What is kept, or None."""
+        with self._lock:
+            found = self._entries.get(digest)
+            if found is None:
+                return None
+            self._entries.move_to_end(digest)
+            return found[0]
+
+    def put(self, digest: bytes, entry: Any, size: int) -> None:
+        """Keep something, in place of what was not asked for for longest; ``size`` is that of its source."""
+        with self._lock:
+            self._bytes += size - self._entries.pop(digest, (None, 0))[1]
+            self._entries[digest] = (entry, size)
+            while len(self._entries) > MAX_KEPT or (self._bytes > MAX_KEPT_BYTES and len(self._entries) > 1):
+                self._bytes -= self._entries.popitem(last=False)[1][1]
 
 
 class Vocabulary:
@@ -45,7 +78,7 @@ class Vocabulary:
         load_llguidance()
         known = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
         wanted = None if size is None else max(size, known)
-        ids = sorted(eos_token_ids)
+        ids = sorted(token for token in eos_token_ids if wanted is None or token < wanted)
         own = getattr(tokenizer, "eos_token_id", None)
         try:
             from llguidance.hf import from_tokenizer
@@ -59,11 +92,18 @@ class Vocabulary:
         self.size: int = self.engine.vocab_size
         self.num_words = (self.size + 31) // 32
         self.eos_token_ids = frozenset(self.engine.eos_tokens) if ids or own is not None else frozenset()
+        self.kept = Kept()
+        """Compiled grammars."""
         self._digits: dict[int, Mask] = {}
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for."""
         result: bytes = self.engine.decode_bytes([token])
+        return result
+
+    def tokens_of(self, text: bytes) -> list[int]:
+        """Tokens that stand for these bytes."""
+        result: list[int] = self.engine.tokenize_bytes(text) if text else []
         return result
 
     @cached_property

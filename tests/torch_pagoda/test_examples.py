@@ -103,9 +103,9 @@ def test_a_chat_template_is_used(
     }[script]
     seen: list[str] = []
 
-    def noted(prompt: Any, tokenizer: Any, *rest: Any) -> CheckedPrompt:
+    def noted(prompt: Any, tokenizer: Any, *rest: Any, **named: Any) -> CheckedPrompt:
         seen.append(tokenizer.decode(prompt))
-        return check_prompt(prompt, tokenizer, *rest)
+        return check_prompt(prompt, tokenizer, *rest, **named)
 
     monkeypatch.setattr("torch_pagoda.runtime.requests.validation.check_prompt", noted)  # for generate
     monkeypatch.setattr("torch_pagoda.runtime.engine.engine.check_prompt", noted)  # for stream

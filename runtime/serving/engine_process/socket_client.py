@@ -81,6 +81,8 @@ class SocketClient:
         stream = MergedDeltas(submit.request_id, len(submit.prompts) or 1, self._cancel)
         try:
             connection.send(submit)
+        except (OverflowError, UnicodeEncodeError) as error:
+            stream.fail(RequestRefused("invalid", f"the request holds what cannot be passed on: {error}"))
         except FrameTooLong as error:
             stream.fail(RequestRefused("invalid", f"the request is too long: {error}"))
         except NotTaken as error:

@@ -84,7 +84,7 @@ class Admission:
                 "back later, or start with --max-queued-tokens",
             )
         self._tokens_since_stats += prompt_tokens
-        return Ticket(self, completions)
+        return Ticket(self, completions, prompt_tokens)
 
     def refused_by_engine(self, message: str) -> ApiError:
         """The answer where the engine's own queue was full."""
@@ -102,6 +102,16 @@ class Admission:
     def count_end(self) -> None:
         """A completion has ended."""
         self._ends.append(time.monotonic())
+
+    def give_back(self, prompt_tokens: int, since: object) -> None:
+        """Tokens of a request that the engine did not take; ``since``: ``tokens_known`` when it was let in."""
+        if since is self._stats:
+            self._tokens_since_stats = max(self._tokens_since_stats - prompt_tokens, 0)
+
+    @property
+    def tokens_known(self) -> object:
+        """The figures of the engine that tokens are counted since."""
+        return self._stats
 
     def _full(self, code: str, message: str) -> ApiError:
         return ApiError(429, code, message, headers={"retry-after": str(self.retry_after())})
@@ -121,11 +131,16 @@ class Admission:
 class Ticket:
     """One request's share of what is under way."""
 
-    def __init__(self, admission: Admission, completions: int) -> None:
+    def __init__(self, admission: Admission, completions: int, prompt_tokens: int = 0) -> None:
         self._admission, self._left = admission, completions
+        self._prompt_tokens, self._since = prompt_tokens, admission.tokens_known
         admission.num_requests += 1
         admission.num_completions += completions
         self._is_closed = False
+
+    def not_taken(self) -> None:
+        """The engine refused the request: its prompt waits nowhere."""
+        self._admission.give_back(self._prompt_tokens, self._since)
 
     def completion_ended(self) -> None:
         """One completion less."""

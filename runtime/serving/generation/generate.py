@@ -168,6 +168,8 @@ class Generation:
             self._waiting.uncancel()
             return self._cut_short()
         except RequestRefused as error:
+            assert self._ticket is not None
+            self._ticket.not_taken()
             if error.code == "queue_full":
                 raise self.front.admission.refused_by_engine(str(error)) from error
             raise from_value_error(error) from error

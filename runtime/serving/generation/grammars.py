@@ -16,8 +16,10 @@ logger = logging.getLogger(__name__)
 
 MAX_SECONDS = 5.0
 """For one grammar; llguidance's own limits end most that would take longer."""
+MAX_SECONDS_IN_QUEUE = 10.0
 MAX_WAITING = 64
 """Grammars under way; those that have been seen cost microseconds."""
+_AT_A_TIME = 2
 
 
 class Grammars:
@@ -30,7 +32,8 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, observe: Callable[[float], None] = lambda seconds: None) -> None:
         self._tokenizer, self._observe = tokenizer, observe
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="pagoda-grammar")
+        self._pool = ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="pagoda-grammar")
+        self._free = asyncio.Semaphore(_AT_A_TIME)
         self._waiting = 0
 
     async def check(self, structured_outputs: object, vocab_size: int) -> list[str]:
@@ -47,19 +50,24 @@ class Grammars:
             ApiError: 400, it cannot be enforced; 429, too many are under way.
         """
         if self._tokenizer is None:
-            raise ApiError(
-                400, "unsupported_parameter", "this server has no tokenizer, so no answer can be constrained"
-            )
+            text = "this server has no tokenizer, so no answer can be constrained"
+            raise ApiError(400, "unsupported_parameter", text)
         if self._waiting >= MAX_WAITING:
-            text = f"{MAX_WAITING} grammars are being compiled; try again soon"
-            raise ApiError(429, "queue_full", text, headers={"retry-after": "1"})
+            raise _busy()
         self._waiting += 1
-        begin = time.perf_counter()
         try:
-            work = asyncio.get_running_loop().run_in_executor(
-                self._pool, check_structured, structured_outputs, self._tokenizer, vocab_size
-            )
-            work.add_done_callback(lambda _: self._ended(begin))
+            await asyncio.wait_for(self._free.acquire(), MAX_SECONDS_IN_QUEUE)
+        except TimeoutError:
+            raise _busy() from None
+        finally:
+            self._waiting -= 1
+        begin = time.perf_counter()
+        work = asyncio.get_running_loop().run_in_executor(
+            self._pool, check_structured, structured_outputs, self._tokenizer, vocab_size
+        )
+        # A thread that is given up goes on, and holds its place until it ends.
+        work.add_done_callback(lambda _: self._ended(begin))
+        try:
             return await asyncio.wait_for(asyncio.shield(work), MAX_SECONDS)
         except TimeoutError:
             text = f"the grammar takes more than {MAX_SECONDS:g} s to compile; simplify it"
@@ -68,9 +76,14 @@ class Grammars:
             raise ApiError(400, "invalid_schema", str(error), param="structured_outputs") from error
 
     def _ended(self, begin: float) -> None:
-        self._waiting -= 1
+        self._free.release()
         self._observe(time.perf_counter() - begin)
 
     def close(self) -> None:
         """Take no more; what is under way ends by itself."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _busy() -> ApiError:
+    text = "too many grammars are being compiled; try again soon"
+    return ApiError(429, "queue_full", text, headers={"retry-after": "1"})

@@ -76,10 +76,11 @@ class Prompts:
         if len(entries) > most:
             refuse("prompt", f"prompt has {len(entries)} entries; the limit is {most}, send several requests")
         prompts = []
+        total = sum(len(entry) for entry in entries if isinstance(entry, str))
         for i, entry in enumerate(entries):
             name = f"prompt[{i}]" if entries is value else "prompt"
             if isinstance(entry, str):
-                token_ids = await self.tokens(entry, max_model_len, add_special_tokens, name)
+                token_ids = await self.tokens(entry, max_model_len, add_special_tokens, name, beside=total)
                 prompts.append(Prompt(token_ids, entry))
             else:
                 prompts.append(Prompt(checked_ids(entry, vocab_size, name), None))
@@ -122,8 +123,12 @@ class Prompts:
             refuse("messages", f"messages become {len(text)} characters by the chat template; send fewer")
         return Prompt(await self.tokens(text, max_model_len, add_special_tokens, "messages"), text)
 
-    async def tokens(self, text: str, max_model_len: int, add_special_tokens: bool, name: str) -> list[int]:
+    async def tokens(
+        self, text: str, max_model_len: int, add_special_tokens: bool, name: str, *, beside: int = 0
+    ) -> list[int]:
         """Token ids of a text, cut where they are far more than can run.
+
+        ``beside``: characters of all texts of the request, which together must not hold up the event loop.
 
         Raises:
             ApiError: 400; there is no tokenizer, or the text has no tokens.
@@ -137,7 +142,7 @@ class Prompts:
         def encode() -> list[int]:
             return tokenise(text, tokenizer, max_model_len, add_special_tokens=add_special_tokens)
 
-        token_ids = await self._run(encode, len(text))
+        token_ids = await self._run(encode, max(len(text), beside))
         if not token_ids:
             refuse(name, f"{name}={shown(text)} has no tokens; send other text")
         return token_ids
@@ -184,6 +189,8 @@ def truncated(prompt: Prompt, most: int | None, max_model_len: int) -> Prompt:
     """The last ``most`` tokens of a prompt; None: all, -1: as many as the context holds."""
     if most is None:
         return prompt
+    if most == 0:
+        refuse("truncate_prompt_tokens", "truncate_prompt_tokens=0 leaves nothing; use -1 for what the context holds")
     most = max_model_len - 1 if most == -1 else most
     return prompt if len(prompt.token_ids) <= most else Prompt(prompt.token_ids[-most:], None)
 

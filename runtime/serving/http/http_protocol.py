@@ -53,7 +53,7 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():
                 return
-            if not self._in_message and self._timer is None:
+            if not self._in_message and self._timer is None and not self._answering:
                 self._arm(settings.header_timeout)
             if not self._in_body:
                 self._head_bytes += len(data)
@@ -79,8 +79,15 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
             self._head_bytes = 0
             super().on_message_complete()
 
+        @property
+        def _answering(self) -> bool:
+            """An answer is under way, behind which the next request waits."""
+            return self.cycle is not None and not self.cycle.response_complete
+
         def on_response_complete(self) -> None:
             super().on_response_complete()
+            if self._head_bytes and not self._in_message and self._timer is None:
+                self._arm(settings.header_timeout)  # something came meanwhile that is no request yet
             if self.transport.is_closing():
                 self._abort_later()
 
@@ -119,8 +126,8 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
             self._timer = None
             if self.transport.is_closing():
                 return
-            if self._in_message and self.cycle is not None and self.cycle.response_started:
-                self.transport.abort()
+            if self._answering and self.cycle.response_started:
+                self.transport.abort()  # nothing can be written into an answer
                 return
             self._answer(ApiError(408, "request_timeout", "The request did not come within the time for it."))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,6 +13,13 @@ MAX_STOP_LENGTH = 256
 MAX_BIASES = 1024
 MAX_IGNORED_SHOWN = 16
 """Names of ignored fields in the header; one of more than 64 characters is left out."""
+
+
+_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+# Of long lists the first mistake is enough: an error for each would take gigabytes.
+TokenIds = Annotated[list[_TokenId], Field(max_length=2**18, fail_fast=True)]
+ShortTexts = Annotated[list[str], Field(max_length=1024, fail_fast=True)]
+Texts = Annotated[list[str], Field(max_length=10_000, fail_fast=True)]
 
 
 class Body(BaseModel):
@@ -70,12 +77,12 @@ class GenerationBody(RequestBody):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = Field(None, max_length=MAX_BIASES)
+    stop: str | ShortTexts | None = None
+    stop_token_ids: TokenIds | None = Field(None, max_length=MAX_BIASES)
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = Field(None, max_length=MAX_BIASES)
-    bad_words: list[str] | None = Field(None, max_length=1024)
-    allowed_token_ids: list[int] | None = None
+    bad_words: ShortTexts | None = None
+    allowed_token_ids: TokenIds | None = None
     n: int | None = Field(None, ge=1)
     prompt_logprobs: int | None = Field(None, ge=0)
     skip_special_tokens: bool | None = None
@@ -90,7 +97,7 @@ class GenerationBody(RequestBody):
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Texts | None = None
     guided_grammar: str | None = None
     regex: str | None = None
     json_schema: dict[str, Any] | str | None = None
@@ -208,7 +215,7 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     documents: list[dict[str, Any]] | None = Field(None, max_length=1024)
-    modalities: list[str] | None = None
+    modalities: ShortTexts | None = None
 
     accepted: ClassVar[frozenset[str]] = GenerationBody.accepted | {"prediction"}
     refused: ClassVar[dict[str, str]] = {

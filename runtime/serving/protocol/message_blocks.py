@@ -82,19 +82,20 @@ def chat_tool_choice(choice: dict[str, Any] | None) -> str | dict[str, Any] | No
 def _of_user(blocks: list[dict[str, Any]], where: str, role: str) -> list[dict[str, Any]]:
     """A message for each result of a tool and for each run of text, in their order."""
     found: list[dict[str, Any]] = []
-    is_text = False
+    texts: list[str] = []
     for i, block in enumerate(blocks):
         if block["type"] == "tool_result":
             content = block.get("content")
             text = "" if content is None else _joined(content, f"{where}[{i}].content", ("text",))
             call_id = _text(block, "tool_use_id", f"{where}[{i}]")
+            if texts:
+                found.append({"role": role, "content": "\n".join(texts)})
+                texts = []
             found.append({"role": "tool", "tool_call_id": call_id, "content": text})
-            is_text = False
-        elif is_text:
-            found[-1]["content"] += "\n" + _text(block, "text", f"{where}[{i}]")
         else:
-            found.append({"role": role, "content": _text(block, "text", f"{where}[{i}]")})
-            is_text = True
+            texts.append(_text(block, "text", f"{where}[{i}]"))
+    if texts:
+        found.append({"role": role, "content": "\n".join(texts)})
     return found
 
 

@@ -16,7 +16,7 @@ from ..http.errors import JsonResponse, refuse
 from ..http.json_body import read_body, validated
 from . import chat
 from .chat_request import prompt_of, tools_of
-from .fields import ChatBody, RequestBody
+from .fields import ChatBody, RequestBody, ShortTexts
 from .generation_route import Prepared, respond
 from .message_blocks import chat_messages, chat_tool_choice, chat_tools
 from .message_events import MessageAnswer
@@ -58,7 +58,7 @@ class MessagesBody(CountTokensBody):
 
     max_tokens: int = Field(ge=1)
     metadata: dict[str, Any] | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: ShortTexts | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

@@ -41,8 +41,7 @@ def input_messages(value: Any, instructions: str | None) -> list[dict[str, Any]]
         if kind == "message":
             _add_message(messages, item, where)
         elif kind == "reasoning":
-            message = _of_assistant(messages)
-            message["reasoning_content"] = message.get("reasoning_content", "") + _reasoning(item, where)
+            _of_assistant(messages).setdefault("reasoning_content", []).append(_reasoning(item, where))
         elif kind == "function_call":
             call = _call(item, where)
             names[call["id"]] = call["function"]["name"]
@@ -59,6 +58,10 @@ def input_messages(value: Any, instructions: str | None) -> list[dict[str, Any]]
                 "function_call_output",
                 "unsupported_parameter",
             )
+    for message in messages:
+        for name in ("content", "reasoning_content"):
+            if isinstance(message.get(name), list):  # what was said in one turn
+                message[name] = "".join(message[name])
     return messages
 
 
@@ -122,7 +125,9 @@ def _add_message(messages: list[dict[str, Any]], item: dict[str, Any], where: st
         messages.append({"role": role, "content": content})
         return
     message = _of_assistant(messages)
-    message["content"] = (message["content"] or "") + content
+    if message["content"] is None:
+        message["content"] = []
+    message["content"].append(content)
 
 
 def _of_assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:

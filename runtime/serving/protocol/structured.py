@@ -49,7 +49,11 @@ def structured_outputs(body: GenerationBody) -> dict[str, Any] | None:
     if len(found) > 1:
         refuse(list(found)[1], f"{' and '.join(found)} constrain the same text; send one of them")
     for name, constraint in found.items():
-        if len(msgspec.json.encode(constraint)) > MAX_BYTES:
+        try:
+            size = len(msgspec.msgpack.encode(constraint))  # as the engine gets it
+        except (OverflowError, RecursionError, UnicodeEncodeError) as error:
+            refuse(name, f"{name} holds what cannot be passed on: {str(error)[:200]}", "invalid_schema")
+        if size > MAX_BYTES:
             refuse(name, f"{name} is above the limit of {MAX_BYTES} bytes; send a smaller one", "invalid_schema")
         return constraint
     return None

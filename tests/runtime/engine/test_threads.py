@@ -278,6 +278,7 @@ def test_ctrl_c_while_waiting_for_a_turn(expected: list[list[int]], heeds_ctrl_c
             asked = engine._core.turns._last
             begun.set()
             asked = await_next(engine, asked)  # the main thread's step
+            time.sleep(0.05)  # until it waits in the lock: on its way there it would see the signal only behind it
             signal.pthread_kill(main.ident or 0, signal.SIGINT)
             await_next(engine, asked)  # its submit
             time.sleep(0.05)  # in which it would act, were it let in

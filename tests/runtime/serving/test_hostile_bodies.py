@@ -108,3 +108,27 @@ async def test_mutated_bodies_are_served_or_refused(serve: Any, route: str, coun
         front = client.front
     assert {200, 400} <= statuses
     assert front.admission.num_requests == front.admission.num_completions == 0
+
+
+LARGE = 10**25
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": {"json": {"type": "integer", "maximum": LARGE}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": LARGE}}}},
+        {"stop_token_ids": [2**70]},
+        {"allowed_token_ids": [2**70]},
+        {"repetition_penalty": 1e-320},
+        {"truncate_prompt_tokens": 0},
+        {"allowed_token_ids": [""] * 200_000},
+        {"stop": [1] * 200_000},
+        {"guided_choice": ["a"] * 200_000},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+async def test_values_beyond_all_bounds_are_refused(serve: Any, fields: dict[str, Any]) -> None:
+    async with serve() as client:
+        response = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, **fields})
+    assert response.status_code == 400, response.text

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import pytest
 
-from torch_pagoda.runtime.structured import grammar as grammar_module
+from torch_pagoda.runtime.structured import vocabulary as vocabulary_module
 from torch_pagoda.runtime.structured.asked import read_structured_outputs
 from torch_pagoda.runtime.structured.grammar import Grammar, check_structured, compile_grammar
 from torch_pagoda.runtime.structured.vocabulary import Vocabulary, vocabulary_of
@@ -160,11 +162,46 @@ def test_grammars_are_kept(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPat
     assert compiled(vocabulary, json={"type": "null"}) is not compiled(
         vocabulary, json={"type": "null"}, strict=False
     )
-    monkeypatch.setattr(grammar_module, "MAX_KEPT", 3)
+    monkeypatch.setattr(vocabulary_module, "MAX_KEPT", 3)
     others = [compiled(vocabulary, regex=f"other{i}") for i in range(3)]
     assert compiled(vocabulary, regex="other2") is others[2]
     assert compiled(vocabulary, regex="keep[0-9]") is not first
-    assert len(grammar_module._kept[vocabulary]) == 3
+    assert len(vocabulary.kept._entries) == 3
+    monkeypatch.setattr(vocabulary_module, "MAX_KEPT_BYTES", 200)
+    longer = compiled(vocabulary, choice=["x" * 150])
+    assert compiled(vocabulary, choice=["x" * 150]) is longer and len(vocabulary.kept._entries) == 1
+
+
+def chain(length: int, link: dict[str, object]) -> dict[str, object]:
+    definitions: dict[str, object] = {
+        f"d{i}": {**link, "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(length)
+    }
+    definitions[f"d{length}"] = {"type": "integer"}
+    return {"$defs": definitions, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_chain_of_references_that_would_overflow_the_stack_is_refused(vocabulary: Vocabulary, strict: bool) -> None:
+    """Some 1,200 links end the process."""
+    with pytest.raises(ValueError, match="references and more than"):
+        compiled(vocabulary, json=chain(1500, {"type": "array"}), strict=strict)
+    assert accepts(compiled(vocabulary, json=chain(3, {"type": "array", "maxItems": 1})), "[[[7]]]")
+
+
+def test_many_properties_are_refused(vocabulary: Vocabulary) -> None:
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2001)}}
+    with pytest.raises(ValueError, match="more than 2000 properties"):
+        compiled(vocabulary, json=wide)
+
+
+def test_a_vocabulary_is_freed_with_its_tokenizer() -> None:
+    tokenizer = character_tokenizer()
+    vocabulary = vocabulary_of(tokenizer, 258, [256])
+    compiled(vocabulary, regex="a")
+    gone = weakref.ref(vocabulary)
+    del tokenizer, vocabulary
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_vocabulary_is_made_once_and_may_be_wider_than_the_tokenizer() -> None:
@@ -208,6 +245,7 @@ def test_without_llguidance() -> None:
     """The runtime imports without it, and says what to install."""
     code = """
 import sys
+import weakref
 sys.modules["llguidance"] = None
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
