@@ -169,7 +169,7 @@ class ErrorMiddleware:
 
     def _response(self, error: ApiError, scope: Scope) -> Response:
         for prefix, form in self._forms.items():
-            if scope["path"].startswith(prefix):
+            if scope["path"].removeprefix(scope.get("root_path", "")).startswith(prefix):
                 return JsonResponse(form(error, scope["state"]["request_id"]), error.status_code, error.headers)
         return error.response()
 

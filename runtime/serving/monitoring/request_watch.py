@@ -48,7 +48,7 @@ class RequestWatch:
         self._arrival = time.time()
         self._begin = time.monotonic()
         self._first_token: float | None = None
-        self._request_id, self._endpoint, self.model, self._key_name = request_id, endpoint, model, key_name
+        self.request_id, self._endpoint, self.model, self._key_name = request_id, endpoint, model, key_name
         self._trace_headers = dict(trace_headers or {})
         self._prompts: list[_PromptWatch] = []
         self._n = 1
@@ -105,7 +105,7 @@ class RequestWatch:
     def finish(self, *, status: int, disconnected: bool = False, error_code: str | None = None) -> RequestRecord:
         """Take the time of the end; returns the record."""
         return RequestRecord(
-            request_id=self._request_id,
+            request_id=self.request_id,
             endpoint=self._endpoint,
             model=self.model,
             status=status,

@@ -93,7 +93,7 @@ class CompletionAnswer(Answer):
         self._count = body.logprobs
         self._wants_prompt_logprobs = body.prompt_logprobs is not None
         self._echoes = echoes
-        self._lengths: dict[int, int] = {}
+        self._offsets: dict[int, int] = {}
         self.is_plain = self.is_plain and self._count is None
 
     def events(self, pieces: list[Piece]) -> bytes:
@@ -110,9 +110,9 @@ class CompletionAnswer(Answer):
         )
 
     def _event(self, piece: Piece) -> bytes:
-        is_first = piece.choice not in self._lengths
+        is_first = piece.choice not in self._offsets
         if self.is_plain and piece.finish_reason is None and not (is_first and self._echoes is not None):
-            self._lengths[piece.choice] = 0
+            self._offsets[piece.choice] = 0
             if not piece.text:
                 return b""
             return self.text_chunk(piece.choice, piece.text, lambda text: _plain_choice(piece.choice, text))
@@ -135,8 +135,8 @@ class CompletionAnswer(Answer):
     ) -> dict[str, Any]:
         """The object of a choice, or of a part of it."""
         prompt = index // self.generation.ask.n
-        is_first = index not in self._lengths
-        offset = self._lengths.get(index, 0)
+        is_first = index not in self._offsets
+        offset = self._offsets.get(index, 0)
         entries: list[list[TokenLogprob] | None] = list(logprobs or ())
         scored = self.generation.prompt_logprobs[prompt]
         if is_first and self._echoes is not None:
@@ -144,10 +144,11 @@ class CompletionAnswer(Answer):
             entries = [*(scored or ()), *entries]
         choice = _plain_choice(index, text)
         if self._count is not None:
-            choice["logprobs"] = completion_logprobs(
-                entries, self._count, self.texts, offset, self._first_token(prompt) if None in entries else ""
-            )
-        self._lengths[index] = offset + len(text)
+            first = self._first_token(prompt) if None in entries else ""
+            choice["logprobs"] = completion_logprobs(entries, self._count, self.texts, offset, first)
+            # By the texts of tokens, as in a whole answer: what may begin a stop string is held back.
+            offset += sum(len(first) if entry is None else len(entry[0].text) for entry in entries)
+        self._offsets[index] = offset
         choice |= {"finish_reason": finish_reason, "stop_reason": stop_reason}
         if self._wants_prompt_logprobs:
             choice["prompt_logprobs"] = None if scored is None else prompt_logprobs(scored)

@@ -52,7 +52,7 @@ async def respond(
         front.admission.check_open()
         body = await read_body(request, kind)
         if body.request_id is not None:
-            request.scope["state"]["request_id"] = _checked_id(body.request_id)
+            request.scope["state"]["request_id"] = watch.request_id = _checked_id(body.request_id)
         model = watch.model = front.model_name(body.model)
         headers = _ignored_header(front, body)
         prepared = await prepare(front, request, body, model)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from torch_pagoda.runtime.serving.engine_process.wire import TokenLogprob
+from torch_pagoda.runtime.serving.protocol.completions import CompletionAnswer
 
 from event_streams import completion_text, events
 from fake_engine import WORDS, FakeEngine
@@ -217,3 +221,24 @@ async def test_prompts_are_cut_where_it_is_asked_for(serve: Any, engine: FakeEng
             assert (await client.post("/v1/completions", json=body)).status_code == 200
     assert [len(submit.prompts[0]) for submit in engine.submits] == [2, 511]
     assert engine.submits[0].prompts[0] == [603, 604]
+
+
+def offsets(parts: list[tuple[str, str]]) -> list[int]:
+    """Offsets of tokens in the parts of one answer: new text, and the text of the new token."""
+    answer = CompletionAnswer.__new__(CompletionAnswer)
+    answer._count, answer._wants_prompt_logprobs, answer._echoes, answer._offsets = 1, False, None, {}
+    answer.texts = SimpleNamespace(text=lambda token: token.text)  # type: ignore[assignment]
+    answer.asked = SimpleNamespace(return_token_ids=False)  # type: ignore[assignment]
+    ask = SimpleNamespace(n=1)
+    answer.generation = SimpleNamespace(ask=ask, prompt_logprobs=[None])  # type: ignore[assignment]
+    found = []
+    for text, token in parts:
+        entries = [[TokenLogprob(5, -1.0, 1, piece)] for piece in token.split("|")]
+        found += answer._choice(0, text, [5], entries, None, None)["logprobs"]["text_offset"]
+    return found
+
+
+def test_offsets_of_tokens_are_those_of_a_whole_answer_when_text_is_held_back() -> None:
+    """What may begin a stop string is held back; its tokens come all the same."""
+    whole = offsets([("abcde", "ab|c|d|e")])
+    assert offsets([("", "ab"), ("abc", "c"), ("", "d"), ("de", "e")]) == whole == [0, 2, 3, 4]
