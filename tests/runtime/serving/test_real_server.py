@@ -219,6 +219,20 @@ def test_slow_headers_and_bodies_are_closed(server: Served) -> None:
     assert server.get("/health") == {}
 
 
+def test_a_line_behind_a_body_ends_no_answer_that_is_under_way(server: Served) -> None:
+    """As some clients send it; an answer may take longer than headers have time for."""
+    body = json.dumps({"prompt": "def", "max_tokens": 480, "n": 8, "ignore_eos": True, "stream": True}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    sock = server.connect()
+    begin = time.monotonic()
+    sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    time.sleep(0.2)
+    sock.sendall(b"\r\n")
+    answer = read_until(sock, b"[DONE]")
+    assert time.monotonic() - begin > 1.2, "this machine is too fast for the test: ask for more tokens"
+    assert b"HTTP/1.1 408" not in answer
+
+
 @pytest.mark.parametrize(
     ("raw", "status"),
     [
