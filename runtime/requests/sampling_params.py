@@ -171,8 +171,9 @@ class SamplingParams:
             raise ValueError(
                 f"{name}={self.num_completions} with max_tokens=0 computes the same prompt several times; use 1"
             )
-        # Beyond these bounds logits overflow.
-        penalty = real_number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3, "use 1.0 for no penalty")
+        penalty = real_number(
+            "repetition_penalty", self.repetition_penalty, 0, inf, "use 1.0 for no penalty", open_low=True
+        )
         put("repetition_penalty", penalty)
         for name in ("presence_penalty", "frequency_penalty"):
             put(name, real_number(name, getattr(self, name), -2, 2, "use 0.0 for no penalty"))
