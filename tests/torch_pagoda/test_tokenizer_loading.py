@@ -55,3 +55,11 @@ def test_only_what_names_its_class_goes_without_the_config_s(tmp_path: Path, mon
     auto_map = {"AutoTokenizer": ["a.B", None]}
     load_tokenizer(folder_with(tmp_path, "llama", auto_map=auto_map), trust_remote_code=False, required=True)
     assert type(given[0]) is PreTrainedConfig and given[1:] == [None, None]
+
+
+def test_nothing_is_said_of_a_config_without_its_class(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """transformers warns of a model type that is not the class's own."""
+    load_tokenizer(folder_with(tmp_path, "llama"), trust_remote_code=False, required=True)
+    assert "model of type" not in caplog.text + "".join(capfd.readouterr())
