@@ -7,6 +7,9 @@ import random
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from torch_pagoda.runtime.serving.protocol import fields
 
 from fake_engine import FakeEngine
 
@@ -114,7 +117,7 @@ LARGE = 10**25
 
 
 @pytest.mark.parametrize(
-    "fields",
+    "asked",
     [
         {"structured_outputs": {"json": {"type": "integer", "maximum": LARGE}}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": LARGE}}}},
@@ -126,9 +129,17 @@ LARGE = 10**25
         {"stop": [1] * 200_000},
         {"guided_choice": ["a"] * 200_000},
     ],
-    ids=lambda fields: next(iter(fields)),
+    ids=lambda asked: next(iter(asked)),
 )
-async def test_values_beyond_all_bounds_are_refused(serve: Any, fields: dict[str, Any]) -> None:
+async def test_values_beyond_all_bounds_are_refused(serve: Any, asked: dict[str, Any]) -> None:
     async with serve() as client:
-        response = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, **fields})
+        response = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, **asked})
     assert response.status_code == 400, response.text
+
+
+@pytest.mark.parametrize("kind", [fields.TokenIds, fields.ShortTexts, fields.Texts])
+def test_of_a_long_list_one_mistake_is_reported(kind: Any) -> None:
+    """An error for each takes more than a thousand bytes."""
+    with pytest.raises(ValidationError) as error:
+        TypeAdapter(kind, config={"strict": True}).validate_python([None] * 1000)
+    assert error.value.error_count() == 1

@@ -13,6 +13,8 @@ from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 from torch_pagoda.runtime.structured.state import GrammarError, GrammarState
 
+from toy_program import character_tokenizer
+
 
 def test_a_completion_that_failed_does_not_keep_the_engine_from_recovering(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = structured_engine()
@@ -44,6 +46,24 @@ def test_a_completion_that_failed_does_not_keep_the_engine_from_recovering(monke
     assert reasons["other"] == ["length"]
 
 
+def test_a_grammar_that_cannot_return_to_its_tokens_ends_its_own_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = structured_engine()
+    asked = {"regex": "[a-z]{40}"}
+    engine.submit([65], SamplingParams(structured_outputs=asked, max_tokens=40, seed=1), request_id="held")
+    engine.submit([66], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True), request_id="other")
+    for _ in range(3):
+        engine.step()
+
+    def fails(state: GrammarState, tokens: Any) -> None:
+        raise GrammarError("too much work")
+
+    monkeypatch.setattr(GrammarState, "restore", fails)
+    engine.in_turn(engine.compute_again)
+    outputs = {output.request_id: output.outputs[0] for output in iter_outputs(engine)}
+    assert (outputs["held"].finish_reason, outputs["held"].error) == ("error", "too much work")
+    assert (outputs["other"].finish_reason, len(outputs["other"].token_ids)) == ("length", 8)
+
+
 def iter_outputs(engine: Engine) -> list[Any]:
     last: dict[str, Any] = {}
     for _ in range(100):
@@ -55,11 +75,11 @@ def iter_outputs(engine: Engine) -> list[Any]:
     return list(last.values())
 
 
-@pytest.mark.parametrize(("choice", "stop"), [("b", 98), ("bc", 99)])
-def test_a_stop_token_that_is_also_text_of_the_grammar_stays_out_after_an_interrupt(choice: str, stop: int) -> None:
-    params = SamplingParams(
-        structured_outputs={"choice": [choice]}, stop_token_ids=[stop], max_tokens=6, temperature=0
-    )
+@pytest.mark.parametrize(("choice", "stop"), [("b", "b"), ("bc", "c")])
+def test_a_stop_token_that_is_also_text_of_the_grammar_stays_out_after_an_interrupt(choice: str, stop: str) -> None:
+    stops = character_tokenizer()(stop, add_special_tokens=False).input_ids
+    asked = {"choice": [choice]}
+    params = SamplingParams(structured_outputs=asked, stop_token_ids=stops, max_tokens=6, temperature=0)
     expected = structured_engine().generate([[65]], params)[0].outputs[0]
     engine = structured_engine()
     engine.submit([65], params)
@@ -80,16 +100,16 @@ def test_a_stop_token_that_is_also_text_of_the_grammar_stays_out_after_an_interr
         except KeyboardInterrupt:
             continue
     found = outputs[0].outputs[0]
-    assert interrupts == [] and (found.text, found.token_ids) == (expected.text, expected.token_ids)
+    assert interrupts == [] and expected.text == choice.removesuffix(stop)
+    assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
 
 
 def test_ids_of_several_prompts_are_all_given_or_none() -> None:
     engine = structured_engine()
     with pytest.raises(ValueError, match="request_ids holds None"):
         engine.submit_many([[65], [66]], SamplingParams(max_tokens=2), [None, "0"])  # type: ignore[list-item]
-    assert (
-        engine.generate([[65]], SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].finish_reason == "length"
-    )
+    (output,) = engine.generate([[65]], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert output.outputs[0].finish_reason == "length"
 
 
 def test_several_prompts_are_taken_all_or_none_whatever_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
