@@ -30,7 +30,7 @@ def admin_router(front: Front) -> APIRouter:
             engine = dict(zip(names, [entry for entry in engine if entry != "hello"], strict=False))
         return JsonResponse({"settings": settings, "engine": engine, "stats": dict(front.client.stats)})
 
-    @router.post("/reset_prefix_cache", **documented(None, "Forget cached prompts.", (401, 503, 504)))
+    @router.post("/reset_prefix_cache", **documented(None, "Forget cached prompts.", (401, 415, 503, 504)))
     async def reset_prefix_cache() -> Response:
         try:
             await front.client.ask("reset_prefix_cache")

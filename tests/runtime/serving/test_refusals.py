@@ -135,6 +135,23 @@ async def test_bodies_are_json(serve: Any, headers: dict[str, str], status: int)
     assert response.status_code == status
 
 
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/ui/markdown", URL, "/tokenize"])
+async def test_a_page_of_another_origin_does_nothing(serve: Any, engine: FakeEngine, path: str) -> None:
+    """Browsers send such requests without asking the server first."""
+    origin = {"origin": "http://evil.example"}
+    kinds = ({}, {"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"})
+    content = b'{"texts": ["a"], "prompt": "a", "max_tokens": 1}'
+    async with serve(enable_admin=True) as client:
+        for kind in kinds:
+            for body in (b"", content):
+                response = await client.post(path, content=body, headers=origin | kind)
+                assert response.status_code == 415 and code(response) == "unsupported_media_type"
+        own = await client.post(path, content=content, headers=origin | {"content-type": "application/json"})
+        bare = await client.post("/reset_prefix_cache")
+    assert own.status_code == bare.status_code == 200
+    assert engine.asked == ["reset_prefix_cache"] * (2 if path == "/reset_prefix_cache" else 1)
+
+
 async def test_other_methods_name_the_right_one(serve: Any) -> None:
     async with serve() as client:
         response = await client.get(URL)
