@@ -210,6 +210,19 @@ async def test_a_parser_splits_the_text(serve: Any, engine: FakeEngine, shows: b
     assert "pagoda:tool_parse_failures_total 2.0" in metrics
 
 
+async def test_a_parser_knows_how_a_truncated_prompt_ends(serve: Any, engine: FakeEngine) -> None:
+    class Told(Marked):
+        def parser(self, prompt_text: str, tools: Any = (), **_: Any) -> MarkedParser:
+            told.append(prompt_text)
+            return MarkedParser()
+
+    told: list[str] = []
+    body = {"messages": HELLO, "max_tokens": 1, "truncate_prompt_tokens": 3}
+    async with serve(chat_template="{{ messages[0].content }} and think: <think>", formats=Told()) as client:
+        assert (await client.post(URL, json=body)).status_code == 200
+    assert len(engine.submits[0].prompts[0]) == 3 and told == ["def f and think: <think>"]
+
+
 @pytest.mark.parametrize(
     ("choice", "names"),
     [
