@@ -395,6 +395,7 @@ async def test_cors_is_off_and_can_be_allowed(serve: Any) -> None:
 
 
 async def test_admin_routes_are_there_where_they_are_enabled(serve: Any, engine: FakeEngine) -> None:
+    engine.model = "hello"
     async with serve() as client:
         assert (await client.get("/server_info")).status_code == 404
         assert (await client.post("/reset_prefix_cache")).status_code == 404
@@ -404,7 +405,8 @@ async def test_admin_routes_are_there_where_they_are_enabled(serve: Any, engine:
         assert (await client.post("/reset_prefix_cache", headers=headers)).status_code == 200
     assert engine.asked == ["reset_prefix_cache"]
     assert info.json()["settings"]["api_keys"] == ["ann", "bob"] and "sk-1" not in info.text
-    assert info.json()["engine"]["max_model_len"] == 512
+    found = info.json()["engine"]
+    assert (found["max_model_len"], found["model"], found["device"], found["stats"]) == (512, "hello", "cpu", {})
 
 
 async def test_the_documents_ask_nobody_else(serve: Any) -> None:
