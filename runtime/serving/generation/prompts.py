@@ -120,7 +120,7 @@ class Prompts:
         if "developer" not in str(template or self.tokenizer.chat_template):
             # The newer name of the system's role, whose messages most templates would leave out.
             messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
-        sent = _characters(messages) + _characters(options.get("tools")) + _characters(options.get("documents"))
+        sent = sum(map(_characters, (messages, variables, options.get("tools"), options.get("documents"))))
 
         def render() -> str:
             return render_conversation(
@@ -208,6 +208,17 @@ def checked_ids(value: Any, vocab_size: int, name: str) -> list[int]:
         wrong_id = low if low < 0 else high
         refuse(name, f"{name} holds {shown(wrong_id)}; token ids lie in [0, {vocab_size})")
     return value
+
+
+def check_counted(token_ids: list[int], max_model_len: int, param: str) -> None:
+    """Refuse to count tokens of which some may have been left out.
+
+    Raises:
+        ApiError: 400; there are more than twice as many as the context holds.
+    """
+    if len(token_ids) > cut_above(max_model_len):
+        most = cut_above(max_model_len)
+        refuse(param, f"{param} has more than {most} tokens, twice what the context holds; send it in parts")
 
 
 def truncated(prompt: Prompt, most: int | None, max_model_len: int) -> Prompt:
