@@ -89,9 +89,7 @@ class Prompts:
         for i, entry in enumerate(entries):
             name = f"prompt[{i}]" if entries is value else "prompt"
             if isinstance(entry, str):
-                token_ids = await self.tokens(
-                    entry, max_model_len, add_special_tokens, name, beside=total, ends=ends
-                )
+                token_ids = await self.tokens(entry, max_model_len, add_special_tokens, name, beside=total, ends=ends)
                 prompts.append(Prompt(token_ids, entry))
             else:
                 prompts.append(Prompt(checked_ids(entry, vocab_size, name), None))
