@@ -48,6 +48,7 @@ class FakeEngine:
     finish_after: int | None = None
     state: EngineState = "ready"
     max_model_len: int = 512
+    model: str = "fake"
     max_num_seqs: int = 4
     default_params: dict[str, Any] = field(default_factory=dict)
     stats: Mapping[str, int | float] = field(default_factory=dict)
@@ -68,7 +69,7 @@ class FakeEngine:
             max_num_seqs=self.max_num_seqs,
             max_queue=None,
             default_params=self.default_params,
-            model="fake",
+            model=self.model,
             device="cpu",
             stats={},
         )

@@ -93,6 +93,7 @@ def test_a_file_that_cannot_be_used(run: Run, glue: list[Any], tmp_path: Path, t
         (["--engine", "fork"], "--engine fork"),
         (["--port", "70000"], "port=70000"),
         (["--ssl-certfile", "x"], "--ssl-keyfile"),
+        (["--ssl-ca-certs", "x"], "--ssl-certfile"),
         (["--chat-template", "/nowhere/t.jinja"], "--chat-template /nowhere/t.jinja cannot be read"),
         (["--api-key", "a b"], "no key"),
         (["--api-key", "a=1", "--api-key", "a=2"], "a name of its own"),

@@ -213,6 +213,8 @@ def serve(
             raise ValueError(f"--engine {engine} is not known; use process or thread")
         if (ssl_certfile is None) != (ssl_keyfile is None):
             raise ValueError("--ssl-certfile and --ssl-keyfile belong together; give both")
+        if ssl_ca_certs is not None and ssl_certfile is None:
+            raise ValueError("--ssl-ca-certs needs https; give --ssl-certfile and --ssl-keyfile")
         # All cores are the engine's, wherever it runs.
         with _one_thread() if engine == "process" else nullcontext():
             import torch

@@ -65,9 +65,18 @@ class Prompts:
         return bool(self._chat_template or getattr(self.tokenizer, "chat_template", None))
 
     async def of_field(
-        self, value: Any, most: int, max_model_len: int, vocab_size: int, add_special_tokens: bool = True
+        self,
+        value: Any,
+        most: int,
+        max_model_len: int,
+        vocab_size: int,
+        add_special_tokens: bool = True,
+        *,
+        ends: bool = False,
     ) -> list[Prompt]:
         """The prompts of OpenAI's field ``prompt``: a text, a list of texts, token ids, or a list of such lists.
+
+        ``ends``: as for ``tokens``.
 
         Raises:
             ApiError: 400.
@@ -80,7 +89,7 @@ class Prompts:
         for i, entry in enumerate(entries):
             name = f"prompt[{i}]" if entries is value else "prompt"
             if isinstance(entry, str):
-                token_ids = await self.tokens(entry, max_model_len, add_special_tokens, name, beside=total)
+                token_ids = await self.tokens(entry, max_model_len, add_special_tokens, name, beside=total, ends=ends)
                 prompts.append(Prompt(token_ids, entry))
             else:
                 prompts.append(Prompt(checked_ids(entry, vocab_size, name), None))
@@ -94,9 +103,10 @@ class Prompts:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
+        ends: bool = False,
         **options: Any,
     ) -> Prompt:
-        """The prompt of a conversation; ``options`` as for ``render_conversation``.
+        """The prompt of a conversation; ``ends`` as for ``tokens``, ``options`` as for ``render_conversation``.
 
         Raises:
             ApiError: 400; the conversation or the template does not fit.
@@ -108,7 +118,7 @@ class Prompts:
         if "developer" not in str(template or self.tokenizer.chat_template):
             # The newer name of the system's role, whose messages most templates would leave out.
             messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
-        sent = _characters(messages) + _characters(options.get("tools")) + _characters(options.get("documents"))
+        sent = sum(map(_characters, (messages, variables, options.get("tools"), options.get("documents"))))
 
         def render() -> str:
             return render_conversation(
@@ -121,14 +131,27 @@ class Prompts:
             raise ApiError(400, "invalid_value", str(error), param="messages") from error
         if len(text) > RENDERED_PER_SENT * sent + INLINE_CHARACTERS:
             refuse("messages", f"messages become {len(text)} characters by the chat template; send fewer")
-        return Prompt(await self.tokens(text, max_model_len, add_special_tokens, "messages"), text)
+        return Prompt(await self.tokens(text, max_model_len, add_special_tokens, "messages", ends=ends), text)
 
     async def tokens(
-        self, text: str, max_model_len: int, add_special_tokens: bool, name: str, *, beside: int = 0
+        self,
+        text: str,
+        max_model_len: int,
+        add_special_tokens: bool,
+        name: str,
+        *,
+        beside: int = 0,
+        ends: bool = False,
     ) -> list[int]:
         """Token ids of a text, cut where they are far more than can run.
 
-        ``beside``: characters of all texts of the request, which together must not hold up the event loop.
+        Args:
+            text: to tokenise.
+            max_model_len: what can run.
+            add_special_tokens: to it.
+            name: of the field, for errors.
+            beside: characters of all texts of the request, which together must not hold up the event loop.
+            ends: what is cut keeps its last tokens instead of its first.
 
         Raises:
             ApiError: 400; there is no tokenizer, or the text has no tokens.
@@ -140,7 +163,7 @@ class Prompts:
             refuse(name, f'{name}="" is empty; send at least one character')
 
         def encode() -> list[int]:
-            return tokenise(text, tokenizer, max_model_len, add_special_tokens=add_special_tokens)
+            return tokenise(text, tokenizer, max_model_len, ends=ends, add_special_tokens=add_special_tokens)
 
         token_ids = await self._run(encode, max(len(text), beside))
         if not token_ids:
@@ -183,6 +206,17 @@ def checked_ids(value: Any, vocab_size: int, name: str) -> list[int]:
         wrong_id = low if low < 0 else high
         refuse(name, f"{name} holds {shown(wrong_id)}; token ids lie in [0, {vocab_size})")
     return value
+
+
+def check_counted(token_ids: list[int], max_model_len: int, param: str) -> None:
+    """Refuse to count tokens of which some may have been left out.
+
+    Raises:
+        ApiError: 400; there are more than twice as many as the context holds.
+    """
+    if len(token_ids) > cut_above(max_model_len):
+        most = cut_above(max_model_len)
+        refuse(param, f"{param} has more than {most} tokens, twice what the context holds; send it in parts")
 
 
 def truncated(prompt: Prompt, most: int | None, max_model_len: int) -> Prompt:

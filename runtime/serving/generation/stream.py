@@ -87,6 +87,8 @@ class GenerationResponse(Response):
         self._last_sent = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._ping: asyncio.Task[None] | None = None
+        self._writes = asyncio.Lock()
+        """Events and pings keep their order, and the headers go first."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run it."""
@@ -159,20 +161,23 @@ class GenerationResponse(Response):
         return pieces
 
     async def _write(self, events: bytes, last: bool = False) -> None:
-        self._sending_since = self._loop.time()
-        if not self._started:
-            self._started = True
-            headers = [
-                (b"content-type", b"text/event-stream; charset=utf-8"),
-                (b"cache-control", b"no-store"),
-                (b"x-accel-buffering", b"no"),
-                *self._extra,
-            ]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send({"type": "http.response.body", "body": events, "more_body": not last})
-        self._ended = self._ended or last  # the client may close now
-        self._sending_since = None
-        self._last_sent = self._loop.time()
+        async with self._writes:
+            if self._ended:
+                return
+            self._sending_since = self._loop.time()
+            if not self._started:
+                self._started = True
+                headers = [
+                    (b"content-type", b"text/event-stream; charset=utf-8"),
+                    (b"cache-control", b"no-store"),
+                    (b"x-accel-buffering", b"no"),
+                    *self._extra,
+                ]
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+            self._ended = self._ended or last  # the client may close now
+            self._sending_since = None
+            self._last_sent = self._loop.time()
 
     def _content(self) -> dict[str, Any]:
         """What was asked and answered, for a log that wants it."""
@@ -191,8 +196,10 @@ class GenerationResponse(Response):
             return
         self._started = True
         body = self._renderer.failure_body(error, self._generation.ask.request_id)
-        await JsonResponse(body, error.status_code, error.headers)(scope, receive, send)
-        self._ended = True
+        async with self._writes:
+            self._sending_since = self._loop.time()
+            await JsonResponse(body, error.status_code, error.headers)(scope, receive, send)
+            self._ended = True
 
     def _tick(self) -> None:
         """Look after a stream: is its reader stuck, or did it hear nothing for long?"""

@@ -14,8 +14,6 @@ from .errors import ApiError, refuse
 MAX_DEPTH = 64
 """Objects and lists within each other."""
 
-_CURLS_OWN = "application/x-www-form-urlencoded"
-
 _Body = TypeVar("_Body", bound=BaseModel)
 
 
@@ -23,9 +21,8 @@ async def read_body(request: Request, kind: type[_Body]) -> _Body:
     """The body as ``kind``.
 
     Raises:
-        ApiError: it is no JSON, nested too deeply, or fields do not fit (400); of another kind (415).
+        ApiError: 400; it is no JSON, nested too deeply, or fields do not fit.
     """
-    _check_content_type(request)
     return validated(decoded(await request.body()), kind)
 
 
@@ -63,16 +60,6 @@ def validated(value: dict[str, Any], kind: type[_Body]) -> _Body:
         raise ApiError(400, "missing_required_parameter", f"{path} is missing; add it", param=path)
     reason = first["msg"].removeprefix("Value error, ")
     raise ApiError(400, "invalid_value", f"{path}={shown(first['input'])}: {reason}", param=path or None)
-
-
-def _check_content_type(request: Request) -> None:
-    """JSON, or what curl says where it is told nothing; pages of other origins can send the latter unasked."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
-        return
-    if kind in ("", _CURLS_OWN) and "origin" not in request.headers:
-        return
-    raise ApiError(415, "unsupported_media_type", "The body's type is not served; send application/json.")
 
 
 def _is_deeper(value: Any, depth: int) -> bool:

@@ -52,8 +52,14 @@ BODIES_AT_ONCE = 32
 """Bodies of the largest size that all requests under way may hold together."""
 
 
+_CURLS_OWN = "application/x-www-form-urlencoded"
+
+
 class BodyMiddleware:
-    """Bounds the size of a body before it is stored, and the time that it takes to come.
+    """Bounds the size of a body before it is stored, and the time that it takes to come; refuses other kinds than JSON.
+
+    Pages of other origins can send those kinds, or no body at all, without asking: that would let any page that a
+    person looks at use a server on the person's own machine, routes without a body included.
 
     What is refused is not read into memory; the server goes on taking bytes from the socket and dropping them until
     ``HttpProtocol``'s own timer ends that, because closing at once would often lose the answer on its way.
@@ -77,6 +83,8 @@ class BodyMiddleware:
         for name, value in scope["headers"]:
             if name == b"content-length" and (not value.isdigit() or len(value) > 18 or int(value) > self._max_size):
                 raise self._too_large()
+        if scope["method"] == "POST" and not _is_json(scope):
+            raise ApiError(415, "unsupported_media_type", "The body's type is not served; send application/json.")
         size = 0
         complete = False
         deadline: float | None = None
@@ -120,3 +128,12 @@ class BodyMiddleware:
     def _too_large(self) -> ApiError:
         text = f"The body is above the limit of {self._max_size} bytes; send less, or start with --max-body-size"
         return ApiError(413, "body_too_large", text)
+
+
+def _is_json(scope: Scope) -> bool:
+    """True for JSON, and for what curl says of its own accord, or nothing, where no page of a browser sends it."""
+    headers = dict(scope["headers"])
+    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+        return True
+    return kind in ("", _CURLS_OWN) and b"origin" not in headers

@@ -24,13 +24,10 @@ def admin_router(front: Front) -> APIRouter:
         front.admission.check_loaded()
         settings = asdict(front.settings)
         settings["api_keys"] = [key.name for key in front.settings.api_keys]
-        engine = msgspec.to_builtins(front.client.hello)
-        names = (field.name for field in msgspec.structs.fields(type(front.client.hello)))
-        if isinstance(engine, list):
-            engine = dict(zip(names, [entry for entry in engine if entry != "hello"], strict=False))
+        engine = msgspec.structs.asdict(front.client.hello)
         return JsonResponse({"settings": settings, "engine": engine, "stats": dict(front.client.stats)})
 
-    @router.post("/reset_prefix_cache", **documented(None, "Forget cached prompts.", (401, 503, 504)))
+    @router.post("/reset_prefix_cache", **documented(None, "Forget cached prompts.", (401, 415, 503, 504)))
     async def reset_prefix_cache() -> Response:
         try:
             await front.client.ask("reset_prefix_cache")

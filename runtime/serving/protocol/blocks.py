@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from ..formats.events import ContentDelta, Event, ReasoningDelta, ToolCall
+from ..generation.generate import Piece
 
 Kind = Literal["text", "reasoning", "tool_call"]
 
@@ -59,14 +60,27 @@ Change: TypeAlias = Opened | Grew | Closed
 
 
 class Blocks:
-    """Groups the events of one answer into blocks; streams and whole answers are made of the same ones."""
+    """Groups the pieces of one answer into blocks; streams and whole answers are made of the same ones."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
         self._open: Block | None = None
 
-    def feed(self, events: Iterable[Event]) -> Iterator[Change]:
-        """Take new events; yields what changes by them."""
+    def add(self, pieces: Iterable[Piece]) -> None:
+        """Take new pieces."""
+        for _ in self.feed(pieces):
+            pass
+
+    def feed(self, pieces: Iterable[Piece]) -> Iterator[Change]:
+        """Take new pieces; yields what changes by them."""
+        for piece in pieces:
+            if piece.finish_reason is not None:
+                self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+            yield from self._take(piece.events)
+
+    def _take(self, events: Iterable[Event]) -> Iterator[Change]:
         for event in events:
             if isinstance(event, ToolCall):
                 yield from self.close()

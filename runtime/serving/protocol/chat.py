@@ -64,9 +64,9 @@ async def prepare(front: Front, request: Request, body: ChatBody, model: str) ->
     tools, choice = tools_of(front, body)
     declarations = [dict(tool.declaration) for tool in tools] or None
     prompt = await prompt_of(front, body, declarations, hello.max_model_len)
+    text = prompt.text or ""
     prompt = truncated(prompt, body.truncate_prompt_tokens, hello.max_model_len)
     check_room(prompt, asked, hello.max_model_len, "messages")
-    text = prompt.text or ""
     if tools and (grammar := call_grammar(front, body, tools, choice)) is not None:
         if "structured_outputs" in params:
             refuse("tool_choice", "tool_choice and response_format constrain the same text; send one of them")

@@ -102,6 +102,7 @@ async def prompt_of(front: Front, body: ChatBody, tools: list[dict[str, Any]] | 
         chat_template=body.chat_template,
         chat_template_kwargs=variables,
         add_special_tokens=bool(body.add_special_tokens),
+        ends=body.truncate_prompt_tokens is not None,
         add_generation_prompt=(not continues) if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final_message=continues,
         tools=tools,

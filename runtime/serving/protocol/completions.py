@@ -59,9 +59,13 @@ async def prepare(front: Front, request: Request, body: CompletionBody, model: s
         best_of=body.best_of,
         prompt_logprobs=scores if body.prompt_logprobs is None else max(body.prompt_logprobs, scores or 0),
     )
-    special = body.add_special_tokens is not False
     prompts = await front.prompts.of_field(
-        body.prompt, settings.max_prompts, hello.max_model_len, hello.vocab_size, special
+        body.prompt,
+        settings.max_prompts,
+        hello.max_model_len,
+        hello.vocab_size,
+        body.add_special_tokens is not False,
+        ends=body.truncate_prompt_tokens is not None,
     )
     prompts = [truncated(prompt, body.truncate_prompt_tokens, hello.max_model_len) for prompt in prompts]
     for prompt in prompts:

@@ -45,13 +45,11 @@ class MessageAnswer:
         self._model = model
         self._is_clamped = is_clamped
         self._blocks = Blocks()
-        self._finish_reason: str | None = None
-        self._stop: str | int | None = None
         self._is_begun = False
 
     def events(self, pieces: list[Piece]) -> bytes:
         """Events of new pieces."""
-        return self._begin() + self._events(change for piece in pieces for change in self._changes(piece))
+        return self._begin() + self._events(self._blocks.feed(pieces))
 
     def last_events(self) -> bytes:
         """The end of the last block and of the message."""
@@ -71,19 +69,12 @@ class MessageAnswer:
 
     def add(self, pieces: list[Piece]) -> None:
         """Keep pieces for the whole answer."""
-        for piece in pieces:
-            for _ in self._changes(piece):
-                pass
+        self._blocks.add(pieces)
 
     def body(self) -> dict[str, Any]:
         """The answer as one object."""
         content = [_whole(block) for block in self._blocks.all]
         return self._message(content=content, **self._end(), usage=self._usage())
-
-    def _changes(self, piece: Piece) -> Iterable[Change]:
-        if piece.finish_reason is not None:
-            self._finish_reason, self._stop = piece.finish_reason, piece.stop_reason
-        return self._blocks.feed(piece.events)
 
     def _begin(self) -> bytes:
         if self._is_begun:
@@ -109,13 +100,14 @@ class MessageAnswer:
     def _end(self) -> dict[str, Any]:
         """How it ended."""
         reason, sequence = "end_turn", None
-        if self._finish_reason == "tool_calls":
+        stop = self._blocks.stop_reason
+        if self._blocks.finish_reason == "tool_calls":
             reason = "tool_use"
-        elif self._finish_reason == "length":
-            is_full = self._is_clamped and self._stop is None
+        elif self._blocks.finish_reason == "length":
+            is_full = self._is_clamped and stop is None
             reason = "model_context_window_exceeded" if is_full else "max_tokens"
-        elif isinstance(self._stop, str):
-            reason, sequence = "stop_sequence", self._stop
+        elif isinstance(stop, str):
+            reason, sequence = "stop_sequence", stop
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _usage(self) -> dict[str, Any]:

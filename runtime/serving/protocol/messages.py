@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from ...requests.checks import shown
 from ..generation.front import Front
+from ..generation.prompts import check_counted
 from ..http.errors import JsonResponse, refuse
 from ..http.json_body import read_body, validated
 from . import chat
@@ -87,7 +88,9 @@ def messages_router(front: Front) -> APIRouter:
         asked = as_chat(body)
         tools, _ = tools_of(front, asked)
         declarations = [dict(tool.declaration) for tool in tools] or None
-        prompt = await prompt_of(front, asked, declarations, front.client.hello.max_model_len)
+        max_model_len = front.client.hello.max_model_len
+        prompt = await prompt_of(front, asked, declarations, max_model_len)
+        check_counted(prompt.token_ids, max_model_len, "messages")
         return JsonResponse({"input_tokens": len(prompt.token_ids)})
 
     return router

@@ -32,13 +32,11 @@ class ResponseAnswer:
         self._mark = generation.ask.id.partition("_")[2]
         self._created = int(time.time())
         self._blocks = Blocks()
-        self._finish_reason: str | None = None
-        self._stop_reason: str | int | None = None
         self._sequence = 0
 
     def events(self, pieces: list[Piece]) -> bytes:
         """Events of new pieces."""
-        return self._begin() + self._events(change for piece in pieces for change in self._changes(piece))
+        return self._begin() + self._events(self._blocks.feed(pieces))
 
     def last_events(self) -> bytes:
         """The rest, and the whole answer once more."""
@@ -59,9 +57,7 @@ class ResponseAnswer:
 
     def add(self, pieces: list[Piece]) -> None:
         """Keep pieces for the whole answer."""
-        for piece in pieces:
-            for _ in self._changes(piece):
-                pass
+        self._blocks.add(pieces)
 
     def body(self) -> dict[str, Any]:
         """The answer as one object."""
@@ -69,7 +65,9 @@ class ResponseAnswer:
             pass
         status, details = self._status, None
         if status == "incomplete":
-            ended_by = self._stop_reason if self._stop_reason in _ENDED_BY_SERVER else "max_output_tokens"
+            ended_by = (
+                self._blocks.stop_reason if self._blocks.stop_reason in _ENDED_BY_SERVER else "max_output_tokens"
+            )
             details = {"reason": ended_by}
         *earlier, last = self._blocks.all
         output = [*(self._item(block, "completed") for block in earlier), self._item(last, status)]
@@ -77,12 +75,7 @@ class ResponseAnswer:
 
     @property
     def _status(self) -> str:
-        return "incomplete" if self._finish_reason == "length" else "completed"
-
-    def _changes(self, piece: Piece) -> Iterable[Change]:
-        if piece.finish_reason is not None:
-            self._finish_reason, self._stop_reason = piece.finish_reason, piece.stop_reason
-        return self._blocks.feed(piece.events)
+        return "incomplete" if self._blocks.finish_reason == "length" else "completed"
 
     def _last_changes(self) -> Iterable[Change]:
         """Clients read the first message's text, so there is one even where nothing was said."""

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..generation.front import Front
-from ..generation.prompts import checked_ids
+from ..generation.prompts import check_counted, checked_ids
 from ..http.errors import JsonResponse, refuse
 from ..http.json_body import read_body
 from .chat_request import prompt_of
@@ -61,6 +61,7 @@ def tokenize_router(front: Front) -> APIRouter:
             names = set(ChatBody.model_fields) & set(TokenizeBody.model_fields) - {"tools"}
             asked = ChatBody(**{name: getattr(body, name) for name in names})
             token_ids = (await prompt_of(front, asked, body.tools, hello.max_model_len)).token_ids
+        check_counted(token_ids, hello.max_model_len, "messages" if body.prompt is None else "prompt")
         result: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": hello.max_model_len,

@@ -40,6 +40,20 @@ def test_what_fits_or_nearly_does_is_tokenised_whole(characters: int, length: in
     assert len(tokenise("x" * length, tokenizer, LIMIT)) == -(-length // characters)
 
 
+@pytest.mark.parametrize("length", [90, 5_000, 100_000])
+def test_an_end_has_the_tokens_that_it_has_within_the_whole(length: int) -> None:
+    class Numbers(Words):
+        def __call__(self, text: str, **options: object) -> SimpleNamespace:
+            self.seen += len(text)
+            return SimpleNamespace(input_ids=[int(word) for word in text.split()])
+
+    tokenizer = Numbers(4)
+    text = " ".join(map(str, range(length)))
+    token_ids = tokenise(text, tokenizer, LIMIT, ends=True)
+    assert token_ids[-LIMIT:] == list(range(length))[-LIMIT:]
+    assert tokenizer.seen < 100 * LIMIT
+
+
 def test_the_refusal_says_that_there_may_be_more() -> None:
     with pytest.raises(ValueError, match=r"prompt has \d+ tokens or more, which leaves no room"):
         check_prompt("x" * 1_000_000, Words(4), LIMITS)

@@ -210,6 +210,19 @@ async def test_a_parser_splits_the_text(serve: Any, engine: FakeEngine, shows: b
     assert "pagoda:tool_parse_failures_total 2.0" in metrics
 
 
+async def test_a_parser_knows_how_a_truncated_prompt_ends(serve: Any, engine: FakeEngine) -> None:
+    class Told(Marked):
+        def parser(self, prompt_text: str, tools: Any = (), **_: Any) -> MarkedParser:
+            told.append(prompt_text)
+            return MarkedParser()
+
+    told: list[str] = []
+    body = {"messages": HELLO, "max_tokens": 1, "truncate_prompt_tokens": 3}
+    async with serve(chat_template="{{ messages[0].content }} and think: <think>", formats=Told()) as client:
+        assert (await client.post(URL, json=body)).status_code == 200
+    assert len(engine.submits[0].prompts[0]) == 3 and told == ["def f and think: <think>"]
+
+
 @pytest.mark.parametrize(
     ("choice", "names"),
     [
@@ -257,6 +270,31 @@ async def test_tokenize_and_detokenize_are_inverse(serve: Any) -> None:
     assert back == {"prompt": "def ☕"}
     assert len(tokens["token_strs"]) == tokens["count"] and tokens["max_model_len"] == 512
     assert both.status_code == wrong.status_code == 400
+
+
+async def test_what_is_too_long_to_be_counted_is_refused_and_not_cut(serve: Any) -> None:
+    text = " ".join(map(str, range(9000)))
+    messages = [{"role": "user", "content": text}]
+    routes = {
+        "/tokenize": ({"prompt": text}, {"messages": messages}),
+        "/v1/messages/count_tokens": ({"messages": messages},),
+    }
+    async with serve() as client:
+        for path, bodies in routes.items():
+            for body in bodies:
+                response = await client.post(path, json=body)
+                assert response.status_code == 400, response.text
+                assert "more than 1024 tokens" in response.json()["error"]["message"]
+        short = (await client.post("/tokenize", json={"prompt": " ".join(map(str, range(200)))})).json()
+    assert short["count"] > 200
+
+
+async def test_a_template_may_write_its_variables(serve: Any) -> None:
+    """They are sent, too, so that text is not of the template's own making."""
+    body = {"messages": HELLO, "max_tokens": 1, "chat_template_kwargs": {"story": "word " * 9000}}
+    async with serve(chat_template="{{ messages[0].content }} {{ story }}") as client:
+        response = await client.post(URL, json=body)
+    assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
 async def test_a_real_format_of_tool_calls(serve: Any, engine: FakeEngine, tokenizer: Any) -> None:

@@ -223,6 +223,21 @@ async def test_prompts_are_cut_where_it_is_asked_for(serve: Any, engine: FakeEng
     assert engine.submits[0].prompts[0] == [603, 604]
 
 
+async def test_truncation_keeps_the_last_tokens_of_a_text_of_any_length(
+    serve: Any, engine: FakeEngine, tokenizer: Any
+) -> None:
+    text = " ".join(map(str, range(9000)))  # far beyond what is tokenised of a prompt that is too long
+    body = {"max_tokens": 1, "truncate_prompt_tokens": 40}
+    async with serve(chat_template="{{ messages[0].content }}") as client:
+        for path, field in (
+            ("/v1/completions", {"prompt": text}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ):
+            assert (await client.post(path, json=body | field)).status_code == 200
+    expected = tokenizer(text).input_ids[-40:]
+    assert [submit.prompts for submit in engine.submits] == [[expected], [expected]]
+
+
 def offsets(parts: list[tuple[str, str]]) -> list[int]:
     """Offsets of tokens in the parts of one answer: new text, and the text of the new token."""
     answer = CompletionAnswer.__new__(CompletionAnswer)

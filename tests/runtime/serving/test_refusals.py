@@ -135,6 +135,23 @@ async def test_bodies_are_json(serve: Any, headers: dict[str, str], status: int)
     assert response.status_code == status
 
 
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/ui/markdown", URL, "/tokenize"])
+async def test_a_page_of_another_origin_does_nothing(serve: Any, engine: FakeEngine, path: str) -> None:
+    """Browsers send such requests without asking the server first."""
+    origin = {"origin": "http://evil.example"}
+    kinds = ({}, {"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"})
+    content = b'{"texts": ["a"], "prompt": "a", "max_tokens": 1}'
+    async with serve(enable_admin=True) as client:
+        for kind in kinds:
+            for body in (b"", content):
+                response = await client.post(path, content=body, headers=origin | kind)
+                assert response.status_code == 415 and code(response) == "unsupported_media_type"
+        own = await client.post(path, content=content, headers=origin | {"content-type": "application/json"})
+        bare = await client.post("/reset_prefix_cache")
+    assert own.status_code == bare.status_code == 200
+    assert engine.asked == ["reset_prefix_cache"] * (2 if path == "/reset_prefix_cache" else 1)
+
+
 async def test_other_methods_name_the_right_one(serve: Any) -> None:
     async with serve() as client:
         response = await client.get(URL)
@@ -378,6 +395,7 @@ async def test_cors_is_off_and_can_be_allowed(serve: Any) -> None:
 
 
 async def test_admin_routes_are_there_where_they_are_enabled(serve: Any, engine: FakeEngine) -> None:
+    engine.model = "hello"
     async with serve() as client:
         assert (await client.get("/server_info")).status_code == 404
         assert (await client.post("/reset_prefix_cache")).status_code == 404
@@ -387,7 +405,8 @@ async def test_admin_routes_are_there_where_they_are_enabled(serve: Any, engine:
         assert (await client.post("/reset_prefix_cache", headers=headers)).status_code == 200
     assert engine.asked == ["reset_prefix_cache"]
     assert info.json()["settings"]["api_keys"] == ["ann", "bob"] and "sk-1" not in info.text
-    assert info.json()["engine"]["max_model_len"] == 512
+    found = info.json()["engine"]
+    assert (found["max_model_len"], found["model"], found["device"], found["stats"]) == (512, "hello", "cpu", {})
 
 
 async def test_the_documents_ask_nobody_else(serve: Any) -> None:

@@ -35,6 +35,7 @@ class Connection:
         self.reads.set()
         self.aborted = False
         self.most: int | None = None
+        self.headers_take = 0.0
         self._got_body = False
         self.task = asyncio.create_task(app(self._scope(), self._receive, self._send))
 
@@ -68,6 +69,8 @@ class Connection:
         if len(self.sent) == self.most:
             self.reads.clear()
         await self.reads.wait()
+        if message["type"] == "http.response.start":
+            await asyncio.sleep(self.headers_take)
         self.sent.append(message)
         self.news.set()
 
@@ -168,6 +171,41 @@ async def test_a_stream_that_waits_says_so(connect: Any, engine: FakeEngine) -> 
         engine.gate.set()
         await connection.ends()
     assert completion_text(events(connection.text)) == "def name"
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_news_do_not_overtake_the_headers_that_go_with_a_ping(
+    connect: Any, engine: FakeEngine, dies: bool
+) -> None:
+    engine.gate = asyncio.Event()
+    async with connect(sse_ping=0.05) as open_:
+        connection = open_({"prompt": "a", "max_tokens": 2, "stream": True})
+        connection.headers_take = 0.3
+        await asyncio.sleep(0.2)
+        (engine.died if dies else engine.gate).set()
+        await connection.ends()
+    assert [message["type"].rpartition(".")[2] for message in connection.sent[:2]] == ["start", "body"]
+    assert connection.status == 200 and connection.text.startswith(": ping\n\ndata: ")
+    assert connection.text.endswith("data: [DONE]\n\n") and not connection.sent[-1]["more_body"]
+
+
+async def test_a_refusal_that_is_on_its_way_has_no_pings_in_it(connect: Any, engine: FakeEngine) -> None:
+    engine.refusal = ("queue_full", "full")
+    async with connect(sse_ping=0.05) as open_:
+        connection = open_({"prompt": "a", "max_tokens": 2, "stream": True})
+        connection.headers_take = 0.3
+        await connection.ends()
+    assert connection.status == 429 and len(connection.sent) == 2
+    assert json.loads(connection.text)["error"]["code"] == "queue_full"
+
+
+async def test_a_refusal_that_nobody_takes_is_cut(connect: Any, engine: FakeEngine) -> None:
+    engine.refusal = ("queue_full", "full")
+    async with connect(stream_stall_timeout=0.2, sse_ping=100.0) as open_:
+        connection = open_({"prompt": "a", "max_tokens": 2, "stream": True})
+        connection.most = 0
+        await connection.ends()
+    assert connection.aborted and connection.sent == []
 
 
 async def test_a_refusal_before_any_news_has_its_own_status_and_later_it_is_an_event(
