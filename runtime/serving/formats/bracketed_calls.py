@@ -235,13 +235,7 @@ class _Element:
 def read_minimax_m3(source: Source, tools: Sequence[Tool]) -> Steps[None]:
     """A section of ``<invoke name="NAME"><KEY>VALUE</KEY></invoke>``, a mark before each tag; values may nest."""
     yield from source.expect(f"{_MINIMAX}<tool_call>")
-    while True:
-        yield from source.space()
-        if source.at_end:
-            return
-        tag = yield from source.expect(f"{_MINIMAX}<invoke name=", f"{_MINIMAX}</tool_call>")
-        if tag.endswith("</tool_call>"):
-            return
+    while (yield from source.another(f"{_MINIMAX}<invoke name=", f"{_MINIMAX}</tool_call>")):
         name = (yield from source.until(">"))[0].strip("\"' ")
         open_elements = [_Element("invoke")]
         while open_elements:
