@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .arguments import allowed, alternatives, property_schema, typed_value
+from .arguments import allowed, alternatives, declared_types, property_schema, typed_value
 from .json_calls import calls_of
 from .source import MAX_DEPTH, Malformed, ParsedCall, Source, Steps, load_json
 from .tools import Tool
@@ -279,5 +279,5 @@ def _value_of(element: _Element, schema: Any, root: Mapping[str, Any]) -> Any:
 def container(schema: Any, root: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     """The part of a schema that describes an object or an array; an empty one where none does."""
     word = "properties" if kind == "object" else "items"
-    parts = [part for part in alternatives(schema, root) if word in part or kind in (part.get("type") or ())]
-    return parts[0] if parts else {}
+    parts = (part for part in alternatives(schema, root) if word in part or kind in declared_types(part))
+    return next(parts, {})

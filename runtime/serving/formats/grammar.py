@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from .arguments import allowed, property_schema
+from .arguments import allowed, constants_of, property_schema
 from .tools import Tool
 
 Prepare: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -172,8 +172,8 @@ class TaggedBody:
             value = {**{word: root[word] for word in ("$defs", "definitions") if word in root}, **schema}
             return " ".join([lark.literal(self.key.format(key)), lark.json(value), lark.literal(self.closer)])
         opener = lark.literal((self.text_key or self.key).format(key))
-        if constants and isinstance(schema, Mapping) and ("enum" in schema or "const" in schema):
-            values = schema["enum"] if "enum" in schema else [schema["const"]]
+        values = constants_of(schema) if isinstance(schema, Mapping) else []
+        if constants and values:
             texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
             choice = " | ".join(lark.literal(text + self.closer) for text in dict.fromkeys(texts))
             return f"{opener} ({choice})"
