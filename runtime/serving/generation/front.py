@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..engine_process.client import EngineClient, EngineUnavailable
@@ -62,7 +61,7 @@ class Front:
         self.metrics = ServerMetrics(client, settings.model_name, longest, settings.metrics_prefix)
         self.renderer = MarkdownRenderer()
         """Of the chat page."""
-        self.grammars = Grammars(tokenizer, partial(self.metrics.observe_grammar, "compile"))
+        self.grammars = Grammars(tokenizer, self.metrics.observe_grammar)
         self.prompts = Prompts(tokenizer, settings.chat_template, settings.chat_template_kwargs)
         self.admission = Admission(settings, client)
         self.generations: set[Generation] = set()
