@@ -109,6 +109,5 @@ class ProcessClient(SocketClient):
                 elif self._state == "loading" and asyncio.get_running_loop().time() > deadline:
                     self._lose(f"the engine was not ready after {self._load_seconds:g} s")
 
-    def _lost(self, reason: str) -> None:
-        logger.error("%s", reason)
+    def _lost(self) -> None:
         self._is_lost.set()

@@ -7,6 +7,7 @@ import itertools
 import logging
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ from .wire import WIRE_VERSION, Answer, Ask, Cancel, FromEngine, Hello, Step, Su
 logger = logging.getLogger(__name__)
 
 
-class SocketClient:
+class SocketClient(ABC):
     """The part of an ``EngineClient`` that talks to one engine after the other; see there for the methods."""
 
     def __init__(self) -> None:
@@ -132,14 +133,15 @@ class SocketClient:
                 future.set_exception(EngineUnavailable(self._state, reason))
         self._expected_since = None
 
-    def _lost(self, reason: str) -> None:
+    @abstractmethod
+    def _lost(self) -> None:
         """The engine has ended by itself; called after all that waited for it has failed."""
-        raise NotImplementedError
 
     def _lose(self, reason: str) -> None:
+        logger.error("%s", reason)
         self._set_state("loading")
         self._disconnect(reason)
-        self._lost(reason)
+        self._lost()
 
     def _set_state(self, state: EngineState) -> None:
         if self._state != "dead":

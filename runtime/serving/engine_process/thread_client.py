@@ -59,8 +59,7 @@ class ThreadClient(SocketClient):
             if self._thread.is_alive():
                 logger.warning("the engine's thread has not ended after %g s", _END_SECONDS)
 
-    def _lost(self, reason: str) -> None:
-        logger.error("%s", reason)
+    def _lost(self) -> None:
         self._set_state("dead")
 
 

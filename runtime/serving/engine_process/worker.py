@@ -28,6 +28,7 @@ from .wire import (
     Ask,
     Cancel,
     Delta,
+    FromEngine,
     Hello,
     Refused,
     RequestTimes,
@@ -43,6 +44,8 @@ MAX_UNSENT = 64 * 2**20
 """Bytes that may wait for the other side to read them; above this no step is run."""
 
 _MAX_FAILURES = 3
+_MAX_REASON = 10_000
+"""Characters of a refusal, which may quote what was sent."""
 _TOO_LONG = "the answer to this request is too long to be sent; ask for fewer log-probabilities"
 
 
@@ -103,7 +106,7 @@ class Worker:
 
     def _loop(self, selector: selectors.BaseSelector) -> int:
         selector.register(self._sock, selectors.EVENT_READ)
-        self._put(self._encoder.encode(self._hello()))
+        self._send(self._hello())
         failures = 0
         while True:
             if not self._writer.send(self._sock):
@@ -185,15 +188,18 @@ class Worker:
             options = RequestOptions(**message.options)
             self.engine.submit_many(message.prompts, params, names, options, final_only=not message.streams)
         except QueueFull as error:
-            self._refused.append(Refused(request_id, "queue_full", str(error)))
+            self._refuse(request_id, "queue_full", str(error))
         except (ValueError, TypeError) as error:
-            self._refused.append(Refused(request_id, "invalid", str(error)))
+            self._refuse(request_id, "invalid", str(error))
         except Exception:
             logger.exception("a submission failed")
-            self._refused.append(Refused(request_id, "invalid", "the engine cannot take this request"))
+            self._refuse(request_id, "invalid", "the engine cannot take this request")
         else:
             self._prompts.update({name: (request_id, i) for i, name in enumerate(names)})
             self._unfinished[request_id] = set(names)
+
+    def _refuse(self, request_id: str, code: str, message: str) -> None:
+        self._refused.append(Refused(request_id, code, message[:_MAX_REASON]))
 
     def _answer(self, ask: Ask) -> Answer:
         value: Any = None
@@ -257,19 +263,22 @@ class Worker:
     def _put_step(self, step: Step) -> None:
         """Let a step wait for the socket, in several messages where it is longer than one may be."""
         try:
-            self._put(self._encoder.encode(step))
+            self._send(step)
             return
         except FrameTooLong:
             pass
-        deltas, half = step.deltas, len(step.deltas) // 2
-        if half:
+        deltas, refused = step.deltas, step.refused
+        if half := len(deltas) // 2:
             self._put_step(Step(step.time, deltas[:half]))
-            self._put_step(Step(step.time, deltas[half:], step.refused, step.answers, step.stats))
+            self._put_step(Step(step.time, deltas[half:], refused, step.answers, step.stats))
+        elif half := len(refused) // 2:
+            self._put_step(Step(step.time, [], refused[:half]))
+            self._put_step(Step(step.time, deltas, refused[half:], step.answers, step.stats))
         elif deltas and (deltas[0].logprobs or deltas[0].prompt_logprobs or deltas[0].text):
-            self._put_step(Step(step.time, [self._shortened(deltas[0])], step.refused, step.answers, step.stats))
+            self._put_step(Step(step.time, [self._shortened(deltas[0])], refused, step.answers, step.stats))
         else:
             answers = [Answer(answer.call_id, error="the answer is too long to be sent") for answer in step.answers]
-            self._put_step(Step(step.time, deltas, [], answers, step.stats))
+            self._put_step(Step(step.time, deltas, refused, answers, step.stats))
 
     def _shortened(self, delta: Delta) -> Delta:
         """A delta in place of one that is too long to be sent; its request ends with an error."""
@@ -282,8 +291,8 @@ class Worker:
             short.finish_reason, short.error = "error", _TOO_LONG
         return short
 
-    def _put(self, frame: bytes) -> None:
-        self._writer.put(frame)
+    def _send(self, message: FromEngine) -> None:
+        self._writer.put(self._encoder.encode(message))
 
 
 def _entries(entry: Mapping[int, Logprob]) -> list[TokenLogprob]:

@@ -76,12 +76,10 @@ def allowed(schema: Any, root: Mapping[str, Any]) -> tuple[set[str], set[str]]:
     constants: set[str] = set()
     for part in alternatives(schema, root):
         declared = part.get("type")
-        listed = declared if isinstance(declared, list) else [declared]
-        types.update(entry for entry in listed if isinstance(entry, str))
+        types.update(declared_types(part))
         if part.get("nullable") is True:
             types.add("null")
-        values = part["enum"] if isinstance(part.get("enum"), list) else []
-        for value in (*values, *([part["const"]] if "const" in part else ())):
+        for value in constants_of(part):
             constants.update([value] if isinstance(value, str) else ())
             if declared is None:
                 types.add(_TYPE_OF.get(type(value), "null"))
@@ -90,6 +88,19 @@ def allowed(schema: Any, root: Mapping[str, Any]) -> tuple[set[str], set[str]]:
         if declared is None and "items" in part:
             types.add("array")
     return types, constants
+
+
+def declared_types(schema: Mapping[str, Any]) -> list[str]:
+    """The names in ``type``."""
+    declared = schema.get("type")
+    listed = declared if isinstance(declared, list) else [declared]
+    return [entry for entry in listed if isinstance(entry, str)]
+
+
+def constants_of(schema: Mapping[str, Any]) -> list[Any]:
+    """The values of ``enum`` and ``const``."""
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else []
+    return [*values, *([schema["const"]] if "const" in schema else ())]
 
 
 def alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

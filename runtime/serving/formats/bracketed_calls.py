@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .arguments import allowed, alternatives, property_schema, typed_value
+from .arguments import allowed, alternatives, declared_types, property_schema, typed_value
 from .json_calls import calls_of
 from .source import MAX_DEPTH, Malformed, ParsedCall, Source, Steps, load_json
 from .tools import Tool
@@ -235,13 +235,7 @@ class _Element:
 def read_minimax_m3(source: Source, tools: Sequence[Tool]) -> Steps[None]:
     """A section of ``<invoke name="NAME"><KEY>VALUE</KEY></invoke>``, a mark before each tag; values may nest."""
     yield from source.expect(f"{_MINIMAX}<tool_call>")
-    while True:
-        yield from source.space()
-        if source.at_end:
-            return
-        tag = yield from source.expect(f"{_MINIMAX}<invoke name=", f"{_MINIMAX}</tool_call>")
-        if tag.endswith("</tool_call>"):
-            return
+    while (yield from source.another(f"{_MINIMAX}<invoke name=", f"{_MINIMAX}</tool_call>")):
         name = (yield from source.until(">"))[0].strip("\"' ")
         open_elements = [_Element("invoke")]
         while open_elements:
@@ -285,5 +279,5 @@ def _value_of(element: _Element, schema: Any, root: Mapping[str, Any]) -> Any:
 def container(schema: Any, root: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     """The part of a schema that describes an object or an array; an empty one where none does."""
     word = "properties" if kind == "object" else "items"
-    parts = [part for part in alternatives(schema, root) if word in part or kind in (part.get("type") or ())]
-    return parts[0] if parts else {}
+    parts = (part for part in alternatives(schema, root) if word in part or kind in declared_types(part))
+    return next(parts, {})

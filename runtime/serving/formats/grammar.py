@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from .arguments import allowed, property_schema
+from .arguments import allowed, constants_of, property_schema
 from .tools import Tool
 
 Prepare: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -66,24 +66,17 @@ class Lark:
         """JSON that fits a schema."""
         return f"%json {json.dumps(self._prepare(schema))}"
 
-    def text_until(self, closer: str) -> str:
-        """Any text and the closer."""
-        plain, *tokens = self._added.split(closer)
+    def text_until(self, mark: str) -> str:
+        """Any text and the mark that ends it."""
+        plain, *tokens = self._added.split(mark)
         if not tokens:
-            return self.rule(f"/(?s:.*)/ {_quoted(closer)}", "[lazy]")
+            return self.rule(f"/(?s:.*)/ {_quoted(mark)}", "[lazy]")
         # Added tokens are no part of any text, so text ends where one comes, and takes the white space before it.
-        return f"ANY_TEXT {self.literal(closer[len(plain) :])}"
+        return f"ANY_TEXT {self.literal(mark[len(plain) :])}"
 
     def start(self, body: str) -> str:
         """The grammar with this as its beginning."""
         return "\n".join([f"start: {body}", "ANY_TEXT: /(?s:.*)/", *self._rules]) + "\n"
-
-    def trigger(self, opener: str) -> str:
-        """Any text and the opener, which calls must follow."""
-        plain, *tokens = self._added.split(opener)
-        if not tokens:
-            return self.rule(f"/(?s:.*)/ {_quoted(opener)}", "[lazy]")
-        return f"ANY_TEXT {self.literal(opener[len(plain) :])}"
 
 
 def calls_grammar(
@@ -113,9 +106,9 @@ def calls_grammar(
         section = lark.literal(calls.section) if calls.section else ""
         return lark.start(f"{section} {call} {more} {end}")
     if calls.section:
-        region = lark.rule(f"{lark.trigger(calls.section)} {call} {more} {end}")
+        region = lark.rule(f"{lark.text_until(calls.section)} {call} {more} {end}")
     else:
-        region = lark.rule(f"{lark.trigger(calls.opener)} {body} {closer}")
+        region = lark.rule(f"{lark.text_until(calls.opener)} {body} {closer}")
     return lark.start(f"({region}){'*' if parallel else '?'} ANY_TEXT")
 
 
@@ -179,8 +172,8 @@ class TaggedBody:
             value = {**{word: root[word] for word in ("$defs", "definitions") if word in root}, **schema}
             return " ".join([lark.literal(self.key.format(key)), lark.json(value), lark.literal(self.closer)])
         opener = lark.literal((self.text_key or self.key).format(key))
-        if constants and isinstance(schema, Mapping) and ("enum" in schema or "const" in schema):
-            values = schema["enum"] if "enum" in schema else [schema["const"]]
+        values = constants_of(schema) if isinstance(schema, Mapping) else []
+        if constants and values:
             texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
             choice = " | ".join(lark.literal(text + self.closer) for text in dict.fromkeys(texts))
             return f"{opener} ({choice})"

@@ -101,13 +101,7 @@ def read_mistral(source: Source, tools: Sequence[Tool]) -> Steps[None]:
 def read_kimi(source: Source, tools: Sequence[Tool]) -> Steps[None]:
     """A section of calls ``functions.NAME:INDEX``, which is their id, with JSON arguments."""
     yield from source.expect("<|tool_calls_section_begin|>")
-    while True:
-        yield from source.space()
-        if source.at_end:
-            return
-        mark = yield from source.expect("<|tool_call_begin|>", "<|tool_calls_section_end|>")
-        if mark == "<|tool_calls_section_end|>":
-            return
+    while (yield from source.another("<|tool_call_begin|>", "<|tool_calls_section_end|>")):
         own_id, _ = yield from source.until("<|tool_call_argument_begin|>")
         yield from source.space()
         arguments = yield from source.json()
@@ -123,13 +117,7 @@ def deepseek(fenced: bool) -> CallReader:
 
     def read(source: Source, tools: Sequence[Tool]) -> Steps[None]:
         yield from source.expect("<｜tool▁calls▁begin｜>")
-        while True:
-            yield from source.space()
-            if source.at_end:
-                return
-            mark = yield from source.expect("<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>")
-            if mark == "<｜tool▁calls▁end｜>":
-                return
+        while (yield from source.another("<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>")):
             name, _ = yield from source.until("<｜tool▁sep｜>")
             if fenced:
                 name, _ = yield from source.until("```json")

@@ -36,8 +36,6 @@ class TemplateFormat:
     """
 
     name = "response_template"
-    reasoning_end: tuple[str, ...] = ()
-    reasoning_end_ids: tuple[int, ...] = ()
 
     def __init__(self, template: Mapping[str, Any]) -> None:
         try:

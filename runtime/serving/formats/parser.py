@@ -11,6 +11,7 @@ import secrets
 import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 from .events import ContentDelta, Event, ReasoningDelta, ToolCall, merge_events
@@ -102,10 +103,10 @@ class Parser:
         at_start = (*openers, *(calls.open_at_start if calls else ()), *self._reasoning.open, *self._reasoning.close)
         in_content = (*openers, *(self._reasoning.open if self._reasoning.anywhere else ()))
         in_reasoning = (*self._reasoning.close, *(openers if self._reasoning.ended_by_calls else ()))
-        self._watched_at_start = _Watch((*at_start, *dropped))
-        self._watched_in_content = _Watch((*in_content, *dropped))
-        self._watched_in_reasoning = _Watch((*in_reasoning, *dropped))
-        self._watched_at_start_of_reasoning = _Watch((*self._reasoning.open, *in_reasoning, *dropped))
+        self._watched_at_start = _watch((*at_start, *dropped))
+        self._watched_in_content = _watch((*in_content, *dropped))
+        self._watched_in_reasoning = _watch((*in_reasoning, *dropped))
+        self._watched_at_start_of_reasoning = _watch((*self._reasoning.open, *in_reasoning, *dropped))
 
     def feed(self, text: str) -> list[Event]:
         """Events that the next text brings."""
@@ -242,7 +243,7 @@ class AnswerText:
 class _Watch:
     """Marks that are looked for in text that is still growing."""
 
-    def __init__(self, marks: Sequence[str]) -> None:
+    def __init__(self, marks: tuple[str, ...]) -> None:
         ordered = sorted({mark for mark in marks if mark}, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
         self._beginnings = {mark[:i] for mark in ordered for i in range(1, len(mark))}
@@ -268,6 +269,12 @@ class _Watch:
             if text[start] in self._firsts and text[start:] in self._beginnings:
                 return start
         return len(text)
+
+
+@lru_cache(maxsize=64)
+def _watch(marks: tuple[str, ...]) -> _Watch:
+    """The same for all completions of a format: vocabularies hold a thousand special tokens."""
+    return _Watch(marks)
 
 
 def dump(arguments: object) -> str:

@@ -119,6 +119,11 @@ class Source:
             begin = max(start, len(self.text) - overlap)
             yield None
 
+    def another(self, opener: str, closer: str) -> Steps[bool]:
+        """Pass over the opener of a section's next call; False where the section or the text ends."""
+        yield from self.space()
+        return not self.at_end and (yield from self.expect(opener, closer)) == opener
+
     def value(self, closer: str, followers: tuple[str, ...]) -> Steps[str]:
         """Text before ``closer``; one that neither a follower nor the end comes after belongs to the text.
 

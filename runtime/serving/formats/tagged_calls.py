@@ -47,10 +47,7 @@ def invocations(opener: str, closer: str, prefix: str = "") -> CallReader:
 
     def read(source: Source, tools: Sequence[Tool]) -> Steps[None]:
         yield from source.expect(opener)
-        while True:
-            yield from source.space()
-            if source.at_end or (yield from source.expect(invoke, closer)) == closer:
-                return
+        while (yield from source.another(invoke, closer)):
             name = _attribute((yield from source.until(">"))[0])[0]
             arguments: dict[str, Any] = {}
             while True:
@@ -90,12 +87,7 @@ def hunyuan(suffix: str = "") -> CallReader:
 
     def read(source: Source, tools: Sequence[Tool]) -> Steps[None]:
         yield from source.expect(f"<tool_calls{suffix}>")
-        while True:
-            yield from source.space()
-            if source.at_end:
-                return
-            if (yield from source.expect(f"<tool_call{suffix}>", f"</tool_calls{suffix}>")).startswith("</"):
-                return
+        while (yield from source.another(f"<tool_call{suffix}>", f"</tool_calls{suffix}>")):
             name, _ = yield from source.until(f"<tool_sep{suffix}>")
             yield from source.space()
             mark = yield from source.expect(f"<arg_key{suffix}>", f"</tool_call{suffix}>")

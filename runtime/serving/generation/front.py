@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..engine_process.client import EngineClient, EngineUnavailable
@@ -15,7 +14,7 @@ from ..monitoring.logs import RequestLog
 from ..monitoring.metrics import ServerMetrics
 from ..monitoring.request_record import RequestRecord
 from ..monitoring.request_watch import RequestWatch
-from ..monitoring.tracing import RequestTracer
+from ..monitoring.tracing import TRACE_HEADERS, RequestTracer
 from ..page.markdown_process import MarkdownRenderer
 from ..settings import Settings
 from .admission import Admission
@@ -62,7 +61,7 @@ class Front:
         self.metrics = ServerMetrics(client, settings.model_name, longest, settings.metrics_prefix)
         self.renderer = MarkdownRenderer()
         """Of the chat page."""
-        self.grammars = Grammars(tokenizer, partial(self.metrics.observe_grammar, "compile"))
+        self.grammars = Grammars(tokenizer, self.metrics.observe_grammar)
         self.prompts = Prompts(tokenizer, settings.chat_template, settings.chat_template_kwargs)
         self.admission = Admission(settings, client)
         self.generations: set[Generation] = set()
@@ -109,7 +108,9 @@ class Front:
     def watch(self, scope: Mapping[str, Any], endpoint: str) -> RequestWatch:
         """A watch over a request for text, from its arrival."""
         traces = {
-            name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _TRACE_HEADERS
+            name: value.decode("latin-1")
+            for header, value in scope["headers"]
+            if (name := header.decode("latin-1")) in TRACE_HEADERS
         }
         return RequestWatch(
             self.metrics,
@@ -130,9 +131,6 @@ class Front:
     def new_id(self, prefix: str) -> str:
         """An id for an answer."""
         return f"{prefix}-{uuid.uuid4().hex}"
-
-
-_TRACE_HEADERS = (b"traceparent", b"tracestate")
 
 
 def key_name(scope: Mapping[str, Any]) -> str | None:

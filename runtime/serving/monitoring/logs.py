@@ -63,8 +63,6 @@ class RequestLog:
 
 def request_fields(record: RequestRecord) -> dict[str, Any]:
     """What a line says of a request; times in seconds, of several prompts the longest (``tpot``: the mean)."""
-    times = [prompt.times for prompt in record.prompts if prompt.times is not None]
-    queue = max((t.queue for t in times if t.queue is not None), default=None)
     per_token = [s for prompt in record.prompts if (s := prompt.seconds_per_output_token) is not None]
     reasons = [reason or "abort" for reason in record.finish_reasons]
     return {
@@ -78,7 +76,7 @@ def request_fields(record: RequestRecord) -> dict[str, Any]:
         "cached_tokens": record.cached_tokens,
         "output_tokens": record.output_tokens,
         "finish": ",".join(reasons) or None,
-        "queue": _rounded(queue),
+        "queue": _rounded(record.longest("queue")),
         "ttft": _rounded(record.first_token_seconds),
         "tpot": _rounded(sum(per_token) / len(per_token) if per_token else None),
         "seconds": _rounded(record.seconds),

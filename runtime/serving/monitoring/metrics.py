@@ -48,9 +48,6 @@ RefusalReason = Literal[
 ]
 """Why a request was turned away: the ``code`` of the error object where it is one of these, else ``"other"``."""
 
-GrammarPart = Literal["compile", "mask"]
-"""The work that a grammar makes."""
-
 METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH"})
 MAX_HANDLERS = 64
 """Routes that get a label of their own."""
@@ -97,7 +94,7 @@ class ServerMetrics:
         }
         self._http_first_token = Histogram(FIRST_TOKEN_SECONDS)
         self._event_loop_lag = Histogram(SHORT_SECONDS)
-        self._grammar = {part: Histogram(SHORT_SECONDS) for part in get_args(GrammarPart)}
+        self._grammar_compile = Histogram(SHORT_SECONDS)
         self._finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
         self._refused: Counter[str] = Counter({reason: 0 for reason in get_args(RefusalReason)})
         self._http: Counter[tuple[str, str, str]] = Counter()
@@ -176,9 +173,9 @@ class ServerMetrics:
         """Count a request that was turned away; see ``RefusalReason``."""
         self._refused[reason if reason in self._refused else "other"] += 1
 
-    def observe_grammar(self, part: GrammarPart, seconds: float) -> None:
-        """Count the time that a grammar took."""
-        self._grammar[part].observe(seconds)
+    def observe_grammar(self, seconds: float) -> None:
+        """Count the time that it took to compile a grammar."""
+        self._grammar_compile.observe(seconds)
 
     def tool_parse_failed(self) -> None:
         """Count a tool call whose text could not be parsed."""
@@ -228,7 +225,7 @@ class ServerMetrics:
         yield histogram_family(
             "pagoda:grammar_seconds",
             "Time that grammars took.",
-            [({"part": part}, histogram) for part, histogram in self._grammar.items()],
+            [({"part": "compile"}, self._grammar_compile)],
         )
         yield labelled(
             CounterMetricFamily,

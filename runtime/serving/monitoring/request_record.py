@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ..engine_process.wire import RequestTimes
 
@@ -75,6 +76,11 @@ class RequestRecord:
     disconnected: bool = False
     error_code: str | None = None
     trace_headers: Mapping[str, str] = field(default_factory=dict)
+
+    def longest(self, phase: Literal["queue", "prefill", "decode"]) -> float | None:
+        """Seconds of a phase of ``RequestTimes``, of several prompts the longest; None where there was none."""
+        times = [getattr(prompt.times, phase) for prompt in self.prompts if prompt.times is not None]
+        return max((seconds for seconds in times if seconds is not None), default=None)
 
     @property
     def prompt_tokens(self) -> int:

@@ -68,10 +68,7 @@ class RequestTracer:
 
 def span_attributes(record: RequestRecord) -> dict[str, Any]:
     """Attributes of a request's span; times in seconds, of several prompts the longest."""
-    times = [prompt.times for prompt in record.prompts if prompt.times is not None]
-    queue = max((t.queue for t in times if t.queue is not None), default=None)
-    prefill = max((t.prefill for t in times if t.prefill is not None), default=None)
-    decode = max((t.decode for t in times if t.decode is not None), default=None)
+    prefill, decode = record.longest("prefill"), record.longest("decode")
     inference = None if prefill is None else prefill + (decode or 0.0)
     attributes: dict[str, Any] = {
         "gen_ai.response.model": record.model,
@@ -83,7 +80,7 @@ def span_attributes(record: RequestRecord) -> dict[str, Any]:
         "gen_ai.usage.num_sequences": len(record.finish_reasons),
         "gen_ai.usage.prompt_tokens": record.prompt_tokens,
         "gen_ai.usage.completion_tokens": record.output_tokens,
-        "gen_ai.latency.time_in_queue": queue,
+        "gen_ai.latency.time_in_queue": record.longest("queue"),
         "gen_ai.latency.time_to_first_token": record.first_token_seconds,
         "gen_ai.latency.e2e": record.seconds,
         "gen_ai.latency.time_in_model_prefill": prefill,

@@ -225,6 +225,12 @@ class TestRoute:
         samples = {s.name: s.value for family in parse(response.text) for s in family.samples}
         assert samples["vllm:prompt_tokens_total"] == 12
 
+    def test_only_work_that_is_counted_has_a_name(self):
+        metrics = served()
+        metrics.observe_grammar(0.5)
+        parts = {key: v for key, v in values(metrics).items() if key[0] == "pagoda:grammar_seconds_sum"}
+        assert parts == {("pagoda:grammar_seconds_sum", frozenset({("part", "compile")})): 0.5}
+
     def test_servers_count_apart(self):
         first, second = served(), served()
         first.refused("draining")

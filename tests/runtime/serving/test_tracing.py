@@ -61,6 +61,19 @@ def test_the_span_of_a_request(traced):
     }
 
 
+def test_times_of_several_prompts_are_the_longest(traced):
+    times = (
+        RequestTimes(0.25, 0.5, 1.5, 5, 0),
+        RequestTimes(0.75, 0.125, None, 1, 0),
+        RequestTimes(0.5, None, 1.0, 2, 0),
+    )
+    prompts = [PromptRecord(1, 0, (1,), ("stop",), entry) for entry in (*times, None)]
+    attributes = traced(finished(prompts=tuple(prompts))).attributes
+    assert [attributes[f"gen_ai.latency.time_in_{name}"] for name in ("queue", "model_prefill", "model_decode")] == [
+        *(0.75, 0.5, 1.5)
+    ]
+
+
 def test_the_clients_trace_goes_on(traced):
     span = traced(finished(trace_headers={"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "x=1"}))
     assert span.context.trace_id == int("a" * 32, 16) and span.parent.span_id == int("b" * 16, 16)

@@ -44,7 +44,7 @@ class Bench:
         self.exit_status: int | None = None
         self._reader = FrameReader()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self.sock.settimeout(30)
+        self.sock.settimeout(10)
 
     def _run(self) -> None:
         self.exit_status = self.worker.run()
@@ -213,6 +213,29 @@ def test_a_step_that_is_too_long_is_sent_in_parts() -> None:
             break
     assert len(deltas(steps)) == 8 * 3 and all(delta.error is None for delta in deltas(steps))
     assert len([step for step in steps if step.deltas]) > 3
+    bench.sock.shutdown(socket.SHUT_WR)
+    assert bench.end() == EXIT_DONE
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_refusals_that_are_too_long_for_a_message_all_come(streams: bool) -> None:
+    bench = Bench(toy_engine())
+    bench.worker._writer.max_frame = 3000
+    bench.send(Submit("good", [[1]], {"max_tokens": 1, "logprobs": 20}, {}, streams))
+    for i in range(60):
+        bench.send(Submit(str(i), [[1]], {"temperature": -1}))
+    bench.send(Ask(1, "profile"))
+    bench.start()
+    refused, answers, good = [], [], []
+    for message in bench.messages():
+        if isinstance(message, Step):
+            refused += message.refused
+            answers += message.answers
+            good += message.deltas
+            if len(refused) == 60 and answers and any(delta.times is not None for delta in good):
+                break
+    assert [entry.request_id for entry in refused] == [str(i) for i in range(60)]
+    assert all("temperature=-1" in entry.message for entry in refused)
     bench.sock.shutdown(socket.SHUT_WR)
     assert bench.end() == EXIT_DONE
 

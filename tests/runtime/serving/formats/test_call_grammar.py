@@ -142,6 +142,28 @@ def test_what_the_grammar_takes_is_what_the_parser_reads(family):
     assert parser.malformed == 0
 
 
+@pytest.mark.parametrize(
+    "schema, texts",
+    [
+        ({"enum": 5, "const": "a"}, {"a": True, "b": False}),
+        ({"enum": 5, "anyOf": [{"const": "a"}]}, {"a": True, "b": True}),
+        ({"enum": [], "anyOf": [{"const": "a"}]}, {"a": True, "b": True}),
+        ({"type": 5}, {"a": True, "[1]": True}),
+    ],
+)
+def test_a_schema_that_says_nonsense_says_nothing(schema, texts):
+    found, vocabulary = format_and_vocabulary("glm47")
+    declared = {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}, "required": ["x"]}}
+    tools = check_tools([{"type": "function", "function": declared}])
+    grammar = found.grammar(tools, ToolChoice("required"))
+    matcher = llguidance.LLMatcher(vocabulary, llguidance.LLMatcher.grammar_from_lark(grammar))
+    for text, is_taken in texts.items():
+        written = f"<tool_call>f<arg_key>x</arg_key><arg_value>{text}</arg_value></tool_call>"
+        tokens = chat_tokenizer("glm47").encode(written, add_special_tokens=False)
+        matcher.reset()
+        assert (matcher.try_consume_tokens(tokens) == len(tokens)) is is_taken, text
+
+
 @pytest.mark.parametrize("family", WITHOUT)
 def test_formats_without_a_grammar_say_so(family):
     found, _ = format_and_vocabulary(family)

@@ -277,6 +277,26 @@ def test_a_malformed_call_is_content(tool_parser, text, expected):
         check(tool_parser, text, expected, malformed=1)
 
 
+@pytest.mark.parametrize(
+    "schema", [{"type": 5}, {"type": {"object": 1}}, {"type": [5, []]}, {"anyOf": [{"type": 5}]}]
+)
+@pytest.mark.parametrize(
+    "tool_parser, text, value",
+    [
+        ("gemma4", "<|tool_call>call:f{x:{a:1}}<tool_call|>", {"a": 1}),
+        ("gemma4", "<|tool_call>call:f{x:[1]}<tool_call|>", [1]),
+        ("minimax_m3", "NS<tool_call>NS<invoke name=f>NS<x>NS<item>1NS</item>NS</x>NS</invoke>NS</tool_call>", [1]),
+        ("glm47", "<tool_call>f<arg_key>x</arg_key><arg_value>[1]</arg_value></tool_call>", [1]),
+    ],
+)
+def test_a_schema_that_says_nonsense_says_nothing(tool_parser, text, value, schema):
+    declared = {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}}
+    tools = check_tools([{"type": "function", "function": declared}])
+    parser = Parser(None, TOOL_PARSERS[tool_parser].marks, tools, make_id=lambda name, i: str(i))
+    text = text.replace("NS", "]<]minimax[>[")
+    assert [*parser.feed(text), *parser.finish()] == [ToolCall("0", "f", json.dumps({"x": value}))]
+
+
 def test_nothing_is_read_twice_or_recursed_into():
     for text in (
         "<tool_call>" * 4_000,
