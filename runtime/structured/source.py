@@ -14,6 +14,12 @@ MAX_GBNF_CHARACTERS = 64_000
 MAX_GBNF_LINES = 1_000
 """GBNF is read in Python, in a time that grows with the square of its lines: 1,000 rules take 0.6 seconds."""
 
+MAX_RULES = 1_000
+"""Rules and opening brackets of a grammar together. llguidance follows a chain of rules, and brackets within them, on
+the stack of its thread, which ends the process after some 2,600."""
+
+_RULE_OR_BRACKET = re.compile(r'[^"\s]\s*:|[(\[]')
+"""At least one match for each rule and each bracket; the colon behind a key of JSON is none."""
 _EMBEDDED_SCHEMA = re.compile(r"%json\s*")
 
 
@@ -72,7 +78,11 @@ class GrammarSource:
 
 
 def _lark(name: str, text: str) -> str:
-    """Lark of what may be GBNF."""
+    """Lark of what may be GBNF.
+
+    Raises:
+        ValueError: it is neither, or beyond a limit.
+    """
     if "::=" in text and (len(text) > MAX_GBNF_CHARACTERS or text.count("\n") >= MAX_GBNF_LINES):
         raise ValueError(
             f"{name} is GBNF of more than {MAX_GBNF_LINES} lines or {MAX_GBNF_CHARACTERS} characters; shorten it, or "
@@ -81,10 +91,13 @@ def _lark(name: str, text: str) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
-        return str(any_to_lark(text))
+        lark = str(any_to_lark(text))
     except Exception as error:  # whatever a text that is no grammar does to it
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"{name} is neither Lark nor GBNF: {reason}; change it") from None
+    if len(_RULE_OR_BRACKET.findall(lark)) > MAX_RULES:
+        raise ValueError(f"{name} has more than {MAX_RULES} rules and brackets; use fewer")
+    return lark
 
 
 def _embedded_schemas(text: str) -> list[Any]:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -39,6 +40,13 @@ def tokens_of(text: str) -> list[int]:
 def accepts(grammar: Grammar, text: str) -> bool:
     matcher, ids = grammar.matcher(), tokens_of(text)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def chain(rule: str, count: int) -> str:
+    """A grammar of rules that lead to each other, in the syntax and letters of ``rule``."""
+    name, sign = rule.split("{}")[0], "::=" if "::=" in rule else ":"
+    rules = [rule.format(i, i + 1) for i in range(count)]
+    return "\n".join([f"{'root' if sign == '::=' else 'start'} {sign} {name}0", *rules, f'{name}{count} {sign} "a"'])
 
 
 @pytest.mark.parametrize(
@@ -115,6 +123,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "root ::= " + "(" * 50_000}, "neither Lark nor GBNF"),
     ({"grammar": "start: " + "(" * 50_000 + '"a"' + ")" * 50_000}, "too deeply nested"),
     ({"grammar": 'root ::= "a"\n' + "\n" * 1000}, "GBNF of more than 1000 lines"),
+    ({"grammar": chain("r{}: r{}", 50_000)}, "more than 1000 rules and brackets"),
+    ({"grammar": chain("R{} : R{}", 10_000)}, "more than 1000 rules and brackets"),
+    ({"grammar": chain("r{}: ((((((((r{}))))))))", 700)}, "more than 1000 rules and brackets"),
+    ({"grammar": chain("r{} ::= (((([r] r{}))))", 900)}, "more than 1000 rules and brackets"),
     ({"grammar": "start: A\nA: /x/ & /y/"}, "allows no text"),
     ({"regex": "a(?=b)"}, "structured_outputs.regex cannot be enforced: .*look-around"),
     ({"regex": "[a"}, "unclosed character class"),
@@ -222,6 +234,22 @@ def test_a_slow_tokenizer_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"needs a fast tokenizer, .* this Slow"):
         vocabulary_of(Slow())
+
+
+@pytest.mark.parametrize(
+    "rule", ["r{}: r{}", 'r{}: ["x" r{}]', "R{}: (((((((((R{})))))))))", "r{}: (((((((((r{})))))))))"]
+)
+def test_the_deepest_grammars_fit_a_thread(vocabulary: Vocabulary, rule: str) -> None:
+    """Whose stack would end the process if they did not."""
+    text = chain(rule, 998 // (1 + rule.count("(") + rule.count("[")))
+    with ThreadPoolExecutor(1) as pool:
+        grammar = pool.submit(compiled, vocabulary, grammar=text).result()
+    assert accepts(grammar, "a") != ("x" in rule)
+
+
+def test_colons_and_brackets_within_json_are_no_rules(vocabulary: Vocabulary) -> None:
+    schema = {"type": "object", "properties": {f"k{i}": {"const": i} for i in range(400)}}
+    assert accepts(compiled(vocabulary, grammar=f"start: %json {json.dumps(schema)}"), '{"k3": 3}')
 
 
 def test_numbers_end(vocabulary: Vocabulary) -> None:
