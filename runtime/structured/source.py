@@ -8,18 +8,17 @@ from typing import Any
 
 from .asked import AskedOutput
 from .json_schema import checked_schema, json_options, schema_grammar, unsound_parts
+from .lark_depth import lark_depth
 from .vocabulary import load_llguidance
 
 MAX_GBNF_CHARACTERS = 64_000
 MAX_GBNF_LINES = 1_000
 """GBNF is read in Python, in a time that grows with the square of its lines: 1,000 rules take 0.6 seconds."""
 
-MAX_RULES = 1_000
-"""Rules and opening brackets of a grammar together. llguidance follows a chain of rules, and brackets within them, on
-the stack of its thread, which ends the process after some 2,600."""
+MAX_CHAIN = 1_000
+"""Rules of a grammar that lead to each other, with the brackets within them. llguidance follows such a chain on the
+stack of its thread, which ends the process after some 2,600."""
 
-_RULE_OR_BRACKET = re.compile(r'[^"\s]\s*:|[(\[]')
-"""At least one match for each rule and each bracket; the colon behind a key of JSON is none."""
 _EMBEDDED_SCHEMA = re.compile(r"%json\s*")
 
 
@@ -95,8 +94,8 @@ def _lark(name: str, text: str) -> str:
     except Exception as error:  # whatever a text that is no grammar does to it
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"{name} is neither Lark nor GBNF: {reason}; change it") from None
-    if len(_RULE_OR_BRACKET.findall(lark)) > MAX_RULES:
-        raise ValueError(f"{name} has more than {MAX_RULES} rules and brackets; use fewer")
+    if lark_depth(lark) > MAX_CHAIN:
+        raise ValueError(f"{name} nests more than {MAX_CHAIN} rules and brackets; use fewer")
     return lark
 
 

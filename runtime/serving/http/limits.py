@@ -56,7 +56,7 @@ _CURLS_OWN = "application/x-www-form-urlencoded"
 
 
 class BodyMiddleware:
-    """Bounds the size of a body before it is stored, and the time that it takes to come; refuses other kinds than JSON.
+    """Bounds the size of a body before it is stored, and the time that it takes to come; takes JSON only.
 
     Pages of other origins can send those kinds, or no body at all, without asking: that would let any page that a
     person looks at use a server on the person's own machine, routes without a body included.
