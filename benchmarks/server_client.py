@@ -15,7 +15,7 @@ class Answer:
 
     Attributes:
         status: of HTTP; 0: the connection ended before there was one.
-        seconds: from sending the request to the end.
+        seconds: from sending the request, over a connection that the system has made, to the end.
         events: when each event with a choice was read, in seconds of ``time.monotonic``.
         text: of all events.
         usage: OpenAI's object, from the last event or the body.
@@ -50,8 +50,8 @@ async def ask(
     """
     answer = Answer()
     content = json.dumps(body).encode()
-    begin = time.monotonic()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+    begin = time.monotonic()
     try:
         head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
         writer.write(f"{head}content-length: {len(content)}\r\nconnection: close\r\n\r\n".encode() + content)

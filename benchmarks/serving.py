@@ -12,7 +12,8 @@ processes, and a client that reads raw sockets.
   time is that of the server's processes, without their start; the client's is not counted.
 - latency: from the engine's step to the moment when the client has read its tokens; and the time to a first token of
   an idle server, beside that of the engine alone.
-- overload: ten times as many requests at once as may run and wait. The others are refused at once.
+- overload: ten times as many requests at once as may run and wait. The others are refused at once: CPU time of the
+  API process for each, which is what it takes more than for the served ones alone; and the client's for each request.
 - leaving: clients that go in the middle of an answer, streamed or not; how many tokens are computed for nobody, and
   whether all blocks come back.
 - slow: readers that take a byte now and then beside normal ones.
@@ -234,19 +235,24 @@ def overload(work: Work, engine: str) -> dict[str, Any]:
     with serving(many, *options) as server:
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         asyncio.run(run_all(server.port, [many.body(prompt, **stream) for prompt in many.prompts(0)[:192]]))
-        rates = []
+        rates, front_cpu = [], []
         for count in (192, 640):
-            memory, begin = server.resident_mb(), time.perf_counter()
             bodies = [many.body(prompt, **stream) for prompt in many.prompts(count)[:count]]
+            before, own = server.cpu_seconds()[0], time.process_time()
+            memory, begin = server.resident_mb(), time.perf_counter()
             answers = asyncio.run(run_all(server.port, bodies))
             served = [answer for answer in answers if answer.status == 200]
             rates.append(sum(answer.tokens for answer in served) / (time.perf_counter() - begin))
+            front_cpu.append(server.cpu_seconds()[0] - before)
+            own = time.process_time() - own
         refused = [answer.seconds * 1e3 for answer in answers if answer.status == 429]
         return {
             "served": len(served),
             "refused": len(refused),
             "refusal_p50_ms": _percentile(refused, 0.5),
             "refusal_p99_ms": _percentile(refused, 0.99),
+            "refusal_cpu_ms": (front_cpu[1] - front_cpu[0]) / max(len(refused), 1) * 1e3,
+            "client_cpu_ms": own / len(answers) * 1e3,
             "throughput_ratio": rates[1] / rates[0],
             "memory_growth_mb": server.resident_mb() - memory,
         }

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .engine_process.client import EngineClient
 from .formats.registry import AnyFormat
 from .generation.front import Front
+from .generation.gate import GateMiddleware
 from .http.auth import OPEN_PATHS, AuthMiddleware
 from .http.errors import ApiError, ErrorMiddleware, answer_http_exception
 from .http.limits import BodyMiddleware, HostMiddleware
@@ -87,6 +88,7 @@ def make_app(
     describe(app, bodies)
 
     # The last one added is the outermost.
+    app.add_middleware(GateMiddleware, front=front)
     app.add_middleware(BodyMiddleware, max_size=settings.max_body_size, timeout=settings.body_timeout)
     app.add_middleware(AuthMiddleware, keys=settings.api_keys, open_paths=open_paths)
     if settings.is_loopback and settings.uds is None:
@@ -128,7 +130,7 @@ class ObserveMiddleware:
         try:
             await self.app(scope, receive, watched_send)
         finally:
-            handler = getattr(scope.get("route"), "path", None)
+            handler = getattr(scope.get("route"), "path", None) or state.get("handler")
             self._metrics.observe_http(handler, scope["method"], status or 499, time.monotonic() - begin)
             if status in _REFUSALS:
                 self._metrics.refused(state.get("error_code") or "other")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from ..requests.checks import check_bool, real_number, shown, whole_number
@@ -157,6 +158,7 @@ class Settings:
         return self.uds is not None or is_loopback(self.host)
 
 
+@lru_cache(64)
 def is_loopback(host: str) -> bool:
     """True for the names and addresses of this machine's loopback."""
     if host.lower() in _LOOPBACK_NAMES:

@@ -33,6 +33,8 @@ class Admission:
         """Requests under way."""
         self.num_completions = 0
         """Completions under way, waiting ones included."""
+        self.num_places = 0
+        """Requests that are made ready for the engine; each will be one completion or more."""
         self._ends: deque[float] = deque(maxlen=_RATE_WINDOW)
         self._stats: Mapping[str, int | float] | None = None
         self._tokens_since_stats = 0
@@ -56,8 +58,11 @@ class Admission:
         if self._client.state != "ready":
             raise engine_unavailable(self._client.state)
 
-    def enter(self, completions: int, prompt_tokens: int) -> Ticket:
-        """Let a request in; its ticket is to be closed at its end.
+    def check_room(self, completions: int = 1, prompt_tokens: int = 1) -> None:
+        """Refuse what does not fit beside what is under way, or is made ready.
+
+        Args:
+            completions, prompt_tokens: of the request; every one has these at least.
 
         Raises:
             ApiError: 429 with Retry-After, or 503.
@@ -68,11 +73,12 @@ class Admission:
         if max_queue is None:
             max_queue = 4 * hello.max_num_seqs
         most = hello.max_num_seqs + max_queue
-        if self.num_completions + completions > most:
+        taken = self.num_completions + self.num_places
+        if taken + completions > most:
             raise self._full(
                 "queue_full",
-                f"{self.num_completions} completions are under way, which with {completions} more is above the limit "
-                f"of {most}; come back later, or start with --max-queue",
+                f"{taken} completions are under way, which with {completions} more is above the limit of {most}; "
+                "come back later, or start with --max-queue",
             )
         self._read_stats()
         limit = self._settings.max_queued_tokens
@@ -83,6 +89,29 @@ class Admission:
                 f"{waiting} prompt tokens wait, which with {prompt_tokens} more is above the limit of {limit}; come "
                 "back later, or start with --max-queued-tokens",
             )
+
+    def reserve(self) -> Place:
+        """Keep room for one completion of a request that is going to be made ready.
+
+        Raises:
+            ApiError: 429 with Retry-After, or 503.
+        """
+        self.check_room()
+        return Place(self)
+
+    def enter(self, completions: int, prompt_tokens: int, place: Place | None = None) -> Ticket:
+        """Let a request in; its ticket is to be closed at its end.
+
+        Args:
+            completions, prompt_tokens: of the request.
+            place: that was kept for it; it is given up, whatever comes of this.
+
+        Raises:
+            ApiError: 429 with Retry-After, or 503.
+        """
+        if place is not None:
+            place.close()
+        self.check_room(completions, prompt_tokens)
         self._tokens_since_stats += prompt_tokens
         return Ticket(self, completions, prompt_tokens)
 
@@ -126,6 +155,21 @@ class Admission:
 
     def _drain_seconds(self) -> int:
         return max(math.ceil(self._settings.shutdown_timeout), 1)
+
+
+class Place:
+    """Room for one completion of a request that is made ready."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        admission.num_places += 1
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Keep it no longer."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._admission.num_places -= 1
 
 
 class Ticket:

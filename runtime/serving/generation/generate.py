@@ -14,7 +14,7 @@ from ..formats.events import ContentDelta, Event, ReasoningDelta, ToolCall, merg
 from ..formats.format import AnswerParser
 from ..http.errors import ApiError, from_value_error
 from ..monitoring.request_watch import RequestWatch
-from .admission import Ticket, of_unavailable, unavailable
+from .admission import Place, Ticket, of_unavailable, unavailable
 from .front import Front
 from .prompts import Prompt
 
@@ -100,10 +100,17 @@ class Generation:
     """One request under way, from admission to the end of its last choice.
 
     ``start``, then ``next`` until ``finished``; ``close`` in any case.
+
+    Args:
+        front: of the server.
+        ask: what to do.
+        watch: over the request.
+        place: that was kept for it while it was made ready.
     """
 
-    def __init__(self, front: Front, ask: Ask, watch: RequestWatch) -> None:
+    def __init__(self, front: Front, ask: Ask, watch: RequestWatch, place: Place | None = None) -> None:
         self.front, self.ask, self.watch = front, ask, watch
+        self._place = place
         self.left: Left | None = None
         """Nobody reads any more."""
         self.prompt_logprobs: list[list[list[TokenLogprob] | None] | None] = [None] * len(ask.prompts)
@@ -141,7 +148,7 @@ class Generation:
             temperature=params.get("temperature"),
             top_p=params.get("top_p"),
         )
-        self._ticket = self.front.admission.enter(ask.num_completions, sum(lengths))
+        self._ticket = self.front.admission.enter(ask.num_completions, sum(lengths), self._place)
         self.front.generations.add(self)
         submit = Submit(ask.id, [p.token_ids for p in ask.prompts], params, ask.options, ask.streams)
         try:

@@ -29,6 +29,7 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
         """One connection."""
 
         _timer: asyncio.TimerHandle | None = None
+        _last_timer: asyncio.TimerHandle | None = None
         _in_message = False
         _in_body = False
         _head_bytes = 0
@@ -48,6 +49,8 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._disarm()
+            if self._last_timer is not None:
+                self._last_timer.cancel()  # it would keep a connection that is gone in memory
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
@@ -112,7 +115,8 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
 
         def _abort_later(self) -> None:
             """Drop the connection if its peer does not take what it has still to get; a close alone would wait."""
-            self.loop.call_later(settings.stream_stall_timeout, self.transport.abort)
+            if self._last_timer is None:
+                self._last_timer = self.loop.call_later(settings.stream_stall_timeout, self.transport.abort)
 
         def _arm(self, seconds: float) -> None:
             self._timer = self.loop.call_later(seconds, self._too_slow)

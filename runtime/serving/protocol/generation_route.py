@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from ..generation.front import Front
 from ..generation.generate import Ask, Generation
-from ..generation.stream import CLIENT_CLOSED, GenerationResponse, Renderer
+from ..generation.stream import GenerationResponse, Renderer
 from ..http.errors import ApiError, clean_id, refuse
 from ..http.json_body import read_body
 from .fields import MAX_IGNORED_SHOWN, RequestBody
@@ -40,33 +40,30 @@ async def respond(
 
     Args:
         front: of the server.
-        request: whose body has not been read.
+        request: that came through ``GateMiddleware``.
         kind: of the body.
         prepare: takes the front, the request, its body, and the name to answer under.
 
     Raises:
         ApiError: refusals.
     """
-    watch = front.watch(request.scope, request.scope["route"].path)
+    state = request.scope["state"]
+    watch = state["watch"]
     try:
-        front.admission.check_open()
         body = await read_body(request, kind)
         if body.request_id is not None:
-            request.scope["state"]["request_id"] = watch.request_id = _checked_id(body.request_id)
+            state["request_id"] = watch.request_id = _checked_id(body.request_id)
         model = watch.model = front.model_name(body.model)
         headers = _ignored_header(front, body)
         prepared = await prepare(front, request, body, model)
         if (constraint := prepared.ask.params.get("structured_outputs")) is not None:
             warnings = await front.grammars.check(constraint, front.client.hello.vocab_size)
             headers |= _warnings_header(warnings)
-        generation = Generation(front, prepared.ask, watch)
+        generation = Generation(front, prepared.ask, watch, state["place"])
         renderer = prepared.renderer(generation)
     except ApiError as error:
         front.ended(watch.finish(status=error.status_code, error_code=error.code))
         raise
-    except ClientDisconnect:
-        front.ended(watch.finish(status=CLIENT_CLOSED, disconnected=True))
-        return Response(status_code=400)
     except Exception:
         front.ended(watch.finish(status=500, error_code="internal_error"))
         raise

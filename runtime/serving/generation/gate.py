@@ -1,0 +1,117 @@
+"""The gate in front of requests for text: what cannot be taken is refused before anything is made of its body."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..http.errors import ApiError
+from .stream import CLIENT_CLOSED
+
+if TYPE_CHECKING:
+    from .front import Front
+
+GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
+"""Routes that end in ``respond``."""
+
+
+class GateMiddleware:
+    """Keeps a place for a request for text, or refuses it.
+
+    A full server refuses at the head of a request. Where there is room, its body is waited for first: a place is kept
+    only for what can go on at once, so slow senders hold none. The request's watch and place are found in
+    ``scope["state"]["watch"]`` and ``["place"]``.
+
+    Args:
+        app: the inner application.
+        front: of the server.
+    """
+
+    def __init__(self, app: ASGIApp, front: Front) -> None:
+        self.app = app
+        self._front = front
+        self._turns = Turns()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run one request."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path not in GENERATION_PATHS:
+            await self.app(scope, receive, send)
+            return
+        front, state = self._front, scope["state"]
+        state["handler"] = path
+        watch = state["watch"] = front.watch(scope, path)
+        try:
+            front.admission.check_room()
+            body = await _whole_body(receive)
+            if body is None:
+                front.ended(watch.finish(status=CLIENT_CLOSED, disconnected=True))
+                return
+            place = state["place"] = front.admission.reserve()
+        except ApiError as error:
+            front.ended(watch.finish(status=error.status_code, error_code=error.code))
+            raise
+        message: Message | None = {"type": "http.request", "body": body, "more_body": False}
+
+        async def receive_again() -> Message:
+            nonlocal message
+            if message is None:
+                return await receive()
+            first, message = message, None
+            return first
+
+        try:
+            await self._turns.take()
+            await self.app(scope, receive_again, send)
+        finally:
+            place.close()
+
+
+class Turns:
+    """Lets one of many through in each round of the event loop.
+
+    To make a request ready takes a millisecond of it. A hundred that come together would hold up all streams, and
+    refusals of others, for a tenth of a second.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._is_taken = False
+
+    async def take(self) -> None:
+        """Wait for a turn, in the order of calls; the first of a round need not."""
+        loop = asyncio.get_running_loop()
+        if not self._is_taken:
+            self._is_taken = True
+            loop.call_soon(self._give)
+            return
+        turn = loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _give(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # whoever waited may have been cancelled
+                turn.set_result(None)
+                turn.get_loop().call_soon(self._give)
+                return
+        self._is_taken = False
+
+
+async def _whole_body(receive: Receive) -> bytes | None:
+    """The body of a request; None if the client goes before it is there."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
