@@ -84,6 +84,7 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.put_nowait, number)
+        self._front.grammars.prepare()  # while the engine loads
         serving = asyncio.create_task(self._uvicorn.serve(sockets=None if self._sock is None else [self._sock]))
         background = [
             asyncio.create_task(self._front.metrics.sample_event_loop_lag()),

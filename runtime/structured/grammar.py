@@ -57,8 +57,7 @@ def compile_grammar(asked: AskedOutput, vocabulary: Vocabulary) -> Grammar:
     Raises:
         ValueError: it cannot be enforced, is too large, or allows no text; one line with llguidance's reason.
     """
-    parts = [asked.kind, asked.value, asked.strict, asked.whitespace]
-    source = json.dumps(parts).encode()
+    source = _source(asked)
     digest = hashlib.sha256(source).digest()
     found = vocabulary.kept.get(digest)
     if found is None:
@@ -66,6 +65,15 @@ def compile_grammar(asked: AskedOutput, vocabulary: Vocabulary) -> Grammar:
         vocabulary.kept.put(digest, found, len(source))
     result: Grammar = found
     return result
+
+
+def is_compiled(asked: AskedOutput, vocabulary: Vocabulary) -> bool:
+    """True if ``compile_grammar`` would find it."""
+    return vocabulary.kept.get(hashlib.sha256(_source(asked)).digest()) is not None
+
+
+def _source(asked: AskedOutput) -> bytes:
+    return json.dumps([asked.kind, asked.value, asked.strict, asked.whitespace]).encode()
 
 
 def check_structured(

@@ -50,6 +50,7 @@ def main(fd: int) -> int:
     from ..llm import LLM
     from ..runtime.serving.engine_process.worker import Worker
     from .errors import one_line_errors
+    from .frozen_objects import freeze_objects
     from .phases import show_phases
 
     transformers_logging.disable_progress_bar()
@@ -58,6 +59,8 @@ def main(fd: int) -> int:
             llm = LLM(start.model, start.tokenizer, **start.options)
     except typer.Exit as end:
         return end.exit_code
+    llm.engine.prepare_structured_outputs()
+    freeze_objects()
     return Worker(llm.engine, sock, model=start.model, default_params=llm.recommended_params).run()
 
 

@@ -25,6 +25,7 @@ from ..runtime.serving.monitoring.tracing import RequestTracer
 from ..runtime.serving.server import Server, StartedClient, bind
 from ..runtime.serving.settings import Settings
 from .engine_process import engine_argv
+from .frozen_objects import freeze_objects
 
 QUEUE_PER_SEQUENCE = 4
 """``max_queue`` by default, for each sequence that runs."""
@@ -99,7 +100,12 @@ class Glue:
         client: StartedClient = client_of()
         server = Server(self._app(client), client, self._settings, self._sock, self._tls)
         await client.start()  # type: ignore[attr-defined]
-        return await server.run(lambda address: say(f"pagoda: serving {self._settings.model_name} on {address}"))
+
+        def ready(address: str) -> None:
+            freeze_objects()
+            say(f"pagoda: serving {self._settings.model_name} on {address}")
+
+        return await server.run(ready)
 
     def _app(self, client: StartedClient) -> FastAPI:
         endpoint = self._given["trace_endpoint"]
@@ -121,6 +127,7 @@ class Glue:
         from ..llm import LLM
 
         llm = LLM(self._model, self._tokenizer, **self._options)
+        llm.engine.prepare_structured_outputs()
         return ThreadClient(llm.engine, model=self._model, default_params=llm.recommended_params)
 
 

@@ -19,6 +19,7 @@ from ...requests.outputs import Logprob, RequestMetrics, StreamPiece
 from ...requests.request_options import RequestOptions
 from ...requests.sampling_params import SamplingParams
 from .framing import FrameReader, FrameTooLong, FrameWriter
+from .grammar_compiler import GrammarCompiler
 from .wire import (
     EXIT_BAD_MESSAGE,
     EXIT_BROKEN,
@@ -89,6 +90,7 @@ class Worker:
         self._too_long: set[str] = set()
         self._refused: list[Refused] = []
         self._answers: list[Answer] = []
+        self._compiler = GrammarCompiler(engine)
         self._stats_sent = 0.0
         self._was_busy = False
 
@@ -100,18 +102,20 @@ class Worker:
                 return self._loop(selector)
         finally:
             self._sock.close()
+            self._compiler.close()
             self.engine.cancel_many(list(self._prompts))
             with suppress(Exception):
                 self.engine.step_pieces()  # nothing is left to run, but the engine forgets them
 
     def _loop(self, selector: selectors.BaseSelector) -> int:
         selector.register(self._sock, selectors.EVENT_READ)
+        selector.register(self._compiler, selectors.EVENT_READ)
         self._send(self._hello())
         failures = 0
         while True:
             if not self._writer.send(self._sock):
                 return EXIT_DONE
-            if self._writer.num_unsent > self.max_unsent and not self._drain(selector):
+            if self._writer.num_unsent > self.max_unsent and not self._drain():
                 logger.error(
                     "%d bytes wait and nobody reads them for %g s; the engine ends",
                     self._writer.num_unsent,
@@ -120,7 +124,7 @@ class Worker:
                 return EXIT_BROKEN
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._writer.num_unsent else 0)
             selector.modify(self._sock, events)
-            selector.select(0 if self.engine.has_unfinished() else None)
+            ready = selector.select(0 if self.engine.has_unfinished() else None)
             try:
                 frames, is_open = self._reader.receive(self._sock)
                 for frame in frames:
@@ -130,6 +134,8 @@ class Worker:
                 return EXIT_BAD_MESSAGE
             if not is_open:
                 return EXIT_DONE
+            if any(key.fileobj is self._compiler for key, _ in ready):
+                self._take_grammars()
             pieces: list[StreamPiece] = []
             if self.engine.has_unfinished():
                 self._was_busy = True
@@ -157,16 +163,17 @@ class Worker:
             stats=engine.stats(),
         )
 
-    def _drain(self, selector: selectors.BaseSelector) -> bool:
+    def _drain(self) -> bool:
         """Wait until the other side has read enough; False if it stops reading."""
-        selector.modify(self._sock, selectors.EVENT_WRITE)
-        while self._writer.num_unsent > self.max_unsent:
-            before = self._writer.num_unsent
-            selector.select(self.stall_seconds)
-            if not self._writer.send(self._sock):
-                return True  # it is gone, which the loop notices
-            if self._writer.num_unsent == before:
-                return False
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._sock, selectors.EVENT_WRITE)
+            while self._writer.num_unsent > self.max_unsent:
+                before = self._writer.num_unsent
+                selector.select(self.stall_seconds)
+                if not self._writer.send(self._sock):
+                    return True  # it is gone, which the loop notices
+                if self._writer.num_unsent == before:
+                    return False
         return True
 
     def _apply(self, message: ToEngine) -> None:
@@ -175,16 +182,31 @@ class Worker:
         elif isinstance(message, Cancel):
             names = [name for known in message.request_ids for name in self._unfinished.get(known, ())]
             self.engine.cancel_many(names)
+            for known in message.request_ids:
+                if self._compiler.forget(known):
+                    self._refuse(known, "invalid", "cancelled before its grammar was compiled")
         else:
             self._answers.append(self._answer(message))
 
-    def _submit(self, message: Submit) -> None:
+    def _take_grammars(self) -> None:
+        """Queue what waited for its grammar."""
+        for submit, refusal in self._compiler.done():
+            if refusal is None:
+                self._submit(submit, is_compiled=True)
+            else:
+                self._refuse(submit.request_id, "invalid", refusal)
+
+    def _submit(self, message: Submit, is_compiled: bool = False) -> None:
+        """Queue its prompts, or have its grammar compiled before."""
         request_id = message.request_id
         names = [f"{request_id}/{i}" for i in range(len(message.prompts))]
         try:
             if not names:
                 raise ValueError("prompts=[] is empty; give at least one prompt")
             params = SamplingParams(**message.params)
+            if not is_compiled and not self.engine.has_grammar(params):
+                self._compiler.compile(message, params)
+                return
             options = RequestOptions(**message.options)
             self.engine.submit_many(message.prompts, params, names, options, final_only=not message.streams)
         except QueueFull as error:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ...structured.grammar import check_structured
+from ...structured.vocabulary import prepare_vocabulary
 from ..http.errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -36,12 +37,16 @@ class Grammars:
         self._free = asyncio.Semaphore(_AT_A_TIME)
         self._waiting = 0
 
-    async def check(self, structured_outputs: object, vocab_size: int) -> list[str]:
+    def prepare(self) -> None:
+        """Make ready what the first grammar would wait for, on a thread; see ``prepare_vocabulary``."""
+        if self._tokenizer is not None:
+            self._pool.submit(prepare_vocabulary, self._tokenizer)
+
+    async def check(self, structured_outputs: object) -> list[str]:
         """Compile one.
 
         Args:
             structured_outputs: as for ``SamplingParams``.
-            vocab_size: of the model.
 
         Returns:
             Warnings: what of a schema is not enforced.
@@ -63,7 +68,7 @@ class Grammars:
             self._waiting -= 1
         begin = time.perf_counter()
         work = asyncio.get_running_loop().run_in_executor(
-            self._pool, check_structured, structured_outputs, self._tokenizer, vocab_size
+            self._pool, check_structured, structured_outputs, self._tokenizer
         )
         # A thread that is given up goes on, and holds its place until it ends.
         work.add_done_callback(lambda _: self._ended(begin))

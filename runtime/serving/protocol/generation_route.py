@@ -57,7 +57,7 @@ async def respond(
         headers = _ignored_header(front, body)
         prepared = await prepare(front, request, body, model)
         if (constraint := prepared.ask.params.get("structured_outputs")) is not None:
-            warnings = await front.grammars.check(constraint, front.client.hello.vocab_size)
+            warnings = await front.grammars.check(constraint)
             headers |= _warnings_header(warnings)
         generation = Generation(front, prepared.ask, watch, state["place"])
         renderer = prepared.renderer(generation)

@@ -71,20 +71,20 @@ async def test_grammars_that_take_long_hold_nobody_up_and_are_not_piled_up(
     monkeypatch.setattr(grammars, "MAX_SECONDS_IN_QUEUE", 0.1)
     for _ in range(2):
         with pytest.raises(ApiError, match="to compile") as error:
-            await checks.check({"regex": "a"}, 2048)
+            await checks.check({"regex": "a"})
         assert error.value.status_code == 400
     # Both places are held by what was given up; whoever comes later is not told that the own grammar is at fault.
-    others = [asyncio.create_task(checks.check({"regex": "b"}, 2048)) for _ in range(4)]
+    others = [asyncio.create_task(checks.check({"regex": "b"})) for _ in range(4)]
     for result in await asyncio.gather(*others, return_exceptions=True):
         assert isinstance(result, ApiError) and result.status_code == 429
-    waiting = asyncio.create_task(checks.check({"regex": "c"}, 2048))
+    waiting = asyncio.create_task(checks.check({"regex": "c"}))
     await asyncio.sleep(0)
     go_on.set()
     assert await waiting == [] and len(seconds) >= 2
-    assert await checks.check({"regex": "a"}, 2048) == []
+    assert await checks.check({"regex": "a"}) == []
     checks.close()
 
 
 async def test_without_a_tokenizer_nothing_can_be_constrained() -> None:
     with pytest.raises(ApiError, match="no tokenizer"):
-        await Grammars(None).check({"regex": "a"}, 2048)
+        await Grammars(None).check({"regex": "a"})
