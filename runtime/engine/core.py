@@ -19,6 +19,7 @@ from .model_runner import ModelRunner
 from .pieces import NewPiece
 from .step_computer import StepComputer
 from .step_output import SampledToken, SampleTask, StepOutput
+from .step_sizes import StepSizes
 from .submission import Completion, Submission, undecodable
 from .turns import Turns
 
@@ -66,6 +67,7 @@ class EngineCore:
         self.transaction = _Transaction(self)
         self.num_steps = 0
         self.num_computed_tokens = 0
+        self.step_sizes = StepSizes()
         self.num_generated_tokens = 0
         self.num_failed = 0
         self.num_prompt_tokens = 0
@@ -222,6 +224,7 @@ class EngineCore:
             progressed += self._update(schedule.requests, outputs)
             self.num_steps += 1
             self.num_computed_tokens += schedule.num_tokens
+            self.step_sizes.count(schedule.num_tokens)
             self._end_step(schedule, started)
         return progressed
 

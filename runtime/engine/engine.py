@@ -455,7 +455,8 @@ class Engine:
 
         Returns:
             ``queue_length`` and ``running`` sequences, ``queue_tokens`` of those that wait, ``preemptions``, of which
-            ``swaps``; ``steps``, ``computed_tokens`` (those computed again included), ``generated_tokens``,
+            ``swaps``; ``steps``, those of at most 1, 8, 16, … tokens (``steps_up_to_8``), ``computed_tokens``
+            (those computed again included), ``generated_tokens``,
             ``prompt_tokens`` of prompts that began to run, of which ``cached_tokens`` came from the prefix cache;
             requests that ended, by reason: ``finished_stop``, ``finished_length``, ``finished_cancelled``,
             ``finished_timeout``, ``finished_error``; ``failed`` sequences; ``model_seconds`` (packing and model) and
@@ -471,6 +472,7 @@ class Engine:
                 **self.batcher.stats(),
                 "block_size": self.block_manager.block_size,
                 "steps": core.num_steps,
+                **core.step_sizes.stats(),
                 "computed_tokens": core.num_computed_tokens,
                 "generated_tokens": core.num_generated_tokens,
                 "prompt_tokens": core.num_prompt_tokens,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ...engine.step_sizes import FIGURES
+
 COUNTERS = frozenset(
     {
         *("steps", "computed_tokens", "generated_tokens", "prompt_tokens", "cached_tokens", "failed"),
@@ -11,6 +13,7 @@ COUNTERS = frozenset(
         *("preemptions", "swaps", "evictions", "copies_on_write", "blocks_moved"),
         *("blocks_swapped_out", "blocks_swapped_in", "prefix_query_tokens", "prefix_hit_tokens"),
         *("model_seconds", "total_seconds"),
+        *FIGURES.values(),
     }
 )
 """Names in ``Engine.stats`` that only grow."""

@@ -13,6 +13,7 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 
+from ...engine.step_sizes import FIGURES
 from .histogram import Histogram
 
 MetricsPrefix = Literal["both", "vllm", "pagoda"]
@@ -40,10 +41,7 @@ Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 
 
 def engine_families(stats: Stats, labels: Labels) -> Iterable[Metric]:
-    """Families of the engine's figures (``EngineClient.stats``; zeros before it is ready).
-
-    The engine sums its steps up: ``iteration_tokens_total`` has an exact count and sum, and one bucket.
-    """
+    """Families of the engine's figures (``EngineClient.stats``; zeros before it is ready)."""
     for name, (key, text) in _GAUGES.items():
         yield labelled(GaugeMetricFamily, f"vllm:{name}", text, [(labels, stats.get(key, 0))])
     total = stats.get("blocks_total", 0)
@@ -69,9 +67,9 @@ def engine_families(stats: Stats, labels: Labels) -> Iterable[Metric]:
     for name, (key, text) in _COUNTERS.items():
         yield labelled(CounterMetricFamily, f"vllm:{name}", text, [(labels, stats.get(key, 0))])
     steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=tuple(labels))
-    steps.add_metric(
-        tuple(labels.values()), [("+Inf", float(stats.get("steps", 0)))], float(stats.get("computed_tokens", 0))
-    )
+    buckets = [(str(float(bound)), float(stats.get(figure, 0))) for bound, figure in FIGURES.items()]
+    buckets.append(("+Inf", float(stats.get("steps", 0))))
+    steps.add_metric(tuple(labels.values()), buckets, float(stats.get("computed_tokens", 0)))
     yield steps
     config = {
         **labels,

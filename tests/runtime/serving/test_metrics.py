@@ -131,6 +131,9 @@ def test_the_engines_figures_are_read_at_the_scrape():
         generated_tokens=17,
         preemptions=2,
         steps=6,
+        steps_up_to_1=1,
+        steps_up_to_16=3,
+        steps_up_to_16384=5,
         computed_tokens=77,
         model_seconds=1.5,
         total_seconds=2.0,
@@ -152,6 +155,11 @@ def test_the_engines_figures_are_read_at_the_scrape():
     }
     assert {name: value(metrics, name) for name in expected} == expected
     assert value(metrics, "vllm:prompt_tokens_by_source_total", source="local_compute") == 40
+    sizes = {"1.0": 1, "16.0": 3, "16384.0": 5, "+Inf": 6}
+    bucket = "vllm:iteration_tokens_total_bucket"
+    assert {bound: value(metrics, bucket, le=bound) for bound in sizes} == sizes
+    bounds = {float(dict(labels)["le"]) for name, labels in values(metrics) if name == bucket}
+    assert bounds == {1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, float("inf")}
     assert value(metrics, "pagoda:blocks", state="cached") == 1
     assert value(metrics, "pagoda:engine_step_seconds_sum", phase="other") == 0.5
     metrics._client.stats = {"running": 0}
