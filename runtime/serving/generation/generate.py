@@ -113,6 +113,8 @@ class Generation:
         self._place = place
         self.left: Left | None = None
         """Nobody reads any more."""
+        self.on_cut: Callable[[], object] | None = None
+        """Is told that the server shuts down."""
         self.prompt_logprobs: list[list[list[TokenLogprob] | None] | None] = [None] * len(ask.prompts)
         """Of each prompt, once they have come."""
         self.num_tokens = 0
@@ -209,6 +211,8 @@ class Generation:
         self._is_cut = True
         if self._waiting is not None:
             self._waiting.cancel()
+        if self.on_cut is not None:
+            self.on_cut()
 
     def close(self) -> None:
         """End it; what has not finished is cancelled in the engine."""

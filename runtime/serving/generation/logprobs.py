@@ -9,7 +9,7 @@ from typing import Any
 from ..engine_process.wire import TokenLogprob
 
 LOWEST = -9999.0
-"""For minus infinity, which JSON has no word for."""
+"""For minus infinity, which JSON has no word for, what is not a number, and all that is below; as vLLM has it."""
 
 
 class TokenTexts:
@@ -104,7 +104,7 @@ def _likeliest(entry: Sequence[TokenLogprob], count: int) -> list[TokenLogprob]:
 
 
 def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else LOWEST
+    return logprob if LOWEST < logprob < math.inf else LOWEST
 
 
 def _byte_letters() -> dict[str, int]:

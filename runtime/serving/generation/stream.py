@@ -20,6 +20,8 @@ from .generate import Generation, Piece
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
+CUT_SECONDS = 1.0
+"""For a client to take what it has still to get when the server shuts down."""
 CLIENT_CLOSED = 499
 """Status in the log of a request whose client had gone before there was one."""
 
@@ -146,6 +148,7 @@ class GenerationResponse(Response):
         generation, renderer = self._generation, self._renderer
         self._send = send
         self._last_sent = self._loop.time()
+        generation.on_cut = lambda: self._loop.call_later(CUT_SECONDS, self._leave_if_stuck)
         self._tick()
         # Until there is news, the status is open: a refusal of the engine has its own.
         while not generation.finished:
@@ -215,6 +218,10 @@ class GenerationResponse(Response):
             self._ping = self._loop.create_task(self._write(PING))
         period = min(settings.stream_stall_timeout, settings.sse_ping) / 4
         self._timer = self._loop.call_later(period, self._tick)
+
+    def _leave_if_stuck(self) -> None:
+        if self._sending_since is not None:
+            self._leave("stall")
 
     def _leave(self, why: Any) -> None:
         if not self._ended and self._generation.left is None and self._task is not None:

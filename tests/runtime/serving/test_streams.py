@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from torch_pagoda.runtime.serving.app import make_app
+from torch_pagoda.runtime.serving.generation import stream
 from torch_pagoda.runtime.serving.settings import Settings
 
 from event_streams import completion_text, events
@@ -206,6 +207,28 @@ async def test_a_refusal_that_nobody_takes_is_cut(connect: Any, engine: FakeEngi
         connection.most = 0
         await connection.ends()
     assert connection.aborted and connection.sent == []
+
+
+@pytest.mark.parametrize("is_stuck", [True, False])
+async def test_a_shutdown_waits_for_no_reader_that_is_stuck(
+    connect: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, is_stuck: bool
+) -> None:
+    monkeypatch.setattr(stream, "CUT_SECONDS", 0.2)
+    async with connect() as open_:
+        connection = open_({"prompt": "a", "max_tokens": 400, "stream": True})
+        connection.most = 3
+        await connection.has_sent(3)
+        front = connection.front
+        front.begin_drain()
+        front.cut()
+        if not is_stuck:
+            connection.most = None
+            connection.reads.set()
+        await connection.ends()
+        async with asyncio.timeout(PATIENCE):
+            await front.drained()
+    assert connection.aborted is is_stuck and len(engine.cancelled) == 1
+    assert ('"stop_reason":"shutdown"' in connection.text) is not is_stuck
 
 
 async def test_a_refusal_before_any_news_has_its_own_status_and_later_it_is_an_event(
