@@ -197,7 +197,8 @@ def _structural_tag(name: str, value: object) -> dict[str, Any]:
         begin = _text(f"{here}.begin", entry["begin"])
         if not isinstance(entry["end"], str):
             raise ValueError(f"{here}.end={shown(entry['end'])} is not text; use a string")
-        trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
+        # Of triggers that begin with each other the shortest comes first in any text, and opens the tags of all.
+        trigger = min((trigger for trigger in triggers if begin.startswith(trigger)), key=len, default=None)
         if trigger is None:
             raise ValueError(f"{here}.begin={shown(begin)} begins with none of the triggers; add one")
         schema = entry.get("schema", True)

@@ -87,6 +87,15 @@ def test_a_tag_stands_in_free_text(vocabulary: Vocabulary) -> None:
     )
 
 
+@pytest.mark.parametrize("triggers", [["<f", "<f=", "<f=ab"], ["<f=ab", "<f=", "<f"], ["<f=", "<f=ab"]])
+def test_triggers_may_begin_with_each_other(vocabulary: Vocabulary, triggers: list[str]) -> None:
+    structures = [{"begin": f"<f={name}>", "schema": {"type": "object"}, "end": "</f>"} for name in ("a", "ab", "c")]
+    grammar = compiled(vocabulary, structural_tag={"structures": structures, "triggers": triggers})
+    for name in ("a", "ab", "c"):
+        assert accepts(grammar, f"so <f={name}>{{}}</f> end"), name
+    assert not accepts(grammar, "so <f=abc>{}</f> end") and not accepts(grammar, "<f=a>{}")
+
+
 def test_a_key_has_one_spelling(vocabulary: Vocabulary) -> None:
     """Python takes the last of two equal keys, so a second spelling would put a text in place of ``a``."""
     grammar = compiled(vocabulary, json={"type": "object", "properties": {"a": {"type": "integer"}}})
