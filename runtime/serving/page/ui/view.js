@@ -22,7 +22,10 @@ export const setActions = (given) => {
   actions = given;
 };
 
-export const newMode = () => (state.model.has_chat_template === false ? "notebook" : "chat");
+// A model without a chat template continues texts, and knows no conversations.
+const chats = (model) => model.capabilities?.chat !== false;
+
+export const newMode = () => (chats(state.model) ? "chat" : "notebook");
 
 export function create(mode = newMode()) {
   open({ ...store.emptyConversation(mode), settings: defaultSettings() });
@@ -161,7 +164,7 @@ export function showModel() {
     view.refresh();
     view.format();
   }
-  $("new-chat").hidden = model.has_chat_template === false;
+  $("new-chat").hidden = !chats(model);
   showState();
 }
 
