@@ -22,7 +22,6 @@ export const setActions = (given) => {
   actions = given;
 };
 
-// A model without a chat template continues texts, and knows no conversations.
 const chats = (model) => model.capabilities?.chat !== false;
 
 export const newMode = () => (chats(state.model) ? "chat" : "notebook");
