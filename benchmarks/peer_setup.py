@@ -6,15 +6,14 @@ Everything lies in ``$TORCH_PAGODA_CACHE/peers`` (``~/.cache/torch_pagoda/peers`
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import environments
 import torch
+from environments import CommandFailed, run
 from safetensors.torch import load_file, save_file
 from shapes import random_model
 from transformers import AutoTokenizer
@@ -26,8 +25,8 @@ ROOT = HERE.parent
 WORKERS = HERE / "peer_workers"
 
 
-class PeerFailed(RuntimeError):
-    """A peer cannot be installed, given its model, started, or does not do what it is asked; says why."""
+class PeerFailed(CommandFailed):
+    """A peer cannot be started, or does not do what it is asked; says why."""
 
 
 @dataclass(frozen=True)
@@ -135,47 +134,18 @@ def python_of(name: str, peer: Peer) -> Path:
     """The Python that runs a peer's worker; installs it where it is not there yet.
 
     Raises:
-        PeerFailed: pip cannot install it, or torch comes as a build for CUDA.
+        CommandFailed: pip cannot install it, or torch comes as a build for CUDA.
     """
     if not peer.requirements:
         return Path(sys.executable)
-    folder = home() / name
-    marker = folder / "installed.txt"
-    wanted = "\n".join(peer.requirements)
-    python = folder / "bin" / "python"
-    if marker.exists() and marker.read_text() == wanted:
-        return python
-    shutil.rmtree(folder, ignore_errors=True)
-    print(f"installing {', '.join(peer.requirements)} in {folder}", flush=True)
-    log = home() / f"{name}-install.log"
-    _run([sys.executable, "-m", "venv", folder], log)
-    # A wheel that was built otherwise may lie in pip's cache.
-    caching = ["--no-cache-dir"] if peer.environment else []
-    _run([python, "-m", "pip", "install", *caching, *peer.requirements], log, peer.environment)
-    if peer.unwanted:
-        _run([python, "-m", "pip", "uninstall", "-y", *peer.unwanted], log)
-    _refuse_cuda(python, log)
-    marker.write_text(wanted)
-    return python
-
-
-def _refuse_cuda(python: Path, log: Path) -> None:
-    """Raise :class:`PeerFailed` if a Python's torch is a build for CUDA; having none is fine."""
-    code = """
-import importlib.util, sys
-if importlib.util.find_spec("torch"):
-    import torch
-    if torch.version.cuda:
-        sys.exit(f"torch {torch.__version__} is a build for CUDA; pin torch to a version whose CPU build pip finds")
-"""
-    _run([python, "-c", code], log)
+    return environments.python_of(home() / name, peer.requirements, peer.unwanted, peer.environment)
 
 
 def model_folder(shape: str, peer: Peer, python: Path, weights: str) -> Path:
     """The model in a peer's format; made where it is not there yet.
 
     Raises:
-        PeerFailed: the peer's converter fails.
+        CommandFailed: the peer's converter fails.
     """
     kind = peer.formats[weights].model
     folder = home() / "models" / f"{shape}-{kind}"
@@ -193,11 +163,11 @@ def model_folder(shape: str, peer: Peer, python: Path, weights: str) -> Path:
         if kind == "w8a8":
             _write_w8a8(source, folder)
         elif kind == "gguf-bf16":
-            _run([python, HERE / "write_gguf.py", source, folder / "model.gguf"], log)
+            run([python, HERE / "write_gguf.py", source, folder / "model.gguf"], log)
         elif kind.startswith("gguf-"):
             source = model_folder(shape, peer, python, "bf16") / "model.gguf"
             target = folder / "model.gguf"
-            _run([python, HERE / "write_gguf.py", source, target, "--quantize", kind.removeprefix("gguf-")], log)
+            run([python, HERE / "write_gguf.py", source, target, "--quantize", kind.removeprefix("gguf-")], log)
         else:
             _export_openvino(source, folder, python, kind.removeprefix("openvino-"), log)
     (folder / "complete").touch()
@@ -238,21 +208,4 @@ def _export_openvino(source: Path, folder: Path, python: Path, width: str, log: 
     formats = {"bf16": ["fp16"], "int8": ["int8"], "int4": ["int4", "--group-size", "128", "--ratio", "1.0", "--sym"]}
     command = [python.parent / "optimum-cli", "export", "openvino", "--model", source]
     command += ["--task", "text-generation-with-past", "--weight-format", *formats[width], folder]
-    _run(command, log)
-
-
-def _run(command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None) -> None:
-    """Run a command, its output in a file; what it says last is why it failed."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output:
-        done = subprocess.run(
-            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
-        )
-    if done.returncode:
-        raise PeerFailed(f"{Path(command[0]).name} failed: {last_line(log)} (see {log})")
-
-
-def last_line(log: Path) -> str:
-    """The last line with something in it, at most 200 characters."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if line), "without a word")[:200]
+    run(command, log)

@@ -40,9 +40,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from environments import CommandFailed, last_line
 from limits import ceiling, machine_limits
 from peer_figures import plot, tables
-from peer_setup import OURS, PEERS, WORKERS, Peer, PeerFailed, last_line, model_folder, python_of
+from peer_setup import OURS, PEERS, WORKERS, Peer, PeerFailed, model_folder, python_of
 from report import conditions, save
 from shapes import DECODE_PROMPT, DECODE_TOKENS, OUTPUT_LENGTHS, PREFILL_PROMPT, PROMPT_LENGTHS, SHAPES, Prompts
 
@@ -206,7 +207,7 @@ class Field:
         for side in list(self.sides):
             try:
                 answer = action(side)
-            except PeerFailed as error:
+            except CommandFailed as error:
                 print(f"{side.label}: {error}", file=sys.stderr, flush=True)
                 self.found[side.label]["failed"] = str(error)
                 self.sides.remove(side)

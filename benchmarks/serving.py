@@ -4,6 +4,7 @@
     python benchmarks/serving.py --model DIR --tokens 64           # a checkpoint
     python benchmarks/serving.py --shape tinyllama-1.1b            # random weights of that shape
     python benchmarks/serving.py --engine thread --only throughput
+    python benchmarks/serving.py --vllm-bench                      # instead, beside "vllm serve"; installs vLLM
 
 Everything runs on this machine and takes its cores from each other, as it would for a user: the server's two
 processes, and a client that reads raw sockets.
@@ -40,6 +41,7 @@ from typing import Any
 import psutil
 from report import add_arguments, conditions, markdown_table, save
 from server_client import Answer, ask, get, metric
+from serving_vllm_bench import NAME, side_by_side, vllm_serving
 from shapes import SHAPES, random_model
 
 HERE = Path(__file__).resolve().parent
@@ -343,6 +345,17 @@ def _percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
+def vllm_bench(work: Work, engine: str, rounds: int) -> list[dict[str, Any]]:
+    """``vllm bench serve`` against ours and, where it starts, ``vllm serve``: a row for each number of streams."""
+    longest = int(work.options[work.options.index("--max-model-len") + 1])
+    with (
+        serving(work, "--engine", engine, "--dtype", "bfloat16", "--served-model-name", NAME) as ours,
+        vllm_serving(work.model, work.requests, longest) as theirs,
+    ):
+        ports = {"pagoda serve": ours.port} | ({"vllm serve": theirs.port} if theirs else {})
+        return side_by_side(ports, work.model, 4 * work.requests, work.prompt_tokens, work.output_tokens, rounds)
+
+
 def _without(options: Sequence[str], name: str) -> list[str]:
     """Command-line options without one and its value."""
     if name not in options:
@@ -351,12 +364,14 @@ def _without(options: Sequence[str], name: str) -> list[str]:
     return [*options[:at], *options[at + 2 :]]
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
+def table(results: dict[str, Any]) -> str:
     """Markdown of what was measured."""
     text = ""
     for name, found in results.items():
         text += f"\n**{name}**\n\n"
-        if name == "throughput":
+        if isinstance(found, list):
+            text += markdown_table(tuple(found[0]), [tuple(row.values()) for row in found])
+        elif name == "throughput":
             base = found["offline"]
             rows = [
                 (
@@ -384,6 +399,9 @@ def main() -> None:
     source.add_argument("--shape", choices=list(SHAPES))
     parser.add_argument("--engine", choices=("process", "thread"), default="process")
     parser.add_argument("--only", choices=EXPERIMENTS, action="append")
+    parser.add_argument(
+        "--vllm-bench", action="store_true", help="load it and vllm serve by vllm bench serve, instead"
+    )
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
@@ -402,9 +420,11 @@ def main() -> None:
         length = arguments.prompt_tokens + max(arguments.tokens, 400)
         options = ("--max-num-seqs", str(arguments.requests), "--max-model-len", str(length))
         work = Work(model, vocab_size, arguments.requests, arguments.prompt_tokens, arguments.tokens, options)
-        results: dict[str, dict[str, Any]] = {}
-        for name in arguments.only or EXPERIMENTS:
-            if name == "throughput":
+        results: dict[str, Any] = {}
+        for name in ("vllm-bench",) if arguments.vllm_bench else arguments.only or EXPERIMENTS:
+            if name == "vllm-bench":
+                results[name] = vllm_bench(work, arguments.engine, arguments.rounds)
+            elif name == "throughput":
                 results[name] = throughput(work, arguments.engine, arguments.rounds)
             elif name == "latency":
                 results[name] = latency(work, arguments.engine)

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import peer_setup
+import environments
 import peers
 import pytest
 import torch
+from environments import CommandFailed
 from limits import ROWS, Limits, _between, layer_matrices, steps_of_workload
 from peer_figures import DECODE, cache_bytes, figures, pairs, plot, prefill_flops, read_bytes, tables
 from peer_setup import OURS, PEERS, WORKERS, Peer, PeerFailed
@@ -90,16 +91,16 @@ def test_a_worker_that_does_not_answer_fails(tmp_path, monkeypatch):
 def test_torch_for_cuda_is_refused(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("__version__ = '9.9'\nclass version:\n    cuda = '13.0'\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(PeerFailed, match=r"torch 9\.9 is a build for CUDA"):
-        peer_setup._refuse_cuda(Path(sys.executable), tmp_path / "log")
+    with pytest.raises(CommandFailed, match=r"torch 9\.9 is a build for CUDA"):
+        environments.refuse_cuda(Path(sys.executable), tmp_path / "log")
     (tmp_path / "torch.py").write_text("__version__ = '9.9'\nclass version:\n    cuda = None\n")
-    peer_setup._refuse_cuda(Path(sys.executable), tmp_path / "log")
+    environments.refuse_cuda(Path(sys.executable), tmp_path / "log")
 
 
 def test_what_cannot_be_installed_fails_with_the_last_words(tmp_path):
     code = "print('resolving'); raise SystemExit('no space left')"
-    with pytest.raises(PeerFailed, match="failed: no space left"):
-        peer_setup._run([sys.executable, "-c", code], tmp_path / "log")
+    with pytest.raises(CommandFailed, match="failed: no space left"):
+        environments.run([sys.executable, "-c", code], tmp_path / "log")
     assert "resolving" in (tmp_path / "log").read_text()
 
 

@@ -44,7 +44,7 @@ class FakeServer:
         error_after: chunks, after which an error event comes.
         refuse: (status, error object, headers) instead of an answer.
         key: that is asked for.
-        has_chat_template: as ``/v1/models`` says; None leaves it out.
+        has_chat_template: as the capabilities in ``/v1/models`` say; None leaves it out.
     """
 
     answers: dict[str, str | list[dict[str, Any]]] = field(default_factory=dict)
@@ -83,7 +83,8 @@ class FakeServer:
 
         @app.get("/v1/models")
         async def models() -> Any:
-            facts = {"has_chat_template": self.has_chat_template, "max_model_len": self.max_model_len}
+            capabilities = None if self.has_chat_template is None else {"chat": self.has_chat_template}
+            facts = {"capabilities": capabilities, "max_model_len": self.max_model_len}
             known = {name: value for name, value in facts.items() if value is not None}
             return {"object": "list", "data": [{"id": name, "object": "model", **known} for name in self.models]}
 

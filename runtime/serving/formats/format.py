@@ -135,7 +135,7 @@ class Format:
         Args:
             tools: of the request.
             choice: see ``check_tool_choice``.
-            parallel: several calls may be written.
+            parallel: several calls may be written, where the choice allows them.
             prepare: makes of a tool's schema the one that is compiled.
         """
         left = chosen(tools, choice)
@@ -146,6 +146,6 @@ class Format:
             left,
             self.added_tokens,
             required=choice.mode == "required",
-            parallel=parallel,
+            parallel=parallel and not choice.once,
             prepare=prepare,
         )

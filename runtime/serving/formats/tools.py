@@ -44,10 +44,12 @@ class ToolChoice:
     Attributes:
         mode: ``"none"``, ``"auto"``: as the model likes, ``"required"``: at least one of them.
         names: only these; None: any. With ``"required"`` and one name: that one.
+        once: a single call, as a client expects that names the function.
     """
 
     mode: Literal["none", "auto", "required"]
     names: tuple[str, ...] | None = None
+    once: bool = False
 
 
 def check_tools(tools: Any) -> list[Tool]:
@@ -103,7 +105,7 @@ def check_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
     if isinstance(choice, dict) and choice.get("type") == "function":
         function = choice.get("function")
         name = function.get("name") if isinstance(function, dict) else choice.get("name")
-        return ToolChoice("required", _known([name], tools, "tool_choice.function.name"))
+        return ToolChoice("required", _known([name], tools, "tool_choice.function.name"), once=True)
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)
         mode = allowed.get("mode", "auto") if isinstance(allowed, dict) else None

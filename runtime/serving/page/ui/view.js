@@ -22,7 +22,9 @@ export const setActions = (given) => {
   actions = given;
 };
 
-export const newMode = () => (state.model.has_chat_template === false ? "notebook" : "chat");
+const chats = (model) => model.capabilities?.chat !== false;
+
+export const newMode = () => (chats(state.model) ? "chat" : "notebook");
 
 export function create(mode = newMode()) {
   open({ ...store.emptyConversation(mode), settings: defaultSettings() });
@@ -161,7 +163,7 @@ export function showModel() {
     view.refresh();
     view.format();
   }
-  $("new-chat").hidden = model.has_chat_template === false;
+  $("new-chat").hidden = !chats(model);
   showState();
 }
 

@@ -79,11 +79,16 @@ def written(family: str, calls: list[tuple[str, dict[str, Any]]], content: str =
 
 
 def takes(
-    family: str, text: str, mode: str = "required", names: tuple[str, ...] | None = None, **options: Any
+    family: str,
+    text: str,
+    mode: str = "required",
+    names: tuple[str, ...] | None = None,
+    once: bool = False,
+    **options: Any,
 ) -> bool:
     """Whether the grammar takes the whole text and may end there."""
     found, vocabulary = format_and_vocabulary(family)
-    grammar = found.grammar(TOOLS, ToolChoice(mode, names), prepare=lambda s: {**COMPACT, **s}, **options)  # type: ignore[arg-type]
+    grammar = found.grammar(TOOLS, ToolChoice(mode, names, once), prepare=lambda s: {**COMPACT, **s}, **options)  # type: ignore[arg-type]
     assert grammar is not None
     compiled = llguidance.LLMatcher.grammar_from_lark(grammar)
     assert llguidance.LLMatcher.validate_grammar(compiled, vocabulary) == ""
@@ -109,6 +114,11 @@ def test_required_calls(family):
 def test_a_named_call(family):
     assert takes(family, written(family, [("now", {})]), names=("now",))
     assert not takes(family, written(family, [GOOD[1]]), names=("now",))
+    # Who names the function wants one call of it; who allows only that one may want several.
+    twice = written(family, [("now", {}), ("now", {})])
+    assert takes(family, twice, names=("now",))
+    assert takes(family, written(family, [("now", {})]), names=("now",), once=True)
+    assert not takes(family, twice, names=("now",), once=True)
 
 
 @pytest.mark.parametrize("family", [family for family in WITH if family != "llama3_json"])

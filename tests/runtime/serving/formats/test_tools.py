@@ -76,8 +76,8 @@ ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools
         ("auto", ToolChoice("auto")),
         ("none", ToolChoice("none")),
         ("required", ToolChoice("required")),
-        ({"type": "function", "function": {"name": "g"}}, ToolChoice("required", ("g",))),
-        ({"type": "function", "name": "g"}, ToolChoice("required", ("g",))),
+        ({"type": "function", "function": {"name": "g"}}, ToolChoice("required", ("g",), once=True)),
+        ({"type": "function", "name": "g"}, ToolChoice("required", ("g",), once=True)),
         (ALLOWED, ToolChoice("required", ("g",))),
         ({**ALLOWED["allowed_tools"], "type": "allowed_tools", "mode": "auto"}, ToolChoice("auto", ("g",))),  # type: ignore[dict-item]
     ],
