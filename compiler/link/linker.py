@@ -128,8 +128,8 @@ class LinkedProgram:
                     f"kv_cache[{i}] has {len(tensors)} tensors; give {', '.join(part.name for part in parts)}"
                 )
             for part, tensor in zip(parts, tensors, strict=True):
-                if tensor.shape[2:] != part.token_shape or tensor.dtype != part.dtype:
-                    inner = ", ".join(map(str, part.token_shape))
+                if tensor.shape[2:] != part.unit_shape or tensor.dtype != part.dtype:
+                    inner = ", ".join(map(str, part.unit_shape))
                     raise ValueError(
                         f"kv_cache[{i}] {part.name} is {tuple(tensor.shape)} {tensor.dtype}; "
                         f"give [num_blocks, block_size, {inner}] {part.dtype}"

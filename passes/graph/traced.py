@@ -241,7 +241,7 @@ class TracedGraph:
         device = value(self.placeholder(self.input_ids)).device
         nodes = []
         for part in spec.parts():
-            heads, *dims = part.token_shape
+            heads, *dims = part.unit_shape
             storage = torch.empty(11, heads, 13, *dims, dtype=part.dtype, device=device)
             node = self._add_placeholder(f"{part.name}_{index}", storage.transpose(1, 2), dynamic=(0, 1))
             node.meta["cache_index"] = index
@@ -264,7 +264,7 @@ class TracedGraph:
             blocks = value(node).shape[0]
             with self.fake_mode:
                 node.meta["example_value"] = torch.empty(
-                    blocks, block_size, *part.token_shape, dtype=part.dtype, device=device
+                    blocks, block_size, *part.unit_shape, dtype=part.dtype, device=device
                 )
 
     def _add_placeholder(self, name: str, example: torch.Tensor, dynamic: tuple[int, ...]) -> fx.Node:

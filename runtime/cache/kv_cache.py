@@ -48,7 +48,7 @@ def parse_memory(value: int | str, name: str = "kv_cache_memory") -> int:
 
 def bytes_per_block(specs: Sequence[CacheSpec], block_size: int) -> int:
     """Bytes that one block takes in all layers' caches together, the scales of int8 included."""
-    return block_size * sum(part.token_bytes for spec in specs for part in spec.parts())
+    return block_size * sum(part.unit_bytes for spec in specs for part in spec.parts())
 
 
 def available_memory() -> int:
@@ -141,7 +141,7 @@ def allocate_kv_cache(
     counts = [num_blocks if isinstance(num_blocks, int) else num_blocks[spec.group] for spec in specs]
 
     def pages(spec: CacheSpec, part: CachePart, count: int) -> torch.Tensor:
-        heads, *dims = part.token_shape
+        heads, *dims = part.unit_shape
         inner = (block_size, heads) if spec.by_token else (heads, block_size)
         storage = torch.empty(count, *inner, *dims, dtype=part.dtype, device=torch.device(device))
         advise_huge_pages(storage)
