@@ -13,7 +13,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...runtime.ops.quantized_weight import Quantization
-from ...runtime.program import CacheSpec
+from ...runtime.program import CacheSpec, StateSpec
 from .fx_nodes import value
 from .notes import GraphNotes
 from .npu_target import NpuTarget
@@ -41,7 +41,7 @@ class TracedGraph:
         constants: placeholder name → real tensor (parameters, buffers, tensors that passes add).
         input_ids: name of the token placeholder; "" in drop-in graphs.
         position_ids: name of the position placeholder; "" when the model takes none.
-        caches: per cache pair inserted so far, what it stores.
+        caches: per cache pair or state inserted so far, what it stores.
         step_inputs: names of the step-metadata placeholders that were inserted.
         max_positions: positions that the model supports, or None.
         paged: the graph is a flat ``[1, T]`` step over paged caches (else: the user's own call).
@@ -56,7 +56,7 @@ class TracedGraph:
     constants: dict[str, torch.Tensor]
     input_ids: str = ""
     position_ids: str = ""
-    caches: list[CacheSpec] = field(default_factory=list)
+    caches: list[CacheSpec | StateSpec] = field(default_factory=list)
     step_inputs: list[str] = field(default_factory=list)
     max_positions: int | None = None
     paged: bool = True
@@ -223,6 +223,8 @@ class TracedGraph:
             "query_start_loc": (torch.zeros(6, dtype=torch.int32, device=device), (0,)),
             "seq_lens": (torch.zeros(5, dtype=torch.int32, device=device), (0,)),
             "logits_rows": (torch.zeros(3, dtype=torch.int64, device=device), (0,)),
+            "state_read": (torch.zeros(5, dtype=torch.int32, device=device), (0,)),
+            "state_write": (torch.zeros(5, dtype=torch.int32, device=device), (0,)),
         }
         example, dynamic = examples[field]
         return self._new_step_input(name, field, self._fake(name, example, dynamic))
@@ -233,17 +235,22 @@ class TracedGraph:
         node.meta["step_field"] = field
         return node
 
-    def add_cache(self, spec: CacheSpec) -> tuple[fx.Node, ...]:
+    def add_cache(self, spec: CacheSpec | StateSpec) -> tuple[fx.Node, ...]:
         """New graph inputs: the key and the value cache ``[num_blocks, block_size, heads, dim]``, and in int8 the
-        scales of both, ``[num_blocks, block_size, heads]``."""
+        scales of both, ``[num_blocks, block_size, heads]``; or a state, ``[num_slots, *shape]``."""
         index = len(self.caches)
         self.caches.append(spec)
         device = value(self.placeholder(self.input_ids)).device
         nodes = []
         for part in spec.parts():
-            heads, *dims = part.unit_shape
-            storage = torch.empty(11, heads, 13, *dims, dtype=part.dtype, device=device)
-            node = self._add_placeholder(f"{part.name}_{index}", storage.transpose(1, 2), dynamic=(0, 1))
+            name = f"{part.name}_{index}"
+            if isinstance(spec, StateSpec):
+                storage = torch.empty(11, *part.unit_shape, dtype=part.dtype, device=device)
+                node = self._add_placeholder(name, storage, dynamic=(0,))
+            else:
+                heads, *dims = part.unit_shape
+                storage = torch.empty(11, heads, 13, *dims, dtype=part.dtype, device=device)
+                node = self._add_placeholder(name, storage.transpose(1, 2), dynamic=(0, 1))
             node.meta["cache_index"] = index
             nodes.append(node)
         return tuple(nodes)
@@ -255,8 +262,10 @@ class TracedGraph:
 
         ``num_kv_heads`` is given where it is to be another number than so far.
         """
-        heads = self.caches[index].num_kv_heads if num_kv_heads is None else num_kv_heads
-        spec = replace(self.caches[index], by_token=True, num_kv_heads=heads, key_dim=key_dim, value_dim=value_dim)
+        given = self.caches[index]
+        assert isinstance(given, CacheSpec)
+        heads = given.num_kv_heads if num_kv_heads is None else num_kv_heads
+        spec = replace(given, by_token=True, num_kv_heads=heads, key_dim=key_dim, value_dim=value_dim)
         self.caches[index] = spec
         device = value(self.placeholder(self.input_ids)).device
         for part in spec.parts():
