@@ -73,6 +73,11 @@ class StateSpec:
     dtype: torch.dtype
     group: int = 0
 
+    @property
+    def has_scales(self) -> bool:
+        """False: states are not rounded to integers."""
+        return False
+
     def parts(self) -> tuple[CachePart, ...]:
         """The one tensor that the operator's entry of a ``KVCache`` consists of."""
         return (CachePart(self.name, self.shape, self.dtype),)

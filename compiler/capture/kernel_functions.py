@@ -60,16 +60,27 @@ def kernel_functions(model: nn.Module) -> dict[tuple[str, str], tuple[str, Calla
     Returns:
         Python module and name in it → name that kernel packages know, and transformers' own function.
     """
+    places = sorted({type(module).__module__ for module in model.modules()})
+    return {(place, key): found for place in places for key, found in _functions_of(place).items()}
+
+
+def has_kernel_functions(model_class: type) -> bool:
+    """True if the Python module of a class has functions of convolutions or recurrences that can be traced."""
+    names = [name for name, _ in _functions_of(model_class.__module__).values()]
+    return any(KERNEL_FUNCTIONS[name].traced is not None for name in names if name in KERNEL_FUNCTIONS)
+
+
+def _functions_of(place: str) -> dict[str, tuple[str, Callable[..., Any]]]:
+    """The kernel functions among the globals of a Python module."""
     found = {}
-    for place in sorted({type(module).__module__ for module in model.modules()}):
-        for key, function in list(vars(sys.modules[place]).items()):
-            if not isinstance(function, types.FunctionType):
-                continue
-            name, own = _offered(function)
-            if not name and key in _UNDECORATED:
-                name, own = key, function
-            if name:
-                found[place, key] = name, own
+    for key, function in list(vars(sys.modules[place]).items()):
+        if not isinstance(function, types.FunctionType):
+            continue
+        name, own = _offered(function)
+        if not name and key in _UNDECORATED:
+            name, own = key, function
+        if name:
+            found[key] = name, own
     return found
 
 
