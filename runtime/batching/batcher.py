@@ -75,7 +75,7 @@ class Batcher:
         if capacity is not None and max_model_len > capacity:
             raise ValueError(
                 f"max_model_len={max_model_len} is above the {capacity} tokens that "
-                f"{[pool.num_blocks for pool in block_manager.pools]} blocks hold; lower it or give the cache more "
+                f"{[pool.num_blocks for pool in block_manager.token_pools]} blocks hold; lower it or give the cache more "
                 "blocks"
             )
         self.block_manager = block_manager
@@ -238,7 +238,10 @@ class Batcher:
         if blocks.enable_prefix_caching and computed // size > request.num_computed_tokens // size:
             self._prefixes.extend(request, computed)
             blocks.commit(request.request_id, request.block_hashes, computed)
+        blocks.end_step(request.request_id, computed)
         request.num_computed_tokens = computed
+        if self.planner.suspects and computed == request.num_tokens:
+            self.planner.suspects.discard(request)
 
     def restart(self, request: Request) -> None:
         """Compute all tokens of an unfinished request anew; it keeps its place, and if it runs its blocks, unless a
@@ -254,6 +257,11 @@ class Batcher:
         request.num_computed_tokens = 0
         request.block_hashes = []
 
+    def compute_anew(self, request: Request) -> None:
+        """``restart`` a request whose state a failed step has spoilt; until it has caught up it runs alone."""
+        self.restart(request)
+        self.planner.suspects.add(request)
+
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a waiting or running request and free its blocks; does nothing if it has ended already."""
         if not self._queues.holds(request):
@@ -264,6 +272,7 @@ class Batcher:
         request.error = error
         request.status = RequestStatus.FINISHED
         self._queues.remove(request)
+        self.planner.suspects.discard(request)
         self._free(request)
 
     def cancel(self, request_id: str) -> Request | None:
@@ -283,6 +292,7 @@ class Batcher:
             Every unfinished request, in the order of the policy; none of them runs any more.
         """
         self.block_manager.reset()
+        self.planner.suspects.clear()
         self._queues.requeue_all()
         return self.waiting
 

@@ -14,6 +14,7 @@ from ..blocks import BlockManager
 from ..cache.block_copier import BlockCopier
 from ..cache.kv_cache import allocate_kv_cache, bytes_per_block
 from ..cache.pool_plan import blocks_by_group
+from ..cache.state_pool import bytes_per_slot
 from ..memory import keep_freed_memory
 from ..profiling.profile import Profile
 from ..program import Program
@@ -114,7 +115,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.limits = PromptLimits(program.vocab_size, max_model_len, reason)
         self.eos_token_ids = frozenset(int(token) for token in eos_token_ids)
-        cost = PreemptionCost(bytes_per_block(program.caches, 1))
+        cost = PreemptionCost(bytes_per_block(program.caches, 1), state_bytes=bytes_per_slot(program.caches))
         self.batcher = Batcher(
             self.block_manager,
             options.max_num_seqs,

@@ -143,8 +143,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 self.cache.read(tables, sequence.names, start)
             sequence.names = self.prefixes.extended(sequence.names, sequence.tokens[start:end], sequence.salt)
             self.cache.write(tables, sequence.names, start)
+        if self.manager.has_state:
+            self.step_of_states(running, starts, fails)
         for sequence in running:
             self.cache.read(self.manager.tables(sequence.request_id), sequence.names, starts[sequence])
+            if not fails:
+                self.manager.end_step(sequence.request_id, len(sequence.names))
         if overlapped == "after":
             self.cache.copy(overlapped_copies)
         elif overlapped == "late":
@@ -153,6 +157,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
             if not (sequence.is_arriving and self.late):
                 tables = self.manager.tables(sequence.request_id)
                 self.cache.read(tables, sequence.names, len(sequence.names))
+                if self.manager.has_state and sequence.names:
+                    assert self.cache.state_is(tables[-1][0], sequence.names[-1])
         for sequence in running:
             extend_chain(
                 sequence.hashes,
@@ -162,6 +168,19 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 chain_start(sequence.salt),
             )
             self.manager.commit(sequence.request_id, sequence.hashes, len(sequence.names))
+
+    def step_of_states(self, running: list[Sequence], starts: dict[Sequence, int], fails: bool) -> None:
+        """Whoever writes over the state that it goes on from must begin anew when the step fails."""
+        steps = []
+        for sequence in running:
+            read, write = self.manager.slots_of_step(sequence.request_id, starts[sequence])
+            steps.append((read, write, [] if fails else sequence.names, starts[sequence]))
+            if fails and read == write:
+                with pytest.raises(ValueError, match="half-written"):
+                    self.manager.allocate(sequence.request_id, starts[sequence] + 1, starts[sequence])
+                self.manager.restart(sequence.request_id)
+                sequence.names = []
+        self.cache.write_states(steps)
 
     @precondition(lambda self: self.sequences)
     @rule(which=INDEX, cut=st.integers(0, 12))
