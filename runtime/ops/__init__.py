@@ -45,12 +45,12 @@ CPU_FUNCTIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     rope.rope: rope.rope_cpu,
     gated_activation.gated_activation: gated_activation.gated_activation_cpu,
     gated_activation.activation: gated_activation.activation_cpu,
-    causal_conv1d.causal_conv1d: causal_conv1d.causal_conv1d_reference,
-    causal_conv1d.causal_conv1d_seq: causal_conv1d.causal_conv1d_seq_reference,
-    linear_recurrence.linear_recurrence: linear_recurrence.linear_recurrence_reference,
-    linear_recurrence.linear_recurrence_seq: linear_recurrence.linear_recurrence_seq_reference,
-    selective_scan.selective_scan: selective_scan.selective_scan_reference,
-    selective_scan.selective_scan_seq: selective_scan.selective_scan_seq_reference,
+    causal_conv1d.causal_conv1d: causal_conv1d.causal_conv1d_cpu,
+    causal_conv1d.causal_conv1d_seq: causal_conv1d.causal_conv1d_seq_cpu,
+    linear_recurrence.linear_recurrence: linear_recurrence.linear_recurrence_cpu,
+    linear_recurrence.linear_recurrence_seq: linear_recurrence.linear_recurrence_seq_cpu,
+    selective_scan.selective_scan: selective_scan.selective_scan_cpu,
+    selective_scan.selective_scan_seq: selective_scan.selective_scan_seq_cpu,
 }
 """What each overload runs for CPU tensors, to be called without the dispatcher, which costs more than a small
 kernel. The arguments are the schema's, positional and all of them. Nothing is guarded: the tensors must be on the

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import struct
+
 import torch
 from torch.nn import functional as F
 
+from .native import FLOAT_CODES, kernel_function
 from .registration import like_input, register_operator
-from .state_slots import SCHEMA, StateSlots, check_slots, run_sequences
+from .state_slots import (
+    SCHEMA,
+    StateSlots,
+    check_slots,
+    kernel_takes,
+    packed_slots,
+    raise_failure,
+    run_sequences,
+    slots_of,
+)
 
 _TENSORS = "Tensor x, Tensor weight, Tensor? bias, str activation"
 ACTIVATIONS = ("", "silu")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_TAPS = 8
+# Field for field the struct ConvolutionArguments of csrc/causal_conv1d.cpp.
+_ARGUMENTS = struct.Struct("=22q")
 
 
 def causal_conv1d_seq_reference(
@@ -36,7 +50,9 @@ def causal_conv1d_seq_reference(
     """
     check_convolution(x, weight, bias, activation)
     before = weight.new_zeros(weight.shape[1] - 1, weight.shape[0])
-    return _convolve(x[0], weight, bias, activation, before)[0][None]
+    result = x.new_empty(x.shape)
+    result[0] = _convolve(x[0], weight, bias, activation, before)[0]
+    return result
 
 
 def causal_conv1d_reference(
@@ -62,14 +78,38 @@ def causal_conv1d_reference(
     Raises:
         ValueError: what does not fit, or a slot that does not exist; nothing is written then.
     """
-    slots = StateSlots(state, query_start_loc, state_read, state_write)
+    slots = slots_of(state, query_start_loc, state_read, state_write)
     check_convolution(x, weight, bias, activation)
-    check_slots(slots, (weight.shape[1] - 1, weight.shape[0]), (weight.dtype,))
+    _check_state(slots, weight)
 
     def run(tokens: slice, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return _convolve(x[0, tokens], weight, bias, activation, before)
 
     return run_sequences(run, slots, x.new_zeros(x.shape), weight.dtype)
+
+
+def causal_conv1d_seq_cpu(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor:
+    """:func:`causal_conv1d_seq_reference` by the C++ kernel, for CPU tensors; else the reference."""
+    check_convolution(x, weight, bias, activation)
+    result = _run(x, weight, bias, activation, None)
+    return causal_conv1d_seq_reference(x, weight, bias, activation) if result is None else result
+
+
+def causal_conv1d_cpu(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, *where: torch.Tensor
+) -> torch.Tensor:
+    """:func:`causal_conv1d_reference` by the C++ kernel, for CPU tensors; else the reference.
+
+    A token's result does not change by a bit with the other sequences, the number of threads, or the steps into which
+    its sequence is cut.
+    """
+    slots = slots_of(*where)
+    check_convolution(x, weight, bias, activation)
+    _check_state(slots, weight)
+    result = _run(x, weight, bias, activation, slots) if kernel_takes(slots) else None
+    return causal_conv1d_reference(x, weight, bias, activation, *where) if result is None else result
 
 
 def check_convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
@@ -90,6 +130,45 @@ def check_convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
         raise ValueError(f"activation is {activation!r}; give 'silu', or '' for none")
 
 
+def _check_state(slots: StateSlots, weight: torch.Tensor) -> None:
+    check_slots(slots, (weight.shape[1] - 1, weight.shape[0]), (weight.dtype,))
+
+
+def _run(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, slots: StateSlots | None
+) -> torch.Tensor | None:
+    """The result; None where the kernel does not run."""
+    kernel, code = kernel_function("pagoda_causal_conv1d"), FLOAT_CODES.get(weight.dtype)
+    if kernel is None or code is None:
+        return None
+    inputs = x.to(weight.dtype)
+    if inputs.stride(2) != 1:
+        inputs = inputs.contiguous()
+    result = inputs.new_empty(x.shape)
+    _, tokens, channels = x.shape
+    status = kernel(
+        _ARGUMENTS.pack(
+            inputs.data_ptr(),
+            weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            result.data_ptr(),
+            *packed_slots(slots),
+            code,
+            tokens,
+            channels,
+            weight.shape[1],
+            inputs.stride(1),
+            *weight.stride(),
+            0 if bias is None else bias.stride(0),
+            activation == "silu",
+            torch.get_num_threads(),
+        )
+    )
+    if status and slots is not None:
+        raise_failure(status, slots, tokens)
+    return result.to(x.dtype)
+
+
 def _convolve(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, before: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,18 +178,18 @@ def _convolve(
         return x.new_empty(x.shape), before
     sums = F.conv1d(inputs.T[None], weight[:, None], bias, groups=weight.shape[0])[0].T
     sums = F.silu(sums) if activation else sums
-    return sums.to(x.dtype).contiguous(), inputs[len(x) :]
+    return sums.to(x.dtype), inputs[len(x) :]
 
 
 causal_conv1d_seq = register_operator(
     f"causal_conv1d_seq({_TENSORS}) -> Tensor",
     fake=like_input,
     reference=causal_conv1d_seq_reference,
-    cpu=causal_conv1d_seq_reference,
+    cpu=causal_conv1d_seq_cpu,
 )
 causal_conv1d = register_operator(
     f"causal_conv1d({_TENSORS}, {SCHEMA}) -> Tensor",
     fake=like_input,
     reference=causal_conv1d_reference,
-    cpu=causal_conv1d_reference,
+    cpu=causal_conv1d_cpu,
 )

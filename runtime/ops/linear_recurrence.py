@@ -5,13 +5,28 @@ The gated delta rule (Qwen3.5, Kimi Linear), Mamba-2's state-space dual and ligh
 
 from __future__ import annotations
 
+import struct
+from typing import Any
+
 import torch
 
+from .native import FLOAT_CODES, kernel_function
 from .registration import register_operator
-from .state_slots import SCHEMA, StateSlots, check_slots, run_sequences
+from .state_slots import (
+    SCHEMA,
+    StateSlots,
+    check_slots,
+    kernel_takes,
+    packed_slots,
+    raise_failure,
+    run_sequences,
+    slots_of,
+)
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor log_decay, Tensor? beta, float scale, float? l2norm_eps"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Field for field the struct RecurrenceArguments of csrc/linear_recurrence.cpp.
+_ARGUMENTS = struct.Struct("=41q2d")
 
 
 def linear_recurrence_seq_reference(
@@ -82,7 +97,7 @@ def linear_recurrence_reference(
     Raises:
         ValueError: what does not fit, or a slot that does not exist; nothing is written then.
     """
-    slots = StateSlots(state, query_start_loc, state_read, state_write)
+    slots = slots_of(state, query_start_loc, state_read, state_write)
     check_recurrence(query, key, value, log_decay, beta)
     check_recurrent_state(slots, key, value)
 
@@ -90,6 +105,33 @@ def linear_recurrence_reference(
         return _recur(query, key, value, log_decay, beta, scale, l2norm_eps, tokens, before)
 
     return run_sequences(run, slots, value.new_zeros(value.shape), _compute_dtype(value))
+
+
+def linear_recurrence_seq_cpu(*arguments: Any) -> torch.Tensor:
+    """:func:`linear_recurrence_seq_reference` by the C++ kernel, for CPU tensors; else the reference.
+
+    Args:
+        arguments: as the reference.
+    """
+    check_recurrence(*arguments[:5])
+    result = _run(*arguments, None)
+    return linear_recurrence_seq_reference(*arguments) if result is None else result
+
+
+def linear_recurrence_cpu(*arguments: Any) -> torch.Tensor:
+    """:func:`linear_recurrence_reference` by the C++ kernel, for CPU tensors; else the reference.
+
+    A token's result does not change by a bit with the other sequences or the number of threads, nor, with a state of
+    fp32, with the steps into which its sequence is cut.
+
+    Args:
+        arguments: as the reference.
+    """
+    given, slots = arguments[:-4], slots_of(*arguments[-4:])
+    check_recurrence(*given[:5])
+    check_recurrent_state(slots, given[1], given[2])
+    result = _run(*given, slots) if kernel_takes(slots) else None
+    return linear_recurrence_reference(*arguments) if result is None else result
 
 
 def check_recurrence(
@@ -120,6 +162,59 @@ def check_recurrent_state(slots: StateSlots, key: torch.Tensor, value: torch.Ten
     """Raise ``ValueError`` unless the state and where it is are as :func:`linear_recurrence_reference` says."""
     dtypes = (torch.float64,) if value.dtype is torch.float64 else (torch.float32, torch.bfloat16)
     check_slots(slots, (value.shape[2], value.shape[3], key.shape[3]), dtypes)
+
+
+def _run(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    scale: float,
+    l2norm_eps: float | None,
+    slots: StateSlots | None,
+) -> torch.Tensor | None:
+    """The result; None where the kernel does not run."""
+    kernel = kernel_function("pagoda_linear_recurrence")
+    given = (query, key, value, log_decay, value if beta is None else beta)
+    codes = [FLOAT_CODES.get(tensor.dtype) for tensor in given]
+    if kernel is None or None in codes:
+        return None
+    result = value.new_empty(value.shape)
+    _, tokens, key_heads, dim = key.shape
+    by_channel = log_decay.dim() == 4
+    decay_strides = (0, log_decay.stride(0)) if log_decay.dim() == 1 else log_decay.stride()[1:]
+    status = kernel(
+        _ARGUMENTS.pack(
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            log_decay.data_ptr(),
+            0 if beta is None else beta.data_ptr(),
+            result.data_ptr(),
+            *packed_slots(slots),
+            *codes,
+            tokens,
+            key_heads,
+            value.shape[2],
+            dim,
+            value.shape[3],
+            *query.stride()[1:],
+            *key.stride()[1:],
+            *value.stride()[1:],
+            *decay_strides,
+            *(() if by_channel else (0,)),
+            *((0, 0) if beta is None else beta.stride()[1:]),
+            by_channel,
+            l2norm_eps is not None,
+            torch.get_num_threads(),
+            scale,
+            l2norm_eps or 0.0,
+        )
+    )
+    if status and slots is not None:
+        raise_failure(status, slots, tokens)
+    return result
 
 
 def _recur(
@@ -169,11 +264,11 @@ linear_recurrence_seq = register_operator(
     f"linear_recurrence_seq({_TENSORS}) -> Tensor",
     fake=_like_value,
     reference=linear_recurrence_seq_reference,
-    cpu=linear_recurrence_seq_reference,
+    cpu=linear_recurrence_seq_cpu,
 )
 linear_recurrence = register_operator(
     f"linear_recurrence({_TENSORS}, {SCHEMA}) -> Tensor",
     fake=_like_value,
     reference=linear_recurrence_reference,
-    cpu=linear_recurrence_reference,
+    cpu=linear_recurrence_cpu,
 )

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import struct
+from typing import Any
+
 import torch
 
+from .native import FLOAT_CODES, kernel_function
 from .registration import like_input, register_operator
-from .state_slots import SCHEMA, StateSlots, check_slots, run_sequences
+from .state_slots import (
+    SCHEMA,
+    StateSlots,
+    check_slots,
+    kernel_takes,
+    packed_slots,
+    raise_failure,
+    run_sequences,
+    slots_of,
+)
 
 _TENSORS = "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, bool round_state"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Field for field the struct ScanArguments of csrc/selective_scan.cpp.
+_ARGUMENTS = struct.Struct("=34q")
 
 
 def selective_scan_seq_reference(
@@ -67,7 +82,7 @@ def selective_scan_reference(
     Raises:
         ValueError: what does not fit, or a slot that does not exist; nothing is written then.
     """
-    slots = StateSlots(state, query_start_loc, state_read, state_write)
+    slots = slots_of(state, query_start_loc, state_read, state_write)
     check_scan(x, dt, A, B, C)
     check_scan_state(slots, x, A)
 
@@ -75,6 +90,33 @@ def selective_scan_reference(
         return _scan(x, dt, A, B, C, round_state, tokens, before)
 
     return run_sequences(run, slots, x.new_zeros(x.shape), _compute_dtype(x))
+
+
+def selective_scan_seq_cpu(*arguments: Any) -> torch.Tensor:
+    """:func:`selective_scan_seq_reference` by the C++ kernel, for CPU tensors; else the reference.
+
+    Args:
+        arguments: as the reference.
+    """
+    check_scan(*arguments[:5])
+    result = _run(*arguments, None)
+    return selective_scan_seq_reference(*arguments) if result is None else result
+
+
+def selective_scan_cpu(*arguments: Any) -> torch.Tensor:
+    """:func:`selective_scan_reference` by the C++ kernel, for CPU tensors; else the reference.
+
+    A token's result does not change by a bit with the other sequences or the number of threads, nor, with a state of
+    fp32, with the steps into which its sequence is cut.
+
+    Args:
+        arguments: as the reference.
+    """
+    given, slots = arguments[:-4], slots_of(*arguments[-4:])
+    check_scan(*given[:5])
+    check_scan_state(slots, given[0], given[2])
+    result = _run(*given, slots) if kernel_takes(slots) else None
+    return selective_scan_reference(*arguments) if result is None else result
 
 
 def check_scan(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor) -> None:
@@ -97,6 +139,47 @@ def check_scan_state(slots: StateSlots, x: torch.Tensor, A: torch.Tensor) -> Non
     """Raise ``ValueError`` unless the state and where it is are as :func:`selective_scan_reference` says."""
     dtypes = (torch.float64,) if x.dtype is torch.float64 else (torch.float32, torch.bfloat16)
     check_slots(slots, tuple(A.shape), dtypes)
+
+
+def _run(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    round_state: bool,
+    slots: StateSlots | None,
+) -> torch.Tensor | None:
+    """The result; None where the kernel does not run."""
+    kernel = kernel_function("pagoda_selective_scan")
+    codes = [FLOAT_CODES.get(tensor.dtype) for tensor in (x, dt, A, B, C)]
+    if kernel is None or None in codes:
+        return None
+    result = x.new_empty(x.shape)
+    status = kernel(
+        _ARGUMENTS.pack(
+            x.data_ptr(),
+            dt.data_ptr(),
+            A.data_ptr(),
+            B.data_ptr(),
+            C.data_ptr(),
+            result.data_ptr(),
+            *packed_slots(slots),
+            *codes,
+            x.shape[1],
+            *A.shape,
+            *x.stride()[1:],
+            *dt.stride()[1:],
+            *A.stride(),
+            *B.stride()[1:],
+            *C.stride()[1:],
+            round_state,
+            torch.get_num_threads(),
+        )
+    )
+    if status and slots is not None:
+        raise_failure(status, slots, x.shape[1])
+    return result
 
 
 def _scan(
@@ -130,11 +213,11 @@ selective_scan_seq = register_operator(
     f"selective_scan_seq({_TENSORS}) -> Tensor",
     fake=like_input,
     reference=selective_scan_seq_reference,
-    cpu=selective_scan_seq_reference,
+    cpu=selective_scan_seq_cpu,
 )
 selective_scan = register_operator(
     f"selective_scan({_TENSORS}, {SCHEMA}) -> Tensor",
     fake=like_input,
     reference=selective_scan_reference,
-    cpu=selective_scan_reference,
+    cpu=selective_scan_cpu,
 )

@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import torch
 
+from .native import FLOAT_CODES
+
 SCHEMA = "Tensor(a!) state, Tensor query_start_loc, Tensor state_read, Tensor state_write"
 """The last four arguments in an operator's schema."""
 
@@ -31,6 +33,13 @@ class StateSlots(NamedTuple):
     query_start_loc: torch.Tensor
     state_read: torch.Tensor
     state_write: torch.Tensor
+
+
+def slots_of(
+    state: torch.Tensor, query_start_loc: torch.Tensor, state_read: torch.Tensor, state_write: torch.Tensor
+) -> StateSlots:
+    """The arguments by name, the metadata contiguous as kernels read it."""
+    return StateSlots(state, query_start_loc.contiguous(), state_read.contiguous(), state_write.contiguous())
 
 
 def check_slots(slots: StateSlots, unit_shape: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
@@ -84,6 +93,41 @@ def check_metadata(slots: StateSlots, tokens: int) -> None:
         for i, slot in enumerate(ids.tolist()):
             if not -1 <= slot < slots.state.shape[0]:
                 raise_slot(slots, name, i)
+
+
+def kernel_takes(slots: StateSlots) -> bool:
+    """True if the state's dtype and layout are the kernels': each slot's elements next to each other."""
+    state = slots.state
+    return state.dtype in FLOAT_CODES and (state.is_contiguous() or state[0].is_contiguous())
+
+
+def packed_slots(slots: StateSlots | None) -> tuple[int, ...]:
+    """The fields of the struct StateSlots of csrc/state_slots.h, 8 integers.
+
+    Args:
+        slots: checked, the metadata contiguous; it must outlive the kernel's run. None: one sequence that begins.
+    """
+    if slots is None:
+        return (0,) * 8
+    state, starts, read, write = slots
+    return (
+        state.data_ptr(),
+        starts.data_ptr(),
+        read.data_ptr(),
+        write.data_ptr(),
+        FLOAT_CODES[state.dtype],
+        state.shape[0],
+        state.stride(0),
+        read.shape[0],
+    )
+
+
+def raise_failure(status: int, slots: StateSlots, tokens: int) -> None:
+    """Raise what a kernel's status (a code, and the index of the culprit above 8 bits) stands for."""
+    code, index = status & 0xFF, status >> 8
+    if code == 1:
+        raise_offset(slots, index, tokens)
+    raise_slot(slots, "state_read" if code == 2 else "state_write", index)
 
 
 def raise_offset(slots: StateSlots, index: int, tokens: int) -> None:
