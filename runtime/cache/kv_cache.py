@@ -144,8 +144,6 @@ def allocate_kv_cache(
     counts = [num_blocks if isinstance(num_blocks, int) else num_blocks[spec.group] for spec in specs]
 
     def pages(spec: CacheSpec, part: CachePart, count: int) -> torch.Tensor:
-        if isinstance(spec, StateSpec):
-            return torch.empty(count, *part.unit_shape, dtype=part.dtype, device=torch.device(device))
         heads, *dims = part.unit_shape
         inner = (block_size, heads) if spec.by_token else (heads, block_size)
         storage = torch.empty(count, *inner, *dims, dtype=part.dtype, device=torch.device(device))
