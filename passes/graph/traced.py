@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...runtime.ops.quantized_weight import Quantization
 from ...runtime.program import CacheSpec, StateSpec
-from .fx_nodes import value
+from .fx_nodes import cache_index, value
 from .notes import GraphNotes
 from .npu_target import NpuTarget
 
@@ -254,6 +254,18 @@ class TracedGraph:
             node.meta["cache_index"] = index
             nodes.append(node)
         return tuple(nodes)
+
+    def number_caches(self) -> None:
+        """Number the caches as the graph reads them first, so that those of one layer follow each other."""
+        readers = [n for node in self.graph.nodes for n in node.all_input_nodes if cache_index(n) is not None]
+        order = list(dict.fromkeys(cache_index(node) for node in readers))
+        number = {old: new for new, old in enumerate(order)}
+        for node in self.placeholders:
+            if (index := cache_index(node)) is not None:
+                # Not _rename: that never gives a name that another node has had.
+                node.name = node.target = f"{node.name.removesuffix(str(index))}{number[index]}"
+                node.meta["cache_index"] = number[index]
+        self.caches = [self.caches[old] for old in order if old is not None]
 
     def lay_out_cache(
         self, index: int, block_size: int, key_dim: int, value_dim: int, num_kv_heads: int | None = None

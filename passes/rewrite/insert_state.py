@@ -57,7 +57,10 @@ def insert_state(traced: TracedGraph) -> PassRecord:
         traced.substitute(node, new)
         return ""
 
-    return rewrite_each(traced, "insert_state", step, list(traced.graph.nodes) if traced.paged else ())
+    record = rewrite_each(traced, "insert_state", step, list(traced.graph.nodes) if traced.paged else ())
+    if record.matches:
+        traced.number_caches()
+    return record
 
 
 def _conv_state(node: fx.Node) -> tuple[str, tuple[Any, ...], torch.dtype]:
