@@ -75,8 +75,8 @@ class Batcher:
         if capacity is not None and max_model_len > capacity:
             raise ValueError(
                 f"max_model_len={max_model_len} is above the {capacity} tokens that "
-                f"{[pool.num_blocks for pool in block_manager.token_pools]} blocks hold; lower it or give the cache more "
-                "blocks"
+                f"{[pool.num_blocks for pool in block_manager.token_pools]} blocks hold; lower it or give the cache "
+                "more blocks"
             )
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs

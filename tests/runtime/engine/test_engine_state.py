@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from toy_state_program import ToyStateProgram
 
 from torch_pagoda.runtime.batching import POLICIES
 from torch_pagoda.runtime.cache.kv_cache import bytes_per_block
@@ -18,8 +19,6 @@ from torch_pagoda.runtime.requests.request_options import RequestOptions
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 from torch_pagoda.runtime.sampling.beam_search import BeamSearch
 from torch_pagoda.runtime.sampling.logprobs import top_logprobs
-
-from toy_state_program import ToyStateProgram
 
 KINDS = [pytest.param(True, id="hybrid"), pytest.param(False, id="only state")]
 SHARED = list(range(30, 50))
