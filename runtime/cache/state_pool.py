@@ -95,3 +95,16 @@ def slots_that_fit(memory: int, slot: int, block: int, max_num_seqs: int) -> int
         return 0
     share = min(memory // 2, memory - block) if block else memory
     return min(num_slots_wanted(max_num_seqs), max(2, share // slot))
+
+
+def snapshot_interval(specs: Sequence[AnySpec], block_size: int) -> int | None:
+    """Tokens of a prompt between two snapshots of its state: so many blocks, a power of two, that their keys and
+    values take no fewer bytes than a snapshot. None where there are no keys and values to weigh it against."""
+    slot = bytes_per_slot(specs)
+    block = block_size * sum(part.unit_bytes for spec in token_specs(specs) for part in spec.parts())
+    if not slot or not block:
+        return None
+    interval = block_size
+    while interval // block_size * block < slot:
+        interval *= 2
+    return interval

@@ -31,14 +31,11 @@ def test_other_salts_and_other_beginnings_find_nothing() -> None:
 
 
 def test_without_prefix_caching_nothing_is_kept() -> None:
-    for blocks in (
-        make(),
-        BlockManager([BlockGroup(8), BlockGroup(2, is_state=True)], 4, enable_prefix_caching=True),
-    ):
-        hashes = compute(blocks, "a", range(8))
-        assert blocks.find_prefix(hashes).num_blocks == 0
-        blocks.free("a")
-        assert blocks.stats()["blocks_cached"] == 0
+    blocks = make()
+    hashes = compute(blocks, "a", range(8))
+    assert blocks.find_prefix(hashes).num_blocks == 0
+    blocks.free("a")
+    assert blocks.stats()["blocks_cached"] == 0
 
 
 def test_the_end_of_a_chain_is_evicted_before_its_beginning_and_the_older_chain_first() -> None:
