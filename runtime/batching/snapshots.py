@@ -72,9 +72,8 @@ class Snapshots:
         marks = self._marks.get(request)
         if marks is None:
             return count
-        pool = self.blocks.pools[-1]
         for tokens in marks.cuts:
-            if start < tokens < start + count and pool.can_displace(_PROMPT):
+            if start < tokens < start + count and self.blocks.can_keep_state(request.request_id, start, _PROMPT):
                 return tokens - start
         # A chunk that ends within the prompt anyway ends with a block.
         size = self.blocks.block_size

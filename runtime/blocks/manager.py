@@ -387,6 +387,11 @@ class BlockManager:
                     pool.commit(table[i], hashes[i])
         sequence.num_committed = max(sequence.num_committed, end)
 
+    def can_keep_state(self, request_id: str, start: int, value: int) -> bool:
+        """True if there is room for a snapshot of that value after the sequence's step from token ``start`` on."""
+        pool, sequence = self.pools[-1], self.sequences.get(request_id)
+        return pool.num_available_for(value) > state_slots.num_to_take(pool, sequence, start)
+
     def keep_state(self, request_id: str, content: bytes, value: int) -> bool:
         """Let the state that the sequence has now be found by the hash of the full block that ends with it. The next
         step leaves it where it is and writes another slot.
@@ -403,7 +408,7 @@ class BlockManager:
         if sequence.state_tokens < 1 or sequence.state_tokens % self.block_size:
             raise ValueError(f"the state of {request_id!r} covers {sequence.state_tokens} tokens, no full blocks")
         slot = sequence.tables[-1][0]
-        if sequence.is_stale or pool.lookup(content) is not None or not pool.can_displace(value):
+        if sequence.is_stale or pool.lookup(content) is not None or pool.num_available_for(value) < 1:
             return False
         pool.commit(slot, content, value)
         return True

@@ -165,11 +165,9 @@ class BlockPool:
             if value:
                 self._value_of[block] = value
 
-    def can_displace(self, value: int) -> bool:
-        """True if a block can be taken without evicting one of a higher value; O(cached blocks)."""
-        if self.num_available > len(self._cached):
-            return True
-        return any(self._value_of.get(block, 0) <= value for block in self._cached)
+    def num_available_for(self, value: int) -> int:
+        """Blocks that ``take`` could give without evicting one of a higher value; O(cached blocks)."""
+        return self.num_available - sum(self._value_of.get(block, 0) > value for block in self._cached)
 
     def discard(self, content: bytes) -> None:
         """Forget the content if nobody holds the block that has it."""

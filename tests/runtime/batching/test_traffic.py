@@ -168,7 +168,8 @@ def test_outputs_are_those_of_each_request_alone(groups: str, policy: str) -> No
         while alone.num_tokens < longest:
             alone.output_token_ids.append(engine.next_token(alone))
         assert request.output_token_ids == alone.output_token_ids
-    assert engine.batcher.stats()["prefix_hit_tokens"] > 0
+    if groups != "state":  # it has fewer slots than sequences: no snapshot lives long
+        assert engine.batcher.stats()["prefix_hit_tokens"] > 0
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
