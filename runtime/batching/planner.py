@@ -11,6 +11,7 @@ from .preemption import PreemptionCost, PreemptionMode
 from .request_queues import RequestQueues
 from .schedule import Plan, ScheduledRequest
 from .shared_prefixes import SharedPrefixes
+from .snapshots import Snapshots
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class Planner:
         blocks: BlockManager,
         queues: RequestQueues,
         prefixes: SharedPrefixes,
+        snapshots: Snapshots | None,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -45,6 +47,7 @@ class Planner:
         self.blocks = blocks
         self.queues = queues
         self.prefixes = prefixes
+        self.snapshots = snapshots
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -109,6 +112,8 @@ class Planner:
         """Plan the running request's next tokens, unless it is the last in the order and there is no block."""
         blocks, computed = self.blocks, request.num_computed_tokens
         wanted = min(request.num_tokens - computed, plan.budget)
+        if self.snapshots is not None and wanted > 1:
+            wanted = self.snapshots.chunk(request, computed, wanted)
         if blocks.allocate_in_place(request.request_id, computed + wanted, computed):
             self._put(request, wanted, plan)
             return
@@ -169,6 +174,9 @@ class Planner:
         if prefix.num_blocks:
             blocks.take_prefix(name, hashes, prefix.num_blocks)
         wanted = min(request.num_tokens - start, plan.budget)
+        if self.snapshots is not None:
+            self.snapshots.begin(request, hashes, prefix)
+            wanted = self.snapshots.chunk(request, start, wanted)
         count = min(wanted, blocks.num_tokens_that_fit(name, start) - start)
         if count < 1:
             if prefix.num_blocks:

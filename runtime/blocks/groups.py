@@ -34,7 +34,9 @@ class BlockGroup:
         return 1 if self.is_state else -(-num_tokens // block_size)
 
     def first_seen(self, num_blocks: int, block_size: int) -> int:
-        """The first block that the token after so many full blocks sees."""
+        """The first block that the token after so many full blocks sees; that whose end a state is the one after."""
+        if self.is_state:
+            return max(0, num_blocks - 1)
         return max(0, num_blocks * block_size - self.window + 1) // block_size if self.window else 0
 
 

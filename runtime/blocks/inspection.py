@@ -17,7 +17,7 @@ def stats(manager: BlockManager) -> dict[str, int | float]:
         ``utilisation``: used blocks of all; ``internal_fragmentation``: slots without a token of all slots of used
         blocks; ``prefix_hit_rate``: tokens found cached of those looked up; the others are counts, of blocks unless
         they say tokens. Slots of states are no blocks; where the model has any, they are counted as
-        ``state_slots_total``, ``_used``, ``_cached`` and ``_free``, and ``_used_peak``.
+        ``state_slots_total``, ``_used``, ``_cached`` (snapshots) and ``_free``, ``_used_peak`` and ``_evicted``.
     """
     tokens, slots = _filled(manager)
     counts = manager.counts
@@ -33,7 +33,7 @@ def stats(manager: BlockManager) -> dict[str, int | float]:
         "prefix_query_tokens": counts.prefix_queries,
         "prefix_hit_tokens": counts.prefix_hits,
         "prefix_hit_rate": counts.prefix_hits / counts.prefix_queries if counts.prefix_queries else 0.0,
-        "evictions": sum(pool.evictions for pool in manager.pools),
+        "evictions": sum(pool.evictions for pool in manager.token_pools),
         "copies_on_write": counts.copies_on_write,
         "blocks_moved": counts.moved,
         **manager.swap_space.stats(),
@@ -48,6 +48,7 @@ def _state_figures(pool: BlockPool) -> dict[str, int]:
         "state_slots_cached": pool.num_cached,
         "state_slots_free": pool.num_free,
         "state_slots_used_peak": pool.peak_used,
+        "state_slots_evicted": pool.evictions,
     }
 
 

@@ -50,8 +50,7 @@ class BlockManager:
         self.groups = list(groups)
         self.has_state = groups[-1].is_state
         self.block_size = block_size
-        # The content of a recurrent state is that of one moment: no prefix of it can be found again.
-        self.enable_prefix_caching = enable_prefix_caching and not any(group.is_state for group in groups)
+        self.enable_prefix_caching = enable_prefix_caching
         self.pools = [
             ElasticPool(group.min_blocks, group.num_blocks) if group.min_blocks else BlockPool(group.num_blocks)
             for group in groups
@@ -161,6 +160,10 @@ class BlockManager:
         """
         counts = []
         for g, group in enumerate(self.groups):
+            if group.is_state:
+                # What it goes on from, if anything, and what it writes.
+                counts.append(1 + prefix.revived[g])
+                continue
             length, found = (
                 self._length(g, num_tokens),
                 prefix.num_blocks - group.first_seen(prefix.num_blocks, self.block_size),
@@ -354,15 +357,16 @@ class BlockManager:
         tables, num_null = [], []
         for group, pool in zip(self.groups, self.pools, strict=True):
             first = group.first_seen(num_blocks, self.block_size)
-            table = [NULL_BLOCK] * first
+            table = [] if group.is_state else [NULL_BLOCK] * first
             for content in hashes[first:num_blocks]:
                 block = pool.lookup(content)
                 assert block is not None, "find_prefix is asked in the same step"
                 pool.retain(block)
                 table.append(block)
             tables.append(table)
-            num_null.append(first)
-        self.sequences[request_id] = SequenceBlocks(num_blocks * self.block_size, tables, num_null, num_blocks)
+            num_null.append(0 if group.is_state else first)
+        num_tokens = num_blocks * self.block_size
+        self.sequences[request_id] = SequenceBlocks(num_tokens, tables, num_null, num_blocks, state_tokens=num_tokens)
 
     def count_prefix(self, num_tokens: int, num_hits: int) -> None:
         """Note for the statistics that a sequence of ``num_tokens`` found ``num_hits`` of them cached."""
@@ -378,10 +382,36 @@ class BlockManager:
             return
         end = min(num_tokens // self.block_size, len(hashes))
         for i in range(sequence.num_committed, end):
-            for pool, table in zip(self.pools, sequence.tables, strict=True):
+            for pool, table in zip(self.token_pools, sequence.tables, strict=False):
                 if table[i] != NULL_BLOCK:
                     pool.commit(table[i], hashes[i])
         sequence.num_committed = max(sequence.num_committed, end)
+
+    def can_keep_state(self, request_id: str, start: int, value: int) -> bool:
+        """True if there is room for a snapshot of that value after the sequence's step from token ``start`` on."""
+        pool, sequence = self.pools[-1], self.sequences.get(request_id)
+        return pool.num_available_for(value) > state_slots.num_to_take(pool, sequence, start)
+
+    def keep_state(self, request_id: str, content: bytes, value: int) -> bool:
+        """Let the state that the sequence has now be found by the hash of the full block that ends with it. The next
+        step leaves it where it is and writes another slot.
+
+        Args:
+            request_id: its last step has ended, at the end of a block.
+            content: the block's hash.
+            value: of snapshots those of the lowest value are evicted first.
+
+        Returns:
+            Whether it was kept: not where there is no room but for more valuable ones, or where there is one already.
+        """
+        sequence, pool = self._sequence(request_id), self.pools[-1]
+        if sequence.state_tokens < 1 or sequence.state_tokens % self.block_size:
+            raise ValueError(f"the state of {request_id!r} covers {sequence.state_tokens} tokens, no full blocks")
+        slot = sequence.tables[-1][0]
+        if sequence.is_stale or pool.lookup(content) is not None or pool.num_available_for(value) < 1:
+            return False
+        pool.commit(slot, content, value)
+        return True
 
     def forget_prefixes(self) -> None:
         """Drop all cached content, as is needed when the model's weights change."""

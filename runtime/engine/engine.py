@@ -14,7 +14,7 @@ from ..blocks import BlockManager
 from ..cache.block_copier import BlockCopier
 from ..cache.kv_cache import allocate_kv_cache, bytes_per_block
 from ..cache.pool_plan import blocks_by_group
-from ..cache.state_pool import bytes_per_slot
+from ..cache.state_pool import bytes_per_slot, snapshot_interval
 from ..memory import keep_freed_memory
 from ..profiling.profile import Profile
 from ..program import Program
@@ -126,6 +126,7 @@ class Engine:
             cost=cost,
             max_queue=options.max_queue,
             batches=batches,
+            snapshot_interval=snapshot_interval(program.caches, block_size),
             key_variant=partial(key_variant, proxy(program)),  # the runner keeps it, until the engine is shut down
         )
         spare = program.reserve(options.max_num_seqs, options.max_num_batched_tokens, max_model_len)

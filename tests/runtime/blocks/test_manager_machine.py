@@ -122,8 +122,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert others.isdisjoint(added[0])
         sequence.planned = count
 
-    @rule(overlapped=st.sampled_from(TIMES), fails=st.sampled_from([False, False, False, True]))
-    def step(self, overlapped: str, fails: bool) -> None:
+    @rule(
+        overlapped=st.sampled_from(TIMES),
+        fails=st.sampled_from([False, False, False, True]),
+        keep=st.sampled_from([None, 1, 2]),
+    )
+    def step(self, overlapped: str, fails: bool, keep: int | None = None) -> None:
         self.plan()
         copies, overlapped_copies, _ = self.manager.take_changes()
         self.in_flight = True
@@ -168,6 +172,15 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 chain_start(sequence.salt),
             )
             self.manager.commit(sequence.request_id, sequence.hashes, len(sequence.names))
+            if fails or not self.manager.has_state or not self.manager.enable_prefix_caching:
+                continue
+            if keep is not None and sequence.names and not len(sequence.names) % BLOCK_SIZE:
+                content = sequence.hashes[len(sequence.names) // BLOCK_SIZE - 1]
+                kept = self.manager.keep_state(sequence.request_id, content, keep)
+                assert (
+                    not kept
+                    or self.manager.pools[-1].lookup(content) == self.manager.tables(sequence.request_id)[-1][0]
+                )
 
     def step_of_states(self, running: list[Sequence], starts: dict[Sequence, int], fails: bool) -> None:
         """Whoever writes over the state that it goes on from must begin anew when the step fails."""

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from toy_state_program import ToyStateProgram
 
-from torch_pagoda.runtime.batching import POLICIES
+from torch_pagoda.runtime.batching import POLICIES, snapshots
 from torch_pagoda.runtime.cache.kv_cache import bytes_per_block
 from torch_pagoda.runtime.cache.state_pool import bytes_per_slot
 from torch_pagoda.runtime.engine.engine import Engine
@@ -19,13 +20,17 @@ from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 from torch_pagoda.runtime.sampling.beam_search import BeamSearch
 from torch_pagoda.runtime.sampling.logprobs import top_logprobs
 
-from toy_state_program import ToyStateProgram
-
 KINDS = [pytest.param(True, id="hybrid"), pytest.param(False, id="only state")]
 SHARED = list(range(30, 50))
 PROMPTS = [[*SHARED, 1], [*SHARED, 2, 3], [5, 6, 7], [*SHARED[:9], 4], list(range(25, 50)), [*SHARED, 1], [8]]
 SLOT = bytes_per_slot(ToyStateProgram().caches)
 BLOCK = bytes_per_block(ToyStateProgram().caches, 4)
+
+
+@pytest.fixture(autouse=True)
+def small_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are short here."""
+    monkeypatch.setattr(snapshots, "WORTH", 8)
 
 
 def make_engine(program: ToyStateProgram, **options: Any) -> Engine:
@@ -67,14 +72,39 @@ def test_prompts_in_chunks_beside_decodes(with_kv: bool, budget: int) -> None:
         assert_idle(engine, program)
 
 
+@pytest.mark.parametrize("with_kv", KINDS)
+def test_later_prompts_go_on_from_snapshots(with_kv: bool) -> None:
+    program = ToyStateProgram(with_kv=with_kv)
+    engine = make_engine(program)
+    assert tokens(engine.generate(PROMPTS, greedy())) == expected(program)
+    before = engine.stats()["cached_tokens"]
+    outputs = engine.generate(PROMPTS, greedy())
+    assert tokens(outputs) == expected(program)
+    # A prompt's last token is computed, and of the others what fills no block; [5, 6, 7] and [8] have no block.
+    assert [output.num_cached_tokens for output in outputs] == [20, 20, 0, 8, 24, 20, 0]
+    assert engine.stats()["cached_tokens"] - before == 92
+    turns = [[*prompt, *own, 3] for prompt, own in zip(PROMPTS, tokens(outputs), strict=True)]
+    chat = engine.generate(turns, greedy())
+    assert tokens(chat) == [program.dense_greedy(turn, 12) for turn in turns]
+    assert all(len(turn) - output.num_cached_tokens <= 12 for turn, output in zip(turns, chat, strict=True))
+    assert_idle(engine, program)
+
+
+@pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("scarce", ["blocks", "slots"])
-def test_preemption_changes_no_token(preemption: str, scarce: str) -> None:
+def test_preemption_changes_no_token(preemption: str, scarce: str, caching: bool) -> None:
     program = ToyStateProgram(width=2 if scarce == "blocks" else 150)
     slot = bytes_per_slot(program.caches)
     sizes: dict[str, Any] = {"num_blocks": 17} if scarce == "blocks" else {"kv_cache_memory": 6 * slot}
     engine = make_engine(
-        program, max_num_batched_tokens=16, preemption=preemption, swap_space=1 << 14, policy="priority", **sizes
+        program,
+        max_num_batched_tokens=16,
+        preemption=preemption,
+        swap_space=1 << 14,
+        policy="priority",
+        **sizes,
+        enable_prefix_caching=caching,
     )
     if scarce == "slots":
         assert engine.stats()["state_slots_total"] == 3
@@ -214,6 +244,7 @@ def test_random_load_changes_no_token(with_kv: bool, seed: int) -> None:
         max_num_batched_tokens=rng.choice([5, 16, 64]),
         preemption=rng.choice(["recompute", "swap", "auto"]),
         policy=rng.choice(list(POLICIES)),
+        enable_prefix_caching=rng.random() < 0.8,
         swap_space=rng.choice([BLOCK + SLOT, 1 << 14]),
     )
     for pool in engine.block_manager.pools:
