@@ -2,7 +2,7 @@
 // linear_recurrence.py.
 //
 // The rows of a state, one for each element of a value, do not meet: token by token, a row decays, is multiplied by the
-// key and the query, and gets a multiple of the key. So a few rows at a time stay in the nearest cache while a tile of
+// key and the query, and gets a multiple of the key. So eight rows at a time stay in the nearest cache while a tile of
 // tokens passes, and a state is read from memory and written to it once in a step. What both products give is
 // all that the result needs: (a s + w k) q = a (s q) + w (k q).
 //
@@ -43,7 +43,7 @@ namespace {
 
 constexpr int64_t kRecurrenceTokens = 16;
 constexpr int64_t kRecurrenceRows = 64;
-constexpr int64_t kRowsAtOnce = 4;
+constexpr int64_t kRowsAtOnce = 8;
 
 // What the rows of a head need to know of a token.
 struct RecurrenceToken {
@@ -61,35 +61,51 @@ float dot(const float* a, const float* b, int64_t n) {
   return sum_lanes(sum);
 }
 
-// Four rows and one token. `from` may be `to`.
-template <bool kDelta, bool kByChannel>
-inline void advance_rows(const float* from, float* to, int64_t width, const RecurrenceToken& token, const float* value,
-                         float* out) {
-  vfloat by_key[kRowsAtOnce] = {}, by_query[kRowsAtOnce] = {};
+// The products of four rows, as they were before a token, with its key (in the delta rule) and its query.
+template <bool kDelta>
+inline void multiply_rows(const float* rows, int64_t width, const RecurrenceToken& token, float* by_key,
+                          float* by_query) {
+  vfloat keys[4] = {}, queries[4] = {};
   for (int64_t i = 0; i < width; i += kLanes) {
     const vfloat key = load(token.seen_key + i), query = load(token.seen_query + i);
 #pragma GCC unroll 4
-    for (int r = 0; r < kRowsAtOnce; ++r) {
-      const vfloat s = load(from + r * width + i);
-      if (kDelta) by_key[r] = multiply_add(by_key[r], s, key);
-      by_query[r] = multiply_add(by_query[r], s, query);
+    for (int r = 0; r < 4; ++r) {
+      const vfloat s = load(rows + r * width + i);
+      if (kDelta) keys[r] = multiply_add(keys[r], s, key);
+      queries[r] = multiply_add(queries[r], s, query);
     }
   }
-  float kept[kRowsAtOnce] = {}, read[kRowsAtOnce], written[kRowsAtOnce];
-  if (kDelta) sum_lanes_of_four(by_key, kept);
-  sum_lanes_of_four(by_query, read);
-  const float decay = kByChannel ? 1.f : token.decay_all;
-  for (int r = 0; r < kRowsAtOnce; ++r) {
-    written[r] = kDelta ? (value[r] - decay * kept[r]) * token.beta : value[r];
-    out[r] = decay * read[r] + written[r] * token.key_query;
-  }
+  if (kDelta) sum_lanes_of_four(keys, by_key);
+  sum_lanes_of_four(queries, by_query);
+}
+
+// Four rows decay, and get their multiples of the key. `from` may be `to`.
+template <bool kByChannel>
+inline void write_rows(const float* from, float* to, int64_t width, const RecurrenceToken& token,
+                       const float* written) {
   for (int64_t i = 0; i < width; i += kLanes) {
     const vfloat key = load(token.key + i);
-    const vfloat factor = kByChannel ? load(token.decay + i) : splat(decay);
+    const vfloat factor = kByChannel ? load(token.decay + i) : splat(token.decay_all);
 #pragma GCC unroll 4
-    for (int r = 0; r < kRowsAtOnce; ++r)
+    for (int r = 0; r < 4; ++r)
       store(to + r * width + i, multiply_add(load(from + r * width + i) * factor, splat(written[r]), key));
   }
+}
+
+// Eight rows and one token, four at a time: the sums of the first are waited for while the others are multiplied.
+template <bool kDelta, bool kByChannel>
+inline void advance_rows(const float* from, float* to, int64_t width, const RecurrenceToken& token, const float* value,
+                         float* out) {
+  float by_key[kRowsAtOnce] = {}, by_query[kRowsAtOnce], written[kRowsAtOnce];
+  for (int64_t r = 0; r < kRowsAtOnce; r += 4)
+    multiply_rows<kDelta>(from + r * width, width, token, by_key + r, by_query + r);
+  const float decay = kByChannel ? 1.f : token.decay_all;  // else it is in the products
+  for (int64_t r = 0; r < kRowsAtOnce; ++r) {
+    written[r] = kDelta ? (value[r] - decay * by_key[r]) * token.beta : value[r];
+    out[r] = decay * by_query[r] + written[r] * token.key_query;
+  }
+  for (int64_t r = 0; r < kRowsAtOnce; r += 4)
+    write_rows<kByChannel>(from + r * width, to + r * width, width, token, written + r);
 }
 
 // Some rows of one head in one sequence.

@@ -150,16 +150,14 @@ def same(operator: Stateful, found: torch.Tensor, expected: torch.Tensor) -> Non
 @pytest.mark.parametrize("operator", BOTH)
 def test_steps_give_what_one_run_gives(operator):
     """Sequences of different lengths, cut at random, ragged together in steps, each with padding behind."""
-    lengths = [1, 5, 40, 23, 0]
+    lengths = [1, 5, 24, 11, 0]
     sequences = [operator.arguments(length) for length in lengths]
     expected = [operator.sequence(*given) for given in sequences]
     found: list[list[torch.Tensor]] = [[] for _ in lengths]
     state, slot = operator.new_state(), {}
     done = [0] * len(lengths)
     while done != lengths:
-        cuts = [
-            min(random.choice([0, 1, 1, 2, 3, 17]), length - at) for length, at in zip(lengths, done, strict=True)
-        ]
+        cuts = [min(random.choice([0, 1, 2, 3, 17]), length - at) for length, at in zip(lengths, done, strict=True)]
         parts = [operator.part(s, at, at + n) for s, at, n in zip(sequences, done, cuts, strict=True)]
         parts.append(operator.arguments(2))  # padding
         starts = [0, *torch.tensor(cuts).cumsum(0).tolist()]
@@ -268,13 +266,14 @@ def test_what_is_wrong_with_slots_is_refused_before_anything_is_written(operator
     assert state.isnan().all()
 
 
-@pytest.mark.parametrize("operator", KERNELS.values(), ids=KERNELS)
-def test_opcheck(operator):
+@pytest.mark.parametrize("name", ["convolution", "delta rule by channel", "scan"])
+def test_opcheck(name):
+    operator = KERNELS[name]
     given = operator.arguments(5)
     state = torch.randn(SLOTS, *operator.state)
     torch.library.opcheck(operator.overload, (*given, state, ids(0, 3, 4), ids(-1, 2), ids(1, 2)))
-    name = operator.overload._schema.name.removeprefix("pagoda::")
-    torch.library.opcheck(getattr(torch.ops.pagoda, f"{name}_seq").default, tuple(given))
+    packet = operator.overload._schema.name.removeprefix("pagoda::")
+    torch.library.opcheck(getattr(torch.ops.pagoda, f"{packet}_seq").default, tuple(given))
 
 
 def ignore_what_was_read(operator: Stateful) -> Callable[..., torch.Tensor]:
@@ -313,7 +312,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda f: f.__name__)
 def test_a_mistake_is_seen(mutant):
-    for operator in (REFERENCES["convolution"], REFERENCES["delta rule"], REFERENCES["scan"]):
+    for operator in (REFERENCES["convolution"], REFERENCES["lightning"], REFERENCES["scan"]):
         wrong = Stateful(**{**vars(operator), "step": mutant(operator)})
         with pytest.raises(AssertionError):
             MUTANTS[mutant](wrong)
