@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from ..passes import TracedGraph, UnsupportedModel
-from .capture.kernel_functions import has_kernel_functions
 from .capture.layer_repeat import CannotRepeat, LayerRepeat
 from .capture.state_layers import check_state
 from .capture.trace import Captured, capture
@@ -26,7 +25,7 @@ from .targets.npu.weights import prepare_weights
 from .user_passes import registered_passes
 from .verify import dump
 from .verify.cache_restart import restart_length
-from .verify.self_check import MODEL_SCHEDULE, STATE_SCHEDULE, Reference, check, reference_of_model
+from .verify.self_check import Reference, check, reference_of_model
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +85,7 @@ def build_unpacked(
     dump.begin(report.model)
     clock = PhaseClock(report.seconds)
     # The reference comes first: some models settle into their final form at the first call.
-    schedule = STATE_SCHEDULE if has_kernel_functions(type(model)) else MODEL_SCHEDULE
-    reference = reference_of_model(model, schedule) if options.verify != "off" else None
+    reference = reference_of_model(model) if options.verify != "off" else None
     clock.lap("reference")
     found = _with_few_layers(model, options, reference, report)
     if found is None:

@@ -61,7 +61,7 @@ class StateSpec:
     last inputs of a convolution.
 
     Attributes:
-        name: ``"conv_state"`` or ``"recurrent_state"``.
+        name: one of ``STATE_NAMES``.
         shape: of one sequence's state.
         dtype: of its elements.
         group: the group that all states of a program form: a sequence has one slot in all of them. It comes behind
@@ -109,7 +109,12 @@ def is_cache_input(name: str) -> bool:
     return name.startswith(CACHE_INPUTS)
 
 
-CACHE_INPUTS = ("key_cache_", "value_cache_", "key_scale_", "value_scale_", "conv_state_", "recurrent_state_")
+STATE_NAMES = ("conv_state", "recurrent_state")
+"""Names of a ``StateSpec``."""
+CACHE_INPUTS = (
+    *("key_cache_", "value_cache_", "key_scale_", "value_scale_"),
+    *(f"{name}_" for name in STATE_NAMES),
+)
 """What the names of such inputs start with."""
 
 

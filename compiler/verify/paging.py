@@ -17,12 +17,18 @@ def check_paging(traced: TracedGraph, report: CompileReport) -> None:
     Raises:
         UnsupportedModel: the message says which node and why.
     """
+    has_state = any(isinstance(spec, StateSpec) for spec in traced.caches)
+    if has_state and traced.npu is not None:
+        raise UnsupportedModel(
+            f"{report.model} keeps recurrent or convolutional state, which is not lowered for an Ascend NPU yet; "
+            "use target='cpu'"
+        )
     report.attention_recognised = len(list(paged_attention_nodes(traced)))
     left = _left_over(traced, report)
     report.attention_total = report.attention_recognised + len(left)
     if left:
         raise UnsupportedModel(f"{report.model}: {len(left)} attention calls cannot be paged: {left[0]}")
-    if not report.attention_recognised and not any(isinstance(spec, StateSpec) for spec in traced.caches):
+    if not report.attention_recognised and not has_state:
         recognisers = [record for record in report.passes if record.name.startswith("recognise_")]
         near_misses = [r for record in recognisers for r in record.rejections] + mixers(traced)
         why = f"; {rejection_line(near_misses[0])}" if near_misses else ""

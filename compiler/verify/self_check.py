@@ -15,6 +15,7 @@ from ...runtime.cache.kv_cache import allocate_kv_cache
 from ...runtime.phases import phase
 from ...runtime.program import Program, StateSpec
 from ...runtime.step_metadata import StepMetadata
+from ..capture.kernel_functions import has_kernel_functions
 from ..capture.model_facts import max_positions, takes_positions
 from ..report import Verdict, first_line
 from .errors import TOLERANCE, judged_share, row_errors, typical
@@ -95,8 +96,12 @@ class Reference:
 
 
 @phase("reference")
-def reference_of_model(model: nn.Module, schedule: Schedule = MODEL_SCHEDULE) -> Reference:
+def reference_of_model(model: nn.Module, schedule: Schedule | None = None) -> Reference:
     """The logits of the model when HuggingFace runs it, each sequence alone and without a cache.
+
+    Args:
+        model: it.
+        schedule: the sequences; by default such as the kind of model needs.
 
     Raises:
         UnsupportedModel: the model does not run on ``input_ids`` alone.
@@ -105,6 +110,8 @@ def reference_of_model(model: nn.Module, schedule: Schedule = MODEL_SCHEDULE) ->
     table = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
     if table is None:
         raise UnsupportedModel(f"{type(model).__name__} has no single table of token embeddings")
+    if schedule is None:
+        schedule = STATE_SCHEDULE if has_kernel_functions(type(model)) else MODEL_SCHEDULE
     schedule = schedule.within(max_positions(model) or 1 << 30)
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
