@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3_5ForConditionalGeneration
 
+from torch_pagoda import LLM
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.build import build_program
 from torch_pagoda.runtime.engine.engine import Engine
@@ -13,7 +16,7 @@ from torch_pagoda.runtime.program import Program, StateSpec
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
 from hf_reference import forced
-from tiny_models import build_tiny_model
+from tiny_models import build_tiny_model, tiny_config
 
 MAX_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -80,3 +83,20 @@ def test_too_few_blocks(model: PreTrainedModel, program: Program, preemption: st
         assert_right(model, output.prompt_token_ids, list(output.outputs[0].token_ids))
     engine.block_manager.check()
     assert engine.stats()["blocks_used"] == 0
+
+
+def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
+    config = tiny_config("qwen3_5")
+    sizes = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+    for name, size in {**sizes, "out_hidden_size": config.text_config.hidden_size}.items():
+        setattr(config.vision_config, name, size)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        whole = Qwen3_5ForConditionalGeneration(config).eval()
+        for parameter in whole.parameters():
+            parameter.normal_(0, 0.05)
+    whole.save_pretrained(tmp_path)
+    llm = LLM(tmp_path, codegen="none")
+    prompt = prompt_of(80)
+    (output,) = llm.generate([prompt], GREEDY)
+    assert_right(whole, prompt, list(output.outputs[0].token_ids))
