@@ -246,7 +246,8 @@ class Batcher:
         if blocks.enable_prefix_caching and computed // size > request.num_computed_tokens // size:
             self._prefixes.extend(request, computed)
             blocks.commit(request.request_id, request.block_hashes, computed)
-        blocks.end_step(request.request_id, computed)
+        if blocks.has_state:
+            blocks.end_step(request.request_id, computed)
         request.num_computed_tokens = computed
         if self._snapshots is not None and computed % size == 0:
             self._snapshots.keep(request, computed)

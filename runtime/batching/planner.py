@@ -223,8 +223,10 @@ class Planner:
         """Note a share for which there are blocks."""
         start = request.num_computed_tokens
         last = start + count == request.num_tokens
-        slots = self.blocks.slots_of_step(request.request_id, start) if self.blocks.has_state else ()
-        plan.planned[request.request_id] = ScheduledRequest(request, count, start, last, *slots)
+        item = ScheduledRequest(request, count, start, last)
+        if self.blocks.has_state:
+            item = ScheduledRequest(*item[:4], *self.blocks.slots_of_step(request.request_id, start))
+        plan.planned[request.request_id] = item
         plan.budget -= count
 
     def _preempt(self, victim: Request, plan: Plan) -> None:

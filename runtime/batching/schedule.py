@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..blocks import CacheCopy
 from ..requests.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """A request's share of one step: tokens ``start .. start + num_tokens - 1`` of prompt + output.
 
     Attributes:

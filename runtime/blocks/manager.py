@@ -55,6 +55,7 @@ class BlockManager:
             ElasticPool(group.min_blocks, group.num_blocks) if group.min_blocks else BlockPool(group.num_blocks)
             for group in groups
         ]
+        self.token_pools = self.pools[:-1] if self.has_state else self.pools
         self.swap_space = SwapSpace([group.num_host_blocks for group in groups])
         self.sequences: dict[str, SequenceBlocks] = {}
         self._copies: list[CacheCopy] = []
@@ -71,11 +72,6 @@ class BlockManager:
         self.sequences.clear()
         self._copies, self._overlapped_copies, self.in_flight = [], [], []
         self._rewritten.clear()
-
-    @property
-    def token_pools(self) -> list[BlockPool]:
-        """The pools whose blocks hold tokens."""
-        return self.pools[:-1] if self.has_state else self.pools
 
     @property
     def num_blocks(self) -> int:
@@ -258,9 +254,8 @@ class BlockManager:
         return state_slots.slots_of_step(self._sequence(request_id), start)
 
     def end_step(self, request_id: str, num_tokens: int) -> None:
-        """The step is computed, and the sequence's state that of ``num_tokens`` tokens."""
-        if self.has_state:
-            state_slots.end_step(self.pools[-1], self._sequence(request_id), num_tokens)
+        """The step is computed, and the sequence's state that of ``num_tokens`` tokens; for models with state."""
+        state_slots.end_step(self.pools[-1], self._sequence(request_id), num_tokens)
 
     def free(self, request_id: str) -> None:
         """Drop the sequence, wherever it is; what nobody else holds becomes free, or cached if its content has a

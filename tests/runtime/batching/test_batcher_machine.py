@@ -26,6 +26,7 @@ GROUPS = {
     "hybrid": [BlockGroup(20, num_host_blocks=9), BlockGroup(12, window=9, num_host_blocks=30)],
     "two windows": [BlockGroup(12, window=5, num_host_blocks=9), BlockGroup(14, window=14, num_host_blocks=30)],
     "state": [BlockGroup(18, num_host_blocks=12), BlockGroup(4, is_state=True, num_host_blocks=3)],
+    "snapshots": [BlockGroup(18, num_host_blocks=12), BlockGroup(11, is_state=True, num_host_blocks=3)],
     "only state": [BlockGroup(3, is_state=True, num_host_blocks=2)],
 }
 

@@ -23,6 +23,7 @@ GROUPS = {
     "hybrid": [BlockGroup(14, num_host_blocks=6), BlockGroup(9, window=7, num_host_blocks=12)],
     "two windows": [BlockGroup(9, window=2, num_host_blocks=6), BlockGroup(10, window=10, num_host_blocks=12)],
     "state": [BlockGroup(12, num_host_blocks=9), BlockGroup(3, is_state=True, num_host_blocks=2)],
+    "snapshots": [BlockGroup(12, num_host_blocks=9), BlockGroup(8, is_state=True, num_host_blocks=2)],
     "state and window": [BlockGroup(8, window=4, num_host_blocks=9), BlockGroup(4, is_state=True, num_host_blocks=2)],
 }
 
@@ -151,7 +152,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.step_of_states(running, starts, fails)
         for sequence in running:
             self.cache.read(self.manager.tables(sequence.request_id), sequence.names, starts[sequence])
-            if not fails:
+            if not fails and self.manager.has_state:
                 self.manager.end_step(sequence.request_id, len(sequence.names))
         if overlapped == "after":
             self.cache.copy(overlapped_copies)
