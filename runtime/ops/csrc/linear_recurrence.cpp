@@ -138,44 +138,40 @@ struct RecurrencePiece {
     results = scratch.take<float>(kRecurrenceTokens * kRecurrenceRows);
     float* copy = scratch.take<float>(whole * width);
 
-    const int64_t offset = (head * a.value_dim + first) * a.dim * bytes_of(a.slots.dtype);
+    const int64_t at = (head * a.value_dim + first) * a.dim, offset = at * 4;
     const bool as_stored = a.slots.dtype == kFloat32 && width == a.dim && whole == rows;
     float* state = as_stored && run.after ? (float*)(run.after + offset) : copy;
     const float* before = state;
     if (!run.before) std::memset(state, 0, whole * width * 4);
     else if (as_stored) before = (const float*)(run.before + offset);
-    else widen(run.before + offset, copy, whole);
+    else widen(run.before, at, copy, whole);
     for (int64_t t = run.begin; t < run.end; t += kRecurrenceTokens) {
       tile(t, std::min(kRecurrenceTokens, run.end - t), before, state);
       before = state;
     }
-    if (run.after && state == copy) narrow(copy, run.after + offset);
+    if (run.after && state == copy) narrow(copy, run.after, at);
   }
 
-  void widen(const char* from, float* to, int64_t whole) const {
-    std::memset(to, 0, whole * width * 4);
-    const int64_t bytes = a.dim * bytes_of(a.slots.dtype);
-    for (int64_t r = 0; r < rows; ++r) load_floats(to + r * width, from + r * bytes, a.slots.dtype, a.dim, 1);
+  void widen(const char* from, int64_t at, float* to, int64_t whole) const {
+    for (int64_t r = 0; r < rows; ++r) take_floats(to + r * width, width, from, at + r * a.dim, a.slots.dtype, a.dim, 1);
+    std::memset(to + rows * width, 0, (whole - rows) * width * 4);
   }
 
-  void narrow(const float* from, char* to) const {
-    const int64_t bytes = a.dim * bytes_of(a.slots.dtype);
-    for (int64_t r = 0; r < rows; ++r) store_floats(to + r * bytes, a.slots.dtype, from + r * width, a.dim);
+  void narrow(const float* from, char* to, int64_t at) const {
+    for (int64_t r = 0; r < rows; ++r) put_floats(to, at + r * a.dim, a.slots.dtype, from + r * width, a.dim);
   }
 
   void tile(int64_t begin, int64_t count, const float* before, float* state) {
     for (int64_t i = 0; i < count; ++i) {
       prepare(tokens[i], begin + i);
       const int64_t at = (begin + i) * a.value_token + head * a.value_head + first * a.value_step;
-      float* value = values + i * kRecurrenceRows;
-      std::memset(value, 0, kRecurrenceRows * 4);
-      load_floats(value, a.value + at * bytes_of(a.value_dtype), a.value_dtype, rows, a.value_step);
+      take_floats(values + i * kRecurrenceRows, kRecurrenceRows, a.value, at, a.value_dtype, rows, a.value_step);
     }
     if (a.beta) a.by_channel ? advance<true, true>(count, before, state) : advance<true, false>(count, before, state);
     else a.by_channel ? advance<false, true>(count, before, state) : advance<false, false>(count, before, state);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t at = ((begin + i) * a.heads + head) * a.value_dim + first;
-      store_floats(a.out + at * bytes_of(a.value_dtype), a.value_dtype, results + i * kRecurrenceRows, rows);
+      put_floats(a.out, at, a.value_dtype, results + i * kRecurrenceRows, rows);
     }
   }
 
@@ -213,8 +209,7 @@ struct RecurrencePiece {
   }
 
   void load_vector(float* to, const char* from, int64_t at, int64_t dtype, int64_t step) const {
-    load_floats(to, from + at * bytes_of(dtype), dtype, a.dim, step);
-    for (int64_t i = a.dim; i < width; ++i) to[i] = 0.f;
+    take_floats(to, width, from, at, dtype, a.dim, step);
   }
 
   float inverse_norm(const float* x) const { return 1.f / std::sqrt(dot(x, x, width) + (float)a.eps); }
@@ -237,11 +232,10 @@ void recur(const RecurrenceArguments& a, int64_t piece) {
 extern "C" int64_t pagoda_linear_recurrence(const RecurrenceArguments* arguments) {
   const RecurrenceArguments& a = *arguments;
   if (const int64_t wrong = wrong_slots(a.slots, a.tokens)) return wrong;
-  const int64_t row = a.heads * a.value_dim * bytes_of(a.value_dtype), used = tokens_of(a.slots, a.tokens);
-  std::memset(a.out + used * row, 0, (a.tokens - used) * row);
+  clear_padding(a.slots, a.tokens, a.out, a.heads * a.value_dim * bytes_of(a.value_dtype));
   const int64_t parts = (a.value_dim + kRecurrenceRows - 1) / kRecurrenceRows;
   const int64_t pieces = sequences_of(a.slots) * a.heads * parts;
-  if (a.threads == 1 || used * a.heads * a.value_dim * a.dim < kFewElements) {
+  if (a.threads == 1 || a.tokens * a.heads * a.value_dim * a.dim < kFewElements) {
     for (int64_t i = 0; i < pieces; ++i) recur(a, i);
     return 0;
   }

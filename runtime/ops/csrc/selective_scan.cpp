@@ -57,18 +57,12 @@ struct ScanBlock {
     results = scratch.take<float>(kScanTokens * kScanChannels);
     std::memset(rates, 0, kScanChannels * width * 4);
     for (int64_t c = 0; c < count; ++c)
-      take(rates + c * width, width, a.rates, (first + c) * a.rates_channel, a.rates_dtype, a.dim, a.rates_step);
-  }
-
-  // n numbers, and zeros behind them.
-  static void take(float* to, int64_t size, const char* from, int64_t at, int64_t dtype, int64_t n, int64_t step) {
-    load_floats(to, from + at * bytes_of(dtype), dtype, n, step);
-    for (int64_t i = n; i < size; ++i) to[i] = 0.f;
+      take_floats(rates + c * width, width, a.rates, (first + c) * a.rates_channel, a.rates_dtype, a.dim, a.rates_step);
   }
 
   void sequence(const SequenceRun& run) {
     if (run.begin == run.end) return;
-    const int64_t row = a.dim * bytes_of(a.slots.dtype), offset = first * row;
+    const int64_t at = first * a.dim, offset = at * 4;
     const bool as_stored = a.slots.dtype == kFloat32 && width == a.dim && whole == count;
     float* state = as_stored && run.after ? (float*)(run.after + offset) : copy;
     const float* before = state;
@@ -76,23 +70,23 @@ struct ScanBlock {
     else std::memset(state, 0, whole * width * 4);
     if (run.before && !as_stored)
       for (int64_t c = 0; c < count; ++c)
-        load_floats(copy + c * width, run.before + offset + c * row, a.slots.dtype, a.dim, 1);
+        take_floats(copy + c * width, width, run.before, at + c * a.dim, a.slots.dtype, a.dim, 1);
     for (int64_t t = run.begin; t < run.end; t += kScanTokens) {
       tile(t, std::min(kScanTokens, run.end - t), before, state);
       before = state;
     }
     if (run.after && state == copy)
       for (int64_t c = 0; c < count; ++c)
-        store_floats(run.after + offset + c * row, a.slots.dtype, copy + c * width, a.dim);
+        put_floats(run.after, at + c * a.dim, a.slots.dtype, copy + c * width, a.dim);
   }
 
   void tile(int64_t begin, int64_t tokens, const float* before, float* state) {
     for (int64_t i = 0; i < tokens; ++i) {
       const int64_t t = begin + i;
-      take(writes + i * width, width, a.writes, t * a.writes_token, a.writes_dtype, a.dim, a.writes_step);
-      take(reads + i * width, width, a.reads, t * a.reads_token, a.reads_dtype, a.dim, a.reads_step);
-      take(inputs + i * kScanChannels, whole, a.x, t * a.x_token + first * a.x_channel, a.x_dtype, count, a.x_channel);
-      take(steps + i * kScanChannels, whole, a.dt, t * a.dt_token + first * a.dt_channel, a.dt_dtype, count,
+      take_floats(writes + i * width, width, a.writes, t * a.writes_token, a.writes_dtype, a.dim, a.writes_step);
+      take_floats(reads + i * width, width, a.reads, t * a.reads_token, a.reads_dtype, a.dim, a.reads_step);
+      take_floats(inputs + i * kScanChannels, whole, a.x, t * a.x_token + first * a.x_channel, a.x_dtype, count, a.x_channel);
+      take_floats(steps + i * kScanChannels, whole, a.dt, t * a.dt_token + first * a.dt_channel, a.dt_dtype, count,
            a.dt_channel);
     }
     for (int64_t c = 0; c < count; c += kChannelsAtOnce) {
@@ -101,8 +95,7 @@ struct ScanBlock {
         advance(from, state + c * width, rates + c * width, i, i * kScanChannels + c);
     }
     for (int64_t i = 0; i < tokens; ++i)
-      store_floats(a.out + ((begin + i) * a.channels + first) * bytes_of(a.x_dtype), a.x_dtype,
-                   results + i * kScanChannels, count);
+      put_floats(a.out, (begin + i) * a.channels + first, a.x_dtype, results + i * kScanChannels, count);
   }
 
   // Four channels and one token. `from` may be `to`.
@@ -140,8 +133,7 @@ void scan(const ScanArguments& a) {
 extern "C" int64_t pagoda_selective_scan(const ScanArguments* arguments) {
   const ScanArguments& a = *arguments;
   if (const int64_t wrong = wrong_slots(a.slots, a.tokens)) return wrong;
-  const int64_t row = a.channels * bytes_of(a.x_dtype), used = tokens_of(a.slots, a.tokens);
-  std::memset(a.out + used * row, 0, (a.tokens - used) * row);
+  clear_padding(a.slots, a.tokens, a.out, a.channels * bytes_of(a.x_dtype));
   with_format(a.round_state ? a.x_dtype : (int64_t)kFloat32, [&a](auto format) { scan<decltype(format)>(a); });
   return 0;
 }

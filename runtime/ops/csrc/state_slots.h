@@ -27,9 +27,23 @@ static inline SequenceRun run_of(const StateSlots& s, int64_t sequence, int64_t 
           write < 0 ? nullptr : s.state + write * bytes};
 }
 
-// The tokens that belong to sequences; those behind them are padding.
-static inline int64_t tokens_of(const StateSlots& s, int64_t tokens) {
-  return s.state ? s.starts[s.sequences] : tokens;
+// Makes the results of the tokens that belong to no sequence zero; `row` are the bytes of a token's.
+static inline void clear_padding(const StateSlots& s, int64_t tokens, char* out, int64_t row) {
+  const int64_t used = s.state ? s.starts[s.sequences] : tokens;
+  if (used < tokens) std::memset(out + used * row, 0, (tokens - used) * row);
+}
+
+// n numbers, `step` elements apart, as floats, and zeros behind them up to `size`. Called and not inlined: it comes in
+// every dtype, which would take the compiler a second for each place.
+__attribute__((noinline, unused)) static void take_floats(float* to, int64_t size, const char* from, int64_t at,
+                                                          int64_t dtype, int64_t n, int64_t step) {
+  load_floats(to, from + at * bytes_of(dtype), dtype, n, step);
+  for (int64_t i = n; i < size; ++i) to[i] = 0.f;
+}
+
+__attribute__((noinline, unused)) static void put_floats(char* to, int64_t at, int64_t dtype, const float* from,
+                                                         int64_t n) {
+  store_floats(to + at * bytes_of(dtype), dtype, from, n);
 }
 
 // 0 if all offsets and slots are in range; else which are not (1: starts, 2: read, 3: write), and above 8 bits where.
