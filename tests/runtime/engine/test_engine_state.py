@@ -171,7 +171,8 @@ def test_a_step_that_failed_halfway_is_not_applied_twice() -> None:
 
 
 @pytest.mark.parametrize("with_kv", KINDS)
-def test_only_who_makes_steps_fail_ends_by_it(with_kv: bool) -> None:
+@pytest.mark.parametrize("budget", [10, 64])
+def test_only_who_makes_steps_fail_ends_by_it(with_kv: bool, budget: int) -> None:
     program = ToyStateProgram(with_kv=with_kv)
     seen = [{*prompt, *program.dense_greedy(prompt, 11)} for prompt in PROMPTS]
     poison = min(program.dense_greedy(PROMPTS[2], 11)[3:], key=lambda token: sum(token in own for own in seen))
@@ -188,8 +189,13 @@ def test_only_who_makes_steps_fail_ends_by_it(with_kv: bool) -> None:
         raise RuntimeError("poison")
 
     program.before_call = before_call
-    engine = make_engine(program)
-    outputs = engine.generate(PROMPTS, greedy())
+    engine = make_engine(program, max_num_batched_tokens=budget, enable_prefix_caching=False)
+    ids = [engine.submit(prompt, greedy(), final_only=True) for prompt in PROMPTS]
+    found: dict[str, RequestOutput] = {}
+    for _ in range(1500):
+        found |= {output.request_id: output for output in engine.step()}
+    assert not engine.has_unfinished(), "steps fail for ever"
+    outputs = [found[name] for name in ids]
     for i, (output, own) in enumerate(zip(outputs, expected(program), strict=True)):
         if i in safe:
             assert output.outputs[0].token_ids == own
