@@ -77,6 +77,8 @@ def test_what_an_interrupted_step_left_is_not_gone_on_from(in_place: bool) -> No
     with pytest.raises(ValueError, match="needs the state of 6 tokens, the sequence has a half-written state"):
         blocks.allocate("a", 7, 6)
     blocks.restart("a")
+    with pytest.raises(ValueError, match="which is 0"):
+        blocks.fork("a", "b", 6)
     assert step(blocks, "a", 7, 0) == (-1, 0)
 
 
@@ -141,6 +143,19 @@ def test_slots_move_with_what_is_read_and_what_is_to_be_written() -> None:
     blocks.check()
     read, write = blocks.slots_of_step("c", 6)
     assert {read, write} == {0, 1} and blocks.tables("b")[1] == [read]
+
+
+def test_a_snapshot_is_left_where_there_is_room_and_else_written_over() -> None:
+    blocks = BlockManager([BlockGroup(8), BlockGroup(2, is_state=True)], 4, enable_prefix_caching=True)
+    step(blocks, "a", 4, 0)
+    assert blocks.keep_state("a", b"four", 1) and step(blocks, "a", 5, 4) == (0, 1)
+    assert blocks.pools[1].lookup(b"four") == 0
+    step(blocks, "a", 8, 5)
+    assert blocks.keep_state("a", b"eight", 1)
+    step(blocks, "b", 1, 0)
+    assert blocks.pools[1].lookup(b"four") is None, "evicted"
+    assert step(blocks, "a", 9, 8) == (1, 1)
+    assert blocks.pools[1].lookup(b"eight") is None
 
 
 def test_only_the_last_group_has_states() -> None:

@@ -171,12 +171,18 @@ def test_a_step_that_failed_halfway_is_not_applied_twice() -> None:
 
 
 @pytest.mark.parametrize("with_kv", KINDS)
-def test_only_who_makes_steps_fail_ends_by_it(with_kv: bool) -> None:
+@pytest.mark.parametrize(("budget", "culprit"), [(10, 4), (64, 2)])
+def test_only_who_makes_steps_fail_ends_by_it(with_kv: bool, budget: int, culprit: int) -> None:
+    """Also where it takes several chunks to compute the culprit anew, so that its step goes on from a state again."""
     program = ToyStateProgram(with_kv=with_kv)
     seen = [{*prompt, *program.dense_greedy(prompt, 11)} for prompt in PROMPTS]
-    poison = min(program.dense_greedy(PROMPTS[2], 11)[3:], key=lambda token: sum(token in own for own in seen))
-    safe = [i for i, own in enumerate(seen) if poison not in own]
-    assert 2 not in safe and len(safe) >= 3
+    own = program.dense_greedy(PROMPTS[culprit], 11)[3:]
+    poison = min(
+        [token for token in own if token not in PROMPTS[culprit]],
+        key=lambda token: sum(token in some for some in seen),
+    )
+    safe = [i for i, some in enumerate(seen) if poison not in some]
+    assert culprit not in safe and len(safe) >= 3
 
     def before_call(ids: torch.Tensor) -> None:
         if poison in ids.tolist():
@@ -188,12 +194,17 @@ def test_only_who_makes_steps_fail_ends_by_it(with_kv: bool) -> None:
         raise RuntimeError("poison")
 
     program.before_call = before_call
-    engine = make_engine(program)
-    outputs = engine.generate(PROMPTS, greedy())
-    for i, (output, own) in enumerate(zip(outputs, expected(program), strict=True)):
+    engine = make_engine(program, max_num_batched_tokens=budget, enable_prefix_caching=False)
+    ids = [engine.submit(prompt, greedy(), final_only=True) for prompt in PROMPTS]
+    found: dict[str, RequestOutput] = {}
+    for _ in range(1500):
+        found |= {output.request_id: output for output in engine.step()}
+    assert not engine.has_unfinished(), "steps fail for ever"
+    outputs = [found[name] for name in ids]
+    for i, (output, wanted) in enumerate(zip(outputs, expected(program), strict=True)):
         if i in safe:
-            assert output.outputs[0].token_ids == own
-    assert outputs[2].outputs[0].finish_reason == "error"
+            assert output.outputs[0].token_ids == wanted
+    assert outputs[culprit].outputs[0].finish_reason == "error"
     assert_idle(engine, program)
 
 
