@@ -93,7 +93,7 @@ def causal_conv1d_seq_cpu(
 ) -> torch.Tensor:
     """:func:`causal_conv1d_seq_reference` by the C++ kernel, for CPU tensors; else the reference."""
     check_convolution(x, weight, bias, activation)
-    result = _run(x, weight, bias, activation, None)
+    result = _run(None, x, weight, bias, activation)
     return causal_conv1d_seq_reference(x, weight, bias, activation) if result is None else result
 
 
@@ -108,7 +108,7 @@ def causal_conv1d_cpu(
     slots = slots_of(*where)
     check_convolution(x, weight, bias, activation)
     _check_state(slots, weight)
-    result = _run(x, weight, bias, activation, slots) if kernel_takes(slots) else None
+    result = _run(slots, x, weight, bias, activation) if kernel_takes(slots) else None
     return causal_conv1d_reference(x, weight, bias, activation, *where) if result is None else result
 
 
@@ -135,7 +135,7 @@ def _check_state(slots: StateSlots, weight: torch.Tensor) -> None:
 
 
 def _run(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, slots: StateSlots | None
+    slots: StateSlots | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
 ) -> torch.Tensor | None:
     """The result; None where the kernel does not run."""
     kernel, code = kernel_function("pagoda_causal_conv1d"), FLOAT_CODES.get(weight.dtype)

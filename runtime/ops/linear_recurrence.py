@@ -114,7 +114,7 @@ def linear_recurrence_seq_cpu(*arguments: Any) -> torch.Tensor:
         arguments: as the reference.
     """
     check_recurrence(*arguments[:5])
-    result = _run(*arguments, None)
+    result = _run(None, *arguments)
     return linear_recurrence_seq_reference(*arguments) if result is None else result
 
 
@@ -130,7 +130,7 @@ def linear_recurrence_cpu(*arguments: Any) -> torch.Tensor:
     given, slots = arguments[:-4], slots_of(*arguments[-4:])
     check_recurrence(*given[:5])
     check_recurrent_state(slots, given[1], given[2])
-    result = _run(*given, slots) if kernel_takes(slots) else None
+    result = _run(slots, *given) if kernel_takes(slots) else None
     return linear_recurrence_reference(*arguments) if result is None else result
 
 
@@ -165,6 +165,7 @@ def check_recurrent_state(slots: StateSlots, key: torch.Tensor, value: torch.Ten
 
 
 def _run(
+    slots: StateSlots | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -172,7 +173,6 @@ def _run(
     beta: torch.Tensor | None,
     scale: float,
     l2norm_eps: float | None,
-    slots: StateSlots | None,
 ) -> torch.Tensor | None:
     """The result; None where the kernel does not run."""
     kernel = kernel_function("pagoda_linear_recurrence")

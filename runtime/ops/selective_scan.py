@@ -99,7 +99,7 @@ def selective_scan_seq_cpu(*arguments: Any) -> torch.Tensor:
         arguments: as the reference.
     """
     check_scan(*arguments[:5])
-    result = _run(*arguments, None)
+    result = _run(None, *arguments)
     return selective_scan_seq_reference(*arguments) if result is None else result
 
 
@@ -115,7 +115,7 @@ def selective_scan_cpu(*arguments: Any) -> torch.Tensor:
     given, slots = arguments[:-4], slots_of(*arguments[-4:])
     check_scan(*given[:5])
     check_scan_state(slots, given[0], given[2])
-    result = _run(*given, slots) if kernel_takes(slots) else None
+    result = _run(slots, *given) if kernel_takes(slots) else None
     return selective_scan_reference(*arguments) if result is None else result
 
 
@@ -142,13 +142,13 @@ def check_scan_state(slots: StateSlots, x: torch.Tensor, A: torch.Tensor) -> Non
 
 
 def _run(
+    slots: StateSlots | None,
     x: torch.Tensor,
     dt: torch.Tensor,
     A: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
     round_state: bool,
-    slots: StateSlots | None,
 ) -> torch.Tensor | None:
     """The result; None where the kernel does not run."""
     kernel = kernel_function("pagoda_selective_scan")

@@ -23,17 +23,28 @@ def of_models(x, weight, bias, activation):
     return torch.empty(x.shape, dtype=x.dtype).copy_(model(x.mT, weight, bias, activation or None).mT)
 
 
+@pytest.fixture
+def assert_alike(assert_close, assert_rounded_alike):
+    def check(actual: torch.Tensor, expected: torch.Tensor) -> None:
+        if expected.dtype is torch.float16:  # torch adds up in fp16 on some processors
+            assert_close(actual, expected)
+        else:
+            # Half precision is rounded twice, and a neighbour before the activation can be one behind it.
+            assert_rounded_alike(actual, expected, few=0.02)
+
+    return check
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("taps", [2, 3, 4, 8])
-def test_it_is_the_convolution_of_models(function, dtype, taps, assert_rounded_alike):
+def test_it_is_the_convolution_of_models(function, dtype, taps, assert_alike):
     for tokens, channels in ((1, 5), (2, 300), (7, 128), (65, 40)):
         x, weight = torch.randn(1, tokens, channels).to(dtype), torch.randn(channels, taps).to(dtype)
         for bias in (None, torch.randn(channels).to(dtype)):
             for activation in ("", "silu"):
                 given = (x, weight, bias, activation)
-                # Half precision is rounded twice, and a neighbour before the activation can be one behind it.
-                assert_rounded_alike(function(*given), of_models(*given), few=0.02)
+                assert_alike(function(*given), of_models(*given))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -71,12 +82,12 @@ STRIDED = {
 
 @pytest.mark.parametrize("name", STRIDED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_strides(name, dtype, assert_rounded_alike):
+def test_any_strides(name, dtype, assert_alike):
     x, weight = STRIDED[name]().to(dtype), torch.randn(4, 80).to(dtype).T[::2]
     for given in ((x, weight, torch.randn(80).to(dtype)[::2], ""), (x, weight.contiguous(), None, "silu")):
         result = causal_conv1d_seq_cpu(*given)
         assert result.is_contiguous()
-        assert_rounded_alike(result, causal_conv1d_seq_reference(*given), few=0.02)
+        assert_alike(result, causal_conv1d_seq_reference(*given))
 
 
 def test_large_and_missing_numbers():
