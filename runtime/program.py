@@ -11,8 +11,8 @@ import torch
 from .step_metadata import StepMetadata
 
 KVCache = list[tuple[torch.Tensor, ...]]
-"""Per layer its keys and values, and in int8 the scales of both, or its state. Dim 0 of every tensor counts blocks, or
-slots of states."""
+"""Per layer its keys and values, and in int8 the scales of both, or its state. Dim 0 of every tensor counts blocks,
+or slots of states."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,9 @@ class CacheSpec:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """State that one operator keeps per sequence, whatever the sequence's length: the matrices of a recurrence, or the
-    last inputs of a convolution.
+    """State that one operator keeps per sequence, whatever its length.
+
+    That is the matrices of a recurrence, or the last inputs of a convolution.
 
     Attributes:
         name: one of ``STATE_NAMES``.

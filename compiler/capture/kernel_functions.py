@@ -108,8 +108,10 @@ def operators_in_place_of_kernels(model: nn.Module) -> Iterator[None]:
 
 
 def _offered(function: types.FunctionType) -> tuple[str, Any]:
-    """The name under which transformers offers a function to kernel packages, and its own function behind the name, as
-    the decorator's closure has them; ("", None) for any other function."""
+    """The name under which transformers offers a function to kernel packages, and its own function behind the name.
+
+    The decorator's closure has both; ("", None) for any other function.
+    """
     seen: set[int] = set()
     pending: list[Any] = [function]
     while pending:
@@ -172,8 +174,8 @@ def _compare(name: str, own: Callable[..., Any]) -> None:
         error = float((got.double() - expected.double()).abs().max() / expected.double().std())
         if got.shape != expected.shape or got.dtype is not expected.dtype or not error <= _TOLERANCE:
             raise UnsupportedModel(
-                f"transformers' {name} in {own.__module__} does not compute what its name says: at {length} tokens it "
-                f"differs by {error:.3g} standard deviations; use a version of transformers that was tested"
+                f"transformers' {name} in {own.__module__} does not compute what its name says: at {length} tokens "
+                f"it differs by {error:.3g} standard deviations; use a version of transformers that was tested"
             )
 
 

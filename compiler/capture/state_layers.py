@@ -10,8 +10,10 @@ from .kernel_functions import has_kernel_functions
 
 
 def check_state(model_class: type, config: Any) -> None:
-    """Raise ``UnsupportedModel`` for a model of which :func:`kept_state` knows that it keeps state, unless its state is
-    that of kernel functions (``kernel_functions``)."""
+    """Raise ``UnsupportedModel`` for a model of which :func:`kept_state` knows that it keeps state.
+
+    State of kernel functions is served, see ``kernel_functions``.
+    """
     if not has_kernel_functions(model_class) and (state := kept_state(model_class, config)):
         raise UnsupportedModel(f"{model_class.__name__} is not served yet: {state}")
 

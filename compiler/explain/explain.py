@@ -307,7 +307,11 @@ def _target_graph(
     most = max((len(_operators(layers.nodes(i))) for i in range(len(layers.paths))), default=None)
     caches = all_caches(after, representatives)
     return TargetGraph(
-        dict(counts.most_common()), most, cache_copies(after.graph), bytes_per_block(caches, 1), bytes_per_slot(caches)
+        dict(counts.most_common()),
+        most,
+        cache_copies(after.graph),
+        bytes_per_block(caches, 1),
+        bytes_per_slot(caches),
     )
 
 

@@ -144,7 +144,7 @@ def test_what_a_flat_step_has_no_counterpart_for(given: dict[str, Any]) -> None:
 
 
 def test_installed_packages_change_nothing(tmp_path: Path) -> None:
-    """Stand-ins of the packages offer functions of their own, which transformers then calls; the graph is the same."""
+    """Stand-ins of the packages offer functions of their own, which transformers then calls; graphs are the same."""
     for package, function in (("fla", "chunk_gated_delta_rule"), ("causal_conv1d", "causal_conv1d_fn")):
         folder = tmp_path / package
         folder.mkdir()
