@@ -125,6 +125,7 @@ def _with_few_layers(
     try:
         with repeat.shortened():
             captured = replace(capture(model), repeat=repeat)
+        captured.traced.notes.of_layers = repeat.inputs_of_layers(captured.traced)
         clock.lap("capture")
         traced = run_pipeline(captured, options, reference, report)
     except (CannotRepeat, UnsupportedModel) as error:

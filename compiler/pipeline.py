@@ -11,9 +11,10 @@ from typing import TypeAlias
 from ..passes import Pass, PassRecord, TracedGraph, UnsupportedModel
 from ..passes.graph.attention_node import paged_attention_nodes
 from ..passes.graph.fx_nodes import value
+from ..passes.rewrite.fold_constants import fold_constants
 from ..runtime.phases import phase
 from .capture.aten import to_aten
-from .capture.layer_repeat import CannotRepeat
+from .capture.layer_repeat import CannotRepeat, LayerRepeat
 from .capture.trace import Captured
 from .link.linker import link
 from .options import CompileOptions, selected_passes
@@ -71,7 +72,7 @@ def run_pipeline(
             log.warning("%s; applying the passes one by one", error)
         else:
             if captured.repeat is not None:
-                found = replace(found, traced=captured.repeat.unroll(found.captured))
+                found = replace(found, traced=_with_all_layers(captured.repeat, found.captured, options))
                 report.attention_recognised = report.attention_total = len(list(paged_attention_nodes(found.traced)))
                 clock.lap("passes")
             if reference is not None:
@@ -115,6 +116,14 @@ class _Rewritten:
     traced: TracedGraph
     captured: TracedGraph
     paged: TracedGraph
+
+
+def _with_all_layers(repeat: LayerRepeat, captured: TracedGraph, options: CompileOptions) -> TracedGraph:
+    """Unroll a graph of few layers, and fold what is computed from the weights of each."""
+    traced = repeat.unroll(captured)
+    traced.notes.of_layers = frozenset()
+    run_passes(traced, [entry for entry in selected_passes(options, "aten") if entry.apply is fold_constants])
+    return traced
 
 
 def _aten_passes(options: CompileOptions) -> tuple[list[Pass], list[Pass]]:

@@ -40,6 +40,7 @@ from .rewrite.gather_logits import gather_logits
 from .rewrite.group_rope import group_rope
 from .rewrite.hoist_gather import hoist_gather
 from .rewrite.insert_paged_cache import insert_paged_cache
+from .rewrite.insert_state import insert_state
 from .rewrite.merge_linears import merge_linears
 from .rewrite.remove_noops import remove_noops
 from .rewrite.share_subexpressions import share_subexpressions
@@ -94,6 +95,8 @@ PASSES: tuple[Pass, ...] = (
     # Needs attention nodes; must precede the cache, which takes no mask tensors.
     Pass("classify_masks", classify_masks),
     Pass("insert_paged_cache", insert_paged_cache),
+    # Its group comes behind those of the keys and values.
+    Pass("insert_state", insert_state),
     # After the masks are gone: what is left of position arithmetic feeds embeddings and rotary tables.
     Pass("choose_rope_per_sequence", choose_rope_per_sequence),
     Pass("feed_positions", feed_positions),

@@ -11,7 +11,8 @@ import torch
 from .step_metadata import StepMetadata
 
 KVCache = list[tuple[torch.Tensor, ...]]
-"""Per layer its keys and values, and in int8 the scales of both. Dim 0 of every tensor counts blocks."""
+"""Per layer its keys and values, and in int8 the scales of both, or its state. Dim 0 of every tensor counts blocks,
+or slots of states."""
 
 
 @dataclass(frozen=True)
@@ -55,31 +56,66 @@ class CacheSpec:
 
 
 @dataclass(frozen=True)
+class StateSpec:
+    """State that one operator keeps per sequence, whatever its length.
+
+    That is the matrices of a recurrence, or the last inputs of a convolution.
+
+    Attributes:
+        name: one of ``STATE_NAMES``.
+        shape: of one sequence's state.
+        dtype: of its elements.
+        group: the group that all states of a program form: a sequence has one slot in all of them. It comes behind
+            those of keys and values.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    group: int = 0
+
+    @property
+    def has_scales(self) -> bool:
+        """False: states are not rounded to integers."""
+        return False
+
+    def parts(self) -> tuple[CachePart, ...]:
+        """The one tensor that the operator's entry of a ``KVCache`` consists of."""
+        return (CachePart(self.name, self.shape, self.dtype),)
+
+
+@dataclass(frozen=True)
 class CachePart:
     """One tensor of a layer's cache.
 
     Attributes:
-        name: argument of ``pagoda::paged_attention`` that it is for.
-        token_shape: what it holds per token; it is ``[num_blocks, block_size, *token_shape]``.
+        name: argument of the operator that it is for.
+        unit_shape: what it holds per token, or of a ``StateSpec`` per sequence; it is
+            ``[num_blocks, block_size, *unit_shape]``, or ``[num_slots, *unit_shape]``.
         dtype: of its elements.
     """
 
     name: str
-    token_shape: tuple[int, ...]
+    unit_shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes per token."""
-        return math.prod(self.token_shape) * self.dtype.itemsize
+    def unit_bytes(self) -> int:
+        """Bytes per token, or per sequence."""
+        return math.prod(self.unit_shape) * self.dtype.itemsize
 
 
 def is_cache_input(name: str) -> bool:
-    """True if a graph input of this name receives a tensor of a paged cache, such as ``key_cache_0``."""
+    """True if a graph input of this name receives a tensor of a cache, such as ``key_cache_0``."""
     return name.startswith(CACHE_INPUTS)
 
 
-CACHE_INPUTS = ("key_cache_", "value_cache_", "key_scale_", "value_scale_")
+STATE_NAMES = ("conv_state", "recurrent_state")
+"""Names of a ``StateSpec``."""
+CACHE_INPUTS = (
+    *("key_cache_", "value_cache_", "key_scale_", "value_scale_"),
+    *(f"{name}_" for name in STATE_NAMES),
+)
 """What the names of such inputs start with."""
 
 
@@ -97,7 +133,7 @@ class Program(Protocol):
         block_size: tokens per cache block that it was compiled for; None for any.
     """
 
-    caches: list[CacheSpec]
+    caches: list[CacheSpec | StateSpec]
     vocab_size: int
     max_model_len: int | None
     restart_length: int | None
@@ -113,9 +149,9 @@ class Program(Protocol):
         """
 
     def bind(self, kv_cache: KVCache) -> None:
-        """Give the program its caches: per entry of ``caches`` a key and a value tensor, each
+        """Give the program its caches: per ``CacheSpec`` a key and a value tensor, each
         ``[num_blocks, block_size, num_kv_heads, dim]`` in the entry's dtype, and with int8 their scales, each
-        ``[num_blocks, block_size, num_kv_heads]`` float32."""
+        ``[num_blocks, block_size, num_kv_heads]`` float32; per ``StateSpec`` one tensor ``[num_slots, *shape]``."""
 
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """Run one flat step: ids and positions ``[1, T]`` int64 → logits ``[R, vocab_size]`` of the asked rows.

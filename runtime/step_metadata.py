@@ -32,6 +32,11 @@ class StepMetadata:
             prompt into chunks; models whose position encoding depends on the length read it (longrope). A
             sequence that was computed anew (``Program.restart_length``) counts what it had then as its prompt.
         groups: slot mapping and block table of each group of layers but the first.
+        state_read: ``[S]`` int32. Slot of the state that each sequence goes on from; -1: it begins, from zeros. None
+            where the model keeps no state.
+        state_write: ``[S]`` int32. Slot that receives each sequence's state after its last token of the step; -1:
+            none. It may be the one that is read; a slot that is only read keeps its content, so that several
+            sequences can go on from it. No two sequences write the same slot.
     """
 
     slot_mapping: torch.Tensor
@@ -41,6 +46,8 @@ class StepMetadata:
     logits_rows: torch.Tensor
     token_lengths: torch.Tensor
     groups: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    state_read: torch.Tensor | None = None
+    state_write: torch.Tensor | None = None
 
     def field(self, name: str) -> Any:
         """The value for a graph input of that name: an attribute, or ``slot_mapping_g`` or ``block_table_g`` of group

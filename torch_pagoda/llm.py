@@ -317,7 +317,7 @@ class LLM:
 
         Among them ``blocks_total``, ``blocks_used``, ``blocks_cached``, ``blocks_free`` (used + cached + free = total
         at every moment), ``prefix_hit_rate``, ``preemptions``, ``swaps``, ``evictions``, ``queue_length``,
-        ``running``.
+        ``running``; of models with state also ``state_slots_total``, ``_used``, ``_cached``, ``_free``.
         """
         return self.engine.stats()
 

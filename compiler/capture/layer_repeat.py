@@ -20,8 +20,8 @@ import torch
 from torch import fx, nn
 
 from ...passes import TracedGraph
-from ...passes.graph.attention_node import paged_attention_nodes
 from ...passes.graph.fx_nodes import cache_index, is_pure, value
+from ...passes.graph.provenance import scopes
 from ...runtime.program import is_cache_input
 from ..fingerprint.describer import CannotIdentify
 from ..fingerprint.tensor_contents import module_tensors
@@ -92,6 +92,12 @@ class LayerRepeat:
         finally:
             setattr(parent, name, whole)
 
+    def inputs_of_layers(self, traced: TracedGraph) -> frozenset[str]:
+        """Names of the inputs of a captured graph that receive tensors of the layers."""
+        names = {id(tensor): name for name, tensor in module_tensors(self.model).items()}
+        inside = f"{self.path}."
+        return frozenset(name for name, t in traced.constants.items() if names.get(id(t), "").startswith(inside))
+
     def unroll(self, traced: TracedGraph) -> TracedGraph:
         """The rewritten graph of the kept layers, with the periodic part repeated up to all layers.
 
@@ -116,13 +122,13 @@ class _Unrolling:
         self._move_shared_ahead()
         self.calls = [n for n in traced.graph.nodes if n.op in ("call_function", "call_method")]
         self.at = {node: i for i, node in enumerate(self.calls)}
-        attention = [self.at[node] for node in paged_attention_nodes(traced)]
-        if len(attention) != repeat.kept:
-            raise CannotRepeat(f"{repeat.kept} layers have {len(attention)} attention calls")
+        marks = self._last_reads()
+        if len(marks) != repeat.kept:
+            raise CannotRepeat(f"{len(marks)} of {repeat.kept} layers read a cache")
         period = repeat.period
-        self.start, self.middle, self.end = (attention[-1 - i * period] for i in (2, 1, 0))
+        self.start, self.middle, self.end = (marks[-1 - i * period] for i in (2, 1, 0))
         self.length = self.end - self.middle
-        self.caches = len(traced.caches) - self._caches_before(attention[-1 - period])
+        self.caches = len(traced.caches) - self._caches_before(marks[-1 - period])
         if self.middle - self.start != self.length:
             raise CannotRepeat(
                 f"layers of {self.middle - self.start} and of {self.length} operators follow each other"
@@ -195,9 +201,21 @@ class _Unrolling:
             return newest.get(same, same)
         return old
 
-    def _caches_before(self, attention: int) -> int:
+    def _last_reads(self) -> list[int]:
+        """Of each layer, in order, the last call that reads a cache: its attention, or what goes on from a state."""
+        last: dict[str, int] = {}
+        for i, call in enumerate(self.calls):
+            if any(cache_index(node) is not None for node in call.all_input_nodes):
+                entries = [self.layer.match(scope.path + ".") for scope in scopes(call)]
+                names = [match[2] for match in entries if match]
+                if not names:
+                    raise CannotRepeat(f"{call.name} reads a cache outside of all layers")
+                last[names[0]] = i
+        return list(last.values())
+
+    def _caches_before(self, mark: int) -> int:
         """Number of caches that the calls up to this one use."""
-        read = (node for call in self.calls[: attention + 1] for node in call.all_input_nodes)
+        read = (node for call in self.calls[: mark + 1] for node in call.all_input_nodes)
         return len({cache_index(node) for node in read} - {None})
 
     # Comparing two periods
@@ -276,7 +294,7 @@ class _Unrolling:
             source, target = self.traced.constants[old.name], self.tensors.get(weight)
             if target is None or _form(source) != _form(target):
                 raise CannotRepeat(f"{weight} is not like that of the layer that is repeated")
-            name = re.sub(r"\W+", "_", f"weight_{weight}")
+            name = re.sub(r"\W+", "_", f"weight_{weight}").lower()  # as FX would
             self.traced.constants[name] = target
             self.input_of[weight] = name
         with self.traced.fake_mode:

@@ -1,4 +1,4 @@
-"""A check, before anything is traced, that a model keeps state which is no KV cache."""
+"""A check, before anything is traced or loaded, that a model keeps state which no operator of ours stands for."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import inspect
 from typing import Any
 
 from ...passes.graph.traced import UnsupportedModel
+from .kernel_functions import has_kernel_functions
 
 
 def check_state(model_class: type, config: Any) -> None:
-    """Raise ``UnsupportedModel`` for a model of which :func:`kept_state` knows that it keeps state."""
-    if state := kept_state(model_class, config):
+    """Raise ``UnsupportedModel`` for a model of which :func:`kept_state` knows that it keeps state.
+
+    State of kernel functions is served, see ``kernel_functions``.
+    """
+    if not has_kernel_functions(model_class) and (state := kept_state(model_class, config)):
         raise UnsupportedModel(f"{model_class.__name__} is not served yet: {state}")
 
 

@@ -18,6 +18,7 @@ from ...passes.graph.fx_nodes import callee, shape, value
 from ...passes.graph.traced import TracedGraph, UnsupportedModel
 from ...runtime.phases import phase
 from ..report import first_line
+from .kernel_functions import operators_in_place_of_kernels
 from .model_facts import configs, max_positions, takes_positions
 
 if TYPE_CHECKING:
@@ -77,12 +78,15 @@ def capture(model: nn.Module) -> Captured:
     step = _step_function(model, has_positions)
     try:
         with (
+            operators_in_place_of_kernels(model),
             torch._dynamo.config.patch(specialize_float=True, ignore_logging_functions=_LOGGING),
             torch.no_grad(),
         ):
             torch.compile(step, backend=backend, fullgraph=True, dynamic=True)(input_ids, positions)
     except _Stop:
         pass
+    except UnsupportedModel:
+        raise
     except Exception as error:
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be traced into one graph: {first_line(error)}"

@@ -24,8 +24,9 @@ _WINDOW, _CHUNK = 12, 13  # arguments of pagoda::paged_attention
 def flops(traced: TracedGraph, nodes: Iterable[fx.Node], step: Step) -> int:
     """Multiplications and additions, each for itself, of the operators among ``nodes`` in one step.
 
-    Counted are products of matrices and attention, whose kernels skip what a causal mask or a window hides. Norms,
-    rotations, activations and other work that is linear in the activations is not: memory bounds it.
+    Counted are products of matrices, recurrences of matrices, and attention, whose kernels skip what a causal mask or
+    a window hides. Norms, rotations, activations and other work that is linear in the activations is not: memory
+    bounds it.
     """
     sizes = Sizes(traced, step)
     total = 0
@@ -95,6 +96,13 @@ def _dense(node: fx.Node, step: Step, sizes: Sizes) -> int:
     return 2 * heads * (dim + sizes.shape(node.args[2])[-1]) * keys_seen(step)
 
 
+def _recurrence(node: fx.Node, step: Step, sizes: Sizes) -> int:
+    """linear_recurrence(q [1, T, Hk, N], k, v [1, T, Hv, P], decay, beta, ...): S by the query, the value by the key,
+    and in the delta rule S by the key."""
+    products = 2 if node.args[4] is None else 3
+    return 2 * products * math.prod(sizes.shape(node.args[2])) * sizes.shape(node.args[1])[-1]
+
+
 def _fused(node: fx.Node, step: Step, sizes: Sizes) -> int:
     """npu_fused_infer_attention_score and its kin, in any layout."""
     given: Any = node.kwargs
@@ -119,6 +127,7 @@ _FORMULAS: dict[str, Callable[[fx.Node, Step, Sizes], int]] = {
     **dict.fromkeys(("addmm", "baddbmm"), _product(1)),
     "moe": _experts,
     "paged_attention": _paged,
+    **dict.fromkeys(("linear_recurrence", "linear_recurrence_seq"), _recurrence),
     **dict.fromkeys(("attention", "scaled_dot_product_attention"), _dense),
     **dict.fromkeys(
         (

@@ -15,7 +15,7 @@ from torch import nn
 from ...passes import TracedGraph
 from ...passes.graph.fx_nodes import cache_index
 from ...passes.graph.provenance import decoder_layers
-from ...runtime.program import CacheSpec
+from ...runtime.program import CacheSpec, StateSpec
 from ..capture.trace import capture
 from ..options import CompileOptions
 from ..pipeline import run_pipeline
@@ -45,7 +45,7 @@ class Requirements:
     parameters: int
     weight_bytes: int
     weight_dtype: str
-    caches: tuple[CacheSpec, ...]
+    caches: tuple[CacheSpec | StateSpec, ...]
     max_model_len: int | None
     graph: TracedGraph
 
@@ -83,7 +83,7 @@ def requirements(
         parameters=parameters,
         weight_bytes=weight_bytes,
         weight_dtype=str(kept).removeprefix("torch."),
-        caches=_all_caches(traced, skeleton.representatives),
+        caches=all_caches(traced, skeleton.representatives),
         max_model_len=traced.max_positions,
         graph=traced,
     )
@@ -112,7 +112,7 @@ def _weights(model: nn.Module) -> tuple[int, int, torch.dtype]:
     return by_dtype.total(), size, by_dtype.most_common(1)[0][0]
 
 
-def _all_caches(traced: TracedGraph, representatives: Sequence[int]) -> tuple[CacheSpec, ...]:
+def all_caches(traced: TracedGraph, representatives: Sequence[int]) -> tuple[CacheSpec | StateSpec, ...]:
     """The caches of all layers, from those of the layers that stand for them.
 
     A cache that several layers read belongs to the first of them.
@@ -125,7 +125,7 @@ def _all_caches(traced: TracedGraph, representatives: Sequence[int]) -> tuple[Ca
                 first_reader.setdefault(cache, layers.of.get(node, -1))
     if len(layers.paths) != max(representatives, default=-1) + 1:
         return tuple(traced.caches)  # layers in two lists: nothing was left out
-    of_layer: dict[int, list[CacheSpec]] = {}
+    of_layer: dict[int, list[CacheSpec | StateSpec]] = {}
     for cache, spec in enumerate(traced.caches):
         of_layer.setdefault(first_reader.get(cache, -1), []).append(spec)
     outside = of_layer.get(-1, [])
@@ -133,5 +133,8 @@ def _all_caches(traced: TracedGraph, representatives: Sequence[int]) -> tuple[Ca
     if not any(spec.group for spec in specs):
         return specs
     # Numbered as they come in the whole model.
-    windows = list(dict.fromkeys(spec.sliding_window for spec in specs))
-    return tuple(replace(spec, group=windows.index(spec.sliding_window)) for spec in specs)
+    windows = list(dict.fromkeys(spec.sliding_window for spec in specs if isinstance(spec, CacheSpec)))
+    return tuple(
+        replace(spec, group=windows.index(spec.sliding_window) if isinstance(spec, CacheSpec) else len(windows))
+        for spec in specs
+    )

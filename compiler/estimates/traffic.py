@@ -16,7 +16,7 @@ from ...passes.graph.fx_nodes import cache_index, callee, step_field, value
 from ...passes.graph.provenance import launches_work
 from ...runtime.ops.quantized_linear import quantized_linear
 from ...runtime.ops.quantized_weight import Quantization, packed_bytes
-from ...runtime.program import is_cache_input
+from ...runtime.program import StateSpec, is_cache_input
 
 TOKENS = 128
 """Tokens of the step that is counted where none is given, all of one sequence."""
@@ -49,7 +49,7 @@ class Moved:
 
     Attributes:
         weights: parameters and tables read.
-        cache: keys and values read from the paged cache and written to it.
+        cache: keys and values read from the paged cache and written to it, and states.
         activations: everything else that is read or written.
     """
 
@@ -153,10 +153,13 @@ def _read_of_experts(node: fx.Node, read: fx.Node, size: int, sizes: Sizes) -> i
 
 
 def _cached_bytes(traced: TracedGraph, node: fx.Node, cache: fx.Node, step: Step, sizes: Sizes) -> int:
-    """Bytes of the rows of a cache that an operator reads and writes."""
+    """Bytes of the rows of a cache, or of a sequence's state, that an operator reads and writes."""
     row = value(cache)
     index = cache_index(cache)
-    window = 0 if index is None else traced.caches[index].sliding_window
+    spec = None if index is None else traced.caches[index]
+    if isinstance(spec, StateSpec):
+        return 2 * sizes.bytes(row.shape[1:], row.dtype)
+    window = 0 if spec is None else spec.sliding_window
     seen = min(step.context, window + step.tokens - 1) if window else step.context
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target.namespace != "pagoda":

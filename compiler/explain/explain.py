@@ -15,11 +15,14 @@ from torch import fx, nn
 from ...passes import PassRecord, TracedGraph, UnsupportedModel
 from ...passes.graph.fx_nodes import callee, value
 from ...passes.graph.provenance import DecoderLayers, decoder_layers, launches_work, operator_name
+from ...runtime.cache.kv_cache import bytes_per_block
+from ...runtime.cache.state_pool import bytes_per_slot
 from ...runtime.program import is_cache_input
 from ..calibrate.recorded_grid import on_recorded_grid
 from ..capture.aten import to_aten
 from ..capture.model_facts import takes_positions
 from ..capture.trace import Captured, capture
+from ..estimates.requirements import all_caches
 from ..estimates.skeleton import Skeleton, identity
 from ..estimates.traffic import Traffic, traffic
 from ..options import CompileOptions, selected_passes
@@ -203,7 +206,7 @@ def _explained(
         layers=[_renumbered(summaries[like], number) for number, like in enumerate(representatives)],
         recognised=recognition(expected, after.graph, layers_after, report.passes) if after and layers_after else [],
         leftovers=_leftovers(after, layers_after, report),
-        target_graph=_target_graph(after, layers_after),
+        target_graph=_target_graph(after, layers_after, representatives),
         drop_in=drop_in,
         verdict=report.verdict,
         refused=refused,
@@ -295,12 +298,21 @@ def _operators(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
     return tuple(operator_name(n) for n in nodes if launches_work(n))
 
 
-def _target_graph(after: TracedGraph | None, layers: DecoderLayers | None) -> TargetGraph:
+def _target_graph(
+    after: TracedGraph | None, layers: DecoderLayers | None, representatives: Sequence[int]
+) -> TargetGraph:
     if after is None or layers is None:
-        return TargetGraph({}, None, 0)
+        return TargetGraph({}, None, 0, 0, 0)
     counts = Counter(operator_name(n) for n in after.graph.nodes if launches_work(n))
     most = max((len(_operators(layers.nodes(i))) for i in range(len(layers.paths))), default=None)
-    return TargetGraph(dict(counts.most_common()), most, cache_copies(after.graph))
+    caches = all_caches(after, representatives)
+    return TargetGraph(
+        dict(counts.most_common()),
+        most,
+        cache_copies(after.graph),
+        bytes_per_block(caches, 1),
+        bytes_per_slot(caches),
+    )
 
 
 def cache_copies(graph: fx.Graph) -> int:

@@ -96,11 +96,15 @@ class TargetGraph:
         operators: how often each operator that launches work is in it.
         launches_per_layer: operators of the decoder layer that has most; None where nothing was lowered.
         cache_copies: copies of a whole key or value cache.
+        token_bytes: keys and values of one token, in all layers of the model.
+        state_bytes: state of one sequence, likewise; 0 where the model keeps none.
     """
 
     operators: dict[str, int]
     launches_per_layer: int | None
     cache_copies: int
+    token_bytes: int
+    state_bytes: int
 
 
 @dataclass

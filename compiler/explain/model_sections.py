@@ -23,11 +23,18 @@ def heading(found: Findings) -> list[tuple[str, Styled]]:
         ("target", Styled(f"{found.target}{soc}, opt_level {found.opt_level}", "")),
         ("self-check", Styled(_verdict_line(found), "bad" if bad else "good" if verdict is not None else "")),
         ("decoder layer", Styled(_launches_line(found), "strong")),
+        *([("memory", Styled(_memory_line(found), ""))] if found.target_graph.launches_per_layer is not None else []),
         ("torch.compile", Styled(_drop_in_line(found), "")),
         *(("", Styled(reason, "warn")) for reason in found.drop_in.reasons),
         *([("cache", Styled(f"{copies} copies of whole caches", "bad"))] if copies else []),
         ("seconds", Styled(times, "")),
     ]
+
+
+def _memory_line(found: Findings) -> str:
+    graph = found.target_graph
+    state = f", {size(graph.state_bytes)} of state per sequence" if graph.state_bytes else ""
+    return f"{size(graph.token_bytes)} of keys and values per token{state}"
 
 
 def sections(found: Findings) -> list[Section]:

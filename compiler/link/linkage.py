@@ -12,7 +12,7 @@ from ...passes import TracedGraph
 from ...passes.graph.evaluate import at_sizes
 from ...passes.graph.fx_nodes import shape, value
 from ...passes.graph.notes import PackedWeight
-from ...runtime.program import CacheSpec, is_cache_input
+from ...runtime.program import CacheSpec, StateSpec, is_cache_input
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Linkage:
     position_ids: str
     step_inputs: tuple[str, ...]
     token_counts: tuple[str, ...]
-    caches: tuple[CacheSpec, ...]
+    caches: tuple[CacheSpec | StateSpec, ...]
     merged: Mapping[str, tuple[str, ...]]
     packed: tuple[PackedWeight, ...]
     folded: tuple[str, ...]

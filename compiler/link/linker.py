@@ -11,7 +11,7 @@ from ...passes import TracedGraph
 from ...runtime.ops.packed_linear import pack_weight
 from ...runtime.ops.quantized_weight import Quantization, quantize_weight
 from ...runtime.phases import phase
-from ...runtime.program import CacheSpec, KVCache
+from ...runtime.program import CachePart, CacheSpec, KVCache, StateSpec
 from ...runtime.step_metadata import StepMetadata
 from ..report import CompileReport
 from ..targets.cpu.kernels import GraphCalls
@@ -69,7 +69,7 @@ class LinkedProgram:
     ) -> None:
         self.linkage = linkage
         self.report = report if report is not None else CompileReport("")
-        self.caches: list[CacheSpec] = list(linkage.caches)
+        self.caches: list[CacheSpec | StateSpec] = list(linkage.caches)
         self.max_model_len = linkage.max_model_len
         self.restart_length = linkage.restart_length
         self.rope_switch = linkage.rope_switch
@@ -128,8 +128,11 @@ class LinkedProgram:
                     f"kv_cache[{i}] has {len(tensors)} tensors; give {', '.join(part.name for part in parts)}"
                 )
             for part, tensor in zip(parts, tensors, strict=True):
-                if tensor.shape[2:] != part.token_shape or tensor.dtype != part.dtype:
-                    inner = ", ".join(map(str, part.token_shape))
+                if isinstance(spec, StateSpec):
+                    self._args[self._at[f"{part.name}_{i}"]] = _state_tensor(i, part, tensor)
+                    continue
+                if tensor.shape[2:] != part.unit_shape or tensor.dtype != part.dtype:
+                    inner = ", ".join(map(str, part.unit_shape))
                     raise ValueError(
                         f"kv_cache[{i}] {part.name} is {tuple(tensor.shape)} {tensor.dtype}; "
                         f"give [num_blocks, block_size, {inner}] {part.dtype}"
@@ -220,6 +223,16 @@ class LinkedProgram:
         logits: torch.Tensor = outputs[0][0]
         # Without the pass that gathers the asked rows in front of the head they are taken from all.
         return logits if self._gathers else logits[step.logits_rows]
+
+
+def _state_tensor(index: int, part: CachePart, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.shape[1:] != part.unit_shape or tensor.dtype != part.dtype:
+        inner = ", ".join(map(str, part.unit_shape))
+        raise ValueError(
+            f"kv_cache[{index}] {part.name} is {tuple(tensor.shape)} {tensor.dtype}; "
+            f"give [num_slots, {inner}] {part.dtype}"
+        )
+    return tensor
 
 
 def _packed(weight: torch.Tensor, quantization: Quantization | None) -> torch.Tensor:

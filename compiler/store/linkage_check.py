@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import torch
 
-from ...runtime.program import CacheSpec, is_cache_input
+from ...runtime.program import STATE_NAMES, CacheSpec, StateSpec, is_cache_input
 from ...runtime.step_metadata import GROUP_FIELDS, StepMetadata
 from ..link.linkage import Linkage
 
@@ -56,12 +56,19 @@ def check_linkage(linkage: Linkage, placeholders: Sequence[str], constants: Mapp
     _require(linkage.block_size is None, "programs for a CPU take blocks of any size")
 
 
-def _check_cache(i: int, spec: CacheSpec, count: int) -> None:
+def _check_cache(i: int, spec: CacheSpec | StateSpec, count: int) -> None:
+    _require(0 <= spec.group < count, f"cache {i} is of group {spec.group}")
+    _require(spec.dtype in _CACHED, f"cache {i} holds {spec.dtype}")
+    if isinstance(spec, StateSpec):
+        _require(spec.name in STATE_NAMES, f"cache {i} is called {spec.name!r:.40}")
+        _require(
+            0 < len(spec.shape) <= 4 and all(0 < size <= _LARGEST for size in spec.shape),
+            f"cache {i} has a state of {spec.shape!r:.60}",
+        )
+        return
     sizes = (spec.num_kv_heads, spec.key_dim, spec.value_dim)
     _require(all(0 < size <= _LARGEST for size in sizes), f"cache {i} has heads and sizes {sizes}")
     _require(spec.sliding_window >= 0, f"cache {i} has a window of {spec.sliding_window}")
-    _require(0 <= spec.group < count, f"cache {i} is of group {spec.group}")
-    _require(spec.dtype in _CACHED, f"cache {i} holds {spec.dtype}")
 
 
 def _check_rows(name: str, tensors: Sequence[torch.Tensor], count: int) -> None:

@@ -13,8 +13,9 @@ from torch import nn
 from ...passes import NotFinite, TracedGraph, UnsupportedModel
 from ...runtime.cache.kv_cache import allocate_kv_cache
 from ...runtime.phases import phase
-from ...runtime.program import Program
+from ...runtime.program import Program, StateSpec
 from ...runtime.step_metadata import StepMetadata
+from ..capture.kernel_functions import has_kernel_functions
 from ..capture.model_facts import max_positions, takes_positions
 from ..report import Verdict, first_line
 from .errors import TOLERANCE, judged_share, row_errors, typical
@@ -52,6 +53,8 @@ class Schedule:
 
 MODEL_SCHEDULE = Schedule((11, 27, 48), (3, 9, 6), 4)
 """For the comparison with the model's own logits."""
+STATE_SCHEDULE = Schedule((7, 23, 70), (3, 9, 6), 4)
+"""The same for a model that keeps state: one sequence is longer than a chunk of a recurrence."""
 SHORT_SCHEDULE = Schedule((3, 8, 5), (2, 5, 3), 4, decoded=1)
 """The same for a program that was compared before it was stored."""
 
@@ -93,8 +96,12 @@ class Reference:
 
 
 @phase("reference")
-def reference_of_model(model: nn.Module, schedule: Schedule = MODEL_SCHEDULE) -> Reference:
+def reference_of_model(model: nn.Module, schedule: Schedule | None = None) -> Reference:
     """The logits of the model when HuggingFace runs it, each sequence alone and without a cache.
+
+    Args:
+        model: it.
+        schedule: the sequences; by default such as the kind of model needs.
 
     Raises:
         UnsupportedModel: the model does not run on ``input_ids`` alone.
@@ -103,6 +110,8 @@ def reference_of_model(model: nn.Module, schedule: Schedule = MODEL_SCHEDULE) ->
     table = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
     if table is None:
         raise UnsupportedModel(f"{type(model).__name__} has no single table of token embeddings")
+    if schedule is None:
+        schedule = STATE_SCHEDULE if has_kernel_functions(type(model)) else MODEL_SCHEDULE
     schedule = schedule.within(max_positions(model) or 1 << 30)
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
@@ -167,7 +176,8 @@ def check(program: Program, reference: Reference, *, alone: bool = False, weight
     """Run the reference's sequences through ``program`` as a runtime would, and compare every row of logits.
 
     All prompts but one token each share the first steps, cut into chunks that cross blocks; then the sequences
-    decode together, and at last each of them alone.
+    decode together, and at last each of them alone. Where they keep state, the last tokens are computed once more
+    from the states before, which nothing but their sequences' own steps may have changed.
 
     Args:
         program: bound to a small cache of its own here. One that raises is not right.
@@ -230,6 +240,8 @@ def planned_steps(program: Program, reference: Reference, *, alone: bool = False
     for group, steps in enumerate(_alone_schedule(reference) if alone else _mixed_schedule(reference)):
         for step in steps:
             yield state.plan(group, step)
+    if state.states and not alone:
+        yield state.plan(group + 1, state.rewound())
 
 
 _Step = list[tuple[int, int]]
@@ -263,12 +275,29 @@ class _PagedState:
         self.done = [0] * count
         most = sum(len(t) for t in reference.tokens)
         spare = program.reserve(count, most, width * self.block_size)
-        program.bind(allocate_kv_cache(program.caches, width * count + spare, self.block_size, program.device))
+        caches = program.caches
+        self.states = any(isinstance(spec, StateSpec) for spec in caches)
+        self.slots = [(count + s, s) for s in range(count)]  # that a sequence wrote last, and the one before
+        num_blocks = [width * count + spare] * (1 + max((spec.group for spec in caches), default=0))
+        if self.states:
+            num_blocks[-1] = 2 * count
+        cache = allocate_kv_cache(caches, num_blocks, self.block_size, program.device)
+        for spec, tensors in zip(caches, cache, strict=True):
+            if isinstance(spec, StateSpec):  # a sequence that begins must not read what others left
+                tensors[0].fill_(torch.nan)
+        program.bind(cache)
 
-    def plan(self, group: int, step: Sequence[tuple[int, int]]) -> PlannedStep:
+    def rewound(self) -> _Step:
+        """A step of the last token of each sequence, from the state before it."""
+        self.slots = [(before, last) for last, before in self.slots]
+        self.done = [done - 1 for done in self.done]
+        return [(s, 1) for s in range(len(self.done))]
+
+    def plan(self, group: int, step: _Step) -> PlannedStep:
         """The step that comes next, of ``(sequence, tokens)`` pairs."""
         ids, positions, slots, lengths, expected = [], [], [], [], []
         size = self.block_size
+        reads, writes = self._state_slots(step)
         for s, n in step:
             at = np.arange(self.done[s], self.done[s] + n)
             ids.append(self.reference.tokens[s][at[0] : at[-1] + 1])
@@ -289,6 +318,19 @@ class _PagedState:
             seq_lens=tensor(np.array([self.done[s] for s, _ in step]), torch.int32),
             logits_rows=torch.arange(sum(counts)),
             token_lengths=tensor(np.concatenate(lengths), torch.int64),
+            state_read=tensor(np.array(reads), torch.int32),
+            state_write=tensor(np.array(writes), torch.int32),
         )
         position_ids = tensor(np.concatenate(positions), torch.int64)[None]
         return PlannedStep(group, torch.cat(ids)[None], position_ids, metadata, torch.cat(expected))
+
+    def _state_slots(self, step: _Step) -> tuple[list[int], list[int]]:
+        """The slots that the sequences of a step read and write: the same one where some of several decode."""
+        reads, writes = [], []
+        for s, n in step:
+            last, before = self.slots[s]
+            reads.append(last if self.done[s] else -1)
+            if not (n == 1 and len(step) > 1 and s % 2):
+                self.slots[s] = before, last
+            writes.append(self.slots[s][0])
+        return reads, writes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...runtime.ops.quantized_weight import Quantization
 
@@ -32,6 +32,8 @@ class GraphNotes:
             is linked.
         packed: the weights of packed and quantized linears.
         folded: names of the constants that others were computed from, each once.
+        of_layers: names of weights of layers that stand for others: what is computed from them is folded once there
+            are all layers.
         rope_switch: the longest sequence that still uses the first of two rotary tables; None without such a choice.
         followed_literals: literal → names of the nodes in which it is a window or chunk that was too large to run.
     """
@@ -39,13 +41,20 @@ class GraphNotes:
     merged: dict[str, tuple[str, ...]] = field(default_factory=dict)
     packed: list[PackedWeight] = field(default_factory=list)
     folded: list[str] = field(default_factory=list)
+    of_layers: frozenset[str] = frozenset()
     rope_switch: int | None = None
     followed_literals: dict[int, set[str]] = field(default_factory=dict)
 
     def copy(self) -> GraphNotes:
         """The same facts, for another graph."""
         literals = {literal: set(names) for literal, names in self.followed_literals.items()}
-        return GraphNotes(dict(self.merged), list(self.packed), list(self.folded), self.rope_switch, literals)
+        return replace(
+            self,
+            merged=dict(self.merged),
+            packed=list(self.packed),
+            folded=list(self.folded),
+            followed_literals=literals,
+        )
 
     def fold(self, sources: Iterable[str]) -> None:
         """Note names of constants that another one was computed from."""

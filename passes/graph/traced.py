@@ -13,8 +13,8 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...runtime.ops.quantized_weight import Quantization
-from ...runtime.program import CacheSpec
-from .fx_nodes import value
+from ...runtime.program import CacheSpec, StateSpec
+from .fx_nodes import cache_index, value
 from .notes import GraphNotes
 from .npu_target import NpuTarget
 
@@ -41,7 +41,7 @@ class TracedGraph:
         constants: placeholder name → real tensor (parameters, buffers, tensors that passes add).
         input_ids: name of the token placeholder; "" in drop-in graphs.
         position_ids: name of the position placeholder; "" when the model takes none.
-        caches: per cache pair inserted so far, what it stores.
+        caches: per cache pair or state inserted so far, what it stores.
         step_inputs: names of the step-metadata placeholders that were inserted.
         max_positions: positions that the model supports, or None.
         paged: the graph is a flat ``[1, T]`` step over paged caches (else: the user's own call).
@@ -56,7 +56,7 @@ class TracedGraph:
     constants: dict[str, torch.Tensor]
     input_ids: str = ""
     position_ids: str = ""
-    caches: list[CacheSpec] = field(default_factory=list)
+    caches: list[CacheSpec | StateSpec] = field(default_factory=list)
     step_inputs: list[str] = field(default_factory=list)
     max_positions: int | None = None
     paged: bool = True
@@ -223,6 +223,8 @@ class TracedGraph:
             "query_start_loc": (torch.zeros(6, dtype=torch.int32, device=device), (0,)),
             "seq_lens": (torch.zeros(5, dtype=torch.int32, device=device), (0,)),
             "logits_rows": (torch.zeros(3, dtype=torch.int64, device=device), (0,)),
+            "state_read": (torch.zeros(5, dtype=torch.int32, device=device), (0,)),
+            "state_write": (torch.zeros(5, dtype=torch.int32, device=device), (0,)),
         }
         example, dynamic = examples[field]
         return self._new_step_input(name, field, self._fake(name, example, dynamic))
@@ -233,20 +235,37 @@ class TracedGraph:
         node.meta["step_field"] = field
         return node
 
-    def add_cache(self, spec: CacheSpec) -> tuple[fx.Node, ...]:
+    def add_cache(self, spec: CacheSpec | StateSpec) -> tuple[fx.Node, ...]:
         """New graph inputs: the key and the value cache ``[num_blocks, block_size, heads, dim]``, and in int8 the
-        scales of both, ``[num_blocks, block_size, heads]``."""
+        scales of both, ``[num_blocks, block_size, heads]``; or a state, ``[num_slots, *shape]``."""
         index = len(self.caches)
         self.caches.append(spec)
         device = value(self.placeholder(self.input_ids)).device
         nodes = []
         for part in spec.parts():
-            heads, *dims = part.token_shape
-            storage = torch.empty(11, heads, 13, *dims, dtype=part.dtype, device=device)
-            node = self._add_placeholder(f"{part.name}_{index}", storage.transpose(1, 2), dynamic=(0, 1))
+            name = f"{part.name}_{index}"
+            if isinstance(spec, StateSpec):
+                storage = torch.empty(11, *part.unit_shape, dtype=part.dtype, device=device)
+                node = self._add_placeholder(name, storage, dynamic=(0,))
+            else:
+                heads, *dims = part.unit_shape
+                storage = torch.empty(11, heads, 13, *dims, dtype=part.dtype, device=device)
+                node = self._add_placeholder(name, storage.transpose(1, 2), dynamic=(0, 1))
             node.meta["cache_index"] = index
             nodes.append(node)
         return tuple(nodes)
+
+    def number_caches(self) -> None:
+        """Number the caches as the graph reads them first, so that those of one layer follow each other."""
+        readers = [n for node in self.graph.nodes for n in node.all_input_nodes if cache_index(n) is not None]
+        order = list(dict.fromkeys(cache_index(node) for node in readers))
+        number = {old: new for new, old in enumerate(order)}
+        for node in self.placeholders:
+            if (index := cache_index(node)) is not None:
+                # Not _rename: that never gives a name that another node has had.
+                node.name = node.target = f"{node.name.removesuffix(str(index))}{number[index]}"
+                node.meta["cache_index"] = number[index]
+        self.caches = [self.caches[old] for old in order if old is not None]
 
     def lay_out_cache(
         self, index: int, block_size: int, key_dim: int, value_dim: int, num_kv_heads: int | None = None
@@ -255,8 +274,10 @@ class TracedGraph:
 
         ``num_kv_heads`` is given where it is to be another number than so far.
         """
-        heads = self.caches[index].num_kv_heads if num_kv_heads is None else num_kv_heads
-        spec = replace(self.caches[index], by_token=True, num_kv_heads=heads, key_dim=key_dim, value_dim=value_dim)
+        given = self.caches[index]
+        assert isinstance(given, CacheSpec)
+        heads = given.num_kv_heads if num_kv_heads is None else num_kv_heads
+        spec = replace(given, by_token=True, num_kv_heads=heads, key_dim=key_dim, value_dim=value_dim)
         self.caches[index] = spec
         device = value(self.placeholder(self.input_ids)).device
         for part in spec.parts():
@@ -264,7 +285,7 @@ class TracedGraph:
             blocks = value(node).shape[0]
             with self.fake_mode:
                 node.meta["example_value"] = torch.empty(
-                    blocks, block_size, *part.token_shape, dtype=part.dtype, device=device
+                    blocks, block_size, *part.unit_shape, dtype=part.dtype, device=device
                 )
 
     def _add_placeholder(self, name: str, example: torch.Tensor, dynamic: tuple[int, ...]) -> fx.Node:

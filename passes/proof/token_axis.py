@@ -72,7 +72,8 @@ _FACTORIES = frozenset(
     "empty_like full_like eye linspace scalar_tensor new_tensor".split()
 )
 _ROW_OPERATORS = frozenset(
-    "linear packed_linear quantized_linear embedding layer_norm rms_norm one_hot attention paged_attention".split()
+    "linear packed_linear quantized_linear embedding layer_norm rms_norm one_hot attention paged_attention "
+    "causal_conv1d linear_recurrence selective_scan".split()
 )
 _INDEXING = frozenset(
     "index_select gather scatter scatter_ scatter_add scatter_add_ index_add index_add_ index_copy "
@@ -275,7 +276,7 @@ class _Check:
             return False
         start = item.start.meta["example_value"] if isinstance(item.start, fx.Node) else item.start
         stop = item.stop.meta["example_value"] if isinstance(item.stop, fx.Node) else item.stop
-        if start is not None and str(start) != "0":
+        if start is not None and str(start) not in ("0", f"-{size}", f"-({size})"):
             return False
         whole_stop = stop is None or str(stop) == str(size) or (isinstance(stop, int) and stop >= 1 << 40)
         return whole_stop and item.step in (None, 1)

@@ -48,11 +48,13 @@ def fold_constants(traced: TracedGraph) -> PassRecord:
         tensor = value(node)
         if tensor.numel() * tensor.element_size() > _MOST_BYTES:
             return f"a constant {tuple(tensor.shape)} would stay in memory"
+        sources = [n.name for n in closure(node, evaluation.reads) if n.name in traced.constants]
+        if not traced.notes.of_layers.isdisjoint(sources):
+            return "its layer stands for others"
         with torch.no_grad():
             folded = evaluation(node)
         if (folded.dtype, folded.shape, folded.stride()) != (tensor.dtype, tensor.shape, tensor.stride()):
             return "its layout is not the traced one"
-        sources = [n.name for n in closure(node, evaluation.reads) if n.name in traced.constants]
         node.replace_all_uses_with(traced.add_constant(_unused_name(traced), folded))
         traced.notes.fold(sources)
         return ""

@@ -19,6 +19,7 @@ from .preemption import PreemptionCost, preemption_mode
 from .request_queues import RequestQueues
 from .schedule import Schedule
 from .shared_prefixes import SharedPrefixes
+from .snapshots import Snapshots
 
 
 class QueueFull(RuntimeError):
@@ -49,6 +50,8 @@ class Batcher:
         key_variant: what, beside its tokens, a request's keys depend on, by name: requests with different ones share
             no blocks.
         batches: forms batches that run to their end before the next begins; None: sequences join at any step.
+        snapshot_interval: tokens of a long prompt after which another snapshot of its state is kept; None: none is,
+            but at the prompt's end and where prompts part.
 
     Attributes:
         planner: spends the tokens of a step; its ``preemption`` can be set at any time.
@@ -67,6 +70,7 @@ class Batcher:
         max_queue: int | None = None,
         key_variant: Callable[[Request], str] = lambda request: "",
         batches: Batches | None = None,
+        snapshot_interval: int | None = None,
     ) -> None:
         sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
         queue = {} if max_queue is None else {"max_queue": max_queue}
@@ -75,8 +79,8 @@ class Batcher:
         if capacity is not None and max_model_len > capacity:
             raise ValueError(
                 f"max_model_len={max_model_len} is above the {capacity} tokens that "
-                f"{[pool.num_blocks for pool in block_manager.pools]} blocks hold; lower it or give the cache more "
-                "blocks"
+                f"{[pool.num_blocks for pool in block_manager.token_pools]} blocks hold; lower it or give the cache "
+                "more blocks"
             )
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
@@ -87,10 +91,14 @@ class Batcher:
         self._arrivals = 0
         self._prefixes = SharedPrefixes(block_manager, self.policy, key_variant)
         self._queues = RequestQueues(self.policy, self._prefixes)
+        self._snapshots: Snapshots | None = None
+        if block_manager.has_state and block_manager.enable_prefix_caching:
+            self._snapshots = Snapshots(block_manager, snapshot_interval)
         self.planner = Planner(
             block_manager,
             self._queues,
             self._prefixes,
+            self._snapshots,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
@@ -238,7 +246,13 @@ class Batcher:
         if blocks.enable_prefix_caching and computed // size > request.num_computed_tokens // size:
             self._prefixes.extend(request, computed)
             blocks.commit(request.request_id, request.block_hashes, computed)
+        if blocks.has_state:
+            blocks.end_step(request.request_id, computed)
         request.num_computed_tokens = computed
+        if self._snapshots is not None and computed % size == 0:
+            self._snapshots.keep(request, computed)
+        if self.planner.suspects and computed == request.num_tokens:
+            self.planner.suspects.discard(request)
 
     def restart(self, request: Request) -> None:
         """Compute all tokens of an unfinished request anew; it keeps its place, and if it runs its blocks, unless a
@@ -254,6 +268,11 @@ class Batcher:
         request.num_computed_tokens = 0
         request.block_hashes = []
 
+    def compute_anew(self, request: Request) -> None:
+        """``restart`` a request whose state a failed step has spoilt; until it has caught up it runs alone."""
+        self.restart(request)
+        self.planner.suspects.add(request)
+
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a waiting or running request and free its blocks; does nothing if it has ended already."""
         if not self._queues.holds(request):
@@ -264,6 +283,9 @@ class Batcher:
         request.error = error
         request.status = RequestStatus.FINISHED
         self._queues.remove(request)
+        self.planner.suspects.discard(request)
+        if self._snapshots is not None:
+            self._snapshots.forget(request)
         self._free(request)
 
     def cancel(self, request_id: str) -> Request | None:
@@ -283,6 +305,9 @@ class Batcher:
             Every unfinished request, in the order of the policy; none of them runs any more.
         """
         self.block_manager.reset()
+        self.planner.suspects.clear()
+        if self._snapshots is not None:
+            self._snapshots.clear()
         self._queues.requeue_all()
         return self.waiting
 

@@ -11,6 +11,7 @@ from .preemption import PreemptionCost, PreemptionMode
 from .request_queues import RequestQueues
 from .schedule import Plan, ScheduledRequest
 from .shared_prefixes import SharedPrefixes
+from .snapshots import Snapshots
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,8 @@ class Planner:
         now: seconds on the batcher's clock.
         num_preemptions: sequences that lost their blocks so far.
         num_swaps: those of them that were copied to host memory.
+        suspects: requests whose state a failed step has spoilt. They are computed anew, one at a time and with nobody
+            else, up to their newest token: so only who makes steps fail ends by it.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class Planner:
         blocks: BlockManager,
         queues: RequestQueues,
         prefixes: SharedPrefixes,
+        snapshots: Snapshots | None,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -43,6 +47,7 @@ class Planner:
         self.blocks = blocks
         self.queues = queues
         self.prefixes = prefixes
+        self.snapshots = snapshots
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -52,11 +57,16 @@ class Planner:
         self.now = 0.0
         self.num_preemptions = 0
         self.num_swaps = 0
+        self.suspects: set[Request] = set()
         self._batch: list[Request] = []  # what was formed last, where batches are formed
 
     def plan(self) -> Plan:
         """The next step; empty where nobody can progress, or while a batch waits for more requests."""
         plan = Plan(self.max_num_batched_tokens)
+        if self.suspects and (alone := self._next_suspect()) is not None:
+            self._continue(alone, plan)
+            if plan.planned:
+                return plan
         self._fill(plan)
         if not plan.planned and self.blocks.has_overlapped_copies:
             # The only ones that could run wait for copies: make these first.
@@ -72,6 +82,9 @@ class Planner:
     def waits_for_a_batch(self) -> bool:
         """True if nobody runs because the next batch is not full yet."""
         return self.batches is not None and not self.queues.running and not self._batch
+
+    def _next_suspect(self) -> Request | None:
+        return next((r for r in self.queues.running if r in self.suspects and not r.is_paused), None)
 
     def _fill(self, plan: Plan) -> None:
         decodes: list[Request] = []
@@ -99,6 +112,8 @@ class Planner:
         """Plan the running request's next tokens, unless it is the last in the order and there is no block."""
         blocks, computed = self.blocks, request.num_computed_tokens
         wanted = min(request.num_tokens - computed, plan.budget)
+        if self.snapshots is not None and wanted > 1:
+            wanted = self.snapshots.chunk(request, computed, wanted)
         if blocks.allocate_in_place(request.request_id, computed + wanted, computed):
             self._put(request, wanted, plan)
             return
@@ -154,11 +169,14 @@ class Planner:
         prefix = blocks.find_prefix(hashes)
         start = prefix.num_blocks * blocks.block_size
         needed = blocks.num_blocks_to_admit(prefix, request.num_tokens + 1, self.max_num_batched_tokens)
-        if self.queues.running and not blocks.can_take([count + spare for count in needed]):
+        if self.queues.running and not blocks.can_take(needed, spare):
             return False
         if prefix.num_blocks:
             blocks.take_prefix(name, hashes, prefix.num_blocks)
         wanted = min(request.num_tokens - start, plan.budget)
+        if self.snapshots is not None:
+            self.snapshots.begin(request, hashes, prefix)
+            wanted = self.snapshots.chunk(request, start, wanted)
         count = min(wanted, blocks.num_tokens_that_fit(name, start) - start)
         if count < 1:
             if prefix.num_blocks:
@@ -178,7 +196,7 @@ class Planner:
         blocks, name = self.blocks, request.request_id
         needed = blocks.num_blocks_to_swap_in(name)
         extra = spare + 1 if self.queues.running else 0
-        if not blocks.can_take([count + extra for count in needed]):
+        if not blocks.can_take(needed, extra):
             return False
         overlapped = bool(plan.planned)
         request.num_computed_tokens = blocks.swap_in(name, overlapped=overlapped)
@@ -205,7 +223,10 @@ class Planner:
         """Note a share for which there are blocks."""
         start = request.num_computed_tokens
         last = start + count == request.num_tokens
-        plan.planned[request.request_id] = ScheduledRequest(request, count, start, last)
+        item = ScheduledRequest(request, count, start, last)
+        if self.blocks.has_state:
+            item = ScheduledRequest(*item[:4], *self.blocks.slots_of_step(request.request_id, start))
+        plan.planned[request.request_id] = item
         plan.budget -= count
 
     def _preempt(self, victim: Request, plan: Plan) -> None:

@@ -33,6 +33,7 @@ class PreemptionCost:
 
     Attributes:
         bytes_per_token: of keys and values, in all layers.
+        state_bytes: of a sequence's state, in all layers.
         tokens_per_second: at which prompts are computed.
         bytes_per_second: at which blocks are copied between device and host.
     """
@@ -40,6 +41,7 @@ class PreemptionCost:
     bytes_per_token: int
     tokens_per_second: float = 1e3
     bytes_per_second: float = 4e9
+    state_bytes: int = 0
 
     def measure_step(self, scheduled: Sequence[ScheduledRequest], seconds: float) -> None:
         """A step took so long; it tells how fast prompts are computed if it is made of them, mostly."""
@@ -55,5 +57,5 @@ class PreemptionCost:
     def cheaper(self, num_tokens: int) -> Literal["recompute", "swap"]:
         """The cheaper way to preempt a sequence with ``num_tokens`` computed tokens."""
         recompute = num_tokens / self.tokens_per_second
-        swap = 2 * num_tokens * self.bytes_per_token / self.bytes_per_second
+        swap = 2 * (num_tokens * self.bytes_per_token + self.state_bytes) / self.bytes_per_second
         return "swap" if swap < recompute else "recompute"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..blocks import CacheCopy
 from ..requests.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """A request's share of one step: tokens ``start .. start + num_tokens - 1`` of prompt + output.
 
     Attributes:
@@ -17,12 +17,20 @@ class ScheduledRequest:
         num_tokens: how many to compute, >= 1.
         start: the request's ``num_computed_tokens`` when the step was planned.
         is_last_chunk: nothing is left to compute after it, so its last token's logits are sampled.
+        state_read, state_write: slots of its state, see ``StepMetadata``; -1 where the model keeps none.
     """
 
     request: Request
     num_tokens: int
     start: int
     is_last_chunk: bool
+    state_read: int = -1
+    state_write: int = -1
+
+    @property
+    def overwrites_state(self) -> bool:
+        """True if the step writes over the state that it goes on from: it cannot be run a second time."""
+        return self.state_read >= 0 and self.state_read == self.state_write
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +43,7 @@ class Schedule:
         expired: requests whose deadline has passed; they are still queued or hold blocks until they are finished.
         new_blocks: request id → for each group block ids to append to its table, only where there are any.
         tables: request id → its tables, one for each group, where they are not the former ones with blocks appended.
+            In both the group of states, if there is one, is the last, and need not be kept: see ``requests``.
         num_tokens: tokens of all ``requests`` together.
         copies: of blocks, to be made one after the other before the step runs.
         overlapped_copies: of blocks that the step does not touch, to be made while it runs.

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .pool import NULL_BLOCK
+
+UNKNOWN = -1
+"""Tokens of a state that is being written: an interrupted step may have left a part of it old and a part new."""
+
 
 @dataclass(frozen=True)
 class BlockGroup:
@@ -13,7 +18,8 @@ class BlockGroup:
         num_blocks: in each of its layers' caches, at most.
         min_blocks: that are there without load, where the pool is to grow and shrink; 0: always all.
         window: tokens that the layers look back over, the token itself included; 0 when unlimited.
-        is_state: a sequence has one slot whatever its length, as recurrent and convolution layers need it.
+        is_state: its blocks are slots of states of recurrent and convolution layers, of which a sequence has one
+            whatever its length.
         num_host_blocks: in the host memory that sequences are swapped out to.
     """
 
@@ -28,12 +34,10 @@ class BlockGroup:
         return 1 if self.is_state else -(-num_tokens // block_size)
 
     def first_seen(self, num_blocks: int, block_size: int) -> int:
-        """The first block that the token after so many full blocks sees."""
+        """The first block that the token after so many full blocks sees; that whose end a state is the one after."""
+        if self.is_state:
+            return max(0, num_blocks - 1)
         return max(0, num_blocks * block_size - self.window + 1) // block_size if self.window else 0
-
-    def written(self, table_length: int, start: int, block_size: int) -> range:
-        """Entries of a table of that length that writing from token ``start`` on touches."""
-        return range(0 if self.is_state else start // block_size, table_length)
 
 
 @dataclass(slots=True)
@@ -45,6 +49,8 @@ class SequenceBlocks:
     num_null: list[int]
     num_committed: int = 0  # leading blocks whose content was given a hash
     is_stale: bool = False  # its content does not follow from its tokens any more
+    state_tokens: int = 0  # that its state covers; UNKNOWN while a step writes over it
+    state_target: int = NULL_BLOCK  # slot that the step under way writes, where it is not the one it goes on from
 
 
 @dataclass(slots=True)

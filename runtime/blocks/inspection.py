@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .pool import NULL_BLOCK
+from .pool import NULL_BLOCK, BlockPool
 
 if TYPE_CHECKING:
     from .manager import BlockManager
@@ -16,25 +16,39 @@ def stats(manager: BlockManager) -> dict[str, int | float]:
     Returns:
         ``utilisation``: used blocks of all; ``internal_fragmentation``: slots without a token of all slots of used
         blocks; ``prefix_hit_rate``: tokens found cached of those looked up; the others are counts, of blocks unless
-        they say tokens.
+        they say tokens. Slots of states are no blocks; where the model has any, they are counted as
+        ``state_slots_total``, ``_used``, ``_cached`` (snapshots) and ``_free``, ``_used_peak`` and ``_evicted``.
     """
     tokens, slots = _filled(manager)
     counts = manager.counts
+    states = _state_figures(manager.pools[-1]) if manager.has_state else {}
     return {
         "blocks_total": manager.num_blocks,
         "blocks_used": manager.num_used_blocks,
         "blocks_cached": manager.num_cached_blocks,
-        "blocks_free": sum(pool.num_free for pool in manager.pools),
-        "blocks_used_peak": sum(pool.peak_used for pool in manager.pools),
-        "utilisation": manager.num_used_blocks / manager.num_blocks,
+        "blocks_free": sum(pool.num_free for pool in manager.token_pools),
+        "blocks_used_peak": sum(pool.peak_used for pool in manager.token_pools),
+        "utilisation": manager.num_used_blocks / manager.num_blocks if manager.num_blocks else 0.0,
         "internal_fragmentation": 1 - tokens / slots if slots else 0.0,
         "prefix_query_tokens": counts.prefix_queries,
         "prefix_hit_tokens": counts.prefix_hits,
         "prefix_hit_rate": counts.prefix_hits / counts.prefix_queries if counts.prefix_queries else 0.0,
-        "evictions": sum(pool.evictions for pool in manager.pools),
+        "evictions": sum(pool.evictions for pool in manager.token_pools),
         "copies_on_write": counts.copies_on_write,
         "blocks_moved": counts.moved,
         **manager.swap_space.stats(),
+        **states,
+    }
+
+
+def _state_figures(pool: BlockPool) -> dict[str, int]:
+    return {
+        "state_slots_total": pool.num_blocks,
+        "state_slots_used": pool.num_used,
+        "state_slots_cached": pool.num_cached,
+        "state_slots_free": pool.num_free,
+        "state_slots_used_peak": pool.peak_used,
+        "state_slots_evicted": pool.evictions,
     }
 
 
@@ -45,11 +59,9 @@ def _filled(manager: BlockManager) -> tuple[int, int]:
     one of these is another table's, too, which may have filled it.
     """
     size = manager.block_size
-    slots = sum(pool.num_used for pool in manager.pools) * size
+    slots = sum(pool.num_used for pool in manager.token_pools) * size
     missing = 0
-    for g, (group, pool) in enumerate(zip(manager.groups, manager.pools, strict=True)):
-        if group.is_state:
-            continue
+    for g, pool in enumerate(manager.token_pools):
         for sequence in manager.sequences.values():
             table = sequence.tables[g]
             count = len(table) * size - sequence.num_tokens
@@ -62,12 +74,12 @@ def _filled(manager: BlockManager) -> tuple[int, int]:
 
 def _filled_block_by_block(manager: BlockManager) -> tuple[int, int]:
     """As ``_filled``, in O(table entries)."""
-    filled: list[dict[int, int]] = [{} for _ in manager.pools]
+    filled: list[dict[int, int]] = [{} for _ in manager.token_pools]
     for sequence in manager.sequences.values():
-        for g, (group, table) in enumerate(zip(manager.groups, sequence.tables, strict=True)):
+        for known, table in zip(filled, sequence.tables, strict=False):  # not of slots, which come last
             for i, block in enumerate(table):
                 tokens = min(manager.block_size, sequence.num_tokens - i * manager.block_size)
-                filled[g][block] = max(filled[g].get(block, 0), manager.block_size if group.is_state else tokens)
+                known[block] = max(known.get(block, 0), tokens)
     for blocks in filled:
         blocks.pop(NULL_BLOCK, None)
     return sum(sum(blocks.values()) for blocks in filled), sum(map(len, filled)) * manager.block_size
@@ -90,6 +102,9 @@ def check(manager: BlockManager) -> None:
             _check_table(manager, request_id, g, table, sequence.num_tokens, holders[pool])
             if any(block != NULL_BLOCK for block in table[: sequence.num_null[g]]):
                 raise RuntimeError(f"table {g} of {request_id!r} holds blocks that left the window")
+        if (target := sequence.state_target) != NULL_BLOCK:
+            _check_target(manager.pools[-1], request_id, target)
+            holders[manager.pools[-1]][target] += 1
     for request_id in space:
         for g, (pool, table) in enumerate(zip(space.pools, space.tables(request_id), strict=True)):
             _check_table(manager, request_id, g, table, space.num_tokens(request_id), holders[pool])
@@ -97,6 +112,12 @@ def check(manager: BlockManager) -> None:
         holders[pool][block] += 1
     for pool, own in holders.items():
         pool.check(own)
+
+
+def _check_target(pool: BlockPool, request_id: str, target: int) -> None:
+    """A step writes it: nobody else may hold it, or find what it held before."""
+    if not pool.is_private(target):
+        raise RuntimeError(f"{request_id!r} is to write its state to slot {target}, which is not its own")
 
 
 def _check_table(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from . import state_slots
 from .elastic import ElasticPool
 from .groups import BlockGroup, Counts, SequenceBlocks
 from .inspection import check, stats
@@ -22,16 +23,19 @@ class BlockManager:
     others hold too is never written: ``allocate`` puts a copy in its place. What must be copied is collected until
     ``take_changes``.
 
+    States are the last group, if the model has any. A table of it is the one slot that the sequence goes on from;
+    what writes it is a step, from ``allocate`` to ``end_step``, and ``slots_of_step`` says where.
+
     Every operation costs O(blocks that it adds or drops), never O(``num_blocks``), except ``defragment``, ``resize``,
     ``stats``, ``check`` and allocation in one run.
 
     Args:
-        groups: at least one.
+        groups: at least one; one of states is the last.
         block_size: tokens per block.
         enable_prefix_caching: keep the content of freed blocks and find it again by its hash.
 
     Raises:
-        ValueError: a size is below 1.
+        ValueError: a size is below 1, or a group of states is not the last.
     """
 
     def __init__(self, groups: Sequence[BlockGroup], block_size: int, *, enable_prefix_caching: bool = False) -> None:
@@ -39,14 +43,19 @@ class BlockManager:
             raise ValueError("groups=[] is empty; name at least one group of layers")
         if block_size < 1:
             raise ValueError(f"block_size={block_size} is below 1; use 16 or another positive size")
+        if any(group.is_state for group in groups[:-1]):
+            raise ValueError(
+                "a group of states is not the last of groups; put all states of a model in one, at the end"
+            )
         self.groups = list(groups)
+        self.has_state = groups[-1].is_state
         self.block_size = block_size
-        # The content of a recurrent state is that of one moment: no prefix of it can be found again.
-        self.enable_prefix_caching = enable_prefix_caching and not any(group.is_state for group in groups)
+        self.enable_prefix_caching = enable_prefix_caching
         self.pools = [
             ElasticPool(group.min_blocks, group.num_blocks) if group.min_blocks else BlockPool(group.num_blocks)
             for group in groups
         ]
+        self.token_pools = self.pools[:-1] if self.has_state else self.pools
         self.swap_space = SwapSpace([group.num_host_blocks for group in groups])
         self.sequences: dict[str, SequenceBlocks] = {}
         self._copies: list[CacheCopy] = []
@@ -66,23 +75,23 @@ class BlockManager:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all groups together."""
-        return sum(pool.num_blocks for pool in self.pools)
+        """Blocks of all groups together, without the slots of states."""
+        return sum(pool.num_blocks for pool in self.token_pools)
 
     @property
     def num_available_blocks(self) -> int:
-        """Blocks that could be given out, free and cached ones, of all groups together."""
-        return sum(pool.num_available for pool in self.pools)
+        """Blocks that could be given out, free and cached ones, of all groups together, without slots."""
+        return sum(pool.num_available for pool in self.token_pools)
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that somebody holds, of all groups together."""
-        return sum(pool.num_used for pool in self.pools)
+        """Blocks that somebody holds, of all groups together, without slots."""
+        return sum(pool.num_used for pool in self.token_pools)
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks that nobody holds and whose content can be found again, of all groups together."""
-        return sum(pool.num_cached for pool in self.pools)
+        """Blocks that nobody holds and whose content can be found again, of all groups together, without slots."""
+        return sum(pool.num_cached for pool in self.token_pools)
 
     @property
     def capacity(self) -> int | None:
@@ -114,15 +123,15 @@ class BlockManager:
         """Tokens that the sequence could hold if it got every available block and wrote from token ``start`` on."""
         sequence = self.sequences.get(request_id)
         fitting = []
-        for g, pool in enumerate(self.pools):
+        for g, pool in enumerate(self.token_pools):
             table = sequence.tables[g] if sequence is not None else []
             spare = pool.num_available - self._shared_ahead(g, table, start)
             if spare < 0:
                 fitting.append(start)  # nothing can be written before all that others hold too is replaced
-            elif not self.groups[g].is_state:
+            else:
                 fitting.append((len(table) + spare) * self.block_size)
-            elif len(table) + spare < 1:
-                fitting.append(0)
+        if self.has_state and state_slots.num_to_take(self.pools[-1], sequence, start) > self.pools[-1].num_available:
+            fitting.append(start)
         return min(fitting, default=1 << 62)
 
     def num_blocks_to_allocate(self, request_id: str, num_tokens: int, start: int) -> list[int]:
@@ -130,9 +139,11 @@ class BlockManager:
         on."""
         sequence = self.sequences.get(request_id)
         counts = []
-        for g in range(len(self.groups)):
+        for g in range(len(self.token_pools)):
             table = sequence.tables[g] if sequence is not None else []
             counts.append(max(0, self._length(g, num_tokens) - len(table)) + self._shared_ahead(g, table, start))
+        if self.has_state:
+            counts.append(state_slots.num_to_take(self.pools[-1], sequence, start))
         return counts
 
     def num_blocks_to_admit(self, prefix: Prefix, num_tokens: int, chunk: int) -> list[int]:
@@ -145,6 +156,10 @@ class BlockManager:
         """
         counts = []
         for g, group in enumerate(self.groups):
+            if group.is_state:
+                # What it goes on from, if anything, and what it writes.
+                counts.append(1 + prefix.revived[g])
+                continue
             length, found = (
                 self._length(g, num_tokens),
                 prefix.num_blocks - group.first_seen(prefix.num_blocks, self.block_size),
@@ -154,14 +169,19 @@ class BlockManager:
             counts.append(max(0, length - found) + prefix.revived[g])
         return counts
 
-    def can_take(self, counts: Sequence[int]) -> bool:
-        """True if each group has so many blocks available."""
-        return all(count <= pool.num_available for count, pool in zip(counts, self.pools, strict=True))
+    def can_take(self, counts: Sequence[int], beside: int = 0) -> bool:
+        """True if each group has so many blocks available, and ``beside`` more where sequences grow with their
+        tokens."""
+        return all(
+            count + (0 if group.is_state else beside) <= pool.num_available
+            for count, group, pool in zip(counts, self.groups, self.pools, strict=True)
+        )
 
     def allocate(self, request_id: str, num_tokens: int, start: int, *, in_one_run: bool = False) -> list[list[int]]:
         """Make the sequence's tables hold ``num_tokens`` tokens, of which those from ``start`` on will be written.
 
-        Blocks to be written that others hold too are replaced by copies. A table never shrinks here.
+        Blocks to be written that others hold too are replaced by copies. A table never shrinks here. A state is given
+        the slot that the step writes.
 
         Args:
             request_id: a new one gets empty tables first.
@@ -175,7 +195,7 @@ class BlockManager:
 
         Raises:
             OutOfBlocks: too few are available; nothing was changed.
-            ValueError: nothing would be written, or the sequence is swapped out.
+            ValueError: nothing would be written, the sequence is swapped out, or it has no state of ``start`` tokens.
         """
         if num_tokens < 1 or not 0 <= start < num_tokens:
             raise ValueError(f"num_tokens={num_tokens}, start={start} writes nothing; ask for start < num_tokens")
@@ -190,12 +210,13 @@ class BlockManager:
         if sequence is None:
             if request_id in self.swap_space:
                 raise ValueError(f"request_id={request_id!r} is swapped out; swap it in first")
-            sequence = self.sequences[request_id] = SequenceBlocks(
-                0, [[] for _ in self.groups], [0] * len(self.groups)
-            )
+            sequence = SequenceBlocks(0, [[] for _ in self.groups], [0] * len(self.groups))
+        # First, as it raises where the sequence has no such state.
+        slot = [state_slots.begin_step(self.pools[-1], sequence, start)] if self.has_state else []
+        self.sequences[request_id] = sequence
         sequence.num_committed = min(sequence.num_committed, start // self.block_size)
         added = []
-        for g, pool in enumerate(self.pools):
+        for g, pool in enumerate(self.token_pools):
             table = sequence.tables[g]
             self._copy_on_write(request_id, g, table, start)
             count = self._length(g, num_tokens) - len(table)
@@ -206,7 +227,7 @@ class BlockManager:
                 table.extend(new)
             added.append(new)
         sequence.num_tokens = max(sequence.num_tokens, num_tokens)
-        return added
+        return added + slot
 
     def allocate_in_place(self, request_id: str, num_tokens: int, start: int) -> bool:
         """``allocate`` for the usual case of decoding: the tokens fit in blocks that are the sequence's own already.
@@ -216,13 +237,25 @@ class BlockManager:
         """
         sequence = self._sequence(request_id)
         size = self.block_size
-        for group, pool, table in zip(self.groups, self.pools, sequence.tables, strict=True):
-            if group.is_state or len(table) * size < num_tokens:
+        # Without the table of states, which comes last.
+        for pool, table in zip(self.token_pools, sequence.tables, strict=False):
+            if len(table) * size < num_tokens:
                 return False
             if not all([pool.is_private(table[i]) for i in range(start // size, len(table))]):
                 return False
+        if self.has_state and not state_slots.begin_step_in_place(self.pools[-1], sequence, start):
+            return False
         sequence.num_tokens = max(sequence.num_tokens, num_tokens)
         return True
+
+    def slots_of_step(self, request_id: str, start: int) -> tuple[int, int]:
+        """The slots that the step reads and writes which was allocated for from token ``start`` on; the first one is
+        -1 where that is 0."""
+        return state_slots.slots_of_step(self._sequence(request_id), start)
+
+    def end_step(self, request_id: str, num_tokens: int) -> None:
+        """The step is computed, and the sequence's state that of ``num_tokens`` tokens; for models with state."""
+        state_slots.end_step(self.pools[-1], self._sequence(request_id), num_tokens)
 
     def free(self, request_id: str) -> None:
         """Drop the sequence, wherever it is; what nobody else holds becomes free, or cached if its content has a
@@ -242,8 +275,8 @@ class BlockManager:
         until one of the two writes into it.
 
         Raises:
-            ValueError: the parent holds fewer tokens, the window has passed what the child would see, or the child
-                holds blocks.
+            ValueError: the parent holds fewer tokens, its state is that of more, the window has passed what the child
+                would see, or the child holds blocks.
         """
         parent = self._sequence(parent_id)
         if child_id in self.sequences or child_id in self.swap_space:
@@ -251,6 +284,11 @@ class BlockManager:
         if not 1 <= num_tokens <= parent.num_tokens:
             raise ValueError(
                 f"num_tokens={num_tokens} is not among the {parent.num_tokens} tokens of parent_id={parent_id!r}"
+            )
+        if self.has_state and num_tokens != parent.state_tokens:
+            raise ValueError(
+                f"num_tokens={num_tokens} is not what the state of parent_id={parent_id!r} covers, which is "
+                f"{parent.state_tokens}; fork it where it is"
             )
         tables = [table[: self._length(g, num_tokens)] for g, table in enumerate(parent.tables)]
         for group, table in zip(self.groups, tables, strict=True):
@@ -264,7 +302,7 @@ class BlockManager:
                     pool.retain(block)
         committed = min(parent.num_committed, num_tokens // self.block_size)
         self.sequences[child_id] = SequenceBlocks(
-            num_tokens, tables, list(parent.num_null), committed, parent.is_stale
+            num_tokens, tables, list(parent.num_null), committed, parent.is_stale, parent.state_tokens
         )
 
     def remove_skipped_blocks(self, request_id: str, position: int) -> None:
@@ -286,14 +324,16 @@ class BlockManager:
         It keeps its blocks, unless a window has passed some of them: then it lets go of the others too.
         """
         sequence = self._sequence(request_id)
+        if self.has_state:
+            state_slots.drop_target(self.pools[-1], sequence)
+            sequence.state_tokens = 0
         if not any(sequence.num_null):
             return
-        for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
-            if not group.is_state:
-                for block in reversed(sequence.tables[g]):
-                    if block != NULL_BLOCK:
-                        pool.release(block)
-                sequence.tables[g] = []
+        for g, pool in enumerate(self.token_pools):
+            for block in reversed(sequence.tables[g]):
+                if block != NULL_BLOCK:
+                    pool.release(block)
+            sequence.tables[g] = []
         sequence.num_tokens = sequence.num_committed = 0
         sequence.num_null = [0] * len(self.groups)
         self._rewritten.add(request_id)
@@ -312,15 +352,16 @@ class BlockManager:
         tables, num_null = [], []
         for group, pool in zip(self.groups, self.pools, strict=True):
             first = group.first_seen(num_blocks, self.block_size)
-            table = [NULL_BLOCK] * first
+            table = [] if group.is_state else [NULL_BLOCK] * first
             for content in hashes[first:num_blocks]:
                 block = pool.lookup(content)
                 assert block is not None, "find_prefix is asked in the same step"
                 pool.retain(block)
                 table.append(block)
             tables.append(table)
-            num_null.append(first)
-        self.sequences[request_id] = SequenceBlocks(num_blocks * self.block_size, tables, num_null, num_blocks)
+            num_null.append(0 if group.is_state else first)
+        num_tokens = num_blocks * self.block_size
+        self.sequences[request_id] = SequenceBlocks(num_tokens, tables, num_null, num_blocks, state_tokens=num_tokens)
 
     def count_prefix(self, num_tokens: int, num_hits: int) -> None:
         """Note for the statistics that a sequence of ``num_tokens`` found ``num_hits`` of them cached."""
@@ -336,10 +377,36 @@ class BlockManager:
             return
         end = min(num_tokens // self.block_size, len(hashes))
         for i in range(sequence.num_committed, end):
-            for pool, table in zip(self.pools, sequence.tables, strict=True):
+            for pool, table in zip(self.token_pools, sequence.tables, strict=False):
                 if table[i] != NULL_BLOCK:
                     pool.commit(table[i], hashes[i])
         sequence.num_committed = max(sequence.num_committed, end)
+
+    def can_keep_state(self, request_id: str, start: int, value: int) -> bool:
+        """True if there is room for a snapshot of that value after the sequence's step from token ``start`` on."""
+        pool, sequence = self.pools[-1], self.sequences.get(request_id)
+        return pool.num_available_for(value) > state_slots.num_to_take(pool, sequence, start)
+
+    def keep_state(self, request_id: str, content: bytes, value: int) -> bool:
+        """Let the state that the sequence has now be found by the hash of the full block that ends with it. The next
+        step leaves it where it is and writes another slot.
+
+        Args:
+            request_id: its last step has ended, at the end of a block.
+            content: the block's hash.
+            value: of snapshots those of the lowest value are evicted first.
+
+        Returns:
+            Whether it was kept: not where there is no room but for more valuable ones, or where there is one already.
+        """
+        sequence, pool = self._sequence(request_id), self.pools[-1]
+        if sequence.state_tokens < 1 or sequence.state_tokens % self.block_size:
+            raise ValueError(f"the state of {request_id!r} covers {sequence.state_tokens} tokens, no full blocks")
+        slot = sequence.tables[-1][0]
+        if sequence.is_stale or pool.lookup(content) is not None or pool.num_available_for(value) < 1:
+            return False
+        pool.commit(slot, content, value)
+        return True
 
     def forget_prefixes(self) -> None:
         """Drop all cached content, as is needed when the model's weights change."""
@@ -413,7 +480,9 @@ class BlockManager:
         else:
             self._copies += copies
         num_null = [next((i for i, block in enumerate(table) if block != NULL_BLOCK), len(table)) for table in tables]
-        self.sequences[request_id] = SequenceBlocks(num_tokens, tables, num_null, is_stale=is_stale)
+        self.sequences[request_id] = SequenceBlocks(
+            num_tokens, tables, num_null, is_stale=is_stale, state_tokens=num_tokens
+        )
         return num_tokens
 
     @property
@@ -497,6 +566,8 @@ class BlockManager:
         sequence = self._sequence(request_id)
         del self.sequences[request_id]
         self._rewritten.discard(request_id)
+        if self.has_state:
+            state_slots.drop_target(self.pools[-1], sequence)
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             # Backwards: the end of a chain of hashes is of no use without its beginning and is evicted first.
             for block in reversed(table):
@@ -506,17 +577,15 @@ class BlockManager:
     def _length(self, group: int, num_tokens: int) -> int:
         return self.groups[group].length(num_tokens, self.block_size)
 
-    def _written(self, group: int, table: list[int], start: int) -> range:
-        return self.groups[group].written(len(table), start, self.block_size)
-
     def _shared_ahead(self, group: int, table: list[int], start: int) -> int:
         pool = self.pools[group]
-        return sum(table[i] != NULL_BLOCK and pool.refs(table[i]) > 1 for i in self._written(group, table, start))
+        ahead = range(start // self.block_size, len(table))
+        return sum(table[i] != NULL_BLOCK and pool.refs(table[i]) > 1 for i in ahead)
 
     def _copy_on_write(self, request_id: str, group: int, table: list[int], start: int) -> None:
         """Let the sequence be the only holder of what it is about to write."""
         pool = self.pools[group]
-        for i in self._written(group, table, start):
+        for i in range(start // self.block_size, len(table)):
             block = table[i]
             if block == NULL_BLOCK:
                 continue
@@ -526,7 +595,7 @@ class BlockManager:
             (table[i],) = pool.take(1)
             pool.release(block)
             self._rewritten.add(request_id)
-            if start > (0 if self.groups[group].is_state else i * self.block_size):
+            if start > i * self.block_size:
                 self._copies.append(CacheCopy("move", group, block, table[i]))
                 self.counts.copies_on_write += 1
 
@@ -551,6 +620,8 @@ class BlockManager:
             if not moves.keys().isdisjoint(table):
                 table[:] = [moves.get(block, block) for block in table]
                 self._rewritten.add(request_id)
+            if self.groups[group].is_state:
+                sequence.state_target = moves.get(sequence.state_target, sequence.state_target)
 
     def _sequence(self, request_id: str) -> SequenceBlocks:
         sequence = self.sequences.get(request_id)

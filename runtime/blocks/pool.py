@@ -41,6 +41,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # the first entry is the next to be evicted
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._value_of: dict[int, int] = {}
         self.num_blocks = self.max_blocks = num_blocks
         self.reset()
 
@@ -51,6 +52,7 @@ class BlockPool:
         self._cached.clear()
         self._hash_of.clear()
         self._block_of.clear()
+        self._value_of.clear()
 
     @property
     def num_free(self) -> int:
@@ -149,17 +151,38 @@ class BlockPool:
         else:
             self._free[block] = None
 
-    def commit(self, block: int, content: bytes) -> None:
-        """Let the used block be found by the hash of its content. One block per hash: the first one stays."""
+    def commit(self, block: int, content: bytes, value: int = 0) -> None:
+        """Let the used block be found by the hash of its content. One block per hash: the first one stays.
+
+        Args:
+            block: it.
+            content: its hash.
+            value: of cached blocks those of the lowest value are evicted first.
+        """
         if content not in self._block_of and block not in self._hash_of:
             self._hash_of[block] = content
             self._block_of[content] = block
+            if value:
+                self._value_of[block] = value
+
+    def num_available_for(self, value: int) -> int:
+        """Blocks that ``take`` could give without evicting one of a higher value; O(cached blocks)."""
+        return self.num_available - sum(self._value_of.get(block, 0) > value for block in self._cached)
+
+    def discard(self, content: bytes) -> None:
+        """Forget the content if nobody holds the block that has it."""
+        block = self._block_of.get(content)
+        if block is not None and block in self._cached:
+            del self._cached[block]
+            self.forget(block)
+            self._free[block] = None
 
     def forget(self, block: int) -> None:
         """The content of the used block changes: no hash leads to it any longer."""
         content = self._hash_of.pop(block, None)
         if content is not None:
             del self._block_of[content]
+            self._value_of.pop(block, None)
 
     def forget_all(self) -> None:
         """Drop the content of every block; cached ones are free then."""
@@ -168,6 +191,7 @@ class BlockPool:
         self._cached.clear()
         self._hash_of.clear()
         self._block_of.clear()
+        self._value_of.clear()
 
     def lookup(self, content: bytes) -> int | None:
         """The used or cached block with that content."""
@@ -216,12 +240,14 @@ class BlockPool:
         for source, target in moves.items():
             if not self.refs(source) and source not in moved:
                 raise ValueError(f"source={source} contains nothing that could be moved")
-            holders, content = self._refs[source], self._hash_of.get(source)
+            holders, content, value = self._refs[source], self._hash_of.get(source), self._value_of.get(source)
             self.take_these([target])
             self.forget(source)
             self._refs[target], self._refs[source] = holders, 0
             if content is not None:
                 self._hash_of[target], self._block_of[content] = content, target
+            if value is not None:
+                self._value_of[target] = value
             if source not in moved:
                 self._free[source] = None
         if moved:
@@ -278,9 +304,15 @@ class BlockPool:
             raise RuntimeError("hashes and blocks do not lead to one another")
         if not self._cached.keys() <= self._hash_of.keys() or self._free.keys() & self._hash_of.keys():
             raise RuntimeError("a cached block has no hash, or a free one has")
+        if not self._value_of.keys() <= self._hash_of.keys():
+            raise RuntimeError("a block without a hash has a value")
 
     def _evict_oldest(self) -> int:
-        block, _ = self._cached.popitem(last=False)
+        if self._value_of:
+            block = min(self._cached, key=lambda cached: self._value_of.get(cached, 0))
+            del self._cached[block]
+        else:
+            block, _ = self._cached.popitem(last=False)
         self._forget_evicted(block)
         return block
 

@@ -15,10 +15,13 @@ class Prefix(NamedTuple):
     Attributes:
         num_blocks: leading blocks that need not be computed.
         revived: for each group, how many of them nobody uses now: they count as available until they are taken.
+        known_blocks: leading blocks whose keys and values are there; more than ``num_blocks`` where there is no
+            snapshot of the state after them.
     """
 
     num_blocks: int
     revived: list[int]
+    known_blocks: int
 
 
 def find_prefix(
@@ -26,18 +29,41 @@ def find_prefix(
 ) -> Prefix:
     """The longest run of leading blocks that every group can continue from.
 
+    A state is that of one moment: after one of the blocks there must be a snapshot of it.
+
     Args:
-        groups: of layers.
+        groups: of layers; that of states is the last.
         pools: of each group.
         hashes: of the sequence's full blocks.
         block_size: tokens per block.
     """
+    states = pools[-1] if groups[-1].is_state else None
     count = len(hashes)
     for group, pool in zip(groups, pools, strict=True):
-        if not group.window:
+        if not group.window and not group.is_state:
             count = pool.num_known(hashes, count)
-    # A group with a window needs the blocks in front of the end alone: shorten until all have theirs.
     windowed = [(group, pool) for group, pool in zip(groups, pools, strict=True) if group.window]
+    known = count = _seen_by_windows(windowed, hashes, count, block_size)
+    while states is not None:
+        while count and states.lookup(hashes[count - 1]) is None:
+            count -= 1
+        shorter = _seen_by_windows(windowed, hashes, count, block_size)
+        if shorter == count:
+            break
+        count = shorter
+    revived = []
+    for group, pool in zip(groups, pools, strict=True):
+        revived.append(pool.num_unheld(hashes[group.first_seen(count, block_size) : count]))
+    return Prefix(count, revived, known)
+
+
+def _seen_by_windows(
+    windowed: Sequence[tuple[BlockGroup, BlockPool]], hashes: Sequence[bytes], count: int, block_size: int
+) -> int:
+    """At most ``count`` leading blocks that all groups with a window can continue from.
+
+    Such a group needs the blocks in front of the end alone: they are shortened until all have theirs.
+    """
     while windowed:
         ends = [
             i
@@ -48,7 +74,4 @@ def find_prefix(
         if not ends:
             break
         count = min(ends)
-    revived = []
-    for group, pool in zip(groups, pools, strict=True):
-        revived.append(pool.num_unheld(hashes[group.first_seen(count, block_size) : count]))
-    return Prefix(count, revived)
+    return count

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from ..memory import advise_huge_pages
-from ..program import CachePart, CacheSpec, KVCache
+from ..program import CachePart, CacheSpec, KVCache, StateSpec
 from ..requests.checks import check_at_least
+from .state_pool import AnySpec, bytes_per_slot, token_specs
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +47,10 @@ def parse_memory(value: int | str, name: str = "kv_cache_memory") -> int:
     return amount
 
 
-def bytes_per_block(specs: Sequence[CacheSpec], block_size: int) -> int:
-    """Bytes that one block takes in all layers' caches together, the scales of int8 included."""
-    return block_size * sum(part.token_bytes for spec in specs for part in spec.parts())
+def bytes_per_block(specs: Sequence[AnySpec], block_size: int) -> int:
+    """Bytes that one block takes in all layers' caches together, the scales of int8 included. States take none: see
+    ``state_pool.bytes_per_slot``."""
+    return block_size * sum(part.unit_bytes for spec in token_specs(specs) for part in spec.parts())
 
 
 def available_memory() -> int:
@@ -116,20 +118,21 @@ def default_num_blocks(
 
 
 def allocate_kv_cache(
-    specs: Sequence[CacheSpec], num_blocks: int | Sequence[int], block_size: int, device: torch.device | str = "cpu"
+    specs: Sequence[AnySpec], num_blocks: int | Sequence[int], block_size: int, device: torch.device | str = "cpu"
 ) -> KVCache:
-    """The cache tensors of every entry of ``specs``: (key, value), and in int8 (key, value, key scale, value scale).
+    """The cache tensors of every entry of ``specs``: (key, value), in int8 (key, value, key scale, value scale), and
+    of a state its one tensor.
 
     Args:
         specs: what each layer stores.
-        num_blocks: of each layer, or of each group of layers.
+        num_blocks: of each layer, or of each group of layers; of states the number of slots.
         block_size: tokens per block.
         device: where they live.
 
     Returns:
         Keys and values ``[num_blocks, block_size, num_kv_heads, dim]``, scales without the last dim. Unless the entry
         says ``by_token`` they are views of ``[num_blocks, num_kv_heads, block_size, ...]``: one head's tokens of a
-        block lie together, as a CPU reads them.
+        block lie together, as a CPU reads them. States are ``[num_slots, *shape]``.
         Nothing is written, so that on a CPU a page costs memory only once a token is stored in it.
 
     Raises:
@@ -141,22 +144,33 @@ def allocate_kv_cache(
     counts = [num_blocks if isinstance(num_blocks, int) else num_blocks[spec.group] for spec in specs]
 
     def pages(spec: CacheSpec, part: CachePart, count: int) -> torch.Tensor:
-        heads, *dims = part.token_shape
+        heads, *dims = part.unit_shape
         inner = (block_size, heads) if spec.by_token else (heads, block_size)
         storage = torch.empty(count, *inner, *dims, dtype=part.dtype, device=torch.device(device))
         advise_huge_pages(storage)
         return storage if spec.by_token else storage.transpose(1, 2)
 
-    size = sum(count * bytes_per_block([spec], block_size) for spec, count in zip(specs, counts, strict=True))
+    def slots(spec: StateSpec, count: int) -> tuple[torch.Tensor, ...]:
+        (part,) = spec.parts()
+        storage = torch.empty(count, *part.unit_shape, dtype=part.dtype, device=torch.device(device))
+        advise_huge_pages(storage)
+        return (storage,)
+
+    size = sum(
+        count * (bytes_per_block([spec], block_size) + bytes_per_slot([spec]))
+        for spec, count in zip(specs, counts, strict=True)
+    )
     try:
         cache = [
-            tuple(pages(spec, part, count) for part in spec.parts())
+            slots(spec, count)
+            if isinstance(spec, StateSpec)
+            else tuple(pages(spec, part, count) for part in spec.parts())
             for spec, count in zip(specs, counts, strict=True)
         ]
     except RuntimeError as error:
         raise RuntimeError(
             f"num_blocks={num_blocks} takes {size / 2**30:.2f} GiB on {device}, which is not there; "
-            "lower num_blocks or kv_cache_memory"
+            f"lower num_blocks or kv_cache_memory{', or max_num_seqs' if bytes_per_slot(specs) else ''}"
         ) from error
     logger.info("KV cache: %s blocks of %d tokens, %.2f GiB on %s", num_blocks, block_size, size / 2**30, device)
     return cache

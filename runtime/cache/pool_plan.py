@@ -19,6 +19,7 @@ from .kv_cache import (
     default_num_blocks,
     num_blocks_in,
 )
+from .state_pool import AnySpec, bytes_per_slot, has_state, num_slots_in, num_slots_wanted, token_specs
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def plan_pools(
 
 
 def blocks_by_group(
-    specs: Sequence[CacheSpec],
+    specs: Sequence[AnySpec],
     block_size: int,
     *,
     num_blocks: int | None,
@@ -110,7 +111,9 @@ def blocks_by_group(
     max_num_batched_tokens: int,
     max_model_len: int | None,
 ) -> list[int]:
-    """Blocks of each group of layers.
+    """Blocks of each group of layers, and slots of the group of states, which is the last.
+
+    Slots come off the memory first. Where ``num_blocks`` is given they are beside it.
 
     Args:
         specs: what each layer stores.
@@ -123,8 +126,33 @@ def blocks_by_group(
         max_model_len: most tokens per sequence; None when the model does not say.
 
     Raises:
-        ValueError: not even one block fits.
+        ValueError: not even one block fits, or one sequence's state.
     """
+    if has_state(specs):
+        slots = num_slots_wanted(max_num_seqs)
+        if num_blocks is None:
+            given, name = memory, "kv_cache_memory"
+            if given is None:
+                given, name = _default_memory() if free_memory is None else free_memory, "free memory"
+            slots = num_slots_in(given, specs, block_size, max_num_seqs, name=name)
+            taken = slots * bytes_per_slot(specs)
+            memory = None if memory is None else memory - taken
+            free_memory = given - taken
+        tokens = token_specs(specs)
+        if not tokens:
+            return [slots]
+        counts = blocks_by_group(
+            tokens,
+            block_size,
+            num_blocks=num_blocks,
+            memory=memory,
+            free_memory=free_memory,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+        )
+        return [*counts, slots]
+    specs = token_specs(specs)
     num_groups = max((spec.group for spec in specs), default=0) + 1
     if num_groups == 1:
         if num_blocks is not None:
@@ -139,7 +167,7 @@ def blocks_by_group(
         return [min(num_blocks, limit) if window else num_blocks for window, limit in zip(windows, most, strict=True)]
     is_limit = memory is not None
     if memory is None:
-        memory = min(DEFAULT_CPU_CACHE_BYTES, available_memory() // 2) if free_memory is None else free_memory
+        memory = _default_memory() if free_memory is None else free_memory
     num_blocks_in(memory, specs, block_size)  # raises where not even one fits
     pools = plan_pools(
         specs,
@@ -153,6 +181,10 @@ def blocks_by_group(
     if is_limit:
         return [pool.num_blocks for pool in pools]
     return [max(1, min(pool.num_blocks, limit)) for pool, limit in zip(pools, most, strict=True)]
+
+
+def _default_memory() -> int:
+    return min(DEFAULT_CPU_CACHE_BYTES, available_memory() // 2)
 
 
 def _most(window: int, longest: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:

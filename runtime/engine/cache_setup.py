@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ..blocks import BlockGroup, BlockManager
 from ..cache.kv_cache import UNSTATED_MODEL_LEN, bytes_per_block
+from ..cache.state_pool import bytes_per_slot, has_state, token_specs
 from ..program import Program
 from ..requests.request import Request
 from .engine_options import EngineOptions
@@ -21,31 +22,21 @@ def block_groups(
 
     Args:
         program: has the layers.
-        counts: blocks of each group.
+        counts: blocks of each group, slots of that of states.
         block_size: tokens per block.
         options: say what the pools shrink to, and what is swapped where.
 
     Raises:
         ValueError: an option does not fit the others or the device.
     """
-    block_bytes = bytes_per_block(program.caches, block_size)
-    swap_space = options.swap_bytes
-    num_host_blocks = swap_space // block_bytes if block_bytes else 0
-    if options.preemption == "swap" and num_host_blocks < 1:
-        raise ValueError(
-            f"preemption='swap' finds no room in swap_space={swap_space} bytes for a block of {block_bytes} bytes; "
-            "give it more, such as 1 GiB"
-        )
-    if swap_space and num_host_blocks < 1:
-        raise ValueError(
-            f"swap_space={swap_space} bytes hold no block of {block_bytes} bytes; give it more, such as 1 GiB, or 0"
-        )
-    most = max(counts)
-    smallest = _smallest_pool(program, counts, block_size, options)
-    windows = {
-        spec.group: {other.sliding_window for other in program.caches if other.group == spec.group}
-        for spec in program.caches
-    }
+    num_host_blocks, num_host_slots = _host_units(program, block_size, options)
+    tokens = token_specs(program.caches)
+    states = [counts[-1]] if has_state(program.caches) else []
+    counts = counts[: len(counts) - len(states)]
+    # That of states alone where nothing else is stored.
+    most = max(counts or states)
+    smallest = _smallest_pool(program, [*counts, *states], block_size, options)
+    windows = {spec.group: {other.sliding_window for other in tokens if other.group == spec.group} for spec in tokens}
     groups = []
     for group, count in enumerate(counts):
         own = windows.get(group, {0})
@@ -57,7 +48,38 @@ def block_groups(
                 min_blocks=0 if smallest is None else max(1, smallest * count // most),
             )
         )
+    for count in states:
+        # Two for one sequence: it may read one and write the other.
+        least = 0 if smallest is None else min(count, max(2, smallest * count // most))
+        groups.append(BlockGroup(count, is_state=True, num_host_blocks=num_host_slots, min_blocks=least))
     return groups
+
+
+def _host_units(program: Program, block_size: int, options: EngineOptions) -> tuple[int, int]:
+    """Blocks of each group of layers, and slots of states, in host memory: of states as many as sequences run, but no
+    more than half of the memory holds where there are blocks, too."""
+    block, slot = bytes_per_block(program.caches, block_size), bytes_per_slot(program.caches)
+    swap_space = options.swap_bytes
+    needed = f"a block of {block} bytes" if not slot else f"a sequence's state of {slot} bytes"
+    if slot and block:
+        needed += f" and a block of {block} bytes"
+    is_enough = block + slot > 0 and swap_space >= block + slot
+    if options.preemption == "swap" and not is_enough:
+        raise ValueError(
+            f"preemption='swap' finds no room in swap_space={swap_space} bytes for {needed}; "
+            "give it more, such as 1 GiB"
+        )
+    if swap_space and not is_enough:
+        raise ValueError(
+            f"swap_space={swap_space} bytes hold no {needed.removeprefix('a ')}; give it more, such as 1 GiB, or 0"
+        )
+    if not is_enough:
+        return 0, 0
+    slots = 0
+    if slot:
+        share = min(swap_space // 2, swap_space - block) if block else swap_space
+        slots = min(options.max_num_seqs, max(1, share // slot))
+    return (swap_space - slots * slot) // block if block else 0, slots
 
 
 def _smallest_pool(program: Program, counts: Sequence[int], block_size: int, options: EngineOptions) -> int | None:
@@ -68,10 +90,16 @@ def _smallest_pool(program: Program, counts: Sequence[int], block_size: int, opt
     given = f"min_kv_cache_memory={options.min_kv_cache_memory!r}"
     if program.device.type != "cpu":
         raise ValueError(f"{given}: memory of {program.device} is not given back block by block; leave it out")
-    whole = sum(counts[spec.group] * bytes_per_block([spec], block_size) for spec in program.caches)
+    whole = sum(
+        counts[spec.group] * (bytes_per_block([spec], block_size) + bytes_per_slot([spec])) for spec in program.caches
+    )
     if least > whole:
         raise ValueError(f"{given} is above the {whole} bytes of the whole KV cache; lower it, or leave it out")
-    return max(1, least // bytes_per_block(program.caches, block_size))
+    unit = bytes_per_block(program.caches, block_size)
+    if has_state(program.caches):
+        # Slots shrink in proportion to blocks.
+        unit += bytes_per_slot(program.caches) * counts[-1] // max(counts[:-1] or counts)
+    return max(1, least // unit)
 
 
 def longest_sequence(blocks: BlockManager, max_model_len: int | None, longest: int | None) -> tuple[int, str]:
@@ -86,7 +114,7 @@ def longest_sequence(blocks: BlockManager, max_model_len: int | None, longest: i
         ValueError: the cache does not hold what was asked for.
     """
     capacity = blocks.capacity
-    num_blocks = [pool.max_blocks for pool in blocks.pools]
+    num_blocks = [pool.max_blocks for pool in blocks.token_pools]
     if max_model_len is not None:
         if capacity is not None and max_model_len > capacity:
             raise ValueError(

@@ -298,6 +298,9 @@ class EngineCore:
                 self._end_early(completion, "error", output.error)
                 progressed.append(completion.owner)
                 continue
+            if output.is_spoilt:
+                self.batcher.compute_anew(request)
+                continue
             self.batcher.advance(request, item.num_tokens)
             if output.prompt_logits is not None and completion.prompt_logprobs is not None:
                 # A prompt that is computed again may come with tokens of the output.

@@ -14,6 +14,7 @@ from ..blocks import BlockManager
 from ..cache.block_copier import BlockCopier
 from ..cache.kv_cache import allocate_kv_cache, bytes_per_block
 from ..cache.pool_plan import blocks_by_group
+from ..cache.state_pool import bytes_per_slot, snapshot_interval
 from ..memory import keep_freed_memory
 from ..profiling.profile import Profile
 from ..program import Program
@@ -114,7 +115,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.limits = PromptLimits(program.vocab_size, max_model_len, reason)
         self.eos_token_ids = frozenset(int(token) for token in eos_token_ids)
-        cost = PreemptionCost(bytes_per_block(program.caches, 1))
+        cost = PreemptionCost(bytes_per_block(program.caches, 1), state_bytes=bytes_per_slot(program.caches))
         self.batcher = Batcher(
             self.block_manager,
             options.max_num_seqs,
@@ -125,6 +126,7 @@ class Engine:
             cost=cost,
             max_queue=options.max_queue,
             batches=batches,
+            snapshot_interval=snapshot_interval(program.caches, block_size),
             key_variant=partial(key_variant, proxy(program)),  # the runner keeps it, until the engine is shut down
         )
         spare = program.reserve(options.max_num_seqs, options.max_num_batched_tokens, max_model_len)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from ..batching.schedule import ScheduledRequest
+from ..cache.state_pool import has_state, num_token_groups
 from ..program import KVCache, Program
 from ..requests.request import Request
 from ..step_metadata import StepMetadata
@@ -47,7 +48,8 @@ class ModelRunner:
         columns = min(_FIRST_COLUMNS, max_model_len)
         self._tokens: npt.NDArray[np.int64] = np.zeros((max_num_seqs, columns), np.int64)
         first_blocks = np.zeros((max_num_seqs, -(-columns // block_size)), np.int32)
-        num_groups = max((spec.group for spec in program.caches), default=0) + 1
+        self._has_state = has_state(program.caches)
+        num_groups = num_token_groups(program.caches)
         self._blocks: list[npt.NDArray[np.int32]] = [first_blocks.copy() for _ in range(num_groups)]
         self._num_tokens = np.zeros(max_num_seqs, np.int64)
         self._num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
@@ -93,7 +95,8 @@ class ModelRunner:
                 self._requests[row] = None
 
     def set_blocks(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
-        """Replace the request's tables, one for each group of layers."""
+        """Replace the request's tables, one for each group of layers. That of states is passed over: each step says
+        which slots it uses."""
         self._num_blocks[_row(request)] = 0
         self.append_blocks(request, tables)
 
@@ -101,8 +104,8 @@ class ModelRunner:
         """Add blocks to the end of the request's tables: as many to each group's."""
         row = _row(request)
         first = self._num_blocks[row]
-        end = first + len(block_ids[0])
-        for group, ids in enumerate(block_ids):
+        end = first + (len(block_ids[0]) if self._blocks else 0)
+        for group, ids in enumerate(block_ids[: len(self._blocks)]):
             if end > self._blocks[group].shape[1]:
                 self._blocks[group] = _widened(self._blocks[group], end)
             self._blocks[group][row, first:end] = ids
@@ -164,6 +167,8 @@ class ModelRunner:
             )
             for blocks in self._blocks
         ]
+        if not placed:
+            placed = [(torch.zeros(total, dtype=torch.int64), torch.zeros(len(scheduled), 1, dtype=torch.int32))]
         bounds = np.zeros(len(scheduled) + 1, np.int32)
         bounds[1:] = ends
         asked = ends[plan[:, 3] != 0] - 1
@@ -175,6 +180,9 @@ class ModelRunner:
         lengths = self._num_prompt_tokens
         if (limit := self.program.restart_length) is not None:
             lengths = np.where(self._num_tokens > limit, np.maximum(lengths, limit + 1), lengths)
+        slots = None
+        if self._has_state:
+            slots = np.array([(item.state_read, item.state_write) for item in scheduled], np.int32).T.copy()
         return (
             torch.from_numpy(self._tokens[token_rows, positions][None]),
             torch.from_numpy(positions[None]),
@@ -186,6 +194,8 @@ class ModelRunner:
                 logits_rows=torch.from_numpy(asked),
                 token_lengths=torch.from_numpy(np.maximum(lengths[token_rows], positions + 1)),
                 groups=tuple(placed[1:]),
+                state_read=None if slots is None else torch.from_numpy(slots[0]),
+                state_write=None if slots is None else torch.from_numpy(slots[1]),
             ),
         )
 

@@ -48,6 +48,9 @@ class StepComputer:
     def compute(self, scheduled: Sequence[ScheduledRequest], tasks: Sequence[SampleTask]) -> list[StepOutput]:
         """Run the model and choose; if that raises, each request runs alone, so that only culprits fail.
 
+        Keys and values can be written a second time, a state that was written over cannot: whose state that is gets
+        an output that says so.
+
         Args:
             scheduled: of one step.
             tasks: one for each; nothing is sampled for those that have tokens left to compute.
@@ -64,7 +67,10 @@ class StepComputer:
                 len(scheduled),
                 one_line(error),
             )
-        return [self.compute([item], [task])[0] for item, task in zip(scheduled, tasks, strict=True)]
+        return [
+            StepOutput(is_spoilt=True) if item.overwrites_state else self.compute([item], [task])[0]
+            for item, task in zip(scheduled, tasks, strict=True)
+        ]
 
     def _compute_together(
         self, scheduled: Sequence[ScheduledRequest], tasks: Sequence[SampleTask]

@@ -43,9 +43,11 @@ class StepOutput:
         candidates: what may follow a beam.
         prompt_logits: ``[num_tokens, vocab_size]``, the rows of its tokens, where the prompt is scored.
         error: why there is nothing.
+        is_spoilt: a failed step has written over a part of its state; it is to be computed anew.
     """
 
     tokens: tuple[SampledToken, ...] = ()
     candidates: Candidates | None = None
     prompt_logits: Tensor | None = None
     error: str | None = None
+    is_spoilt: bool = False

@@ -13,16 +13,19 @@ import torch
 
 from . import (
     attention,
+    causal_conv1d,
     elementwise,
     gated_activation,
     invariant_linear,
     layer_norm,
+    linear_recurrence,
     moe,
     packed_linear,
     paged_attention,
     quantized_linear,
     rms_norm,
     rope,
+    selective_scan,
 )
 from .reference import attention_reference, paged_attention_reference
 
@@ -42,6 +45,12 @@ CPU_FUNCTIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     rope.rope: rope.rope_cpu,
     gated_activation.gated_activation: gated_activation.gated_activation_cpu,
     gated_activation.activation: gated_activation.activation_cpu,
+    causal_conv1d.causal_conv1d: causal_conv1d.causal_conv1d_cpu,
+    causal_conv1d.causal_conv1d_seq: causal_conv1d.causal_conv1d_seq_cpu,
+    linear_recurrence.linear_recurrence: linear_recurrence.linear_recurrence_cpu,
+    linear_recurrence.linear_recurrence_seq: linear_recurrence.linear_recurrence_seq_cpu,
+    selective_scan.selective_scan: selective_scan.selective_scan_cpu,
+    selective_scan.selective_scan_seq: selective_scan.selective_scan_seq_cpu,
 }
 """What each overload runs for CPU tensors, to be called without the dispatcher, which costs more than a small
 kernel. The arguments are the schema's, positional and all of them. Nothing is guarded: the tensors must be on the
@@ -51,10 +60,12 @@ __all__ = [
     "CPU_FUNCTIONS",
     "attention",
     "attention_reference",
+    "causal_conv1d",
     "elementwise",
     "gated_activation",
     "invariant_linear",
     "layer_norm",
+    "linear_recurrence",
     "moe",
     "packed_linear",
     "paged_attention",
@@ -62,4 +73,5 @@ __all__ = [
     "quantized_linear",
     "rms_norm",
     "rope",
+    "selective_scan",
 ]

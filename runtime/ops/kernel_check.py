@@ -5,6 +5,8 @@ the kernel takes at a time, and long enough to be split over their keys and merg
 
 Mixtures of experts: in half precision a self-check of whole models excuses rows that a router may have sent
 elsewhere. Here the experts are given.
+
+Operators that keep state: see ``state_check``.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from .moe import moe_cpu, moe_reference
 from .native import load_kernels
 from .paged_attention import paged_attention_cpu
 from .reference import paged_attention_reference
+from .state_check import wrong_states
 
 _HEADS, _KV_HEADS, _DIM, _BLOCK = 8, 2, 64, 32
 _CONTEXTS = (70, 1300, 150)
@@ -34,7 +37,9 @@ def check_kernels() -> None:
     Raises:
         RuntimeError: they give wrong numbers, or read blocks that do not exist.
     """
-    why = "" if load_kernels() is None else wrong_attention(paged_attention_cpu) or wrong_experts(moe_cpu)
+    why = ""
+    if load_kernels() is not None:
+        why = wrong_attention(paged_attention_cpu) or wrong_experts(moe_cpu) or wrong_states()
     if why:
         raise RuntimeError(
             f"the C++ kernels in {cache_folder() / 'kernels'} are wrong on this machine: {why}; delete them, so that "

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ..cache.kv_cache import allocate_kv_cache
+from ..cache.state_pool import has_state, num_token_groups
 from ..program import Program
 from ..requests.checks import check_at_least
 from ..step_metadata import StepMetadata
@@ -67,13 +68,18 @@ def measure_activations(
     counts = _dealt_out(max_num_batched_tokens, max_num_seqs, longest)
     spare = program.reserve(max_num_seqs, max_num_batched_tokens, longest)
     num_blocks = sum(-(-count // block_size) for count in counts) + spare
-    caches = allocate_kv_cache(program.caches, num_blocks, block_size, program.device)
+    keeps_state = has_state(program.caches)
+    by_group = [num_blocks] * num_token_groups(program.caches)
+    if keeps_state:
+        by_group.append(len(counts) + spare)
+    caches = allocate_kv_cache(program.caches, by_group, block_size, program.device)
     for layer in caches:
         for tensor in layer:
             tensor.zero_()  # so that its pages are there before
     program.bind(caches)
-    _run(program, _step([1], block_size))  # reads the weights, makes threads and lookup tables
-    largest = _step(counts, block_size)
+    # Reads the weights, makes threads and lookup tables.
+    _run(program, _step([1], block_size, keeps_state))
+    largest = _step(counts, block_size, keeps_state)
     peak_of = _peak_on_host if program.device.type == "cpu" else _peak_on_device
     return ActivationMeasurement(peak_of(program, largest), sum(counts), len(counts))
 
@@ -85,8 +91,8 @@ def _dealt_out(num_tokens: int, max_num_seqs: int, longest: int) -> list[int]:
     return [each + (i < left) for i in range(num_seqs)]
 
 
-def _step(counts: list[int], block_size: int) -> _Step:
-    """Prompts of these lengths, each in blocks of its own, from the first block on."""
+def _step(counts: list[int], block_size: int, keeps_state: bool) -> _Step:
+    """Prompts of these lengths, each in blocks and a slot of its own, from the first one on."""
     blocks = [-(-count // block_size) for count in counts]
     tokens, table = sum(counts), torch.zeros(len(counts), max(blocks), dtype=torch.int32)
     positions, slots = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens, dtype=torch.int64)
@@ -105,6 +111,8 @@ def _step(counts: list[int], block_size: int) -> _Step:
         seq_lens=lengths.int(),
         logits_rows=ends - 1,
         token_lengths=lengths.repeat_interleave(lengths),
+        state_read=torch.full((len(counts),), -1, dtype=torch.int32) if keeps_state else None,
+        state_write=torch.arange(len(counts), dtype=torch.int32) if keeps_state else None,
     )
     return torch.zeros(1, tokens, dtype=torch.int64), positions[None], step
 

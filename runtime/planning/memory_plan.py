@@ -13,7 +13,7 @@ from typing import Any
 
 from ..cache.kv_cache import bytes_per_block
 from ..cache.pool_plan import PoolPlan, plan_pools
-from ..program import CacheSpec
+from ..cache.state_pool import AnySpec, bytes_per_slot, slots_that_fit, token_specs
 from ..requests.checks import check_at_least
 
 SHORTEST_LISTED = 512
@@ -27,7 +27,7 @@ class LengthLimit:
     Attributes:
         tokens: of each sequence, prompt and output together.
         sequence_bytes: cache that one sequence takes in blocks, the unused end of its last block included; of layers
-            with a sliding window, what the window touches.
+            with a sliding window, what the window touches. A state is in it.
         paged: sequences that fit in blocks.
         contiguous: sequences that fit when each reserves ``max_model_len`` tokens; the same at every length.
         running: sequences that the pools as planned, and ``max_num_seqs``, let run at once.
@@ -51,12 +51,14 @@ class MemoryPlan:
         memory: all that there is.
         weight_bytes: the model's parameters and buffers.
         activation_bytes: what a step of ``max_num_batched_tokens`` tokens takes beside weights and cache.
-        cache_bytes: what is left for the KV cache; 0 when nothing is.
+        cache_bytes: what is left for the KV cache and states; 0 when nothing is.
         token_bytes: keys and values of one token in all layers.
         block_size: tokens per block.
         block_bytes: of one block in all layers.
         pools: blocks that sequences get, for each group of layers; 0 when not even one fits.
-        spare_blocks: blocks of each cache that the program keeps for itself, beside these.
+        state_bytes: of one sequence's state in all layers; 0 where the model keeps none.
+        state_slots: that sequences get, see ``state_pool.slots_that_fit``.
+        spare_blocks: blocks, and slots, of each cache that the program keeps for itself, beside these.
         max_num_seqs, max_num_batched_tokens, max_model_len: the limits that were planned for.
         contiguous_sequences: sequences that fit when each reserves ``max_model_len`` tokens, whatever it will need.
         limits: sequences at once by their length.
@@ -70,6 +72,8 @@ class MemoryPlan:
     block_size: int
     block_bytes: int
     pools: tuple[PoolPlan, ...]
+    state_bytes: int
+    state_slots: int
     spare_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -80,7 +84,7 @@ class MemoryPlan:
     @property
     def num_blocks(self) -> int:
         """Blocks of the largest pool: of layers without a window, if there are any."""
-        return max(pool.num_blocks for pool in self.pools)
+        return max((pool.num_blocks for pool in self.pools), default=0)
 
     @property
     def num_tokens(self) -> int:
@@ -90,7 +94,7 @@ class MemoryPlan:
     @property
     def longest_sequence(self) -> int:
         """Most tokens that one sequence can have when it is alone."""
-        longest = self.max_model_len
+        longest = self.max_model_len if self.state_slots or not self.state_bytes else 0
         for pool in self.pools:
             # One block more than the window touches is enough to slide.
             if not pool.window or pool.num_blocks <= -(-pool.window // self.block_size):
@@ -104,8 +108,9 @@ class MemoryPlan:
 
     @property
     def missing_bytes(self) -> int:
-        """Memory that lacks for weights, activations and a first block; 0 when there is enough."""
+        """Memory that lacks for weights, activations, a first block and a first state; 0 when there is enough."""
         needed = self.weight_bytes + self.activation_bytes + (self.spare_blocks + 1) * self.block_bytes
+        needed += (self.spare_blocks + 2) * self.state_bytes
         return max(0, needed - self.memory)
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,7 +120,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    specs: Sequence[CacheSpec],
+    specs: Sequence[AnySpec],
     *,
     memory: int,
     weight_bytes: int,
@@ -145,7 +150,7 @@ def plan_memory(
         by_window: give layers with different windows pools of their own, see ``plan_pools``.
 
     Raises:
-        ValueError: a size is out of range, or the model stores no keys and values. Too little memory is no error:
+        ValueError: a size is out of range, or the model stores nothing. Too little memory is no error:
             the plan then has no blocks and says how much is missing.
     """
     check_at_least(
@@ -160,14 +165,16 @@ def plan_memory(
     used = {"weight_bytes": weight_bytes, "activation_bytes": activation_bytes, "spare_blocks": spare_blocks}
     check_at_least(0, "use 0 for none", **used)
     token_bytes, block_bytes = bytes_per_block(specs, 1), bytes_per_block(specs, block_size)
-    if not token_bytes:
+    state_bytes = bytes_per_slot(specs)
+    if not token_bytes + state_bytes:
         raise ValueError("specs name no keys and values to store; give the cache specs of an attention model")
     cache_bytes = max(0, memory - weight_bytes - activation_bytes)
-    usable = max(0, cache_bytes - spare_blocks * block_bytes)
-    contiguous = usable // (max_model_len * token_bytes)
+    usable = max(0, cache_bytes - spare_blocks * (block_bytes + state_bytes))
+    contiguous = usable // (max_model_len * token_bytes + state_bytes)
+    slots = slots_that_fit(usable, state_bytes, block_bytes, max_num_seqs)
     pools = plan_pools(
-        specs,
-        usable,
+        token_specs(specs),
+        usable - slots * state_bytes if slots or not state_bytes else 0,
         block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -181,9 +188,11 @@ def plan_memory(
         held = [pool.blocks_of(tokens, block_size) for pool in pools]
         # While a prompt is computed, the step's chunk of it lies beside the window.
         beside = [min(chunk, blocks - own) for own in held]
-        sequence_bytes = sum(pool.block_bytes * own for pool, own in zip(pools, held, strict=True))
+        sequence_bytes = state_bytes + sum(pool.block_bytes * own for pool, own in zip(pools, held, strict=True))
         chunk_bytes = sum(pool.block_bytes * more for pool, more in zip(pools, beside, strict=True))
         fitting = [max(0, pool.num_blocks - more) // own for pool, own, more in zip(pools, held, beside, strict=True)]
+        if state_bytes:
+            fitting.append(slots)
         return LengthLimit(
             tokens=tokens,
             sequence_bytes=sequence_bytes,
@@ -203,6 +212,8 @@ def plan_memory(
         block_size=block_size,
         block_bytes=block_bytes,
         pools=pools,
+        state_bytes=state_bytes,
+        state_slots=slots,
         spare_blocks=spare_blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

@@ -106,7 +106,7 @@ class Emulated:
 
     def run(self, build: Build, arguments: Sequence[str], scratch: Path) -> subprocess.CompletedProcess[str]:
         """Run Python with the kernels of a build, which are compiled in ``scratch``, an empty folder."""
-        library = scratch / "kernels.so"
+        library = scratch / "pagoda_kernels.so"  # transformers looks for a module named kernels
         flags = [flag for flag in native.FLAGS if not flag.startswith("-march=")]
         sources = sorted(map(str, (ROOT / "runtime/ops/csrc").glob("*.cpp")))
         _run([COMPILER, *flags, f"-march={build.march}", *sources, "-o", str(library)])

@@ -314,6 +314,25 @@ def test_what_torch_computes_for_a_kernel_is_repeated(replays):
 
 
 @needs_kernels
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_is_copied_for_a_kernel_is_repeated(replays, inference):
+    """A convolution copies inputs that do not lie row by row, by what counts as a view in inference mode."""
+
+    def build(graph):
+        x, weight = (graph.placeholder(name) for name in ("x", "weight"))
+        rows = graph.call_function(torch.ops.aten.transpose.int, (x, 1, 2))
+        graph.output((graph.call_function(torch.ops.pagoda.causal_conv1d_seq.default, (rows, weight, None, "")),))
+
+    steps, weight = steps_of(build), torch.randn(64, 4)
+    for _ in range(4):
+        x = torch.randn(1, 64, 9)
+        with torch.inference_mode(inference):
+            (found,) = steps([x, weight])
+            assert torch.equal(found, torch.ops.pagoda.causal_conv1d_seq(x.transpose(1, 2), weight, None, ""))
+    assert len(replays) == 2
+
+
+@needs_kernels
 def test_the_oldest_record_goes_first(served, monkeypatch):
     monkeypatch.setattr(recorded_step, "MOST_STEPS", 2)
     steps = steps_of(lambda graph: graph.output((graph.placeholder("x"),)))

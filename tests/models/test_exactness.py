@@ -41,6 +41,8 @@ MODELS = (
     ),
     *("falcon", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4", "olmo2", "cohere", "starcoder2"),
     "granite",
+    # With state: gated delta rule, delta rule per channel and MLA, Mamba-2 beside attention, Mamba-1, convolutions.
+    *("qwen3_5_text", "kimi_linear", "falcon_h1", "jamba", "lfm2_moe"),
 )
 COMPILED_BY_INDUCTOR = ("llama", "gemma2", "qwen3_moe")
 MAX_TOKENS = 12

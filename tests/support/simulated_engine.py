@@ -16,6 +16,9 @@ from torch_pagoda.runtime.requests.request import Request, RequestStatus
 EMPTY = 0
 """What a slot holds that was never written."""
 
+SPOILT = -1
+"""What a slot holds that a failed step has written to."""
+
 TIMES = ("before", "after", "late")
 """When copies beside a step are made: before its writes, after them, or only when the next step is planned."""
 
@@ -69,20 +72,39 @@ class SimulatedCache:
     def write(self, tables: Sequence[Sequence[int]], names: Sequence[int], start: int) -> None:
         """Tokens from ``start`` on are computed; ``names``: of all tokens up to the last of them."""
         size = self.manager.block_size
-        for g, (group, pool) in enumerate(zip(self.manager.groups, self.manager.pools, strict=True)):
+        for g, pool in enumerate(self.manager.token_pools):
             for p in range(start, len(names)):
-                block = tables[g][0 if group.is_state else p // size]
+                block = tables[g][p // size]
                 assert 0 <= block < pool.num_blocks, f"token {p} is written to block {block}"
-                slot = 0 if group.is_state else p % size
-                self.device[g].setdefault(block, self._blank())[slot] = names[p]
+                self.device[g].setdefault(block, self._blank())[p % size] = names[p]
+
+    def write_states(self, steps: Sequence[tuple[int, int, Sequence[int], int]]) -> None:
+        """A step goes on from states, and writes those after its tokens.
+
+        Args:
+            steps: of each sequence the slots that it reads and writes, the names of its tokens and where the step
+                starts. An empty list of names: the step fails.
+        """
+        pool, states = self.manager.pools[-1], self.device[-1]
+        written = [write for _, write, _, _ in steps]
+        assert len(set(written)) == len(written) and all(0 <= slot < pool.num_blocks for slot in written)
+        for read, write, names, start in steps:
+            assert (read < 0) == (start == 0)
+            assert read == write or read not in written, f"slot {read} is read while another is to be kept in it"
+            if start and names:
+                assert states[read][0] == names[start - 1], f"the state in slot {read} is another's"
+        for _, write, names, _ in steps:
+            states[write] = [names[-1] if names else SPOILT]
+
+    def state_is(self, slot: int, name: int) -> bool:
+        """True if the slot holds the state after the token of that name."""
+        return self.device[-1].get(slot, [EMPTY])[0] == name
 
     def read(self, tables: Sequence[Sequence[int]], names: Sequence[int], first_query: int) -> None:
         """Assert that all which tokens from ``first_query`` to the last of ``names`` see is what it should be."""
         size = self.manager.block_size
         for g, group in enumerate(self.manager.groups):
             if group.is_state:
-                if names:
-                    assert self.device[g][tables[g][0]][0] == names[-1], f"state in {tables[g]}"
                 continue
             first = max(0, first_query - group.window + 1) if group.window else 0
             for p in range(first, len(names)):
@@ -139,12 +161,17 @@ class SimulatedEngine:
             self.cache.copy(schedule.overlapped_copies)
         if not fails:
             self._compute(schedule)
+        self._compute_states(schedule, fails)
         if overlapped == "after":
             self.cache.copy(schedule.overlapped_copies)
         elif overlapped == "late":
             self._late = schedule.overlapped_copies
+        if fails:
+            for item in schedule.requests:
+                if item.overwrites_state:
+                    self.compute_anew(item.request)
         if not self._late:
-            self._read_all()
+            self._read_all(schedule)
         if not fails:
             self._settle(schedule)
         return schedule
@@ -179,6 +206,11 @@ class SimulatedEngine:
     def restart(self, request: Request) -> None:
         """Compute a running request anew."""
         self.batcher.restart(request)
+        self._names[request] = []
+
+    def compute_anew(self, request: Request) -> None:
+        """As ``restart``, of a request whose state is spoilt."""
+        self.batcher.compute_anew(request)
         self._names[request] = []
 
     def requeue_all(self) -> None:
@@ -248,9 +280,8 @@ class SimulatedEngine:
                 assert not names, "tokens are said to be computed that were not"
                 found = request.tokens(0, item.start)
                 self._names[request] = self.prefixes.extended([], found, request.cache_salt)
-            for known, real in zip(
-                self._tables[request.request_id], batcher.block_manager.tables(request.request_id), strict=True
-            ):
+            tables = batcher.block_manager.tables(request.request_id)[: len(batcher.block_manager.token_pools)]
+            for known, real in zip(self._tables[request.request_id], tables, strict=False):
                 assert len(known) == len(real)
                 assert all(a == b for a, b in zip(known, real, strict=True) if b != NULL_BLOCK), (
                     "the runner was not told"
@@ -263,22 +294,34 @@ class SimulatedEngine:
             names = self._names[request][: item.start]
             names = self.prefixes.extended(names, request.tokens(item.start, end), request.cache_salt)
             self._names[request] = names
-            tables = self._tables[request.request_id]
-            for g, group in enumerate(self.batcher.block_manager.groups):
-                if group.is_state and item.start:
-                    assert self.cache.device[g][tables[g][0]][0] == names[item.start - 1], "another's state"
-            self.cache.write(tables, names, item.start)
+            self.cache.write(self._tables[request.request_id], names, item.start)
         for item in schedule.requests:
             self.cache.read(self._tables[item.request.request_id], self._names[item.request], item.start)
         self.num_tokens += schedule.num_tokens
 
-    def _read_all(self) -> None:
+    def _compute_states(self, schedule: Schedule, fails: bool) -> None:
+        if not self.batcher.block_manager.has_state:
+            assert all(item.state_read == item.state_write == -1 for item in schedule.requests)
+            return
+        self.cache.write_states(
+            [
+                (item.state_read, item.state_write, [] if fails else self._names[item.request], item.start)
+                for item in schedule.requests
+            ]
+        )
+
+    def _read_all(self, schedule: Schedule) -> None:
         """Whoever runs, in this step or not, must find all that its next token sees."""
+        blocks = self.batcher.block_manager
+        written = {item.request: item.state_write for item in schedule.requests}
         for request in self.batcher.running:
             names = self._names.get(request, [])
-            tables = self.batcher.block_manager.tables(request.request_id)
+            tables = blocks.tables(request.request_id)
             if len(names) >= request.num_computed_tokens:
                 self.cache.read(tables, names, len(names))
+                if blocks.has_state and names:
+                    slot = written.get(request, tables[-1][0]) if len(names) > request.num_computed_tokens else None
+                    assert self.cache.state_is(tables[-1][0] if slot is None else slot, names[-1])
 
     def _settle(self, schedule: Schedule) -> None:
         for item in schedule.requests:

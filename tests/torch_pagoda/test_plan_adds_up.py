@@ -12,14 +12,20 @@ from rich.console import Console
 
 from torch_pagoda.cli.memory_table import apportioned, block_line, memory_table
 from torch_pagoda.runtime.planning.memory_plan import MemoryPlan, plan_memory
-from torch_pagoda.runtime.program import CacheSpec
+from torch_pagoda.runtime.program import CacheSpec, StateSpec
 
 sizes = st.integers(0, 2**34)
 memories = st.one_of(st.integers(1, 2**20), st.integers(2**20, 2**40))
 
 
 def plan_of(memory: int, weights: int, activations: int, windows: tuple[int, ...] = (0,)) -> MemoryPlan:
-    specs = [CacheSpec(3, 40, 40, torch.bfloat16, window) for window in windows]
+    """A plan of layers with these windows; one that is below 0 stands for a state."""
+    specs = [
+        CacheSpec(3, 40, 40, torch.bfloat16, window)
+        if window >= 0
+        else StateSpec("conv_state", (9, 999), torch.float32)
+        for window in windows
+    ]
     return plan_memory(
         specs,
         memory=memory,
@@ -43,7 +49,7 @@ def rows_of(found: MemoryPlan) -> list[tuple[str, Decimal, Decimal]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(memories, sizes, sizes, st.sampled_from([(0,), (128, 0), (64,)]))
+@given(memories, sizes, sizes, st.sampled_from([(0,), (128, 0), (64,), (0, -1), (-1,)]))
 @example(2**30, 7_740_000, 12_600_000, (0,))
 @example(2**26, 7_740_000, 12_600_000, (0,))
 @example(100 * 2**10, 7_740_000, 12_600_000, (0,))
@@ -55,7 +61,7 @@ def test_parts_add_up_to_the_whole(memory: int, weights: int, activations: int, 
     assert whole[0] == "all"
     inner = [row for row in parts if row[0].startswith("  ")]
     outer = [row for row in parts if not row[0].startswith("  ")]
-    (cache,) = [row for row in outer if row[0] == "KV cache"]
+    (cache,) = [row for row in outer if row[0] in ("KV cache", "KV cache and states", "states")]
     for column, unit in ((1, 2**30), (2, 10**9)):
         figures = [row[column] for row in rows]
         assert len({figure.as_tuple().exponent for figure in figures}) == 1  # as many decimals everywhere

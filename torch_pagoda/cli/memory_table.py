@@ -29,10 +29,11 @@ def memory_table(found: MemoryPlan, measured: bool) -> Table:
         measured: whether the activations were; they are estimated otherwise.
     """
     how = "measured" if measured else "estimated"
+    name = cache_name(found)
     outer = {
         "weights": found.weight_bytes,
         f"activations, {found.max_num_batched_tokens} tokens, {how}": found.activation_bytes,
-        "KV cache": found.cache_bytes,
+        name: found.cache_bytes,
     }
     lacking = sum(outer.values()) - found.memory
     if lacking:
@@ -40,27 +41,43 @@ def memory_table(found: MemoryPlan, measured: bool) -> Table:
     inner = {}
     if found.cache_bytes:
         left = left_over(found)
-        inner = {"  blocks": found.cache_bytes - left, "  left over": left}
-    columns = [_column(outer, inner, found.memory, unit) for unit in (GIB, GB)]
+        states = found.state_slots * found.state_bytes
+        inner = {"  blocks": found.cache_bytes - left - states, "  states": states, "  left over": left}
+        if not found.state_bytes:
+            del inner["  states"]
+        if not found.pools:
+            del inner["  blocks"]
+    columns = [_column(outer, inner, found.memory, unit, name) for unit in (GIB, GB)]
     table = number_table("memory", "GiB", "GB")
-    for name in columns[0]:
-        table.add_row(name, *(column[name] for column in columns))
+    for row in columns[0]:
+        table.add_row(row, *(column[row] for column in columns))
     return table
 
 
+def cache_name(found: MemoryPlan) -> str:
+    """What is left beside weights and activations is for these."""
+    if not found.state_bytes:
+        return "KV cache"
+    return "KV cache and states" if found.pools else "states"
+
+
 def block_line(found: MemoryPlan) -> str:
-    """Say what blocks each pool has, for how many tokens, and what of the cache is too little for another block."""
+    """Say what blocks each pool has, for how many tokens, how many states there are, and what of the cache is too
+    little for more."""
     parts = []
     for pool in found.pools:
         layers = f" of {len(pool.layers)} layers" if len(found.pools) > 1 else ""
         window = f" with a window of {pool.window} tokens" if pool.window else ""
         parts.append(f"{pool.num_blocks:,} blocks{layers}{window}, for {pool.num_blocks * found.block_size:,} tokens")
+    if found.state_bytes:
+        parts.append(f"{found.state_slots:,} slots of states")
     return f"{'; '.join(parts)}; {left_over(found):,} bytes are left over."
 
 
 def left_over(found: MemoryPlan) -> int:
-    """Bytes of the KV cache that no block takes."""
-    return found.cache_bytes - sum(pool.num_blocks * pool.block_bytes for pool in found.pools)
+    """Bytes of the cache that no block and no state takes."""
+    taken = sum(pool.num_blocks * pool.block_bytes for pool in found.pools) + found.state_slots * found.state_bytes
+    return found.cache_bytes - taken
 
 
 def apportioned(parts: Sequence[int], unit: Fraction | int, whole: int) -> list[int]:
@@ -82,17 +99,17 @@ def apportioned(parts: Sequence[int], unit: Fraction | int, whole: int) -> list[
     return shares
 
 
-def _column(outer: dict[str, int], inner: dict[str, int], memory: int, unit: int) -> dict[str, str]:
+def _column(outer: dict[str, int], inner: dict[str, int], memory: int, unit: int, divided: str) -> dict[str, str]:
     """The figures of a column by row, with as many decimals as show three digits of the smallest part."""
     smallest = min(size for size in (memory, *outer.values()) if size > 0)
     decimals = min(max(2 - math.floor(math.log10(smallest / unit)), _FEWEST_DECIMALS), _MOST_DECIMALS)
     last = Fraction(unit, 10**decimals)
     whole = round(memory / last)
     shares = dict(zip(outer, apportioned(list(outer.values()), last, whole), strict=True))
-    within = dict(zip(inner, apportioned(list(inner.values()), last, shares["KV cache"]), strict=True))
+    within = dict(zip(inner, apportioned(list(inner.values()), last, shares[divided]), strict=True))
     rows = {}
     for name, share in {**shares, "all": whole}.items():
         rows[name] = share
-        if name == "KV cache":
+        if name == divided:
             rows.update(within)
     return {name: f"{share / 10**decimals:.{decimals}f}" for name, share in rows.items()}

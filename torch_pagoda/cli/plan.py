@@ -235,9 +235,14 @@ def _sizes(sizes: BlockSizePlan) -> Table:
 
 def _words(found: MemoryPlan, measured: bool) -> Iterator[str]:
     """The figures that are single numbers."""
-    yield f"KV per token: {_exactly(found.token_bytes)}; a block of {found.block_size}: {_exactly(found.block_bytes)}"
+    if found.pools:
+        block = _exactly(found.block_bytes)
+        yield f"KV per token: {_exactly(found.token_bytes)}; a block of {found.block_size}: {block}"
+    if found.state_bytes:
+        yield f"State per sequence: {_exactly(found.state_bytes)}"
     if found.missing_bytes:
-        yield f"It does not fit: a first block needs {_size(found.missing_bytes)} more."
+        first = "a first block" if not found.state_bytes else "the first sequence's state"
+        yield f"It does not fit: {first} needs {_size(found.missing_bytes)} more."
         return
     yield block_line(found)
     yield f"Longest sequence: {found.longest_sequence} tokens; contiguous: {found.contiguous_longest_sequence}."

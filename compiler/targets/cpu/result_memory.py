@@ -76,9 +76,19 @@ class ResultWatch(TorchDispatchMode):
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         if func not in _ALLOCATIONS:
-            self.computes |= not func.is_view
+            # contiguous, to and reshape count as views, and copy where they must.
+            self.computes |= not (func.is_view and _same_memory(found, args[0]))
             return found
         size = found.untyped_storage().nbytes()
         piece = self._memory.take(size)
         self.taken.append(piece.data_ptr())
         return piece[:size].view(found.dtype).as_strided(found.size(), found.stride())
+
+
+def _same_memory(found: Any, given: Any) -> bool:
+    """True if all tensors of a result lie where an argument lies."""
+    results = found if isinstance(found, list | tuple) else (found,)
+    return isinstance(given, torch.Tensor) and all(
+        isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+        for result in results
+    )

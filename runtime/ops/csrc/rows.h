@@ -51,13 +51,18 @@ struct BrainHalf : SixteenBits<BrainHalf> {
 #elif defined(PAGODA_ARM_BF16)
     return (vshort)vcvt_bf16_f32((float32x4_t)v);
 #else
-    vuint bits = (vuint)v;
-    bits = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-    const vint number = v == v;
-    bits = (bits & (vuint)number) | (0x7FC0u & ~(vuint)number);
-    return __builtin_convertvector(bits, vshort);
+    return __builtin_convertvector(rounded_bits(v) >> 16, vshort);
 #endif
   }
+#if !defined(PAGODA_BF16) && !defined(PAGODA_ARM_BF16)
+  static inline vfloat rounded(vfloat v) { return (vfloat)(rounded_bits(v) & 0xFFFF0000u); }
+
+ private:
+  static inline vuint rounded_bits(vfloat v) {
+    const vuint bits = (vuint)v, number = (vuint)(v == v);
+    return ((bits + 0x7FFFu + ((bits >> 16) & 1u)) & number) | (0x7FC00000u & ~number);
+  }
+#endif
 };
 
 struct Half : SixteenBits<Half> {

@@ -151,6 +151,36 @@ static inline float power_of_two(float x) { return power_of_two(splat(x))[0]; }
 
 constexpr float kLog2E = 1.44269504088896341f;
 
+// e^x to an ulp, its errors on both sides alike, so that thousands of factors keep to their product (Cephes' expf);
+// 0 below -104, infinite above 88.8. NaN stays NaN.
+static inline vfloat exponential(vfloat x) {
+  const float rounder = 12582912.f;  // as above
+  const vfloat low = x < splat(-104.f) ? splat(-104.f) : x, bounded = low > splat(89.f) ? splat(89.f) : low;
+  const vfloat shifted = multiply_add(splat(rounder), bounded, splat(kLog2E));
+  const vfloat whole = shifted - rounder;
+  vfloat r = multiply_add(bounded, whole, splat(-0.693359375f));
+  r = multiply_add(r, whole, splat(2.12194440e-4f));
+  vfloat p = splat(1.9875691500e-4f);
+  p = multiply_add(splat(1.3981999507e-3f), p, r);
+  p = multiply_add(splat(8.3334519073e-3f), p, r);
+  p = multiply_add(splat(4.1665795894e-2f), p, r);
+  p = multiply_add(splat(1.6666665459e-1f), p, r);
+  p = multiply_add(splat(5.0000001201e-1f), p, r);
+  p = multiply_add(r, p, r * r) + 1.f;
+#if defined(PAGODA_AVX512)
+  return (vfloat)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
+  vint exponent;
+  std::memcpy(&exponent, &shifted, sizeof exponent);
+  exponent -= 0x4B400000;
+  const vint half = exponent >> 1;  // in two steps, for both ends of the range
+  const vint bits[2] = {(half + 127) << 23, (exponent - half + 127) << 23};
+  vfloat powers[2];
+  std::memcpy(powers, bits, sizeof powers);
+  return p * powers[0] * powers[1];
+#endif
+}
+
 // tanh to a few ulp: odd polynomial near 0 (Cephes' tanhf), 1 - 2 / (e^2|x| + 1) elsewhere.
 static inline vfloat hyperbolic_tangent(vfloat x) {
   const vfloat size = x < vfloat{} ? -x : x;

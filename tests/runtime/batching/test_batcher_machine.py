@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from torch_pagoda.runtime.batching import POLICIES, Batcher, PreemptionCost, QueueFull, make_policy
+from torch_pagoda.runtime.batching import POLICIES, Batcher, PreemptionCost, QueueFull, make_policy, snapshots
 from torch_pagoda.runtime.blocks import BlockGroup, BlockManager
 from torch_pagoda.runtime.requests.request import Request, RequestStatus
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
@@ -26,6 +26,7 @@ GROUPS = {
     "hybrid": [BlockGroup(20, num_host_blocks=9), BlockGroup(12, window=9, num_host_blocks=30)],
     "two windows": [BlockGroup(12, window=5, num_host_blocks=9), BlockGroup(14, window=14, num_host_blocks=30)],
     "state": [BlockGroup(18, num_host_blocks=12), BlockGroup(4, is_state=True, num_host_blocks=3)],
+    "snapshots": [BlockGroup(18, num_host_blocks=12), BlockGroup(11, is_state=True, num_host_blocks=3)],
     "only state": [BlockGroup(3, is_state=True, num_host_blocks=2)],
 }
 
@@ -52,6 +53,7 @@ def make_engine(
             preemption=preemption,  # type: ignore[arg-type]
             cost=cost,
             max_queue=max_queue,
+            snapshot_interval=8,
         )
     )
 
@@ -67,6 +69,7 @@ class BatcherMachine(RuleBasedStateMachine):
         max_queue=st.sampled_from([None, None, 3]),
     )
     def start(self, groups: str, policy: str, preemption: str, caching: bool, max_queue: int | None) -> None:
+        snapshots.WORTH = 8  # type: ignore[misc]  # prompts are short here
         self.engine = make_engine(GROUPS[groups], policy, preemption, caching=caching, max_queue=max_queue)
         self.batcher = self.engine.batcher
         self.requests: list[Request] = []
@@ -216,6 +219,7 @@ class BatcherMachine(RuleBasedStateMachine):
             assert request.num_computed_tokens <= request.num_tokens <= MAX_MODEL_LEN
 
     def teardown(self) -> None:
+        snapshots.WORTH = 64  # type: ignore[misc]
         if not hasattr(self, "engine"):
             return
         for request in self.requests:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torch_pagoda.runtime.batching import POLICIES, Batcher, make_policy
+from torch_pagoda.runtime.batching import POLICIES, Batcher, make_policy, snapshots
 from torch_pagoda.runtime.blocks import BlockGroup, BlockManager
 from torch_pagoda.runtime.requests.request import Request
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
@@ -25,6 +25,7 @@ GROUPS = {
     "window": [BlockGroup(9, window=6, num_host_blocks=10)],
     "hybrid": [BlockGroup(24, num_host_blocks=9), BlockGroup(16, window=9, num_host_blocks=40)],
     "state": [BlockGroup(24, num_host_blocks=20), BlockGroup(5, is_state=True, num_host_blocks=3)],
+    "snapshots": [BlockGroup(24, num_host_blocks=20), BlockGroup(14, is_state=True, num_host_blocks=3)],
 }
 ALL = list(itertools.product(sorted(GROUPS), sorted(POLICIES), ("recompute", "swap"), (False, True)))
 
@@ -68,7 +69,9 @@ def serve(
     """
     rng = random.Random(seed + 1)
     manager = BlockManager(groups, BLOCK_SIZE, enable_prefix_caching=caching)
-    batcher = Batcher(manager, SEQS, BUDGET, MAX_MODEL_LEN, policy=make_policy(policy), preemption=preemption)
+    batcher = Batcher(
+        manager, SEQS, BUDGET, MAX_MODEL_LEN, policy=make_policy(policy), preemption=preemption, snapshot_interval=8
+    )
     engine = SimulatedEngine(batcher)
     requests = traffic(seed, count)
     pending = iter(list(requests))
@@ -127,6 +130,12 @@ def disturb(engine: SimulatedEngine, rng: random.Random, requests: list[Request]
     batcher.check()
 
 
+@pytest.fixture(autouse=True)
+def small_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are short here."""
+    monkeypatch.setattr(snapshots, "WORTH", 8)
+
+
 @pytest.mark.parametrize(("groups", "policy", "preemption", "caching"), ALL)
 def test_every_sequence_reads_what_it_or_an_equal_one_wrote(
     groups: str, policy: str, preemption: str, caching: bool
@@ -144,8 +153,10 @@ def test_the_traffic_is_hard_enough() -> None:
             engine, _, _ = serve(seed, groups, "priority", "swap", caching=True)
             totals.update({key: value for key, value in engine.batcher.stats().items() if isinstance(value, int)})
         expected = {"preemptions", "swaps", "copies_on_write", "blocks_swapped_in", "blocks_moved"}
-        if name != "state":
+        if name != "state":  # it has fewer slots than sequences: no snapshot lives long
             expected |= {"prefix_hit_tokens", "evictions"}
+        if groups[-1].is_state:
+            expected.add("state_slots_evicted")
         assert all(totals[key] > 0 for key in expected), (name, totals)
 
 

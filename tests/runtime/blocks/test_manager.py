@@ -59,7 +59,7 @@ def test_questions() -> None:
         ([BlockGroup(4, window=12)], None),
         ([BlockGroup(3, window=12)], 12),
         ([BlockGroup(2, is_state=True)], None),
-        ([BlockGroup(2, is_state=True), BlockGroup(5)], 20),
+        ([BlockGroup(5), BlockGroup(2, is_state=True)], 20),
     ],
 )
 def test_capacity(groups: list[BlockGroup], capacity: int | None) -> None:
@@ -139,16 +139,6 @@ def test_what_is_overwritten_from_its_beginning_is_replaced_without_a_copy() -> 
     blocks.fork("a", "b", 8)
     blocks.allocate("b", 8, 0)
     assert (blocks.table("b"), blocks.take_changes()) == ([2, 3], ([], [], {"b"}))
-
-
-def test_a_shared_state_is_copied_before_it_is_written() -> None:
-    blocks = BlockManager([BlockGroup(3, is_state=True)], 4)
-    blocks.allocate("a", 6, 0)
-    blocks.fork("a", "b", 6)
-    blocks.allocate("a", 7, 6)
-    assert blocks.take_changes()[0] == [CacheCopy("move", 0, 0, 1)] and blocks.tables("b") == [[0]]
-    with pytest.raises(ValueError):
-        blocks.fork("a", "b", 6)
 
 
 def test_when_too_little_is_there_to_copy_nothing_can_be_written() -> None:

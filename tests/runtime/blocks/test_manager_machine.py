@@ -23,6 +23,7 @@ GROUPS = {
     "hybrid": [BlockGroup(14, num_host_blocks=6), BlockGroup(9, window=7, num_host_blocks=12)],
     "two windows": [BlockGroup(9, window=2, num_host_blocks=6), BlockGroup(10, window=10, num_host_blocks=12)],
     "state": [BlockGroup(12, num_host_blocks=9), BlockGroup(3, is_state=True, num_host_blocks=2)],
+    "snapshots": [BlockGroup(12, num_host_blocks=9), BlockGroup(8, is_state=True, num_host_blocks=2)],
     "state and window": [BlockGroup(8, window=4, num_host_blocks=9), BlockGroup(4, is_state=True, num_host_blocks=2)],
 }
 
@@ -122,8 +123,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert others.isdisjoint(added[0])
         sequence.planned = count
 
-    @rule(overlapped=st.sampled_from(TIMES), fails=st.sampled_from([False, False, False, True]))
-    def step(self, overlapped: str, fails: bool) -> None:
+    @rule(
+        overlapped=st.sampled_from(TIMES),
+        fails=st.sampled_from([False, False, False, True]),
+        keep=st.sampled_from([None, 1, 2]),
+    )
+    def step(self, overlapped: str, fails: bool, keep: int | None = None) -> None:
         self.plan()
         copies, overlapped_copies, _ = self.manager.take_changes()
         self.in_flight = True
@@ -143,8 +148,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 self.cache.read(tables, sequence.names, start)
             sequence.names = self.prefixes.extended(sequence.names, sequence.tokens[start:end], sequence.salt)
             self.cache.write(tables, sequence.names, start)
+        if self.manager.has_state:
+            self.step_of_states(running, starts, fails)
         for sequence in running:
             self.cache.read(self.manager.tables(sequence.request_id), sequence.names, starts[sequence])
+            if not fails and self.manager.has_state:
+                self.manager.end_step(sequence.request_id, len(sequence.names))
         if overlapped == "after":
             self.cache.copy(overlapped_copies)
         elif overlapped == "late":
@@ -153,6 +162,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
             if not (sequence.is_arriving and self.late):
                 tables = self.manager.tables(sequence.request_id)
                 self.cache.read(tables, sequence.names, len(sequence.names))
+                if self.manager.has_state and sequence.names:
+                    assert self.cache.state_is(tables[-1][0], sequence.names[-1])
         for sequence in running:
             extend_chain(
                 sequence.hashes,
@@ -162,6 +173,28 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 chain_start(sequence.salt),
             )
             self.manager.commit(sequence.request_id, sequence.hashes, len(sequence.names))
+            if fails or not self.manager.has_state or not self.manager.enable_prefix_caching:
+                continue
+            if keep is not None and sequence.names and not len(sequence.names) % BLOCK_SIZE:
+                content = sequence.hashes[len(sequence.names) // BLOCK_SIZE - 1]
+                kept = self.manager.keep_state(sequence.request_id, content, keep)
+                assert (
+                    not kept
+                    or self.manager.pools[-1].lookup(content) == self.manager.tables(sequence.request_id)[-1][0]
+                )
+
+    def step_of_states(self, running: list[Sequence], starts: dict[Sequence, int], fails: bool) -> None:
+        """Whoever writes over the state that it goes on from must begin anew when the step fails."""
+        steps = []
+        for sequence in running:
+            read, write = self.manager.slots_of_step(sequence.request_id, starts[sequence])
+            steps.append((read, write, [] if fails else sequence.names, starts[sequence]))
+            if fails and read == write:
+                with pytest.raises(ValueError, match="half-written"):
+                    self.manager.allocate(sequence.request_id, starts[sequence] + 1, starts[sequence])
+                self.manager.restart(sequence.request_id)
+                sequence.names = []
+        self.cache.write_states(steps)
 
     @precondition(lambda self: self.sequences)
     @rule(which=INDEX, cut=st.integers(0, 12))

@@ -11,11 +11,11 @@ def test_content_is_found_after_it_is_committed_also_when_its_sequence_is_gone()
     blocks.allocate("a", 13, 0)
     assert blocks.find_prefix(hashes).num_blocks == 0
     blocks.commit("a", hashes, 7)
-    assert blocks.find_prefix(hashes) == (1, [0])
+    assert blocks.find_prefix(hashes)[:2] == (1, [0])
     blocks.commit("a", hashes, 13)
-    assert blocks.find_prefix(hashes) == (3, [0])
+    assert blocks.find_prefix(hashes)[:2] == (3, [0])
     blocks.free("a")
-    assert blocks.find_prefix(hashes) == (3, [3])
+    assert blocks.find_prefix(hashes)[:2] == (3, [3])
     assert (blocks.stats()["blocks_cached"], blocks.stats()["blocks_free"]) == (3, 5)
     blocks.take_prefix("b", hashes, 3)
     assert (blocks.table("b"), blocks.num_tokens("b")) == ([0, 1, 2], 12)
@@ -31,14 +31,11 @@ def test_other_salts_and_other_beginnings_find_nothing() -> None:
 
 
 def test_without_prefix_caching_nothing_is_kept() -> None:
-    for blocks in (
-        make(),
-        BlockManager([BlockGroup(8), BlockGroup(2, is_state=True)], 4, enable_prefix_caching=True),
-    ):
-        hashes = compute(blocks, "a", range(8))
-        assert blocks.find_prefix(hashes).num_blocks == 0
-        blocks.free("a")
-        assert blocks.stats()["blocks_cached"] == 0
+    blocks = make()
+    hashes = compute(blocks, "a", range(8))
+    assert blocks.find_prefix(hashes).num_blocks == 0
+    blocks.free("a")
+    assert blocks.stats()["blocks_cached"] == 0
 
 
 def test_the_end_of_a_chain_is_evicted_before_its_beginning_and_the_older_chain_first() -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
-from torch_pagoda.runtime.ops import kernel_check
+from torch_pagoda.runtime.ops import kernel_check, state_check
+from torch_pagoda.runtime.ops.causal_conv1d import causal_conv1d_reference
 from torch_pagoda.runtime.ops.kernel_check import check_kernels, wrong_attention, wrong_experts
+from torch_pagoda.runtime.ops.linear_recurrence import linear_recurrence_reference
 from torch_pagoda.runtime.ops.moe import moe_cpu, moe_reference
 from torch_pagoda.runtime.ops.paged_attention import paged_attention_cpu
 from torch_pagoda.runtime.ops.reference import paged_attention_reference
+from torch_pagoda.runtime.ops.selective_scan import selective_scan_reference
+from torch_pagoda.runtime.ops.state_check import wrong_state, wrong_states
 
 WEIGHTS, IDS, DOWN_BIAS, LIMIT = 1, 2, 6, 9
 KEY_CACHE, VALUE_CACHE, TABLE, LENS, SINKS, SCALE, WINDOW, SOFTCAP = 3, 4, 6, 8, 9, 11, 12, 14
@@ -18,6 +24,7 @@ KEY_CACHE, VALUE_CACHE, TABLE, LENS, SINKS, SCALE, WINDOW, SOFTCAP = 3, 4, 6, 8,
 def test_the_kernels_are_right(two_threads):
     assert wrong_attention(paged_attention_cpu) == ""
     assert wrong_experts(moe_cpu) == ""
+    assert wrong_states() == ""
     check_kernels.cache_clear()
     check_kernels()
 
@@ -118,6 +125,70 @@ def test_a_wrong_kernel_of_half_precision_is_found():
         return right * 1.1 if right.dtype is torch.bfloat16 else right
 
     assert "a mixture of experts in torch.bfloat16" in wrong_experts(mix)
+
+
+STATEFUL = {
+    "a convolution": causal_conv1d_reference,
+    "a recurrence": linear_recurrence_reference,
+    "a scan": selective_scan_reference,
+}
+
+
+def write_where_it_was_read(reference, *args):
+    *given, read, write = args
+    return reference(*given, read, torch.where(read >= 0, read, write))
+
+
+def begin_anew(reference, *args):
+    *given, read, write = args
+    return reference(*given, torch.full_like(read, -1), write)
+
+
+def forget_the_first_tokens(reference, *args):
+    """Each sequence goes on from zeros behind its 16th token."""
+    *given, state, starts, read, write = args
+    before = reference(*given, state.clone(), starts, read, torch.full_like(write, -1))
+    tail = torch.stack([torch.minimum(starts[:-1] + 16, starts[1:]), starts[1:]]).T.flatten()
+    tail = torch.cat([starts.new_zeros(1), tail])
+    none = torch.full_like(tail[1:], -1)
+    late = none.clone()
+    late[1::2] = write
+    result = reference(*given, state, tail, none, late)
+    before[:, 16:20] = result[:, 16:20]
+    return before
+
+
+def read_any_slot(reference, *args):
+    *given, state, starts, read, write = args
+    return reference(*given, state, starts, read.clamp(max=len(state) - 1), write)
+
+
+@pytest.mark.parametrize("what", STATEFUL)
+@pytest.mark.parametrize(
+    "mutant", [write_where_it_was_read, begin_anew, forget_the_first_tokens], ids=lambda f: f.__name__
+)
+def test_wrong_states_are_found(what, mutant):
+    right = STATEFUL[what]
+    assert wrong_state(what, right, right) == ""
+    found = wrong_state(what, functools.partial(mutant, right), right)
+    assert found.startswith(what) and "in torch.float32 differs from the reference" in found
+
+
+@pytest.mark.parametrize("what", STATEFUL)
+def test_missing_validation_of_slots_is_found(what):
+    found = wrong_state(what, functools.partial(read_any_slot, STATEFUL[what]), STATEFUL[what])
+    assert found == f"a slot outside the state of {what} is not refused"
+
+
+def test_wrong_states_are_reported(monkeypatch):
+    if kernel_check.load_kernels() is None:
+        pytest.skip("there are no kernels")
+    wrong = functools.partial(begin_anew, selective_scan_reference)
+    monkeypatch.setitem(state_check._PAIRS, "a scan", (wrong, selective_scan_reference))
+    check_kernels.cache_clear()
+    with pytest.raises(RuntimeError, match=r"are wrong on this machine: a scan in torch.float32 differs"):
+        check_kernels()
+    check_kernels.cache_clear()
 
 
 def test_missing_validation_is_found():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from toy_state_program import ToyStateProgram
 
 from torch_pagoda.runtime.planning import measured_activations
 from torch_pagoda.runtime.planning.measured_activations import measure_activations
@@ -67,6 +68,13 @@ def test_the_step_is_one_that_an_engine_would_run() -> None:
     # 17 + 17 + 16 tokens of id 0, each sequence by itself.
     alone = torch.stack([program.dense_logits([0] * count)[-1] for count in (17, 17, 16)])
     torch.testing.assert_close(measured[-1], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("with_kv", [True, False])
+def test_the_step_of_a_model_with_state_gives_each_sequence_a_slot(with_kv: bool) -> None:
+    program = ToyStateProgram(with_kv=with_kv)
+    assert measure_activations(program, 20, 3, block_size=8).num_seqs == 3
+    assert program.mistakes == [] and program.steps == [(1, 1), (20, 3)]
 
 
 def test_a_system_that_does_not_tell_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from torch_pagoda.runtime.cache.kv_cache import bytes_per_block
 from torch_pagoda.runtime.cache.pool_plan import plan_pools
 from torch_pagoda.runtime.planning.block_size_plan import LogNormalLengths, expected_blocks, plan_block_size
 from torch_pagoda.runtime.planning.memory_plan import MemoryPlan, listed_lengths, plan_memory
-from torch_pagoda.runtime.program import CacheSpec
+from torch_pagoda.runtime.program import CacheSpec, StateSpec
 
 FULL = CacheSpec(2, 8, 8, torch.float16)  # 64 bytes per token
 WINDOW = CacheSpec(2, 8, 8, torch.float16, sliding_window=32)
 
 
-def plan(memory: int, specs: list[CacheSpec] | None = None, **changes: int | bool) -> MemoryPlan:
+def plan(memory: int, specs: list[CacheSpec | StateSpec] | None = None, **changes: int | bool) -> MemoryPlan:
     settings = {
         "weight_bytes": 1000,
         "activation_bytes": 500,
@@ -48,6 +48,28 @@ def test_memory_is_divided_and_limits_follow() -> None:
     assert [limit.sequence_bytes for limit in found.limits] == [4 * 2048, 8 * 2048, 16 * 2048]
     assert [limit.contiguous_utilisation for limit in found.limits] == [0.25, 0.5, 1.0]
     assert found.missing_bytes == 0
+
+
+def test_states_are_planned_beside_blocks() -> None:
+    states = [
+        StateSpec("conv_state", (3, 10), torch.float16, 1),
+        StateSpec("recurrent_state", (2, 5), torch.float32, 1),
+    ]
+    found = plan(1500 + 8 * 100 + 20 * 2048 + 5, [FULL, *states, FULL])
+    assert (found.token_bytes, found.block_bytes, found.state_bytes, found.state_slots) == (128, 2048, 100, 8)
+    assert [pool.num_blocks for pool in found.pools] == [20] and found.longest_sequence == 256
+    assert [limit.sequence_bytes for limit in found.limits] == [100 + n * 2048 for n in (4, 8, 16)]
+    assert [limit.running for limit in found.limits] == [4, 2, 1]
+    lacking = plan(1500 + 2 * 100 + 2047, [FULL, *states, FULL])
+    assert (lacking.state_slots, lacking.num_blocks, lacking.missing_bytes, lacking.longest_sequence) == (0, 0, 1, 0)
+
+
+def test_a_model_without_attention_is_planned_by_its_states() -> None:
+    found = plan(1500 + 3 * 100 + 99, [StateSpec("recurrent_state", (5, 5), torch.float32)])
+    assert (found.pools, found.num_blocks, found.token_bytes, found.state_slots) == ((), 0, 0, 3)
+    assert [(limit.sequence_bytes, limit.paged, limit.running) for limit in found.limits] == [(100, 3, 3)] * 3
+    assert found.contiguous_sequences == 3 and found.longest_sequence == 256 and found.missing_bytes == 0
+    json.dumps(found.to_dict())
 
 
 def test_the_last_block_of_a_sequence_counts_whole() -> None:

@@ -1,0 +1,101 @@
+"""Slots of recurrent and convolution states: which one a sequence goes on from, and which one a step writes.
+
+A state is that of one moment, and a step writes over it. So a slot is written where it lies only if nobody else needs
+what is in it. Else the step reads that slot and writes another, which is the sequence's own from then on: forks and
+snapshots cost no copy.
+"""
+
+from __future__ import annotations
+
+from .groups import UNKNOWN, SequenceBlocks
+from .pool import NULL_BLOCK, BlockPool
+
+ZEROS = -1
+"""The slot that a sequence reads at its first token."""
+
+
+def num_to_take(pool: BlockPool, sequence: SequenceBlocks | None, start: int) -> int:
+    """Slots, 0 or 1, that ``begin_step`` takes."""
+    table = sequence.tables[-1] if sequence is not None else []
+    if not table:
+        return 1
+    if sequence is not None and start and sequence.state_target != NULL_BLOCK:
+        return 0
+    if pool.refs(table[0]) > 1:
+        return 1
+    # A snapshot is left behind where there is room, and else written over.
+    return int(start > 0 and pool.hash_of(table[0]) is not None and pool.num_available > 0)
+
+
+def begin_step(pool: BlockPool, sequence: SequenceBlocks, start: int) -> list[int]:
+    """Give the sequence a slot that a step may write which begins at token ``start``.
+
+    Args:
+        pool: has as many slots available as ``num_to_take`` says.
+        sequence: its state covers ``start`` tokens, unless it begins anew.
+        start: of the step; 0: the state is not needed.
+
+    Returns:
+        What was added to its table.
+
+    Raises:
+        ValueError: its state is not that of ``start`` tokens: the step would be computed from another moment's, or
+            from what an interrupted step left.
+    """
+    table = sequence.tables[-1]
+    if start and sequence.state_tokens != start:
+        found = "a half-written state" if sequence.state_tokens == UNKNOWN else f"one of {sequence.state_tokens}"
+        raise ValueError(f"start={start} needs the state of {start} tokens, the sequence has {found}; start from 0")
+    if not table:
+        table += pool.take(1)
+        return list(table)
+    slot = table[0]
+    if not start:
+        drop_target(pool, sequence)
+        sequence.state_tokens = 0
+        if pool.refs(slot) > 1:
+            (table[0],) = pool.take(1)
+            pool.release(slot)
+        else:
+            pool.forget(slot)
+    elif sequence.state_target == NULL_BLOCK and not pool.is_private(slot):
+        if pool.refs(slot) > 1 or pool.num_available:
+            (sequence.state_target,) = pool.take(1)
+        else:
+            pool.forget(slot)
+    if start and sequence.state_target == NULL_BLOCK:
+        sequence.state_tokens = UNKNOWN
+    return []
+
+
+def begin_step_in_place(pool: BlockPool, sequence: SequenceBlocks, start: int) -> bool:
+    """``begin_step`` for the usual case: the sequence goes on in the slot that it has; returns whether it can."""
+    table = sequence.tables[-1]
+    if sequence.state_tokens != start or not start or sequence.state_target != NULL_BLOCK:
+        return False
+    if not pool.is_private(table[0]):
+        return False
+    sequence.state_tokens = UNKNOWN
+    return True
+
+
+def slots_of_step(sequence: SequenceBlocks, start: int) -> tuple[int, int]:
+    """The slots that the step under way reads and writes, see ``StepMetadata.state_read`` and ``state_write``."""
+    slot, target = sequence.tables[-1][0], sequence.state_target
+    return slot if start else ZEROS, slot if target == NULL_BLOCK else target
+
+
+def end_step(pool: BlockPool, sequence: SequenceBlocks, num_tokens: int) -> None:
+    """The step is computed: the state covers ``num_tokens`` tokens, and what it was read from is let go."""
+    if sequence.state_target != NULL_BLOCK:
+        pool.release(sequence.tables[-1][0])
+        sequence.tables[-1][0] = sequence.state_target
+        sequence.state_target = NULL_BLOCK
+    sequence.state_tokens = num_tokens
+
+
+def drop_target(pool: BlockPool, sequence: SequenceBlocks) -> None:
+    """Nothing will be written to the slot that a step was to write."""
+    if sequence.state_target != NULL_BLOCK:
+        pool.release(sequence.state_target)
+        sequence.state_target = NULL_BLOCK

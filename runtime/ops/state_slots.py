@@ -1,0 +1,181 @@
+"""Slots that hold the states of a step's sequences: their checks, and the walk of the references over sequences.
+
+Operators with state take it and where it is as their last four arguments:
+
+- ``state`` ``[slots, ...]``, written. A slot that no sequence of the step reads may hold anything, NaN included.
+- ``query_start_loc`` ``[S + 1]`` int32: sequence s owns the tokens from ``query_start_loc[s]`` up to
+  ``query_start_loc[s + 1]``. Tokens from ``query_start_loc[S]`` on are padding, whose result is zero.
+- ``state_read`` ``[S]`` int32: slot of the state that the sequence goes on from; -1: it begins, from zeros.
+- ``state_write`` ``[S]`` int32: slot that receives the state after the sequence's last token; -1: none. It may be the
+  slot that is read; else that one keeps its content, and other sequences may read it, too. No slot is written that
+  another sequence of the step reads or writes.
+
+A sequence without tokens neither reads nor writes. All three are on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .native import FLOAT_CODES
+
+SCHEMA = "Tensor(a!) state, Tensor query_start_loc, Tensor state_read, Tensor state_write"
+"""The last four arguments in an operator's schema."""
+
+
+class StateSlots(NamedTuple):
+    """The last four arguments of an operator with state, as the module says."""
+
+    state: torch.Tensor
+    query_start_loc: torch.Tensor
+    state_read: torch.Tensor
+    state_write: torch.Tensor
+
+
+def slots_of(
+    state: torch.Tensor, query_start_loc: torch.Tensor, state_read: torch.Tensor, state_write: torch.Tensor
+) -> StateSlots:
+    """The arguments by name, the metadata contiguous as kernels read it."""
+    return StateSlots(state, query_start_loc.contiguous(), state_read.contiguous(), state_write.contiguous())
+
+
+def check_slots(slots: StateSlots, unit_shape: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
+    """Check shapes and dtypes; ids and offsets are left to who follows them.
+
+    Args:
+        slots: as the operator got them.
+        unit_shape: of the state of one sequence, as the other arguments ask for it.
+        dtypes: that the state may have.
+
+    Raises:
+        ValueError: what does not fit.
+    """
+    state, starts, read, write = slots
+    if state.dim() != len(unit_shape) + 1 or state.shape[1:] != tuple(unit_shape):
+        raise ValueError(
+            f"state has shape {tuple(state.shape)}; the other arguments ask for [slots, "
+            f"{', '.join(map(str, unit_shape))}]"
+        )
+    if state.dtype not in dtypes:
+        raise ValueError(f"state has dtype {state.dtype}; make it {' or '.join(map(str, dtypes))}")
+    if read.dim() != 1 or write.shape != read.shape or starts.shape != (read.shape[0] + 1,):
+        raise ValueError(
+            f"query_start_loc {tuple(starts.shape)}, state_read {tuple(read.shape)} and state_write "
+            f"{tuple(write.shape)} must be [S + 1], [S] and [S]"
+        )
+    if not starts.dtype is read.dtype is write.dtype is torch.int32:
+        raise ValueError(
+            f"query_start_loc, state_read and state_write have dtypes {starts.dtype}, {read.dtype} and "
+            f"{write.dtype}; make them torch.int32"
+        )
+
+
+def check_metadata(slots: StateSlots, tokens: int) -> None:
+    """Check the ids and offsets themselves.
+
+    Args:
+        slots: whose shapes and dtypes have been checked.
+        tokens: of the step.
+
+    Raises:
+        ValueError: offsets that do not start at 0, that fall, or that exceed the tokens; a slot that does not exist.
+    """
+    starts = slots.query_start_loc.tolist()
+    last = 0
+    for i, start in enumerate(starts):
+        if start < last or start > tokens or (i == 0 and start):
+            raise_offset(slots, i, tokens)
+        last = start
+    for name, ids in (("state_read", slots.state_read), ("state_write", slots.state_write)):
+        for i, slot in enumerate(ids.tolist()):
+            if not -1 <= slot < slots.state.shape[0]:
+                raise_slot(slots, name, i)
+
+
+def kernel_takes(slots: StateSlots) -> bool:
+    """True if the state's dtype and layout are the kernels': each slot's elements next to each other."""
+    state = slots.state
+    return state.dtype in FLOAT_CODES and (state.is_contiguous() or state[0].is_contiguous())
+
+
+def packed_slots(slots: StateSlots | None) -> tuple[int, ...]:
+    """The fields of the struct StateSlots of csrc/state_slots.h, 8 integers.
+
+    Args:
+        slots: checked, the metadata contiguous; it must outlive the kernel's run. None: one sequence that begins.
+    """
+    if slots is None:
+        return (0,) * 8
+    state, starts, read, write = slots
+    return (
+        state.data_ptr(),
+        starts.data_ptr(),
+        read.data_ptr(),
+        write.data_ptr(),
+        FLOAT_CODES[state.dtype],
+        state.shape[0],
+        state.stride(0),
+        read.shape[0],
+    )
+
+
+def raise_failure(status: int, slots: StateSlots, tokens: int) -> None:
+    """Raise what a kernel's status (a code, and the index of the culprit above 8 bits) stands for."""
+    code, index = status & 0xFF, status >> 8
+    if code == 1:
+        raise_offset(slots, index, tokens)
+    raise_slot(slots, "state_read" if code == 2 else "state_write", index)
+
+
+def raise_offset(slots: StateSlots, index: int, tokens: int) -> None:
+    """Raise the ``ValueError`` for an offset that does not fit."""
+    raise ValueError(
+        f"query_start_loc[{index}] is {int(slots.query_start_loc[index])}; the offsets must start at 0, not fall and "
+        f"not exceed the {tokens} tokens"
+    )
+
+
+def raise_slot(slots: StateSlots, name: str, index: int) -> None:
+    """Raise the ``ValueError`` for a slot that does not exist."""
+    raise ValueError(
+        f"{name}[{index}] is {int(getattr(slots, name)[index])}; give -1, or one of the state's "
+        f"{slots.state.shape[0]} slots"
+    )
+
+
+def run_sequences(
+    run: Callable[[slice, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    slots: StateSlots,
+    result: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Run every sequence of a step from its state to its state: the walk of the references.
+
+    Args:
+        run: tokens of one sequence and the state before them → the results ``[n, ...]`` and the state behind.
+        slots: whose shapes and dtypes have been checked.
+        result: ``[1, T, ...]`` of zeros.
+        dtype: of the states that ``run`` takes.
+
+    Returns:
+        ``result``, filled in.
+
+    Raises:
+        ValueError: of :func:`check_metadata`; nothing is written then.
+    """
+    check_metadata(slots, result.shape[1])
+    state, starts = slots.state, slots.query_start_loc.tolist()
+    pairs = zip(slots.state_read.tolist(), slots.state_write.tolist(), strict=True)
+    for sequence, (read, write) in enumerate(pairs):
+        tokens = slice(starts[sequence], starts[sequence + 1])
+        if tokens.start == tokens.stop:
+            continue
+        # Memory that holds no state yet is not multiplied by zero: it may hold NaN.
+        before = state[read].to(dtype, copy=True) if read >= 0 else state.new_zeros(state.shape[1:], dtype=dtype)
+        result[0, tokens], after = run(tokens, before)
+        if write >= 0:
+            state[write] = after.to(state.dtype)
+    return result
