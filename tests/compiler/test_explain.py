@@ -60,7 +60,9 @@ def test_dict_has_the_keys_of_the_format(full):
     for layer in plain["layers"]:
         assert all(isinstance(name, str) for name in layer["operators_before"] + layer["operators_after"])
     assert all(set(entry) >= {"operator", "module", "reason"} for entry in plain["leftovers"])
-    assert set(plain["target_graph"]) == {"operators", "launches_per_layer", "cache_copies"}
+    keys = {"operators", "launches_per_layer", "cache_copies", "token_bytes", "state_bytes"}
+    assert set(plain["target_graph"]) == keys
+    assert plain["target_graph"]["token_bytes"] > 0 == plain["target_graph"]["state_bytes"]
     assert plain["graph_breaks"] == plain["recompiles"] == 0
     assert plain["verdict"]["ok"] and plain["refused"] == ""
 
