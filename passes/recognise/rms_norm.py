@@ -84,5 +84,9 @@ def _replace(traced: TracedGraph, root: Root) -> None:
     rest = (root.eps, found.weight_offset, found.round_before_scale)
     check_rounding(entry, found, lambda x, weight: rms_norm_reference(x, weight, *rest))
     with traced.before(found.output):
-        norm = traced.call(RMS_NORM, entry, found.weight, *rest)
+        weight = found.weight
+        if weight is not None and value(weight).dtype in HALF and value(entry).dtype is torch.float32:
+            # A residual stream in float32 under half-precision weights: the product is in float32, too.
+            weight = traced.call(torch.ops.aten._to_copy.default, weight, dtype=torch.float32)
+        norm = traced.call(RMS_NORM, entry, weight, *rest)
     traced.substitute(found.output, norm)

@@ -71,6 +71,18 @@ LAYER = {
 }
 
 
+def test_rows_in_float32_under_a_scale_in_half_precision() -> None:
+    """Mamba keeps its residual stream so."""
+    module = Spelled(llama, torch.bfloat16)
+    x = torch.randn(2, 5, 6)
+    graph = aten_of_module(module, x)
+    record = recognise_rms_norm(graph)
+    assert record.matches == 1 and not record.rejections
+    found = run_graph(graph, x)
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, module(x), atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kind", [*RMS, *LAYER])
 def test_spelling(kind, dtype):
