@@ -90,7 +90,13 @@ def _dataclass(kind: Any, plain: Any, name: str) -> Any:
 
 
 def _one_of(kinds: tuple[Any, ...], plain: Any, name: str) -> Any:
-    for kind in sorted(kinds, key=lambda kind: kind is not type(None)):  # what refuses last says why
+
+    def likeness(kind: Any) -> int:
+        if is_dataclass(kind) and type(plain) is dict:
+            return len(plain.keys() & {f.name for f in fields(kind)})
+        return 0 if kind is not type(None) else -1
+
+    for kind in sorted(kinds, key=likeness):  # what refuses last says why
         try:
             return from_plain(kind, plain, name)
         except ValueError as error:

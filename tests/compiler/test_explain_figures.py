@@ -28,7 +28,7 @@ def explanation(soc: str = "Ascend910B3") -> Explanation:
     decode = Estimate("decode", Step(1, 8, 1), Moved(800, 200, 30), 4000, 2e-6, 1e-6)
     prefill = Estimate("prefill", Step(8, 8, 1), Moved(800, 200, 30), 900_000, 2e-6, 5e-6)
     npu = NpuReport(soc, known, 128, "bfloat16", (), GeReport("not asked for"), (decode, prefill))
-    graph = TargetGraph({}, 11, 0)
+    graph = TargetGraph({}, 11, 0, 1024, 0)
     seconds = {"capture": 2.0, "verify <&": 1.0}
     return Explanation(
         "Model", "npu", 2, [], layers, [], [], graph, CAPTURED_WHOLE, None, "", seconds, npu=npu, built_layers=None

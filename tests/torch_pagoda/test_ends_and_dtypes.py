@@ -76,9 +76,9 @@ def test_broken_weights_are_named(value: float, word: str, llama: PreTrainedMode
 @pytest.mark.parametrize(
     ("model_type", "words"),
     [
-        ("mamba", "2 of its 2 layers keep recurrent or convolutional state"),
+        ("recurrent_gemma", "2 of its 2 layers keep recurrent or convolutional state"),
         ("rwkv", "keep recurrent state"),
-        ("lfm2_moe", "1 of its 2 layers"),
+        ("minimax", "2 of its 4 layers"),
     ],
 )
 def test_models_with_state_are_refused_before_they_are_traced(
@@ -101,7 +101,7 @@ def test_nobody_is_sent_elsewhere_with_weights_that_nothing_runs(value: float, l
     assert "use transformers' own generate" not in str(raised.value)
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "rwkv", "lfm2_moe"])
+@pytest.mark.parametrize("model_type", ["recurrent_gemma", "rwkv", "minimax"])
 def test_checkpoints_of_models_with_state_are_refused_before_their_weights_are_read(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
