@@ -31,7 +31,7 @@ from report import markdown_table, save
 from workloads import Workload, log_normal_workload
 
 from torch_pagoda.runtime.blocks.pool import NULL_BLOCK
-from torch_pagoda.runtime.cache.kv_cache import bytes_per_block
+from torch_pagoda.runtime.cache.cache_specs import bytes_per_block
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.program import CacheSpec
 

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoTokenizer
 
 from torch_pagoda import LLM, SamplingParams
-from torch_pagoda.runtime.cache.kv_cache import bytes_per_block
+from torch_pagoda.runtime.cache.cache_specs import bytes_per_block
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "examples")]

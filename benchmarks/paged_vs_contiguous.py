@@ -40,7 +40,7 @@ from report import add_arguments, conditions, markdown_table, plotter, save, sav
 from workloads import Workload, log_normal_workload
 
 from torch_pagoda import LLM
-from torch_pagoda.runtime.cache.kv_cache import bytes_per_block
+from torch_pagoda.runtime.cache.cache_specs import bytes_per_block
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.program import CacheSpec, KVCache, Program
 from torch_pagoda.runtime.requests.outputs import Progress

@@ -46,7 +46,7 @@ from transformers import AutoModelForCausalLM
 
 from torch_pagoda import LLM, RequestOutput
 from torch_pagoda.runtime.batching.batcher import QueueFull
-from torch_pagoda.runtime.cache.kv_cache import bytes_per_block
+from torch_pagoda.runtime.cache.cache_specs import bytes_per_block
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.engine.submission import Completion
 from torch_pagoda.runtime.program import Program

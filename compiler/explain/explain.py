@@ -15,8 +15,7 @@ from torch import fx, nn
 from ...passes import PassRecord, TracedGraph, UnsupportedModel
 from ...passes.graph.fx_nodes import callee, value
 from ...passes.graph.provenance import DecoderLayers, decoder_layers, launches_work, operator_name
-from ...runtime.cache.kv_cache import bytes_per_block
-from ...runtime.cache.state_pool import bytes_per_slot
+from ...runtime.cache.cache_specs import bytes_per_block, bytes_per_slot
 from ...runtime.program import is_cache_input
 from ..calibrate.recorded_grid import on_recorded_grid
 from ..capture.aten import to_aten

@@ -7,6 +7,7 @@ from dataclasses import fields
 
 import torch
 
+from ...runtime.cache.cache_specs import num_token_groups
 from ...runtime.program import STATE_NAMES, CacheSpec, StateSpec, is_cache_input
 from ...runtime.step_metadata import GROUP_FIELDS, StepMetadata
 from ..link.linkage import Linkage
@@ -31,8 +32,10 @@ def check_linkage(linkage: Linkage, placeholders: Sequence[str], constants: Mapp
     _require(linkage.inputs == tuple(placeholders), "its inputs are not the graph's")
     for i, spec in enumerate(linkage.caches):
         _check_cache(i, spec, len(linkage.caches))
-    groups = max((spec.group for spec in linkage.caches), default=0)
-    known = _STEP_FIELDS | {f"{name}_{g}" for name in GROUP_FIELDS for g in range(1, groups + 1)}
+    groups = num_token_groups(linkage.caches)
+    states = {spec.group for spec in linkage.caches if isinstance(spec, StateSpec)}
+    _require(states <= {groups}, f"its states are of groups {sorted(states)}, those of keys and values are {groups}")
+    known = _STEP_FIELDS | {f"{name}_{g}" for name in GROUP_FIELDS for g in range(1, groups)}
     for name in linkage.step_inputs:
         _require(name in known, f"a step has no {name!r}")
     caches = {f"{part.name}_{i}" for i, spec in enumerate(linkage.caches) for part in spec.parts()}

@@ -7,7 +7,7 @@ from ...passes import Rejection, TracedGraph, UnsupportedModel
 from ...passes.graph.attention_node import attention_nodes, paged_attention_nodes
 from ...passes.graph.fx_nodes import callee, module_path
 from ...passes.proof.token_axis import mixers
-from ...runtime.program import StateSpec
+from ...runtime.cache.cache_specs import has_state
 from ..report import CompileReport, rejection_line
 
 
@@ -17,8 +17,8 @@ def check_paging(traced: TracedGraph, report: CompileReport) -> None:
     Raises:
         UnsupportedModel: the message says which node and why.
     """
-    has_state = any(isinstance(spec, StateSpec) for spec in traced.caches)
-    if has_state and traced.npu is not None:
+    keeps_state = has_state(traced.caches)
+    if keeps_state and traced.npu is not None:
         raise UnsupportedModel(
             f"{report.model} keeps recurrent or convolutional state, which is not lowered for an Ascend NPU yet; "
             "use target='cpu'"
@@ -28,7 +28,7 @@ def check_paging(traced: TracedGraph, report: CompileReport) -> None:
     report.attention_total = report.attention_recognised + len(left)
     if left:
         raise UnsupportedModel(f"{report.model}: {len(left)} attention calls cannot be paged: {left[0]}")
-    if not report.attention_recognised and not has_state:
+    if not report.attention_recognised and not keeps_state:
         recognisers = [record for record in report.passes if record.name.startswith("recognise_")]
         near_misses = [r for record in recognisers for r in record.rejections] + mixers(traced)
         why = f"; {rejection_line(near_misses[0])}" if near_misses else ""

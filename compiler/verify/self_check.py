@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...passes import NotFinite, TracedGraph, UnsupportedModel
+from ...runtime.cache.cache_specs import has_state, num_token_groups
 from ...runtime.cache.kv_cache import allocate_kv_cache
 from ...runtime.phases import phase
 from ...runtime.program import Program, StateSpec
@@ -276,12 +277,10 @@ class _PagedState:
         most = sum(len(t) for t in reference.tokens)
         spare = program.reserve(count, most, width * self.block_size)
         caches = program.caches
-        self.states = any(isinstance(spec, StateSpec) for spec in caches)
+        self.states = has_state(caches)
         self.slots = [(count + s, s) for s in range(count)]  # that a sequence wrote last, and the one before
-        num_blocks = [width * count + spare] * (1 + max((spec.group for spec in caches), default=0))
-        if self.states:
-            num_blocks[-1] = 2 * count
-        cache = allocate_kv_cache(caches, num_blocks, self.block_size, program.device)
+        num_blocks = [width * count + spare] * num_token_groups(caches)
+        cache = allocate_kv_cache(caches, [*num_blocks, 2 * count], self.block_size, program.device)
         for spec, tensors in zip(caches, cache, strict=True):
             if isinstance(spec, StateSpec):  # a sequence that begins must not read what others left
                 tensors[0].fill_(torch.nan)
@@ -318,8 +317,8 @@ class _PagedState:
             seq_lens=tensor(np.array([self.done[s] for s, _ in step]), torch.int32),
             logits_rows=torch.arange(sum(counts)),
             token_lengths=tensor(np.concatenate(lengths), torch.int64),
-            state_read=tensor(np.array(reads), torch.int32),
-            state_write=tensor(np.array(writes), torch.int32),
+            state_read=tensor(np.array(reads), torch.int32) if self.states else None,
+            state_write=tensor(np.array(writes), torch.int32) if self.states else None,
         )
         position_ids = tensor(np.concatenate(positions), torch.int64)[None]
         return PlannedStep(group, torch.cat(ids)[None], position_ids, metadata, torch.cat(expected))

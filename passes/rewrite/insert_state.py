@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...runtime.cache.cache_specs import num_token_groups
 from ...runtime.ops.causal_conv1d import causal_conv1d, causal_conv1d_seq
 from ...runtime.ops.linear_recurrence import linear_recurrence, linear_recurrence_seq
 from ...runtime.ops.selective_scan import selective_scan, selective_scan_seq
-from ...runtime.program import CacheSpec, StateSpec
+from ...runtime.program import StateSpec
 from ..graph.fx_nodes import is_dynamic, shape, value
 from ..graph.record import PassRecord
 from ..graph.rewrite_each import rewrite_each
@@ -34,7 +35,7 @@ from ..graph.traced import TracedGraph
 
 def insert_state(traced: TracedGraph) -> PassRecord:
     """Replace every operator over one whole sequence by the one that goes on from a state."""
-    group = max((spec.group + 1 for spec in traced.caches if isinstance(spec, CacheSpec)), default=0)
+    group = num_token_groups(traced.caches) if traced.caches else 0
 
     def step(node: fx.Node) -> str | None:
         found = _OPERATORS.get(node.target)
@@ -70,11 +71,16 @@ def _conv_state(node: fx.Node) -> tuple[str, tuple[Any, ...], torch.dtype]:
 
 def _matrix_state(node: fx.Node) -> tuple[str, tuple[Any, ...], torch.dtype]:
     _, key, val = node.args[:3]
-    return "recurrent_state", (*shape(val)[2:], shape(key)[3]), torch.float32
+    return "recurrent_state", (*shape(val)[2:], shape(key)[3]), _wide(val)
 
 
 def _scan_state(node: fx.Node) -> tuple[str, tuple[Any, ...], torch.dtype]:
-    return "recurrent_state", tuple(shape(node.args[2])), torch.float32
+    return "recurrent_state", tuple(shape(node.args[2])), _wide(node.args[0])
+
+
+def _wide(node: fx.Node) -> torch.dtype:
+    """The dtype that the operators sum up in: float32 at least."""
+    return torch.promote_types(value(node).dtype, torch.float32)
 
 
 _State = Callable[[fx.Node], tuple[str, tuple[Any, ...], torch.dtype]]

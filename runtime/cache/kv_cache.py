@@ -13,7 +13,7 @@ import torch
 from ..memory import advise_huge_pages
 from ..program import CachePart, CacheSpec, KVCache, StateSpec
 from ..requests.checks import check_at_least
-from .state_pool import AnySpec, bytes_per_slot, token_specs
+from .cache_specs import AnySpec, bytes_per_block, bytes_per_slot
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +45,6 @@ def parse_memory(value: int | str, name: str = "kv_cache_memory") -> int:
     if amount < 1:
         raise ValueError(f"{name}={value!r} is not a positive size; use at least the bytes of one block")
     return amount
-
-
-def bytes_per_block(specs: Sequence[AnySpec], block_size: int) -> int:
-    """Bytes that one block takes in all layers' caches together, the scales of int8 included. States take none: see
-    ``state_pool.bytes_per_slot``."""
-    return block_size * sum(part.unit_bytes for spec in token_specs(specs) for part in spec.parts())
 
 
 def available_memory() -> int:

@@ -11,15 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..program import CacheSpec
-from .kv_cache import (
-    DEFAULT_CPU_CACHE_BYTES,
-    UNSTATED_MODEL_LEN,
-    available_memory,
-    bytes_per_block,
-    default_num_blocks,
-    num_blocks_in,
-)
-from .state_pool import AnySpec, bytes_per_slot, has_state, num_slots_in, num_slots_wanted, token_specs
+from .cache_specs import AnySpec, bytes_per_block, bytes_per_slot, has_state, token_specs
+from .kv_cache import DEFAULT_CPU_CACHE_BYTES, UNSTATED_MODEL_LEN, available_memory, default_num_blocks, num_blocks_in
+from .state_pool import num_slots_in, num_slots_wanted
 
 
 @dataclass(frozen=True)

@@ -5,33 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from ..program import CacheSpec, StateSpec
+from .cache_specs import AnySpec, bytes_per_block, bytes_per_slot
 
 logger = logging.getLogger(__name__)
-
-AnySpec = CacheSpec | StateSpec
-
-
-def token_specs(specs: Sequence[AnySpec]) -> list[CacheSpec]:
-    """Those that grow with the tokens of a sequence."""
-    return [spec for spec in specs if isinstance(spec, CacheSpec)]
-
-
-def has_state(specs: Sequence[AnySpec]) -> bool:
-    """True if the model keeps state."""
-    return any(isinstance(spec, StateSpec) for spec in specs)
-
-
-def num_token_groups(specs: Sequence[AnySpec]) -> int:
-    """Groups of layers with block tables; one where nothing is stored at all."""
-    if not specs:
-        return 1
-    return max((spec.group for spec in token_specs(specs)), default=-1) + 1
-
-
-def bytes_per_slot(specs: Sequence[AnySpec]) -> int:
-    """Bytes of one sequence's state in all layers together."""
-    return sum(part.unit_bytes for spec in specs if isinstance(spec, StateSpec) for part in spec.parts())
 
 
 def num_slots_wanted(max_num_seqs: int) -> int:
@@ -57,8 +33,7 @@ def num_slots_in(
     Raises:
         ValueError: one sequence's two slots and a block of each layer do not fit.
     """
-    slot = bytes_per_slot(specs)
-    block = block_size * sum(part.unit_bytes for spec in token_specs(specs) for part in spec.parts())
+    slot, block = bytes_per_slot(specs), bytes_per_block(specs, block_size)
     slots = slots_that_fit(memory, slot, block, max_num_seqs)
     if not slots:
         needed = 2 * slot + block
@@ -100,8 +75,7 @@ def slots_that_fit(memory: int, slot: int, block: int, max_num_seqs: int) -> int
 def snapshot_interval(specs: Sequence[AnySpec], block_size: int) -> int | None:
     """Tokens of a prompt between two snapshots of its state: so many blocks, a power of two, that their keys and
     values take no fewer bytes than a snapshot. None where there are no keys and values to weigh it against."""
-    slot = bytes_per_slot(specs)
-    block = block_size * sum(part.unit_bytes for spec in token_specs(specs) for part in spec.parts())
+    slot, block = bytes_per_slot(specs), bytes_per_block(specs, block_size)
     if not slot or not block:
         return None
     interval = block_size

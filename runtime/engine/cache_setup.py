@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 
 from ..blocks import BlockGroup, BlockManager
-from ..cache.kv_cache import UNSTATED_MODEL_LEN, bytes_per_block
-from ..cache.state_pool import bytes_per_slot, has_state, token_specs
+from ..cache.cache_specs import bytes_per_block, bytes_per_slot, has_state, token_specs
+from ..cache.kv_cache import UNSTATED_MODEL_LEN
 from ..program import Program
 from ..requests.request import Request
 from .engine_options import EngineOptions

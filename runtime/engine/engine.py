@@ -12,9 +12,10 @@ from weakref import proxy
 from ..batching import Batcher, Batches, PreemptionCost, make_policy
 from ..blocks import BlockManager
 from ..cache.block_copier import BlockCopier
-from ..cache.kv_cache import allocate_kv_cache, bytes_per_block
+from ..cache.cache_specs import bytes_per_block, bytes_per_slot
+from ..cache.kv_cache import allocate_kv_cache
 from ..cache.pool_plan import blocks_by_group
-from ..cache.state_pool import bytes_per_slot, snapshot_interval
+from ..cache.state_pool import snapshot_interval
 from ..memory import keep_freed_memory
 from ..profiling.profile import Profile
 from ..program import Program

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from ..batching.schedule import ScheduledRequest
-from ..cache.state_pool import has_state, num_token_groups
+from ..cache.cache_specs import has_state, num_token_groups
 from ..program import KVCache, Program
 from ..requests.request import Request
 from ..step_metadata import StepMetadata

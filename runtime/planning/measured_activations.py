@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from ..cache.cache_specs import has_state, num_token_groups
 from ..cache.kv_cache import allocate_kv_cache
-from ..cache.state_pool import has_state, num_token_groups
 from ..program import Program
 from ..requests.checks import check_at_least
 from ..step_metadata import StepMetadata

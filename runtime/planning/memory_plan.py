@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..cache.kv_cache import bytes_per_block
+from ..cache.cache_specs import AnySpec, bytes_per_block, bytes_per_slot, token_specs
 from ..cache.pool_plan import PoolPlan, plan_pools
-from ..cache.state_pool import AnySpec, bytes_per_slot, slots_that_fit, token_specs
+from ..cache.state_pool import slots_that_fit
 from ..requests.checks import check_at_least
 
 SHORTEST_LISTED = 512

@@ -16,7 +16,8 @@ from torch_pagoda.compiler.user_passes import register_pass
 from torch_pagoda.compiler.verify.self_check import INT8_TOLERANCE, compared_steps, reference_of_model
 from torch_pagoda.passes import PassRecord, TracedGraph
 from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
-from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache, bytes_per_block
+from torch_pagoda.runtime.cache.cache_specs import bytes_per_block
+from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache
 from torch_pagoda.runtime.ops import paged_attention, reference
 from torch_pagoda.runtime.ops.int8_rows import dequantize_rows
 

@@ -21,17 +21,29 @@ def model():
     return build_tiny_model("gpt2", num_hidden_layers=1)
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """The content of a program's file, and its key."""
-    folder = tmp_path_factory.mktemp("cache")
+def model_with_state():
+    return build_tiny_model("falcon_h1", num_hidden_layers=1)
+
+
+def stored(folder, model, **options):
+    """The content of the file of a model's program, and its key."""
     load_kernels()  # those of all runs: the empty folder has none
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(DISABLE)
         patch.setenv("TORCH_PAGODA_CACHE", str(folder))
-        compile_program(model(), CompileOptions(codegen="none", quantization="int8", verify="off"))
+        compile_program(model, CompileOptions(codegen="none", verify="off", **options))
     (file,) = (folder / "programs").iterdir()
     return file.read_bytes(), file.stem
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    return stored(tmp_path_factory.mktemp("cache"), model(), quantization="int8")
+
+
+@pytest.fixture(scope="module")
+def written_with_state(tmp_path_factory):
+    return stored(tmp_path_factory.mktemp("cache"), model_with_state())
 
 
 @pytest.fixture
@@ -76,13 +88,21 @@ def test_other_lengths_and_keys_are_not_parsed(written, load):
     assert not load.parsed
 
 
-@pytest.fixture
-def data(written, tmp_path):
-    content, key = written
-    store = ProgramStore(tmp_path / "programs")
+def parsed(folder, content, key):
+    store = ProgramStore(folder / "programs")
     store.folder.mkdir(mode=0o700)
     (store.folder / f"{key}.program").write_bytes(content)
     return store.load(key)
+
+
+@pytest.fixture
+def data(written, tmp_path):
+    return parsed(tmp_path, *written)
+
+
+@pytest.fixture
+def data_with_state(written_with_state, tmp_path):
+    return parsed(tmp_path, *written_with_state)
 
 
 def put(*path):
@@ -173,6 +193,38 @@ REFUSED = {
 def test_programs_that_contradict_themselves_are_refused(data, change, words):
     with pytest.raises(ValueError, match=words):
         restore(change(data), module_tensors(model()))
+
+
+def state(**changes):
+    return put("linkage", "caches", lambda specs: [{**s, **changes} if "shape" in s else s for s in specs])
+
+
+REFUSED_STATES = {
+    "a group among the keys and values": (
+        state(group=0),
+        r"states are of groups \[0\], those of keys and values are 1",
+    ),
+    "a group beyond": (state(group=2), r"states are of groups \[2\]"),
+    "another name": (state(name="key_cache"), "is called 'key_cache'"),
+    "no size": (state(shape=(0, 4)), r"has a state of \(0, 4\)"),
+    "half a size": (state(shape=(1.5, 4)), "no int"),
+    "more than there are bytes": (state(shape=(1 << 60, 4)), "has a state of"),
+    "no shape": (state(shape=()), r"has a state of \(\)"),
+    "too many dims": (state(shape=(1,) * 9), "has a state of"),
+    "another dtype": (state(dtype=torch.bool), "holds torch.bool"),
+    "other names of inputs": (put("linkage", "caches", lambda specs: specs[::-1]), "not the graph's"),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), REFUSED_STATES.values(), ids=REFUSED_STATES)
+def test_states_that_contradict_themselves_are_refused(data_with_state, change, words):
+    with pytest.raises(ValueError, match=words):
+        restore(change(data_with_state), module_tensors(model_with_state()))
+
+
+def test_what_was_written_with_states_is_taken(data_with_state):
+    program = restore(data_with_state, module_tensors(model_with_state()))
+    assert {type(spec).__name__ for spec in program.caches} == {"CacheSpec", "StateSpec"}
 
 
 def test_what_was_written_is_taken(data):

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from torch_pagoda.runtime.cache import kv_cache
+from torch_pagoda.runtime.cache.cache_specs import bytes_per_block
 from torch_pagoda.runtime.cache.kv_cache import (
     allocate_kv_cache,
     available_memory,
-    bytes_per_block,
     default_num_blocks,
     num_blocks_in,
     parse_memory,

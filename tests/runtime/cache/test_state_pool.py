@@ -5,9 +5,9 @@ import logging
 import pytest
 import torch
 
-from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache, bytes_per_block
+from torch_pagoda.runtime.cache.cache_specs import bytes_per_block, bytes_per_slot
+from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache
 from torch_pagoda.runtime.cache.pool_plan import blocks_by_group
-from torch_pagoda.runtime.cache.state_pool import bytes_per_slot
 from torch_pagoda.runtime.program import CacheSpec, StateSpec
 
 STATES = [

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from torch_pagoda.runtime.batching import POLICIES, QueueFull
-from torch_pagoda.runtime.cache.kv_cache import bytes_per_block
+from torch_pagoda.runtime.cache.cache_specs import bytes_per_block
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.requests.outputs import RequestOutput
 from torch_pagoda.runtime.requests.request_options import RequestOptions, options_for

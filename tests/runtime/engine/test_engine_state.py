@@ -10,8 +10,7 @@ import torch
 from toy_state_program import ToyStateProgram
 
 from torch_pagoda.runtime.batching import POLICIES, snapshots
-from torch_pagoda.runtime.cache.kv_cache import bytes_per_block
-from torch_pagoda.runtime.cache.state_pool import bytes_per_slot
+from torch_pagoda.runtime.cache.cache_specs import bytes_per_block, bytes_per_slot
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.requests.beam_search_params import BeamSearchParams
 from torch_pagoda.runtime.requests.outputs import RequestOutput

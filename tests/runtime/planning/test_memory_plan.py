@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_pagoda.runtime.cache.kv_cache import bytes_per_block
+from torch_pagoda.runtime.cache.cache_specs import bytes_per_block
 from torch_pagoda.runtime.cache.pool_plan import plan_pools
 from torch_pagoda.runtime.planning.block_size_plan import LogNormalLengths, expected_blocks, plan_block_size
 from torch_pagoda.runtime.planning.memory_plan import MemoryPlan, listed_lengths, plan_memory
