@@ -62,9 +62,21 @@ def test_dict_has_the_keys_of_the_format(full):
     assert all(set(entry) >= {"operator", "module", "reason"} for entry in plain["leftovers"])
     keys = {"operators", "launches_per_layer", "cache_copies", "token_bytes", "state_bytes"}
     assert set(plain["target_graph"]) == keys
-    assert plain["target_graph"]["token_bytes"] > 0 == plain["target_graph"]["state_bytes"]
     assert plain["graph_breaks"] == plain["recompiles"] == 0
     assert plain["verdict"]["ok"] and plain["refused"] == ""
+
+
+def test_memory_of_tokens_and_of_states(full, llama):
+    config = llama.config
+    per_token = LAYERS * 2 * config.num_key_value_heads * config.head_dim * 4
+    assert (full.target_graph.token_bytes, full.target_graph.state_bytes) == (per_token, 0)
+    assert re.search(rf"^memory +{per_token} B of keys and values per token *$", str(full), re.MULTILINE)
+    model = build_tiny_model("falcon_h1", num_hidden_layers=LAYERS)
+    found, config = explain(model, verify="off").target_graph, model.config
+    channels = config.mamba_d_ssm + 2 * config.mamba_n_groups * config.mamba_d_state
+    state = config.mamba_n_heads * config.mamba_d_head * config.mamba_d_state
+    assert found.state_bytes == LAYERS * 4 * (channels * (config.mamba_d_conv - 1) + state)
+    assert found.token_bytes == LAYERS * 4 * 2 * config.num_key_value_heads * model.model.layers[0].self_attn.head_dim
 
 
 def test_passes_are_those_of_the_pipeline(full):

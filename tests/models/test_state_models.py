@@ -100,3 +100,36 @@ def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
     prompt = prompt_of(80)
     (output,) = llm.generate([prompt], GREEDY)
     assert_right(whole, prompt, list(output.outputs[0].token_ids))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h"])
+def test_sizes_that_people_run(model_type: str) -> None:
+    """Heads of 128, a vocabulary of 150,000, prompts beyond every chunk, blocks of 16, a prefix that is shared."""
+    sizes: dict[str, dict[str, int]] = {
+        "qwen3_5_text": {
+            **{"hidden_size": 512, "head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2},
+            **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+            **{"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+        },
+        "nemotron_h": {
+            **{"hidden_size": 512, "head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2},
+            **{"mamba_num_heads": 16, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 4, "chunk_size": 128},
+        },
+    }
+    model = build_tiny_model(model_type, vocab_size=151_936, max_position_embeddings=8192, **sizes[model_type])
+    program = build_program(model, CompileOptions(codegen="none"))
+    engine = Engine(program, block_size=16, num_blocks=1024, max_num_batched_tokens=512, enable_prefix_caching=True)
+    draw = torch.Generator().manual_seed(0)
+    shared, *ends = (torch.randint(3, 151_000, (n,), generator=draw).tolist() for n in (1500, 600, 33, 260, 7))
+    prompts = [shared + ends[0], ends[1], shared + ends[2], shared + ends[3]]
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=8)
+    for prompt in prompts:
+        (output,) = engine.generate([prompt], params)
+        completion = output.outputs[0]
+        expected = forced(model, prompt, completion.token_ids)
+        assert completion.logprobs is not None
+        assert expected.largest_error(completion.token_ids, completion.logprobs) < 1e-3
+        assert_right(model, prompt, list(completion.token_ids))
+    assert engine.stats()["cached_tokens"] >= 1488
+    engine.block_manager.check()
