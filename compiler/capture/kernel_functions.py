@@ -52,8 +52,9 @@ def has_kernel_functions(model_class: type) -> bool:
 
 def _functions_of(place: str) -> dict[str, tuple[str, Callable[..., Any]]]:
     """The kernel functions among the globals of a Python module."""
-    found = {}
-    for key, function in list(vars(sys.modules[place]).items()):
+    found: dict[str, tuple[str, Callable[..., Any]]] = {}
+    module = sys.modules.get(place)  # a class may say that it comes from elsewhere
+    for key, function in list(vars(module).items()) if module is not None else ():
         if not isinstance(function, types.FunctionType):
             continue
         name, own = _offered(function)

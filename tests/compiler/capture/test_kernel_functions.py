@@ -72,6 +72,12 @@ def test_functions_without_the_decorator() -> None:
     assert not has_kernel_functions(transformers.LlamaForCausalLM)
 
 
+def test_a_class_of_no_module() -> None:
+    assert kernel_functions(module_in("no.such.module")) == {}
+    with operators_in_place_of_kernels(module_in("no.such.module")):
+        pass
+
+
 def test_what_is_seen_meanwhile_and_afterwards() -> None:
     before = dict(vars(qwen3_next))
     with operators_in_place_of_kernels(module_in(qwen3_next.__name__)):
