@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from .native import FLOAT_CODES, kernel_function
 from .registration import like_input, register_operator
 from .state_slots import (
+    FLOATS,
     SCHEMA,
     StateSlots,
     check_slots,
@@ -22,7 +23,6 @@ from .state_slots import (
 
 _TENSORS = "Tensor x, Tensor weight, Tensor? bias, str activation"
 ACTIVATIONS = ("", "silu")
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_TAPS = 8
 # Field for field the struct ConvolutionArguments of csrc/causal_conv1d.cpp.
 _ARGUMENTS = struct.Struct("=22q")
@@ -120,7 +120,7 @@ def check_convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
         )
     if not 2 <= weight.shape[1] <= _MOST_TAPS:
         raise ValueError(f"weight has {weight.shape[1]} taps; give 2 to {_MOST_TAPS}")
-    if x.dtype not in _FLOATS or weight.dtype not in _FLOATS:
+    if x.dtype not in FLOATS or weight.dtype not in FLOATS:
         raise ValueError(f"x and weight have dtypes {x.dtype} and {weight.dtype}; give floating-point numbers")
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype is not weight.dtype):
         raise ValueError(

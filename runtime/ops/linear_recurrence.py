@@ -15,7 +15,9 @@ from .registration import register_operator
 from .state_slots import (
     SCHEMA,
     StateSlots,
-    check_slots,
+    check_floats,
+    check_recurrent_state,
+    compute_dtype,
     kernel_takes,
     packed_slots,
     raise_failure,
@@ -24,7 +26,6 @@ from .state_slots import (
 )
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor log_decay, Tensor? beta, float scale, float? l2norm_eps"
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Field for field the struct RecurrenceArguments of csrc/linear_recurrence.cpp.
 _ARGUMENTS = struct.Struct("=41q2d")
 
@@ -66,7 +67,7 @@ def linear_recurrence_seq_reference(
         ValueError: shapes or dtypes that do not fit.
     """
     check_recurrence(query, key, value, log_decay, beta)
-    before = value.new_zeros(value.shape[2], value.shape[3], key.shape[3], dtype=_compute_dtype(value))
+    before = value.new_zeros(_state_shape(key, value), dtype=compute_dtype(value))
     given = (query, key, value, log_decay, beta, scale, l2norm_eps)
     return _recur(*given, slice(0, value.shape[1]), before)[0][None]
 
@@ -99,12 +100,12 @@ def linear_recurrence_reference(
     """
     slots = slots_of(state, query_start_loc, state_read, state_write)
     check_recurrence(query, key, value, log_decay, beta)
-    check_recurrent_state(slots, key, value)
+    check_recurrent_state(slots, _state_shape(key, value), value)
 
     def run(tokens: slice, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return _recur(query, key, value, log_decay, beta, scale, l2norm_eps, tokens, before)
 
-    return run_sequences(run, slots, value.new_zeros(value.shape), _compute_dtype(value))
+    return run_sequences(run, slots, value.new_zeros(value.shape), compute_dtype(value))
 
 
 def linear_recurrence_seq_cpu(*arguments: Any) -> torch.Tensor:
@@ -129,7 +130,7 @@ def linear_recurrence_cpu(*arguments: Any) -> torch.Tensor:
     """
     given, slots = arguments[:-4], slots_of(*arguments[-4:])
     check_recurrence(*given[:5])
-    check_recurrent_state(slots, given[1], given[2])
+    check_recurrent_state(slots, _state_shape(*given[1:3]), given[2])
     result = _run(slots, *given) if kernel_takes(slots) else None
     return linear_recurrence_reference(*arguments) if result is None else result
 
@@ -152,16 +153,11 @@ def check_recurrence(
         )
     if beta is not None and beta.shape != per_head:
         raise ValueError(f"beta has shape {tuple(beta.shape)}; make it {tuple(per_head)}, or give none")
-    given = {"query": query, "key": key, "value": value, "log_decay": log_decay, "beta": beta}
-    for name, tensor in given.items():
-        if tensor is not None and tensor.dtype not in _FLOATS:
-            raise ValueError(f"{name} has dtype {tensor.dtype}; give floating-point numbers")
+    check_floats(query=query, key=key, value=value, log_decay=log_decay, beta=beta)
 
 
-def check_recurrent_state(slots: StateSlots, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless the state and where it is are as :func:`linear_recurrence_reference` says."""
-    dtypes = (torch.float64,) if value.dtype is torch.float64 else (torch.float32, torch.bfloat16)
-    check_slots(slots, (value.shape[2], value.shape[3], key.shape[3]), dtypes)
+def _state_shape(key: torch.Tensor, value: torch.Tensor) -> tuple[int, int, int]:
+    return value.shape[2], value.shape[3], key.shape[3]
 
 
 def _run(
@@ -250,10 +246,6 @@ def _recur(
 
 def _normalised(x: torch.Tensor, eps: float | None) -> torch.Tensor:
     return x if eps is None else x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
-
-
-def _compute_dtype(value: torch.Tensor) -> torch.dtype:
-    return torch.float64 if value.dtype is torch.float64 else torch.float32
 
 
 def _like_value(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:

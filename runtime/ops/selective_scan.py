@@ -12,7 +12,9 @@ from .registration import like_input, register_operator
 from .state_slots import (
     SCHEMA,
     StateSlots,
-    check_slots,
+    check_floats,
+    check_recurrent_state,
+    compute_dtype,
     kernel_takes,
     packed_slots,
     raise_failure,
@@ -21,7 +23,6 @@ from .state_slots import (
 )
 
 _TENSORS = "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, bool round_state"
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Field for field the struct ScanArguments of csrc/selective_scan.cpp.
 _ARGUMENTS = struct.Struct("=34q")
 
@@ -53,7 +54,7 @@ def selective_scan_seq_reference(
         ValueError: shapes or dtypes that do not fit.
     """
     check_scan(x, dt, A, B, C)
-    before = x.new_zeros(A.shape, dtype=_compute_dtype(x))
+    before = x.new_zeros(A.shape, dtype=compute_dtype(x))
     return _scan(x, dt, A, B, C, round_state, slice(0, x.shape[1]), before)[0][None]
 
 
@@ -84,12 +85,12 @@ def selective_scan_reference(
     """
     slots = slots_of(state, query_start_loc, state_read, state_write)
     check_scan(x, dt, A, B, C)
-    check_scan_state(slots, x, A)
+    check_recurrent_state(slots, A.shape, x)
 
     def run(tokens: slice, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return _scan(x, dt, A, B, C, round_state, tokens, before)
 
-    return run_sequences(run, slots, x.new_zeros(x.shape), _compute_dtype(x))
+    return run_sequences(run, slots, x.new_zeros(x.shape), compute_dtype(x))
 
 
 def selective_scan_seq_cpu(*arguments: Any) -> torch.Tensor:
@@ -114,7 +115,7 @@ def selective_scan_cpu(*arguments: Any) -> torch.Tensor:
     """
     given, slots = arguments[:-4], slots_of(*arguments[-4:])
     check_scan(*given[:5])
-    check_scan_state(slots, given[0], given[2])
+    check_recurrent_state(slots, given[2].shape, given[0])
     result = _run(slots, *given) if kernel_takes(slots) else None
     return selective_scan_reference(*arguments) if result is None else result
 
@@ -130,15 +131,7 @@ def check_scan(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tens
     shape = (1, x.shape[1], A.shape[1])
     if B.shape != shape or C.shape != shape:
         raise ValueError(f"B {tuple(B.shape)} and C {tuple(C.shape)} must be {tuple(shape)}, as x and A are")
-    for name, tensor in {"x": x, "dt": dt, "A": A, "B": B, "C": C}.items():
-        if tensor.dtype not in _FLOATS:
-            raise ValueError(f"{name} has dtype {tensor.dtype}; give floating-point numbers")
-
-
-def check_scan_state(slots: StateSlots, x: torch.Tensor, A: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless the state and where it is are as :func:`selective_scan_reference` says."""
-    dtypes = (torch.float64,) if x.dtype is torch.float64 else (torch.float32, torch.bfloat16)
-    check_slots(slots, tuple(A.shape), dtypes)
+    check_floats(x=x, dt=dt, A=A, B=B, C=C)
 
 
 def _run(
@@ -203,10 +196,6 @@ def _scan(
         seen = state.to(x.dtype).to(dtype) if round_state else state
         results[i] = seen @ reads[i]
     return results.to(x.dtype), state
-
-
-def _compute_dtype(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
 selective_scan_seq = register_operator(

@@ -22,6 +22,8 @@ import torch
 
 from .native import FLOAT_CODES
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""What the numbers of an operator with state may be."""
 SCHEMA = "Tensor(a!) state, Tensor query_start_loc, Tensor state_read, Tensor state_write"
 """The last four arguments in an operator's schema."""
 
@@ -71,6 +73,24 @@ def check_slots(slots: StateSlots, unit_shape: Sequence[int], dtypes: Sequence[t
             f"query_start_loc, state_read and state_write have dtypes {starts.dtype}, {read.dtype} and "
             f"{write.dtype}; make them torch.int32"
         )
+
+
+def check_recurrent_state(slots: StateSlots, unit_shape: Sequence[int], value: torch.Tensor) -> None:
+    """:func:`check_slots` for a recurrence: its states are fp32 or bf16, or fp64 if what they take in is."""
+    computed = compute_dtype(value)
+    check_slots(slots, unit_shape, (computed,) if computed is torch.float64 else (computed, torch.bfloat16))
+
+
+def compute_dtype(value: torch.Tensor) -> torch.dtype:
+    """In which a recurrence of ``value`` is computed."""
+    return torch.float64 if value.dtype is torch.float64 else torch.float32
+
+
+def check_floats(**given: torch.Tensor | None) -> None:
+    """Raise ``ValueError`` for an argument, passed by its name, that has no floating-point numbers; None has none."""
+    for name, tensor in given.items():
+        if tensor is not None and tensor.dtype not in FLOATS:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; give floating-point numbers")
 
 
 def check_metadata(slots: StateSlots, tokens: int) -> None:

@@ -4,8 +4,8 @@
 #include "vector.h"
 
 struct StateSlots {
-  char* state;  // null: there is one sequence, of all tokens, which begins, and whose state nobody wants
-  const int32_t* starts;
+  char* state;  // null where it has no elements
+  const int32_t* starts;  // null: there is one sequence, of all tokens, which begins, and whose state nobody wants
   const int32_t* read;
   const int32_t* write;
   int64_t dtype, slots, slot_stride, sequences;  // stride in elements; each slot's are next to each other
@@ -18,10 +18,10 @@ struct SequenceRun {
   char* after;         // where its state goes; null: nowhere
 };
 
-static inline int64_t sequences_of(const StateSlots& s) { return s.state ? s.sequences : 1; }
+static inline int64_t sequences_of(const StateSlots& s) { return s.starts ? s.sequences : 1; }
 
 static inline SequenceRun run_of(const StateSlots& s, int64_t sequence, int64_t tokens) {
-  if (!s.state) return {0, tokens, nullptr, nullptr};
+  if (!s.starts) return {0, tokens, nullptr, nullptr};
   const int64_t bytes = s.slot_stride * bytes_of(s.dtype), read = s.read[sequence], write = s.write[sequence];
   return {s.starts[sequence], s.starts[sequence + 1], read < 0 ? nullptr : s.state + read * bytes,
           write < 0 ? nullptr : s.state + write * bytes};
@@ -29,7 +29,7 @@ static inline SequenceRun run_of(const StateSlots& s, int64_t sequence, int64_t 
 
 // Makes the results of the tokens that belong to no sequence zero; `row` are the bytes of a token's.
 static inline void clear_padding(const StateSlots& s, int64_t tokens, char* out, int64_t row) {
-  const int64_t used = s.state ? s.starts[s.sequences] : tokens;
+  const int64_t used = s.starts ? s.starts[s.sequences] : tokens;
   if (used < tokens) std::memset(out + used * row, 0, (tokens - used) * row);
 }
 
@@ -48,7 +48,7 @@ __attribute__((noinline, unused)) static void put_floats(char* to, int64_t at, i
 
 // 0 if all offsets and slots are in range; else which are not (1: starts, 2: read, 3: write), and above 8 bits where.
 static inline int64_t wrong_slots(const StateSlots& s, int64_t tokens) {
-  if (!s.state) return 0;
+  if (!s.starts) return 0;
   int64_t last = 0;
   for (int64_t i = 0; i <= s.sequences; ++i) {
     const int64_t start = s.starts[i];

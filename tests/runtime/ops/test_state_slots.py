@@ -204,6 +204,21 @@ def test_a_sequence_without_tokens_does_nothing(operator):
 
 
 @pytest.mark.parametrize("operator", BOTH)
+def test_a_state_without_slots(operator):
+    """It has no address, and is no sign of a single sequence."""
+    sequences = [operator.arguments(n) for n in (3, 2)]
+    given, state = operator.joined([*sequences, operator.arguments(1)]), torch.empty(0, *operator.state)
+    result = run(operator, given, state, (0, 3, 5), (-1, -1), (-1, -1))
+    assert (result[:, 5:] == 0).all()
+    for found, alone in zip((result[:, :3], result[:, 3:5]), sequences, strict=True):
+        same(operator, found, operator.sequence(*alone))
+    with pytest.raises(ValueError, match=r"state_read\[1\] is 0; give -1, or one of the state's 0 slots"):
+        run(operator, given, state, (0, 3, 5), (-1, 0), (-1, -1))
+    with pytest.raises(ValueError, match=r"query_start_loc\[2\] is 7; .* not exceed the 6 tokens"):
+        run(operator, given, state, (0, 3, 7), (-1, -1), (-1, -1))
+
+
+@pytest.mark.parametrize("operator", BOTH)
 def test_slots_of_a_larger_tensor(operator):
     """A layer's states may lie in memory that holds other things, too."""
     given = operator.arguments(5)
