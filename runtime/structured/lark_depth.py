@@ -4,33 +4,49 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 
-_TEXT = re.compile(r'"(?:\\.|[^"\\])*"')
-_RULE = re.compile(r'([^\s"|()\[\]{}:]+)\s*(?:\[[^\]\n]*\]\s*)?:')
-_NAME = re.compile(r'[^\s"|()\[\]{}:,?*+~]+')
+_OPAQUE = re.compile(
+    r"""
+    "(?:\\.|[^"\\])*"               # texts, those of JSON included
+    | /(?:\\.|[^/\\])+/             # regular expressions
+    | <[^<>]+>                      # special tokens
+    | (?:\#|//)[^\n]*              # comments
+    | (?<![\w-])0[xX][0-9a-fA-F]+   # numbers, whose letters would run into a name
+    """,
+    re.VERBOSE,
+)
+"""Lexemes that lead to no rule, found from the left as llguidance does: any of them may hold the marks of others."""
+_JSON_KEY = re.compile(r'""\s*:')
+_COLON = re.compile("(?<!:):(?!:)")
+_NAME = re.compile("_?(?:[a-z][a-z0-9_-]*|[A-Z][A-Z0-9_-]*)")
+_HEAD = re.compile(rf"\s*[!?]*({_NAME.pattern})\s*(?:::_\s*)?(\[[^\n]*\])?\s*")
 
 
 def lark_depth(text: str) -> int:
     """An upper bound of how deep a walk through a grammar that visits each rule once can get.
 
     Rules count one, and as many more as brackets lie within each other in them; rules that lead back to each other
-    all count, since a walk can meet one behind the other.
+    all count, since a walk can meet one behind the other. Where one does not begin in a line of its own, or a grammar
+    stands within the other, all rules count.
 
     Args:
-        text: Lark; what is not understood is taken for names of rules, which makes the bound no smaller.
+        text: Lark.
     """
-    text = _TEXT.sub('""', text)
-    starts = list(_RULE.finditer(text))
+    text = _JSON_KEY.sub("", _OPAQUE.sub('""', text))
     weights: dict[str, int] = {}
     leads_to: dict[str, set[str]] = {}
-    for i, start in enumerate(starts):
-        following = starts[i + 1] if i + 1 < len(starts) else None
-        body = text[start.end() : following.start() if following else len(text)]
-        weights[start[1]] = weights.get(start[1], 0) + 1 + _nesting(body)
-        found = leads_to.setdefault(start[1], set())
-        found.update(_NAME.findall(body))
-        if following and "\n" not in body:  # its colon may be one of a regular expression: the rule goes on behind it
-            found.add(following[1])
+    is_plain = "%lark" not in text
+    # A last line without a rule, so that all bodies end before one.
+    for before, behind in pairwise(_COLON.split(f"{text}\nend")):
+        head = _HEAD.fullmatch(before.rpartition("\n")[2])
+        is_plain = is_plain and head is not None
+        name, attributes = (head[1], head[2] or "") if head else ("", "")
+        body = behind.rpartition("\n")[0] or behind
+        weights[name] = weights.get(name, 0) + 1 + _nesting(body)
+        leads_to.setdefault(name, set()).update(_NAME.findall(attributes + body))
+    if not is_plain:
+        return sum(weights.values())
     depths: dict[str, int] = {}
     for ring in _rings({name: sorted(found & weights.keys()) for name, found in leads_to.items()}):
         below = max((depths[other] for name in ring for other in leads_to[name] if other in depths), default=0)

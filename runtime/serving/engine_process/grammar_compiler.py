@@ -63,15 +63,15 @@ class GrammarCompiler:
         os.close(self._say)
 
     def _compile(self, request_id: str, params: SamplingParams) -> None:
-        refusal = None
-        if request_id in self._waiting:
-            try:
+        refusal: str | None = "the engine cannot take this grammar"
+        try:
+            if request_id in self._waiting:
                 self._engine.compile_grammar(params)
-            except ValueError as error:
-                refusal = str(error)
-            except Exception:
-                logger.exception("a grammar failed")
-                refusal = "the engine cannot take this grammar"
+            refusal = None
+        except ValueError as error:
+            refusal = str(error)
+        except BaseException:  # a panic of llguidance is no Exception; whoever waits must hear of it
+            logger.exception("a grammar failed")
         self._done.append((request_id, refusal))
         with suppress(BlockingIOError):  # where it is full it can be read already
             os.write(self._say, b"\0")

@@ -40,7 +40,8 @@ class GateMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        # The routes' patterns let a newline follow, as it comes with %0A.
+        path = scope["path"].removeprefix(scope.get("root_path", "")).removesuffix("\n")
         if path not in GENERATION_PATHS:
             await self.app(scope, receive, send)
             return

@@ -117,6 +117,13 @@ async def test_of_many_at_once_only_those_are_read_that_are_taken(
     assert statuses == [200] * 6 + [429] * 34 and len(read) == 6
 
 
+async def test_a_path_with_a_newline_goes_through_the_gate(serve: Any) -> None:
+    async with serve() as client:
+        response = await client.post(f"{URL}%0A", json=BODY)
+        assert response.status_code == 200, response.text
+        assert client.front.admission.num_places == client.front.admission.num_completions == 0
+
+
 async def test_who_sends_no_body_holds_no_place(engine: FakeEngine, tokenizer: Any) -> None:
     app = make_app(Settings(served_model_names=("tiny",), max_queue=0), engine, tokenizer)
     slow = [await head_only(app) for _ in range(8)]

@@ -82,6 +82,22 @@ def test_what_is_cancelled_or_refused_meanwhile_never_runs(monkeypatch: pytest.M
     assert bench.end() == EXIT_DONE
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, BaseException])
+def test_a_grammar_that_fails_is_refused_without_its_reason(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    """A panic of an extension in Rust is a ``BaseException``."""
+
+    def fails(asked: Any, known: Any) -> Any:
+        raise kind("secret")
+
+    monkeypatch.setattr(engine_module, "compile_grammar", fails)
+    bench = Bench(structured_engine()).start()
+    bench.send(Submit("r", [[1]], REGEX))
+    (refused,) = bench.steps("r")[-1].refused
+    assert (refused.request_id, refused.message) == ("r", "the engine cannot take this grammar")
+    bench.sock.close()
+    assert bench.end() == EXIT_DONE
+
+
 def test_the_socket_is_closed_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = SlowCompiler(monkeypatch)
     bench = Bench(structured_engine()).start()
