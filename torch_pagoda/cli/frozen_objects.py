@@ -1,4 +1,4 @@
-"""What has been loaded, taken out of Python's collections of garbage."""
+"""Objects of the loaded libraries, taken out of what Python's garbage collector looks through."""
 
 from __future__ import annotations
 
