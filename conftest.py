@@ -8,9 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 MOST_WORKERS = 8
 """Each takes more than a GiB of memory."""
+
+# A run says of the same sources what the run before said; ``--hypothesis-profile=default`` draws other examples.
+settings.register_profile("reproducible", derandomize=True)
+settings.load_profile("reproducible")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # There is a worker for each core: more threads and compiling processes would only take turns with them, and

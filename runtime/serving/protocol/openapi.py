@@ -41,6 +41,12 @@ _ANTHROPIC_ERROR: dict[str, Any] = {
     },
 }
 
+_EVENT: dict[str, Any] = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+}
+
 _ERRORS = {
     400: "A field that cannot be served; code and param say which.",
     401: "No key that this server knows.",
@@ -74,7 +80,7 @@ def documented(
     extra: dict[str, Any] = {}
     answers: dict[int, dict[str, Any]] = {}
     if body is not None and "stream" in body.model_fields:
-        kinds: dict[str, Any] = {"application/json": {}, "text/event-stream": {"schema": {"type": "string"}}}
+        kinds: dict[str, Any] = {"application/json": {}, "text/event-stream": {"itemSchema": _EVENT}}
         answers[200] = {"description": "The answer, or its events with stream=true.", "content": kinds}
     if body is not None:
         schema = {"$ref": _REF.format(model=body.__name__)}

@@ -276,7 +276,7 @@ def test_a_lone_linear_leaves_the_graph_as_it_is():
     assert not graph.notes.merged
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 24), min_size=2, max_size=4),
     biases=st.lists(st.booleans(), min_size=4, max_size=4),

@@ -69,6 +69,23 @@ def test_nothing_fails_the_server(schema: Any, method: str, path: str, count: in
             assert not operation.body  # there is nothing to get wrong
 
 
+MESSAGES = [{"role": "user", "content": "def"}]
+STREAMS = {
+    "/v1/completions": {"prompt": "def"},
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/responses": {"input": "def"},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_streams_are_as_described(schema: Any, path: str) -> None:
+    case = schema[path]["POST"].Case(body={**STREAMS[path], "stream": True}, media_type="application/json")
+    response = case.call_and_validate(checks=CHECKS)
+    assert response.status_code == 200
+    assert response.headers["content-type"][0].startswith("text/event-stream")
+
+
 def test_every_route_is_asked(schema: Any) -> None:
     described = {(method.upper(), path) for path in schema for method in schema[path]}
     assert described == set(ROUTES)
