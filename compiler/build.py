@@ -13,6 +13,7 @@ from torch import nn
 from ..passes import TracedGraph, UnsupportedModel
 from .capture.layer_repeat import CannotRepeat, LayerRepeat
 from .capture.state_layers import check_state
+from .capture.stored_parameters import has_stored_parameters, unpack_parameters
 from .capture.trace import Captured, capture
 from .link.linker import LinkedProgram, link
 from .options import CompileOptions
@@ -82,6 +83,15 @@ def build_unpacked(
     report = CompileReport(type(model).__name__) if report is None else report
     if (config := getattr(model, "config", None)) is not None:
         check_state(type(model), config)
+    if has_stored_parameters(model):
+        if options.quantization is not None:
+            raise ValueError(
+                f"quantization={options.quantization!r}: the checkpoint is quantised already and is served as it is "
+                "stored; leave quantization out, or pass the float checkpoint that it was made from"
+            )
+        if options.target != "cpu":
+            log.warning("target=%r: the checkpoint's quantised weights are unpacked", options.target)
+            unpack_parameters(model)
     dump.begin(report.model)
     clock = PhaseClock(report.seconds)
     # The reference comes first: some models settle into their final form at the first call.
@@ -103,7 +113,8 @@ def build_unpacked(
         program = _link_for_npu(linked, traced, options, reference, report, clock, owns_weights)
     elif options.uses_inductor(sum(p.numel() for p in model.parameters()), is_fusible(traced)):
         # Until weights are rounded and packed, every product would round its own.
-        program = _link_inductor(linked, captured, traced, None if options.quantization else reference, report, clock)
+        unpacked = options.quantization or has_stored_parameters(model)
+        program = _link_inductor(linked, captured, traced, None if unpacked else reference, report, clock)
     else:
         program = linked(call_kernels(traced))
     return Built(program, traced, options, reference)
@@ -143,7 +154,7 @@ def finish(built: Built, *, owns_weights: bool) -> None:
         return
     report = built.program.report
     clock = PhaseClock(report.seconds)
-    if built.options.pack_weights or built.options.quantization:
+    if built.options.pack_weights or built.options.quantization or built.program.has_stored_weights:
         _pack(built.program, built.reference, report, owns_weights)
         clock.lap("pack")
     if built.options.batch_invariant and built.reference is not None and not built.options.quantization:

@@ -13,6 +13,7 @@ from ..passes import UnsupportedModel
 from ..runtime.ops.kernel_check import check_kernels
 from ..runtime.ops.native import begin_loading
 from ..runtime.phases import phase
+from .capture.stored_parameters import has_stored_parameters
 from .fingerprint.describer import CannotIdentify
 from .fingerprint.fingerprint import Fingerprint, fingerprint
 from .fingerprint.framework_state import Touched
@@ -68,7 +69,8 @@ def compile_program(
     if options.target == "cpu":
         begin_loading()  # what must be compiled is ready when the first program runs
     store, key, contents = open_store(), "", ""
-    if store is not None and (reason := _not_stored(options)):
+    reason = "its weights are stored quantised" if has_stored_parameters(model) else _not_stored(options)
+    if store is not None and reason:
         log.info("the program is not kept for later starts: %s", reason)
         store = None
     if store is not None:

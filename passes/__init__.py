@@ -10,6 +10,7 @@ from .graph.traced import NotFinite, TracedGraph, UnsupportedModel
 from .lower.cpu.batch_invariant import make_batch_invariant
 from .lower.cpu.pack_linears import pack_linears
 from .lower.cpu.quantize_linears import quantize_linears
+from .lower.cpu.stored_linears import stored_linears
 from .lower.npu.activations import lower_npu_activations
 from .lower.npu.attention import lower_npu_attention
 from .lower.npu.latent.attention import absorb_latent_attention
@@ -148,6 +149,7 @@ PASSES: tuple[Pass, ...] = (
         "share_subexpressions", share_subexpressions, "aten", level=1, required=False, target="npu", place="lowering"
     ),
     # How weights are held, once the graph over plain ones has been compared. First what takes fewer bits.
+    Pass("stored_linears", stored_linears, "weights", required=False, target="cpu"),
     Pass("quantise_linears", quantize_linears, "weights", required=False, option="quantization", target="cpu"),
     # Rounded products are invariant already; packed ones would not be.
     Pass("make_batch_invariant", make_batch_invariant, "weights", option="batch_invariant", target="cpu"),

@@ -21,7 +21,7 @@ FLOORS = {
             "chat default_params options",
             "checkpoint known_program",
         ),
-        *("quantized_checkpoint", "decoding device model_facts stored_tensors"),
+        "decoding device model_facts",
     ),
     "compiler": (
         *(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig
 
-from .checkpoint import first_line
+from .checkpoint.loading import first_line
 from .runtime.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .checkpoint import check_dtype, is_causal_lm
+from .checkpoint.loading import check_dtype, is_causal_lm
 from .decoding import Unsupported, decode_rows, plan_decoding
 from .llm import LLM
 from .options import ModelOptions, split_options

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 from torch import nn
 
 from .chat import Message, chat_prompts
-from .checkpoint import (
+from .checkpoint.loading import (
     causal_lm_class,
     check_module,
     check_tokenizer,

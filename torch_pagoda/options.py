@@ -11,7 +11,7 @@ from typing import Any, TypedDict, get_type_hints
 
 import torch
 
-from .checkpoint import resolve_dtype
+from .checkpoint.loading import resolve_dtype
 from .compiler import CompileOptions
 from .compiler.user_passes import Pattern
 from .device import resolve_device

@@ -20,6 +20,7 @@ from ...runtime.phases import phase
 from ..report import first_line
 from .kernel_functions import operators_in_place_of_kernels
 from .model_facts import configs, max_positions, takes_positions
+from .stored_parameters import placeholders_for_stored
 
 if TYPE_CHECKING:
     from .layer_repeat import LayerRepeat
@@ -81,6 +82,7 @@ def capture(model: nn.Module) -> Captured:
             operators_in_place_of_kernels(model),
             torch._dynamo.config.patch(specialize_float=True, ignore_logging_functions=_LOGGING),
             torch.no_grad(),
+            placeholders_for_stored(model) as standing,
         ):
             torch.compile(step, backend=backend, fullgraph=True, dynamic=True)(input_ids, positions)
     except _Stop:
@@ -93,7 +95,8 @@ def capture(model: nn.Module) -> Captured:
         ) from error
     if "gm" not in caught:
         raise UnsupportedModel(f"{type(model).__name__} does nothing that can be traced")
-    traced = _traced_graph(model, caught["gm"], caught["inputs"], input_ids, positions)
+    inputs = [standing.get(id(given), given) for given in caught["inputs"]]
+    traced = _traced_graph(model, caught["gm"], inputs, input_ids, positions)
     _check_guards(model, traced, tokens, lambda length: step(*_first_tokens(length, device)))
     # Dynamo hands backends a context with a fresh fake mode; the recorded values belong to the one it traced with.
     caught["context"].fake_mode = traced.fake_mode

@@ -9,7 +9,8 @@ import torch
 
 from ...passes import TracedGraph
 from ...runtime.ops.packed_linear import pack_weight
-from ...runtime.ops.quantized_weight import Quantization, quantize_weight
+from ...runtime.ops.quantized_weight import Quantization, pack_stored, quantize_weight
+from ...runtime.ops.stored_weight import StoredWeight
 from ...runtime.phases import phase
 from ...runtime.program import CachePart, CacheSpec, KVCache, StateSpec
 from ...runtime.step_metadata import StepMetadata
@@ -90,7 +91,8 @@ class LinkedProgram:
         self._read = [self._at[name] for name in linkage.inputs if name in linkage.read]
         self._merged = dict(linkage.merged)
         self._packable = list(linkage.packed)
-        self.weight_bits = min((p.quantization.bits for p in self._packable if p.quantization), default=None)
+        rounded = (packed for packed in self._packable if packed.quantization and not packed.stored)
+        self.weight_bits = min((packed.quantization.bits for packed in rounded), default=None)
         self.copied_weights = [constants[name] for name in linkage.folded]
 
     def _records(self, run: Callable[..., Sequence[Any]], linkage: Linkage) -> RecordedSteps | None:
@@ -183,12 +185,37 @@ class LinkedProgram:
                 self.copied_weights += sources
                 continue
             for tensor in (whole, *sources):
-                if not any(self._args[j] is tensor for j in self._read):
+                if any(self._args[j] is tensor for j in self._read):
+                    continue
+                if isinstance(tensor, StoredWeight):
+                    tensor.release()
+                else:
                     pages.drop(tensor.data_ptr(), tensor.numel() * tensor.element_size())
                     tensor.data = tensor.new_empty(0)
         self._packable = []
+        size += self._unpack_stored()
         if self._recorded is not None:
             self._recorded.clear()
+        return size
+
+    @property
+    def has_stored_weights(self) -> bool:
+        """Some weights are still as a quantised checkpoint stores them, which no kernel reads."""
+        return any(isinstance(given, StoredWeight) for given in self._args)
+
+    def _unpack_stored(self) -> int:
+        """Make ordinary tensors of the stored weights that are left; their bytes."""
+        size, dense = 0, dict[int, torch.Tensor]()
+        for i, given in enumerate(self._args):
+            if not isinstance(given, StoredWeight):
+                continue
+            if i not in self._read:
+                self._args[i] = torch.empty(0)
+                continue
+            if id(given) not in dense:
+                dense[id(given)] = given.dense().contiguous()
+                size += given.numel() * given.element_size()
+            self._args[i] = dense[id(given)]
         return size
 
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
@@ -236,4 +263,6 @@ def _state_tensor(index: int, part: CachePart, tensor: torch.Tensor) -> torch.Te
 
 
 def _packed(weight: torch.Tensor, quantization: Quantization | None) -> torch.Tensor:
+    if isinstance(weight, StoredWeight):
+        return pack_weight(weight.dense()) if quantization is None else pack_stored(weight)
     return pack_weight(weight) if quantization is None else quantize_weight(weight.detach(), quantization)

@@ -7,8 +7,11 @@ import torch
 from ...passes import UnsupportedModel
 from ...runtime.ops.quantized_linear import quantized_linear_cpu, quantized_linear_reference
 from ...runtime.ops.quantized_weight import PANEL, Quantization, restored_weight, unpack_weight
+from ...runtime.ops.stored_weight import StoredWeight
 
 _ROWS = 3
+_AS_STORED = 0.3
+"""Of weights that a checkpoint stores, which half precision moves by less than this of a scale at 8 bits."""
 _MOST_OFF = {8: 0.51, 4: 2.2}
 """Scales by which an entry may be off: half of one, and where that loses less in all, what 4 bits cut off."""
 
@@ -26,6 +29,10 @@ def check_rounded_weight(name: str, weight: torch.Tensor, packed: torch.Tensor, 
         UnsupportedModel: an entry is farther off than rounding explains, or a product differs from that with the
             numbers that are stored.
     """
+    if isinstance(weight, StoredWeight):
+        weight, most_off = weight.dense(), _AS_STORED
+    else:
+        most_off = _MOST_OFF[scheme.bits]
     outputs, inputs = weight.shape
     panels = packed.view(-(-outputs // PANEL), -1)
     x = torch.randn(_ROWS, inputs, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
@@ -38,7 +45,7 @@ def check_rounded_weight(name: str, weight: torch.Tensor, packed: torch.Tensor, 
         if not plain.isfinite().all():
             continue  # NaN in, NaN out
         # Of a group without a scale only zeros, or what is too small for one, may be left.
-        off = (restored - plain).abs() > _MOST_OFF[scheme.bits] * unit + 1e-30
+        off = (restored - plain).abs() > most_off * unit + 1e-30
         given = (x, stored, None, count, scheme.bits, scheme.group_size, scheme.input_bits)
         found, expected = quantized_linear_cpu(*given).float(), quantized_linear_reference(*given).float()
         error = (found - expected).abs().max() / expected.abs().max().clamp_min(1e-30)

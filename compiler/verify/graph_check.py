@@ -18,6 +18,7 @@ from torch import nn
 
 from ...passes import TracedGraph
 from ...passes.graph.fx_nodes import value
+from ...runtime.ops.stored_weight import StoredWeight, as_dense
 from ...runtime.phases import phase
 from ..capture.trace import Captured
 from ..link.linkage import Linkage
@@ -155,7 +156,7 @@ def _constants(original: TracedGraph, rewritten: TracedGraph, weights: Weights) 
     for name, sources in rewritten.notes.merged.items():
         constants[name] = Rows([constants[source] for source in sources])
     for name, tensor in constants.items():
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, StoredWeight):
             of = next((weight for weight in changed.values() if _is_part(tensor, weight.tensor)), None)
             constants[name] = tensor if of is None else Part(of, tensor)
     return constants
@@ -165,7 +166,8 @@ def _is_part(tensor: torch.Tensor, weight: torch.Tensor) -> bool:
     """True if all of ``tensor`` lies within the memory of ``weight``."""
     first = tensor.storage_offset() - weight.storage_offset()
     return (
-        tensor.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+        not isinstance(weight, StoredWeight)
+        and tensor.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
         and weight.numel() > 0
         and first >= 0
         and first + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -192,7 +194,7 @@ class ChangedWeight(Deferred):
         """A parameter as ``weights`` says."""
         if tensor.dim() == 1:
             return cls(tensor, weights.vector_scale, weights.vector_noise)
-        flat = tensor.detach().reshape(-1)
+        flat = as_dense(tensor).detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // _SAMPLE)].float()
         spread = float(sample.square().mean().sqrt())
         fan = math.sqrt(tensor.shape[-1] * tensor.shape[-2])
@@ -200,7 +202,7 @@ class ChangedWeight(Deferred):
 
     def make(self) -> torch.Tensor:
         """The changed weight."""
-        made = self.tensor.detach().to(torch.float32, copy=True).mul_(self.factor)
+        made = as_dense(self.tensor).detach().to(torch.float32, copy=True).mul_(self.factor)
         if self.noise:
             generator = torch.Generator().manual_seed(made.numel())
             made += self.noise * torch.randn(made.shape, generator=generator)
@@ -210,7 +212,7 @@ class ChangedWeight(Deferred):
         """The same of ``tensor[index]``."""
         if self.noise:
             return self.make()[index]
-        return self.tensor.detach()[index].to(torch.float32, copy=True).mul_(self.factor)
+        return as_dense(self.tensor.detach()[index]).to(torch.float32, copy=True).mul_(self.factor)
 
     @property
     def num_rows(self) -> int:

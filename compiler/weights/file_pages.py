@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from ...runtime.memory import madvise
+from ...runtime.ops.stored_weight import StoredWeight
 
 _DONTNEED = 4
 _SMAPS = Path("/proc/self/smaps")
@@ -58,4 +59,6 @@ class FilePages:
 
 def _is_foreign(tensor: torch.Tensor) -> bool:
     """True if the tensor's memory is not of torch's own allocation."""
+    if isinstance(tensor, StoredWeight):
+        return _is_foreign(tensor.codes)
     return tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()

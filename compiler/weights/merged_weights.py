@@ -17,6 +17,7 @@ import torch
 
 from ...passes import TracedGraph
 from ...runtime.memory import advise_huge_pages
+from ...runtime.ops.stored_weight import StoredWeight
 from .file_pages import FilePages
 from .weight_guard import Place, place_of, weights_moved
 
@@ -49,6 +50,8 @@ def merge_rows(tensors: Sequence[torch.Tensor], pages: FilePages | None = None) 
         of that.
     """
     first = tensors[0]
+    if isinstance(first, StoredWeight):
+        return _merge_stored([tensor for tensor in tensors if isinstance(tensor, StoredWeight)])
     sizes = (sum(tensor.shape[0] for tensor in tensors), *first.shape[1:])
     # A tensor made in inference mode takes data of its own kind only.
     with torch.inference_mode(first.is_inference()), torch.no_grad():
@@ -68,6 +71,19 @@ def merge_rows(tensors: Sequence[torch.Tensor], pages: FilePages | None = None) 
             moves[id(tensor)] = (before, place_of(tensor))
             start += tensor.shape[0]
     weights_moved(moves)
+    return whole
+
+
+def _merge_stored(weights: Sequence[StoredWeight]) -> StoredWeight:
+    """The same of stored weights, whose codes, scales and zeros become rows of merged ones."""
+    whole = torch.cat(list(weights))
+    assert isinstance(whole, StoredWeight)
+    start = 0
+    for weight in weights:
+        rows = slice(start, start + weight.codes.shape[0])
+        weight.codes, weight.scales = whole.codes[rows], whole.scales[rows]
+        weight.zeros = None if whole.zeros is None else whole.zeros[rows]
+        start = rows.stop
     return whole
 
 

@@ -16,11 +16,13 @@ class PackedWeight:
         name: of the input.
         sources: names of the inputs that hold the same elements in the module's own tensors.
         quantization: how its elements are rounded; None: they are not.
+        stored: they are rounded already: the checkpoint stores them so.
     """
 
     name: str
     sources: tuple[str, ...]
     quantization: Quantization | None = None
+    stored: bool = False
 
 
 @dataclass

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from ...runtime.ops.quantized_weight import Quantization
+from ...runtime.ops.stored_weight import StoredWeight
 from .fx_nodes import argument, callee, shape
 from .notes import PackedWeight
 from .traced import TracedGraph
@@ -37,14 +38,23 @@ class PackedWeights:
             return "the weight is computed, not a parameter"
         return "" if len(shape(weight)) == 2 else "the weight is no matrix"
 
-    def input_for(self, linear: fx.Node, quantization: Quantization | None = None) -> fx.Node:
+    def stored(self, linear: fx.Node) -> StoredWeight | None:
+        """The weight of a linear, or one of those that are its rows, as the checkpoint stores it; None: as floats."""
+        name = _parameter(argument(linear, 1, "weight")).name
+        sources = self.traced.notes.merged.get(name, (name,))
+        found = self.traced.constants.get(sources[0])
+        return found if isinstance(found, StoredWeight) else None
+
+    def input_for(
+        self, linear: fx.Node, quantization: Quantization | None = None, *, stored: bool = False
+    ) -> fx.Node:
         """The graph input that is to hold the packed weight of a linear."""
         weight = argument(linear, 1, "weight")
         if weight not in self._inputs:
             self._inputs[weight] = node = self._packed_input(weight)
             parameter = _parameter(weight)
             sources = self.traced.notes.merged.get(parameter.name, (parameter.name,))
-            self._packed.append(PackedWeight(node.name, sources, quantization))
+            self._packed.append(PackedWeight(node.name, sources, quantization, stored))
         return self._inputs[weight]
 
     def close(self) -> None:
@@ -62,7 +72,7 @@ class PackedWeights:
         while name in self.traced.constants:
             name += "_"
         tensor = self.traced.constants[_parameter(weight).name].detach()
-        return self.traced.add_constant(name, tensor if weight.op == "placeholder" else tensor.t())
+        return self.traced.add_constant(name, tensor if weight.op == "placeholder" else tensor.transpose(0, 1))
 
 
 def _parameter(weight: fx.Node) -> fx.Node:

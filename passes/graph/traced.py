@@ -13,6 +13,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...runtime.ops.quantized_weight import Quantization
+from ...runtime.ops.stored_weight import StoredWeight
 from ...runtime.program import CacheSpec, StateSpec
 from .fx_nodes import cache_index, value
 from .notes import GraphNotes
@@ -183,6 +184,9 @@ class TracedGraph:
     def add_constant(self, name: str, tensor: torch.Tensor) -> fx.Node:
         """A new graph input that always receives ``tensor``."""
         self.constants[name] = tensor
+        if isinstance(tensor, StoredWeight):
+            with self.fake_mode:
+                tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
         return self._add_placeholder(name, tensor, dynamic=())
 
     def shared_constant(self, name: str, make: Callable[[], torch.Tensor]) -> fx.Node:

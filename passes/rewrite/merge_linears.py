@@ -24,6 +24,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from ...runtime.ops.stored_weight import StoredWeight
 from ..graph.data_movement import RESHAPES
 from ..graph.fx_nodes import argument, callee, eliminate_dead_code, module_path, shape, value
 from ..graph.record import PassRecord
@@ -142,7 +143,7 @@ def _refusal(traced: TracedGraph, node: fx.Node, aliased: Mapping[str, str]) -> 
         if not isinstance(parameter, fx.Node) or parameter.name not in traced.constants:
             return f"its {what} is computed, not a parameter"
         tensor = traced.constants[parameter.name]
-        if not _is_plain(tensor):
+        if not _is_plain(tensor) and not isinstance(tensor, StoredWeight):
             return f"its {what} is a {type(tensor).__name__} on {tensor.device}, which has no memory to move"
         if not tensor.is_contiguous():
             return f"its {what} is not contiguous"
@@ -191,7 +192,8 @@ def _kind(traced: TracedGraph, node: fx.Node) -> tuple[Any, ...]:
     """The properties that linears must have in common to be merged."""
     bias = argument(node, 2, "bias")
     weight = traced.constants[argument(node, 1, "weight").name]
-    kind = (weight.dtype, weight.device, weight.is_inference())
+    stored = weight.stored_as if isinstance(weight, StoredWeight) else None
+    kind = (stored, weight.dtype, weight.device, weight.is_inference())
     if bias is None:
         return *kind, None
     joined = traced.constants[bias.name]
@@ -200,6 +202,8 @@ def _kind(traced: TracedGraph, node: fx.Node) -> tuple[Any, ...]:
 
 def _difference(kind: tuple[Any, ...], kinds: list[tuple[Any, ...]]) -> str:
     other = next(k for k in kinds if k != kind)
+    if kind[0] != other[0]:
+        return "how their weights are stored"
     if (kind[-1] is None) != (other[-1] is None):
         return "they have a bias" if kind[-1] is None else "they have no bias"
     return "dtype, device or inference mode of their parameters"

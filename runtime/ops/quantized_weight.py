@@ -15,6 +15,8 @@ import torch
 from torch.nn import functional as F
 
 from .native import FLOAT_CODES, kernel_function
+from .stored_weight import StoredWeight
+from .weight_format import WeightFormat, values_of
 
 PANEL = 64
 """Outputs of a panel, and inputs of a step; groups hold whole steps."""
@@ -97,6 +99,24 @@ def quantize_weight(weight: torch.Tensor, scheme: Quantization) -> torch.Tensor:
         )
     )
     return packed
+
+
+def unpackable(form: WeightFormat) -> str:
+    """The reason why the kernel reads no codes of this format; "" when it does."""
+    if form.code != "int" or form.zeros or form.ordered:
+        return f"no kernel for weights that are stored as {form}"
+    return f"no kernel for groups of {form.group_size}" if form.group_size % PANEL else ""
+
+
+def pack_stored(weight: StoredWeight) -> torch.Tensor:
+    """Lay a stored weight out for the kernel; its codes and scales stay what they are.
+
+    Args:
+        weight: ``[out, in]``, of a format that is not ``unpackable``.
+    """
+    form = weight.form
+    whole = (values_of(weight.codes, form) - (1 << (form.bits - 1))).to(torch.int8)
+    return pack_weight(whole, weight.scales.float(), Quantization(form.bits, form.group_size, 16))
 
 
 def packed_bytes(outputs: int, inputs: int, scheme: Quantization) -> int:

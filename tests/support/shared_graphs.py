@@ -34,6 +34,7 @@ from torch_pagoda.compiler.fingerprint.fingerprint import _modes as modes
 from torch_pagoda.compiler.fingerprint.tensor_contents import module_tensors, update_whole
 from torch_pagoda.compiler.pipeline import run_passes as run_passes_anew
 from torch_pagoda.passes import Pass, PassRecord, TracedGraph
+from torch_pagoda.runtime.ops.stored_weight import StoredWeight
 from torch_pagoda.runtime.phases import phase
 
 
@@ -84,7 +85,8 @@ hits = {"capture": 0, "passes": 0, "aten": 0}
 
 def capture(model: nn.Module) -> Captured:
     """As ``capture.trace.capture``; an equal model is traced once."""
-    key = _key_of_model(model)
+    stored = any(isinstance(parameter, StoredWeight) for parameter in model.parameters())
+    key = None if stored else _key_of_model(model)
     if key is None:
         return trace.capture(model)
     named = module_tensors(model)
@@ -101,7 +103,8 @@ def capture(model: nn.Module) -> Captured:
 
 def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
     """As ``pipeline.run_passes``; those on Dynamo's graph are applied to an equal graph once."""
-    if len(passes) < 2 or any(entry.stage != "dynamo" for entry in passes):
+    stored = any(isinstance(tensor, StoredWeight) for tensor in traced.constants.values())
+    if len(passes) < 2 or stored or any(entry.stage != "dynamo" for entry in passes):
         return run_passes_anew(traced, passes)
     given = {name: field for name, field in vars(traced).items() if name not in _APART}
     contents = hashlib.sha256()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from torch_pagoda.checkpoint import check_source, load_config, load_model
+from torch_pagoda.checkpoint.loading import check_source, load_config, load_model
 
 CPU = torch.device("cpu")
 

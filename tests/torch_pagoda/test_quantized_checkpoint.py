@@ -1,4 +1,5 @@
-"""Checkpoints whose numbers are codes are refused, whatever gives them away."""
+"""Checkpoints whose numbers are codes, of which nothing says how to read them, are refused, whatever gives them
+away."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torch_pagoda.checkpoint import load_model
+from torch_pagoda.checkpoint.loading import load_model
 
 Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
@@ -193,8 +194,8 @@ def test_masks_and_tables_of_a_float_checkpoint_are_left_alone(copy: Path) -> No
         ({"quantization_config": {"bits": 8}}, ("a method that it does not name",)),
         ({"compression_config": {"format": "pack-quantized"}}, ("compressed-tensors", "a compression_config")),
         (
-            {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
-            ("FP8", "text_config.quantization_config"),
+            {"text_config": {"quantization_config": {"quant_method": "modelopt"}}},
+            ("ModelOpt", "text_config.quantization_config"),
         ),
     ],
     ids=str,

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from torch_pagoda import checkpoint
-from torch_pagoda.checkpoint import load_tokenizer
+from torch_pagoda.checkpoint.loading import load_tokenizer
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/tiny-pydoc"
 CLASSES = (

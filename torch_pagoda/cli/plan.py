@@ -69,7 +69,7 @@ def plan(
     logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(name)s: %(message)s")
     with one_line_errors(debug):
         # Imported here, so that --help answers at once.
-        from ..checkpoint import resolve_dtype
+        from ..checkpoint.loading import resolve_dtype
         from ..compiler.estimates.requirements import requirements
         from ..compiler.options import CompileOptions
         from ..device import resolve_device
@@ -127,9 +127,11 @@ def _kind_and_config(model: str) -> tuple[Any, Any]:
     """Class and configuration of a causal LM that transformers knows."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    from ..checkpoint import load_config
+    from ..checkpoint.loading import load_config
+    from ..checkpoint.quantized import check_float
 
-    _, config = load_config(model, trust_remote_code=False)
+    name, config = load_config(model, trust_remote_code=False)
+    check_float(config, name, "its weights by their config")
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config
 
 
@@ -153,7 +155,7 @@ def _block_sizes(mean: float | None, sigma: float, longest: int, *, for_npu: boo
 
 def _measured(model: str, dtype: str, options: Any, limits: EngineOptions, block_size: int) -> int:
     """Bytes that the largest step of the checkpoint takes, compiled as ``LLM`` compiles it."""
-    from ..checkpoint import load_model
+    from ..checkpoint.loading import load_model
     from ..compiler.build import build_program
     from ..device import resolve_device
     from ..runtime.planning.measured_activations import measure_activations

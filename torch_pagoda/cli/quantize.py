@@ -54,7 +54,7 @@ def quantize(
             raise ValueError(f"OUT={str(out)!r} exists and is not an empty folder; give another")
         from transformers.utils import logging as transformers_logging
 
-        from ..checkpoint import load_model, load_tokenizer
+        from ..checkpoint.loading import load_model, load_tokenizer
         from ..compiler.calibrate import calibrate
         from ..device import resolve_device
         from ..runtime.ops.quantized_weight import check_group_size

@@ -168,10 +168,12 @@ def _load_or_build(model: str, dtype: str, trust_remote_code: bool, target: str)
         return _load(model, dtype, trust_remote_code, target)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    from ..checkpoint import load_config, resolve_dtype
+    from ..checkpoint.loading import load_config, resolve_dtype
+    from ..checkpoint.quantized import check_float
     from ..compiler.estimates.skeleton import build_skeleton
 
-    _, config = load_config(model, trust_remote_code=False)
+    name, config = load_config(model, trust_remote_code=False)
+    check_float(config, name, "a model without weights")
     return build_skeleton(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, resolve_dtype(dtype))
 
 
@@ -188,7 +190,7 @@ def _load(model: str, dtype: str, trust_remote_code: bool, target: str) -> PreTr
 
     from transformers.utils import logging as transformers_logging
 
-    from ..checkpoint import load_model
+    from ..checkpoint.loading import load_model
     from ..compiler.options import CompileOptions
     from ..device import resolve_device
 

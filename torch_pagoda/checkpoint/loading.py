@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -11,12 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from .compiler import CheckpointFiles
-from .quantized_checkpoint import check_description, check_loaded, check_stored
-from .stored_tensors import GGUF_REMEDY, stored_tensors, weight_files
+from ..compiler import CheckpointFiles
+from ..runtime.ops.stored_weight import StoredWeight
+from .quantized import Method, check_loaded, check_stored, quantization_method, refusal
+from .quantized_tensors import read_quantized
+from .stored_tensors import GGUF_REMEDY, StoredTensor, of_files, weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,30 +76,37 @@ def load_model(
         config: what ``load_config`` found; by default it is read here.
 
     Raises:
-        ValueError: nothing there, not a causal LM, quantised, or weights that are missing or broken.
+        ValueError: nothing there, not a causal LM, quantised in a way that is not read, or weights that are missing
+            or broken.
     """
     wanted = resolve_dtype(dtype)
     if config is None:
         _, config = load_config(source, trust_remote_code)
     name = check_source(source)
     could_not = f"model={name!r}: could not load its weights"
-    stored = _one_line(could_not, lambda: stored_tensors(name, config))
-    check_stored(stored, name)
+    method = quantization_method(config, name)
+    described = _WEIGHTS_OF_MODELSLIM if method is not None and method.kinds else None
+    files = _one_line(could_not, lambda: weight_files(name, getattr(config, "transformers_weights", None), described))
+    stored = _one_line(could_not, lambda: of_files(files))
+    if method is None:
+        check_stored(stored, name)
 
-    def load() -> Any:
-        from transformers import AutoModelForCausalLM
+        def load() -> Any:
+            from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(
-            name,
-            config=config,
-            dtype=wanted if wanted is not None else "auto",
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, where transformers only says that there are some
-        )
+            return AutoModelForCausalLM.from_pretrained(
+                name,
+                config=config,
+                dtype=wanted if wanted is not None else "auto",
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, where transformers only says that there are some
+            )
 
-    model, report = _one_line(could_not, load)
-    check_loaded(stored, model, report["unexpected_keys"], name)
+        model, report = _one_line(could_not, load)
+        check_loaded(stored, model, report["unexpected_keys"], name)
+    else:
+        model, report = _load_quantized(name, config, method, files, stored, wanted)
     mismatched = sorted(report["mismatched_keys"])
     if mismatched:
         key, found, expected = mismatched[0]
@@ -112,7 +122,78 @@ def load_model(
             f"model={name!r} lacks {len(missing)} weights of {type(model).__name__}, {missing[0]!r} first; "
             "pass a complete causal-LM checkpoint"
         )
+    if method is not None and device.type == "cpu":  # to() would look for the memory of stored weights
+        return model.eval().requires_grad_(False)
     return model.to(device).eval().requires_grad_(False)
+
+
+_WEIGHTS_OF_MODELSLIM = "quant_model_weights*.safetensors"
+
+
+def _load_quantized(
+    name: str,
+    config: Any,
+    method: Method,
+    files: list[str],
+    stored: dict[str, StoredTensor],
+    wanted: torch.dtype | None,
+) -> tuple[Any, Any]:
+    """A model over the weights as they are stored, and transformers' report of loading it."""
+    plain = _without_quantization(config)
+    model_class = causal_lm_class(config)
+    if model_class is None:
+        raise refusal(name, method.name, f"{method.evidence}, and it brings its own code")
+    if getattr(model_class, "config_class", None) is type(plain).sub_configs.get("text_config"):
+        plain = plain.get_text_config()
+    dtype = wanted or getattr(plain, "dtype", None) or torch.bfloat16
+    state = read_quantized(name, method, files, stored, dtype)
+    output = state.get("lm_head.weight")
+    if isinstance(output, StoredWeight) and getattr(plain, "tie_word_embeddings", False):
+        plain.tie_word_embeddings = False  # the head is another matrix than the embeddings that it was made from
+
+    def load() -> Any:
+        return model_class.from_pretrained(  # type: ignore[attr-defined]
+            None,
+            config=plain,
+            state_dict=state,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+
+    model, report = _one_line(f"model={name!r}: could not load its weights", load)
+    plainly = {
+        key: stored[key] for key, read in state.items() if key in stored and not isinstance(read, StoredWeight)
+    }
+    check_loaded(plainly, model, report["unexpected_keys"], name)
+    if not any(isinstance(parameter, StoredWeight) for parameter in model.parameters()):
+        raise refusal(name, method.name, f"{method.evidence}, but none of its weights is stored so")
+    model.name_or_path = model.config._name_or_path = name
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(name)
+    except OSError:
+        logger.debug("%s has no generation config", name)
+    return model, report
+
+
+def _without_quantization(config: Any) -> Any:
+    """A copy of a config that says nothing of quantised weights, nor do those inside it."""
+    plain = copy.deepcopy(config)
+    for part in (plain, *(getattr(plain, key, None) for key in getattr(plain, "sub_configs", ()))):
+        for key in ("quantization_config", "compression_config"):
+            if getattr(part, key, None) is not None:
+                delattr(part, key)
+    return plain
+
+
+_QUANTIZED = (
+    "quantization_config",
+    "compression_config",
+    "quant_model_description",
+    "quantize_config",
+    "quant_config",
+)
+"""In the config, or among the names of the files beside it. Programs over stored weights are not kept yet."""
 
 
 def checkpoint_files(source: str | os.PathLike[str], dtype: str | torch.dtype) -> CheckpointFiles | None:
@@ -128,10 +209,11 @@ def checkpoint_files(source: str | os.PathLike[str], dtype: str | torch.dtype) -
             if (folder / text).is_file():
                 texts[text] = (folder / text).read_text(encoding="utf-8")
         config = json.loads(texts["config.json"])
+        quantized = any(key in texts["files"] or key in texts["config.json"] for key in _QUANTIZED)
         weights = weight_files(name, config.get("transformers_weights"))
     except (OSError, ValueError, KeyError, AttributeError):
         return None
-    if "auto_map" in config or not all(file.endswith(".safetensors") for file in weights):
+    if quantized or "auto_map" in config or not all(file.endswith(".safetensors") for file in weights):
         return None
     return CheckpointFiles(weights, texts, resolve_dtype(dtype))
 
@@ -268,7 +350,7 @@ def _is_gguf(file: Path) -> bool:
 
 
 def check_config(config: Any, name: str, trust_remote_code: bool) -> None:
-    """Refuse what is not a float causal LM by its config alone, before any weight is read."""
+    """Refuse what is not a causal LM that can be read, by its config alone, before any weight is."""
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"model={name!r} is an encoder-decoder ({config.model_type}), not a causal LM; pass a decoder-only model"
@@ -283,7 +365,7 @@ def check_config(config: Any, name: str, trust_remote_code: bool) -> None:
             else "pass a checkpoint that AutoModelForCausalLM loads"
         )
         raise ValueError(f"model={name!r} has model_type {config.model_type!r}, which is not a causal LM; {remedy}")
-    check_description(config, name)
+    quantization_method(config, name)
 
 
 def check_module(model: object, dtype: str | torch.dtype, device: torch.device) -> PreTrainedModel:

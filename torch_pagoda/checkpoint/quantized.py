@@ -1,21 +1,25 @@
-"""Refuses checkpoints whose numbers are codes.
+"""Finds out how a checkpoint is quantised, and refuses codes that nothing explains.
 
 A quantised checkpoint holds codes and, beside them, what turns them into weights. Read as a float checkpoint, its
 codes would be served as weights: transformers casts them to float and only lists what was left over. So whatever
 says that a tensor holds codes is looked for: the config, files beside it, tensors beside a weight, and the dtype of
-what is loaded.
+what is loaded. Methods that have a reader are read (``quantized_tensors``), all others are refused by name.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from .readers import awq, compressed_tensors, fp8, gptq, modelslim, mxfp4
+from .readers.parts import BadTensor, Read
 from .stored_tensors import StoredTensor
 
 _CONFIG_KEYS = ("quantization_config", "compression_config")
@@ -57,16 +61,61 @@ _COMPANIONS = (
 """Last parts of the names of tensors that stand in for a weight or beside it, and whose they are; surest first."""
 
 
-def check_description(config: Any, name: str) -> None:
-    """Refuse what the config, or a file beside it, says is quantised.
+@dataclass(frozen=True)
+class Method:
+    """A method of quantisation that is read.
+
+    Attributes:
+        name: as its users call it.
+        read: its reader.
+        is_companion: tells by the last part of a tensor's name that it belongs to a quantised weight.
+        settings: what the config says of it.
+        evidence: what says that the checkpoint is quantised.
+        kinds: name of a tensor → how it is stored, where a description says so; else empty.
+    """
+
+    name: str
+    read: Read
+    is_companion: Callable[[str], object]
+    settings: Mapping[str, Any]
+    evidence: str
+    kinds: Mapping[str, str] = field(default_factory=dict)
+
+
+_READERS: dict[str, tuple[str, Read, Callable[[str], object]]] = {
+    "compressed-tensors": (
+        "compressed-tensors",
+        compressed_tensors.read_compressed,
+        compressed_tensors.LEAVES.__contains__,
+    ),
+    "gptq": ("GPTQ", gptq.read_gptq, gptq.LEAVES.__contains__),
+    "awq": ("AWQ", awq.read_awq, awq.LEAVES.__contains__),
+    "auto-round": ("AutoRound", gptq.read_gptq, gptq.LEAVES.__contains__),
+    "fp8": ("FP8", fp8.read_fp8, fp8.LEAVES.__contains__),
+    "mxfp4": ("MXFP4", mxfp4.read_mxfp4, mxfp4.LEAVES.fullmatch),
+    "ascend": ("msModelSlim", modelslim.read_modelslim, modelslim.LEAVES.__contains__),
+}
+_SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Of old checkpoints whose config says nothing."""
+_LARGEST_DESCRIPTION = 64 << 20
+
+
+def quantization_method(config: Any, name: str) -> Method | None:
+    """The method by which a checkpoint is quantised, as its config or a file beside it says.
 
     Args:
         config: the checkpoint's.
         name: its folder or hub id.
 
+    Returns:
+        None where neither says anything.
+
     Raises:
-        ValueError: it names the method.
+        ValueError: there is no reader for it, or what is said cannot be read; the message names the method.
     """
+    description = next(iter(sorted(Path(name).glob("quant_model_description*.json"))), None)
+    if description is not None:
+        return _modelslim(description, name)
     found = next(iter(_quantization_configs(config.to_dict())), None)
     if found is not None:
         key, said = found
@@ -74,10 +123,81 @@ def check_description(config: Any, name: str) -> None:
         if method is None and "compression_config" in key:
             method = "compressed-tensors"
         method = str(getattr(method, "value", method or "a method that it does not name"))[:100]
-        raise refusal(name, _NAMES.get(method, method), f"its config has a {key}")
+        if method not in _READERS or not isinstance(said, Mapping):
+            raise refusal(name, _NAMES.get(method, method), f"its config has a {key}")
+        return _checked(method, said, name, f"its config has a {key}")
+    for file, method in _SETTINGS_FILES.items():
+        if (Path(name) / file).is_file():
+            return _checked(method, _read_json(Path(name) / file, name), name, f"{file} describes its weights")
     for pattern, method in _DESCRIPTIONS:
-        for file in sorted(Path(name).glob(pattern)):
-            raise refusal(name, method, f"{file.name} describes its weights")
+        for found_file in sorted(Path(name).glob(pattern)):
+            raise refusal(name, method, f"{found_file.name} describes its weights")
+    return None
+
+
+def check_float(config: Any, name: str, purpose: str) -> None:
+    """Refuse a quantised checkpoint where what is wanted of it is told of float ones only.
+
+    Args:
+        config: the checkpoint's.
+        name: its folder or hub id.
+        purpose: what is wanted.
+
+    Raises:
+        ValueError: it is quantised.
+    """
+    method = quantization_method(config, name)
+    if method is not None:
+        raise ValueError(
+            f"model={name!r} is quantised ({method.name}: {method.evidence}), and {purpose} would be taken for "
+            "floats; load it instead (pagoda inspect of a folder with weights, LLM), or pass the float checkpoint"
+        )
+
+
+def _checked(method: str, settings: Mapping[str, Any], name: str, evidence: str) -> Method:
+    """The method, after the checks of its settings as a whole."""
+    known, read, is_companion = _READERS[method]
+    try:
+        if method == "compressed-tensors":
+            compressed_tensors.check_settings(settings)
+        if method == "auto-round":
+            packing = str(settings.get("packing_format") or settings.get("backend") or "auto_round:auto_gptq")
+            if "awq" in packing:
+                read, is_companion = awq.read_awq, awq.LEAVES.__contains__
+            elif "gptq" not in packing:
+                raise BadTensor(f"its config has packing_format={packing!r}; 'auto_gptq' and 'auto_awq' are read")
+    except BadTensor as error:
+        raise broken(name, known, str(error)) from error
+    return Method(known, read, is_companion, settings, evidence)
+
+
+def _modelslim(file: Path, name: str) -> Method:
+    kinds = _read_json(file, name)
+    known, read, is_companion = _READERS["ascend"]
+    rotation = ((kinds.get("optional") or {}) if isinstance(kinds.get("optional"), Mapping) else {}).get("quarot")
+    if rotation is not None:
+        rotations = rotation.get("rotation_map") if isinstance(rotation, Mapping) else None
+        if not isinstance(rotations, Mapping) or rotations.keys() != {"global_rotation"}:
+            raise broken(name, known, f"{file.name} describes rotations other than one of the whole model")
+    said = {key: value for key, value in kinds.items() if isinstance(value, str)}
+    return Method(known, read, is_companion, kinds, f"{file.name} describes its weights", said)
+
+
+def _read_json(file: Path, name: str) -> Mapping[str, Any]:
+    try:
+        if file.stat().st_size > _LARGEST_DESCRIPTION:
+            raise ValueError(f"it has more than {_LARGEST_DESCRIPTION} bytes")
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it is no object")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model={name!r}: {file.name} cannot be read: {error}; get the checkpoint again") from error
+    return found
+
+
+def broken(name: str, method: str, what: str) -> ValueError:
+    """The error for a quantised checkpoint that a reader cannot read."""
+    return ValueError(f"model={name!r} is quantised ({method}), and {what}")
 
 
 def _quantization_configs(config: Mapping[str, Any], place: str = "") -> Iterable[tuple[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -45,32 +44,31 @@ class StoredTensor:
         return self.dtype.startswith(("float8", "float6", "float4"))
 
 
-def stored_tensors(name: str, config: Any) -> dict[str, StoredTensor]:
-    """The tensors of the files that transformers would load for ``name``, which downloads them where it would.
-
-    Args:
-        name: a folder or hub id.
-        config: the checkpoint's; it may name its weight file.
+def of_files(files: list[str]) -> dict[str, StoredTensor]:
+    """The tensors of weight files.
 
     Raises:
-        ValueError: there is no such file, or one that cannot be read; the message names it.
+        ValueError: one cannot be read; the message names it.
     """
     found: dict[str, StoredTensor] = {}
-    for file in weight_files(name, getattr(config, "transformers_weights", None)):
+    for file in files:
         found |= _of_safetensors(file) if file.endswith(".safetensors") else _of_torch(file)
     return found
 
 
-def weight_files(name: str, explicit: str | None = None) -> list[str]:
+def weight_files(name: str, explicit: str | None = None, pattern: str | None = None) -> list[str]:
     """Paths of the weight files of a folder or hub id, in the order in which transformers looks for them.
 
     Args:
         name: a folder or hub id.
         explicit: the file that the checkpoint's config names.
+        pattern: of names that are taken before all others, in a folder.
 
     Raises:
         ValueError: there is none; a folder of GGUF files is named as that.
     """
+    if pattern is not None and (found := sorted(map(str, Path(name).glob(pattern)))):
+        return found
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
     for wanted in (explicit,) if explicit else names:
         path = cached_file(

@@ -1,0 +1,51 @@
+"""Reading by linear layers of weights as a quantised checkpoint stores them.
+
+Matches:
+    linear(x, W, b), linear(x, t(W), b)              # W is a StoredWeight of a format that the kernel reads
+Becomes:
+    pagoda::quantized_linear(x, W, b, out, bits, group_size, 16)   # its codes are laid out when linked
+Why it is faster:
+    Decoding waits for weights: half or a quarter of the bytes of bf16 take about as much of its time.
+
+Level 1: the codes and scales are the checkpoint's. Inputs keep 16 bits, as the model keeps them: a checkpoint whose
+weights alone are rounded must not lose more.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ....runtime.ops.quantized_linear import quantized_linear
+from ....runtime.ops.quantized_weight import LARGEST_INPUTS, Quantization, unpackable
+from ...graph.fx_nodes import argument, shape
+from ...graph.packed_weights import PackedWeights
+from ...graph.record import PassRecord
+from ...graph.rewrite_each import rewrite_each
+from ...graph.traced import TracedGraph
+
+
+def stored_linears(traced: TracedGraph) -> PassRecord:
+    """Replace linears over stored weights; ``traced.notes.packed`` lists these. Others are unpacked when linked."""
+    weights = PackedWeights(traced)
+
+    def step(node: fx.Node) -> str | None:
+        stored = weights.stored(node)
+        if stored is None:
+            return None
+        reason = weights.refusal(node) or unpackable(stored.form)
+        if not reason and stored.shape[-1] > LARGEST_INPUTS:
+            reason = f"sums of {stored.shape[-1]} products overflow"
+        if reason:
+            return reason
+        scheme = Quantization(stored.form.bits, stored.form.group_size, 16)
+        x, bias = argument(node, 0, "input"), argument(node, 2, "bias")
+        outputs = shape(argument(node, 1, "weight"))[0]
+        with traced.before(node):
+            packed = weights.input_for(node, scheme, stored=True)
+            given = (outputs, scheme.bits, scheme.group_size, scheme.input_bits)
+            traced.substitute(node, traced.call(quantized_linear, x, packed, bias, *given))
+        return ""
+
+    record = rewrite_each(traced, "stored_linears", step, weights.linears())
+    weights.close()
+    return record

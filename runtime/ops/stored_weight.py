@@ -1,0 +1,287 @@
+"""Weights that stay as a quantised checkpoint stores them: a tensor subclass that shows the weight that they mean.
+
+Whatever computes with one computes with ``dense()`` of it, made for that operator and freed behind it. So the model's
+own forward over such parameters is what its numbers are compared with, and no dense copy of the model is ever made.
+Only what moves whole outputs or whole matrices about (transposes, slices, stacks, concatenations along outputs)
+yields a stored weight again: transformers' loaders do that where they rename and fuse parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .weight_format import SCALE_DTYPES, WeightFormat, values_of
+
+_aten = torch.ops.aten
+
+
+class StoredWeight(torch.Tensor):
+    """A quantised weight ``[*, out, in]`` (``[*, in, out]`` where it is ``transposed``) that looks like a dense one.
+
+    Attributes:
+        form: how it is stored.
+        codes: uint8 ``[*, out, in]``, or ``[*, out, in / 2]`` with the first of two in the low half of a byte.
+        scales: ``[*, out, groups]``, in the dtype of ``form.scale``.
+        zeros: uint8 ``[*, out, groups]``; None: ``2^(bits - 1)``, and nothing for codes that are floats.
+        order: int32 ``[in]``: of column k of the codes, the column of the weight; None: the same.
+        transposed: the last two dims are exchanged.
+    """
+
+    form: WeightFormat
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    order: torch.Tensor | None
+    transposed: bool
+
+    @staticmethod
+    def __new__(
+        cls,
+        form: WeightFormat,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None = None,
+        order: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        transposed: bool = False,
+    ) -> StoredWeight:
+        """A weight of these parts, which are not copied.
+
+        Args:
+            form: how it is stored.
+            codes, scales, zeros, order: its parts.
+            dtype: that the weight is shown in.
+            transposed: show it transposed.
+
+        Raises:
+            ValueError: shapes or dtypes of the parts do not fit ``form`` and each other.
+        """
+        check_parts(form, codes, scales, zeros, order)
+        sizes = [*codes.shape[:-1], codes.shape[-1] * form.per_byte]
+        if transposed:
+            sizes[-2:] = reversed(sizes[-2:])
+        made = torch.Tensor._make_wrapper_subclass(cls, sizes, dtype=dtype, requires_grad=False)  # type: ignore[attr-defined]
+        made.form, made.codes, made.scales, made.zeros, made.order = form, codes, scales, zeros, order
+        made.transposed = transposed
+        return made  # type: ignore[no-any-return]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def dense(self) -> torch.Tensor:
+        """The weight as an ordinary contiguous tensor: computed in float32 and rounded once."""
+        values = values_of(self.codes, self.form)
+        inputs, size = values.shape[-1], self.form.group_size or values.shape[-1]
+        for begin in range(0, inputs, size):
+            group, at = values[..., begin : begin + size], begin // size
+            if self.zeros is not None:
+                group -= self.zeros[..., at : at + 1].float()
+            elif self.form.code == "int":
+                group -= 1 << (self.form.bits - 1)
+            group *= self.scales[..., at : at + 1].float()
+        if self.order is not None:
+            ordered = torch.empty_like(values)
+            ordered[..., self.order.long()] = values
+            values = ordered
+        return (values.mT if self.transposed else values).to(self.dtype).contiguous()
+
+    def replaced(self, **parts: Any) -> StoredWeight:
+        """The same with other parts, dtype or transposition."""
+        given = {
+            "form": self.form,
+            "codes": self.codes,
+            "scales": self.scales,
+            "zeros": self.zeros,
+            "order": self.order,
+            "dtype": self.dtype,
+            "transposed": self.transposed,
+        }
+        return StoredWeight(**{**given, **parts})
+
+    def each(self, move: Callable[[torch.Tensor], torch.Tensor], **parts: Any) -> StoredWeight:
+        """The same with codes, scales and zeros moved alike, in dims before their last."""
+        zeros = None if self.zeros is None else move(self.zeros)
+        return self.replaced(codes=move(self.codes), scales=move(self.scales), zeros=zeros, **parts)
+
+    @property
+    def stored_as(self) -> tuple[WeightFormat, torch.dtype, bool, bytes]:
+        """What weights must have in common to be the rows of one."""
+        order = b"" if self.order is None else self.order.numpy().tobytes()
+        return self.form, self.dtype, self.transposed, order
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of its parts."""
+        parts = (self.codes, self.scales, self.zeros, self.order)
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+    def release(self) -> None:
+        """Free the parts: the weight is used no more."""
+        self.codes, self.scales = self.codes.new_empty(0), self.scales.new_empty(0)
+        self.zeros = self.order = None
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        moved = _MOVES.get(func)
+        if moved is not None:
+            found = moved(*args, **kwargs)
+            if found is not None:
+                return found
+        if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
+            written = [value for value in args if isinstance(value, StoredWeight)]
+            if written and args[0] is written[0]:
+                raise RuntimeError(
+                    f"{func} writes into a weight that is stored as {written[0].form}; load it in float"
+                )
+        return func(*pytree.tree_map(as_dense, args), **pytree.tree_map(as_dense, kwargs))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"StoredWeight({self.form}, {list(self.shape)}, {self.dtype})"
+
+
+def as_dense(value: Any) -> Any:
+    """A stored weight as an ordinary tensor; anything else as it is."""
+    return value.dense() if isinstance(value, StoredWeight) else value
+
+
+def check_parts(
+    form: WeightFormat,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    order: torch.Tensor | None,
+) -> None:
+    """Refuse parts that are no weight of a format.
+
+    Raises:
+        ValueError: it names the part, what it is and what it should be.
+    """
+    if codes.dtype is not torch.uint8 or codes.dim() < 2:
+        raise ValueError(f"codes are {codes.dtype} {list(codes.shape)}; a matrix of uint8 is needed")
+    inputs = codes.shape[-1] * form.per_byte
+    heads = [*codes.shape[:-1], form.num_groups(inputs)]
+    if list(scales.shape) != heads or scales.dtype is not SCALE_DTYPES[form.scale]:
+        raise ValueError(
+            f"scales are {scales.dtype} {list(scales.shape)}; {form} of [{codes.shape[-2]}, {inputs}] needs "
+            f"{SCALE_DTYPES[form.scale]} {heads}"
+        )
+    if (zeros is not None) != form.zeros or (order is not None) != form.ordered:
+        raise ValueError(f"zeros and order do not fit {form}")
+    if zeros is not None and (list(zeros.shape) != heads or zeros.dtype is not torch.uint8):
+        raise ValueError(f"zeros are {zeros.dtype} {list(zeros.shape)}; {form} needs torch.uint8 {heads}")
+    if order is not None and (list(order.shape) != [inputs] or order.dtype is not torch.int32):
+        raise ValueError(f"order is {order.dtype} {list(order.shape)}; torch.int32 [{inputs}] is needed")
+
+
+# What keeps a weight stored. Each returns None where it cannot.
+
+
+def _same(x: StoredWeight, *_: Any, **__: Any) -> StoredWeight:
+    return x.replaced()
+
+
+def _clone(x: StoredWeight, **_: Any) -> StoredWeight:
+    return x.each(torch.clone)
+
+
+def _to_copy(x: StoredWeight, *, dtype: torch.dtype | None = None, **more: Any) -> StoredWeight | None:
+    if dtype is not None and not dtype.is_floating_point:
+        return None
+    device, layout = more.get("device"), more.get("layout")
+    if (device is not None and torch.device(device).type != "cpu") or layout not in (None, torch.strided):
+        return None
+    return x.replaced(dtype=x.dtype if dtype is None else dtype)
+
+
+def _transpose(x: StoredWeight, first: int, second: int) -> StoredWeight | None:
+    if {first % x.dim(), second % x.dim()} != {x.dim() - 1, x.dim() - 2}:
+        return None
+    return x.replaced(transposed=not x.transposed)
+
+
+def _along(x: StoredWeight, dim: int) -> int | None:
+    """The dim of codes and scales that is the weight's ``dim``; None for the inputs."""
+    dim %= x.dim()
+    if x.transposed and dim >= x.dim() - 2:
+        dim = 2 * x.dim() - 3 - dim
+    return None if dim == x.dim() - 1 else dim
+
+
+def _slice(x: StoredWeight, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> StoredWeight | None:
+    at = _along(x, dim)
+    if at is None:
+        whole = start in (None, 0) and (end is None or end >= x.shape[dim]) and step == 1
+        return x.replaced() if whole else None
+    return x.each(lambda part: _aten.slice.Tensor(part, at, start, end, step))
+
+
+def _select(x: StoredWeight, dim: int, index: int) -> StoredWeight | None:
+    at = _along(x, dim)
+    if at is None or at >= x.dim() - 2:
+        return None
+    return x.each(lambda part: part.select(at, index))
+
+
+def _split(x: StoredWeight, sizes: Any, dim: int = 0) -> list[StoredWeight] | None:
+    at = _along(x, dim)
+    if at is None:
+        return None
+    lengths = [sizes] * (x.shape[dim] // sizes) if isinstance(sizes, int) else list(sizes)
+    if sum(lengths) != x.shape[dim]:
+        return None
+    pieces, begin = [], 0
+    for length in lengths:
+        pieces.append(x.each(functools.partial(torch.narrow, dim=at, start=begin, length=length)))
+        begin += length
+    return pieces
+
+
+def _joined(parts: Sequence[Any], join: Callable[[list[torch.Tensor]], torch.Tensor]) -> StoredWeight | None:
+    first = parts[0]
+    if not all(isinstance(part, StoredWeight) and part.stored_as == first.stored_as for part in parts):
+        return None
+    zeros = None if first.zeros is None else join([part.zeros for part in parts])
+    return first.replaced(  # type: ignore[no-any-return]
+        codes=join([part.codes for part in parts]), scales=join([part.scales for part in parts]), zeros=zeros
+    )
+
+
+def _cat(parts: Sequence[Any], dim: int = 0) -> StoredWeight | None:
+    first = parts[0]
+    at = _along(first, dim) if isinstance(first, StoredWeight) else None
+    return None if at is None else _joined(parts, lambda tensors: torch.cat(tensors, at))
+
+
+def _stack(parts: Sequence[Any], dim: int = 0) -> StoredWeight | None:
+    return _joined(parts, torch.stack) if dim == 0 else None
+
+
+def _unsqueeze(x: StoredWeight, dim: int) -> StoredWeight | None:
+    return x.each(lambda part: part.unsqueeze(0)) if dim == 0 else None
+
+
+_MOVES: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: _same,
+    _aten.alias.default: _same,
+    _aten.clone.default: _clone,
+    _aten._to_copy.default: _to_copy,
+    _aten.transpose.int: _transpose,
+    _aten.slice.Tensor: _slice,
+    _aten.select.int: _select,
+    _aten.split.Tensor: _split,
+    _aten.split_with_sizes.default: _split,
+    _aten.cat.default: _cat,
+    _aten.stack.default: _stack,
+    _aten.unsqueeze.default: _unsqueeze,
+}

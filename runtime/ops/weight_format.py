@@ -1,0 +1,107 @@
+"""The formats that quantised weights are stored in: what a code means, and which scale belongs to it."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+
+import torch
+
+BITS = {"int": (4, 8), "e2m1": (4,), "e4m3": (8,)}
+"""Of the kinds of code."""
+
+SCALE_DTYPES: dict[str, torch.dtype] = {
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+}
+"""Names of scales, as they are stored."""
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of the codes 0 to 7; 8 to 15 are the same with a minus."""
+
+_SPELLED = re.compile(r"(int4|int8|e2m1|e4m3)/(row|g\d+)/(f32|bf16|f16)(\+z)?(\+order)?")
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """A format of the weight ``[out, in]`` of a linear layer.
+
+    ``w[n, order[k]] = (value(codes[n, k]) - zeros[n, k // group]) * scales[n, k // group]``.
+
+    Attributes:
+        code: ``"int"``: unsigned numbers, around ``2^(bits - 1)`` where there are no zeros; ``"e2m1"``: floats of 4
+            bits (OCP MX); ``"e4m3"``: ``torch.float8_e4m3fn``.
+        bits: of a code, 4 or 8.
+        group_size: inputs that share a scale; 0: all.
+        scale: dtype of the scales, ``"f32"``, ``"bf16"`` or ``"f16"``: as stored, never rounded again.
+        zeros: each group has the code that stands for zero.
+        ordered: the columns of the codes are those of the weight in another order.
+    """
+
+    code: str
+    bits: int
+    group_size: int
+    scale: str = "f32"
+    zeros: bool = False
+    ordered: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS.get(self.code, ()):
+            raise ValueError(f"codes of {self.bits} bits that are {self.code!r} are not supported; use one of {BITS}")
+        if self.scale not in SCALE_DTYPES:
+            raise ValueError(f"scale={self.scale!r} is not supported; use one of {', '.join(SCALE_DTYPES)}")
+        if self.group_size < 0:
+            raise ValueError(f"group_size={self.group_size} is negative; use 0 for one scale per output")
+        if self.zeros and self.code != "int":
+            raise ValueError(f"zeros of {self.code!r} codes are not supported")
+
+    def __str__(self) -> str:
+        group = f"g{self.group_size}" if self.group_size else "row"
+        code = f"int{self.bits}" if self.code == "int" else self.code
+        return f"{code}/{group}/{self.scale}{'+z' * self.zeros}{'+order' * self.ordered}"
+
+    @classmethod
+    @functools.cache
+    def parse(cls, text: str) -> WeightFormat:
+        """The format that ``str`` spells.
+
+        Raises:
+            ValueError: it spells none.
+        """
+        found = _SPELLED.fullmatch(text)
+        if found is None:
+            raise ValueError(f"{text!r} is no weight format; one is spelled like 'int4/g128/f16+z'")
+        code, group, scale, zeros, ordered = found.groups()
+        kind, bits = ("int", int(code[3:])) if code.startswith("int") else (code, BITS[code][0])
+        return cls(kind, bits, 0 if group == "row" else int(group[1:]), scale, bool(zeros), bool(ordered))
+
+    @property
+    def per_byte(self) -> int:
+        """Codes in a byte."""
+        return 8 // self.bits
+
+    def num_groups(self, inputs: int) -> int:
+        """Groups of ``inputs`` inputs; the last one may be short."""
+        return -(-inputs // self.group_size) if self.group_size else 1
+
+
+def values_of(codes: torch.Tensor, form: WeightFormat) -> torch.Tensor:
+    """What codes stand for, before zeros and scales.
+
+    Args:
+        codes: uint8 ``[..., in / per_byte]``, of two in a byte the first in the low half.
+        form: their format.
+
+    Returns:
+        float32 ``[..., in]``; of ``"int"`` the unsigned numbers.
+    """
+    if form.code == "e4m3":
+        return codes.view(torch.float8_e4m3fn).float()
+    if form.bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+    if form.code == "e2m1":
+        table = torch.tensor((*E2M1, *(-x for x in E2M1)), dtype=torch.float32)
+        return table[codes.long()]
+    return codes.float()

@@ -1,0 +1,340 @@
+"""Quantised checkpoints of every format that is read, written here from a float one, number by number.
+
+``quantize_folder`` rewrites a folder of ``save_pretrained`` in place. It returns the dense weights that the stored
+numbers mean, computed from the numbers before they are packed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Of the eight outputs of a word, the one in each of its places."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A matrix in whole numbers: ``(codes - zeros) * scales`` of each group.
+
+    Attributes:
+        codes: int64 ``[out, in]``, unsigned.
+        scales: ``[out, groups]``.
+        zeros: int64 ``[out, groups]``.
+        group: int64 ``[in]``, of each input.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    group: torch.Tensor
+
+    @property
+    def dense(self) -> torch.Tensor:
+        """float32 ``[out, in]``."""
+        return (self.codes - self.zeros[:, self.group]).float() * self.scales.float()[:, self.group]
+
+
+def numbers_of(
+    weight: torch.Tensor,
+    bits: int,
+    size: int,
+    *,
+    symmetric: bool = True,
+    dtype: torch.dtype = torch.float16,
+    shuffled: bool = False,
+) -> Numbers:
+    """A matrix rounded to nearest; with ``shuffled`` the groups hold inputs from all over."""
+    outputs, inputs = weight.shape
+    size = size or inputs
+    group = torch.arange(inputs) // size
+    if shuffled:
+        group = group[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
+    groups, top = int(group.max()) + 1, (1 << bits) - 1
+    codes = torch.zeros(outputs, inputs, dtype=torch.int64)
+    scales = torch.zeros(outputs, groups, dtype=dtype)
+    zeros = torch.full((outputs, groups), 1 << (bits - 1))
+    for g in range(groups):
+        part = weight[:, group == g].float()
+        if symmetric:
+            scales[:, g] = (part.abs().amax(1) / (top / 2)).to(dtype)
+        else:
+            low, high = part.amin(1).clamp_max(0), part.amax(1).clamp_min(0)
+            scales[:, g] = ((high - low) / top).to(dtype)
+            zeros[:, g] = (-low / scales[:, g].float()).round().clamp(1, top).long()
+        rounded = (part / scales[:, g : g + 1].float()).round().long() + zeros[:, g : g + 1]
+        codes[:, group == g] = rounded.clamp(0, top)
+    return Numbers(codes, scales, zeros, group)
+
+
+def words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Numbers along the last dim as one stream of bits in int32, padded at its end."""
+    *lead, count = numbers.shape
+    flat = numbers.reshape(-1, count).tolist()
+    width = -(-count * bits // 32)
+    rows = []
+    for row in flat:
+        stream = sum(number << (bits * i) for i, number in enumerate(row))
+        rows.append([(stream >> (32 * i)) & 0xFFFFFFFF for i in range(width)])
+    unsigned = torch.tensor(rows, dtype=torch.int64)
+    return torch.where(unsigned >= 1 << 31, unsigned - (1 << 32), unsigned).to(torch.int32).view(*lead, width)
+
+
+def _gptq(weight: torch.Tensor, bits: int, size: int, version: str, **how: Any) -> tuple[Tensors, torch.Tensor]:
+    found = numbers_of(weight, bits, size, **how)
+    stored = found.zeros - int(version == "gptq")
+    return {
+        "qweight": words(found.codes, bits).T.contiguous(),
+        "qzeros": words(stored.T, bits),
+        "scales": found.scales.T.contiguous(),
+        "g_idx": found.group.to(torch.int32),
+    }, found.dense
+
+
+def _awq(weight: torch.Tensor, size: int, **how: Any) -> tuple[Tensors, torch.Tensor]:
+    found = numbers_of(weight, 4, size, **how)
+
+    def packed(numbers: torch.Tensor) -> torch.Tensor:
+        return words(numbers.unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2), 4)
+
+    return {
+        "qweight": packed(found.codes.T),
+        "qzeros": packed(found.zeros.T),
+        "scales": found.scales.T.contiguous(),
+    }, found.dense
+
+
+def _packed(weight: torch.Tensor, bits: int, size: int, **how: Any) -> tuple[Tensors, torch.Tensor]:
+    found = numbers_of(weight, bits, size, dtype=torch.bfloat16, **how)
+    tensors = {
+        "weight_packed": words(found.codes, bits),
+        "weight_scale": found.scales,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if not how.get("symmetric", True):
+        tensors["weight_zero_point"] = words(found.zeros.T, bits).T.contiguous()
+    return tensors, found.dense
+
+
+def _bytes(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    found = numbers_of(weight, 8, 0, dtype=torch.float32)
+    return {"weight": (found.codes - 128).to(torch.int8), "weight_scale": found.scales}, found.dense
+
+
+def _slim(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    tensors, dense = _bytes(weight)
+    return {**tensors, "weight_offset": torch.zeros(len(weight), 1)}, dense
+
+
+def _static(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Inputs around 7 in steps of 1/32: ``quant_bias`` is there for them."""
+    tensors, _ = _bytes(weight)
+    codes, step, offset = tensors["weight"], torch.tensor([1 / 32]), torch.tensor([7.0])
+    unit = (tensors["weight_scale"][:, 0] * step).float()
+    return {
+        "weight": codes,
+        "input_scale": step,
+        "input_offset": offset,
+        "deq_scale": unit,
+        "quant_bias": (-7 * codes.long().sum(1)).to(torch.int32),
+    }, codes.float() * (unit / step)[:, None]
+
+
+def _e4m3(weight: torch.Tensor, high: int, wide: int, dtype: torch.dtype, leaf: str) -> tuple[Tensors, torch.Tensor]:
+    """With a scale for each block; 0 outputs or inputs mean all, 1 output each."""
+    outputs, inputs = weight.shape
+    high, wide = high or outputs, wide or inputs
+    rows, columns = torch.arange(outputs) // high, torch.arange(inputs) // wide
+    grid = torch.zeros(int(rows.max()) + 1, int(columns.max()) + 1)
+    for r in range(grid.shape[0]):
+        for c in range(grid.shape[1]):
+            grid[r, c] = weight[rows == r][:, columns == c].abs().max() / 448
+    grid = grid.to(dtype)
+    spread = grid.float()[rows][:, columns]
+    codes = (weight.float() / spread).to(torch.float8_e4m3fn)
+    return {"weight": codes, leaf: grid}, codes.float() * spread
+
+
+def _e2m1(weight: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes int64 ``[*, in]``, scales float32 ``[*, groups]`` that are powers of two, and what they mean."""
+    parts = weight.float().unflatten(-1, (-1, size))
+    exponents = (parts.abs().amax(-1) / 6).clamp_min(2.0**-40).log2().ceil()
+    scales = torch.exp2(exponents)
+    codes = (parts / scales[..., None])[..., None].sub(E2M1).abs().argmin(-1)
+    return codes.flatten(-2), scales, (E2M1[codes] * scales[..., None]).flatten(-2)
+
+
+def _pairs(codes: torch.Tensor) -> torch.Tensor:
+    return (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+
+
+def _nvfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    size = 16
+    whole = torch.tensor([64.0])
+    parts = weight.float().unflatten(-1, (-1, size))
+    scales = (parts.abs().amax(-1) / 6 * whole).clamp(2**-6, 448).to(torch.float8_e4m3fn)
+    unit = scales.float() / whole
+    codes = (parts / unit[..., None])[..., None].sub(E2M1).abs().argmin(-1)
+    tensors = {"weight_packed": _pairs(codes.flatten(-2)), "weight_scale": scales, "weight_global_scale": whole}
+    return tensors, (E2M1[codes] * unit[..., None]).flatten(-2)
+
+
+def _mx(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    codes, scales, dense = _e2m1(weight, 32)
+    return {"weight_packed": _pairs(codes), "weight_scale": (scales.log2() + 127).to(torch.uint8)}, dense
+
+
+def _blocks(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Of experts ``[experts, in, out]``, whose blocks lie along the inputs."""
+    codes, scales, dense = _e2m1(weight.mT, 32)
+    blocks = _pairs(codes).unflatten(-1, (-1, 16))
+    return {"_blocks": blocks, "_scales": (scales.log2() + 127).to(torch.uint8)}, dense.mT
+
+
+def _ct(kind: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    }
+
+
+@dataclass(frozen=True)
+class Format:
+    """A way to store a matrix.
+
+    Attributes:
+        store: its tensors by the last part of their names, and what they mean.
+        config: the config's ``quantization_config``.
+        of_experts: the matrices are parameters of experts, not weights of linear layers.
+        description: kind of a weight in msModelSlim's file; "" without such a file.
+        kernel: the CPU's kernel reads it as it is.
+    """
+
+    store: Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
+    config: dict[str, Any] = field(default_factory=dict)
+    of_experts: bool = False
+    description: str = ""
+    kernel: bool = False
+
+
+_GPTQ = {"quant_method": "gptq", "sym": False, "checkpoint_format": "gptq", "desc_act": False}
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+
+QUICK = ("ct-w4a16-row", "gptq-4-order", "mxfp4-experts", "slim-w8a8-static")
+"""Formats that differ in how they are served, not in how they are read alone."""
+
+FORMATS: dict[str, Format] = {
+    "gptq-4-g32": Format(lambda w: _gptq(w, 4, 32, "gptq", symmetric=False), {**_GPTQ, "bits": 4, "group_size": 32}),
+    "gptq-4-row-sym": Format(
+        lambda w: _gptq(w, 4, 0, "gptq"), {**_GPTQ, "bits": 4, "group_size": -1, "sym": True}, kernel=True
+    ),
+    "gptq-4-order": Format(
+        lambda w: _gptq(w, 4, 32, "gptq", symmetric=False, shuffled=True),
+        {**_GPTQ, "bits": 4, "group_size": 32, "desc_act": True},
+    ),
+    "gptq-v2-8": Format(
+        lambda w: _gptq(w, 8, 32, "gptq_v2", symmetric=False),
+        {**_GPTQ, "bits": 8, "group_size": 32, "checkpoint_format": "gptq_v2"},
+    ),
+    "gptq-3": Format(lambda w: _gptq(w, 3, 32, "gptq", symmetric=False), {**_GPTQ, "bits": 3, "group_size": 32}),
+    "gptq-2": Format(lambda w: _gptq(w, 2, 32, "gptq", symmetric=False), {**_GPTQ, "bits": 2, "group_size": 32}),
+    "awq": Format(
+        lambda w: _awq(w, 32, symmetric=False),
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+    ),
+    "autoround-gptq": Format(
+        lambda w: _gptq(w, 4, 32, "gptq"),
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq"},
+    ),
+    "autoround-awq": Format(
+        lambda w: _awq(w, 32, symmetric=False),
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_awq"},
+    ),
+    "ct-w4a16": Format(
+        lambda w: _packed(w, 4, 32), _ct("pack-quantized", num_bits=4, type="int", symmetric=True, group_size=32)
+    ),
+    "ct-w4a16-row": Format(
+        lambda w: _packed(w, 4, 0), _ct("pack-quantized", num_bits=4, type="int", strategy="channel"), kernel=True
+    ),
+    "ct-w4a16-asym": Format(
+        lambda w: _packed(w, 4, 32, symmetric=False),
+        _ct("pack-quantized", num_bits=4, type="int", symmetric=False, group_size=32),
+    ),
+    "ct-w8a16-asym": Format(
+        lambda w: _packed(w, 8, 32, symmetric=False),
+        _ct("pack-quantized", num_bits=8, type="int", symmetric=False, group_size=32),
+    ),
+    "ct-w8a8": Format(
+        lambda w: _bytes(w), _ct("int-quantized", num_bits=8, type="int", strategy="channel"), kernel=True
+    ),
+    "ct-fp8": Format(
+        lambda w: _e4m3(w, 1, 0, torch.bfloat16, "weight_scale"),
+        _ct("float-quantized", num_bits=8, type="float", strategy="channel"),
+    ),
+    "ct-nvfp4": Format(_nvfp4, _ct("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16)),
+    "ct-mxfp4": Format(_mx, _ct("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32)),
+    "fp8-blocks": Format(lambda w: _e4m3(w, 32, 32, torch.float32, "weight_scale_inv"), _FP8),
+    "fp8-uneven": Format(
+        lambda w: _e4m3(w, 40, 24, torch.float32, "weight_scale_inv"), {**_FP8, "weight_block_size": [40, 24]}
+    ),
+    "mxfp4-experts": Format(_blocks, {"quant_method": "mxfp4"}, of_experts=True),
+    "slim-w8a8-dynamic": Format(_slim, description="W8A8_DYNAMIC", kernel=True),
+    "slim-w8a8-static": Format(_static, description="W8A8", kernel=True),
+}
+
+
+def quantize_folder(folder: Path, name: str) -> Tensors:
+    """Rewrite a float checkpoint in the format of that name.
+
+    Returns:
+        the weights that it means, float32, by the names of the float checkpoint.
+    """
+    form = FORMATS[name]
+    tensors = load_file(folder / "model.safetensors")
+    stored: Tensors = {}
+    dense: Tensors = {}
+    kinds = {}
+    for key, tensor in tensors.items():
+        owner, _, leaf = key.rpartition(".")
+        if not _is_quantized(form, owner, leaf, tensor):
+            stored[key] = tensor
+            kinds[key] = "FLOAT"
+            continue
+        parts, dense[key] = form.store(tensor.float())
+        prefix = key if form.of_experts else f"{owner}."
+        stored |= {f"{prefix}{part}": value.contiguous() for part, value in parts.items()}
+        kinds |= {f"{prefix}{part}": form.description for part in parts}
+    assert dense
+    if form.description:
+        (folder / "model.safetensors").unlink()
+        save_file(stored, folder / "quant_model_weights.safetensors", metadata={"format": "pt"})
+        description = {"model_quant_type": form.description, "version": "1.0.0", **kinds}
+        (folder / "quant_model_description.json").write_text(json.dumps(description))
+    else:
+        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": form.config}))
+    return dense
+
+
+def _is_quantized(form: Format, owner: str, leaf: str, tensor: torch.Tensor) -> bool:
+    if form.of_experts:
+        return tensor.dim() == 3
+    skipped = ("embed", "lm_head", "wte", "mlp.gate", "router")
+    return (
+        leaf == "weight"
+        and tensor.dim() == 2
+        and not any(owner.endswith(part) or part in owner[-12:] for part in skipped)
+    )

@@ -1,0 +1,271 @@
+"""Quantised checkpoints are read as they are stored, and served as what they mean."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized_checkpoints import FORMATS, QUICK, quantize_folder
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import torch_pagoda as pagoda
+from torch_pagoda.checkpoint.loading import load_model
+from torch_pagoda.runtime.ops.stored_weight import StoredWeight, as_dense
+
+from tiny_models import build_tiny_model
+
+CPU = torch.device("cpu")
+MODELS = {"mxfp4-experts": "gpt_oss"}
+"""Of formats that are not for every model."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Path, Path]]:
+    """A function of a model and a format: the quantised folder, and a float one of what it means."""
+    made: dict[tuple[str, str], tuple[Path, Path]] = {}
+
+    def make(model_type: str, name: str) -> tuple[Path, Path]:
+        if (model_type, name) not in made:
+            folder = tmp_path_factory.mktemp(name)
+            model = build_tiny_model(model_type)
+            model.save_pretrained(folder / "dense")
+            shutil.copytree(folder / "dense", folder / "quantized")
+            dense = quantize_folder(folder / "quantized", name)
+            state = {key: dense.get(key, tensor) for key, tensor in _saved(folder / "dense").items()}
+            _save(folder / "dense", state)
+            made[model_type, name] = folder / "quantized", folder / "dense"
+        return made[model_type, name]
+
+    return make
+
+
+def _saved(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def _save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    tensors = {key: tensor.float().contiguous() for key, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_weight_is_what_the_numbers_mean(folders: Callable[[str, str], tuple[Path, Path]], name: str) -> None:
+    quantized, dense = folders(MODELS.get(name, "llama"), name)
+    model = load_model(quantized, "float32", False, CPU)
+    expected = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).state_dict()
+    found = dict(model.named_parameters())
+    assert sum(isinstance(parameter, StoredWeight) for parameter in found.values()) >= 2
+    for key, parameter in found.items():
+        assert torch.equal(as_dense(parameter), expected[key]), key
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in FORMATS])
+def test_served_as_transformers_serves_what_it_means(
+    folders: Callable[[str, str], tuple[Path, Path]], name: str
+) -> None:
+    quantized, dense = folders(MODELS.get(name, "llama"), name)
+    llm = pagoda.LLM(quantized, dtype="float32", block_size=4, num_blocks=64)
+    reads = {record.name: record.matches for record in llm.compile_report.passes}
+    assert bool(reads["stored_linears"]) == FORMATS[name].kernel
+    assert llm.compile_report.verdict is not None and llm.compile_report.verdict.tolerance < 1e-2
+    prompts = [list(range(5, 5 + n)) for n in (3, 17, 40)]
+    outputs = llm.generate(prompts, pagoda.SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
+    reference = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0
+        )
+        assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+
+
+LAYER = "model.layers.1.self_attn.q_proj"
+
+
+def nan_in(leaf: str) -> Callable[[dict[str, torch.Tensor]], object]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{LAYER}.{leaf}"].view(-1)[3] = torch.nan
+
+    return change
+
+
+def zero_in(leaf: str) -> Callable[[dict[str, torch.Tensor]], object]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{LAYER}.{leaf}"].view(-1)[3] = 0
+
+    return change
+
+
+def without(leaf: str) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda tensors: tensors.pop(f"{LAYER}.{leaf}")
+
+
+def cut(leaf: str) -> Callable[[dict[str, torch.Tensor]], object]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{LAYER}.{leaf}"] = tensors[f"{LAYER}.{leaf}"][:-1].contiguous()
+
+    return change
+
+
+def as_dtype(leaf: str, dtype: torch.dtype) -> Callable[[dict[str, torch.Tensor]], object]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{LAYER}.{leaf}"] = tensors[f"{LAYER}.{leaf}"].to(dtype)
+
+    return change
+
+
+def uneven(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{LAYER}.g_idx"][0] = 1 - tensors[f"{LAYER}.g_idx"][0]
+
+
+def not_a_number(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{LAYER}.weight"].view(torch.uint8).view(-1)[5] = 0x7F
+
+
+BROKEN: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "scales are missing": ("gptq-4-g32", without("scales"), "scales"),
+    "zeros are missing": ("awq", without("qzeros"), "qzeros"),
+    "codes are missing": ("ct-w4a16", without("weight_packed"), "weight_packed"),
+    "the shape is missing": ("ct-w4a16", without("weight_shape"), "weight_shape"),
+    "scales are of another shape": ("ct-w4a16", cut("weight_scale"), "weight_scale"),
+    "codes are of another shape": ("awq", cut("qweight"), LAYER),
+    "zeros are of another shape": ("gptq-4-g32", cut("qzeros"), "qzeros"),
+    "zeros of compressed-tensors are": ("ct-w4a16-asym", cut("weight_zero_point"), "weight_zero_point"),
+    "a grid is of another shape": ("fp8-blocks", cut("weight_scale_inv"), "weight_scale_inv"),
+    "scales are integers": ("ct-w4a16", as_dtype("weight_scale", torch.int32), "weight_scale"),
+    "codes are floats": ("gptq-4-g32", as_dtype("qweight", torch.float32), "qweight"),
+    "a scale is NaN": ("ct-w4a16", nan_in("weight_scale"), "weight_scale"),
+    "a scale of GPTQ is NaN": ("gptq-4-g32", nan_in("scales"), "scales"),
+    "a scale is 0": ("awq", zero_in("scales"), "scales"),
+    "a scale of a grid is 0": ("fp8-blocks", zero_in("weight_scale_inv"), "weight_scale_inv"),
+    "a weight is NaN": ("fp8-blocks", not_a_number, "weight"),
+    "groups are uneven": ("gptq-4-order", uneven, "g_idx"),
+    "an offset is not 0": ("slim-w8a8-dynamic", lambda t: t[f"{LAYER}.weight_offset"].fill_(1), "weight_offset"),
+    "an 8-bit float has no scale": ("fp8-blocks", without("weight_scale_inv"), LAYER),
+}
+
+
+def changed(folder: Path, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    copy = Path(shutil.copytree(folder, tmp_path / "changed"))
+    file = next(copy.glob("*.safetensors"))
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return copy
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_tensor_is_named(
+    folders: Callable[[str, str], tuple[Path, Path]],
+    case: str,
+    tmp_path: Path,
+    one_line: Callable[[BaseException], str],
+) -> None:
+    name, change, leaf = BROKEN[case]
+    with pytest.raises(ValueError, match="is quantised") as error:
+        load_model(changed(folders("llama", name)[0], tmp_path, change), "float32", False, CPU)
+    message = one_line(error.value)
+    assert LAYER in message and leaf in message, message
+
+
+CONTRADICTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "an unknown version": ("gptq-4-g32", {"checkpoint_format": "gptq_v3"}, "gptq_v3"),
+    "another form of AWQ": ("awq", {"version": "gemv"}, "gemv"),
+    "an unknown packing": ("autoround-awq", {"packing_format": "auto_round:llm"}, "auto_round:llm"),
+    "blocks of another size": ("fp8-blocks", {"weight_block_size": [16, 16]}, "weight_scale_inv"),
+    "rotated weights": ("ct-w4a16", {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
+    "not compressed": ("ct-w4a16", {"quantization_status": "frozen"}, "quantization_status"),
+    "sparse": ("ct-w4a16", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+    "groups of another size": (
+        "ct-w4a16",
+        {"config_groups": {"g": {"weights": {"num_bits": 4, "group_size": 16}}}},
+        "weight_packed",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_a_config_that_contradicts_the_tensors(
+    folders: Callable[[str, str], tuple[Path, Path]],
+    case: str,
+    tmp_path: Path,
+    one_line: Callable[[BaseException], str],
+) -> None:
+    name, entries, word = CONTRADICTIONS[case]
+    copy = changed(folders("llama", name)[0], tmp_path, lambda tensors: None)
+    file = copy / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] |= entries
+    file.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="is quantised") as error:
+        load_model(copy, "float32", False, CPU)
+    assert word in one_line(error.value)
+
+
+def test_bits_of_single_modules(folders: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> None:
+    """A GPTQ config may override them; the module's own tensors say how many they are."""
+    copy = changed(folders("llama", "gptq-4-g32")[0], tmp_path, lambda tensors: None)
+    file = copy / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["bits"] = 8
+    file.write_text(json.dumps(config))
+    model = load_model(copy, "float32", False, CPU)
+    assert {p.form.bits for p in model.parameters() if isinstance(p, StoredWeight)} == {4}
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({f"{LAYER}.weight": "W8A8_MIX"}, "W8A8_MIX"),
+        ({"model.norm.weight": "W8A8_DYNAMIC"}, "model.norm.weight"),
+        ({"optional": {"quarot": {"rotation_map": {"heads": "x"}}}}, "rotations"),
+    ],
+    ids=str,
+)
+def test_descriptions_of_modelslim(
+    folders: Callable[[str, str], tuple[Path, Path]],
+    change: dict[str, Any],
+    word: str,
+    tmp_path: Path,
+    one_line: Callable[[BaseException], str],
+) -> None:
+    copy = changed(folders("llama", "slim-w8a8-dynamic")[0], tmp_path, lambda tensors: None)
+    file = copy / "quant_model_description.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match="is quantised") as error:
+        load_model(copy, "float32", False, CPU)
+    assert word in one_line(error.value)
+
+
+def test_one_global_rotation_changes_nothing(
+    folders: Callable[[str, str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    copy = changed(folders("llama", "slim-w8a8-dynamic")[0], tmp_path, lambda tensors: None)
+    file = copy / "quant_model_description.json"
+    rotation = {"optional": {"quarot": {"rotation_map": {"global_rotation": "optional/quarot.safetensors"}}}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | rotation))
+    assert load_model(copy, "float32", False, CPU)
+
+
+def test_quantized_twice(
+    folders: Callable[[str, str], tuple[Path, Path]], one_line: Callable[[BaseException], str]
+) -> None:
+    with pytest.raises(ValueError, match="quantised already") as error:
+        pagoda.LLM(folders("llama", "ct-w8a8")[0], quantization="int4")
+    one_line(error.value)
+
+
+def test_experts_of_separate_tensors_are_fused_as_they_are_stored(
+    folders: Callable[[str, str], tuple[Path, Path]],
+) -> None:
+    quantized, dense = folders("qwen3_moe", "fp8-blocks")
+    model = load_model(quantized, "float32", False, CPU)
+    expected = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).state_dict()
+    stored = {key: p for key, p in model.named_parameters() if isinstance(p, StoredWeight)}
+    assert any(parameter.dim() == 3 for parameter in stored.values())
+    assert all(torch.equal(parameter.dense(), expected[key]) for key, parameter in stored.items())

@@ -1,0 +1,87 @@
+"""The tensors of a quantised checkpoint under the names of a float one, its weights as they are stored."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .quantized import Method, broken, refusal
+from .readers.parts import BadTensor, Quantized
+from .stored_tensors import StoredTensor
+
+
+def read_quantized(
+    name: str, method: Method, files: list[str], tensors: Mapping[str, StoredTensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The checkpoint as a state dict: quantised weights are ``StoredWeight``, all others what they are.
+
+    Args:
+        name: folder or hub id.
+        method: how it is quantised.
+        files: those of its weights.
+        tensors: what is in them.
+        dtype: that quantised weights are shown in.
+
+    Raises:
+        ValueError: a tensor is missing, broken, contradicts the config, or holds codes that nothing explains; it
+            names it.
+    """
+    owners: dict[str, list[str]] = defaultdict(list)
+    for key in tensors:
+        owner, _, leaf = key.rpartition(".")
+        owners[owner].append(leaf)
+    state: dict[str, torch.Tensor] = {}
+    with _opened(files, name) as read:
+        for owner, leaves in owners.items():
+            prefix = f"{owner}." if owner else ""
+            if not any(method.is_companion(leaf) for leaf in leaves):
+                for leaf in leaves:
+                    _check_plain(name, method, prefix + leaf, leaf, tensors[prefix + leaf])
+                    state[prefix + leaf] = read(prefix + leaf)
+                continue
+            found = {leaf: read(prefix + leaf) for leaf in leaves}
+            kind = method.kinds.get(f"{prefix}weight", "")
+            try:
+                state |= method.read(Quantized(owner, found, method.settings, dtype, kind))
+            except BadTensor as error:
+                raise broken(name, method.name, str(error)) from error
+    return state
+
+
+def _check_plain(name: str, method: Method, key: str, leaf: str, tensor: StoredTensor) -> None:
+    """Refuse codes without what they need beside them."""
+    if tensor.is_narrow_float or (tensor.is_whole_number and leaf == "weight"):
+        raise refusal(name, method.name, f"{key!r} is {tensor.dtype} and nothing beside it says of what scale")
+    if method.kinds.get(key, "FLOAT") != "FLOAT":
+        raise refusal(
+            name, method.name, f"{key!r} is described as {method.kinds[key]!r} and stored as {tensor.dtype}"
+        )
+
+
+@contextlib.contextmanager
+def _opened(files: list[str], name: str) -> Iterator[Callable[[str], torch.Tensor]]:
+    """A function of a tensor's name that reads it, from files that stay open meanwhile."""
+    torn = [file for file in files if not file.endswith(".safetensors")]
+    if torn:
+        raise ValueError(
+            f"model={name!r} is quantised and {Path(torn[0]).name} is no safetensors file; pass the checkpoint as "
+            "safetensors"
+        )
+    with contextlib.ExitStack() as stack:
+        of: dict[str, object] = {}
+        for file in files:
+            try:
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"model={name!r}: {Path(file).name} cannot be read: {error}") from error
+            of.update(dict.fromkeys(opened.keys(), opened))
+
+        def read(key: str) -> torch.Tensor:
+            return of[key].get_tensor(key)  # type: ignore[attr-defined,no-any-return]
+
+        yield read

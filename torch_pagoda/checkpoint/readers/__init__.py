@@ -1,0 +1,1 @@
+"""Readers of quantised checkpoints, a format in each file."""

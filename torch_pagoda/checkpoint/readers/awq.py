@@ -1,0 +1,46 @@
+"""AWQ's GEMM form, and AutoRound in that: codes and zeros packed along outputs, in an order of their own."""
+
+from __future__ import annotations
+
+import torch
+
+from ...runtime.ops.weight_format import WeightFormat
+from .parts import BadTensor, Quantized, group_of, pack_pairs, scale_name, unpack
+
+LEAVES = frozenset(("qweight", "qzeros", "scales"))
+_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Of eight outputs, the place of each in its word."""
+
+
+def read_awq(module: Quantized) -> dict[str, torch.Tensor]:
+    """The weight of ``qweight`` int32 ``[in, out / 8]``, ``qzeros`` int32 ``[groups, out / 8]`` and ``scales``
+    ``[groups, out]``.
+
+    Raises:
+        BadTensor: a tensor is missing or does not fit, or it is another form of AWQ.
+    """
+    version = str(module.settings.get("version") or "gemm").lower()
+    bits = module.settings.get("bits", module.settings.get("w_bit", 4))
+    if version != "gemm" or bits != 4:
+        raise BadTensor(f"its config has version={version!r} and bits={bits!r}; 'gemm' at 4 bits is read")
+    words, packed_zeros = module.take("qweight", torch.int32, dim=2), module.take("qzeros", torch.int32, dim=2)
+    scales = module.scales("scales")
+    groups, outputs = scales.shape
+    if words.shape[1] * 8 != outputs:
+        raise module.bad("qweight", f"scales are for {outputs} outputs")
+    if list(packed_zeros.shape) != [groups, outputs // 8]:
+        raise module.bad("qzeros", f"[{groups}, {outputs // 8}] is needed")
+    codes, zeros = _unpacked(words).T.contiguous(), _unpacked(packed_zeros).T.contiguous()
+    if codes.shape[1] % 2:
+        raise module.bad("qweight", "an even number of inputs is needed")
+    size = group_of(module, codes.shape[1], groups)
+    same = None if bool((zeros == 8).all()) else zeros
+    form = WeightFormat("int", 4, size, scale_name(scales.dtype), same is not None)
+    weight = module.stored(form, pack_pairs(codes), scales.T.contiguous(), same)
+    return {f"{module.name}.weight": weight, **module.rest}
+
+
+def _unpacked(words: torch.Tensor) -> torch.Tensor:
+    """uint8 ``[rows, out]`` of int32 ``[rows, out / 8]``."""
+    numbers = unpack(words, 4, words.shape[1] * 8)
+    return numbers.unflatten(-1, (-1, 8))[..., _PLACES].flatten(-2)

@@ -1,0 +1,203 @@
+"""compressed-tensors: packed integers, bytes with scales, floats of 8 and 4 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...runtime.ops.weight_format import WeightFormat
+from .parts import BadTensor, Quantized, group_of, pack_pairs, powers_of_two, scale_name, unpack
+
+LEAVES = frozenset(
+    (
+        *("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
+        *("weight_global_scale", "input_scale", "input_zero_point", "input_global_scale", "output_scale"),
+        *("k_scale", "v_scale"),
+    )
+)
+"""Scales of activations and of a cache are left alone: both are kept in the model's own dtype."""
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse what the config says of the weights beside their codes.
+
+    Raises:
+        BadTensor: they are rotated, pruned into another form, or not compressed.
+    """
+    if settings.get("transform_config"):
+        raise BadTensor("its config has a transform_config: weights that are rotated are not read")
+    sparse = (settings.get("sparsity_config") or {}).get("format", "dense")
+    if sparse != "dense":
+        raise BadTensor(f"its config has sparsity_config.format={sparse!r}; 'dense' is read")
+    status = settings.get("quantization_status", "compressed")
+    if status != "compressed":
+        raise BadTensor(f"its config has quantization_status={status!r}; 'compressed' is read")
+
+
+def read_compressed(module: Quantized) -> dict[str, torch.Tensor]:
+    """The weight of a module, whatever of the library's formats its tensors are in.
+
+    Raises:
+        BadTensor: a tensor is missing or does not fit, or contradicts the config.
+    """
+    tensors = module.tensors
+    if "weight_packed" in tensors:
+        packed = module.take("weight_packed", torch.int32, torch.uint8, dim=2)
+        weight = _packed(module) if packed.dtype is torch.int32 else _floats_of_4_bits(module)
+    elif "weight" in tensors and tensors["weight"].dtype is torch.int8:
+        weight = _bytes(module)
+    elif "weight" in tensors and tensors["weight"].dtype is torch.float8_e4m3fn:
+        weight = _floats_of_8_bits(module)
+    elif "weight" in tensors or not tensors.keys() - {"input_scale", "output_scale", "k_scale", "v_scale"}:
+        if "weight_scale" in tensors:
+            raise module.bad("weight", "beside a weight_scale, int8 or float8_e4m3fn is needed")
+        return {f"{module.name}.{leaf}": tensor for leaf, tensor in tensors.items() if leaf in ("weight", "bias")}
+    else:
+        module.take("weight_packed")
+        raise AssertionError
+    return {f"{module.name}.weight": weight, **module.rest}
+
+
+def _packed(module: Quantized) -> torch.Tensor:
+    """``weight_packed`` int32 ``[out, in * bits / 32]``, zeros int32 ``[out * bits / 32, groups]``."""
+    words, scales = module.take("weight_packed", torch.int32, dim=2), module.scales("weight_scale")
+    shape = module.take("weight_shape", torch.int64, torch.int32, dim=1).tolist()
+    if len(shape) != 2 or shape[0] != words.shape[0] or shape[1] <= 0:
+        raise module.bad("weight_shape", f"it says {shape} where weight_packed has {words.shape[0]} rows")
+    outputs, inputs = shape
+    bits = next((b for b in (4, 8) if -(-inputs * b // 32) == words.shape[1]), 0)
+    if not bits:
+        raise module.bad("weight_packed", f"{inputs} inputs of 4 or 8 bits are needed")
+    if scales.shape[0] != outputs:
+        raise module.bad("weight_scale", f"{outputs} outputs are needed")
+    groups = scales.shape[1]
+    size = group_of(module, inputs, groups)
+    _check_stated(module, bits, size, "weight_packed")
+    stream = words.contiguous().view(torch.uint8)
+    if bits == 4 and inputs % 2:
+        raise module.bad("weight_packed", "an even number of inputs is needed")
+    codes = stream[:, : inputs * bits // 8]
+    zeros = None
+    if "weight_zero_point" in module.tensors:
+        packed = module.take("weight_zero_point", torch.int32, dim=2)
+        if list(packed.shape) != [-(-outputs * bits // 32), groups]:
+            raise module.bad("weight_zero_point", f"[{-(-outputs * bits // 32)}, {groups}] is needed")
+        zeros = unpack(packed.T, bits, outputs).T.contiguous()
+    order = None
+    if "weight_g_idx" in module.tensors:
+        group = module.take("weight_g_idx", torch.int32, torch.int64, dim=1)
+        even = torch.arange(inputs) // (size or inputs)
+        if group.shape != even.shape or not torch.equal(group.sort().values.long(), even):
+            raise module.bad("weight_g_idx", f"it does not share {inputs} inputs out to {groups} groups")
+        if not torch.equal(group.long(), even):
+            order = group.argsort(stable=True).to(torch.int32)
+            numbers = unpack(words, bits, inputs)[:, order.long()]
+            codes = pack_pairs(numbers) if bits == 4 else numbers.contiguous()
+    form = WeightFormat("int", bits, size, scale_name(scales.dtype), zeros is not None, order is not None)
+    return module.stored(form, codes, scales, zeros, order)
+
+
+def _bytes(module: Quantized) -> torch.Tensor:
+    """``weight`` int8 ``[out, in]`` with a scale for each output or group."""
+    weight, scales = module.take("weight", torch.int8, dim=2), module.scales("weight_scale")
+    outputs, inputs = weight.shape
+    if scales.shape[0] == 1 < outputs and scales.shape[1] == 1:
+        scales = scales.expand(outputs, 1).contiguous()
+    if scales.shape[0] != outputs:
+        raise module.bad("weight_scale", f"{outputs} outputs are needed")
+    zeros = None
+    if "weight_zero_point" in module.tensors:
+        points = module.take("weight_zero_point", torch.int8, dim=2)
+        if points.shape != scales.shape:
+            raise module.bad("weight_zero_point", f"{list(scales.shape)} is needed")
+        zeros = unsigned(points)
+    size = group_of(module, inputs, scales.shape[1])
+    _check_stated(module, 8, size, "weight")
+    form = WeightFormat("int", 8, size, scale_name(scales.dtype), zeros is not None)
+    return module.stored(form, unsigned(weight), scales, zeros)
+
+
+def _floats_of_8_bits(module: Quantized) -> torch.Tensor:
+    """``weight`` e4m3 ``[out, in]`` with one scale, one for each output, or one for each block of both."""
+    weight = module.take("weight", torch.float8_e4m3fn, dim=2)
+    scales = module.scales("weight_scale", dim=None)
+    structure = next((entry.get("block_structure") for entry in _weights(module.settings)), None)
+    return in_blocks(module, weight, scales, "weight_scale", structure)
+
+
+def _floats_of_4_bits(module: Quantized) -> torch.Tensor:
+    """``weight_packed`` uint8 ``[out, in / 2]`` of e2m1 with scales for 16 (NVFP4) or 32 inputs (MXFP4)."""
+    codes = module.take("weight_packed", torch.uint8, dim=2)
+    if "weight_global_scale" in module.tensors:
+        narrow = module.take("weight_scale", torch.float8_e4m3fn, dim=2)
+        whole = module.take("weight_global_scale", torch.float32)
+        if whole.numel() != 1:
+            raise module.bad("weight_global_scale", "one number is needed")
+        module.check_scales("weight_global_scale", whole)
+        scales = narrow.float() / whole.reshape(())
+    else:
+        scales = powers_of_two(module.take("weight_scale", torch.uint8, dim=2))
+    module.check_scales("weight_scale", scales)
+    size = group_of(module, codes.shape[1] * 2, scales.shape[1])
+    return module.stored(WeightFormat("e2m1", 4, size, scale_name(scales.dtype)), codes, scales)
+
+
+def unsigned(numbers: torch.Tensor) -> torch.Tensor:
+    """Signed bytes as unsigned ones around 128."""
+    return numbers.view(torch.uint8) ^ 128
+
+
+def in_blocks(
+    module: Quantized, weight: torch.Tensor, scales: torch.Tensor, leaf: str, block: Any = None
+) -> torch.Tensor:
+    """An e4m3 weight whose scales are one, one for each output, or one for each block of outputs and inputs.
+
+    Args:
+        module: whose weight it is.
+        weight: float8_e4m3fn ``[out, in]``.
+        scales: one number, ``[out]``, ``[out, 1]``, or a grid.
+        leaf: of their name.
+        block: sizes of the grid's blocks, as the config states them.
+
+    Raises:
+        BadTensor: the grid does not cover the weight.
+    """
+    outputs, inputs = weight.shape
+    if bool(weight.view(torch.uint8).bitwise_and(127).eq(127).any()):
+        raise module.bad("weight", "it holds NaN; the file is broken, get it again")
+    name, codes = scale_name(scales.dtype), weight.view(torch.uint8)
+    if scales.numel() == 1:
+        scales = scales.reshape(1, 1).expand(outputs, 1).contiguous()
+    elif scales.numel() == outputs and scales.dim() < 3 and (scales.dim() == 1 or scales.shape[1] == 1):
+        scales = scales.reshape(outputs, 1)
+    elif scales.dim() == 2:
+        high, wide = block if isinstance(block, list | tuple) and len(block) == 2 else (128, 128)
+        if list(scales.shape) != [-(-outputs // high), -(-inputs // wide)]:
+            raise module.bad(leaf, f"blocks of {high} × {wide} of [{outputs}, {inputs}] are needed")
+        rows = scales.repeat_interleave(high, 0)[:outputs].contiguous()
+        return module.stored(WeightFormat("e4m3", 8, wide, name), codes, rows)
+    else:
+        raise module.bad(leaf, f"one scale, {outputs} or a grid are needed")
+    return module.stored(WeightFormat("e4m3", 8, 0, name), codes, scales)
+
+
+def _weights(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    groups = settings.get("config_groups")
+    found = list(groups.values()) if isinstance(groups, Mapping) else []
+    stated = [group.get("weights") for group in found if isinstance(group, Mapping)]
+    return [entry for entry in stated if isinstance(entry, Mapping)]
+
+
+def _check_stated(module: Quantized, bits: int, size: int, leaf: str) -> None:
+    """Refuse codes that none of the config's groups describes."""
+    stated = _weights(module.settings)
+    fits = [
+        entry.get("num_bits") == bits
+        and (not entry.get("group_size") or entry["group_size"] in (-1, size) or not size)
+        for entry in stated
+    ]
+    if stated and not any(fits):
+        kinds = [(entry.get("num_bits"), entry.get("group_size")) for entry in stated]
+        raise module.bad(leaf, f"it has {bits} bits in groups of {size or 'all'}, its config states {kinds}")

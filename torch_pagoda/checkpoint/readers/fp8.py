@@ -1,0 +1,32 @@
+"""FP8 with scales for blocks, as DeepSeek and Qwen store it."""
+
+from __future__ import annotations
+
+import torch
+
+from .compressed_tensors import in_blocks
+from .parts import Quantized
+
+LEAVES = frozenset(("weight_scale_inv", "weight_scale", "activation_scale", "input_scale", "activation_scale_inv"))
+"""``weight_scale_inv`` multiplies, in spite of its name. Activations stay in the model's own dtype."""
+
+
+def read_fp8(module: Quantized) -> dict[str, torch.Tensor]:
+    """The weight of ``weight`` e4m3 ``[out, in]`` and ``weight_scale_inv``.
+
+    Raises:
+        BadTensor: a tensor is missing or does not fit.
+    """
+    weight = module.take("weight")
+    leaf = "weight_scale_inv" if "weight_scale_inv" in module.tensors else "weight_scale"
+    if weight.dtype is not torch.float8_e4m3fn and leaf not in module.tensors:
+        return {f"{module.name}.weight": weight, **module.rest}
+    module.take("weight", torch.float8_e4m3fn, dim=2)
+    scales = module.take(leaf)
+    if scales.dtype is torch.float8_e8m0fnu:
+        scales = scales.float()
+        module.check_scales(leaf, scales)
+    else:
+        scales = module.scales(leaf, dim=None)
+    found = in_blocks(module, weight, scales, leaf, module.settings.get("weight_block_size"))
+    return {f"{module.name}.weight": found, **module.rest}

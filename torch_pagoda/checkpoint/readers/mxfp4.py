@@ -1,0 +1,41 @@
+"""MXFP4 experts, as gpt-oss stores them: blocks of 32 floats of 4 bits, each with a power of two."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from ...runtime.ops.weight_format import WeightFormat
+from .parts import BadTensor, Quantized, powers_of_two
+
+LEAVES = re.compile(r"(\w+)_(blocks|scales)")
+
+
+def read_mxfp4(module: Quantized) -> dict[str, torch.Tensor]:
+    """The weights ``[experts, in, out]`` of ``*_blocks`` uint8 ``[experts, out, in / 32, 16]`` and ``*_scales`` uint8
+    ``[experts, out, in / 32]``.
+
+    Raises:
+        BadTensor: a tensor is missing or does not fit.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for leaf, tensor in module.tensors.items():
+        match = LEAVES.fullmatch(leaf)
+        if match is None:
+            found[f"{module.name}.{leaf}"] = tensor
+        elif match[2] == "blocks":
+            found[f"{module.name}.{match[1]}"] = _weight(module, match[1])
+        elif f"{match[1]}_blocks" not in module.tensors:
+            raise BadTensor(f"it lacks {module.name + '.' + match[1] + '_blocks'!r} beside {leaf}")
+    return found
+
+
+def _weight(module: Quantized, name: str) -> torch.Tensor:
+    blocks = module.take(f"{name}_blocks", torch.uint8, dim=4)
+    exponents = module.take(f"{name}_scales", torch.uint8, dim=3)
+    if blocks.shape[:3] != exponents.shape or blocks.shape[3] != 16:
+        raise module.bad(f"{name}_blocks", f"its scales are {list(exponents.shape)}, of 16 bytes each")
+    scales = powers_of_two(exponents)
+    module.check_scales(f"{name}_scales", scales)
+    return module.stored(WeightFormat("e2m1", 4, 32, "bf16"), blocks.flatten(-2), scales, transposed=True)

@@ -1,0 +1,163 @@
+"""Steps that several readers of quantised tensors share: unpacking, packing, and the checks of what was read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from ...runtime.ops.stored_weight import StoredWeight
+from ...runtime.ops.weight_format import SCALE_DTYPES, WeightFormat
+
+Read: TypeAlias = "Callable[[Quantized], dict[str, torch.Tensor]]"
+"""A reader: from the tensors beside a module to those that a float checkpoint would have there."""
+
+
+class BadTensor(ValueError):
+    """A tensor of a quantised checkpoint that cannot be read. The message names it."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A module of a checkpoint whose weight is stored in several tensors.
+
+    Attributes:
+        name: of the module.
+        tensors: last part of the name → tensor.
+        settings: what the config says of the method.
+        dtype: that the weight is to be shown in.
+        kind: what a description says of the weight, where there is one.
+    """
+
+    name: str
+    tensors: Mapping[str, torch.Tensor]
+    settings: Mapping[str, Any]
+    dtype: torch.dtype
+    kind: str = ""
+
+    def take(self, leaf: str, *dtypes: torch.dtype, dim: int | None = None) -> torch.Tensor:
+        """A tensor of the module.
+
+        Raises:
+            BadTensor: it is missing, or of another dtype or number of dims.
+        """
+        tensor = self.tensors.get(leaf)
+        if tensor is None:
+            there = ", ".join(sorted(self.tensors))
+            raise BadTensor(f"it lacks {self.name + '.' + leaf!r} beside {there}; get the checkpoint again")
+        if (dtypes and tensor.dtype not in dtypes) or (dim is not None and tensor.dim() != dim):
+            wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise self.bad(leaf, f"{wanted}{f' with {dim} dims' if dim is not None else ''} is needed")
+        return tensor
+
+    def bad(self, leaf: str, what: str) -> BadTensor:
+        """The error for a tensor, with what it is and what is needed."""
+        tensor = self.tensors[leaf]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return BadTensor(f"{self.name + '.' + leaf!r} is {dtype} {list(tensor.shape)}; {what}")
+
+    def scales(self, leaf: str, dim: int | None = 2) -> torch.Tensor:
+        """The scales in that tensor, of a dtype that is kept.
+
+        Raises:
+            BadTensor: it is missing, no float, or holds a NaN, an infinity or a zero.
+        """
+        scales = self.take(leaf, *SCALE_DTYPES.values(), dim=dim)
+        self.check_scales(leaf, scales)
+        return scales
+
+    def check_scales(self, leaf: str, scales: torch.Tensor) -> None:
+        """Refuse scales that make no weight.
+
+        Raises:
+            BadTensor: one is NaN, infinite or 0.
+        """
+        if not bool(scales.isfinite().all()) or bool((scales == 0).any()):
+            raise self.bad(leaf, "a scale in it is NaN, infinite or 0; the file is broken, get it again")
+
+    def stored(
+        self,
+        form: WeightFormat,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None = None,
+        order: torch.Tensor | None = None,
+        **more: Any,
+    ) -> StoredWeight:
+        """The weight of these parts.
+
+        Raises:
+            BadTensor: they do not fit each other.
+        """
+        try:
+            return StoredWeight(form, codes, scales, zeros, order, dtype=self.dtype, **more)
+        except ValueError as error:
+            raise BadTensor(f"the weight of {self.name!r} cannot be read: {error}") from error
+
+    @property
+    def rest(self) -> dict[str, torch.Tensor]:
+        """Its bias, where it has one, under its full name."""
+        bias = self.tensors.get("bias")
+        return {} if bias is None else {f"{self.name}.bias": bias}
+
+
+def scale_name(dtype: torch.dtype) -> str:
+    """The name of a dtype of scales in a ``WeightFormat``."""
+    return next(name for name, known in SCALE_DTYPES.items() if known is dtype)
+
+
+def group_of(module: Quantized, inputs: int, groups: int) -> int:
+    """Inputs that share a scale, of so many groups; 0: all.
+
+    Raises:
+        BadTensor: they do not divide the inputs, and no group size in the settings explains it.
+    """
+    if groups == 1:
+        return 0
+    if inputs % groups == 0:
+        return inputs // groups
+    stated = module.settings.get("group_size")
+    if isinstance(stated, int) and stated > 0 and math.ceil(inputs / stated) == groups:
+        return stated
+    raise BadTensor(f"{module.name!r} has {groups} groups of scales for {inputs} inputs, which they do not divide")
+
+
+def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Unsigned numbers of ``bits`` bits from the stream of bits in int32 words along the last dim, lowest first.
+
+    Args:
+        words: int32 ``[..., W]``.
+        bits: of a number, at most 8.
+        count: of the numbers that are wanted.
+
+    Returns:
+        uint8 ``[..., count]``.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    if words.shape[-1] * 32 // bits < count:
+        raise ValueError(f"{words.shape[-1]} words of 32 bits hold no {count} numbers of {bits} bits")
+    stream = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return stream[..., :count]
+    if bits in (2, 4):
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        return ((stream[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)[..., :count]
+    each = ((stream[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)
+    each = each[..., : count * bits].unflatten(-1, (count, bits))
+    return (each << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+
+
+def pack_pairs(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers of 4 bits, uint8 ``[..., N]`` with an even N, two in a byte, the first in its low half."""
+    return numbers[..., ::2] | numbers[..., 1::2] << 4
+
+
+def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """The scales that e8m0 bytes stand for, bfloat16: ``2^(byte - 127)``; NaN for 255."""
+    scales = torch.exp2(exponents.float() - 127)
+    return torch.where(exponents == 255, torch.nan, scales).to(torch.bfloat16)
