@@ -9,6 +9,7 @@ time of a round, as GB/s of stored weights with one row and as GFLOP/s with many
   int8wo, torch   ``_weight_int8pack_mm``: inputs stay bf16
   int4wo, torch   ``_weight_int4pack_mm_for_cpu``, groups of 128
   int8, int8wo, int4, int4wo    pagoda's, with inputs rounded to 8 or (wo) 16 bits
+  awq, act-order, g32           of int4wo: with zeros as AWQ stores them, with GPTQ's order of inputs, in groups of 32
 
     python benchmarks/quantized_kernels.py [--threads 2] [--rounds 5] [--rows 1 4 16 64 512]
 """
@@ -25,7 +26,15 @@ from report import markdown_table
 
 from torch_pagoda.runtime.ops.packed_linear import pack_weight
 from torch_pagoda.runtime.ops.quantized_linear import quantized_linear_cpu
-from torch_pagoda.runtime.ops.quantized_weight import Quantization, quantize_weight, round_weight
+from torch_pagoda.runtime.ops.quantized_weight import (
+    Quantization,
+    pack_stored,
+    quantize_weight,
+    round_weight,
+    scheme_of,
+)
+from torch_pagoda.runtime.ops.stored_weight import StoredWeight
+from torch_pagoda.runtime.ops.weight_format import WeightFormat
 
 OUTPUTS, INPUTS, COUNT = 5632, 2048, 40
 
@@ -74,6 +83,23 @@ def by_pagoda(bits: int, group_size: int, input_bits: int) -> Callable[[torch.Te
     return make
 
 
+def by_stored(spelled: str) -> Callable[[torch.Tensor], tuple[Kernel, int]]:
+    """pagoda's over random codes in a format of quantised checkpoints."""
+
+    def make(weight: torch.Tensor) -> tuple[Kernel, int]:
+        form = WeightFormat.parse(spelled)
+        groups = form.num_groups(INPUTS)
+        codes = torch.randint(0, 256, (OUTPUTS, INPUTS // form.per_byte), dtype=torch.uint8)
+        zeros = torch.randint(0, 16, (OUTPUTS, groups), dtype=torch.uint8) if form.zeros else None
+        order = torch.randperm(INPUTS).to(torch.int32) if form.ordered else None
+        scales = torch.full((OUTPUTS, groups), 0.01, dtype=torch.float16)
+        packed = pack_stored(StoredWeight(form, codes, scales, zeros, order, dtype=weight.dtype))
+        given = (packed, None, OUTPUTS, *vars(scheme_of(form)).values(), order)
+        return lambda x: quantized_linear_cpu(x, *given), packed.numel()
+
+    return make
+
+
 KERNELS = {
     "bf16": in_bf16,
     "int8, oneDNN": by_onednn,
@@ -83,6 +109,9 @@ KERNELS = {
     "int4": by_pagoda(4, 128, 8),
     "int4wo, torch": by_torch_int4,
     "int4wo": by_pagoda(4, 128, 16),
+    "awq": by_stored("int4/g128/f16+z"),
+    "act-order": by_stored("int4/g128/f16+z+order"),
+    "g32": by_stored("int4/g32/f16"),
 }
 
 

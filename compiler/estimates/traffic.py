@@ -140,7 +140,7 @@ def _rounded_bytes(node: fx.Node, read: fx.Node) -> int:
         return 0
     outputs, inputs = value(read).shape
     arguments: tuple[Any, ...] = node.args
-    return packed_bytes(int(outputs), int(inputs), Quantization(*arguments[4:7]))
+    return packed_bytes(int(outputs), int(inputs), Quantization(*arguments[4:8]))
 
 
 def _read_of_experts(node: fx.Node, read: fx.Node, size: int, sizes: Sizes) -> int:

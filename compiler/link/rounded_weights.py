@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ...passes import UnsupportedModel
@@ -10,10 +12,10 @@ from ...runtime.ops.quantized_weight import PANEL, Quantization, restored_weight
 from ...runtime.ops.stored_weight import StoredWeight
 
 _ROWS = 3
-_AS_STORED = 0.3
-"""Of weights that a checkpoint stores, which half precision moves by less than this of a scale at 8 bits."""
 _MOST_OFF = {8: 0.51, 4: 2.2}
 """Scales by which an entry may be off: half of one, and where that loses less in all, what 4 bits cut off."""
+_AS_STORED = 1e-3
+"""Likewise of weights that a checkpoint stores, which nothing rounds but float32."""
 
 
 def check_rounded_weight(name: str, weight: torch.Tensor, packed: torch.Tensor, scheme: Quantization) -> None:
@@ -30,7 +32,8 @@ def check_rounded_weight(name: str, weight: torch.Tensor, packed: torch.Tensor, 
             numbers that are stored.
     """
     if isinstance(weight, StoredWeight):
-        weight, most_off = weight.dense(), _AS_STORED
+        form = replace(weight.form, ordered=False)  # the kernel orders the inputs, not the columns
+        weight, most_off = weight.replaced(form=form, order=None, dtype=torch.float32).dense(), _AS_STORED
     else:
         most_off = _MOST_OFF[scheme.bits]
     outputs, inputs = weight.shape
@@ -46,7 +49,7 @@ def check_rounded_weight(name: str, weight: torch.Tensor, packed: torch.Tensor, 
             continue  # NaN in, NaN out
         # Of a group without a scale only zeros, or what is too small for one, may be left.
         off = (restored - plain).abs() > most_off * unit + 1e-30
-        given = (x, stored, None, count, scheme.bits, scheme.group_size, scheme.input_bits)
+        given = (x, stored, None, count, scheme.bits, scheme.group_size, scheme.input_bits, scheme.zeros)
         found, expected = quantized_linear_cpu(*given).float(), quantized_linear_reference(*given).float()
         error = (found - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
         if off.any() or not error <= 0.02:

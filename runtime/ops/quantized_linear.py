@@ -15,10 +15,10 @@ from .registration import register_operator
 
 _SCHEMA = (
     "quantized_linear(Tensor input, Tensor weight, Tensor? bias, int out_features, int bits, int group_size, "
-    "int input_bits) -> Tensor"
+    "int input_bits, bool zeros=False, Tensor? order=None) -> Tensor"
 )
 # Field for field the struct QuantizedLinearArguments of csrc/quantized_linear.cpp.
-_ARGUMENTS = struct.Struct("=14q")
+_ARGUMENTS = struct.Struct("=16q")
 _LARGEST_IN_16_BITS = 127 * 256  # 256 times a number of 8 bits and another one
 
 
@@ -30,6 +30,8 @@ def quantized_linear_reference(
     bits: int,
     group_size: int,
     input_bits: int,
+    zeros: bool = False,
+    order: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``input @ weight.T + bias`` with weight and input rounded to whole numbers with scales.
 
@@ -38,13 +40,15 @@ def quantized_linear_reference(
     Args:
         input: ``[..., in]``, fp32, bf16 or fp16.
         weight: ``[out_features, in]``, not rounded yet; or 1-d uint8, what
-            :func:`~torch_pagoda.runtime.ops.quantized_weight.quantize_weight` made of it.
+            :func:`~torch_pagoda.runtime.ops.quantized_weight.quantize_weight` made of it, or ``pack_stored``.
         bias: ``[out_features]`` or None.
         out_features: outputs.
         bits: of a weight, 8 or 4.
-        group_size: inputs that share a scale, a multiple of 64; 0: all.
+        group_size: inputs that share a scale, 32 or a multiple of 64; 0: all.
         input_bits: of the input, with a scale for each group of each row: 8 (``max|x| / 127``) or 16
             (``max|x| / 32512``).
+        zeros: groups have zeros of their own.
+        order: int32 ``[in]``: of column k of a packed weight, the input that it is for; None: k.
 
     Returns:
         ``[..., out_features]`` in the dtype of ``input``, contiguous.
@@ -52,10 +56,11 @@ def quantized_linear_reference(
     Raises:
         ValueError: bits, group size or the weight's size do not fit.
     """
-    scheme = Quantization(bits, group_size, input_bits)
+    scheme = Quantization(bits, group_size, input_bits, zeros)
     inputs = input.shape[-1]
     if weight.dtype is torch.uint8:
-        _check_packed(weight, out_features, inputs, bits, group_size, input_bits)
+        _check_packed(weight, out_features, inputs, scheme, order)
+        input = input if order is None else input[..., order.long()]
         whole, scales = unpack_weight(weight, out_features, inputs, scheme)
     else:
         whole, scales = round_weight(weight, scheme)
@@ -85,14 +90,17 @@ def quantized_linear_cpu(
     bits: int,
     group_size: int,
     input_bits: int,
+    zeros: bool = False,
+    order: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`quantized_linear_reference` by the C++ kernel for packed weights, else the reference."""
     kernel = kernel_function("pagoda_quantized_linear")
     code = FLOAT_CODES.get(input.dtype)
     inputs = input.shape[-1]
     if kernel is None or code is None or weight.dtype is not torch.uint8 or not inputs:
-        return quantized_linear_reference(input, weight, bias, out_features, bits, group_size, input_bits)
-    _check_packed(weight, out_features, inputs, bits, group_size, input_bits)
+        given = (input, weight, bias, out_features, bits, group_size, input_bits, zeros, order)
+        return quantized_linear_reference(*given)
+    _check_packed(weight, out_features, inputs, Quantization(bits, group_size, input_bits, zeros), order)
     result = input.new_empty((*input.shape[:-1], out_features))
     rows = input if input.dim() == 2 else input.reshape(-1, inputs)
     if rows.stride(1) != 1:
@@ -104,6 +112,7 @@ def quantized_linear_cpu(
             rows.data_ptr(),
             weight.data_ptr(),
             0 if bias is None else bias.data_ptr(),
+            0 if order is None else order.data_ptr(),
             result.data_ptr(),
             code,
             code if bias is None else FLOAT_CODES[bias.dtype],
@@ -114,6 +123,7 @@ def quantized_linear_cpu(
             bits,
             group_size,
             input_bits,
+            int(zeros),
             torch.get_num_threads(),
         )
     )
@@ -121,20 +131,22 @@ def quantized_linear_cpu(
 
 
 def _check_packed(
-    weight: torch.Tensor, out_features: int, inputs: int, bits: int, group_size: int, input_bits: int
+    weight: torch.Tensor, out_features: int, inputs: int, scheme: Quantization, order: torch.Tensor | None
 ) -> None:
-    expected = _packed_bytes(out_features, inputs, bits, group_size, input_bits)
+    expected = _packed_bytes(out_features, inputs, scheme)
     if weight.shape != (expected,) or not weight.is_contiguous():
         raise ValueError(
-            f"weight is {tuple(weight.shape)} {weight.dtype}; [{out_features}, {inputs}] at {bits} bits, "
-            f"group_size={group_size}, has {expected} bytes: give what quantize_weight made of it"
+            f"weight is {tuple(weight.shape)} {weight.dtype}; [{out_features}, {inputs}] at {scheme.bits} bits, "
+            f"group_size={scheme.group_size}, has {expected} bytes: give what quantize_weight made of it"
         )
+    if order is not None and (order.shape != (inputs,) or order.dtype is not torch.int32 or order.stride(0) != 1):
+        raise ValueError(f"order is {tuple(order.shape)} {order.dtype}; give ({inputs},) torch.int32")
 
 
 @functools.lru_cache(maxsize=1024)
-def _packed_bytes(out_features: int, inputs: int, bits: int, group_size: int, input_bits: int) -> int:
+def _packed_bytes(out_features: int, inputs: int, scheme: Quantization) -> int:
     """Asked at every call; a model has few sizes."""
-    return packed_bytes(out_features, inputs, Quantization(bits, group_size, input_bits))
+    return packed_bytes(out_features, inputs, scheme)
 
 
 def _fake(

@@ -1,8 +1,9 @@
 """Matrices of whole numbers of 8 or 4 bits, with a scale per output and group of inputs, as the CPU's kernel
 reads them.
 
-The layout (csrc/panels.h): panels of 64 outputs; a panel is its groups; a group is 64 float32 scales, then steps of
-64 inputs; a step holds four tiles ``[16 (input / 4), 16 (output), 4 (input % 4)]`` of unsigned numbers around
+The layout (csrc/panels.h): panels of 64 outputs; a panel is its groups; a group is its head, 64 float32 scales and,
+where each has a zero of its own, 64 bytes with those, then steps of 64 inputs (groups of 32 share a step, behind two
+heads); a step holds four tiles ``[16 (input / 4), 16 (output), 4 (input % 4)]`` of unsigned numbers around
 ``2^(bits - 1)``.
 """
 
@@ -19,7 +20,9 @@ from .stored_weight import StoredWeight
 from .weight_format import WeightFormat, values_of
 
 PANEL = 64
-"""Outputs of a panel, and inputs of a step; groups hold whole steps."""
+"""Outputs of a panel, and inputs of a step; groups hold whole steps, or half of one."""
+
+HALF_STEP = PANEL // 2
 
 LARGEST_INPUTS = 65536
 """More inputs than these might overflow the kernel's sums."""
@@ -42,18 +45,26 @@ class Quantization:
         group_size: inputs that share a scale; 0: all.
         input_bits: that the input is rounded to, with a scale for each group of each row. Rounded to 16, numbers keep
             what bf16 tells apart of those that matter in a sum.
+        zeros: each group of each output has a zero of its own; else it is ``2^(bits - 1)``.
     """
 
     bits: int
     group_size: int
     input_bits: int
+    zeros: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in (8, 4):
             raise ValueError(f"bits={self.bits} is not supported; use 8 or 4")
         if self.input_bits not in (8, 16):
             raise ValueError(f"input_bits={self.input_bits} is not supported; use 8 or 16")
-        check_group_size(self.group_size)
+        if self.group_size != HALF_STEP:
+            check_group_size(self.group_size)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the scales and zeros of a group of a panel."""
+        return PANEL * (5 if self.zeros else 4)
 
 
 def check_group_size(group_size: int) -> None:
@@ -81,7 +92,7 @@ def quantize_weight(weight: torch.Tensor, scheme: Quantization) -> torch.Tensor:
     outputs, inputs = weight.shape
     kernel = kernel_function("pagoda_quantize_weight")
     code = FLOAT_CODES.get(weight.dtype)
-    if kernel is None or code is None or not weight.numel():
+    if kernel is None or code is None or not weight.numel() or scheme.group_size == HALF_STEP:
         return pack_weight(*round_weight(weight, scheme), scheme)
     packed = torch.empty(packed_bytes(outputs, inputs, scheme), dtype=torch.uint8)
     kernel(
@@ -103,26 +114,39 @@ def quantize_weight(weight: torch.Tensor, scheme: Quantization) -> torch.Tensor:
 
 def unpackable(form: WeightFormat) -> str:
     """The reason why the kernel reads no codes of this format; "" when it does."""
-    if form.code != "int" or form.zeros or form.ordered:
+    if form.code not in ("int", "e2m1"):
         return f"no kernel for weights that are stored as {form}"
-    return f"no kernel for groups of {form.group_size}" if form.group_size % PANEL else ""
+    odd = form.group_size % PANEL and form.group_size != HALF_STEP
+    return f"no kernel for groups of {form.group_size}" if odd else ""
+
+
+def scheme_of(form: WeightFormat) -> Quantization:
+    """The scheme by which the kernel reads weights that are stored so, whose inputs keep 16 bits.
+
+    Twice the floats of e2m1 are whole numbers from -12 to 12, which take a byte each.
+    """
+    return Quantization(8 if form.code == "e2m1" else form.bits, form.group_size, 16, form.zeros)
 
 
 def pack_stored(weight: StoredWeight) -> torch.Tensor:
-    """Lay a stored weight out for the kernel; its codes and scales stay what they are.
+    """Lay a stored weight out for the kernel; its codes, scales and zeros stay what they are.
 
     Args:
         weight: ``[out, in]``, of a format that is not ``unpackable``.
     """
-    form = weight.form
-    whole = (values_of(weight.codes, form) - (1 << (form.bits - 1))).to(torch.int8)
-    return pack_weight(whole, weight.scales.float(), Quantization(form.bits, form.group_size, 16))
+    values, scales = values_of(weight.codes, weight.form), weight.scales.float()
+    if weight.form.code == "e2m1":
+        values, scales = 2 * values + 128, scales / 2
+    return _pack_codes(values.to(torch.uint8), scales, weight.zeros, scheme_of(weight.form))
 
 
 def packed_bytes(outputs: int, inputs: int, scheme: Quantization) -> int:
     """Bytes of a matrix as the kernel reads it."""
     panels, steps = -(-outputs // PANEL), -(-inputs // PANEL)
-    return panels * (_num_groups(inputs, scheme) * PANEL * 4 + steps * PANEL * PANEL * scheme.bits // 8)
+    heads = _num_groups(inputs, scheme)
+    if scheme.group_size == HALF_STEP:
+        heads = 2 * steps
+    return panels * (heads * scheme.head_bytes + steps * PANEL * PANEL * scheme.bits // 8)
 
 
 def round_weight(weight: torch.Tensor, scheme: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,48 +201,81 @@ def search_scales(
 
 def pack_weight(whole: torch.Tensor, scales: torch.Tensor, scheme: Quantization) -> torch.Tensor:
     """Lay out for the kernel what :func:`round_weight` gave."""
-    outputs, inputs = whole.shape
-    panels, steps, groups = -(-outputs // PANEL), -(-inputs // PANEL), scales.shape[1]
-    unsigned = F.pad(whole, (0, steps * PANEL - inputs, 0, panels * PANEL - outputs)).to(torch.int16)
-    unsigned = (unsigned + (1 << (scheme.bits - 1))).to(torch.uint8)
+    codes = (whole.to(torch.int16) + (1 << (scheme.bits - 1))).to(torch.uint8)
+    return _pack_codes(codes, scales, None, scheme)
+
+
+def _pack_codes(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, scheme: Quantization
+) -> torch.Tensor:
+    """Lay out unsigned codes ``[out, in]``, float32 scales and uint8 zeros ``[out, groups]`` for the kernel."""
+    outputs, inputs = codes.shape
+    panels, steps = -(-outputs // PANEL), -(-inputs // PANEL)
+    per_group = 2 if scheme.group_size == HALF_STEP else 1
+    heads = per_group * steps if per_group == 2 else scales.shape[1]
+    rows = panels * PANEL - outputs
+    # Beyond the end inputs are zeros, and so are scales.
+    unsigned = F.pad(codes, (0, steps * PANEL - inputs, 0, rows))
     tiles = unsigned.view(panels, PANEL // _TILE, _TILE, steps, _TILE, 4).permute(0, 3, 1, 4, 2, 5)
     if scheme.bits == 4:
         tiles = tiles[:, :, :, : _TILE // 2] | tiles[:, :, :, _TILE // 2 :] << 4
     stored = tiles.reshape(panels, steps, -1)
-    rows = F.pad(scales, (0, 0, 0, panels * PANEL - outputs)).view(panels, PANEL, groups)
-    heads = rows.transpose(1, 2).contiguous().view(torch.uint8).view(panels, groups, PANEL * 4)
+
+    def of_panels(table: torch.Tensor) -> torch.Tensor:
+        padded = F.pad(table, (0, heads - table.shape[1], 0, rows)).view(panels, PANEL, heads)
+        return padded.transpose(1, 2).contiguous().view(torch.uint8).view(panels, heads, -1)
+
+    head = of_panels(scales)
+    if zeros is not None:
+        head = torch.cat([head, of_panels(zeros)], 2)
     in_group = _steps_in_group(inputs, scheme)
-    parts = [part for g in range(groups) for part in (heads[:, g], stored[:, g * in_group : (g + 1) * in_group])]
+    parts = []
+    for g in range(heads // per_group):
+        parts.append(head[:, g * per_group : (g + 1) * per_group])
+        parts.append(stored[:, g * in_group : (g + 1) * in_group])
     return torch.cat([part.reshape(panels, -1) for part in parts], 1).flatten()
 
 
 def unpack_weight(
     packed: torch.Tensor, outputs: int, inputs: int, scheme: Quantization
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole numbers ``[out, in]`` int8 and the scales ``[out, groups]`` float32 of a matrix laid out for the
-    kernel."""
+    """The whole numbers ``[out, in]``, int16 where groups have zeros of their own, else int8, and the scales ``[out,
+    groups]`` float32 of a matrix laid out for the kernel."""
     panels, steps, groups = -(-outputs // PANEL), -(-inputs // PANEL), _num_groups(inputs, scheme)
     in_group, step_bytes = _steps_in_group(inputs, scheme), PANEL * PANEL * scheme.bits // 8
+    per_group, size = (2 if scheme.group_size == HALF_STEP else 1), scheme.head_bytes
     rows = packed.view(panels, -1)
     heads, steps_of, at = [], [], 0
-    for g in range(groups):
-        end = at + PANEL * 4 + min(in_group, steps - g * in_group) * step_bytes
-        heads.append(rows[:, at : at + PANEL * 4])
-        steps_of.append(rows[:, at + PANEL * 4 : end].reshape(panels, -1, step_bytes))
+    for first in range(0, steps, in_group):
+        begin = at + per_group * size
+        end = begin + min(in_group, steps - first) * step_bytes
+        heads.append(rows[:, at:begin].reshape(panels, per_group, size))
+        steps_of.append(rows[:, begin:end].reshape(panels, -1, step_bytes))
         at = end
-    scales = torch.stack(heads, 1).contiguous().view(torch.float32).transpose(1, 2)
+    head = torch.cat(heads, 1)
+
+    def of_outputs(table: torch.Tensor) -> torch.Tensor:
+        return table.transpose(1, 2).reshape(panels * PANEL, -1)[:outputs, :groups]
+
+    scales = of_outputs(head[..., : PANEL * 4].contiguous().view(torch.float32))
     stored = torch.cat(steps_of, 1).view(panels, steps, PANEL // _TILE, -1, _TILE, 4)
     if scheme.bits == 4:
         stored = torch.cat([stored & 15, stored >> 4], 3)
-    unsigned = stored.permute(0, 2, 4, 1, 3, 5).reshape(panels * PANEL, steps * PANEL)
-    whole = (unsigned.to(torch.int16) - (1 << (scheme.bits - 1))).to(torch.int8)
-    return whole[:outputs, :inputs], scales.reshape(panels * PANEL, groups)[:outputs]
+    unsigned = stored.permute(0, 2, 4, 1, 3, 5).reshape(panels * PANEL, steps * PANEL)[:outputs, :inputs]
+    if not scheme.zeros:
+        return (unsigned.to(torch.int16) - (1 << (scheme.bits - 1))).to(torch.int8), scales
+    zeros = of_outputs(head[..., PANEL * 4 :]).to(torch.int16)
+    return unsigned.to(torch.int16) - _spread(zeros, inputs, scheme), scales
+
+
+def _spread(table: torch.Tensor, inputs: int, scheme: Quantization) -> torch.Tensor:
+    """``[out, in]``: of each input what ``[out, groups]`` holds of its group."""
+    return table.repeat_interleave(scheme.group_size or max(inputs, 1), 1)[:, :inputs]
 
 
 def restored_weight(whole: torch.Tensor, scales: torch.Tensor, scheme: Quantization) -> torch.Tensor:
     """The matrix ``[out, in]`` in float32 that whole numbers and scales stand for."""
-    size = scheme.group_size or max(whole.shape[1], 1)
-    return whole.float() * scales.repeat_interleave(size, 1)[:, : whole.shape[1]]
+    return whole.float() * _spread(scales, whole.shape[1], scheme)
 
 
 def _num_groups(inputs: int, scheme: Quantization) -> int:
@@ -226,4 +283,4 @@ def _num_groups(inputs: int, scheme: Quantization) -> int:
 
 
 def _steps_in_group(inputs: int, scheme: Quantization) -> int:
-    return (scheme.group_size or -(-inputs // PANEL) * PANEL) // PANEL
+    return max(scheme.group_size // PANEL, 1) if scheme.group_size else -(-inputs // PANEL)

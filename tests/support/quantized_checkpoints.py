@@ -226,7 +226,7 @@ class Format:
     config: dict[str, Any] = field(default_factory=dict)
     of_experts: bool = False
     description: str = ""
-    kernel: bool = False
+    kernel: bool = True
 
 
 _GPTQ = {"quant_method": "gptq", "sym": False, "checkpoint_format": "gptq", "desc_act": False}
@@ -237,9 +237,7 @@ QUICK = ("ct-w4a16-row", "gptq-4-order", "mxfp4-experts", "slim-w8a8-static")
 
 FORMATS: dict[str, Format] = {
     "gptq-4-g32": Format(lambda w: _gptq(w, 4, 32, "gptq", symmetric=False), {**_GPTQ, "bits": 4, "group_size": 32}),
-    "gptq-4-row-sym": Format(
-        lambda w: _gptq(w, 4, 0, "gptq"), {**_GPTQ, "bits": 4, "group_size": -1, "sym": True}, kernel=True
-    ),
+    "gptq-4-row-sym": Format(lambda w: _gptq(w, 4, 0, "gptq"), {**_GPTQ, "bits": 4, "group_size": -1, "sym": True}),
     "gptq-4-order": Format(
         lambda w: _gptq(w, 4, 32, "gptq", symmetric=False, shuffled=True),
         {**_GPTQ, "bits": 4, "group_size": 32, "desc_act": True},
@@ -266,7 +264,7 @@ FORMATS: dict[str, Format] = {
         lambda w: _packed(w, 4, 32), _ct("pack-quantized", num_bits=4, type="int", symmetric=True, group_size=32)
     ),
     "ct-w4a16-row": Format(
-        lambda w: _packed(w, 4, 0), _ct("pack-quantized", num_bits=4, type="int", strategy="channel"), kernel=True
+        lambda w: _packed(w, 4, 0), _ct("pack-quantized", num_bits=4, type="int", strategy="channel")
     ),
     "ct-w4a16-asym": Format(
         lambda w: _packed(w, 4, 32, symmetric=False),
@@ -276,22 +274,23 @@ FORMATS: dict[str, Format] = {
         lambda w: _packed(w, 8, 32, symmetric=False),
         _ct("pack-quantized", num_bits=8, type="int", symmetric=False, group_size=32),
     ),
-    "ct-w8a8": Format(
-        lambda w: _bytes(w), _ct("int-quantized", num_bits=8, type="int", strategy="channel"), kernel=True
-    ),
+    "ct-w8a8": Format(lambda w: _bytes(w), _ct("int-quantized", num_bits=8, type="int", strategy="channel")),
     "ct-fp8": Format(
         lambda w: _e4m3(w, 1, 0, torch.bfloat16, "weight_scale"),
         _ct("float-quantized", num_bits=8, type="float", strategy="channel"),
+        kernel=False,
     ),
-    "ct-nvfp4": Format(_nvfp4, _ct("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16)),
+    "ct-nvfp4": Format(_nvfp4, _ct("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16), kernel=False),
     "ct-mxfp4": Format(_mx, _ct("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32)),
-    "fp8-blocks": Format(lambda w: _e4m3(w, 32, 32, torch.float32, "weight_scale_inv"), _FP8),
+    "fp8-blocks": Format(lambda w: _e4m3(w, 32, 32, torch.float32, "weight_scale_inv"), _FP8, kernel=False),
     "fp8-uneven": Format(
-        lambda w: _e4m3(w, 40, 24, torch.float32, "weight_scale_inv"), {**_FP8, "weight_block_size": [40, 24]}
+        lambda w: _e4m3(w, 40, 24, torch.float32, "weight_scale_inv"),
+        {**_FP8, "weight_block_size": [40, 24]},
+        kernel=False,
     ),
-    "mxfp4-experts": Format(_blocks, {"quant_method": "mxfp4"}, of_experts=True),
-    "slim-w8a8-dynamic": Format(_slim, description="W8A8_DYNAMIC", kernel=True),
-    "slim-w8a8-static": Format(_static, description="W8A8", kernel=True),
+    "mxfp4-experts": Format(_blocks, {"quant_method": "mxfp4"}, of_experts=True, kernel=False),
+    "slim-w8a8-dynamic": Format(_slim, description="W8A8_DYNAMIC"),
+    "slim-w8a8-static": Format(_static, description="W8A8"),
 }
 
 

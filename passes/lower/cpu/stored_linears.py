@@ -3,7 +3,7 @@
 Matches:
     linear(x, W, b), linear(x, t(W), b)              # W is a StoredWeight of a format that the kernel reads
 Becomes:
-    pagoda::quantized_linear(x, W, b, out, bits, group_size, 16)   # its codes are laid out when linked
+    pagoda::quantized_linear(x, W, b, out, bits, group_size, 16, zeros, order)   # W is laid out when linked
 Why it is faster:
     Decoding waits for weights: half or a quarter of the bytes of bf16 take about as much of its time.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 from torch import fx
 
 from ....runtime.ops.quantized_linear import quantized_linear
-from ....runtime.ops.quantized_weight import LARGEST_INPUTS, Quantization, unpackable
+from ....runtime.ops.quantized_weight import LARGEST_INPUTS, scheme_of, unpackable
 from ...graph.fx_nodes import argument, shape
 from ...graph.packed_weights import PackedWeights
 from ...graph.record import PassRecord
@@ -37,12 +37,13 @@ def stored_linears(traced: TracedGraph) -> PassRecord:
             reason = f"sums of {stored.shape[-1]} products overflow"
         if reason:
             return reason
-        scheme = Quantization(stored.form.bits, stored.form.group_size, 16)
+        scheme = scheme_of(stored.form)
         x, bias = argument(node, 0, "input"), argument(node, 2, "bias")
         outputs = shape(argument(node, 1, "weight"))[0]
         with traced.before(node):
             packed = weights.input_for(node, scheme, stored=True)
-            given = (outputs, scheme.bits, scheme.group_size, scheme.input_bits)
+            order = None if stored.order is None else traced.add_constant(f"order_{packed.name}", stored.order)
+            given = (outputs, scheme.bits, scheme.group_size, scheme.input_bits, scheme.zeros, order)
             traced.substitute(node, traced.call(quantized_linear, x, packed, bias, *given))
         return ""
 

@@ -1,9 +1,11 @@
 // CPU kernel of pagoda::quantized_linear (its Python twin is in quantized_linear.py; keep them in step): weights are
 // whole numbers of 8 or 4 bits with a scale per output and group of inputs, laid out in panels (see panels.h).
 //
-// Inputs are rounded to 8 or 16 bits with a scale per row and group, those of 16 as two rows of 8. Products and their
-// sums within a group are exact then, and groups are added in their order: a row's result depends neither on how many
-// rows there are nor on the instructions at hand.
+// The columns of a weight may be stored in another order, in which the inputs are read then. Inputs are rounded to 8 or 16
+// bits with a scale per row and group, those of 16 as two rows of 8; of groups of 32, which share
+// the steps of a panel, each has rows of its own, with zeros for its neighbour. Products and their sums within a group are
+// exact then, and groups are added in their order: a row's result depends neither on how many rows there are nor on the
+// instructions at hand.
 
 #include "fetch.h"
 #include "int8.h"
@@ -15,86 +17,109 @@
 struct QuantizedLinearArguments {
   const char* input;
   const char* weight;
-  const char* bias;  // or null
+  const char* bias;      // or null
+  const int32_t* order;  // or null: of the stored columns
   char* out;
   int64_t dtype, bias_dtype;
   int64_t rows, inputs, outputs, input_row;
-  int64_t bits, group, input_bits, threads;
+  int64_t bits, group, input_bits, zeros, threads;
 };
-static_assert(sizeof(QuantizedLinearArguments) == 14 * 8, "quantized_linear.py packs 14 integers");
+static_assert(sizeof(QuantizedLinearArguments) == 16 * 8, "quantized_linear.py packs 16 integers");
 
 namespace {
 
 struct Group {
-  const float* scales;
+  const char* heads;
   const uint8_t* weights;
   int64_t steps;
 };
 
 static Group group_at(const QuantizedLinearArguments& a, const Layout& layout, int64_t panel, int64_t group) {
   const char* at = a.weight + panel * layout.panel_bytes + layout.offset_of(group);
-  return {(const float*)at, (const uint8_t*)at + kScaleBytes, layout.steps_of(group)};
+  return {at, (const uint8_t*)at + layout.halves * layout.head_bytes, layout.steps_of(group)};
+}
+
+// zeros[n]: what the products take the zero of an output's weights for, of a head that holds zeros.
+static void zeros_of(int32_t* zeros, const QuantizedLinearArguments& a, const char* head) {
+  const uint8_t* own = (const uint8_t*)head + kScaleBytes;
+  for (int64_t n = 0; n < kPanel; ++n) zeros[n] = own[n] - (a.bits == 8 ? kFlip : 0);
 }
 
 // The input as whole numbers, beyond its end zeros. A number of 16 bits is 256 times one of a row and one of the next.
 struct Inputs {
   int64_t columns;  // a multiple of kStep
-  int64_t parts;    // rows of int8 for each row of the input
+  int64_t parts;    // of each number
+  int64_t halves;   // groups that share a step: each has `parts` rows of int8 for each row of the input
   int8_t* integers;
-  float* scales;   // [rows][groups]
-  int32_t* zeros;  // [rows * parts][groups]: what the zero of the weights adds to each sum
+  float* scales;  // [rows][halves][groups]
+  int32_t* sums;  // [rows][halves][parts][groups]: of the whole numbers, times the zero where all weights have the same
+
+  int64_t rows_each() const { return halves * parts; }
 };
 
 void round_row(const QuantizedLinearArguments& a, const Layout& layout, const Inputs& x, int64_t row, float* floats) {
-  load_floats(floats, a.input + row * a.input_row * bytes_of(a.dtype), a.dtype, a.inputs, 1);
-  int8_t* to = x.integers + row * x.parts * x.columns;
-  for (int64_t part = 0; part < x.parts; ++part)
-    std::memset(to + part * x.columns + a.inputs, 0, x.columns - a.inputs);
-  for (int64_t g = 0; g < layout.groups; ++g) {
-    const int64_t begin = g * layout.group_steps * kStep;
-    const int64_t count = std::min(layout.steps_of(g) * kStep, a.inputs - begin);
-    x.scales[row * layout.groups + g] =
-        x.parts == 1 ? quantise_row(to + begin, floats + begin, count)
-                     : quantise_row_in_two(to + begin, to + x.columns + begin, floats + begin, count);
-    for (int64_t part = 0; part < x.parts; ++part) {
-      int32_t sum = 0;
-      for (int64_t i = begin; i < begin + count; ++i) sum += to[part * x.columns + i];
-      x.zeros[(row * x.parts + part) * layout.groups + g] = sum * zero_of(a.bits);
-    }
+  const char* from = a.input + row * a.input_row * bytes_of(a.dtype);
+  if (a.order) {
+    float* plain = floats + a.inputs;
+    load_floats(plain, from, a.dtype, a.inputs, 1);
+    for (int64_t k = 0; k < a.inputs; ++k) floats[k] = plain[a.order[k]];
+  } else {
+    load_floats(floats, from, a.dtype, a.inputs, 1);
   }
+  int8_t* to = x.integers + row * x.rows_each() * x.columns;
+  const bool shared = x.halves > 1;  // a row is zero but for its own half of each step
+  for (int64_t part = 0; part < x.rows_each(); ++part)
+    std::memset(to + part * x.columns + (shared ? 0 : a.inputs), 0, x.columns - (shared ? 0 : a.inputs));
+  for (int64_t h = 0; h < x.halves; ++h, to += x.parts * x.columns)
+    for (int64_t g = 0; g < layout.groups; ++g) {
+      const int64_t begin = g * layout.group_steps * kStep + h * kStep / 2;
+      const int64_t length = shared ? kStep / 2 : layout.steps_of(g) * kStep;
+      const int64_t count = std::clamp(a.inputs - begin, (int64_t)0, length), at = (row * x.halves + h) * layout.groups + g;
+      x.scales[at] = x.parts == 1 ? quantise_row(to + begin, floats + begin, count)
+                                  : quantise_row_in_two(to + begin, to + x.columns + begin, floats + begin, count);
+      for (int64_t part = 0; part < x.parts; ++part) {
+        int32_t sum = 0;
+        for (int64_t i = begin; i < begin + count; ++i) sum += to[part * x.columns + i];
+        x.sums[((row * x.halves + h) * x.parts + part) * layout.groups + g] = a.zeros ? sum : sum * zero_of(a.bits);
+      }
+    }
 }
 
-// total[r][n] = (total[r][n] if `more`) + the number that the sums of row r stand for, times both scales
-template <int kParts>
-void add_group(float* total, const int32_t* sums, const int32_t* zeros, const float* row_scales, int64_t groups,
-               const float* scales, int64_t rows, bool more) {
-  for (int64_t r = 0; r < rows; ++r, total += kPanel, sums += kParts * kPanel, zeros += kParts * groups)
+// total[r][n] = (total[r][n] if `more`) + the number that the products of row r stand for, times both scales. kZeros: the
+// outputs have zeros of their own.
+template <int kParts, bool kZeros>
+void add_group(float* total, const int32_t* products, const int32_t* sums, const float* row_scales, int64_t groups,
+               int64_t halves, const float* scales, const int32_t* zeros, int64_t rows, bool more) {
+  for (int64_t r = 0; r < rows; ++r, total += kPanel)
     for (int64_t n = 0; n < kPanel; n += kLanes) {
       const auto part = [&](int64_t i) {
-        vint whole;
-        std::memcpy(&whole, sums + i * kPanel + n, sizeof whole);
-        return __builtin_convertvector(whole - zeros[i * groups], vfloat);
+        const int64_t at = r * halves * kParts + i;
+        vint whole, zero;
+        std::memcpy(&whole, products + at * kPanel + n, sizeof whole);
+        if (!kZeros) return __builtin_convertvector(whole - sums[at * groups], vfloat);
+        std::memcpy(&zero, zeros + n, sizeof zero);
+        return __builtin_convertvector(whole - zero * sums[at * groups], vfloat);
       };
       vfloat number = part(0);
       if (kParts == 2) number = number * 256.f + part(1);
-      number = number * row_scales[r * groups] * load(scales + n);
+      number = number * row_scales[r * halves * groups] * load(scales + n);
       store(total + n, more ? load(total + n) + number : number);
     }
 }
 
 // What a thread works on.
 struct Workspace {
-  float* row;        // of the input
-  int32_t* sums;     // of a few rows and a panel
+  float* row;        // of the input, and once more in its own order
+  int32_t* products; // of a few rows and a panel
   float* totals;     // of all rows of a task
   uint8_t* widened;  // weights of a group, a byte each
 
   Workspace(Scratch& scratch, const QuantizedLinearArguments& a, const Layout& layout, int64_t rows) {
     const int64_t group_bytes = a.bits == 8 ? 0 : layout.group_steps * kStepBytes;
     const int64_t few = kTiledRows * kPanel, all = rows * kPanel;
-    scratch.reserve((a.inputs + few + all) * 4 + group_bytes + 4 * 64);
-    row = scratch.take<float>(a.inputs);
-    sums = scratch.take<int32_t>(few);
+    scratch.reserve((2 * a.inputs + few + all) * 4 + group_bytes + 4 * 64);
+    row = scratch.take<float>(2 * a.inputs);
+    products = scratch.take<int32_t>(few);
     totals = scratch.take<float>(all);
     widened = scratch.take<uint8_t>(group_bytes);
   }
@@ -104,28 +129,36 @@ struct Workspace {
 template <int kBits, int kParts>
 void multiply_panel(const QuantizedLinearArguments& a, const Layout& layout, const Inputs& x, int64_t first,
                     int64_t rows, int64_t panel, const Workspace& space) {
-  const bool tiles = integers_on_tiles(rows * kParts), widens = kBits == 4 && rows * kParts > kMaxIntegerRows;
-  for (int64_t g = 0; g < layout.groups; ++g) {
+  const int64_t each = x.rows_each(), groups = layout.groups;
+  const bool tiles = integers_on_tiles(rows * each), widens = kBits == 4 && rows * each > kMaxIntegerRows;
+  const auto add = a.zeros ? add_group<kParts, true> : add_group<kParts, false>;
+  alignas(64) int32_t zeros[2][kPanel];
+  for (int64_t g = 0; g < groups; ++g) {
     const Group stored = group_at(a, layout, panel, g);
     Group group = stored;
     if (widens) {
       widen_steps(space.widened, group.weights, group.steps);
       group.weights = space.widened;
     }
-    // The next group's weights, or the next panel's, follow the scales after this one's.
-    const uint8_t* next = stored.weights + stored.steps * layout.step_bytes + kScaleBytes;
+    for (int64_t h = 0; a.zeros && h < x.halves; ++h) zeros_of(zeros[h], a, group.heads + h * layout.head_bytes);
+    // The next group's weights, or the next panel's, follow the heads after this one's.
+    const uint8_t* next = stored.weights + stored.steps * layout.step_bytes + layout.halves * layout.head_bytes;
     const int64_t lines = widens ? 2 : 4, rounds = stored.steps * layout.step_bytes / (lines * kLine);
-    const int64_t pieces = pieces_of(rows, kMaxIntegerRows / kParts);
+    const int64_t pieces = pieces_of(rows, kMaxIntegerRows / each);
     for (int64_t r = 0, piece, i = 0; r < rows; r += piece, ++i) {
-      piece = integer_piece(rows - r, kParts, tiles);
+      piece = integer_piece(rows - r, each, tiles);
       const bool once = piece == rows && !widens;
       const Fetch fetch = fetch_of_piece(stored.weights, next, rounds, lines, pieces, i);
       const int64_t row = first + r;
-      const int8_t* from = x.integers + row * kParts * x.columns + g * layout.group_steps * kStep;
+      const int8_t* from = x.integers + row * each * x.columns + g * layout.group_steps * kStep;
       const auto multiply = kBits == 8 || widens ? integer_products<8> : integer_products<4>;
-      multiply(from, x.columns, group.weights, group.steps, space.sums, piece * kParts, tiles, once, fetch);
-      add_group<kParts>(space.totals + r * kPanel, space.sums, x.zeros + row * kParts * layout.groups + g,
-                        x.scales + row * layout.groups + g, layout.groups, group.scales, piece, g > 0);
+      multiply(from, x.columns, group.weights, group.steps, space.products, piece * each, tiles, once, fetch);
+      for (int64_t h = 0; h < x.halves; ++h) {
+        const int64_t half = row * x.halves + h;
+        add(space.totals + r * kPanel, space.products + h * kParts * kPanel, x.sums + half * kParts * groups + g,
+            x.scales + half * groups + g, groups, x.halves, (const float*)(group.heads + h * layout.head_bytes),
+            zeros[h], piece, g + h > 0);
+      }
     }
   }
 }
@@ -150,15 +183,15 @@ void write_panel(const QuantizedLinearArguments& a, int64_t first, int64_t rows,
 template <int kBits, int kParts>
 void run(const QuantizedLinearArguments& a) {
   static thread_local Scratch inputs, own;
-  const Layout layout(a.inputs, a.outputs, a.bits, a.group);
-  const int64_t columns = layout.steps * kStep, padded = round_up(a.rows * kParts, kTiledRows);
-  const int64_t scales = padded * layout.groups;
+  const Layout layout(a.inputs, a.outputs, a.bits, a.group, a.zeros);
+  const int64_t columns = layout.steps * kStep, each = kParts * layout.halves;
+  const int64_t padded = round_up(a.rows * each, kTiledRows), scales = padded * layout.groups;
   inputs.reserve(padded * columns + scales * 8 + 3 * 64);
-  const Inputs x{columns, kParts, inputs.take<int8_t>(padded * columns), inputs.take<float>(scales),
+  const Inputs x{columns, kParts, layout.halves, inputs.take<int8_t>(padded * columns), inputs.take<float>(scales),
                  inputs.take<int32_t>(scales)};
   // As many rows at a time as stay in the second cache together.
   const int64_t most =
-      std::clamp((1 << 20) / (columns * kParts) / kTiledRows, (int64_t)1, (int64_t)16) * kTiledRows;
+      std::clamp((1 << 20) / (columns * each) / kTiledRows, (int64_t)1, (int64_t)16) * kTiledRows;
   const int64_t blocks = (a.rows + most - 1) / most;
   const bool alone = a.rows * a.inputs < kFewElements;
   if (alone) {

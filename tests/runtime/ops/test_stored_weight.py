@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from stored_weights import stored_weight
 from torch.nn import functional as F
 
 from torch_pagoda.runtime.ops.quantized_linear import quantized_linear_cpu
@@ -14,28 +15,6 @@ from torch_pagoda.runtime.ops.stored_weight import StoredWeight, as_dense
 from torch_pagoda.runtime.ops.weight_format import WeightFormat
 
 FORMATS = ("int4/g32/f16+z", "int4/row/bf16", "int8/g16/f32+z+order", "e2m1/g32/bf16", "e4m3/g24/f32")
-
-
-def stored(text: str, *lead: int, outputs: int = 6, inputs: int = 64, seed: int = 0) -> StoredWeight:
-    """Random codes in a format, ``[*lead, outputs, inputs]`` bfloat16."""
-    form = WeightFormat.parse(text)
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 256, (*lead, outputs, inputs // form.per_byte), generator=generator, dtype=torch.uint8)
-    if form.code == "e4m3":
-        codes[codes & 127 == 127] = 0
-    groups = form.num_groups(inputs)
-    scales = torch.rand(*lead, outputs, groups, generator=generator).add(0.5)
-    zeros = torch.randint(0, 1 << form.bits, (*lead, outputs, groups), generator=generator, dtype=torch.uint8)
-    order = torch.randperm(inputs, generator=generator).to(torch.int32)
-    dtype = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[form.scale]
-    return StoredWeight(
-        form,
-        codes,
-        scales.to(dtype),
-        zeros if form.zeros else None,
-        order if form.ordered else None,
-        dtype=torch.bfloat16,
-    )
 
 
 def meant(weight: StoredWeight) -> torch.Tensor:
@@ -62,7 +41,7 @@ def meant(weight: StoredWeight) -> torch.Tensor:
 
 @pytest.mark.parametrize("text", FORMATS)
 def test_dense_is_the_definition(text: str) -> None:
-    weight = stored(text)
+    weight = stored_weight(text)
     assert torch.equal(weight.dense(), meant(weight).to(torch.bfloat16))
     assert torch.equal(weight.to(torch.float32).dense(), meant(weight))
 
@@ -89,7 +68,7 @@ MOVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.parametrize("move", MOVES)
 def test_what_moves_rows_about_stays_stored(text: str, move: str) -> None:
-    weight = stored(text)
+    weight = stored_weight(text)
     moved, expected = MOVES[move](weight), MOVES[move](weight.dense())
     assert isinstance(moved, StoredWeight) and moved.form == weight.form
     assert moved.shape == expected.shape and moved.dtype == expected.dtype
@@ -113,27 +92,30 @@ OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.parametrize("other", OTHERS)
 def test_anything_else_is_done_with_the_dense_weight(text: str, other: str) -> None:
-    weight = stored(text)
+    weight = stored_weight(text)
     found, expected = OTHERS[other](weight), OTHERS[other](weight.dense())
     assert torch.equal(as_dense(found), expected)
 
 
 def test_orders_that_differ_are_not_joined() -> None:
-    one, other = stored("int8/g16/f32+z+order"), stored("int8/g16/f32+z+order", seed=1)
+    one, other = stored_weight("int8/g16/f32+z+order"), stored_weight("int8/g16/f32+z+order", seed=1)
     joined = torch.cat([one, other])
     assert not isinstance(joined, StoredWeight)
     assert torch.equal(joined, torch.cat([one.dense(), other.dense()]))
 
 
 def test_a_product_is_that_of_the_dense_weight() -> None:
-    weight, x = torch.nn.Parameter(stored("int4/g32/f16+z"), requires_grad=False), torch.randn(3, 64).bfloat16()
+    weight, x = (
+        torch.nn.Parameter(stored_weight("int4/g32/f16+z"), requires_grad=False),
+        torch.randn(3, 64).bfloat16(),
+    )
     with torch.no_grad():
         assert torch.equal(F.linear(x, weight), F.linear(x, weight.dense()))  # type: ignore[attr-defined]
 
 
 def test_it_is_not_written_to() -> None:
     with pytest.raises(RuntimeError, match="writes into a weight that is stored as int4/row/bf16"):
-        stored("int4/row/bf16").mul_(2)
+        stored_weight("int4/row/bf16").mul_(2)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +131,7 @@ def test_it_is_not_written_to() -> None:
     ids=str,
 )
 def test_parts_that_do_not_fit(part: dict[str, torch.Tensor | None], word: str) -> None:
-    weight = stored("int4/g32/f16+z")
+    weight = stored_weight("int4/g32/f16+z")
     with pytest.raises(ValueError, match=word):
         weight.replaced(**part)
 
@@ -161,12 +143,13 @@ def test_formats_that_are_none(text: str) -> None:
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(6, 64), (130, 200), (64, 1024)])
-@pytest.mark.parametrize("text", ["int4/row/bf16", "int8/row/f32", "int4/g64/f16", "int8/g128/f32"])
+@pytest.mark.parametrize("text", ["int4/row/bf16", "int8/row/f32", "int4/g64/f16", "int4/g32/f16+z+order"])
 def test_the_kernel_reads_the_codes_as_they_are(text: str, outputs: int, inputs: int) -> None:
-    weight = stored(text, outputs=outputs, inputs=inputs).to(torch.float32)
+    weight = stored_weight(text, outputs, inputs).to(torch.float32)
     assert isinstance(weight, StoredWeight) and not unpackable(weight.form)
     x = torch.randn(5, inputs)
     form = weight.form
-    found = quantized_linear_cpu(x, pack_stored(weight), None, outputs, form.bits, form.group_size, 16)
+    given = (outputs, form.bits, form.group_size, 16, form.zeros, weight.order)
+    found = quantized_linear_cpu(x, pack_stored(weight), None, *given)
     expected = F.linear(x.double(), weight.dense().double())
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()

@@ -1,0 +1,30 @@
+"""Random weights in any format that checkpoints store."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_pagoda.runtime.ops.stored_weight import StoredWeight
+from torch_pagoda.runtime.ops.weight_format import WeightFormat
+
+
+def stored_weight(text: str, outputs: int = 6, inputs: int = 64, *, seed: int = 0) -> StoredWeight:
+    """Random codes in a format, ``[outputs, inputs]`` bfloat16."""
+    form = WeightFormat.parse(text)
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (outputs, inputs // form.per_byte), generator=generator, dtype=torch.uint8)
+    if form.code == "e4m3":
+        codes[codes & 127 == 127] = 0
+    groups = form.num_groups(inputs)
+    scales = torch.rand(outputs, groups, generator=generator).add(0.5)
+    zeros = torch.randint(0, 1 << form.bits, (outputs, groups), generator=generator, dtype=torch.uint8)
+    order = torch.randperm(inputs, generator=generator).to(torch.int32)
+    dtype = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[form.scale]
+    return StoredWeight(
+        form,
+        codes,
+        scales.to(dtype),
+        zeros if form.zeros else None,
+        order if form.ordered else None,
+        dtype=torch.bfloat16,
+    )
