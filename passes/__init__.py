@@ -9,6 +9,7 @@ from .graph.record import PassRecord, Rejection
 from .graph.traced import NotFinite, TracedGraph, UnsupportedModel
 from .lower.cpu.batch_invariant import make_batch_invariant
 from .lower.cpu.pack_linears import pack_linears
+from .lower.cpu.quantize_experts import quantize_experts
 from .lower.cpu.quantize_linears import quantize_linears
 from .lower.cpu.stored_linears import stored_linears
 from .lower.npu.activations import lower_npu_activations
@@ -150,6 +151,7 @@ PASSES: tuple[Pass, ...] = (
     ),
     # How weights are held, once the graph over plain ones has been compared. First what takes fewer bits.
     Pass("stored_linears", stored_linears, "weights", required=False, target="cpu"),
+    Pass("quantise_experts", quantize_experts, "weights", required=False, target="cpu"),
     Pass("quantise_linears", quantize_linears, "weights", required=False, option="quantization", target="cpu"),
     # Rounded products are invariant already; packed ones would not be.
     Pass("make_batch_invariant", make_batch_invariant, "weights", option="batch_invariant", target="cpu"),

@@ -125,7 +125,7 @@ _FORMULAS: dict[str, Callable[[fx.Node, Step, Sizes], int]] = {
     **dict.fromkeys(("packed_linear", "quantized_linear", "invariant_linear"), _product(0)),
     **dict.fromkeys(("npu_grouped_matmul", "_grouped_mm"), _product(0)),
     **dict.fromkeys(("addmm", "baddbmm"), _product(1)),
-    "moe": _experts,
+    **dict.fromkeys(("moe", "quantized_moe"), _experts),
     "paged_attention": _paged,
     **dict.fromkeys(("linear_recurrence", "linear_recurrence_seq"), _recurrence),
     **dict.fromkeys(("attention", "scaled_dot_product_attention"), _dense),

@@ -15,6 +15,7 @@ from ...passes import TracedGraph
 from ...passes.graph.fx_nodes import cache_index, callee, step_field, value
 from ...passes.graph.provenance import launches_work
 from ...runtime.ops.quantized_linear import quantized_linear
+from ...runtime.ops.quantized_moe import quantized_moe
 from ...runtime.ops.quantized_weight import Quantization, packed_bytes
 from ...runtime.program import StateSpec, is_cache_input
 
@@ -136,10 +137,15 @@ def _is_mask(node: fx.Node, read: fx.Node) -> bool:
 
 def _rounded_bytes(node: fx.Node, read: fx.Node) -> int:
     """Bytes of a weight that is rounded when the graph is linked; 0 if it is not."""
+    arguments: tuple[Any, ...] = node.args
+    if node.target is quantized_moe and read in arguments[3:5]:
+        experts, *sizes = map(int, value(read).shape)
+        outputs, inputs = reversed(sizes) if arguments[11] else sizes
+        scheme = Quantization(*arguments[15 if read is arguments[3] else 16])
+        return experts * packed_bytes(outputs, inputs, scheme)
     if node.target is not quantized_linear or read is not node.args[1]:
         return 0
     outputs, inputs = value(read).shape
-    arguments: tuple[Any, ...] = node.args
     return packed_bytes(int(outputs), int(inputs), Quantization(*arguments[4:8]))
 
 

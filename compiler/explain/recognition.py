@@ -28,6 +28,7 @@ _KIND_OF_OPERATOR = {
     "gated_activation": "gated_mlp",
     "activation": "activation",
     "moe": "moe",
+    "quantized_moe": "moe",
 }
 _EXPERTS = re.compile(r"Experts$")
 # The passes that recognise a kind, and those that take some of it for another kind.

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ...passes import TracedGraph
+from ...passes.graph.notes import PackedWeight
 from ...runtime.ops.packed_linear import pack_weight
-from ...runtime.ops.quantized_weight import Quantization, pack_stored, quantize_weight
+from ...runtime.ops.quantized_weight import pack_stored, quantize_weight
 from ...runtime.ops.stored_weight import StoredWeight
 from ...runtime.phases import phase
 from ...runtime.program import CachePart, CacheSpec, KVCache, StateSpec
@@ -176,9 +177,9 @@ class LinkedProgram:
             whole = self._args[i]
             if whole is None:  # rows of a merged one that were not merged yet
                 whole = merge_rows(sources, pages)
-            self._args[i] = _packed(whole, packed.quantization)
+            self._args[i] = _packed(whole, packed)
             if check and packed.quantization is not None:
-                check_rounded_weight(packed.name, whole, self._args[i], packed.quantization)
+                _check(whole, self._args[i], packed)
             size += self._args[i].numel() * self._args[i].element_size()
             self._merged.pop(packed.name, None)
             if not release:
@@ -262,7 +263,27 @@ def _state_tensor(index: int, part: CachePart, tensor: torch.Tensor) -> torch.Te
     return tensor
 
 
-def _packed(weight: torch.Tensor, quantization: Quantization | None) -> torch.Tensor:
+def _packed(weight: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+    scheme = packed.quantization
+    if weight.dim() == 3:  # experts
+        return torch.stack([_packed(weight, packed) for weight in _matrices(weight, packed)])
     if isinstance(weight, StoredWeight):
-        return pack_weight(weight.dense()) if quantization is None else pack_stored(weight)
-    return pack_weight(weight) if quantization is None else quantize_weight(weight.detach(), quantization)
+        return pack_weight(weight.dense()) if scheme is None else pack_stored(weight)
+    return pack_weight(weight) if scheme is None else quantize_weight(weight.detach(), scheme)
+
+
+def _check(weight: torch.Tensor, packed: torch.Tensor, noted: PackedWeight) -> None:
+    assert noted.quantization is not None
+    if weight.dim() == 2:
+        check_rounded_weight(noted.name, weight, packed, noted.quantization)
+        return
+    matrices = _matrices(weight, noted)
+    for expert in {0, len(matrices) - 1}:
+        check_rounded_weight(f"{noted.name}[{expert}]", matrices[expert], packed[expert], noted.quantization)
+
+
+def _matrices(weight: torch.Tensor, packed: PackedWeight) -> list[torch.Tensor]:
+    """Of experts, each one's ``[out, in]``."""
+    matrices = weight.detach().unbind(0)
+    turned = weight.transposed if isinstance(weight, StoredWeight) else packed.transposed
+    return [matrix.transpose(0, 1) if turned else matrix for matrix in matrices]

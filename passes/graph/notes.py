@@ -17,12 +17,15 @@ class PackedWeight:
         sources: names of the inputs that hold the same elements in the module's own tensors.
         quantization: how its elements are rounded; None: they are not.
         stored: they are rounded already: the checkpoint stores them so.
+        transposed: of experts ``[E, in, out]``, whose matrices are packed one by one; those that are stored know
+            themselves.
     """
 
     name: str
     sources: tuple[str, ...]
     quantization: Quantization | None = None
     stored: bool = False
+    transposed: bool = False
 
 
 @dataclass

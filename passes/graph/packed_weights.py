@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from ...runtime.ops.arguments import MoeArguments
+from ...runtime.ops.moe import moe
 from ...runtime.ops.quantized_weight import Quantization
 from ...runtime.ops.stored_weight import StoredWeight
 from .fx_nodes import argument, callee, shape
@@ -56,6 +58,25 @@ class PackedWeights:
             sources = self.traced.notes.merged.get(parameter.name, (parameter.name,))
             self._packed.append(PackedWeight(node.name, sources, quantization, stored))
         return self._inputs[weight]
+
+    def experts(self) -> list[fx.Node]:
+        """All mixtures of experts of the graph; none where it is not paged."""
+        if not self.traced.paged:
+            return []
+        return [node for node in self.traced.graph.nodes if node.target is moe]
+
+    def refusal_of_experts(self, node: fx.Node) -> str:
+        """The reason why the weights of experts cannot be packed; "" when they can."""
+        for weight in MoeArguments(*node.args)[3:5]:
+            if weight.op != "placeholder" or weight.name not in self.traced.constants:
+                return "a weight of them is computed, not a parameter"
+            if set(weight.users) != {node}:
+                return "something else reads a weight of them, too"
+        return ""
+
+    def note_experts(self, weight: fx.Node, scheme: Quantization, *, stored: bool, transposed: bool) -> None:
+        """Note that the graph input of experts' weights is to hold them packed."""
+        self._packed.append(PackedWeight(weight.name, (weight.name,), scheme, stored, transposed))
 
     def close(self) -> None:
         """Note what was packed in ``traced.notes.packed``."""

@@ -109,6 +109,11 @@ def activate(hidden: torch.Tensor, activation: str, alpha: float, limit: float, 
     return _activate(hidden, activation, alpha, limit, layout, -1, gated_activation_reference, activation_reference)
 
 
+def activate_cpu(hidden: torch.Tensor, activation: str, alpha: float, limit: float, layout: str) -> torch.Tensor:
+    """The same by the CPU's kernels."""
+    return _activate(hidden, activation, alpha, limit, layout, -1, gated_activation_cpu, activation_cpu)
+
+
 def _check(call: _Call) -> None:
     input, up, down = call.input, call.up, call.down
     if call.layout not in LAYOUTS:
@@ -141,26 +146,41 @@ def moe_cpu(*arguments: Any) -> torch.Tensor:
     """
     call: _Call = MoeArguments(*arguments)
     _check(call)
+    tokens, count = call.topk_ids.shape
+    never = tokens * count + 1
+    columns_from = never if call.transposed else _COLUMNS_FROM.get(call.input.dtype, never)
+
+    def run(rows: torch.Tensor, expert: int) -> torch.Tensor:
+        if call.batch_invariant:
+            return _run_expert(call, rows, expert, _invariant_product, -1)
+        if len(rows) >= columns_from:
+            return _run_expert(call, rows.t(), expert, _columns_product, 0).t()
+        return _run_expert(call, rows, expert, _rows_product, -1)
+
+    return routed(call, call.down.shape[2 if call.transposed else 1], run)
+
+
+def routed(call: _Call, outputs: int, run: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+    """Each token's experts over it, weighted and summed: rows are sorted by expert once.
+
+    Args:
+        call: of whose arguments neither weights nor biases are read.
+        outputs: features of the result.
+        run: an expert over some rows, by its number.
+    """
     input, topk_weights = call.input, call.topk_weights
     tokens, count = call.topk_ids.shape
     experts, order = call.topk_ids.reshape(-1).sort(stable=True)
     rows = input.index_select(0, order.div(count, rounding_mode="floor"))
     if call.weight_input:
         rows = (rows * topk_weights.reshape(-1, 1).index_select(0, order)).to(input.dtype)
-    chosen = input.new_empty(tokens * count, call.down.shape[2 if call.transposed else 1])
-    never = tokens * count + 1
-    columns_from = never if call.transposed else _COLUMNS_FROM.get(input.dtype, never)
+    chosen = input.new_empty(tokens * count, outputs)
     end = 0
     for expert, number in enumerate(torch.bincount(experts, minlength=call.up.shape[0]).tolist()):
         if not number:
             continue
         start, end = end, end + number
-        if call.batch_invariant:
-            chosen[start:end] = _run_expert(call, rows[start:end], expert, _invariant_product, -1)
-        elif number >= columns_from:
-            chosen[start:end] = _run_expert(call, rows[start:end].t(), expert, _columns_product, 0).t()
-        else:
-            chosen[start:end] = _run_expert(call, rows[start:end], expert, _rows_product, -1)
+        chosen[start:end] = run(rows[start:end], expert)
     terms = torch.empty_like(chosen).index_copy_(0, order, chosen).view(tokens, count, chosen.shape[1])
     if call.batch_invariant:
         common = torch.promote_types(torch.promote_types(topk_weights.dtype, input.dtype), torch.float32)

@@ -233,6 +233,10 @@ def _select(x: StoredWeight, dim: int, index: int) -> StoredWeight | None:
     return x.each(lambda part: part.select(at, index))
 
 
+def _unbind(x: StoredWeight, dim: int = 0) -> list[StoredWeight | None] | None:
+    return [_select(x, 0, i) for i in range(x.shape[0])] if dim == 0 and x.dim() > 2 else None
+
+
 def _split(x: StoredWeight, sizes: Any, dim: int = 0) -> list[StoredWeight] | None:
     at = _along(x, dim)
     if at is None:
@@ -279,6 +283,7 @@ _MOVES: dict[Any, Callable[..., Any]] = {
     _aten.transpose.int: _transpose,
     _aten.slice.Tensor: _slice,
     _aten.select.int: _select,
+    _aten.unbind.int: _unbind,
     _aten.split.Tensor: _split,
     _aten.split_with_sizes.default: _split,
     _aten.cat.default: _cat,

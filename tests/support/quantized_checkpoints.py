@@ -288,7 +288,7 @@ FORMATS: dict[str, Format] = {
         {**_FP8, "weight_block_size": [40, 24]},
         kernel=False,
     ),
-    "mxfp4-experts": Format(_blocks, {"quant_method": "mxfp4"}, of_experts=True, kernel=False),
+    "mxfp4-experts": Format(_blocks, {"quant_method": "mxfp4"}, of_experts=True),
     "slim-w8a8-dynamic": Format(_slim, description="W8A8_DYNAMIC"),
     "slim-w8a8-static": Format(_static, description="W8A8"),
 }

@@ -72,7 +72,7 @@ def test_served_as_transformers_serves_what_it_means(
     quantized, dense = folders(MODELS.get(name, "llama"), name)
     llm = pagoda.LLM(quantized, dtype="float32", block_size=4, num_blocks=64)
     reads = {record.name: record.matches for record in llm.compile_report.passes}
-    assert bool(reads["stored_linears"]) == FORMATS[name].kernel
+    assert bool(reads["quantise_experts" if name in MODELS else "stored_linears"]) == FORMATS[name].kernel
     assert llm.compile_report.verdict is not None and llm.compile_report.verdict.tolerance < 1e-2
     prompts = [list(range(5, 5 + n)) for n in (3, 17, 40)]
     outputs = llm.generate(prompts, pagoda.SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
@@ -258,6 +258,33 @@ def test_quantized_twice(
     with pytest.raises(ValueError, match="quantised already") as error:
         pagoda.LLM(folders("llama", "ct-w8a8")[0], quantization="int4")
     one_line(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("qwen3_moe", "gptq-4-g32"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("mixtral", "awq"), ("deepseek_v3", "ct-w8a8"), ("qwen3_moe", "fp8-blocks"))
+        ),
+    ],
+)
+def test_experts_are_served_as_they_are_stored(
+    folders: Callable[[str, str], tuple[Path, Path]], model_type: str, name: str
+) -> None:
+    quantized, dense = folders(model_type, name)
+    llm = pagoda.LLM(quantized, dtype="float32", block_size=4, num_blocks=64)
+    reads = {record.name: record.matches for record in llm.compile_report.passes}
+    assert bool(reads["quantise_experts"]) == FORMATS[name].kernel
+    prompts = [list(range(5, 5 + n)) for n in (3, 17, 40)]
+    outputs = llm.generate(prompts, pagoda.SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
+    reference = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0
+        )
+        assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
 
 
 def test_experts_of_separate_tensors_are_fused_as_they_are_stored(

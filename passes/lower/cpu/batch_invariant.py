@@ -5,7 +5,7 @@ Level 0, where asked for (``batch_invariant``): the numbers change within roundi
 Matches:
     linear(x, W, b)                          # of any weights, transposed ones too
     cos(x), sin(x), tanh(x), exp(x), sigmoid(x)
-    pagoda::paged_attention, pagoda::moe, pagoda::moe_gating
+    pagoda::paged_attention, pagoda::moe, pagoda::quantized_moe, pagoda::moe_gating
 Becomes:
     pagoda::invariant_linear(x, W, b)
     pagoda::elementwise(x, "cos")            # …
@@ -30,6 +30,7 @@ from ....runtime.ops.elementwise import FUNCTIONS, elementwise
 from ....runtime.ops.invariant_linear import invariant_linear
 from ....runtime.ops.moe import INVARIANT_SCORINGS, moe, moe_gating
 from ....runtime.ops.native import FLOAT_CODES, load_kernels
+from ....runtime.ops.quantized_moe import quantized_moe
 from ...graph.attention_node import PAGED_ATTENTION
 from ...graph.data_movement import MOVES
 from ...graph.fx_nodes import argument, callee, eliminate_dead_code, module_path
@@ -38,11 +39,11 @@ from ...graph.traced import TracedGraph, UnsupportedModel
 
 _aten = torch.ops.aten
 _FUNCTIONS = {getattr(_aten, name).default: name for name in FUNCTIONS}
-_FLAGGED = {PAGED_ATTENTION, moe, moe_gating}
+_FLAGGED = {PAGED_ATTENTION, moe, quantized_moe, moe_gating}
 _OWN = frozenset(
-    "paged_attention moe moe_gating invariant_linear elementwise quantized_linear rms_norm add_rms_norm layer_norm "
-    "add_layer_norm rope gated_activation activation causal_conv1d causal_conv1d_seq linear_recurrence "
-    "linear_recurrence_seq selective_scan selective_scan_seq".split()
+    "paged_attention moe moe_gating invariant_linear elementwise quantized_linear quantized_moe rms_norm "
+    "add_rms_norm layer_norm add_layer_norm rope gated_activation activation causal_conv1d causal_conv1d_seq "
+    "linear_recurrence linear_recurrence_seq selective_scan selective_scan_seq".split()
 )
 _MOVES = frozenset(name.partition(".")[0] for name in MOVES) | frozenset(
     "t chunk narrow contiguous embedding index index_select gather repeat flatten unflatten constant_pad_nd flip "

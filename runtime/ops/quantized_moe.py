@@ -1,0 +1,109 @@
+"""`pagoda::quantized_moe`: the routed experts of a mixture of experts, whose weights are rounded to few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .arguments import MoeArguments
+from .moe import activate, activate_cpu, moe_reference, routed
+from .quantized_linear import quantized_linear_cpu, quantized_linear_reference
+from .quantized_weight import Quantization
+from .registration import register_operator
+
+_SCHEMA = (
+    "quantized_moe(Tensor input, Tensor topk_weights, Tensor topk_ids, Tensor up, Tensor down, Tensor? up_bias, "
+    "Tensor? down_bias, str activation, float alpha, float limit, str layout, bool transposed, bool weight_input, "
+    "int wide, int outputs, int[] up_scheme, int[] down_scheme, bool batch_invariant=False) -> Tensor"
+)
+
+
+_BEFORE = len(MoeArguments._fields) - 1
+
+
+class _Packed(NamedTuple):
+    """The arguments between those of ``pagoda::moe`` and its last.
+
+    Attributes:
+        wide: features of the first product.
+        outputs: features of the second.
+        up_scheme, down_scheme: the fields of a ``Quantization``.
+    """
+
+    wide: int
+    outputs: int
+    up_scheme: Sequence[int]
+    down_scheme: Sequence[int]
+
+
+def scheme_numbers(scheme: Quantization) -> list[int]:
+    """A scheme as the operator takes it."""
+    return [scheme.bits, scheme.group_size, scheme.input_bits, int(scheme.zeros)]
+
+
+def quantized_moe_reference(*arguments: Any) -> torch.Tensor:
+    """:func:`~torch_pagoda.runtime.ops.moe.moe_reference` over rounded weights, by the products of
+    :func:`~torch_pagoda.runtime.ops.quantized_linear.quantized_linear_reference`.
+
+    Args:
+        arguments: the fields of :class:`MoeArguments`, whose ``up`` and ``down`` are uint8 ``[E, bytes]``, or not
+            rounded yet; before the last how many features each product has, and the fields of their
+            ``Quantization``.
+
+    Returns:
+        ``[N, outputs]`` in the dtype of ``input``, contiguous.
+
+    Raises:
+        ValueError: a packed weight is not of the size that its scheme asks for.
+    """
+    call, packed = _parted(arguments)
+    if call.up.dtype is not torch.uint8:  # rounded when they are packed
+        return moe_reference(*call)
+    return _by_expert(call, packed, quantized_linear_reference, activate)
+
+
+def quantized_moe_cpu(*arguments: Any) -> torch.Tensor:
+    """:func:`quantized_moe_reference` by the kernel of quantised products: rows sorted by expert once, two products
+    per expert that has any."""
+    call, packed = _parted(arguments)
+    if call.up.dtype is not torch.uint8:
+        return moe_reference(*call)
+    return _by_expert(call, packed, quantized_linear_cpu, activate_cpu)
+
+
+def _parted(arguments: Sequence[Any]) -> tuple[MoeArguments[torch.Tensor], _Packed]:
+    own = arguments[_BEFORE : _BEFORE + len(_Packed._fields)]
+    return MoeArguments(*arguments[:_BEFORE], *arguments[_BEFORE + len(own) :]), _Packed(*own)
+
+
+def _by_expert(
+    call: MoeArguments[torch.Tensor],
+    packed: _Packed,
+    product: Callable[..., torch.Tensor],
+    middle: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    formula = (call.activation, call.alpha, call.limit, call.layout)
+
+    def run(rows: torch.Tensor, expert: int) -> torch.Tensor:
+        up_bias = None if call.up_bias is None else call.up_bias[expert]
+        down_bias = None if call.down_bias is None else call.down_bias[expert]
+        hidden = product(rows, call.up[expert], up_bias, packed.wide, *_told(packed.up_scheme))
+        hidden = middle(hidden, *formula)
+        return product(hidden, call.down[expert], down_bias, packed.outputs, *_told(packed.down_scheme))
+
+    return routed(call, packed.outputs, run)
+
+
+def _told(scheme: Sequence[int]) -> tuple[int, int, int, bool]:
+    bits, group_size, input_bits, zeros = scheme
+    return bits, group_size, input_bits, bool(zeros)
+
+
+def _fake(*arguments: Any) -> torch.Tensor:
+    call, packed = _parted(arguments)
+    return call.input.new_empty(call.input.shape[0], packed.outputs)
+
+
+quantized_moe = register_operator(_SCHEMA, fake=_fake, reference=quantized_moe_reference, cpu=quantized_moe_cpu)
