@@ -67,7 +67,8 @@ class PackedWeights:
 
     def refusal_of_experts(self, node: fx.Node) -> str:
         """The reason why the weights of experts cannot be packed; "" when they can."""
-        for weight in MoeArguments(*node.args)[3:5]:
+        call: MoeArguments[fx.Node] = MoeArguments(*node.args)  # type: ignore[arg-type]
+        for weight in (call.up, call.down):
             if weight.op != "placeholder" or weight.name not in self.traced.constants:
                 return "a weight of them is computed, not a parameter"
             if set(weight.users) != {node}:
