@@ -50,7 +50,7 @@ FLOORS = {
     ),
     "serving": (
         *("__init__ app server", "protocol", "generation", "http page", "settings", "monitoring"),
-        "engine_process formats",
+        "child_process engine_process formats",
     ),
 }
 """Folder → its floors from the top downwards; each names the rooms (files and folders) that lie beside each other."""

@@ -34,6 +34,47 @@ def render_conversation(
         tokenizer: a HuggingFace tokenizer, whose template it is.
         conversation: messages.
         name: of the conversation, for errors.
+        chat_template, add_generation_prompt, continue_final_message, tools, documents, chat_template_kwargs: as for
+            ``template_call``.
+
+    Raises:
+        ValueError: there is no template, or it refuses the conversation; options or messages do not fit.
+    """
+    messages, arguments = template_call(
+        tokenizer,
+        conversation,
+        name,
+        chat_template=chat_template,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        tools=tools,
+        documents=documents,
+        chat_template_kwargs=chat_template_kwargs,
+    )
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
+    except Exception as error:
+        raise ValueError(f"{name}: the chat template refuses them: {template_refusal(error)}") from error
+
+
+def template_call(
+    tokenizer: Any,
+    conversation: Sequence[Message],
+    name: str = "messages",
+    *,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The messages and the keywords with which ``apply_chat_template`` is called, ``tokenize`` apart.
+
+    Args:
+        tokenizer: a HuggingFace tokenizer, whose template it is.
+        conversation: messages.
+        name: of the conversation, for errors.
         chat_template: in place of the tokenizer's.
         add_generation_prompt: end where the answer begins.
         continue_final_message: end within the last message, for the model to go on with.
@@ -42,7 +83,7 @@ def render_conversation(
         chat_template_kwargs: further variables of the template.
 
     Raises:
-        ValueError: there is no template, or it refuses the conversation; options or messages do not fit.
+        ValueError: there is no template; options or messages do not fit.
     """
     if add_generation_prompt and continue_final_message:
         raise ValueError(
@@ -58,20 +99,19 @@ def render_conversation(
     plain = [plain_message(message, f"{name}[{i}]") for i, message in enumerate(conversation)]
     if documents:
         variables["documents"] = [dict(document) for document in documents]
-    try:
-        text = tokenizer.apply_chat_template(
-            plain,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=[dict(tool) for tool in tools] if tools else None,
-            tokenize=False,
-            **variables,
-        )
-    except Exception as error:
-        reason = " ".join(str(error).split())[:_MOST_REASON] or "no reason given"
-        raise ValueError(f"{name}: the chat template refuses them: {type(error).__name__}: {reason}") from error
-    return str(text)
+    return plain, {
+        "chat_template": chat_template,
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        "tools": [dict(tool) for tool in tools] if tools else None,
+        **variables,
+    }
+
+
+def template_refusal(error: BaseException) -> str:
+    """A template's own words, on one line."""
+    reason = " ".join(str(error).split())[:_MOST_REASON] or "no reason given"
+    return f"{type(error).__name__}: {reason}"
 
 
 def template_arguments(tokenizer: Any) -> frozenset[str]:

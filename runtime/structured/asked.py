@@ -205,6 +205,18 @@ def _structural_tag(name: str, value: object) -> dict[str, Any]:
         read.append(
             {"trigger": trigger, "begin": begin, "schema": _schema(f"{here}.schema", schema), "end": entry["end"]}
         )
+    used = {entry["trigger"] for entry in read}
+    for i, entry in enumerate(read):
+        # Another trigger that ends where this one does leaves both tags open.
+        earlier = min(
+            (other for other in used if 0 <= entry["trigger"].find(other) < len(entry["trigger"]) - len(other)),
+            default=None,
+        )
+        if earlier is not None:
+            raise ValueError(
+                f"{name}.structures[{i}] can never be written: its trigger {shown(entry['trigger'])} holds the "
+                f"trigger {shown(earlier)}, which opens another tag before; use triggers that do not hold each other"
+            )
     return {"structures": read}
 
 

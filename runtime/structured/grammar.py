@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .asked import AskedOutput, read_structured_outputs
+from .json_numbers import NumberLengths
 from .source import GrammarSource
 from .state import GrammarState
 from .vocabulary import Vocabulary, load_llguidance, vocabulary_of
@@ -30,15 +31,21 @@ class Grammar:
 
     Attributes:
         vocabulary: whose tokens it speaks of.
-        is_json: all of its text is one JSON value.
+        numbers: makes what follows the numbers of its text; None: nothing is known to be JSON.
         warnings: what of a schema is not enforced; empty with ``strict``.
     """
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary, is_json: bool, warnings: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        vocabulary: Vocabulary,
+        numbers: Callable[[], NumberLengths] | None,
+        warnings: tuple[str, ...],
+    ) -> None:
         self._matcher = matcher
         self._lock = threading.Lock()
         self.vocabulary = vocabulary
-        self.is_json = is_json
+        self.numbers = numbers
         self.warnings = warnings
 
     def matcher(self) -> Any:
@@ -109,10 +116,10 @@ def _compile(asked: AskedOutput, vocabulary: Vocabulary) -> Grammar:
     if error:
         remedy = ", or use strict=False" if asked.strict and asked.kind in ("json", "structural_tag") else ""
         raise ValueError(f"{name} cannot be enforced: {_reason(error)}; change it{remedy}")
-    if source.is_json:
+    if source.numbers is not None:
         vocabulary.without_digits(0)  # a look at all tokens, which no step should have to wait for
     warnings = (*matcher.get_grammar_warnings(), *source.problems)
-    return Grammar(matcher, vocabulary, source.is_json, warnings)
+    return Grammar(matcher, vocabulary, source.numbers, warnings)
 
 
 def _first_steps(name: str, matcher: Any) -> str:

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from .vocabulary import MAX_DIGITS, MAX_EXPONENT_DIGITS
 
 _DIGITS = frozenset(b"0123456789")
 _QUOTE, _BACKSLASH = b'"\\'
+
+
+class NumberLengths(Protocol):
+    """Follows a text as it is written."""
+
+    def feed(self, text: bytes) -> None:
+        """Take the bytes that come next."""
+        ...
+
+    @property
+    def digits_left(self) -> int | None:
+        """Digits that may follow; None for any number of them."""
+        ...
 
 
 class JsonNumbers:
@@ -16,6 +31,11 @@ class JsonNumbers:
     def __init__(self) -> None:
         self._in_string = self._is_escaped = self._in_exponent = False
         self._run = 0
+
+    @property
+    def in_string(self) -> bool:
+        """A string is being written."""
+        return self._in_string
 
     def feed(self, text: bytes) -> None:
         """Take the bytes that come next."""

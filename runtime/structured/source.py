@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .asked import AskedOutput
+from .json_numbers import JsonNumbers, NumberLengths
 from .json_schema import checked_schema, json_options, schema_grammar, unsound_parts
 from .lark_depth import lark_depth
+from .tag_numbers import Tag, TagNumbers
 from .vocabulary import load_llguidance
 
 MAX_GBNF_CHARACTERS = 64_000
@@ -20,6 +24,7 @@ MAX_CHAIN = 1_000
 stack of its thread, which ends the process after some 2,600."""
 
 _EMBEDDED_SCHEMA = re.compile(r"%json\s*")
+_ONLY_SCHEMA = re.compile(r"\s*(?:%llguidance\s*\{\s*\}\s*)?start\s*:\s*%json\s*(?=\{)")
 
 
 class GrammarSource:
@@ -31,7 +36,8 @@ class GrammarSource:
 
     Attributes:
         problems: what of its schemas would not be held to although llguidance takes it.
-        is_json: the whole text is one JSON value.
+        numbers: makes what follows the numbers of its text, where it is known what of it is JSON: all of it, or what
+            stands in tags. None elsewhere: in a grammar, whose own rules may want any digits.
 
     Raises:
         ValueError: it is none of its kind, or beyond a limit.
@@ -42,7 +48,7 @@ class GrammarSource:
         self._llguidance = load_llguidance()
         self._schemas: list[dict[str, Any]] = []
         self._text = ""
-        self.is_json = asked.kind == "json"
+        self.numbers: Callable[[], NumberLengths] | None = JsonNumbers if asked.kind == "json" else None
         value = asked.value
         if asked.kind == "json":
             self._schemas = [checked_schema(name, value)]
@@ -53,9 +59,15 @@ class GrammarSource:
         elif asked.kind == "grammar":
             self._text = self._llguidance.LLMatcher.grammar_from_lark(_lark(name, value))
             for i, schema in enumerate(_embedded_schemas(value)):
+                options = schema.pop("x-guidance", None)
                 checked_schema(f"{name} %json {i + 1}", schema)
+                if not (isinstance(options, dict) and options.get("lenient") is True):
+                    self._schemas.append(schema)
+            if _is_one_schema(value):
+                self.numbers = JsonNumbers
         else:
             tags = value["structures"]
+            self.numbers = partial(TagNumbers, [_tag(entry) for entry in tags])
             self._schemas = [
                 checked_schema(f"{name}.structures[{i}].schema", t["schema"]) for i, t in enumerate(tags)
             ]
@@ -108,8 +120,25 @@ def _embedded_schemas(text: str) -> list[Any]:
         except (ValueError, RecursionError):
             continue
         if isinstance(schema, dict):
-            schemas.append({key: value for key, value in schema.items() if key != "x-guidance"})
+            schemas.append(schema)
     return schemas
+
+
+def _is_one_schema(text: str) -> bool:
+    """True for a Lark grammar that is nothing but a schema."""
+    begin = _ONLY_SCHEMA.match(text)
+    if begin is None:
+        return False
+    try:
+        _, end = json.JSONDecoder().raw_decode(text, begin.end())
+    except (ValueError, RecursionError):
+        return False
+    return not text[end:].strip()
+
+
+def _tag(entry: dict[str, Any]) -> Tag:
+    trigger = entry["trigger"]
+    return Tag(trigger.encode(), entry["begin"][len(trigger) :].encode(), entry["end"].encode())
 
 
 def _tags(structures: list[dict[str, Any]], schemas: list[dict[str, Any]], options: dict[str, Any]) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .json_numbers import JsonNumbers
-
 if TYPE_CHECKING:
     from .grammar import Grammar
 
@@ -45,7 +43,7 @@ class GrammarState:
 
     def _begin(self) -> None:
         self.matcher = self.grammar.matcher()
-        self._numbers = JsonNumbers() if self.grammar.is_json else None
+        self._numbers = None if self.grammar.numbers is None else self.grammar.numbers()
         self._tail: bytes | tuple[int, ...] = b"" if isinstance(self._after, bytes) else ()
         self.is_waiting = self._after is not None
         self.is_finished = self.ended_in_text = False
@@ -53,7 +51,7 @@ class GrammarState:
 
     @property
     def digits_left(self) -> int | None:
-        """Most digits that the next token may begin with, None for any number; see ``JsonNumbers``."""
+        """Most digits that the next token may begin with, None for any number; see ``NumberLengths``."""
         return None if self._numbers is None or self.is_waiting else self._numbers.digits_left
 
     def consume(self, token: int) -> bool:

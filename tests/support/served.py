@@ -61,10 +61,10 @@ class Served:
             return json.load(response)
 
     def figure(self, name: str) -> float:
-        """A metric without other labels than the model's."""
+        """A metric without labels, or with the model's alone."""
         with urllib.request.urlopen(self.url + "/metrics", timeout=PATIENCE) as response:
             text = response.read().decode()
-        return float(re.search(rf"^{re.escape(name)}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE)[1])  # type: ignore[index]
+        return float(re.search(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)[1])  # type: ignore[index]
 
     def becomes_idle(self) -> None:
         """Wait until no request is under way and no block is used."""

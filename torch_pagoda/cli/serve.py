@@ -158,7 +158,11 @@ def serve(
     ] = None,
     trust_request_chat_template: Annotated[
         bool,
-        typer.Option("--trust-request-chat-template", help="Requests may bring one.", rich_help_panel=_ANSWERS),
+        typer.Option(
+            "--trust-request-chat-template",
+            help="Requests may bring one, which is rendered within bounds of time and memory.",
+            rich_help_panel=_ANSWERS,
+        ),
     ] = False,
     tool_call_parser: Annotated[
         str | None, typer.Option(help="Format of tool calls.", metavar="NAME", rich_help_panel=_ANSWERS)

@@ -12,13 +12,15 @@ COUNTERS = frozenset(
         *("finished_stop", "finished_length", "finished_cancelled", "finished_timeout", "finished_error"),
         *("preemptions", "swaps", "evictions", "copies_on_write", "blocks_moved"),
         *("blocks_swapped_out", "blocks_swapped_in", "prefix_query_tokens", "prefix_hit_tokens"),
-        *("model_seconds", "total_seconds"),
+        *("state_slots_evicted", "model_seconds", "total_seconds"),
         *FIGURES.values(),
     }
 )
 """Names in ``Engine.stats`` that only grow."""
 
-_OF_THE_LIVING = ("running", "queue_length", "queue_tokens", "blocks_used", "host_blocks_used")
+_OF_THE_LIVING = (
+    *("running", "queue_length", "queue_tokens", "blocks_used", "host_blocks_used", "state_slots_used"),
+)
 """What a dead engine has none of."""
 
 

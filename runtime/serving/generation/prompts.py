@@ -12,6 +12,7 @@ from ...requests.checks import shown
 from ...requests.conversation import Message, render_conversation
 from ...requests.tokenise import cut_above, tokenise
 from ..http.errors import ApiError, refuse
+from .template_process import TemplateProcess
 
 INLINE_CHARACTERS = 32 * 1024
 """Of texts that are tokenised on the event loop; longer ones go to a thread, so that no stream waits for them."""
@@ -39,7 +40,7 @@ class Prompt:
 
 
 class Prompts:
-    """Makes prompts of what clients send; has one thread for long ones.
+    """Makes prompts of what clients send; has one thread for long ones, and a process for templates of requests.
 
     Args:
         tokenizer: a HuggingFace tokenizer; None: prompts are token ids, and there are no conversations.
@@ -54,9 +55,11 @@ class Prompts:
         self._chat_template = chat_template
         self._chat_template_kwargs = dict(chat_template_kwargs or {})
         self._thread = ThreadPoolExecutor(1, "tokenise")
+        self._of_requests = TemplateProcess()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and the process of templates where there is one."""
+        self._of_requests.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -125,11 +128,17 @@ class Prompts:
                 self.tokenizer, messages, chat_template=template, chat_template_kwargs=variables, **options
             )
 
+        most = RENDERED_PER_SENT * (sent + len(chat_template or "")) + INLINE_CHARACTERS
         try:
-            text = await self._run(render, sent)
+            if chat_template:
+                text = await self._of_requests.render(
+                    self.tokenizer, messages, chat_template, most, chat_template_kwargs=variables, **options
+                )
+            else:
+                text = await self._run(render, sent)
         except ValueError as error:
             raise ApiError(400, "invalid_value", str(error), param="messages") from error
-        if len(text) > RENDERED_PER_SENT * sent + INLINE_CHARACTERS:
+        if len(text) > most:
             refuse("messages", f"messages become {len(text)} characters by the chat template; send fewer")
         return Prompt(await self.tokens(text, max_model_len, add_special_tokens, "messages", ends=ends), text)
 

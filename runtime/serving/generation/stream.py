@@ -142,13 +142,13 @@ class GenerationResponse(Response):
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": [*headers, *self._extra]})
         await send({"type": "http.response.body", "body": body})
-        self._ended = True
 
     async def _stream(self, send: Send) -> None:
         generation, renderer = self._generation, self._renderer
         self._send = send
         self._last_sent = self._loop.time()
-        generation.on_cut = lambda: self._loop.call_later(CUT_SECONDS, self._leave_if_stuck)
+        # A generation that is cut ends at once: what is not over by then waits for its reader.
+        generation.on_cut = lambda: self._loop.call_later(CUT_SECONDS, self._leave, "stall")
         self._tick()
         # Until there is news, the status is open: a refusal of the engine has its own.
         while not generation.finished:
@@ -165,8 +165,6 @@ class GenerationResponse(Response):
 
     async def _write(self, events: bytes, last: bool = False) -> None:
         async with self._writes:
-            if self._ended:
-                return
             self._sending_since = self._loop.time()
             if not self._started:
                 self._started = True
@@ -178,7 +176,6 @@ class GenerationResponse(Response):
                 ]
                 await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._send({"type": "http.response.body", "body": events, "more_body": not last})
-            self._ended = self._ended or last  # the client may close now
             self._sending_since = None
             self._last_sent = self._loop.time()
 
@@ -194,15 +191,13 @@ class GenerationResponse(Response):
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         """Say so in a response of its own, or as the stream's last event."""
         if self._started:
-            if not self._ended:
-                await self._write(self._renderer.failure_events(error) + self._renderer.done, last=True)
+            await self._write(self._renderer.failure_events(error) + self._renderer.done, last=True)
             return
         self._started = True
         body = self._renderer.failure_body(error, self._generation.ask.request_id)
         async with self._writes:
             self._sending_since = self._loop.time()
             await JsonResponse(body, error.status_code, error.headers)(scope, receive, send)
-            self._ended = True
 
     def _tick(self) -> None:
         """Look after a stream: is its reader stuck, or did it hear nothing for long?"""
@@ -218,10 +213,6 @@ class GenerationResponse(Response):
             self._ping = self._loop.create_task(self._write(PING))
         period = min(settings.stream_stall_timeout, settings.sse_ping) / 4
         self._timer = self._loop.call_later(period, self._tick)
-
-    def _leave_if_stuck(self) -> None:
-        if self._sending_since is not None:
-            self._leave("stall")
 
     def _leave(self, why: Any) -> None:
         if not self._ended and self._generation.left is None and self._task is not None:

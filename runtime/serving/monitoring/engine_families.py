@@ -93,11 +93,33 @@ def _own_families(stats: Stats) -> Iterable[Metric]:
         "Blocks of the KV cache by what they hold.",
         [({"state": state}, stats.get(f"blocks_{state}", 0)) for state in ("used", "cached", "free")],
     )
+    if total := stats.get("state_slots_total", 0):
+        yield from _state_families(stats, total)
     yield labelled(
         CounterMetricFamily,
         "pagoda:engine_restarts",
         "Engines started in the place of one that died.",
         [({}, stats.get("restarts", 0))],
+    )
+
+
+def _state_families(stats: Stats, total: int | float) -> Iterable[Metric]:
+    """Of models with recurrent or convolution states; vLLM counts theirs as blocks of the KV cache."""
+    usage = stats.get("state_slots_used", 0) / total
+    yield labelled(
+        GaugeMetricFamily, "pagoda:state_slots_usage_perc", "Slots of states in use, 0 to 1.", [({}, usage)]
+    )
+    yield labelled(
+        GaugeMetricFamily,
+        "pagoda:state_slots",
+        "Slots of states by what they hold: a sequence's state, a snapshot of one, nothing.",
+        [({"state": state}, stats.get(f"state_slots_{state}", 0)) for state in ("used", "cached", "free")],
+    )
+    yield labelled(
+        CounterMetricFamily,
+        "pagoda:state_slots_evicted",
+        "Snapshots of states that were given up for room.",
+        [({}, stats.get("state_slots_evicted", 0))],
     )
 
 

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import struct
 import sys
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -21,10 +20,8 @@ from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
 from markdown_it.utils import EnvType, OptionsDict
 
+from ..child_process import LENGTH
 from .code_colours import coloured
-
-LENGTH = struct.Struct(">I")
-"""Of a frame, before it."""
 
 MAX_NESTING = 40
 """Depth of quotes, lists and emphasis; what lies deeper is text."""

@@ -89,7 +89,8 @@ def _of_own(value: dict[str, Any]) -> dict[str, Any] | None:
     (kind,) = kinds
     if kind == "json":
         return {"json": _schema(given[kind], "structured_outputs.json"), "strict": given.get("strict") is True}
-    return {kind: given[kind]}
+    strict = {"strict": given["strict"] is True} if "strict" in given else {}
+    return {kind: given[kind], **strict}
 
 
 def _schema(value: Any, name: str) -> Any:

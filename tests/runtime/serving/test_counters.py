@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from toy_state_program import ToyStateProgram
+
 from torch_pagoda.runtime.serving.engine_process.counters import COUNTERS, Counters
 
 from toy_client import toy_engine
@@ -11,8 +13,12 @@ GAUGES = {
 }
 
 
+STATE_GAUGES = {f"state_slots_{name}" for name in ("total", "used", "cached", "free", "used_peak")}
+
+
 def test_every_figure_is_known_to_grow_or_not_to() -> None:
-    assert toy_engine().stats().keys() == COUNTERS | GAUGES
+    assert toy_engine(ToyStateProgram()).stats().keys() == COUNTERS | GAUGES | STATE_GAUGES
+    assert toy_engine().stats().keys() == COUNTERS - {"state_slots_evicted"} | GAUGES
 
 
 def test_totals_go_on_over_restarts_and_gauges_do_not() -> None:
@@ -33,3 +39,12 @@ def test_totals_go_on_over_restarts_and_gauges_do_not() -> None:
     counters.restart()
     counters.update({"steps": 1})
     assert counters.stats == {"steps": 10, "restarts": 2}
+
+
+def test_a_dead_engine_has_no_states() -> None:
+    counters = Counters()
+    counters.update({"state_slots_used": 3, "state_slots_total": 8, "state_slots_evicted": 5})
+    counters.end()
+    assert counters.stats == {"state_slots_used": 0, "state_slots_total": 8, "state_slots_evicted": 5, "restarts": 0}
+    counters.update({"state_slots_used": 1, "state_slots_total": 8, "state_slots_evicted": 2})
+    assert counters.stats["state_slots_evicted"] == 7 and counters.stats["state_slots_used"] == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from typing import Any
 
@@ -58,6 +59,20 @@ async def test_a_sound_schema_has_no_warnings(serve: Any, engine: FakeEngine) ->
     response = await asked(serve, response_format=schema_format({"type": "integer"}, True))
     assert response.status_code == 200 and "x-pagoda-schema-warnings" not in response.headers
     assert engine.submits[0].params["structured_outputs"] == {"json": {"type": "integer"}, "strict": True}
+
+
+@pytest.mark.parametrize("kind", ["grammar", "structural_tag"])
+async def test_schemas_within_other_kinds_may_be_lenient(serve: Any, kind: str) -> None:
+    schema = {"type": "object", "minProperties": 2}
+    tag = {"structures": [{"begin": "<f", "schema": schema, "end": ""}], "triggers": ["<f"]}
+    asked = {kind: tag if kind == "structural_tag" else f"start: %json {json.dumps(schema)}"}
+    async with serve() as client:
+        statuses = []
+        for strict in ({}, {"strict": True}, {"strict": False}):
+            body = {"prompt": "a", "max_tokens": 1, "structured_outputs": {**asked, **strict}}
+            response = await client.post("/v1/completions", json=body)
+            statuses.append(response.status_code)
+    assert statuses == [400, 400, 200] and "minProperties=2" in response.headers["x-pagoda-schema-warnings"]
 
 
 async def test_grammars_that_take_long_hold_nobody_up_and_are_not_piled_up(

@@ -12,11 +12,15 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.routing import Route
+from toy_state_program import ToyStateProgram
 
+from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 from torch_pagoda.runtime.serving.engine_process.wire import RequestTimes
 from torch_pagoda.runtime.serving.monitoring.histogram import Histogram, one_two_five
 from torch_pagoda.runtime.serving.monitoring.metrics import MAX_HANDLERS, ServerMetrics, metrics_endpoint
 from torch_pagoda.runtime.serving.monitoring.request_record import PromptRecord, RequestRecord
+
+from toy_client import toy_engine
 
 
 class Client:
@@ -164,6 +168,29 @@ def test_the_engines_figures_are_read_at_the_scrape():
     assert value(metrics, "pagoda:engine_step_seconds_sum", phase="other") == 0.5
     metrics._client.stats = {"running": 0}
     assert value(metrics, "vllm:num_requests_running") == 0
+
+
+def test_slots_of_states_are_gauges_of_models_that_have_them():
+    engine = toy_engine(ToyStateProgram(), max_num_seqs=4)
+
+    def samples() -> dict[str, float]:
+        found = values(served(**engine.stats()))
+        names = {" ".join([name, *dict(labels).values()]): v for (name, labels), v in found.items()}
+        return {name.removeprefix("pagoda:state_slots"): v for name, v in names.items() if "state_slots" in name}
+
+    total = engine.stats()["state_slots_total"]
+    for _ in range(2):
+        engine.submit(list(range(1, 10)), SamplingParams(max_tokens=9, ignore_eos=True))
+    while engine.stats()["state_slots_used"] < 2:
+        engine.step()
+    during = samples()
+    assert during[" used"] == 2 and during["_usage_perc"] == 2 / total
+    assert sum(during[f" {state}"] for state in ("used", "cached", "free")) == total
+    while engine.has_unfinished():
+        engine.step()
+    after = samples()
+    assert after[" used"] == after["_usage_perc"] == after["_evicted_total"] == 0
+    assert not [name for name, _ in values(served(**toy_engine().stats())) if "state_slots" in name]
 
 
 @pytest.mark.parametrize("prefix", ["both", "vllm", "pagoda"])

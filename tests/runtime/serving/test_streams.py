@@ -15,7 +15,7 @@ from torch_pagoda.runtime.serving.generation import stream
 from torch_pagoda.runtime.serving.settings import Settings
 
 from event_streams import completion_text, events
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, FakeStream
 
 pytestmark = pytest.mark.anyio
 
@@ -25,7 +25,9 @@ PATIENCE = 20.0
 class Connection:
     """One request, its client's doings in the test's hands."""
 
-    def __init__(self, app: Any, body: dict[str, Any], path: str = "/v1/completions") -> None:
+    def __init__(
+        self, app: Any, body: dict[str, Any], path: str = "/v1/completions", work_behind: float | None = None
+    ) -> None:
         self.body = json.dumps(body).encode()
         self.path = path
         self.front = app.state.front
@@ -36,9 +38,14 @@ class Connection:
         self.reads.set()
         self.aborted = False
         self.most: int | None = None
-        self.headers_take = 0.0
+        self.headers_take = self.body_takes = 0.0
         self._got_body = False
-        self.task = asyncio.create_task(app(self._scope(), self._receive, self._send))
+        self.task = asyncio.create_task(self._serve(app, work_behind))
+
+    async def _serve(self, app: Any, work_behind: float | None) -> None:
+        await app(self._scope(), self._receive, self._send)
+        if work_behind is not None:
+            await asyncio.sleep(work_behind)
 
     def _scope(self) -> dict[str, Any]:
         def abort() -> None:
@@ -70,8 +77,7 @@ class Connection:
         if len(self.sent) == self.most:
             self.reads.clear()
         await self.reads.wait()
-        if message["type"] == "http.response.start":
-            await asyncio.sleep(self.headers_take)
+        await asyncio.sleep(self.headers_take if message["type"] == "http.response.start" else self.body_takes)
         self.sent.append(message)
         self.news.set()
 
@@ -101,7 +107,7 @@ def connect(engine: FakeEngine, tokenizer: Any) -> Any:
     async def opened(**settings: Any) -> AsyncIterator[Any]:
         app = make_app(Settings(**settings), engine, tokenizer)
         front = app.state.front
-        yield lambda body: Connection(app, body)
+        yield lambda body, **options: Connection(app, body, **options)
         assert not front.generations
         assert front.admission.num_requests == front.admission.num_completions == 0
         front.close()
@@ -143,6 +149,15 @@ async def test_what_has_ended_is_not_cancelled(connect: Any, engine: FakeEngine)
             await connection.ends()
             connection.gone.set()
             await asyncio.sleep(0)
+    assert engine.cancelled == []
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_what_runs_behind_an_answer_is_not_cancelled(connect: Any, engine: FakeEngine, streams: bool) -> None:
+    """Watching for a client that goes ends with the answer, and is not taken for one that has gone."""
+    async with connect() as open_:
+        connection = open_({"prompt": "a", "max_tokens": 3, "stream": streams}, work_behind=0.05)
+        await connection.ends()
     assert engine.cancelled == []
 
 
@@ -198,6 +213,58 @@ async def test_a_refusal_that_is_on_its_way_has_no_pings_in_it(connect: Any, eng
         await connection.ends()
     assert connection.status == 429 and len(connection.sent) == 2
     assert json.loads(connection.text)["error"]["code"] == "queue_full"
+
+
+@pytest.fixture
+def pings_before_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever the engine has news, a ping's task has just been made: it gets its turn while the news are sent."""
+    responses: dict[str, stream.GenerationResponse] = {}
+    make, news = stream.GenerationResponse.__init__, FakeStream.next
+
+    def making(self: stream.GenerationResponse, generation: Any, *args: Any) -> None:
+        make(self, generation, *args)
+        responses[generation.ask.id] = self
+
+    async def with_ping(self: FakeStream) -> list[Any]:
+        try:
+            return await news(self)
+        finally:
+            response = responses[self._submit.request_id]
+            response._last_sent = float("-inf")
+            response._tick()
+            assert response._ping is not None
+
+    monkeypatch.setattr(stream.GenerationResponse, "__init__", making)
+    monkeypatch.setattr(FakeStream, "next", with_ping)
+
+
+async def test_a_refusal_has_no_ping_in_it_that_was_due_before_it(
+    connect: Any, engine: FakeEngine, pings_before_news: None
+) -> None:
+    engine.refusal = ("queue_full", "full")
+    async with connect() as open_:
+        connection = open_({"prompt": "a", "max_tokens": 2, "stream": True})
+        connection.headers_take = 0.05
+        await connection.ends()
+    assert connection.status == 429 and len(connection.sent) == 2
+    assert json.loads(connection.text)["error"]["code"] == "queue_full"
+
+
+@pytest.mark.parametrize("error", [None, "broken"])
+async def test_no_ping_comes_behind_the_end(
+    connect: Any, engine: FakeEngine, pings_before_news: None, error: str | None
+) -> None:
+    async with connect() as open_:
+        connection = open_({"prompt": "a", "max_tokens": 3, "stream": True})
+        connection.body_takes = 0.01
+        if error:
+            await connection.has_sent(2)
+            engine.error = error
+        await connection.ends()
+        count = len(connection.sent)
+        await asyncio.sleep(0.05)
+    assert len(connection.sent) == count and connection.text.endswith("data: [DONE]\n\n")
+    assert [message.get("more_body", True) for message in connection.sent] == [True] * (count - 1) + [False]
 
 
 async def test_a_refusal_that_nobody_takes_is_cut(connect: Any, engine: FakeEngine) -> None:

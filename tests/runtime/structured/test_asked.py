@@ -128,6 +128,15 @@ def loop() -> dict[str, Any]:
         ({"structural_tag": {**TAG, "triggers": []}}, "triggers is not a list"),
         ({"structural_tag": {**TAG, "triggers": ["<g"]}}, "begins with none of the triggers"),
         ({"structural_tag": {**TAG, "structures": [{"begin": "<f"}]}}, "no begin or no end"),
+        (
+            {
+                "structural_tag": {
+                    "structures": [{"begin": b, "end": ""} for b in ("<f=a", "f(")],
+                    "triggers": ["<f=", "f"],
+                }
+            },
+            r"structures\[0\] can never be written: its trigger '<f=' holds the trigger 'f'",
+        ),
         ({"structural_tag": {**TAG, "structures": [{"begin": "<f", "end": 3}]}}, "end=3 is not text"),
         ({"structural_tag": {**TAG, "structures": TAG["structures"] * 200}}, "list of 1 to 128"),
         ({"json": SCHEMA, "strict": 1}, "strict=1 is not a bool"),

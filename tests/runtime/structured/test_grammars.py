@@ -96,11 +96,33 @@ def test_triggers_may_begin_with_each_other(vocabulary: Vocabulary, triggers: li
     assert not accepts(grammar, "so <f=abc>{}</f> end") and not accepts(grammar, "<f=a>{}")
 
 
+def test_a_trigger_within_a_tag_opens_none(vocabulary: Vocabulary) -> None:
+    """It belongs to the tag's JSON, or to its end."""
+    schema = {"type": "object", "properties": {"x": {"type": "string"}}}
+    structures = [{"begin": "<f=a>", "schema": schema, "end": "</f>"}]
+    grammar = compiled(vocabulary, structural_tag={"structures": structures, "triggers": ["<f="]})
+    assert accepts(grammar, 'so <f=a>{"x": "<f=a>"}</f> and <f=a>{"x": "<f=b>"}</f>')
+    assert accepts(grammar, 'so <f=a>{"<f=": 1}</f>') and not accepts(grammar, "so <f=a>{<f=a>{}</f>}</f>")
+    structures = [{"begin": mark, "schema": schema, "end": "<b>"} for mark in ("<a>", "<b>")]
+    grammar = compiled(vocabulary, structural_tag={"structures": structures, "triggers": ["<a>", "<b>"]})
+    assert accepts(grammar, "<a>{}<b>free<b>{}<b>") and not accepts(grammar, "<a>{}<b>free<b>{}")
+
+
+def test_triggers_may_end_with_each_other(vocabulary: Vocabulary) -> None:
+    structures = [{"begin": begin, "schema": {"type": "object"}, "end": "!"} for begin in ("<f=a>", "f=b>")]
+    grammar = compiled(vocabulary, structural_tag={"structures": structures, "triggers": ["<f=", "f="]})
+    assert accepts(grammar, "<f=a>{}! <f=b>{}! f=b>{}!") and not accepts(grammar, "f=a>{}!")
+
+
 def test_a_key_has_one_spelling(vocabulary: Vocabulary) -> None:
     """Python takes the last of two equal keys, so a second spelling would put a text in place of ``a``."""
     grammar = compiled(vocabulary, json={"type": "object", "properties": {"a": {"type": "integer"}}})
     assert accepts(grammar, '{"a": 1, "b": "x"}')
     assert not accepts(grammar, '{"\\u0061": "x"}') and not accepts(grammar, '{"a": 1, "a": "x"}')
+
+
+def one_tag(schema: object) -> dict[str, Any]:
+    return {"structures": [{"begin": "<f", "schema": schema, "end": ""}], "triggers": ["<f"]}
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -126,6 +148,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}}, "least common multiple"),
     ({"grammar": 'start: %json {"x-guidance": {}, "multipleOf": 1000003}'}, "multipleOf=1000003"),
     ({"grammar": 'start: "a" %json {"not": {}}'}, '"not"'),
+    ({"grammar": 'start: %json {"const": 777777777777777777}'}, "2\\*\\*53"),
+    ({"grammar": 'start: "a" %json {"type": "object", "minProperties": 2}'}, "minProperties=2"),
+    ({"grammar": 'start: A\nA: "x"{2,99999999999}'}, "number too large"),
+    ({"grammar": "start: a{99999999999}\na: /x/ | /y/"}, "number too large"),
+    ({"grammar": "root ::= [a-z]{1,99999999999}"}, "number too large"),
+    ({"regex": "x{1,99999999999}"}, "decimal literal"),
+    ({"json": {"type": "string", "maxLength": 99999999999}}, "decimal literal"),
+    ({"grammar": 'start: A{1000}\nA: B{1000}\nB: "x"{1000}'}, "cannot be enforced"),
     ({"grammar": "start: foo"}, 'unknown name: "foo"'),
     ({"grammar": "root ::= foo"}, "neither Lark nor GBNF: Rule 'foo' not found"),
     ({"grammar": "hello"}, "neither Lark nor GBNF"),
@@ -145,10 +175,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"regex": "(a)\\1"}, "backreferences"),
     ({"regex": "(" * 50_000}, "structured_outputs.regex"),
     ({"regex": "(a{1000}){1000}"}, "too many expressions"),
-    (
-        {"structural_tag": {"structures": [{"begin": "<f", "schema": {"not": {}}, "end": ""}], "triggers": ["<f"]}},
-        '"not"',
-    ),
+    ({"structural_tag": one_tag({"const": 777_777_777_777_777_777})}, "2\\*\\*53"),
+    ({"structural_tag": one_tag({"type": "string", "maxLength": 99999999999})}, "decimal literal"),
+    ({"structural_tag": one_tag({"multipleOf": 1_000_003})}, "multipleOf=1000003"),
+    ({"structural_tag": one_tag({"not": {}})}, '"not"'),
 ]
 
 
@@ -172,6 +202,37 @@ def test_lenient_schemas_are_taken_with_warnings() -> None:
     assert check_structured({"json": {"type": "null"}, "strict": False}, TOKENIZER) == []
     with pytest.raises(ValueError, match="look-ahead"):
         check_structured({"json": {"pattern": "(?=a)b"}, "strict": False}, TOKENIZER)
+
+
+def test_schemas_in_grammars_are_held_to_as_others(vocabulary: Vocabulary) -> None:
+    grammar = 'start: %json {"type": "object", "minProperties": 2}'
+    warnings = check_structured({"grammar": grammar, "strict": False}, TOKENIZER)
+    assert len(warnings) == 1 and warnings[0].startswith("minProperties=2")
+    # Whoever says that one is to be read leniently knows; calls of tools are written so.
+    lenient = 'start: %json {"x-guidance": {"lenient": true}, "type": "object", "minProperties": 2}'
+    assert check_structured({"grammar": lenient}, TOKENIZER) == []
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"regex": "[ab]{0,999999999}"},
+        {"grammar": 'start: A\nA: "x"{1,999999999}'},
+        {"grammar": "start: a{1,999999999}\na: /x/ | /y/"},
+        {"grammar": "root ::= [a-z]{1,999999999}"},
+        {"json": {"type": "array", "maxItems": 999_999_999}},
+        {"structural_tag": one_tag({"type": "string", "maxLength": 999_999_999})},
+    ],
+    ids=str,
+)
+def test_repetitions_cost_nothing_before_they_come(vocabulary: Vocabulary, asked: dict[str, Any]) -> None:
+    """They are counted, not written out: no memory, no time, and a mask as long as something may come."""
+    state = compiled(vocabulary, **asked).start()
+    for _ in range(50):
+        allowed = int.from_bytes(state.matcher.compute_bitmask(), "little")
+        assert allowed and not state.matcher.is_error()
+        if state.consume((allowed & -allowed).bit_length() - 1):
+            break
 
 
 def test_a_lenient_schema_still_has_an_instance(vocabulary: Vocabulary) -> None:
