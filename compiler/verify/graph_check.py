@@ -32,6 +32,7 @@ from .self_check import Reference, Schedule, arguments_alone, judge, planned_ste
 TOLERANCE = 5e-4
 """Float32's own rounding makes 1e-5 of it."""
 _SAMPLE = 1 << 14
+_STORED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,11 @@ class ChangedWeight(Deferred):
         """A parameter as ``weights`` says."""
         if tensor.dim() == 1:
             return cls(tensor, weights.vector_scale, weights.vector_noise)
-        flat = as_dense(tensor).detach().reshape(-1)
+        if isinstance(tensor, StoredWeight):  # of a large one some rows are enough, and are made sooner
+            seen = as_dense(tensor.detach()[:: max(1, tensor.shape[0] // _STORED_ROWS)])
+        else:
+            seen = tensor.detach()
+        flat = seen.reshape(-1)
         sample = flat[:: max(1, flat.numel() // _SAMPLE)].float()
         spread = float(sample.square().mean().sqrt())
         fan = math.sqrt(tensor.shape[-1] * tensor.shape[-2])

@@ -76,6 +76,9 @@ def merge_rows(tensors: Sequence[torch.Tensor], pages: FilePages | None = None) 
 
 def _merge_stored(weights: Sequence[StoredWeight]) -> StoredWeight:
     """The same of stored weights, whose codes, scales and zeros become rows of merged ones."""
+    codes = [weight.codes for weight in weights]
+    if _adjacent(codes):  # merged for another graph already
+        return weights[0].each(lambda part: _rows_from(part, sum(len(rows) for rows in codes)))
     whole = torch.cat(list(weights))
     assert isinstance(whole, StoredWeight)
     start = 0
@@ -85,6 +88,11 @@ def _merge_stored(weights: Sequence[StoredWeight]) -> StoredWeight:
         weight.zeros = None if whole.zeros is None else whole.zeros[rows]
         start = rows.stop
     return whole
+
+
+def _rows_from(first: torch.Tensor, count: int) -> torch.Tensor:
+    """So many rows of the storage in which ``first`` is the first ones."""
+    return first.as_strided((count, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
 def _adjacent(tensors: Sequence[torch.Tensor]) -> bool:

@@ -79,14 +79,18 @@ class StoredWeight(torch.Tensor):
     def dense(self) -> torch.Tensor:
         """The weight as an ordinary contiguous tensor: computed in float32 and rounded once."""
         values = values_of(self.codes, self.form)
-        inputs, size = values.shape[-1], self.form.group_size or values.shape[-1]
-        for begin in range(0, inputs, size):
-            group, at = values[..., begin : begin + size], begin // size
-            if self.zeros is not None:
-                group -= self.zeros[..., at : at + 1].float()
-            elif self.form.code == "int":
-                group -= 1 << (self.form.bits - 1)
-            group *= self.scales[..., at : at + 1].float()
+        size = self.form.group_size or values.shape[-1]
+        zeros = 1 << (self.form.bits - 1) if self.zeros is None else self.zeros.float()[..., None]
+        whole = values.shape[-1] // size * size
+        for part, at in (
+            (values[..., :whole], slice(whole // size)),
+            (values[..., whole:], slice(whole // size, None)),
+        ):
+            if part.shape[-1]:
+                groups = part.unflatten(-1, (-1, min(size, part.shape[-1])))
+                if self.form.code == "int":
+                    groups -= zeros if isinstance(zeros, int) else zeros[..., at, :]
+                groups *= self.scales[..., at].float()[..., None]
         if self.order is not None:
             ordered = torch.empty_like(values)
             ordered[..., self.order.long()] = values

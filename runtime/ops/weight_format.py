@@ -95,13 +95,20 @@ def values_of(codes: torch.Tensor, form: WeightFormat) -> torch.Tensor:
         form: their format.
 
     Returns:
-        float32 ``[..., in]``; of ``"int"`` the unsigned numbers.
+        float32 ``[..., in]``, newly made; of ``"int"`` the unsigned numbers.
     """
     if form.code == "e4m3":
         return codes.view(torch.float8_e4m3fn).float()
-    if form.bits == 4:
-        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+    if form.bits == 8:
+        return codes.float()
+    numbers = unpacked_pairs(codes)
     if form.code == "e2m1":
-        table = torch.tensor((*E2M1, *(-x for x in E2M1)), dtype=torch.float32)
-        return table[codes.long()]
-    return codes.float()
+        table = torch.tensor((*E2M1, *(-x for x in E2M1)))
+        return table.index_select(0, numbers.reshape(-1).int()).view(numbers.shape)
+    return numbers.float()
+
+
+def unpacked_pairs(codes: torch.Tensor) -> torch.Tensor:
+    """The numbers of 4 bits, uint8 ``[..., 2 N]``, of bytes ``[..., N]`` that hold two, the first in the low half."""
+    wide = codes.to(torch.int16)
+    return (wide & 15 | wide >> 4 << 8).view(torch.uint8)
