@@ -29,7 +29,7 @@ TESTS = (
     "tests/compiler/test_compile.py",  # the program store
     "tests/models/test_int8_cache.py",
     "tests/passes/lower/cpu/test_pack_linears.py",  # oneDNN's weights, with inductor's code around
-    "tests/passes/lower/cpu/test_quantise_linears.py",
+    "tests/passes/lower/cpu/test_quantize_linears.py",
     "tests/runtime/ops/test_operators_in_graphs.py",
     "tests/runtime/ops/test_fused_operators_in_graphs.py",
 )
