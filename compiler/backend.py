@@ -137,7 +137,11 @@ def _traced_modules() -> list[nn.Module]:
     names = getattr(getattr(translator, "f_code", None), "co_names", ())
     module_globals = getattr(translator, "f_globals", {})
     visible |= {name: module_globals[name] for name in names if name in module_globals}
-    return [v for v in visible.values() if isinstance(v, nn.Module)]
+    found = [v for v in visible.values() if isinstance(v, nn.Module)]
+    # A decorator of forward has the module among its *args.
+    return found + [
+        v for given in visible.values() if isinstance(given, tuple) for v in given if isinstance(v, nn.Module)
+    ]
 
 
 def _warn_of_training(why: str) -> None:

@@ -24,7 +24,7 @@ from .runtime.requests.validation import check_prompt
 
 # What transformers' `generate` puts into model_kwargs by itself, and the engine has its own of.
 _KNOWN_MODEL_KWARGS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
-_CACHE_NAMES = {"past_key_values", "cache_params", "state", "mems", "past_buckets_states"}
+_CACHE_NAMES = {"past_key_values", "cache", "cache_params", "state", "mems", "past_buckets_states"}
 
 
 class Unsupported(Exception):

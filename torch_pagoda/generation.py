@@ -232,7 +232,7 @@ class PagedGeneration:
             value = call.get(name)
             if value is not None and not (isinstance(value, list | bool) and not value):
                 return f"the engine does not take {name}"
-        for name in ("inputs_embeds", "past_key_values"):
+        for name in ("inputs_embeds", "past_key_values", "cache"):
             if extra.get(name) is not None:
                 return f"the engine does not take {name}"
         return None

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
+from torch.fx.traceback import preserve_node_meta
 
 from ...passes import TracedGraph
-from ...passes.graph.fx_nodes import keep_roles, value
+from ...passes.graph.fx_nodes import callee, is_dynamic, keep_roles, shape, storage_key, value
 from ...runtime.phases import phase
 
 
@@ -28,33 +34,160 @@ def to_aten(traced: TracedGraph, context: TracingContext) -> TracedGraph:
         context: the context that it was traced in.
     """
     traced.recompile()
+    with tracing(context), torch.no_grad():
+        if not any(_writes_through_view(node) for node in traced.graph.nodes):
+            result = _named_alike(_trace(traced), traced)
+            _multiply_sizes(result)
+            if _replace_writes(result):
+                return result
+        result = _named_alike(_trace_functionally(traced), traced)
+    write_in_place(result)
+    return result
+
+
+def _writes_through_view(node: fx.Node) -> bool:
+    """Tell whether a node of Dynamo's graph surely writes into a part of a tensor that is read as a whole later."""
+    if callee(node) != "setitem":
+        return callee(node) == "copy_"
+    index = node.args[1]
+    return any(not isinstance(part, fx.Node) for part in (index if isinstance(index, tuple) else (index,)))
+
+
+def _trace(traced: TracedGraph) -> fx.GraphModule:
+    """Trace one run of the graph. Writes stay what they are: AOTAutograd's view of them takes a second run and
+    several times as long, and few graphs have any."""
+
+    def run(*inputs: Any) -> Any:
+        with preserve_node_meta():
+            return PropagateUnbackedSymInts(traced.module).run(*inputs)
+
+    examples = [value(node) for node in traced.placeholders]
+    with traced.fake_mode, enable_python_dispatcher():
+        return make_fx(run, decomposition_table={})(*examples)
+
+
+def _trace_functionally(traced: TracedGraph) -> fx.GraphModule:
+    """Let AOTAutograd trace the graph, which takes writes out of it and calls operators that write on copies."""
     caught: dict[str, fx.GraphModule] = {}
 
     def keep(gm: fx.GraphModule, inputs: Any) -> Any:
         caught["gm"] = gm
         return lambda *args: None
 
-    with tracing(context), torch.no_grad():
-        examples = [value(node) for node in traced.placeholders]
-        aot_module_simplified(
-            traced.module, examples, fw_compiler=keep, decompositions={}, keep_inference_input_mutations=True
-        )
-    gm = caught["gm"]
+    examples = [value(node) for node in traced.placeholders]
+    aot_module_simplified(
+        traced.module, examples, fw_compiler=keep, decompositions={}, keep_inference_input_mutations=True
+    )
+    return caught["gm"]
+
+
+def _named_alike(gm: fx.GraphModule, source: TracedGraph) -> TracedGraph:
+    """A graph over the inputs of ``source``."""
     module = fx.GraphModule(gm, gm.graph)
-    result = traced.over(module)
+    result = source.over(module)
     for node in module.graph.nodes:
         if "val" in node.meta:
             node.meta["example_value"] = node.meta.pop("val")
-    for node, source in zip(result.placeholders, traced.placeholders, strict=True):
-        node._rename(source.name)
-        node.target = source.name
-        if node.name != source.name:
-            raise ValueError(f"a node of the ATen graph is called {source.name} like a graph input")
-        node.meta["example_value"] = value(source)
-        keep_roles(node, source)
-        node._dynamo_source = getattr(source, "_dynamo_source", None)  # type: ignore[attr-defined]
-    write_in_place(result)
+    for node, origin in zip(result.placeholders, source.placeholders, strict=True):
+        node._rename(origin.name)
+        node.target = origin.name
+        if node.name != origin.name:
+            raise ValueError(f"a node of the ATen graph is called {origin.name} like a graph input")
+        node.meta["example_value"] = value(origin)
+        keep_roles(node, origin)
+        node._dynamo_source = getattr(origin, "_dynamo_source", None)  # type: ignore[attr-defined]
     return result
+
+
+def _multiply_sizes(traced: TracedGraph) -> None:
+    """Compute numbers of elements from sizes, those of the first tensors that have them, as AOTAutograd's tracing
+    does: then no more nodes read a tensor than those that read its elements."""
+    sizes: dict[Any, tuple[fx.Node, int]] = {}
+    for node in list(traced.graph.nodes):
+        for dim, size in enumerate(shape(node)):
+            if is_dynamic(size):
+                sizes.setdefault(size.node.expr, (node, dim))
+        if node.target is not torch.ops.aten.sym_numel.default:
+            continue
+        with traced.before(node):
+            count: Any = math.prod(int(size) for size in shape(node.args[0]) if not is_dynamic(size))
+            for size in shape(node.args[0]):
+                if is_dynamic(size):
+                    factor = traced.call(torch.ops.aten.sym_size.int, *sizes[size.node.expr])
+                    count = traced.call(operator.mul, factor, count)
+        node.replace_all_uses_with(count)
+        traced.graph.erase_node(node)
+
+
+def _replace_writes(traced: TracedGraph) -> bool:
+    """Call operators that return what others write into temporaries, and take dead code out.
+
+    False, with the graph half edited, where that may not be the same: a graph input is written to by an operator of
+    torch's, a temporary by one of ours, or another view of it is read afterwards.
+    """
+    order = {node: index for index, node in enumerate(traced.graph.nodes)}
+    storage = {node: storage_key(node) for node in order}
+    views: dict[int | None, list[fx.Node]] = {}
+    for node, key in storage.items():
+        views.setdefault(key, []).append(node)
+    for node in order:
+        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+            continue
+        written = _written_arguments(node)
+        if node.target.namespace != "aten":
+            if any(argument.op != "placeholder" for argument in written):
+                return False
+            _give_all_arguments(node)
+            continue
+        # Tracing lets what is read of the tensor later read what the write returns.
+        aliases = [alias for argument in written for alias in views[storage[argument]] if alias is not node]
+        if any(alias.op in ("placeholder", "get_attr") for alias in aliases):
+            return False
+        earlier = [alias for alias in aliases if order[alias] < order[node]]
+        if any(order[user] > order[node] for alias in earlier for user in alias.users):
+            return False
+        if not _return_instead(traced, node):
+            return False
+    traced.graph.eliminate_dead_code()
+    return True
+
+
+def _written_arguments(node: fx.Node) -> list[fx.Node]:
+    """What a call of a mutable operator writes into."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    arguments = node.target._schema.arguments
+    given = [node.args[i] if i < len(node.args) else node.kwargs.get(a.name) for i, a in enumerate(arguments)]
+    written: list[fx.Node] = []
+    fx.map_arg([g for g, a in zip(given, arguments, strict=True) if a.is_write], written.append)
+    return written
+
+
+def _give_all_arguments(node: fx.Node) -> None:
+    """Name the defaults that tracing leaves out at the end: passes read arguments by their place."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    arguments = node.target._schema.arguments
+    rest = [node.kwargs.get(argument.name, argument.default_value) for argument in arguments[len(node.args) :]]
+    node.args, node.kwargs = (*node.args, *rest), {}
+
+
+def _return_instead(traced: TracedGraph, node: fx.Node) -> bool:
+    """Let ``node`` call the operator that returns what it writes; False if none yields the same form."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    name = target._schema.name.removeprefix("aten::")
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
+    overload = getattr(packet, target._overloadname, None)
+    if overload is None or len(overload._schema.arguments) != len(target._schema.arguments):
+        return False
+    before = _form(node)
+    node.target = overload
+    traced.propagate(node)
+    return _form(node) == before
+
+
+def _form(node: fx.Node) -> tuple[Any, ...]:
+    example = value(node)
+    return example.dtype, str(tuple(example.shape)), str(example.stride())
 
 
 def write_in_place(traced: TracedGraph) -> None:

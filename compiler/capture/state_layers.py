@@ -36,7 +36,8 @@ def kept_state(model_class: type, config: Any) -> str:
         return (
             f"{len(found)} of its {len(layers)} layers keep recurrent or convolutional state (layer {found[0]} first)"
         )
-    takes_cache = "past_key_values" in inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
-    if getattr(model_class, "_is_stateful", False) and not takes_cache:
+    taken = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
+    # The latter is its name since transformers 5.24.
+    if getattr(model_class, "_is_stateful", False) and not {"past_key_values", "cache"} & set(taken):
         return "its layers keep recurrent state and no keys and values"
     return ""

@@ -7,6 +7,7 @@ read: it runs on a sequence of zeros with a cache of one narrow layer.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, cast
 
 import torch
@@ -50,11 +51,14 @@ def _drops_cache(model: nn.Module, length: int) -> bool:
     ids = torch.zeros(1, length, dtype=torch.int64)
     cache = DynamicCache()
     cache.update(torch.zeros(1, 1, length - 1, 1), torch.zeros(1, 1, length - 1, 1), 0)
-    inputs = cast("Any", model).prepare_inputs_for_generation(
+    prepare = cast("Any", model).prepare_inputs_for_generation
+    # The former is its name since transformers 5.24.
+    name = "cache" if "cache" in inspect.signature(prepare).parameters else "past_key_values"
+    inputs = prepare(
         ids,
-        past_key_values=cache,
         attention_mask=torch.ones_like(ids),
         next_sequence_length=1,
         use_cache=True,
+        **{name: cache},
     )
-    return inputs.get("past_key_values") is None
+    return inputs.get(name) is None

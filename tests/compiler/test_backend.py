@@ -142,6 +142,16 @@ def test_a_submodule_in_train_mode_counts(ids, monkeypatch, handed_on):
     assert handed_on and not graphs
 
 
+def test_a_module_in_train_mode_counts_behind_a_decorator(ids, monkeypatch, handed_on):
+    model = build_tiny_model("llama", num_hidden_layers=1).train()
+    forward = type(model).forward
+    monkeypatch.setattr(type(model), "forward", lambda *args, **kwargs: forward(*args, **kwargs))
+    monkeypatch.setattr(backend_module, "_warned_of_training", False)
+    with pytest.warns(UserWarning, match=r"train\(\)"), torch.no_grad():
+        torch.compile(model, backend="pagoda")(ids)
+    assert handed_on
+
+
 GLOBAL_MODEL = None
 
 

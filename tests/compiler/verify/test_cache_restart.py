@@ -14,11 +14,17 @@ from tiny_models import build_tiny_model
 def model_that_restarts_at(*lengths: int) -> LlamaForCausalLM:
     class Restarts(LlamaForCausalLM):
         def prepare_inputs_for_generation(self, input_ids: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-            if input_ids.shape[1] in lengths:
-                past_key_values, kwargs["next_sequence_length"] = None, None
-            return super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **kwargs)
+            return {"past_key_values": None if input_ids.shape[1] in lengths else past_key_values}
 
     return Restarts(build_tiny_model("llama").config)
+
+
+def test_a_cache_of_the_newer_name() -> None:
+    class Renamed(LlamaForCausalLM):
+        def prepare_inputs_for_generation(self, input_ids: Any, cache: Any = None, **kwargs: Any) -> Any:
+            return {"cache": None if input_ids.shape[1] == 17 else cache}
+
+    assert restart_length(Renamed(build_tiny_model("llama").config), 16) == 16
 
 
 def test_models_that_keep_their_keys() -> None:
