@@ -27,6 +27,7 @@ from .recognise.activation import recognise_activation
 from .recognise.classify_masks import classify_masks
 from .recognise.eager_attention import recognise_eager_attention
 from .recognise.gated_activation import recognise_gated_activation
+from .recognise.indexed_attention import recognise_indexed_attention
 from .recognise.layer_norm import recognise_layer_norm
 from .recognise.linear import recognise_linear
 from .recognise.moe import recognise_moe
@@ -41,6 +42,7 @@ from .rewrite.fuse_residual_norm import fuse_residual_norm
 from .rewrite.gather_logits import gather_logits
 from .rewrite.group_rope import group_rope
 from .rewrite.hoist_gather import hoist_gather
+from .rewrite.insert_index_cache import insert_index_cache
 from .rewrite.insert_paged_cache import insert_paged_cache
 from .rewrite.insert_state import insert_state
 from .rewrite.merge_linears import merge_linears
@@ -94,9 +96,13 @@ PASSES: tuple[Pass, ...] = (
     # Recognition first: everything after it looks at pagoda::attention only.
     Pass("recognise_sdpa", recognise_sdpa),
     Pass("recognise_eager_attention", recognise_eager_attention),
+    # Takes what depends on the tokens out of masks, so that the rest can be classified.
+    Pass("recognise_indexed_attention", recognise_indexed_attention),
     # Needs attention nodes; must precede the cache, which takes no mask tensors.
     Pass("classify_masks", classify_masks),
     Pass("insert_paged_cache", insert_paged_cache),
+    # Its keys lie in the blocks of a group of these.
+    Pass("insert_index_cache", insert_index_cache),
     # Its group comes behind those of the keys and values.
     Pass("insert_state", insert_state),
     # After the masks are gone: what is left of position arithmetic feeds embeddings and rotary tables.

@@ -22,7 +22,8 @@ class CacheSpec:
     Attributes:
         num_kv_heads: KV heads, un-repeated (GQA).
         key_dim: size of one key head.
-        value_dim: size of one value head; differs from ``key_dim`` in MLA models.
+        value_dim: size of one value head; differs from ``key_dim`` in MLA models. 0: there are only keys, of an
+            indexer that chooses among them.
         dtype: of the stored keys and values. int8 goes with a float32 scale per token and head for either.
         sliding_window: tokens that the layer looks back over, 0 when unlimited.
         group: layers of one group share their block tables; there is one group for each length of window.
@@ -46,10 +47,8 @@ class CacheSpec:
     def parts(self) -> tuple[CachePart, ...]:
         """The tensors that the layer's entry of a ``KVCache`` consists of, in order."""
         heads = self.num_kv_heads
-        parts = (
-            CachePart("key_cache", (heads, self.key_dim), self.dtype),
-            CachePart("value_cache", (heads, self.value_dim), self.dtype),
-        )
+        dims = {"key_cache": self.key_dim, "value_cache": self.value_dim}
+        parts = tuple(CachePart(name, (heads, dim), self.dtype) for name, dim in dims.items() if dim)
         if not self.has_scales:
             return parts
         return (*parts, *(CachePart(name, (heads,), torch.float32) for name in ("key_scale", "value_scale")))

@@ -18,7 +18,7 @@ from .traffic import Sizes, Step, is_weight
 _SPARSE_BAND = 4
 # They read a matrix and are no products of matrices.
 _NO_PRODUCTS = frozenset({"npu_rotary_mul"})
-_WINDOW, _CHUNK = 12, 13  # arguments of pagoda::paged_attention
+_WINDOW, _CHUNK, _SELECTED = 12, 13, 17  # arguments of pagoda::paged_attention
 
 
 def flops(traced: TracedGraph, nodes: Iterable[fx.Node], step: Step) -> int:
@@ -87,7 +87,17 @@ def _paged(node: fx.Node, step: Step, sizes: Sizes) -> int:
     _, heads, _, dim = sizes.shape(node.args[0])
     value_dim = sizes.shape(node.args[2])[-1]
     arguments: tuple[Any, ...] = node.args
-    return 2 * heads * (dim + value_dim) * keys_seen(step, arguments[_WINDOW], arguments[_CHUNK])
+    window = arguments[_WINDOW]
+    if len(arguments) > _SELECTED and arguments[_SELECTED] is not None:  # no more keys than are named
+        chosen = sizes.shape(arguments[_SELECTED])[-1]
+        window = min(window, chosen) if window else chosen
+    return 2 * heads * (dim + value_dim) * keys_seen(step, window, arguments[_CHUNK])
+
+
+def _indexer(node: fx.Node, step: Step, sizes: Sizes) -> int:
+    """lightning_indexer(q [1, T, H, D], ...): every query with every key that it sees."""
+    _, _, heads, dim = sizes.shape(node.args[0])
+    return 2 * heads * dim * keys_seen(step)
 
 
 def _dense(node: fx.Node, step: Step, sizes: Sizes) -> int:
@@ -127,6 +137,7 @@ _FORMULAS: dict[str, Callable[[fx.Node, Step, Sizes], int]] = {
     **dict.fromkeys(("addmm", "baddbmm"), _product(1)),
     **dict.fromkeys(("moe", "quantized_moe"), _experts),
     "paged_attention": _paged,
+    **dict.fromkeys(("lightning_indexer", "lightning_indexer_seq"), _indexer),
     **dict.fromkeys(("linear_recurrence", "linear_recurrence_seq"), _recurrence),
     **dict.fromkeys(("attention", "scaled_dot_product_attention"), _dense),
     **dict.fromkeys(

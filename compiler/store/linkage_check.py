@@ -70,7 +70,11 @@ def _check_cache(i: int, spec: CacheSpec | StateSpec, count: int) -> None:
         )
         return
     sizes = (spec.num_kv_heads, spec.key_dim, spec.value_dim)
-    _require(all(0 < size <= _LARGEST for size in sizes), f"cache {i} has heads and sizes {sizes}")
+    least = (1, 1, 1 if spec.has_scales else 0)  # an indexer has keys alone, which are not rounded to integers
+    _require(
+        all(low <= size <= _LARGEST for low, size in zip(least, sizes, strict=True)),
+        f"cache {i} has heads and sizes {sizes}",
+    )
     _require(spec.sliding_window >= 0, f"cache {i} has a window of {spec.sliding_window}")
 
 

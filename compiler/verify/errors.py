@@ -16,6 +16,7 @@ TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6, torch.bfloat16: 0.3, torc
 ROUNDINGS = 5.0
 """By how many times its own rounding a half-precision graph may differ from the original, which rounds likewise."""
 _ROUTERS = ("topk", "sort")
+_INDEXERS = ("lightning_indexer", "lightning_indexer_seq")
 
 
 def row_errors(found: torch.Tensor, expected: torch.Tensor, spread: torch.Tensor | None = None) -> torch.Tensor:
@@ -47,3 +48,8 @@ def routes_tokens(graph: fx.Graph) -> bool:
     """True if a graph chooses experts: in half precision it decides otherwise where two are nearly as good, and the
     row with it. In float32 every row has to be right."""
     return any(callee(node) in _ROUTERS for node in graph.nodes)
+
+
+def chooses_keys(graph: fx.Graph) -> bool:
+    """True if the attention of a graph reads keys that an indexer chooses."""
+    return any(callee(node) in _INDEXERS for node in graph.nodes)

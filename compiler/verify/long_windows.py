@@ -1,4 +1,5 @@
-"""The check of windows longer than the self-check's sequences, on copies of the graphs with shorter ones."""
+"""The check of windows, chunks and choices of keys longer than the self-check's sequences, on copies of the graphs
+with shorter ones."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from torch import fx
 
 from ...passes import TracedGraph
 from ...passes.graph.attention_node import paged_attention_nodes
+from ...runtime.ops.lightning_indexer import lightning_indexer
 from ..report import Verdict
 from .graph_check import check_graph
 
@@ -18,8 +20,8 @@ _SHORT_WINDOW = 8
 def check_long_windows(
     original: TracedGraph, paged: TracedGraph, lower: Callable[[TracedGraph], object] | None = None
 ) -> Verdict | None:
-    """Shorten every window and chunk that was too long to run, in the model's own masks and in the rewritten
-    attention alike, and compare the two.
+    """Shorten every window, chunk and choice of keys that was too long to run, in the model's own masks and in the
+    rewritten attention alike, and compare the two.
 
     Args:
         original: the graph before any pass.
@@ -45,6 +47,9 @@ def check_long_windows(
             if chunk == literal:
                 chunk = _SHORT_WINDOW
             node.args = (*node.args[:12], window, chunk, *node.args[14:])
+        for node in short.graph.nodes:
+            if node.target is lightning_indexer and node.args[3] == literal:
+                node.args = (*node.args[:3], _SHORT_WINDOW, *node.args[4:])
     if lower is not None:
         lower(short)
     return check_graph(short_original, short)

@@ -9,6 +9,7 @@ from ...passes.graph.fx_nodes import callee, module_path
 from ...passes.proof.token_axis import mixers
 from ...runtime.cache.cache_specs import has_state
 from ..report import CompileReport, rejection_line
+from .errors import chooses_keys
 
 
 def check_paging(traced: TracedGraph, report: CompileReport) -> None:
@@ -21,6 +22,11 @@ def check_paging(traced: TracedGraph, report: CompileReport) -> None:
     if keeps_state and traced.npu is not None:
         raise UnsupportedModel(
             f"{report.model} keeps recurrent or convolutional state, which is not lowered for an Ascend NPU yet; "
+            "use target='cpu'"
+        )
+    if traced.npu is not None and chooses_keys(traced.graph):
+        raise UnsupportedModel(
+            f"{report.model} attends keys that an indexer chooses, which is not lowered for an Ascend NPU yet; "
             "use target='cpu'"
         )
     report.attention_recognised = len(list(paged_attention_nodes(traced)))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+_NAMED_LIKE_INPLACE = {operator.and_, operator.or_, operator.not_, operator.is_}
 _INPLACE_OPERATORS = {
     operator.setitem,
     operator.iadd,
@@ -109,7 +110,7 @@ def mutated_argument(node: fx.Node) -> fx.Node | None:
         out = node.kwargs.get("out")
         if isinstance(out, fx.Node):
             return out
-        name = getattr(target, "__name__", "")
+        name = "" if target in _NAMED_LIKE_INPLACE else getattr(target, "__name__", "")
         if name.endswith("_") and not name.endswith("__") and node.args and isinstance(node.args[0], fx.Node):
             return node.args[0]
     if node.op == "call_method":

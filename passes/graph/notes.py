@@ -40,7 +40,8 @@ class GraphNotes:
         of_layers: names of weights of layers that stand for others: what is computed from them is folded once there
             are all layers.
         rope_switch: the longest sequence that still uses the first of two rotary tables; None without such a choice.
-        followed_literals: literal → names of the nodes in which it is a window or chunk that was too large to run.
+        followed_literals: literal → names of the nodes in which it is a window, chunk or number of chosen keys
+            that was too large to run.
     """
 
     merged: dict[str, tuple[str, ...]] = field(default_factory=dict)

@@ -15,7 +15,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ..graph.evaluate import Evaluation, is_size
-from ..graph.fx_nodes import METADATA_CALLS, argument, callee, is_tensor, shape, storage_key, value
+from ..graph.fx_nodes import METADATA_CALLS, argument, callee, is_tensor, storage_key, value
+from ..graph.token_dims import reads_tokens, token_dims
 from ..graph.traced import TracedGraph
 from .dependence import Depends
 
@@ -23,11 +24,6 @@ _SIZES = (7, 12)
 _UNINITIALISED = frozenset("empty empty_like new_empty empty_strided".split())
 _PICKS_BY_INDEX = frozenset("getitem index_select setitem index_put_ gather index_add_ scatter_".split())
 _KEEPS_ROW_NUMBERS = frozenset("to view reshape expand unsqueeze long int repeat_interleave sort".split())
-
-
-def token_dims(traced: TracedGraph, node: Any) -> list[int]:
-    """The dims of ``node`` whose size depends on the number of tokens."""
-    return [i for i, size in enumerate(shape(node)) if _reads_tokens(traced, size)]
 
 
 def place_dependent(traced: TracedGraph, depends: dict[fx.Node, Depends]) -> dict[fx.Node, str]:
@@ -138,8 +134,4 @@ def _index_nodes(user: fx.Node) -> Iterator[fx.Node]:
 def _is_token_count(traced: TracedGraph, node: fx.Node) -> bool:
     if is_tensor(node):
         return False
-    return any(_reads_tokens(traced, size) for size in pytree.tree_leaves(value(node)))
-
-
-def _reads_tokens(traced: TracedGraph, size: Any) -> bool:
-    return isinstance(size, torch.SymInt) and traced.token_symbol in size.node.expr.free_symbols
+    return any(reads_tokens(traced, size) for size in pytree.tree_leaves(value(node)))

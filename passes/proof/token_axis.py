@@ -31,9 +31,10 @@ from ..graph.fx_nodes import (
     value,
 )
 from ..graph.record import Rejection
+from ..graph.token_dims import token_dims
 from ..graph.traced import TracedGraph
 from .dependence import Depends, dependences
-from .step_place import is_every_row, place_dependent, token_dims
+from .step_place import is_every_row, place_dependent
 
 _REDUCTIONS = frozenset(
     "sum mean max min amax amin argmax argmin prod var std norm logsumexp any all softmax log_softmax cumsum cumprod "
@@ -73,7 +74,7 @@ _FACTORIES = frozenset(
 )
 _ROW_OPERATORS = frozenset(
     "linear packed_linear quantized_linear embedding layer_norm rms_norm one_hot attention paged_attention "
-    "causal_conv1d linear_recurrence selective_scan".split()
+    "causal_conv1d lightning_indexer linear_recurrence selective_scan".split()
 )
 _INDEXING = frozenset(
     "index_select gather scatter scatter_ scatter_add scatter_add_ index_add index_add_ index_copy "

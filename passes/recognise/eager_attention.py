@@ -8,6 +8,7 @@ Matches (any subset of the optional steps, in any spelling of them):
     s = cat([s, sinks]);  s - s.max()
     p = softmax(s.float()).to(dtype)[..., :-1]
     out = dropout(p) @ v'
+    out = out * sigmoid(logsumexp(s) - sinks)
 Becomes:
     pagoda::attention(q, k, v, mask, sinks, ..., scale, softcap)    # k, v un-repeated; masks joined into one
 Why it is faster:
@@ -40,6 +41,7 @@ from ..graph.head_layout import HeadLayout, find_layout, insert_layout
 from ..graph.record import NoMatch, PassRecord
 from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
+from .sink_gate import find_sink_gate
 
 _MATMULS = ("matmul", "bmm", "baddbmm", "__matmul__")
 _CASTS = CAST_CALLS | {"contiguous", "clone"}
@@ -109,12 +111,19 @@ def _replace(traced: TracedGraph, softmax: fx.Node, out: fx.Node, way: list[fx.N
     scores = _read_scores(traced, softmax.args[0])
     if sliced != (scores.sinks is not None):
         raise NoMatch("a column of the probabilities is cut off, but no sink was appended")
-    inside = {*way, *scores.nodes, out}
+    product = out
+    inside = {*way, *scores.nodes, product}
+    gate = find_sink_gate(traced, scores.nodes[0], product)
+    if gate is not None:
+        if scores.sinks is not None:
+            raise NoMatch("the result is gated by sinks, and a sink was appended")
+        scores.sinks, out = gate.sinks, gate.result
+        inside |= gate.nodes
     for node in (*way, *scores.nodes):
         for user in node.users:
             if user not in inside and callee(user) not in METADATA_CALLS and not _only_feeds_maximum(user, inside):
                 raise NoMatch(f"{node.name} is also read by {user.name}")
-    values = out.args[1]
+    values = product.args[1]
     if not isinstance(values, fx.Node):
         raise NoMatch("the values are no tensor")
     query = find_layout(scores.query, may_repeat=False)

@@ -21,9 +21,10 @@ from ..graph.evaluate import Evaluation
 from ..graph.fx_nodes import callee, is_tensor, shape, value
 from ..graph.record import PassRecord
 from ..graph.rewrite_each import rewrite_each
+from ..graph.token_dims import token_dims
 from ..graph.traced import TracedGraph
 from ..proof.dependence import Depends, dependences
-from ..proof.step_place import picks_rows, token_dims
+from ..proof.step_place import picks_rows
 
 _TOKENS = 7
 _MORE_TOKENS = 12

@@ -76,6 +76,7 @@ def insert_paged_cache(traced: TracedGraph) -> PassRecord:
                 call.chunk,
                 call.softcap,
                 *(scales or (None, None)),
+                call.selected,
             )
         new.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
         node.replace_all_uses_with(new)

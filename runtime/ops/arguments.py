@@ -24,6 +24,8 @@ class AttentionArguments(NamedTuple, Generic[Value]):
         sliding_window: i - j < sliding_window; 0 turns it off.
         chunk: ``i // chunk == j // chunk``; 0 turns it off.
         softcap: in units of the scaled score; 0 turns it off.
+        selected: ``[1, Tq, K]`` int32, positions of the keys that each query may attend, -1 for none; None: all. For
+            a batch of one.
     """
 
     query: Value
@@ -37,6 +39,7 @@ class AttentionArguments(NamedTuple, Generic[Value]):
     sliding_window: int
     chunk: int
     softcap: float
+    selected: Value | None = None
 
 
 class PagedAttentionArguments(NamedTuple, Generic[Value]):
@@ -57,6 +60,8 @@ class PagedAttentionArguments(NamedTuple, Generic[Value]):
         seq_lens: ``[S]`` int32; context length of each sequence, this step's tokens included.
         sinks, alibi_slopes, scale, sliding_window, chunk, softcap: as in :class:`AttentionArguments`.
         key_scale, value_scale: of int8 caches, ``[num_blocks, block_size, Hk]`` float32; written. None for others.
+        selected: ``[1, T, K]`` int32, positions in its sequence of the keys that each token may attend, -1 for none;
+            None: all. Where no more than K tokens are in sight all of them are to be named.
         batch_invariant: a token's result does not change by a bit with the other tokens of the step, the other
             sequences, the blocks' size or the number of threads: its keys are cut by their positions alone.
     """
@@ -78,6 +83,7 @@ class PagedAttentionArguments(NamedTuple, Generic[Value]):
     softcap: float
     key_scale: Value | None = None
     value_scale: Value | None = None
+    selected: Value | None = None
     batch_invariant: bool = False
 
 

@@ -12,17 +12,18 @@ from .int8_rows import check_scales
 from .native import DTYPE_CODES, FLOAT_CODES, kernel_function
 from .reference import paged_attention_reference
 from .registration import check_per_head, register_operator
+from .selected_keys import check_selected, mask_of_selected
 
 _SCHEMA = (
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
     "Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, Tensor? sinks, "
     "Tensor? alibi_slopes, float scale, int sliding_window, int chunk, float softcap, "
-    "Tensor(c!)? key_scale, Tensor(d!)? value_scale, bool batch_invariant=False) -> Tensor"
+    "Tensor(c!)? key_scale, Tensor(d!)? value_scale, Tensor? selected=None, bool batch_invariant=False) -> Tensor"
 )
 _CACHE_CODES = {**FLOAT_CODES, torch.int8: 4}
 # Field for field the struct PagedAttentionArguments of csrc/attention.cpp; packing all at once is several
 # times faster than filling a ctypes.Structure.
-_ARGUMENTS = struct.Struct("=56q2d")
+_ARGUMENTS = struct.Struct("=58q2d")
 _Call = PagedAttentionArguments[torch.Tensor]
 
 
@@ -58,7 +59,8 @@ def paged_attention_cpu(*arguments: Any) -> torch.Tensor:
         _plain(call.query_start_loc, torch.int32),
         _plain(call.seq_lens, torch.int32),
     )
-    status = kernel(_packed(call, metadata, sizes, result))
+    mask = None if call.selected is None else mask_of_selected(call.selected, _longest(call))
+    status = kernel(_packed(call, metadata, sizes, result, mask))
     if status:
         _raise_failure(status, call.key_cache, *metadata)
     return result
@@ -95,6 +97,7 @@ def _checked_sizes(call: _Call) -> tuple[int, ...]:
         )
     check_per_head("sinks", call.sinks, heads)
     check_per_head("alibi_slopes", call.alibi_slopes, heads)
+    check_selected(call.selected, batch, tokens)
     dtype, cache_dtype = query.dtype, key_cache.dtype
     if key.dtype != dtype or value.dtype != dtype or value_cache.dtype != cache_dtype:
         raise ValueError(
@@ -105,6 +108,13 @@ def _checked_sizes(call: _Call) -> tuple[int, ...]:
     return heads, kv_heads, tokens, sequences, table_width, num_blocks, block_size, dim, value_dim
 
 
+def _longest(call: _Call) -> int:
+    """The most keys that a sequence can have in this step: no more than its row of the block table has slots."""
+    lens = call.seq_lens
+    longest = int(lens.max()) if lens.numel() else 0
+    return max(0, min(longest, call.block_table.shape[1] * call.key_cache.shape[1]))
+
+
 def _plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The array that the kernel reads: ``tensor`` itself when it is as the schema says."""
     if tensor.dtype is dtype and tensor.is_contiguous():
@@ -112,7 +122,13 @@ def _plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype).contiguous()
 
 
-def _packed(call: _Call, metadata: tuple[torch.Tensor, ...], sizes: tuple[int, ...], result: torch.Tensor) -> bytes:
+def _packed(
+    call: _Call,
+    metadata: tuple[torch.Tensor, ...],
+    sizes: tuple[int, ...],
+    result: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> bytes:
     """The kernel's struct of arguments; what it points to must outlive the kernel's run."""
     query, key, value, key_cache, value_cache = call[:5]
     sinks, slopes, key_scale, value_scale = call.sinks, call.alibi_slopes, call.key_scale, call.value_scale
@@ -131,6 +147,7 @@ def _packed(call: _Call, metadata: tuple[torch.Tensor, ...], sizes: tuple[int, .
         0 if slopes is None else slopes.data_ptr(),
         0 if key_scale is None else key_scale.data_ptr(),
         0 if value_scale is None else value_scale.data_ptr(),
+        0 if mask is None else mask.data_ptr(),
         result.data_ptr(),
         DTYPE_CODES[query.dtype],
         _CACHE_CODES[key_cache.dtype],
@@ -146,6 +163,7 @@ def _packed(call: _Call, metadata: tuple[torch.Tensor, ...], sizes: tuple[int, .
         *((0, 0, 0) if value_scale is None else value_scale.stride()),
         0 if sinks is None else sinks.stride(0),
         0 if slopes is None else slopes.stride(0),
+        0 if mask is None else mask.stride(0),
         call.sliding_window,
         call.chunk,
         torch.get_num_threads(),

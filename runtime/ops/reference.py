@@ -8,6 +8,7 @@ import torch
 
 from .arguments import AttentionArguments, PagedAttentionArguments
 from .int8_rows import check_scales, dequantize_rows, quantize_rows
+from .selected_keys import mask_of_selected
 
 _Call = AttentionArguments[torch.Tensor] | PagedAttentionArguments[torch.Tensor]
 
@@ -33,6 +34,8 @@ def attention_reference(*arguments: Any) -> torch.Tensor:
     call: AttentionArguments[torch.Tensor] = AttentionArguments(*arguments)
     query_positions = torch.arange(call.query.shape[2], device=call.query.device)
     bias = _position_bias(call, query_positions, call.key.shape[2], call.is_causal)
+    if call.selected is not None:
+        bias = bias.masked_fill(~mask_of_selected(call.selected, call.key.shape[2]), -torch.inf)
     if call.attn_mask is not None:
         bias = bias + _mask_bias(call.attn_mask, bias.dtype)
     result = _attend(call, call.query, call.key, call.value, bias)
@@ -45,7 +48,8 @@ def paged_attention_reference(*arguments: Any) -> torch.Tensor:
     ``pagoda::paged_attention``. First every token's key and value go to its cache slot; then token i of sequence s,
     at position ``p = seq_lens[s] - n_s + i``, attends the positions ``j <= p`` with ``p - j < sliding_window`` and
     ``p // chunk == j // chunk``. Scores as in :func:`attention_reference`; ALiBi adds
-    ``alibi_slopes[h] · (j - p)``. Positions that no token sees are never read (their blocks may be in other hands).
+    ``alibi_slopes[h] · (j - p)``. Of these, ``selected`` leaves those that it names. Positions that no token sees are
+    never read (their blocks may be in other hands).
 
     Caches of int8 hold ``round(x / s)``, each head of each token with its own scale ``s = max|x| / 127``, and are
     read as ``stored · s`` (see ``int8_rows``). A NaN or an infinity, which a float cache gives back in its place,
@@ -90,7 +94,10 @@ def paged_attention_reference(*arguments: Any) -> torch.Tensor:
         keys = _stored(key_cache, call.key_scale, place, dtype)
         values = _stored(value_cache, call.value_scale, place, dtype)
         query_positions = torch.arange(first, context, device=query.device)
-        bias = _position_bias(call, query_positions, context, is_causal=True)[..., low:]
+        bias = _position_bias(call, query_positions, context, is_causal=True)
+        if call.selected is not None:
+            bias = bias.masked_fill(~mask_of_selected(call.selected[:, start:end], context), -torch.inf)
+        bias = bias[..., low:]
         result[:, start:end] = _attend(call, query[:, :, start:end], keys, values, bias).transpose(1, 2)
     return result.transpose(1, 2)
 

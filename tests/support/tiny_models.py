@@ -85,7 +85,8 @@ SIZES = _by_name(
         16,
         "hidden_size_per_layer_input laurel_rank gated_norm_rank adapter_rank d_rel ple_embed_dim hc_lowrank",
     ),
-    (2, "index_n_heads index_topk_blocks"),
+    (2, "index_topk_blocks"),
+    (16, "index_n_heads"),  # with fewer, scores that relu has made zero are tied; models have 32 and more
     (16, "index_head_dim rel_extent"),
     (8, "index_topk index_block_size keep_window_size"),
     (4, "mamba_n_heads mamba_num_heads linear_num_heads linear_num_value_heads"),

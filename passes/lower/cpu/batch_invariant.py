@@ -28,6 +28,7 @@ from torch import fx
 
 from ....runtime.ops.elementwise import FUNCTIONS, elementwise
 from ....runtime.ops.invariant_linear import invariant_linear
+from ....runtime.ops.lightning_indexer import lightning_indexer
 from ....runtime.ops.moe import INVARIANT_SCORINGS, moe, moe_gating
 from ....runtime.ops.native import FLOAT_CODES, load_kernels
 from ....runtime.ops.quantized_moe import quantized_moe
@@ -112,6 +113,8 @@ def _refusal(node: fx.Node) -> str:
     """The reason why a node's numbers may depend on the batch; "" if they do not."""
     if node.op not in ("call_function", "call_method"):
         return ""
+    if node.target is lightning_indexer:
+        return "scores keys with products that depend on sizes and threads"
     dtypes = {x.dtype for x in _tensors(node.meta.get("val", node.meta.get("example_value")))}
     dtypes = {dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
     if not dtypes or node.target is operator.getitem:

@@ -1,6 +1,7 @@
 """Round the weights of experts to a few bits, or read them as a quantised checkpoint stores them.
 
-Level 0 where asked for (``quantization``): the numbers change. Level 1 for weights that are stored rounded.
+Level 0: where asked for (``quantization``) the numbers change, and weights that are stored rounded are served so at
+every level.
 
 Matches:
     pagoda::moe(x, weights, ids, Up, Down, …)        # parameters that nothing else reads

@@ -135,7 +135,8 @@ static bool load_tile_mask(const Problem& p, const Sequence& s, Row* row, int ro
   bool hidden = true;
   const char* last = nullptr;
   for (int r = 0; r < rows; ++r) {
-    const int64_t at = s.batch * p.mask_batch + row[r].head * p.mask_head + row[r].token * p.mask_query;
+    const int64_t token = s.first_token + row[r].token;
+    const int64_t at = s.batch * p.mask_batch + row[r].head * p.mask_head + token * p.mask_query;
     const char* from = p.mask + at * bytes_of(p.mask_dtype);
     if (from == last) {  // heads that share a mask
       row[r].mask = row[r - 1].mask;

@@ -172,7 +172,12 @@ REFUSED = {
     "rows of what there is not": (put("linkage", "merged", {"input_ids": ("nothing",)}), "."),
     "what is packed and no weight": (put("linkage", "packed", 0, lambda p: {**p, "name": "input_ids"}), "no weight"),
     "three bits": (
-        put("linkage", "packed", 0, lambda p: {**p, "quantization": {"bits": 3, "group_size": 0, "input_bits": 8}}),
+        put(
+            "linkage",
+            "packed",
+            0,
+            lambda p: {**p, "quantization": {"bits": 3, "group_size": 0, "input_bits": 8, "zeros": False}},
+        ),
         "bits=3",
     ),
     "what is folded of nothing": (put("linkage", "folded", ("nothing",)), "no constant"),

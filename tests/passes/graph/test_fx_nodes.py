@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 
 from torch_pagoda.compiler.verify.fake_values import propagate
-from torch_pagoda.passes.graph.fx_nodes import VMAP_BOUNDS, callee, eliminate_dead_code
+from torch_pagoda.passes.graph.fx_nodes import VMAP_BOUNDS, callee, closure, eliminate_dead_code, mutated_argument
 from torch_pagoda.passes.graph.head_layout import find_layout
 
 from toy_lm import ToyLM, run, sdpa, traced
@@ -28,6 +30,21 @@ def test_writes_into_live_tensors_stay_and_into_dead_ones_go():
     assert sum(callee(n) == "setitem" for n in graph.graph.nodes) == 1
     assert sum(callee(n) == "mul_" for n in graph.graph.nodes) == 1
     torch.testing.assert_close(run(graph, 7), before, atol=0, rtol=0)
+
+
+def joined_masks(m, hidden, pos):
+    mask = hidden > 0
+    other = operator.and_(mask, hidden < 1)
+    return hidden.where(operator.or_(other, mask), 0.5)
+
+
+def test_operators_with_names_like_keywords_write_nothing():
+    """``operator.and_`` ends like ``mul_``: what is computed from one of its operands would read its result, too."""
+    graph = traced(ToyLM(sdpa, before=joined_masks))
+    joined = [n for n in graph.graph.nodes if callee(n) in ("and_", "or_")]
+    assert len(joined) == 2 and [mutated_argument(n) for n in joined] == [None, None]
+    mask = joined[0].args[0]
+    assert joined[0] not in closure(joined[1].args[1]) and mask in closure(joined[0])
 
 
 def update_buffer(m, hidden, pos):

@@ -125,6 +125,27 @@ def eager_bmm_alibi(m, q, k, v, pos):
     return torch.bmm(p, repeat_kv(v).reshape(h, t, d)).view(1, h, t, d)
 
 
+def gated(q, k, v, pos, gate):
+    s = scores_of(q, k) * 0.4 + torch.where(causal_mask(pos), 0.0, torch.finfo(q.dtype).min)
+    out = torch.softmax(s, dim=-1, dtype=torch.float32).to(q.dtype) @ repeat_kv(v)
+    return gate(s, out)
+
+
+def eager_sink_gate(m, q, k, v, pos):
+    def gate(s, out):
+        scale = (torch.logsumexp(s, dim=-1) - m.sinks.view(1, -1, 1)).to(torch.float32).sigmoid()
+        return out * scale.unsqueeze(-1).to(out.dtype)
+
+    return gated(q, k, v, pos, gate)
+
+
+def eager_sink_gate_with_dims_kept(m, q, k, v, pos):
+    def gate(s, out):
+        return torch.sigmoid(s.float().logsumexp(-1, keepdim=True) - m.sinks[None, :, None, None]) * out
+
+    return gated(q, k, v, pos, gate)
+
+
 EAGER = [
     eager_additive,
     eager_where_divided,
@@ -132,6 +153,8 @@ EAGER = [
     eager_table,
     eager_softcap,
     eager_sinks,
+    eager_sink_gate,
+    eager_sink_gate_with_dims_kept,
     eager_bmm_alibi,
 ]
 
@@ -146,7 +169,7 @@ def test_eager_spellings_are_recognised(spelling):
     call = AttentionCall.of(node)
     assert int(shape(call.key)[1]) == KV_HEADS
     assert (call.softcap == 5.0) == (spelling is eager_softcap)
-    assert (call.sinks is not None) == (spelling is eager_sinks)
+    assert (call.sinks is not None) == ("sink" in spelling.__name__)
     assert not [n for n in graph.graph.nodes if callee(n) in ("softmax", "baddbmm", "bmm")]
     torch.testing.assert_close(run(graph, 13), before, atol=1e-4, rtol=1e-4)
     assert recognise_eager_attention(graph).matches == 0
@@ -155,6 +178,63 @@ def test_eager_spellings_are_recognised(spelling):
 def escaping_scores(m, q, k, v, pos):
     s = scores_of(q, k) + torch.where(causal_mask(pos), 0.0, -torch.inf)
     return torch.softmax(s, dim=-1) @ repeat_kv(v) + torch.logsumexp(s, dim=-1, keepdim=True)
+
+
+def gate_of_the_wrong_sign(m, q, k, v, pos):
+    def gate(s, out):
+        return out * torch.sigmoid(m.sinks.view(1, -1, 1) - torch.logsumexp(s, dim=-1))[..., None]
+
+    return gated(q, k, v, pos, gate)
+
+
+def gate_by_half_the_logarithm(m, q, k, v, pos):
+    def gate(s, out):
+        return out * torch.sigmoid(0.5 * torch.logsumexp(s, dim=-1) - m.sinks.view(1, -1, 1))[..., None]
+
+    return gated(q, k, v, pos, gate)
+
+
+def gate_by_tanh(m, q, k, v, pos):
+    def gate(s, out):
+        return out * torch.tanh(torch.logsumexp(s, dim=-1) - m.sinks.view(1, -1, 1))[..., None]
+
+    return gated(q, k, v, pos, gate)
+
+
+def gate_over_the_queries(m, q, k, v, pos):
+    def gate(s, out):
+        return out * torch.sigmoid(torch.logsumexp(s, dim=-2) - m.sinks.view(1, -1, 1))[..., None]
+
+    return gated(q, k, v, pos, gate)
+
+
+def gate_that_escapes(m, q, k, v, pos):
+    def gate(s, out):
+        scale = torch.sigmoid(torch.logsumexp(s, dim=-1) - m.sinks.view(1, -1, 1))[..., None]
+        return (out * scale) + scale
+
+    return gated(q, k, v, pos, gate)
+
+
+def gate_beside_the_ungated_result(m, q, k, v, pos):
+    def gate(s, out):
+        return out * torch.sigmoid(torch.logsumexp(s, dim=-1) - m.sinks.view(1, -1, 1))[..., None] + out
+
+    return gated(q, k, v, pos, gate)
+
+
+def gate_of_unmasked_scores(m, q, k, v, pos):
+    s = scores_of(q, k) * 0.4
+    scale = torch.sigmoid(torch.logsumexp(s, dim=-1) - m.sinks.view(1, -1, 1))[..., None]
+    s = s + torch.where(causal_mask(pos), 0.0, torch.finfo(q.dtype).min)
+    return (torch.softmax(s, dim=-1) @ repeat_kv(v)) * scale
+
+
+def gate_without_sinks(m, q, k, v, pos):
+    def gate(s, out):
+        return out * torch.sigmoid(torch.logsumexp(s, dim=-1))[..., None]
+
+    return gated(q, k, v, pos, gate)
 
 
 def bias_from_tokens(m, q, k, v, pos):
@@ -181,6 +261,14 @@ def over_the_wrong_dim(m, q, k, v, pos):
     ("spelling", "reason"),
     [
         (escaping_scores, "also read by"),
+        (gate_of_the_wrong_sign, "no gate by sinks"),
+        (gate_by_half_the_logarithm, "no gate by sinks"),
+        (gate_by_tanh, "no gate by sinks"),
+        (gate_over_the_queries, "does not run over the keys"),
+        (gate_that_escapes, "also read by"),
+        (gate_beside_the_ungated_result, "is read 2 times"),
+        (gate_of_unmasked_scores, "also read by"),
+        (gate_without_sinks, "0 inputs"),
         (bias_from_tokens, "multiplied by a tensor"),
         (scaled_by_a_tensor, "multiplied by a tensor"),
         (wrong_softcap, "no softcap"),
