@@ -13,6 +13,7 @@ from ...passes import PassRecord, TracedGraph
 from ...passes.graph.fx_nodes import module_path
 from ...passes.graph.provenance import DecoderLayers, launches_work, operator_name, source_line
 from ...passes.graph.record import Route
+from ...runtime.program import CacheSpec, StateSpec
 from ..estimates.flops import flops
 from ..estimates.traffic import Moved, Step, moved
 from ..targets.npu.socs import Chip
@@ -180,9 +181,10 @@ def _reason_of_route(operator: str, routes: Sequence[Route]) -> str:
 
 def computed_in(traced: TracedGraph) -> str:
     """The dtype of a graph's keys and values, which is that of its products: ``bfloat16``."""
-    cache = traced.caches[0]
+    cache = next((spec for spec in traced.caches if isinstance(spec, CacheSpec)), traced.caches[0])
     matrices = (t.dtype for t in traced.constants.values() if t.is_floating_point() and t.dim() > 1)
-    return str(next(matrices, cache.dtype) if cache.has_scales else cache.dtype).removeprefix("torch.")
+    is_other = cache.has_scales or isinstance(cache, StateSpec)
+    return str(next(matrices, cache.dtype) if is_other else cache.dtype).removeprefix("torch.")
 
 
 def estimates(

@@ -18,11 +18,6 @@ def check_paging(traced: TracedGraph, report: CompileReport) -> None:
         UnsupportedModel: the message says which node and why.
     """
     keeps_state = has_state(traced.caches)
-    if keeps_state and traced.npu is not None:
-        raise UnsupportedModel(
-            f"{report.model} keeps recurrent or convolutional state, which is not lowered for an Ascend NPU yet; "
-            "use target='cpu'"
-        )
     report.attention_recognised = len(list(paged_attention_nodes(traced)))
     left = _left_over(traced, report)
     report.attention_total = report.attention_recognised + len(left)

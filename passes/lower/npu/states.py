@@ -1,0 +1,88 @@
+"""Convolutions and recurrences with state, for Ascend.
+
+Matches:
+    pagoda::causal_conv1d(x, weight, bias, activation, state, query_start_loc, state_read, state_write)
+Becomes:
+    before = index_select(state, state_read)          # zeros for sequences that begin
+    y, after = ATen operators of (x, before)
+    npu_scatter_nd_update_(state, state_write, after)
+Why it is faster:
+    only the slots of the step's sequences are read and written. The pool of states stays a whole graph input that is
+    written once, where it lies.
+
+Level 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ....runtime.ops.gathered_states import gathered_causal_conv1d
+from ....runtime.state_tables import CONVOLUTION_TABLES
+from ...graph.fx_nodes import shape, value
+from ...graph.npu_target import Product
+from ...graph.record import PassRecord
+from ...graph.traced import TracedGraph, UnsupportedModel
+from .site import Lowering, Site, lower_each
+
+_pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
+_FUSED_TAPS = 3
+
+
+def lower_npu_states(traced: TracedGraph) -> PassRecord:
+    """Lower every operator with state of the graph.
+
+    Raises:
+        UnsupportedModel: nothing writes states on the chip.
+    """
+    return lower_each(traced, "lower_npu_states", _LOWERINGS)
+
+
+def _causal_conv1d(
+    site: Site,
+    x: fx.Node,
+    weight: fx.Node,
+    bias: fx.Node | None,
+    activation: str,
+    state: fx.Node,
+    query_start_loc: fx.Node,
+    state_read: fx.Node,
+    state_write: fx.Node,
+) -> fx.Node:
+    site.refuse("npu.npu_fused_causal_conv1d", _why_no_fused_convolution(site, weight, activation))
+    taps = int(shape(weight)[1])
+    tables = [site.traced.step_input(name, taps) for name in CONVOLUTION_TABLES]
+    given = (x, weight, bias, activation, state, state_read)
+    result, after = site.inline(gathered_causal_conv1d, *given, *tables)
+    _write(site, state, state_write, after)
+    return result
+
+
+def _write(site: Site, state: fx.Node, state_write: fx.Node, after: fx.Node) -> None:
+    """Put the states behind the step into their slots, all at once: a second write would make the engine copy the
+    pool."""
+    place = site.traced.call(_aten.unsqueeze.default, state_write, -1)
+    if site.call(_npu.npu_scatter_nd_update_.default, state, place, after) is None:
+        what = f"no operator of {site.target.soc} writes the states of {site.node.name} ({site.node.target}): "
+        what += f"npu_scatter_nd_update_: {site.refused[-1][1]}"
+        if site.target.counted(value(after).dtype) is torch.bfloat16:
+            what += "; give dtype='float16'"
+        raise UnsupportedModel(what)
+
+
+def _why_no_fused_convolution(site: Site, weight: fx.Node, activation: str) -> str:
+    """The reason why the vendor's convolution, of Ascend950 alone, is not called."""
+    taps = int(shape(weight)[1])
+    if site.target.product is not Product.A5:
+        return f"{site.target.soc} does not run it"
+    if taps != _FUSED_TAPS:
+        return f"it has {_FUSED_TAPS} taps, not {taps}"
+    if activation:
+        return f"it ignores its activation, here {activation}"
+    return "it writes the slot that it reads, and a step may read a snapshot that has to stay"
+
+
+_LOWERINGS: dict[Any, Lowering] = {_pagoda.causal_conv1d.default: _causal_conv1d}

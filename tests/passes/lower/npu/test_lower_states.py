@@ -1,0 +1,72 @@
+"""Operators with state for Ascend: what each becomes, why not, and the numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from state_graphs import StateGraph, step_of
+
+from torch_pagoda.passes import UnsupportedModel
+from torch_pagoda.passes.graph.npu_target import NpuTarget
+from torch_pagoda.passes.lower.npu.states import lower_npu_states
+from torch_pagoda.runtime.ops.causal_conv1d import causal_conv1d
+from torch_pagoda.runtime.program import StateSpec
+
+from npu_graphs import assert_legal, operators, refusals
+
+COUNTS = [3, 1, 70, 2]
+TOKENS = sum(COUNTS)
+
+
+def convolution(taps: int = 4, activation: str = "silu", target: NpuTarget | None = None) -> StateGraph:
+    torch.manual_seed(0)
+    given = [torch.randn(1, TOKENS, 16), torch.randn(16, taps), torch.randn(16), activation]
+    return StateGraph(causal_conv1d, given, StateSpec("conv_state", (taps - 1, 16), torch.float32), target)
+
+
+def same_numbers(graph: StateGraph) -> None:
+    """Lower the graph, and compare a step before and after: results, and every slot that may be read."""
+    spec = graph.traced.caches[0]
+    where = step_of(COUNTS, spec.shape, spec.dtype)
+    expected_state, state = where[0].clone(), where[0].clone()
+    expected = graph.run(expected_state, *where[1:])
+    assert lower_npu_states(graph.traced).matches == 1
+    found = graph.run(state, *where[1:])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(state, expected_state, atol=1e-5, rtol=1e-5, equal_nan=True)
+    assert_legal(graph.traced)
+    assert not [name for name in operators(graph.traced) if name.startswith("pagoda.")]
+    assert operators(graph.traced).count("npu.npu_scatter_nd_update_") == 1, "a second write would copy the pool"
+    assert lower_npu_states(graph.traced).matches == 0
+
+
+@pytest.mark.parametrize("graph_mode", ["ge", "aclgraph"])
+def test_a_convolution(graph_mode: str) -> None:
+    same_numbers(convolution(target=NpuTarget(graph_mode=graph_mode, float32_as=torch.bfloat16)))
+
+
+REASONS = {
+    ("Ascend910B3", 3, ""): "npu.npu_fused_causal_conv1d: Ascend910B3 does not run it",
+    ("Ascend950PR", 4, ""): "npu.npu_fused_causal_conv1d: it has 3 taps, not 4",
+    ("Ascend950PR", 3, "silu"): "npu.npu_fused_causal_conv1d: it ignores its activation, here silu",
+    ("Ascend950PR", 3, ""): "npu.npu_fused_causal_conv1d: it writes the slot that it reads, and a step may read a "
+    "snapshot that has to stay",
+}
+
+
+@pytest.mark.parametrize(("soc", "taps", "activation"), REASONS)
+def test_why_no_fused_convolution(soc: str, taps: int, activation: str) -> None:
+    traced = convolution(taps, activation, NpuTarget(soc, float32_as=torch.bfloat16)).traced
+    reason = REASONS[soc, taps, activation]
+    if "950" in soc:  # nothing writes states there
+        with pytest.raises(UnsupportedModel, match=r"Ascend950PR writes the states of .*causal_conv1d") as raised:
+            lower_npu_states(traced)
+        assert "npu_scatter_nd_update_: Ascend950PR does not run it" in str(raised.value)
+    else:
+        assert refusals(lower_npu_states(traced)) == reason
+
+
+def test_a_chip_without_bfloat16() -> None:
+    traced = convolution(target=NpuTarget("Ascend310P3", float32_as=torch.bfloat16)).traced
+    with pytest.raises(UnsupportedModel, match=r"has no bfloat16; give dtype='float16'"):
+        lower_npu_states(traced)
