@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....runtime.ops.chunked_recurrence import chunk_width, chunked_recurrence
+from ....runtime.ops.chunked_scan import SCAN_CHUNK, chunked_scan
 from ....runtime.ops.gathered_states import gathered_causal_conv1d
-from ....runtime.state_tables import CONVOLUTION_TABLES
+from ....runtime.state_tables import CHUNK_TABLES, CONVOLUTION_TABLES
 from ...graph.fx_nodes import shape, value
 from ...graph.npu_target import Product
 from ...graph.record import PassRecord
@@ -61,6 +63,47 @@ def _causal_conv1d(
     return result
 
 
+def _linear_recurrence(
+    site: Site,
+    query: fx.Node,
+    key: fx.Node,
+    val: fx.Node,
+    log_decay: fx.Node,
+    beta: fx.Node | None,
+    scale: float,
+    l2norm_eps: float | None,
+    state: fx.Node,
+    query_start_loc: fx.Node,
+    state_read: fx.Node,
+    state_write: fx.Node,
+) -> fx.Node:
+    width = chunk_width(value(log_decay))
+    tables = [site.traced.step_input(name, width) for name in CHUNK_TABLES]
+    given = (query, key, val, log_decay, beta, scale, l2norm_eps, state, state_read)
+    result, after = site.inline(chunked_recurrence, *given, *tables)
+    _write(site, state, state_write, after)
+    return result
+
+
+def _selective_scan(
+    site: Site,
+    x: fx.Node,
+    dt: fx.Node,
+    A: fx.Node,
+    B: fx.Node,
+    C: fx.Node,
+    round_state: bool,
+    state: fx.Node,
+    query_start_loc: fx.Node,
+    state_read: fx.Node,
+    state_write: fx.Node,
+) -> fx.Node:
+    tables = [site.traced.step_input(name, SCAN_CHUNK) for name in CHUNK_TABLES]
+    result, after = site.inline(chunked_scan, x, dt, A, B, C, round_state, state, state_read, *tables)
+    _write(site, state, state_write, after)
+    return result
+
+
 def _write(site: Site, state: fx.Node, state_write: fx.Node, after: fx.Node) -> None:
     """Put the states behind the step into their slots, all at once: a second write would make the engine copy the
     pool."""
@@ -85,4 +128,8 @@ def _why_no_fused_convolution(site: Site, weight: fx.Node, activation: str) -> s
     return "it writes the slot that it reads, and a step may read a snapshot that has to stay"
 
 
-_LOWERINGS: dict[Any, Lowering] = {_pagoda.causal_conv1d.default: _causal_conv1d}
+_LOWERINGS: dict[Any, Lowering] = {
+    _pagoda.causal_conv1d.default: _causal_conv1d,
+    _pagoda.linear_recurrence.default: _linear_recurrence,
+    _pagoda.selective_scan.default: _selective_scan,
+}

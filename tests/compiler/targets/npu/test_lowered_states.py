@@ -20,8 +20,11 @@ from torch_pagoda.runtime.step_metadata import StepMetadata
 
 from hf_reference import forced
 
-MODELS = ("lfm2",)
-OTHERS = ("lfm2_moe", "lfm3")
+MODELS = ("lfm2", "qwen3_5_text", "mamba2", "jamba")
+OTHERS = (
+    *("lfm2_moe", "lfm3", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "bailing_hybrid"),
+    *("bamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "zamba2", "mamba", "falcon_mamba", "zamba"),
+)
 ALL = [*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=8)
 LONGER = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=8)

@@ -10,6 +10,8 @@ from torch_pagoda.passes import UnsupportedModel
 from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.lower.npu.states import lower_npu_states
 from torch_pagoda.runtime.ops.causal_conv1d import causal_conv1d
+from torch_pagoda.runtime.ops.linear_recurrence import linear_recurrence
+from torch_pagoda.runtime.ops.selective_scan import selective_scan
 from torch_pagoda.runtime.program import StateSpec
 
 from npu_graphs import assert_legal, operators, refusals
@@ -22,6 +24,23 @@ def convolution(taps: int = 4, activation: str = "silu", target: NpuTarget | Non
     torch.manual_seed(0)
     given = [torch.randn(1, TOKENS, 16), torch.randn(16, taps), torch.randn(16), activation]
     return StateGraph(causal_conv1d, given, StateSpec("conv_state", (taps - 1, 16), torch.float32), target)
+
+
+def recurrence(kind: str, delta: bool, target: NpuTarget | None = None) -> StateGraph:
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 1, TOKENS, 2, 16)
+    value, beta = torch.randn(1, TOKENS, 4, 8), torch.rand(1, TOKENS, 4)
+    shape = {"head": (1, TOKENS, 4), "channel": (1, TOKENS, 4, 16), "constant": (4,)}[kind]
+    given = [query, key, value, -torch.rand(shape), beta if delta else None, 0.25, 1e-6]
+    return StateGraph(linear_recurrence, given, StateSpec("recurrent_state", (4, 8, 16), torch.float32), target)
+
+
+def scan(target: NpuTarget | None = None) -> StateGraph:
+    torch.manual_seed(0)
+    x, dt = torch.randn(2, 1, TOKENS, 16)
+    writes, reads = torch.randn(2, 1, TOKENS, 5)
+    given = [x, dt.exp(), -torch.rand(16, 5), writes, reads, True]
+    return StateGraph(selective_scan, given, StateSpec("recurrent_state", (16, 5), torch.float32), target)
 
 
 def same_numbers(graph: StateGraph) -> None:
@@ -43,6 +62,16 @@ def same_numbers(graph: StateGraph) -> None:
 @pytest.mark.parametrize("graph_mode", ["ge", "aclgraph"])
 def test_a_convolution(graph_mode: str) -> None:
     same_numbers(convolution(target=NpuTarget(graph_mode=graph_mode, float32_as=torch.bfloat16)))
+
+
+@pytest.mark.parametrize("kind", ["head", "channel", "constant"])
+@pytest.mark.parametrize("delta", [True, False])
+def test_a_recurrence(kind: str, delta: bool) -> None:
+    same_numbers(recurrence(kind, delta))
+
+
+def test_a_scan() -> None:
+    same_numbers(scan())
 
 
 REASONS = {

@@ -23,7 +23,23 @@ from legal_models import build_legal_model
 pytestmark = pytest.mark.torchair
 
 # Architecture → most kernel launches of its layers that keep state.
-MOST_LAUNCHES = {"lfm2": 30}
+MOST_LAUNCHES = {
+    "lfm2": 30,
+    "lfm2_moe": 40,
+    "qwen3_5_text": 310,
+    "qwen3_next": 330,
+    "olmo_hybrid": 310,
+    "kimi_linear": 310,
+    "bailing_hybrid": 310,
+    "mamba": 260,
+    "jamba": 270,
+    "mamba2": 215,
+    "bamba": 215,
+    "falcon_h1": 225,
+    "nemotron_h": 215,
+    "granitemoehybrid": 230,
+}
+SERVED = ("lfm2", "qwen3_5_text", "kimi_linear", "mamba2", "jamba")
 
 
 @cache
@@ -57,7 +73,7 @@ def test_launches_of_a_layer_with_state(model_type):
     assert found and max(found) <= MOST_LAUNCHES[model_type], found
 
 
-@pytest.mark.parametrize("model_type", MOST_LAUNCHES)
+@pytest.mark.parametrize("model_type", SERVED)
 def test_the_graph_engine_route_serves_the_same(model_type):
     """What torchair converted runs operator by operator, and writes into the pools that it was given."""
     _, traced = lowered(model_type)
