@@ -170,9 +170,9 @@ _KINDS_OF_PASSES = frozenset({"attention", "norm", "rope", "activation", "moe"})
 def _reason_of_route(operator: str, routes: Sequence[Route]) -> str:
     """The reason why the routes of a module hold an operator; "" when none does."""
     holding = [r for r in routes if operator in r.chosen] or [r for r in routes if _BY_FORMULA in r.chosen]
-    for route in holding:
-        if route.refused:
-            return "; ".join(f"{name.removeprefix('npu.')}: {reason}" for name, reason in route.refused)
+    refused = [pair for route in holding for pair in route.refused]
+    if refused:
+        return "; ".join(dict.fromkeys(f"{name.removeprefix('npu.')}: {reason}" for name, reason in refused))
     for route in holding:
         fused = [name.removeprefix("npu.") for name in route.chosen if name.startswith("npu.")]
         return f"beside {', '.join(fused)}" if fused else f"what {route.operator} becomes"

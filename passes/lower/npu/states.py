@@ -2,10 +2,13 @@
 
 Matches:
     pagoda::causal_conv1d(x, weight, bias, activation, state, query_start_loc, state_read, state_write)
+    pagoda::linear_recurrence(query, key, value, log_decay, beta, ..., state, ...); pagoda::selective_scan(...)
 Becomes:
     before = index_select(state, state_read)          # zeros for sequences that begin
     y, after = ATen operators of (x, before)
     npu_scatter_nd_update_(state, state_write, after)
+or, for a gated delta rule in bfloat16 where calls are captured as they are or made one by one,
+    y, after = npu_chunk_gated_delta_rule(q, k, v, beta, initial_state=before, g=log_decay, ...)
 Why it is faster:
     only the slots of the step's sequences are read and written. The pool of states stays a whole graph input that is
     written once, where it lies.
@@ -20,9 +23,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....runtime.ops.chunked_recurrence import chunk_width, chunked_recurrence
+from ....runtime.ops.chunked_recurrence import chunk_width, chunked_recurrence, normalised
 from ....runtime.ops.chunked_scan import SCAN_CHUNK, chunked_scan
-from ....runtime.ops.gathered_states import gathered_causal_conv1d
+from ....runtime.ops.gathered_states import gathered_causal_conv1d, states_before
+from ....runtime.ops.npu.gated_delta_rule import MAX_RECURRENT_TOKENS
 from ....runtime.state_tables import CHUNK_TABLES, CONVOLUTION_TABLES
 from ...graph.fx_nodes import shape, value
 from ...graph.npu_target import Product
@@ -73,16 +77,80 @@ def _linear_recurrence(
     scale: float,
     l2norm_eps: float | None,
     state: fx.Node,
-    query_start_loc: fx.Node,
-    state_read: fx.Node,
-    state_write: fx.Node,
+    *where: fx.Node,
 ) -> fx.Node:
+    _, state_read, state_write = where
+    fused = _fused_delta_rule(site, query, key, val, log_decay, beta, scale, l2norm_eps, state, where)
+    if fused is not None:
+        result, after = fused
+        _write(site, state, state_write, site.cast(after, value(state).dtype))
+        return result
     width = chunk_width(value(log_decay))
     tables = [site.traced.step_input(name, width) for name in CHUNK_TABLES]
     given = (query, key, val, log_decay, beta, scale, l2norm_eps, state, state_read)
     result, after = site.inline(chunked_recurrence, *given, *tables)
     _write(site, state, state_write, after)
     return result
+
+
+def _fused_delta_rule(
+    site: Site,
+    query: fx.Node,
+    key: fx.Node,
+    val: fx.Node,
+    log_decay: fx.Node,
+    beta: fx.Node | None,
+    scale: float,
+    l2norm_eps: float | None,
+    state: fx.Node,
+    where: tuple[fx.Node, ...],
+) -> tuple[fx.Node, fx.Node] | None:
+    """Results and states by the vendor's operator; None, with the reasons, where it is not legal."""
+    chunked, recurrent = "npu.npu_chunk_gated_delta_rule", "npu.npu_recurrent_gated_delta_rule"
+    if beta is None:
+        site.refuse(chunked, "it is the delta rule, and this recurrence has no beta")
+        return None
+    site.refuse(recurrent, f"a step's prompts have more than the {MAX_RECURRENT_TOKENS} tokens that it takes")
+    if len(shape(log_decay)) != 3:
+        site.refuse(chunked, "it knows no decay of each key channel, or of a head for all tokens alike")
+        return None
+    dtype = value(val).dtype
+    q, k = site.inline(_normalised_rows, query, key, l2norm_eps, dtype)
+    before, lens = site.inline(_started_states, state, dtype, *where[:2])
+    rows = [site.traced.call(_aten.select.int, x, 0, 0) for x in (val, site.cast(beta, dtype))]
+    decays = site.traced.call(_aten.select.int, site.cast(log_decay, torch.float32), 0, 0)
+    v, b, g = (site.dense(x) for x in (*rows, decays))
+    results = site.call(
+        _npu.npu_chunk_gated_delta_rule.default,
+        q,
+        k,
+        v,
+        beta=b,
+        initial_state=before,
+        actual_seq_lengths=lens,
+        scale=scale,
+        g=g,
+    )
+    if results is None:
+        return None
+    rows_out = site.traced.call(_aten.unsqueeze.default, site.item(results, 0), 0)
+    return rows_out, site.item(results, 1)
+
+
+def _normalised_rows(
+    query: torch.Tensor, key: torch.Tensor, eps: float | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[1, T, Hk, N]`` as ``[T, Hk, N]``, normalised as the operator leaves to its callers."""
+    wide = torch.promote_types(dtype, torch.float32)
+    q, k = (normalised(x[0].to(wide), eps).to(dtype).contiguous() for x in (query, key))
+    return q, k
+
+
+def _started_states(
+    state: torch.Tensor, dtype: torch.dtype, query_start_loc: torch.Tensor, state_read: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """States that sequences go on from, and how many tokens each has, int32."""
+    return states_before(state, state_read).to(dtype), query_start_loc[1:] - query_start_loc[:-1]
 
 
 def _selective_scan(

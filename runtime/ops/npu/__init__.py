@@ -19,6 +19,7 @@ from . import (
     activation,
     attention,
     flash_attention,
+    gated_delta_rule,
     grouped_matmul,
     kv_cache,
     linear,
@@ -46,6 +47,7 @@ OPERATORS = (
     *norm_rope_cache.OPERATORS,
     *mla_prolog.OPERATORS,
     *quantize.OPERATORS,
+    *gated_delta_rule.OPERATORS,
 )
 
 register(OPERATORS)

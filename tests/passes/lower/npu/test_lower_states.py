@@ -13,6 +13,7 @@ from torch_pagoda.runtime.ops.causal_conv1d import causal_conv1d
 from torch_pagoda.runtime.ops.linear_recurrence import linear_recurrence
 from torch_pagoda.runtime.ops.selective_scan import selective_scan
 from torch_pagoda.runtime.program import StateSpec
+from torch_pagoda.runtime.state_tables import CHUNK_TABLES
 
 from npu_graphs import assert_legal, operators, refusals
 
@@ -26,13 +27,13 @@ def convolution(taps: int = 4, activation: str = "silu", target: NpuTarget | Non
     return StateGraph(causal_conv1d, given, StateSpec("conv_state", (taps - 1, 16), torch.float32), target)
 
 
-def recurrence(kind: str, delta: bool, target: NpuTarget | None = None) -> StateGraph:
+def recurrence(kind: str, delta: bool, target: NpuTarget | None = None, dim: int = 16) -> StateGraph:
     torch.manual_seed(0)
-    query, key = torch.randn(2, 1, TOKENS, 2, 16)
+    query, key = torch.randn(2, 1, TOKENS, 2, dim)
     value, beta = torch.randn(1, TOKENS, 4, 8), torch.rand(1, TOKENS, 4)
-    shape = {"head": (1, TOKENS, 4), "channel": (1, TOKENS, 4, 16), "constant": (4,)}[kind]
+    shape = {"head": (1, TOKENS, 4), "channel": (1, TOKENS, 4, dim), "constant": (4,)}[kind]
     given = [query, key, value, -torch.rand(shape), beta if delta else None, 0.25, 1e-6]
-    return StateGraph(linear_recurrence, given, StateSpec("recurrent_state", (4, 8, 16), torch.float32), target)
+    return StateGraph(linear_recurrence, given, StateSpec("recurrent_state", (4, 8, dim), torch.float32), target)
 
 
 def scan(target: NpuTarget | None = None) -> StateGraph:
@@ -72,6 +73,66 @@ def test_a_recurrence(kind: str, delta: bool) -> None:
 
 def test_a_scan() -> None:
     same_numbers(scan())
+
+
+CAPTURED = NpuTarget(graph_mode="aclgraph", float32_as=torch.bfloat16)
+
+
+def test_a_delta_rule_where_calls_are_captured() -> None:
+    graph = recurrence("head", True, CAPTURED)
+    same_numbers(graph)
+    assert operators(graph.traced).count("npu.npu_chunk_gated_delta_rule") == 1
+    (call,) = [n for n in graph.traced.graph.nodes if "chunk_gated" in str(n.target)]
+    assert call.kwargs["scale"] == 0.25, "None would be 1"
+    assert not set(graph.traced.step_inputs) & {f"{name}_64" for name in CHUNK_TABLES}
+
+
+def test_half_precision_keeps_states_in_float32() -> None:
+    given = recurrence("head", True)
+    arguments = [
+        x.bfloat16() if isinstance(x, torch.Tensor) and i != 3 else x
+        for i, x in enumerate([*(given.given[f"given_{i}"] for i in range(5)), 0.25, 1e-6])
+    ]
+    spec = StateSpec("recurrent_state", (4, 8, 16), torch.float32)
+    graph = StateGraph(linear_recurrence, arguments, spec, NpuTarget(graph_mode="aclgraph"))
+    where = step_of(COUNTS, spec.shape, spec.dtype)
+    expected_state, state = where[0].clone(), where[0].clone()
+    expected = graph.run(expected_state, *where[1:])
+    record = lower_npu_states(graph.traced)
+    assert record.routes[0].chosen[-1] == "npu.npu_scatter_nd_update_"
+    found = graph.run(state, *where[1:])
+    assert found.dtype is torch.bfloat16 and state.dtype is torch.float32
+    torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
+    torch.testing.assert_close(state, expected_state, atol=0.05, rtol=0.05, equal_nan=True)
+    assert_legal(graph.traced)
+
+
+REFUSED = {
+    ("head", True, "ge", 16): "npu.npu_chunk_gated_delta_rule: torchair's GE converter for it raises",
+    ("channel", True, "aclgraph", 16): "npu.npu_chunk_gated_delta_rule: it knows no decay of each key channel",
+    (
+        "head",
+        False,
+        "aclgraph",
+        16,
+    ): "npu.npu_chunk_gated_delta_rule: it is the delta rule, and this recurrence",
+    ("head", True, "aclgraph", 136): "npu.npu_chunk_gated_delta_rule: it has heads of (136, 8) dims; at most 128",
+}
+
+
+@pytest.mark.parametrize(("kind", "delta", "graph_mode", "dim"), REFUSED)
+def test_why_no_fused_delta_rule(kind: str, delta: bool, graph_mode: str, dim: int) -> None:
+    graph = recurrence(kind, delta, NpuTarget(graph_mode=graph_mode, float32_as=torch.bfloat16), dim)
+    said = refusals(lower_npu_states(graph.traced))
+    assert REFUSED[kind, delta, graph_mode, dim] in said
+    recurrent = "npu.npu_recurrent_gated_delta_rule: a step's prompts have more than the 8 tokens that it takes"
+    assert (recurrent in said) == delta
+    assert not [name for name in operators(graph.traced) if "delta_rule" in name]
+
+
+def test_float32_has_no_fused_delta_rule() -> None:
+    said = refusals(lower_npu_states(recurrence("head", True, NpuTarget(graph_mode="aclgraph")).traced))
+    assert "query is torch.float32; it must be torch.bfloat16" in said
 
 
 REASONS = {
