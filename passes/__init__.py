@@ -23,6 +23,7 @@ from .lower.npu.rope import lower_npu_rope
 from .lower.npu.sink_transposes import sink_transposes
 from .lower.npu.spell_out_leftovers import spell_out_leftovers
 from .lower.npu.split_products import split_products
+from .lower.npu.states import lower_npu_states
 from .recognise.activation import recognise_activation
 from .recognise.classify_masks import classify_masks
 from .recognise.eager_attention import recognise_eager_attention
@@ -148,6 +149,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("lower_npu_rope", lower_npu_rope, "aten", target="npu"),
     Pass("lower_npu_paged_attention", lower_npu_paged_attention, "aten", target="npu"),
     Pass("lower_npu_attention", lower_npu_attention, "aten", target="npu"),
+    Pass("lower_npu_states", lower_npu_states, "aten", target="npu"),
     Pass("lower_npu_linears", lower_npu_linears, "aten", target="npu"),
     Pass("split_products", split_products, "aten", target="npu"),
     Pass("spell_out_leftovers", spell_out_leftovers, "aten", target="npu"),

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .state_tables import CONVOLUTION_TABLES, STATE_TABLES, chunk_tables, convolution_tables
+
 GROUP_FIELDS = ("slot_mapping", "block_table")
 """Fields that every group of layers has its own of."""
 
@@ -53,9 +55,12 @@ class StepMetadata:
         """The value for a graph input of that name: an attribute, or ``slot_mapping_g`` or ``block_table_g`` of group
         g.
 
-        Where all groups lie in the same blocks, ``groups`` may be empty.
+        Where all groups lie in the same blocks, ``groups`` may be empty. A table of ``state_tables`` has the number
+        of taps, or of a chunk's tokens, behind its name.
         """
         base, _, number = name.rpartition("_")
+        if base in STATE_TABLES and number.isdigit():
+            return self._table(base, int(number))
         if base not in GROUP_FIELDS or not number.isdigit():
             return getattr(self, name)
         if not self.groups:
@@ -94,3 +99,18 @@ class StepMetadata:
         width = self.padded_tokens.shape[1]
         sequence = torch.repeat_interleave(torch.arange(len(starts), device=starts.device), counts)
         return sequence * width + torch.arange(len(sequence), device=starts.device) - starts[sequence]
+
+    @cached_property
+    def _tables(self) -> dict[tuple[str, int], dict[str, torch.Tensor]]:
+        return {}
+
+    def _table(self, base: str, number: int) -> torch.Tensor:
+        """The table of ``state_tables`` that has this name, for convolutions of ``number`` taps or chunks of as many
+        tokens; each is made once for a step."""
+        tables = convolution_tables if base in CONVOLUTION_TABLES else chunk_tables
+        key = tables.__name__, number
+        if key not in self._tables:
+            if self.state_read is None:
+                raise ValueError(f"{base}_{number} is for models that keep state; give state_read and state_write")
+            self._tables[key] = tables(self.query_start_loc, self.state_read, number)
+        return self._tables[key][base]

@@ -18,6 +18,7 @@ from ...runtime.ops.quantized_linear import quantized_linear
 from ...runtime.ops.quantized_moe import quantized_moe
 from ...runtime.ops.quantized_weight import Quantization, packed_bytes
 from ...runtime.program import StateSpec, is_cache_input
+from ...runtime.state_tables import CHUNK_TABLES
 
 TOKENS = 128
 """Tokens of the step that is counted where none is given, all of one sequence."""
@@ -106,7 +107,7 @@ def moved(traced: TracedGraph, nodes: Iterable[fx.Node], step: Step) -> Moved:
 
 def _of_operator(traced: TracedGraph, node: fx.Node, step: Step, sizes: Sizes) -> Moved:
     weights = cache = 0
-    results = sum(sizes.stored_bytes(v) for v in pytree.tree_leaves(value(node)))
+    results = 0 if _returns_input(node) else sum(sizes.stored_bytes(v) for v in pytree.tree_leaves(value(node)))
     activations = results
     gathers = callee(node).partition(".")[0] in _GATHERS
     for read in node.all_input_nodes:
@@ -121,6 +122,12 @@ def _of_operator(traced: TracedGraph, node: fx.Node, step: Step, sizes: Sizes) -
         else:
             activations += size
     return Moved(weights, cache, activations)
+
+
+def _returns_input(node: fx.Node) -> bool:
+    """True if an operator returns an input that it has written to."""
+    returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
+    return any(result.alias_info is not None and result.alias_info.is_write for result in returns)
 
 
 def is_weight(traced: TracedGraph, node: fx.Node) -> bool:
@@ -164,7 +171,9 @@ def _cached_bytes(traced: TracedGraph, node: fx.Node, cache: fx.Node, step: Step
     index = cache_index(cache)
     spec = None if index is None else traced.caches[index]
     if isinstance(spec, StateSpec):
-        return 2 * sizes.bytes(row.shape[1:], row.dtype)
+        # An operator of ours reads and writes; of those that it is lowered to, one does the one, another the other.
+        own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "pagoda"
+        return (2 if own else 1) * sizes.bytes(row.shape[1:], row.dtype)
     window = 0 if spec is None else spec.sliding_window
     seen = min(step.context, window + step.tokens - 1) if window else step.context
     target = node.target
@@ -180,6 +189,14 @@ def _source(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and not launches_work(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
+
+
+def _chunk_sizes(table: str, most: int, tokens: int) -> tuple[int, ...]:
+    """Sizes of a table of ``state_tables.chunk_tables`` for a step of one sequence."""
+    width = min(most, tokens)
+    chunks = -(-tokens // width)
+    sizes = {"chunk_tokens": (chunks, width), "last_chunks": (1,), "chunk_rows": (tokens,)}
+    return sizes.get(table, (max(1, chunks - 1),) if table.startswith("link_") else (chunks,))
 
 
 class Sizes:
@@ -199,12 +216,17 @@ class Sizes:
             "seq_lens": (1,),
             "logits_rows": (step.rows,),
             "padded_tokens": (1, step.tokens),
+            "kept_rows": (1,),
+            "state_read": (1,),
+            "state_write": (1,),
         }
         self._tokens = step.tokens
         self._numbers: dict[sympy.Symbol, int] = {}
         for node in traced.placeholders:
             tensor = value(node)
             numbers = (blocks,) if is_cache_input(node.name) else known.get(step_field(node), ())
+            if step_field(node) in CHUNK_TABLES:
+                numbers = _chunk_sizes(step_field(node), int(node.name.rpartition("_")[2]), step.tokens)
             if isinstance(tensor, torch.Tensor):
                 for size, number in zip(tensor.shape, numbers, strict=False):
                     if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):

@@ -13,6 +13,7 @@ from ...passes import PassRecord, TracedGraph
 from ...passes.graph.fx_nodes import module_path
 from ...passes.graph.provenance import DecoderLayers, launches_work, operator_name, source_line
 from ...passes.graph.record import Route
+from ...runtime.program import CacheSpec, StateSpec
 from ..estimates.flops import flops
 from ..estimates.traffic import Moved, Step, moved
 from ..targets.npu.socs import Chip
@@ -169,9 +170,9 @@ _KINDS_OF_PASSES = frozenset({"attention", "norm", "rope", "activation", "moe"})
 def _reason_of_route(operator: str, routes: Sequence[Route]) -> str:
     """The reason why the routes of a module hold an operator; "" when none does."""
     holding = [r for r in routes if operator in r.chosen] or [r for r in routes if _BY_FORMULA in r.chosen]
-    for route in holding:
-        if route.refused:
-            return "; ".join(f"{name.removeprefix('npu.')}: {reason}" for name, reason in route.refused)
+    refused = [pair for route in holding for pair in route.refused]
+    if refused:
+        return "; ".join(dict.fromkeys(f"{name.removeprefix('npu.')}: {reason}" for name, reason in refused))
     for route in holding:
         fused = [name.removeprefix("npu.") for name in route.chosen if name.startswith("npu.")]
         return f"beside {', '.join(fused)}" if fused else f"what {route.operator} becomes"
@@ -180,9 +181,10 @@ def _reason_of_route(operator: str, routes: Sequence[Route]) -> str:
 
 def computed_in(traced: TracedGraph) -> str:
     """The dtype of a graph's keys and values, which is that of its products: ``bfloat16``."""
-    cache = traced.caches[0]
+    cache = next((spec for spec in traced.caches if isinstance(spec, CacheSpec)), traced.caches[0])
     matrices = (t.dtype for t in traced.constants.values() if t.is_floating_point() and t.dim() > 1)
-    return str(next(matrices, cache.dtype) if cache.has_scales else cache.dtype).removeprefix("torch.")
+    is_other = cache.has_scales or isinstance(cache, StateSpec)
+    return str(next(matrices, cache.dtype) if is_other else cache.dtype).removeprefix("torch.")
 
 
 def estimates(

@@ -9,11 +9,13 @@ import torch
 
 from ...passes import TracedGraph
 from ...passes.graph.notes import PackedWeight
+from ...runtime.cache.cache_specs import has_state
 from ...runtime.ops.packed_linear import pack_weight
 from ...runtime.ops.quantized_weight import pack_stored, quantize_weight
 from ...runtime.ops.stored_weight import StoredWeight
 from ...runtime.phases import phase
 from ...runtime.program import CachePart, CacheSpec, KVCache, StateSpec
+from ...runtime.state_tables import CHUNK_TABLES, MOST_CHUNKED_TOKENS
 from ...runtime.step_metadata import StepMetadata
 from ..report import CompileReport
 from ..targets.cpu.kernels import GraphCalls
@@ -86,6 +88,8 @@ class LinkedProgram:
         self._position_ids = self._at.get(linkage.position_ids, -1)
         self._fields = [(self._at[name], name) for name in linkage.step_inputs]
         self._sizes = [self._at[name] for name in linkage.token_counts]
+        self._in_chunks = any(name.startswith(CHUNK_TABLES) for name in linkage.step_inputs)
+        self._writes_all_states = self.block_size is not None and has_state(self.caches)
         self._gathers = "logits_rows" in linkage.step_inputs
         self._bound = not self.caches
         self._recorded = self._records(run, linkage)
@@ -111,7 +115,17 @@ class LinkedProgram:
         return [self._args[self._at[source]] for sources in self._merged.values() for source in sources]
 
     def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
-        """Plan for steps up to these sizes; how many blocks at the end of the caches the program needs for itself."""
+        """Plan for steps up to these sizes; how many blocks at the end of the caches the program needs for itself.
+
+        Raises:
+            ValueError: steps would be larger than recurrences of a program for an NPU take.
+        """
+        most = min(max_num_batched_tokens, max_model_len)
+        if self._in_chunks and most > MOST_CHUNKED_TOKENS:
+            raise ValueError(
+                f"max_num_batched_tokens={max_num_batched_tokens}: the recurrences of this program take at most "
+                f"{MOST_CHUNKED_TOKENS} tokens of a sequence in one step; lower it to {MOST_CHUNKED_TOKENS}"
+            )
         if self._route is None:
             return 0
         return self._route.reserve(max_num_seqs, max_num_batched_tokens, max_model_len)
@@ -222,6 +236,8 @@ class LinkedProgram:
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """Run one flat step: ``[1, T]`` ids and positions → ``[R, vocab_size]`` logits of the asked rows."""
         asked = step.logits_rows.shape[0]
+        if self._writes_all_states:
+            check_all_write(step)
         if self._route is not None:
             input_ids, position_ids, step = self._route.fit(input_ids, position_ids, step)
         args = self.arguments(input_ids, position_ids, step)
@@ -251,6 +267,21 @@ class LinkedProgram:
         logits: torch.Tensor = outputs[0][0]
         # Without the pass that gathers the asked rows in front of the head they are taken from all.
         return logits if self._gathers else logits[step.logits_rows]
+
+
+def check_all_write(step: StepMetadata) -> None:
+    """Check what a program for an NPU takes for granted of states.
+
+    Raises:
+        ValueError: a sequence without tokens, or without a slot to write.
+    """
+    if step.state_read is None or step.state_write is None:
+        raise ValueError("the model keeps state; give state_read and state_write")
+    if bool((step.state_write < 0).any()) or bool((step.query_start_loc.diff() < 1).any()):
+        raise ValueError(
+            "a program for an NPU writes the state of every sequence; give each a token at least and, in "
+            "state_write, a slot"
+        )
 
 
 def _state_tensor(index: int, part: CachePart, tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch import nn
 
 from ...passes import TracedGraph
 from ...passes.graph.fx_nodes import value
+from ...runtime.cache.cache_specs import has_state
 from ...runtime.ops.stored_weight import StoredWeight, as_dense
 from ...runtime.phases import phase
 from ..capture.trace import Captured
@@ -134,14 +135,20 @@ def _compare(original: TracedGraph, rewritten: TracedGraph, weights: Weights, *,
 def _compared_steps(
     traced: TracedGraph, constants: Mapping[str, Any], reference: Reference, alone: bool
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """As ``self_check.compared_steps``; all steps run together, a weight is made once for them."""
+    """As ``self_check.compared_steps``; all steps run together, a weight is made once for them.
+
+    Where states are read by one node and written by another, a step that ran together with the one before it would
+    read what that has not written yet: there they run one after the other.
+    """
     linkage = Linkage.of(traced)
     caches = tuple(replace(spec, dtype=torch.float32) for spec in linkage.caches)
     traced.recompile()
     run = Float32Graph(traced.module, _kept(constants))
     program = LinkedProgram(replace(linkage, caches=caches), constants, run)
     steps = list(planned_steps(program, reference, alone=alone))
-    outputs = run.together([program.arguments(step.input_ids, step.position_ids, step.metadata) for step in steps])
+    inputs = [program.arguments(step.input_ids, step.position_ids, step.metadata) for step in steps]
+    one_by_one = traced.npu is not None and has_state(linkage.caches)
+    outputs = [run(*given) for given in inputs] if one_by_one else run.together(inputs)
     for step, yielded in zip(steps, outputs, strict=True):
         yield step.group, program.logits(yielded, step.metadata).float(), step.expected
 

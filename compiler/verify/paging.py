@@ -19,11 +19,6 @@ def check_paging(traced: TracedGraph, report: CompileReport) -> None:
         UnsupportedModel: the message says which node and why.
     """
     keeps_state = has_state(traced.caches)
-    if keeps_state and traced.npu is not None:
-        raise UnsupportedModel(
-            f"{report.model} keeps recurrent or convolutional state, which is not lowered for an Ascend NPU yet; "
-            "use target='cpu'"
-        )
     if traced.npu is not None and chooses_keys(traced.graph):
         raise UnsupportedModel(
             f"{report.model} attends keys that an indexer chooses, which is not lowered for an Ascend NPU yet; "

@@ -280,7 +280,7 @@ class _PagedState:
         self.states = has_state(caches)
         self.slots = [(count + s, s) for s in range(count)]  # that a sequence wrote last, and the one before
         num_blocks = [width * count + spare] * num_token_groups(caches)
-        cache = allocate_kv_cache(caches, [*num_blocks, 2 * count], self.block_size, program.device)
+        cache = allocate_kv_cache(caches, [*num_blocks, 2 * count + spare], self.block_size, program.device)
         for spec, tensors in zip(caches, cache, strict=True):
             if isinstance(spec, StateSpec):  # a sequence that begins must not read what others left
                 tensors[0].fill_(torch.nan)

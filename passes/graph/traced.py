@@ -207,7 +207,12 @@ class TracedGraph:
         return node
 
     def step_input(self, field: str, group: int = 0) -> fx.Node:
-        """The placeholder of a field of ``StepMetadata``, for one group of layers; made on first use."""
+        """The placeholder of a field of ``StepMetadata``; made on first use.
+
+        Args:
+            field: its name.
+            group: which group of layers it is for, or the number of a table of ``state_tables``.
+        """
         name = f"{field}_{group}" if group else field
         for node in self.placeholders:
             if node.name == name:
@@ -229,7 +234,19 @@ class TracedGraph:
             "logits_rows": (torch.zeros(3, dtype=torch.int64, device=device), (0,)),
             "state_read": (torch.zeros(5, dtype=torch.int32, device=device), (0,)),
             "state_write": (torch.zeros(5, dtype=torch.int32, device=device), (0,)),
+            # For convolutions of so many taps, and recurrences in chunks of at most so many tokens (state_tables).
+            "kept_rows": (torch.zeros(5, max(1, group - 1), dtype=torch.int64, device=device), (0,)),
+            "chunk_tokens": (torch.zeros(13, 12, dtype=torch.int64, device=device), (0, 1)),
+            "chunk_sequences": (torch.zeros(13, dtype=torch.int64, device=device), (0,)),
+            "chunk_links": (torch.zeros(13, dtype=torch.int64, device=device), (0,)),
+            "link_chunks": (torch.zeros(8, dtype=torch.int64, device=device), (0,)),
+            "link_positions": (torch.zeros(8, dtype=torch.int64, device=device), (0,)),
+            "last_chunks": (torch.zeros(5, dtype=torch.int64, device=device), (0,)),
+            "chunk_rows": (per_token, ()),
         }
+        if field == "convolution_rows":
+            with self.fake_mode:
+                return self._new_step_input(name, field, torch.empty(tokens, group, dtype=torch.int64, device=device))
         example, dynamic = examples[field]
         return self._new_step_input(name, field, self._fake(name, example, dynamic))
 

@@ -27,6 +27,14 @@ _LATENT = {
 _GROUPED = {name: _HEAD for name, size in tiny_models.SIZES.items() if size == 16 and "head" in name}
 _WIDE = {name: _HIDDEN for name, size in tiny_models.SIZES.items() if size == 64 and name != "max_source_positions"}
 _SIZES = {**tiny_models.SIZES, **_WIDE, **_GROUPED, **_LATENT, "rotary_dim": 64, "global_head_dim": _HEAD}
+_STATE_MODELS: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "mamba2": {"num_heads": 8, "head_dim": _HEAD},
+    "bamba": {"mamba_n_heads": 8},
+    "granitemoehybrid": {"mamba_n_heads": 8},
+    "zamba": {"attention_hidden_size": 2 * _HIDDEN, "attention_head_dim": 2 * _HEAD},
+}
+"""Sizes that depend on others, and layers that keep state."""
 _LATENT_MODELS = {
     **_SIZES,
     **dict.fromkeys(_WIDE, 1024),
@@ -40,6 +48,7 @@ def build_legal_model(
     """As ``tiny_models.build_tiny_model``, with sizes that the limits of the NPU operators allow, and windows and
     chunks of so many tokens wherever the architecture has any."""
     default = CONFIG_MAPPING[model_type]()
+    overrides = {**_STATE_MODELS.get(model_type, {}), **overrides}
     latent = getattr(default, "kv_lora_rank", None) is not None
     positions = max(tiny_models.MAX_POSITIONS, 2 * window)
     own = {tiny_models.WINDOW: window, tiny_models.MAX_POSITIONS: positions}

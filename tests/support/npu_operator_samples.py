@@ -41,6 +41,7 @@ def all_samples() -> list[Sample]:
         *_mixture_of_experts(),
         *_chains(),
         *_quantization(),
+        *_gated_delta_rules(),
     ]
     torch.set_rng_state(state)
     return samples
@@ -375,4 +376,30 @@ def _quantization() -> list[Sample]:
         Sample("npu_quantize", "int32", (x, torch.rand(1), None, 3)),
         Sample("npu_format_cast", "nz", (x.half(), 29)),
         Sample("npu_format_cast", "strided", (x.transpose(0, 1), 2)),
+    ]
+
+
+def _gated_delta_rules() -> list[Sample]:
+    tokens, key_heads, heads, dim, value_dim = 5, 2, 4, 16, 8
+    query, key = (torch.randn(tokens, key_heads, dim).bfloat16() / 4 for _ in range(2))
+    value, beta = torch.randn(tokens, heads, value_dim).bfloat16(), torch.rand(tokens, heads).bfloat16()
+    state, g = torch.randn(6, heads, value_dim, dim).bfloat16(), -torch.rand(tokens, heads)
+    chunked = {"beta": beta, "initial_state": state[:3], "actual_seq_lengths": torch.tensor([3, 1, 1]).int()}
+    recurrent = {
+        "beta": beta,
+        "actual_seq_lengths": torch.tensor([3, 1, 1]).int(),
+        "ssm_state_indices": torch.tensor([4, 0, 2, 3, 5]).int(),
+    }
+    accepted = torch.tensor([2, 1, 1]).int()
+    by_channel = -torch.rand(tokens, heads, dim)
+    return [
+        Sample("npu_chunk_gated_delta_rule", "plain", (query, key, value), chunked),
+        Sample("npu_chunk_gated_delta_rule", "decays", (query, key, value), {**chunked, "scale": 0.25, "g": g}),
+        Sample("npu_recurrent_gated_delta_rule", "plain", (query, key, value, state), recurrent),
+        Sample(
+            "npu_recurrent_gated_delta_rule",
+            "decays",
+            (query, key, value, state),
+            {**recurrent, "scale": 0.5, "g": g, "gk": by_channel, "num_accepted_tokens": accepted},
+        ),
     ]

@@ -26,7 +26,10 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext, tracing
 
 from ....passes import TracedGraph
+from ....passes.graph.fx_nodes import step_field
+from ....runtime.cache.cache_specs import has_state
 from ....runtime.program import KVCache
+from ....runtime.state_tables import CHUNK_TABLES
 from .capture_sizes import (
     CAPTURES_PER_GRAPH,
     most_padding,
@@ -41,6 +44,8 @@ from .route import Route, Run, ctrl_c_kept
 from .step_padding import StepSize, spare_blocks
 
 log = logging.getLogger(__name__)
+# Inputs whose sizes depend on how a step's tokens are dealt out.
+_PADDED = frozenset({"padded_tokens", *CHUNK_TABLES})
 
 
 class AclGraphs(Route):
@@ -67,7 +72,7 @@ class AclGraphs(Route):
         names = [node.name for node in traced.placeholders]
         self._ids_at = names.index(traced.input_ids)
         self._rows_at = names.index("logits_rows") if "logits_rows" in names else None
-        self._only_decode = any(node.name == "padded_tokens" and node.users for node in traced.placeholders)
+        self._only_decode = any(step_field(node) in _PADDED and node.users for node in traced.placeholders)
         self._refusal = _why_not_captured(traced, self.lists)
         self._length = self._width = 0
         self._caches: list[torch.Tensor] = []
@@ -202,6 +207,8 @@ def aclgraph_options(budget: int) -> dict[str, Any]:
 def _why_not_captured(traced: TracedGraph, lists: Sequence[int]) -> str:
     """The reason why a captured graph would not be right or would not pay, or ""."""
     placeholders = traced.placeholders
+    if not lists and has_state(traced.caches):
+        return "the graph has no attention call, whose lists of lengths say for how many sequences it is captured"
     tables = [user for node in placeholders if node.name == "block_table" for user in node.users]
     if not lists or not all(map(_gets_new_lengths, tables)):
         return "the graph gathers the blocks of its caches, as many as the longest sequence could have"

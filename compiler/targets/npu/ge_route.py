@@ -23,6 +23,7 @@ from ....passes import TracedGraph
 from .capture_sizes import most_padding, padded_size, plan_capture_sizes
 from .converters import register_converters
 from .flat_graph import flat_graph
+from .in_place import write_rows_in_place
 from .offline.run import is_offline
 from .offline.without_device import without_device
 from .route import Route, Run, ctrl_c_kept
@@ -114,6 +115,8 @@ def ge_config(*, run_eagerly: bool = False) -> Any:
     - enable_ref_data stays off: torchair's removal of copies leaves none to the caches.
     - tiling_schedule_optimize stays off: it is for graphs of static sizes.
 
+    - post_grad_custom_pre_pass: see ``in_place``.
+
     Matrices in format FRACTAL_NZ need no option: torchair reads the format off the tensors at the first call.
 
     Args:
@@ -123,6 +126,7 @@ def ge_config(*, run_eagerly: bool = False) -> Any:
 
     config = torchair.CompilerConfig()
     config.mode = "max-autotune"
+    config.post_grad_custom_pre_pass = write_rows_in_place
     config.experimental_config.pattern_fusion_pass = False
     config.experimental_config.frozen_parameter = True
     config.debug.run_eagerly = run_eagerly

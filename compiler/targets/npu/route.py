@@ -13,7 +13,7 @@ import torch
 
 from ....passes import TracedGraph
 from ....passes.graph.fx_nodes import is_tensor, value
-from ....runtime.program import KVCache, is_cache_input
+from ....runtime.program import KVCache, StateSpec, is_cache_input
 from ....runtime.step_metadata import StepMetadata
 from .flat_graph import is_constant, list_inputs
 from .step_padding import StepSize, pad_step, size_of, spare_blocks
@@ -45,7 +45,7 @@ class Route(ABC):
         self.device: torch.device = value(traced.placeholder(traced.input_ids)).device
         self.lists = list_inputs(traced)
         self.changing = _changing_tensors(traced)
-        self._first_spare_block = self._spare_blocks = 0
+        self._first_spare_block = self._spare_slot = self._spare_blocks = 0
 
     @abstractmethod
     def plan(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
@@ -60,7 +60,7 @@ class Route(ABC):
         """The graph's outputs. Tensors of a step may live on the host."""
 
     def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
-        """Plan; how many blocks at the end of each cache are for padding.
+        """Plan; how many blocks at the end of each cache, and slots of each state, are for padding.
 
         One at least: dummy sequences without tokens name a block too.
         """
@@ -70,8 +70,11 @@ class Route(ABC):
 
     def bind(self, kv_cache: KVCache) -> None:
         """Take notice of the caches that later calls receive."""
-        if kv_cache:
-            self._first_spare_block = kv_cache[0][0].shape[0] - self._spare_blocks
+        for spec, (first, *_) in zip(self.traced.caches, kv_cache, strict=True):
+            if isinstance(spec, StateSpec):
+                self._spare_slot = first.shape[0] - self._spare_blocks
+            else:
+                self._first_spare_block = first.shape[0] - self._spare_blocks
 
     def fit(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata
@@ -87,6 +90,7 @@ class Route(ABC):
             size,
             block_size=self.block_size,
             first_spare_block=self._first_spare_block,
+            spare_slot=self._spare_slot,
         )
 
     def on_device(self, args: Sequence[Any]) -> list[Any]:

@@ -10,6 +10,9 @@ They write their keys and values to blocks at the end of the cache that no seque
 and read what they have just written. The vendor documents slots as numbers from 0 to num_blocks * block_size - 1
 without repetition, and promises nothing otherwise (``npu_scatter_pa_kv_cache``), so the -1 that ``StepMetadata``
 allows for padding must not reach the operator.
+
+States of dummy sequences begin from zeros and all go to one slot that no sequence owns; what is in it then is
+undefined, and nothing reads it.
 """
 
 from __future__ import annotations
@@ -57,6 +60,7 @@ def pad_step(
     *,
     block_size: int,
     first_spare_block: int,
+    spare_slot: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, StepMetadata]:
     """The step with dummy tokens and sequences behind its own.
 
@@ -70,6 +74,7 @@ def pad_step(
         size: what to fill up to.
         block_size: tokens per block.
         first_spare_block: id of the first block that is for padding; as many follow as ``spare_blocks`` says.
+        spare_slot: id of the slot of states that is for padding, where the model keeps state.
 
     Returns:
         ids, positions and metadata of that size; new tensors, or the given ones where nothing is added.
@@ -105,9 +110,15 @@ def pad_step(
             seq_lens=_extended(step.seq_lens, contexts),
             logits_rows=_extended(step.logits_rows, step.logits_rows[:1].expand(rows)),
             token_lengths=_extended(step.token_lengths, step.token_lengths.new_ones(tokens)),
+            state_read=_extended_slots(step.state_read, sequences, -1),
+            state_write=_extended_slots(step.state_write, sequences, spare_slot),
         ),
     )
 
 
 def _extended(tensor: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
     return torch.cat((tensor, more.to(tensor.dtype))) if more.numel() else tensor
+
+
+def _extended_slots(slots: torch.Tensor | None, sequences: int, slot: int) -> torch.Tensor | None:
+    return None if slots is None else _extended(slots, slots.new_full((sequences,), slot))

@@ -21,6 +21,7 @@ from .call import Call
 from .latent.limits import KV_RMSNORM_ROPE_CACHE_RULES, PROLOG_ALIKE, PROLOG_RULES, TRANSPOSE_BATCHMATMUL_RULES
 from .moe_limits import chosen_experts, expert_groups, grouped_matmul, routed_experts
 from .rope_limits import ROTARY_RULES
+from .state_limits import chunk_state, delta_shapes, eager_or_captured, float32_decays
 
 Rule = Callable[[Call], str]
 """Says why a call is not legal; "" when it is, as far as the rule goes."""
@@ -291,6 +292,19 @@ LIMITS: dict[str, Limits] = {
         ranks={"token_x": (2,), "weight_dq": (2,), "weight_uk": (3,), "kv_cache": (4,), "kr_cache": (4,)},
         rules=[*PROLOG_RULES, dense("token_x", "rope_sin", "rope_cos", "kv_cache", "kr_cache")],
     ),
+    "npu_chunk_gated_delta_rule": Limits(
+        frozenset({A2, A3, A5}),
+        {"query": frozenset({torch.bfloat16}), "actual_seq_lengths": frozenset({torch.int32})},
+        alike=[("query", "key", "value", "beta")],
+        ranks={"query": (3,), "value": (3,), "beta": (2,), "initial_state": (4,), "actual_seq_lengths": (1,)},
+        rules=[
+            eager_or_captured,
+            delta_shapes,
+            float32_decays,
+            chunk_state,
+            dense("query", "key", "value", "beta", "initial_state", "g", "actual_seq_lengths"),
+        ],
+    ),
     "npu_scatter_nd_update_": Limits(
         frozenset({A2, A3, INFERENCE}),
         {"indices": INDEX},
@@ -303,7 +317,7 @@ LIMITS: dict[str, Limits] = {
     ),
 }
 """Operator → its limits. Lowering emits no ``npu::`` operator that is not in here, and each of them has a converter
-in torchair or one of ours, ``compiler.targets.npu.converters``, or is :func:`captured_only`."""
+in torchair or one of ours, ``compiler.targets.npu.converters``, or a rule that refuses it for graphs of GE."""
 
 
 def violations(call: Call) -> list[str]:

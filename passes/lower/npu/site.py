@@ -206,7 +206,7 @@ class _Inliner(TorchDispatchMode):
 
     def _size(self, size: torch.SymInt) -> fx.Node:
         """A node that yields ``size``: read off a tensor that is there already, or computed from such."""
-        for tensor in reversed(self.kept):
+        for tensor in self.kept:  # the arguments first, so that all layers read it off the same ones
             for dim, found in enumerate(tensor.shape):
                 if isinstance(found, torch.SymInt) and found.node.expr == size.node.expr:
                     return self._inserted(_aten.sym_size.int, (self.nodes[id(tensor)], dim), size)

@@ -2,10 +2,11 @@
 
 Matches:
     any pagoda:: operator that is left
+    aten.softplus, for the graph engine
 Becomes:
     the ATen operators of its formula
 Why:
-    the operators of ours have kernels for CPUs alone.
+    the operators of ours have kernels for CPUs alone, and torchair does not convert softplus.
 
 Level 0.
 """
@@ -48,9 +49,19 @@ def spell_out_leftovers(traced: TracedGraph) -> PassRecord:
         ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "pagoda"
         if ours and node.target not in _FORMULAS:
             raise ValueError(f"{node.name} ({node.target}) has no form for {traced.npu}")
+    formulas = dict(_FORMULAS)
+    if traced.npu is not None and traced.npu.graph_mode == "ge":
+        formulas[torch.ops.aten.softplus.default] = softplus_reference
     return lower_each(
-        traced, "spell_out_leftovers", {operator: _decomposed(formula) for operator, formula in _FORMULAS.items()}
+        traced, "spell_out_leftovers", {operator: _decomposed(formula) for operator, formula in formulas.items()}
     )
+
+
+def softplus_reference(x: torch.Tensor, beta: float = 1.0, threshold: float = 20.0) -> torch.Tensor:
+    """``aten.softplus`` by its formula, in float32 at least."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scaled = wide * beta
+    return torch.where(scaled > threshold, wide, torch.log1p(torch.exp(scaled)) / beta).to(x.dtype)
 
 
 def _decomposed(formula: Callable[..., Any]) -> Lowering:

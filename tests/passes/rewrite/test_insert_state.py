@@ -9,11 +9,8 @@ import pytest
 import torch
 
 from torch_pagoda.compiler.link.linker import link
-from torch_pagoda.compiler.report import CompileReport
-from torch_pagoda.compiler.verify.paging import check_paging
 from torch_pagoda.compiler.verify.self_check import STATE_SCHEDULE, check, reference_of_model
-from torch_pagoda.passes import TracedGraph, UnsupportedModel
-from torch_pagoda.passes.graph.fx_nodes import callee
+from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.proof.token_axis import mixers
 from torch_pagoda.passes.rewrite.insert_state import insert_state
 from torch_pagoda.runtime.ops.causal_conv1d import causal_conv1d, causal_conv1d_seq
@@ -121,13 +118,3 @@ def test_the_self_check_sees_wrong_slots(name: str) -> None:
     node.args = tuple(arguments)
     graph.recompile()
     assert not check(link(graph, graph.module), reference_of_model(model, STATE_SCHEDULE)).ok
-
-
-def test_a_target_that_they_are_not_lowered_for() -> None:
-    from torch_pagoda.passes.graph.npu_target import NpuTarget
-
-    _, graph = passed(recurrence)
-    graph.npu = NpuTarget("Ascend910B3", 128, "ge", None)
-    assert any(callee(node) == "linear_recurrence" for node in graph.graph.nodes)
-    with pytest.raises(UnsupportedModel, match="not lowered for an Ascend NPU yet; use target='cpu'"):
-        check_paging(graph, CompileReport("Toy"))

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from ..converters import registered_converters
+from ..in_place import write_rows_in_place
 from .ge_graph import GeGraph
 from .ge_reader import read_graph
 from .run import is_offline
@@ -120,6 +121,7 @@ def convert_and_keep(
     flat = _flatten(module, values, mode, dynamic)
     config = torchair.CompilerConfig()
     config.debug.run_eagerly = True
+    config.post_grad_custom_pre_pass = write_rows_in_place
     config.experimental_config.pattern_fusion_pass = fusions
     with ExitStack() as stack:
         stack.enter_context(without_device(soc))

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
-from torch_pagoda.compiler.targets.npu.in_place import write_in_place
+from torch_pagoda.compiler.targets.npu.in_place import write_in_place, write_rows_in_place
 
 npu, aten = torch.ops.npu, torch.ops.aten
 FUNCTIONAL, DIRECT = npu.npu_scatter_pa_kv_cache_functional.default, npu.npu_scatter_pa_kv_cache.default
@@ -118,3 +118,56 @@ def test_operators_without_a_direct_form_stay():
     gm = graph_of(functional)
     write_in_place(gm)
     assert targets(gm) == ["npu.npu_swiglu.default"]
+
+
+ROWS = npu.npu_scatter_nd_update.default
+
+
+def rows_read_first(pool, read, write):
+    rows = aten.index_select.default(pool, 0, read)
+    written = ROWS(pool, write, rows + 1)
+    return aten.sum.default(written), aten.copy_.default(pool, written)
+
+
+def rows_read_afterwards(pool, read, write):
+    written = ROWS(pool, write, aten.index_select.default(pool, 0, read) + 1)
+    return aten.index_select.default(pool, 0, read), aten.copy_.default(pool, written)
+
+
+def rows_of_another_pool(pool, read, write):
+    written = ROWS(aten.clone.default(pool), write, aten.index_select.default(pool, 0, read) + 1)
+    return written, aten.copy_.default(pool, written)
+
+
+def rows_twice(pool, read, write):
+    first = ROWS(pool, write, aten.index_select.default(pool, 0, read) + 1)
+    second = ROWS(first, write, aten.index_select.default(first, 0, read) + 1)
+    return aten.sum.default(second), aten.copy_.default(pool, second)
+
+
+def pool() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(5, 3, 4), torch.tensor([1, 4]), torch.tensor([[0], [1]])]
+
+
+@pytest.mark.parametrize("rewrite", [write_in_place, write_rows_in_place])
+def test_rows_of_a_pool_are_written_where_they_lie(rewrite):
+    gm, given, expected = graph_of(rows_read_first), pool(), pool()
+    results = gm(*expected)
+    rewrite(gm)
+    assert targets(gm)[-1] == "aten.sum.default" and "npu.npu_scatter_nd_update_.default" in targets(gm)
+    assert not {"npu.npu_scatter_nd_update.default", "aten.copy_.default"} & set(targets(gm))
+    found = gm(*given)
+    assert all(torch.equal(a, b) for a, b in zip((*found, *given), (*results, *expected), strict=True))
+    assert found[1] is given[0]
+
+
+@pytest.mark.parametrize("function", [rows_read_afterwards, rows_of_another_pool, rows_twice])
+def test_rows_that_have_to_be_copied_stay(function):
+    gm, given, expected = graph_of(function), pool(), pool()
+    results = gm(*expected)
+    before = targets(gm)
+    write_rows_in_place(gm)
+    assert targets(gm) == before
+    found = gm(*given)
+    assert all(torch.equal(a, b) for a, b in zip((*found, *given), (*results, *expected), strict=True))

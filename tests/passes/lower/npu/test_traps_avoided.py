@@ -30,7 +30,7 @@ UNCONVERTED = (
     "npu_add_rms_norm_quant npu_rms_norm_quant npu_swiglu_quant npu_gelu_mul npu_silu npu_mrope "
     "npu_moe_token_permute npu_top_k_top_p npu_gather_pa_kv_cache npu_scatter_pa_cache "
     "npu_advance_step_flashattn npu_format_cast npu_fusion_attention_v2 npu_fusion_attention_v3 "
-    "npu_grouped_matmul_swiglu_quant npu_moe_gating_top_k_softmax_v2 npu_fused_matmul npu_chunk_gated_delta_rule "
+    "npu_grouped_matmul_swiglu_quant npu_moe_gating_top_k_softmax_v2 npu_fused_matmul "
     "npu_scatter_list_"
 ).split()
 # Fakes that are missing, or ask a device.
@@ -152,3 +152,28 @@ def test_trap_13_what_has_a_treacherous_default_is_always_said(model_type):
             assert node.args[5] is True
         seen += call.name in said
     assert seen
+
+
+def test_trap_9_a_converter_that_raises_is_not_reached():
+    half = torch.bfloat16
+    tensors = [torch.empty(9, 2, 16, dtype=half, device="meta") for _ in range(3)]
+    options = {
+        "beta": torch.empty(9, 2, dtype=half, device="meta"),
+        "initial_state": torch.empty(3, 2, 16, 16, dtype=half, device="meta"),
+        "actual_seq_lengths": torch.empty(3, dtype=torch.int32, device="meta"),
+        "g": torch.empty(9, 2, device="meta"),
+    }
+    operator = torch.ops.npu.npu_chunk_gated_delta_rule.default
+    assert violations(Call.make(operator, NpuTarget(), *tensors, **options)) == [
+        "torchair's GE converter for it raises"
+    ]
+    captured = NpuTarget(graph_mode="aclgraph")
+    assert not violations(Call.make(operator, captured, *tensors, **options))
+    halved = {**options, "g": options["g"].to(half)}
+    assert violations(Call.make(operator, captured, *tensors, **halved)) == [
+        "g is torch.bfloat16; it must be float32"
+    ]
+    wide = {**options, "initial_state": options["initial_state"].float()}
+    assert "initial_state is torch.float32" in violations(Call.make(operator, captured, *tensors, **wide))[0]
+    a5 = NpuTarget("Ascend950PR", graph_mode="aclgraph")
+    assert not violations(Call.make(operator, a5, *tensors, **wide))

@@ -1,0 +1,63 @@
+"""Operators with state in plain ATen operators of static kind: what lowering falls back to on Ascend.
+
+States of a step's sequences are gathered, computed on together, and returned for one write into the pool. Unlike the
+operators themselves (``state_slots``) they ask that
+
+- the step has no tokens behind those of its last sequence;
+- every sequence writes a slot. One without tokens writes what it read.
+
+Where things stand is read from tables (``state_tables``).
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def states_before(state: torch.Tensor, state_read: torch.Tensor) -> torch.Tensor:
+    """The states that a step's sequences go on from, ``[S, ...]``; zeros for those that begin.
+
+    Args:
+        state: ``[slots, ...]``. Slots that nobody reads may hold anything, NaN included.
+        state_read: ``[S]`` int32, see ``state_slots``.
+    """
+    rows = state.index_select(0, state_read.clamp(min=0))
+    begins = (state_read < 0).view(-1, *[1] * (rows.dim() - 1))
+    return rows.masked_fill(begins, 0.0)
+
+
+def gathered_causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    state: torch.Tensor,
+    state_read: torch.Tensor,
+    convolution_rows: torch.Tensor,
+    kept_rows: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A step of ``pagoda::causal_conv1d`` that leaves the pool of states alone.
+
+    Sums are taken in fp32 and rounded to the dtype of ``weight``, once. Memory: T * K * C elements in fp32.
+
+    Args:
+        x, weight, bias, activation, state, state_read: of ``pagoda::causal_conv1d``.
+        convolution_rows: ``[T, K]`` int64, of ``state_tables.convolution_tables``.
+        kept_rows: ``[S, K - 1]`` int64, likewise.
+
+    Returns:
+        ``[1, T, C]`` in the dtype of ``x``, and the states behind the step's tokens, ``[S, K - 1, C]``.
+    """
+    channels, taps = weight.shape
+    before = state.index_select(0, state_read.clamp(min=0)).reshape(-1, channels)
+    rows = torch.cat([before, x[0].to(weight.dtype), weight.new_zeros(1, channels)])
+    windows = rows.index_select(0, convolution_rows.reshape(-1)).reshape(-1, taps, channels)
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    sums = (windows.to(wide) * weight.t().to(wide)).sum(1)
+    if bias is not None:
+        sums = sums + bias.to(wide)
+    result = sums.to(weight.dtype)
+    if activation:
+        result = torch.nn.functional.silu(result)
+    after = rows.index_select(0, kept_rows.reshape(-1)).reshape(-1, taps - 1, channels)
+    return result.to(x.dtype)[None], after
