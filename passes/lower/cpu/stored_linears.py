@@ -7,8 +7,8 @@ Becomes:
 Why it is faster:
     Decoding waits for weights: half or a quarter of the bytes of bf16 take about as much of its time.
 
-Level 0: the codes and scales are the checkpoint's, so that its model is served at every level. Inputs keep 16 bits, as
-the model keeps them: a checkpoint whose weights alone are rounded must not lose more.
+Level 0: the codes and scales are the checkpoint's, so that its model is served at every level. Inputs keep 16 bits,
+as the model keeps them: a checkpoint whose weights alone are rounded must not lose more.
 """
 
 from __future__ import annotations
