@@ -208,7 +208,7 @@ class LinkedProgram:
                     pages.drop(tensor.data_ptr(), tensor.numel() * tensor.element_size())
                     tensor.data = tensor.new_empty(0)
         self._packable = []
-        size += self._unpack_stored()
+        size += self._unpack_stored(release)
         if self._recorded is not None:
             self._recorded.clear()
         return size
@@ -218,12 +218,14 @@ class LinkedProgram:
         """Some weights are still as a quantised checkpoint stores them, which no kernel reads."""
         return any(isinstance(given, StoredWeight) for given in self._args)
 
-    def _unpack_stored(self) -> int:
-        """Make ordinary tensors of the stored weights that are left; their bytes."""
+    def _unpack_stored(self, release: bool) -> int:
+        """Make ordinary tensors of the stored weights that are left, and free these with ``release``; their bytes."""
         size, dense = 0, dict[int, torch.Tensor]()
+        left = []
         for i, given in enumerate(self._args):
             if not isinstance(given, StoredWeight):
                 continue
+            left.append(given)
             if i not in self._read:
                 self._args[i] = torch.empty(0)
                 continue
@@ -231,6 +233,9 @@ class LinkedProgram:
                 dense[id(given)] = given.dense().contiguous()
                 size += given.numel() * given.element_size()
             self._args[i] = dense[id(given)]
+        if release:
+            for given in left:
+                given.release()
         return size
 
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:

@@ -177,6 +177,8 @@ CONTRADICTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "an unknown version": ("gptq-4-g32", {"checkpoint_format": "gptq_v3"}, "gptq_v3"),
     "another form of AWQ": ("awq", {"version": "gemv"}, "gemv"),
     "an unknown packing": ("autoround-awq", {"packing_format": "auto_round:llm"}, "auto_round:llm"),
+    "a packing like a known one": ("autoround-gptq", {"packing_format": "auto_round:gptq"}, "auto_round:gptq"),
+    "no packing": ("autoround-gptq", {"packing_format": None}, "packing_format=None"),
     "blocks of another size": ("fp8-blocks", {"weight_block_size": [16, 16]}, "weight_scale_inv"),
     "rotated weights": ("ct-w4a16", {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
     "not compressed": ("ct-w4a16", {"quantization_status": "frozen"}, "quantization_status"),

@@ -161,10 +161,11 @@ def _checked(method: str, settings: Mapping[str, Any], name: str, evidence: str)
         if method == "compressed-tensors":
             compressed_tensors.check_settings(settings)
         if method == "auto-round":
-            packing = str(settings.get("packing_format") or settings.get("backend") or "auto_round:auto_gptq")
-            if "awq" in packing:
+            packing = settings.get("packing_format") or settings.get("backend")
+            form = str(packing).removeprefix("auto_round:")
+            if form == "auto_awq":
                 read, is_companion = awq.read_awq, awq.LEAVES.__contains__
-            elif "gptq" not in packing:
+            elif form != "auto_gptq":
                 raise BadTensor(f"its config has packing_format={packing!r}; 'auto_gptq' and 'auto_awq' are read")
     except BadTensor as error:
         raise broken(name, known, str(error)) from error

@@ -54,7 +54,8 @@ def quantize(
             raise ValueError(f"OUT={str(out)!r} exists and is not an empty folder; give another")
         from transformers.utils import logging as transformers_logging
 
-        from ..checkpoint.loading import load_model, load_tokenizer
+        from ..checkpoint.loading import load_config, load_model, load_tokenizer
+        from ..checkpoint.quantized import check_float
         from ..compiler.calibrate import calibrate
         from ..device import resolve_device
         from ..runtime.ops.quantized_weight import check_group_size
@@ -62,6 +63,8 @@ def quantize(
         check_group_size(group_size)
         if not sys.stderr.isatty():
             transformers_logging.disable_progress_bar()
+        name, config = load_config(model, trust_remote_code)
+        check_float(config, name, "what is rounded")
         tokenizer = load_tokenizer(model, trust_remote_code, required=True)
         assert tokenizer is not None
         windows = _windows(tokenizer, texts, tokens, window)
