@@ -9,7 +9,7 @@ import torch
 from ...passes import UnsupportedModel
 from ...runtime.ops.quantized_linear import quantized_linear_cpu, quantized_linear_reference
 from ...runtime.ops.quantized_weight import PANEL, Quantization, restored_weight, unpack_weight
-from ...runtime.ops.stored_weight import StoredWeight
+from ...runtime.ops.stored_weight import StoredWeight, as_dense
 
 _ROWS = 3
 _MOST_OFF = {8: 0.51, 4: 2.2}
@@ -33,14 +33,14 @@ def check_rounded_weight(name: str, weight: torch.Tensor, packed: torch.Tensor, 
     """
     if isinstance(weight, StoredWeight):
         form = replace(weight.form, ordered=False)  # the kernel orders the inputs, not the columns
-        weight, most_off = weight.replaced(form=form, order=None, dtype=torch.float32).dense(), _AS_STORED
+        weight, most_off = weight.replaced(form=form, order=None, dtype=torch.float32), _AS_STORED
     else:
         most_off = _MOST_OFF[scheme.bits]
     outputs, inputs = weight.shape
     panels = packed.view(-(-outputs // PANEL), -1)
     x = torch.randn(_ROWS, inputs, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     for panel in {0, len(panels) - 1}:
-        plain = weight[panel * PANEL : (panel + 1) * PANEL].detach().float()
+        plain = as_dense(weight[panel * PANEL : (panel + 1) * PANEL].detach()).float()
         stored, count = panels[panel].contiguous(), len(plain)
         whole, scales = unpack_weight(stored, count, inputs, scheme)
         unit = restored_weight(torch.ones_like(whole), scales, scheme).abs()

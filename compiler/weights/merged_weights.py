@@ -76,9 +76,10 @@ def merge_rows(tensors: Sequence[torch.Tensor], pages: FilePages | None = None) 
 
 def _merge_stored(weights: Sequence[StoredWeight]) -> StoredWeight:
     """The same of stored weights, whose codes, scales and zeros become rows of merged ones."""
-    codes = [weight.codes for weight in weights]
-    if _adjacent(codes):  # merged for another graph already
-        return weights[0].each(lambda part: _rows_from(part, sum(len(rows) for rows in codes)))
+    parts = [[weight.codes for weight in weights], [weight.scales for weight in weights]]
+    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+    if all(map(_adjacent, [*parts, zeros] if zeros else parts)):  # merged for another graph already
+        return weights[0].each(lambda part: _rows_from(part, sum(len(rows) for rows in parts[0])))
     whole = torch.cat(list(weights))
     assert isinstance(whole, StoredWeight)
     start = 0

@@ -54,6 +54,18 @@ def _save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def check_tokens(llm: pagoda.LLM, dense: Path) -> None:
+    """Compare greedy tokens with those of transformers over the float folder."""
+    prompts = [list(range(5, 5 + n)) for n in (3, 17, 40)]
+    outputs = llm.generate(prompts, pagoda.SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
+    reference = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0
+        )
+        assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_weight_is_what_the_numbers_mean(folders: Callable[[str, str], tuple[Path, Path]], name: str) -> None:
     quantized, dense = folders(MODELS.get(name, "llama"), name)
@@ -74,14 +86,7 @@ def test_served_as_transformers_serves_what_it_means(
     reads = {record.name: record.matches for record in llm.compile_report.passes}
     assert bool(reads["quantise_experts" if name in MODELS else "stored_linears"]) == FORMATS[name].kernel
     assert llm.compile_report.verdict is not None and llm.compile_report.verdict.tolerance < 1e-2
-    prompts = [list(range(5, 5 + n)) for n in (3, 17, 40)]
-    outputs = llm.generate(prompts, pagoda.SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
-    reference = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
-    for prompt, output in zip(prompts, outputs, strict=True):
-        expected = reference.generate(
-            torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0
-        )
-        assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+    check_tokens(llm, dense)
 
 
 LAYER = "model.layers.1.self_attn.q_proj"
@@ -279,14 +284,7 @@ def test_experts_are_served_as_they_are_stored(
     llm = pagoda.LLM(quantized, dtype="float32", block_size=4, num_blocks=64)
     reads = {record.name: record.matches for record in llm.compile_report.passes}
     assert bool(reads["quantise_experts"]) == FORMATS[name].kernel
-    prompts = [list(range(5, 5 + n)) for n in (3, 17, 40)]
-    outputs = llm.generate(prompts, pagoda.SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
-    reference = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
-    for prompt, output in zip(prompts, outputs, strict=True):
-        expected = reference.generate(
-            torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0
-        )
-        assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+    check_tokens(llm, dense)
 
 
 def test_experts_of_separate_tensors_are_fused_as_they_are_stored(

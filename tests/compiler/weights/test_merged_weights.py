@@ -13,6 +13,7 @@ import pytest
 import torch
 from aten_graphs import aten_of_model, aten_of_module, run_graph
 from safetensors.torch import load_file, save_file
+from stored_weights import stored_weight
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -341,3 +342,26 @@ def test_memory_does_not_grow_by_the_weights():
     peak, after = map(int, run.stdout.split())
     assert peak < 60 * 2**20
     assert after < 40 * 2**20
+
+
+@pytest.mark.parametrize("form", ["int4/g32/f16+z", "int8/row/f32", "e4m3/g32/f32"])
+def test_stored_weights_become_rows_of_one(form):
+    weights = [stored_weight(form, outputs, 64, seed=outputs) for outputs in (6, 3, 10)]
+    before = [weight.dense() for weight in weights]
+    whole = merge_rows(weights)
+    assert torch.equal(whole.dense(), torch.cat(before))
+    assert all(torch.equal(weight.dense(), dense) for weight, dense in zip(weights, before, strict=True))
+    again = merge_rows(weights)  # for another graph: nothing is copied
+    assert torch.equal(again.dense(), whole.dense()) and again.codes.data_ptr() == whole.codes.data_ptr()
+    assert again.scales.data_ptr() == whole.scales.data_ptr()
+
+
+def test_codes_that_lie_together_do_not_make_their_scales_do_so():
+    """As in a file whose codes follow each other, and whose zeros were unpacked one by one."""
+    weights = [stored_weight("int4/g32/f16+z", 4, 64, seed=i) for i in range(2)]
+    before = [weight.dense() for weight in weights]
+    codes, padded = torch.cat([weight.codes for weight in weights]), torch.zeros(16, 2, dtype=torch.float16)
+    for i, weight in enumerate(weights):
+        padded[8 * i : 8 * i + 4] = weight.scales
+        weight.codes, weight.scales = codes[4 * i : 4 * i + 4], padded[8 * i : 8 * i + 4]
+    assert torch.equal(merge_rows(weights).dense(), torch.cat(before))
