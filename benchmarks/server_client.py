@@ -17,6 +17,7 @@ class Answer:
         status: of HTTP; 0: the connection ended before there was one.
         seconds: from sending the request, over a connection that the system has made, to the end.
         events: when each event with a choice was read, in seconds of ``time.monotonic``.
+        characters: of the text up to and with each of them.
         text: of all events.
         usage: OpenAI's object, from the last event or the body.
         finish_reason: of the choice.
@@ -26,6 +27,7 @@ class Answer:
     status: int = 0
     seconds: float = 0.0
     events: list[float] = field(default_factory=list)
+    characters: list[int] = field(default_factory=list)
     text: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
     finish_reason: str | None = None
@@ -93,6 +95,7 @@ async def _read_events(reader: asyncio.StreamReader, answer: Answer, leave_after
         for choice in event.get("choices", ()):
             answer.events.append(now)
             answer.text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            answer.characters.append(len(answer.text))
             answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
         if leave_after is not None and len(answer.events) >= leave_after:
             return

@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -182,8 +183,23 @@ def throughput(work: Work, engine: str, rounds: int) -> dict[str, Any]:
     return result
 
 
+def _delays(made: Sequence[dict[str, Any]], answers: dict[str, Answer]) -> list[float]:
+    """Milliseconds from the step that made a piece of text to the event that brought it, for each piece."""
+    characters = dict.fromkeys(answers, 0)
+    delays = []
+    for piece in made:
+        answer = answers[piece["prompt"]]
+        characters[piece["prompt"]] += piece["characters"]
+        event = bisect_left(answer.characters, characters[piece["prompt"]])
+        delays.append((answer.events[event] - piece["time"]) * 1e3)
+    return delays
+
+
 def latency(work: Work, engine: str) -> dict[str, Any]:
-    """Milliseconds that a token takes from the engine's step to the client, and a first token."""
+    """Milliseconds that a step's text takes from the engine to the client, and a first token.
+
+    Text is found again by its place in the answer: an event may carry several steps' text, and not each token has one.
+    """
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "steps.jsonl"
         os.environ["PAGODA_BENCHMARK_STEPS"] = str(trace)
@@ -210,19 +226,14 @@ def latency(work: Work, engine: str) -> dict[str, Any]:
         finally:
             process.terminate()
             process.wait(60)
-        steps: dict[str, list[float]] = {}
-        for entry in map(json.loads, trace.read_text().splitlines()):
-            steps.setdefault(entry["prompt"], []).append(entry["time"])
-    by_prompt = {json.dumps(prompt[:8]): answer for prompt, answer in zip(work.prompts(102), answers, strict=True)}
-    delays = [
-        (read - made) * 1e3
-        for prompt, times in steps.items()
-        for made, read in zip(times, by_prompt[prompt].events, strict=False)
-    ]
+        made = [json.loads(line) for line in trace.read_text().splitlines()]
+    delays = _delays(
+        made, {json.dumps(prompt[:8]): answer for prompt, answer in zip(work.prompts(102), answers, strict=True)}
+    )
     alone = offline(Work(work.model, work.vocab_size, 1, work.prompt_tokens, 1, work.options), 20)
     engine_first = [result["seconds"] for result in alone]
     return {
-        "tokens": len(delays),
+        "texts": len(delays),
         "p50_ms": _percentile(delays, 0.5),
         "p99_ms": _percentile(delays, 0.99),
         "ttft_p50_ms": _percentile(first, 0.5) * 1e3,

@@ -13,7 +13,7 @@ from torch_pagoda.runtime.serving.engine_process.wire import Step, Submit
 
 
 def watch(path: str) -> None:
-    """Append a line for each delta with tokens: the beginning of its prompt, and ``Step.time``."""
+    """Append a line for each delta with text: the beginning of its prompt, its characters, and ``Step.time``."""
     log = open(path, "a", buffering=1 << 20)  # noqa: SIM115
     prompts: dict[str, list[int]] = {}
     submit, take = SocketClient.submit, SocketClient._take_step
@@ -24,8 +24,9 @@ def watch(path: str) -> None:
 
     def take_and_note(self: SocketClient, step: Step) -> None:
         for delta in step.deltas:
-            if delta.token_ids:
-                log.write(json.dumps({"prompt": json.dumps(prompts[delta.request_id]), "time": step.time}) + "\n")
+            if delta.text:
+                row = {"prompt": json.dumps(prompts[delta.request_id]), "characters": len(delta.text)}
+                log.write(json.dumps(row | {"time": step.time}) + "\n")
         if step.stats is not None:  # now and then, and when the engine falls idle
             log.flush()
         take(self, step)
