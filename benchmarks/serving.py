@@ -198,7 +198,7 @@ def _delays(made: Sequence[dict[str, Any]], answers: dict[str, Answer]) -> list[
 def latency(work: Work, engine: str) -> dict[str, Any]:
     """Milliseconds that a step's text takes from the engine to the client, and a first token.
 
-    Text is found again by its place in the answer: an event may carry several steps' text, and not each token has one.
+    Text is found again by its place in the answer: an event may carry several steps' text; some tokens have none.
     """
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "steps.jsonl"

@@ -1,9 +1,10 @@
 """Cost of structured output: compiling, masks, the kernels that apply them, and throughput beside free text.
 
     python benchmarks/structured_output.py [--part costs|throughput] [--vocabulary 151936] [--requests 32]
+    python benchmarks/structured_output.py --part throughput --shape tinyllama-1.1b     # random weights of that shape
 
 ``costs`` are CPU times of one thread over a vocabulary of random words; ``throughput`` compares the generated tokens
-per second of structured and free requests, which take turns on one model (``--model``).
+per second of structured and free requests, which take turns on one model (``--model`` or ``--shape``).
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ import json
 import random
 import statistics
 import string
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from shapes import SHAPES, random_model
 from transformers import PreTrainedTokenizerFast
 
 from torch_pagoda import LLM, SamplingParams
@@ -199,13 +203,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=["costs", "throughput"], default="costs")
     parser.add_argument("--vocabulary", type=int, default=151_936)
-    parser.add_argument("--model", default="examples/tiny-pydoc", help="folder or hub id, for the throughput")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--model", default="examples/tiny-pydoc", help="folder or hub id, for the throughput")
+    source.add_argument("--shape", choices=list(SHAPES), help="random weights and words, instead")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     console = Console()
     if options.part == "costs":
         print_costs(options.vocabulary, console)
+    elif options.shape:
+        with tempfile.TemporaryDirectory() as folder:
+            model = Path(folder) / options.shape
+            random_model(options.shape).save_pretrained(model)
+            synthetic_tokenizer(SHAPES[options.shape]().vocab_size).save_pretrained(model)
+            print_throughput(str(model), options.requests, options.rounds, console)
     else:
         print_throughput(options.model, options.requests, options.rounds, console)
 
