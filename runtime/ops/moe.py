@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -168,20 +169,59 @@ def routed(call: _Call, outputs: int, run: Callable[[torch.Tensor, int], torch.T
         outputs: features of the result.
         run: an expert over some rows, by its number.
     """
-    input, topk_weights = call.input, call.topk_weights
-    tokens, count = call.topk_ids.shape
+    by_expert = rows_by_expert(call)
+    chosen = call.input.new_empty(len(by_expert.rows), outputs)
+    starts: list[int] = by_expert.starts.tolist()
+    for expert, (start, end) in enumerate(itertools.pairwise(starts)):
+        if start < end:
+            chosen[start:end] = run(by_expert.rows[start:end], expert)
+    return weighted_sum(call, chosen, by_expert.order)
+
+
+class RowsByExpert(NamedTuple):
+    """The rows that experts are given, those of one expert after another's.
+
+    Attributes:
+        rows: ``[N K, H]``, of the input, times their weights where ``weight_input`` says so.
+        order: ``[N K]`` int64: row i is for choice ``order[i] % K`` of token ``order[i] // K``.
+        starts: ``[E + 1]`` int64: expert e has the rows from ``starts[e]`` up to ``starts[e + 1]``.
+    """
+
+    rows: torch.Tensor
+    order: torch.Tensor
+    starts: torch.Tensor
+
+
+def rows_by_expert(call: _Call) -> RowsByExpert:
+    """Each token's row once for each of its experts, sorted by expert; neither weights nor biases are read.
+
+    Raises:
+        IndexError: an id is not one of an expert.
+    """
+    input, count, num_experts = call.input, call.topk_ids.shape[1], call.up.shape[0]
     experts, order = call.topk_ids.reshape(-1).sort(stable=True)
+    starts = torch.searchsorted(experts, torch.arange(num_experts + 1, dtype=experts.dtype))
+    if len(experts) and (starts[0] > 0 or starts[-1] < len(experts)):
+        raise IndexError(f"topk_ids goes from {int(experts[0])} to {int(experts[-1])}; there are {num_experts} experts")
     rows = input.index_select(0, order.div(count, rounding_mode="floor"))
     if call.weight_input:
-        rows = (rows * topk_weights.reshape(-1, 1).index_select(0, order)).to(input.dtype)
-    chosen = input.new_empty(tokens * count, outputs)
-    end = 0
-    for expert, number in enumerate(torch.bincount(experts, minlength=call.up.shape[0]).tolist()):
-        if not number:
-            continue
-        start, end = end, end + number
-        chosen[start:end] = run(rows[start:end], expert)
-    terms = torch.empty_like(chosen).index_copy_(0, order, chosen).view(tokens, count, chosen.shape[1])
+        rows = (rows * call.topk_weights.reshape(-1, 1).index_select(0, order)).to(input.dtype)
+    return RowsByExpert(rows, order, starts)
+
+
+def weighted_sum(call: _Call, chosen: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """What the experts made of their rows, weighted and summed for each token.
+
+    Args:
+        call: of whose arguments neither weights nor biases are read.
+        chosen: ``[N K, O]``, in the ``order`` of :class:`RowsByExpert`.
+        order: that one.
+
+    Returns:
+        ``[N, O]`` in the dtype of the input.
+    """
+    input, topk_weights = call.input, call.topk_weights
+    terms = torch.empty_like(chosen).index_copy_(0, order, chosen).view(*call.topk_ids.shape, chosen.shape[1])
     if call.batch_invariant:
         common = torch.promote_types(torch.promote_types(topk_weights.dtype, input.dtype), torch.float32)
         weighted = terms.to(common) if call.weight_input else terms.to(common) * topk_weights.to(common)[..., None]
