@@ -1,7 +1,8 @@
 """Linear layers with rounded weights on this machine: pagoda's kernel against what torch has.
 
-Each kernel multiplies with 40 distinct matrices (5632 x 2048) in turn, more than caches hold. A figure is the median
-time of a round, as GB/s of stored weights with one row and as GFLOP/s with many. The kernels take turns.
+Each kernel multiplies with 40 distinct matrices (5632 x 2048, or ``--shape``) in turn, more than caches hold. A
+figure is the median time of a round, as GB/s of stored weights with one row and as GFLOP/s with many. The kernels take
+turns.
 
   bf16            oneDNN's product with plain bf16 weights, laid out once
   int8, oneDNN    ``onednn.qlinear_pointwise`` on inputs that are rounded before it (per token, by torch's operators),
@@ -10,8 +11,9 @@ time of a round, as GB/s of stored weights with one row and as GFLOP/s with many
   int4wo, torch   ``_weight_int4pack_mm_for_cpu``, groups of 128
   int8, int8wo, int4, int4wo    pagoda's, with inputs rounded to 8 or (wo) 16 bits
   awq, act-order, g32           of int4wo: with zeros as AWQ stores them, with GPTQ's order of inputs, in groups of 32
+  fp8, fp8 rows                 floats of 8 bits (e4m3) with scales for blocks of 128 and for rows; inputs stay bf16
 
-    python benchmarks/quantized_kernels.py [--threads 2] [--rounds 5] [--rows 1 4 16 64 512]
+    python benchmarks/quantized_kernels.py [--threads 2] [--rounds 5] [--rows 1 4 16 64 512] [--shape 2048 5632]
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ from torch_pagoda.runtime.ops.quantized_weight import (
     scheme_of,
 )
 from torch_pagoda.runtime.ops.stored_weight import StoredWeight
-from torch_pagoda.runtime.ops.weight_format import WeightFormat
+from torch_pagoda.runtime.ops.weight_format import SCALE_DTYPES, WeightFormat
 
-OUTPUTS, INPUTS, COUNT = 5632, 2048, 40
+COUNT = 40
 
 Kernel = Callable[[torch.Tensor], object]
 
@@ -49,7 +51,7 @@ def in_bf16(weight: torch.Tensor) -> tuple[Kernel, int]:
 def by_onednn(weight: torch.Tensor) -> tuple[Kernel, int]:
     whole, scales = round_weight(weight, Quantization(8, 0, 8))
     packed = torch.ops.onednn.qlinear_prepack(whole, None)
-    zeros = torch.zeros(OUTPUTS, dtype=torch.int32)
+    zeros = torch.zeros(weight.shape[0], dtype=torch.int32)
     scales = scales[:, 0].contiguous()
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -77,7 +79,7 @@ def by_torch_int4(weight: torch.Tensor) -> tuple[Kernel, int]:
 def by_pagoda(bits: int, group_size: int, input_bits: int) -> Callable[[torch.Tensor], tuple[Kernel, int]]:
     def make(weight: torch.Tensor) -> tuple[Kernel, int]:
         packed = quantize_weight(weight, Quantization(bits, group_size, input_bits))
-        given = (packed, None, OUTPUTS, bits, group_size, input_bits)
+        given = (packed, None, weight.shape[0], bits, group_size, input_bits)
         return lambda x: quantized_linear_cpu(x, *given), packed.numel()
 
     return make
@@ -87,14 +89,16 @@ def by_stored(spelled: str) -> Callable[[torch.Tensor], tuple[Kernel, int]]:
     """pagoda's over random codes in a format of quantised checkpoints."""
 
     def make(weight: torch.Tensor) -> tuple[Kernel, int]:
-        form = WeightFormat.parse(spelled)
-        groups = form.num_groups(INPUTS)
-        codes = torch.randint(0, 256, (OUTPUTS, INPUTS // form.per_byte), dtype=torch.uint8)
-        zeros = torch.randint(0, 16, (OUTPUTS, groups), dtype=torch.uint8) if form.zeros else None
-        order = torch.randperm(INPUTS).to(torch.int32) if form.ordered else None
-        scales = torch.full((OUTPUTS, groups), 0.01, dtype=torch.float16)
+        form, (outputs, inputs) = WeightFormat.parse(spelled), weight.shape
+        groups = form.num_groups(inputs)
+        codes = torch.randint(0, 256, (outputs, inputs // form.per_byte), dtype=torch.uint8)
+        if form.code == "e4m3":
+            codes[codes & 127 == 127] = 0  # NaN
+        zeros = torch.randint(0, 16, (outputs, groups), dtype=torch.uint8) if form.zeros else None
+        order = torch.randperm(inputs).to(torch.int32) if form.ordered else None
+        scales = torch.full((outputs, groups), 0.01, dtype=SCALE_DTYPES[form.scale])
         packed = pack_stored(StoredWeight(form, codes, scales, zeros, order, dtype=weight.dtype))
-        given = (packed, None, OUTPUTS, *vars(scheme_of(form)).values(), order)
+        given = (packed, None, outputs, *scheme_of(form).arguments(order))
         return lambda x: quantized_linear_cpu(x, *given), packed.numel()
 
     return make
@@ -112,6 +116,8 @@ KERNELS = {
     "awq": by_stored("int4/g128/f16+z"),
     "act-order": by_stored("int4/g128/f16+z+order"),
     "g32": by_stored("int4/g32/f16"),
+    "fp8": by_stored("e4m3/g128/f32"),
+    "fp8 rows": by_stored("e4m3/row/bf16"),
 }
 
 
@@ -121,13 +127,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 512])
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument("--shape", type=int, nargs=2, default=(5632, 2048), help="outputs and inputs")
     args = parser.parse_args()
+    outputs, inputs = args.shape
     torch.set_num_threads(args.threads)
-    weights = [torch.randn(OUTPUTS, INPUTS).bfloat16() * 0.02 for _ in range(4)]
+    weights = [torch.randn(outputs, inputs).bfloat16() * 0.02 for _ in range(4)]
     made = {name: [KERNELS[name](weights[i % 4]) for i in range(COUNT)] for name in args.kernels}
     times: dict[tuple[str, int], list[float]] = {}
     for rows in args.rows:
-        x = torch.randn(rows, INPUTS).bfloat16()
+        x = torch.randn(rows, inputs).bfloat16()
         for turn in range(args.rounds + 1):
             for name, kernels in made.items():
                 begin = time.perf_counter()
@@ -142,7 +150,7 @@ def main() -> None:
         for rows in args.rows:
             seconds = statistics.median(times[name, rows]) / COUNT
             figures.append(
-                kernels[0][1] / seconds / 1e9 if rows == 1 else 2 * rows * OUTPUTS * INPUTS / seconds / 1e9
+                kernels[0][1] / seconds / 1e9 if rows == 1 else 2 * rows * outputs * inputs / seconds / 1e9
             )
         lines.append((name, *figures))
     print(markdown_table(("kernel", *map(str, args.rows)), lines))

@@ -148,12 +148,13 @@ def _rounded_bytes(node: fx.Node, read: fx.Node) -> int:
     if node.target is quantized_moe and read in arguments[3:5]:
         experts, *sizes = map(int, value(read).shape)
         outputs, inputs = reversed(sizes) if arguments[11] else sizes
-        scheme = Quantization(*arguments[15 if read is arguments[3] else 16])
+        scheme = Quantization.of_numbers(arguments[15 if read is arguments[3] else 16])
         return experts * packed_bytes(outputs, inputs, scheme)
     if node.target is not quantized_linear or read is not node.args[1]:
         return 0
     outputs, inputs = value(read).shape
-    return packed_bytes(int(outputs), int(inputs), Quantization(*arguments[4:8]))
+    scheme = Quantization(*arguments[4:8], *arguments[9:10])
+    return packed_bytes(int(outputs), int(inputs), scheme)
 
 
 def _read_of_experts(node: fx.Node, read: fx.Node, size: int, sizes: Sizes) -> int:

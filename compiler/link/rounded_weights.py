@@ -49,7 +49,7 @@ def check_rounded_weight(name: str, weight: torch.Tensor, packed: torch.Tensor, 
             continue  # NaN in, NaN out
         # Of a group without a scale only zeros, or what is too small for one, may be left.
         off = (restored - plain).abs() > most_off * unit + 1e-30
-        given = (x, stored, None, count, scheme.bits, scheme.group_size, scheme.input_bits, scheme.zeros)
+        given = (x, stored, None, count, *scheme.arguments())
         found, expected = quantized_linear_cpu(*given).float(), quantized_linear_reference(*given).float()
         error = (found - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
         if off.any() or not error <= 0.02:

@@ -1,4 +1,4 @@
-"""`pagoda::quantized_linear`: a linear layer whose weight is rounded to few bits, and whose input to 8 or 16."""
+"""`pagoda::quantized_linear`: a linear layer whose weight is rounded to few bits, and often its input, too."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch.nn import functional as F
 
 from .int8_rows import dequantize_rows, quantize_rows
 from .native import FLOAT_CODES, kernel_function
-from .quantized_weight import Quantization, packed_bytes, restored_weight, round_weight, unpack_weight
+from .quantized_weight import CODES, Quantization, packed_bytes, restored_weight, round_weight, unpack_weight
 from .registration import register_operator
 
 _SCHEMA = (
     "quantized_linear(Tensor input, Tensor weight, Tensor? bias, int out_features, int bits, int group_size, "
-    "int input_bits, bool zeros=False, Tensor? order=None) -> Tensor"
+    "int input_bits, bool zeros=False, Tensor? order=None, str code='int') -> Tensor"
 )
 # Field for field the struct QuantizedLinearArguments of csrc/quantized_linear.cpp.
-_ARGUMENTS = struct.Struct("=16q")
+_ARGUMENTS = struct.Struct("=17q")
 _LARGEST_IN_16_BITS = 127 * 256  # 256 times a number of 8 bits and another one
 
 
@@ -32,6 +32,7 @@ def quantized_linear_reference(
     input_bits: int,
     zeros: bool = False,
     order: torch.Tensor | None = None,
+    code: str = "int",
 ) -> torch.Tensor:
     """``input @ weight.T + bias`` with weight and input rounded to whole numbers with scales.
 
@@ -44,11 +45,12 @@ def quantized_linear_reference(
         bias: ``[out_features]`` or None.
         out_features: outputs.
         bits: of a weight, 8 or 4.
-        group_size: inputs that share a scale, 32 or a multiple of 64; 0: all.
+        group_size: inputs that share a scale, 32 or a multiple of 64, of floats also 16; 0: all.
         input_bits: of the input, with a scale for each group of each row: 8 (``max|x| / 127``) or 16
-            (``max|x| / 32512``).
+            (``max|x| / 32512``); 0, where weights are floats: it is not rounded.
         zeros: groups have zeros of their own.
         order: int32 ``[in]``: of column k of a packed weight, the input that it is for; None: k.
+        code: of a packed weight, ``"int"`` or, for floats of 8 bits, ``"e4m3"``.
 
     Returns:
         ``[..., out_features]`` in the dtype of ``input``, contiguous.
@@ -56,7 +58,7 @@ def quantized_linear_reference(
     Raises:
         ValueError: bits, group size or the weight's size do not fit.
     """
-    scheme = Quantization(bits, group_size, input_bits, zeros)
+    scheme = Quantization(bits, group_size, input_bits, zeros, code)
     inputs = input.shape[-1]
     if weight.dtype is torch.uint8:
         _check_packed(weight, out_features, inputs, scheme, order)
@@ -64,9 +66,11 @@ def quantized_linear_reference(
         whole, scales = unpack_weight(weight, out_features, inputs, scheme)
     else:
         whole, scales = round_weight(weight, scheme)
-    size = group_size or inputs
-    groups = F.pad(input.float(), (0, -inputs % size)).unflatten(-1, (-1, size))
-    rows = _rounded(groups, input_bits).flatten(-2)[..., :inputs]
+    rows = input.float()
+    if input_bits:
+        size = group_size or inputs
+        groups = F.pad(rows, (0, -inputs % size)).unflatten(-1, (-1, size))
+        rows = _rounded(groups, input_bits).flatten(-2)[..., :inputs]
     result = F.linear(rows, restored_weight(whole, scales, scheme))
     result = result if bias is None else result + bias.float()
     return result.to(input.dtype)
@@ -92,15 +96,16 @@ def quantized_linear_cpu(
     input_bits: int,
     zeros: bool = False,
     order: torch.Tensor | None = None,
+    code: str = "int",
 ) -> torch.Tensor:
     """:func:`quantized_linear_reference` by the C++ kernel for packed weights, else the reference."""
     kernel = kernel_function("pagoda_quantized_linear")
-    code = FLOAT_CODES.get(input.dtype)
+    dtype = FLOAT_CODES.get(input.dtype)
     inputs = input.shape[-1]
-    if kernel is None or code is None or weight.dtype is not torch.uint8 or not inputs:
-        given = (input, weight, bias, out_features, bits, group_size, input_bits, zeros, order)
+    if kernel is None or dtype is None or weight.dtype is not torch.uint8 or not inputs:
+        given = (input, weight, bias, out_features, bits, group_size, input_bits, zeros, order, code)
         return quantized_linear_reference(*given)
-    _check_packed(weight, out_features, inputs, Quantization(bits, group_size, input_bits, zeros), order)
+    _check_packed(weight, out_features, inputs, Quantization(bits, group_size, input_bits, zeros, code), order)
     result = input.new_empty((*input.shape[:-1], out_features))
     rows = input if input.dim() == 2 else input.reshape(-1, inputs)
     if rows.stride(1) != 1:
@@ -114,8 +119,8 @@ def quantized_linear_cpu(
             0 if bias is None else bias.data_ptr(),
             0 if order is None else order.data_ptr(),
             result.data_ptr(),
-            code,
-            code if bias is None else FLOAT_CODES[bias.dtype],
+            dtype,
+            dtype if bias is None else FLOAT_CODES[bias.dtype],
             rows.shape[0],
             inputs,
             out_features,
@@ -125,6 +130,7 @@ def quantized_linear_cpu(
             input_bits,
             int(zeros),
             torch.get_num_threads(),
+            CODES.index(code),
         )
     )
     return result

@@ -40,7 +40,7 @@ class _Packed(NamedTuple):
 
 def scheme_numbers(scheme: Quantization) -> list[int]:
     """A scheme as the operator takes it."""
-    return [scheme.bits, scheme.group_size, scheme.input_bits, int(scheme.zeros)]
+    return list(scheme.numbers)
 
 
 def quantized_moe_reference(*arguments: Any) -> torch.Tensor:
@@ -96,9 +96,8 @@ def _by_expert(
     return routed(call, packed.outputs, run)
 
 
-def _told(scheme: Sequence[int]) -> tuple[int, int, int, bool]:
-    bits, group_size, input_bits, zeros = scheme
-    return bits, group_size, input_bits, bool(zeros)
+def _told(scheme: Sequence[int]) -> tuple[Any, ...]:
+    return Quantization.of_numbers(scheme).arguments()
 
 
 def _fake(*arguments: Any) -> torch.Tensor:

@@ -1,16 +1,18 @@
-"""Matrices of whole numbers of 8 or 4 bits, with a scale per output and group of inputs, as the CPU's kernel
-reads them.
+"""Matrices of whole numbers of 8 or 4 bits, or of floats of 8, with a scale per output and group of inputs, as the
+CPU's kernel reads them.
 
 The layout (csrc/panels.h): panels of 64 outputs; a panel is its groups; a group is its head, 64 float32 scales and,
-where each has a zero of its own, 64 bytes with those, then steps of 64 inputs (groups of 32 share a step, behind two
-heads); a step holds four tiles ``[16 (input / 4), 16 (output), 4 (input % 4)]`` of unsigned numbers around
-``2^(bits - 1)``.
+where each has a zero of its own, 64 bytes with those, then steps of 64 inputs (groups of 32 or 16 share a step,
+behind their heads); a step holds four tiles ``[16 (input / 4), 16 (output), 4 (input % 4)]`` of unsigned numbers
+around ``2^(bits - 1)``, or floats ``[32 (input / 2), 64 (output), 2 (input % 2)]``.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -22,7 +24,11 @@ from .weight_format import WeightFormat, values_of
 PANEL = 64
 """Outputs of a panel, and inputs of a step; groups hold whole steps, or half of one."""
 
-HALF_STEP = PANEL // 2
+CODES = ("int", "e4m3")
+"""Kinds of codes, in the order of the kernel's numbers for them."""
+
+SHARED_STEPS = {"int": (32,), "e4m3": (32, 16)}
+"""Sizes of groups that share a step, of such codes; others hold whole steps."""
 
 LARGEST_INPUTS = 65536
 """More inputs than these might overflow the kernel's sums."""
@@ -46,20 +52,47 @@ class Quantization:
         input_bits: that the input is rounded to, with a scale for each group of each row. Rounded to 16, numbers keep
             what bf16 tells apart of those that matter in a sum.
         zeros: each group of each output has a zero of its own; else it is ``2^(bits - 1)``.
+        code: ``"int"``, or ``"e4m3"`` for floats of 8 bits, whose inputs are not rounded: ``input_bits`` is 0.
     """
 
     bits: int
     group_size: int
     input_bits: int
     zeros: bool = False
+    code: str = "int"
 
     def __post_init__(self) -> None:
-        if self.bits not in (8, 4):
-            raise ValueError(f"bits={self.bits} is not supported; use 8 or 4")
-        if self.input_bits not in (8, 16):
-            raise ValueError(f"input_bits={self.input_bits} is not supported; use 8 or 16")
-        if self.group_size != HALF_STEP:
+        if self.code not in CODES:
+            raise ValueError(f"code={self.code!r} is not supported; use one of {', '.join(CODES)}")
+        floats = self.code == "e4m3"
+        if self.bits not in ((8,) if floats else (8, 4)):
+            raise ValueError(f"bits={self.bits} is not supported; use {'8' if floats else '8 or 4'}")
+        if self.input_bits not in ((0,) if floats else (8, 16)):
+            raise ValueError(f"input_bits={self.input_bits} is not supported; use {'0' if floats else '8 or 16'}")
+        if floats and self.zeros:
+            raise ValueError("zeros=True is not supported; floats have none of their own")
+        if self.group_size not in SHARED_STEPS[self.code]:
             check_group_size(self.group_size)
+
+    @property
+    def heads(self) -> int:
+        """Groups that share a step; 1 where they hold whole steps."""
+        return PANEL // self.group_size if 0 < self.group_size < PANEL else 1
+
+    def arguments(self, order: torch.Tensor | None = None) -> tuple[Any, ...]:
+        """What ``pagoda::quantized_linear`` takes behind the number of outputs, for a weight with that order."""
+        return self.bits, self.group_size, self.input_bits, self.zeros, order, self.code
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The fields as whole numbers, for operators that take several schemes."""
+        return self.bits, self.group_size, self.input_bits, int(self.zeros), CODES.index(self.code)
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int]) -> Quantization:
+        """The scheme whose :attr:`numbers` these are; without the last its code is ``"int"``."""
+        bits, group_size, input_bits, zeros, code = (*numbers, 0)[:5]
+        return cls(bits, group_size, input_bits, bool(zeros), CODES[code])
 
     @property
     def head_bytes(self) -> int:
@@ -92,7 +125,7 @@ def quantize_weight(weight: torch.Tensor, scheme: Quantization) -> torch.Tensor:
     outputs, inputs = weight.shape
     kernel = kernel_function("pagoda_quantize_weight")
     code = FLOAT_CODES.get(weight.dtype)
-    if kernel is None or code is None or not weight.numel() or scheme.group_size == HALF_STEP:
+    if kernel is None or code is None or not weight.numel() or scheme.heads > 1:
         return pack_weight(*round_weight(weight, scheme), scheme)
     packed = torch.empty(packed_bytes(outputs, inputs, scheme), dtype=torch.uint8)
     kernel(
@@ -114,26 +147,36 @@ def quantize_weight(weight: torch.Tensor, scheme: Quantization) -> torch.Tensor:
 
 def unpackable(form: WeightFormat) -> str:
     """The reason why the kernel reads no codes of this format; "" when it does."""
-    if form.code not in ("int", "e2m1"):
-        return f"no kernel for weights that are stored as {form}"
-    odd = form.group_size % PANEL and form.group_size != HALF_STEP
+    shared = SHARED_STEPS["e4m3" if form.code == "e4m3" else "int"]
+    odd = form.group_size % PANEL and form.group_size not in shared
     return f"no kernel for groups of {form.group_size}" if odd else ""
 
 
 def scheme_of(form: WeightFormat) -> Quantization:
-    """The scheme by which the kernel reads weights that are stored so, whose inputs keep 16 bits.
+    """The scheme by which the kernel reads weights that are stored so, whose inputs keep 16 bits, or all.
 
     Twice the floats of e2m1 are whole numbers from -12 to 12, which take a byte each.
     """
+    if form.code == "e4m3":
+        return Quantization(8, form.group_size, 0, code="e4m3")
     return Quantization(8 if form.code == "e2m1" else form.bits, form.group_size, 16, form.zeros)
 
 
 def pack_stored(weight: StoredWeight) -> torch.Tensor:
     """Lay a stored weight out for the kernel; its codes, scales and zeros stay what they are.
 
+    Groups with a NaN, which only codes of e4m3 can be, get NaN for a scale.
+
     Args:
         weight: ``[out, in]``, of a format that is not ``unpackable``.
     """
+    if weight.form.code == "e4m3":
+        scheme, scales = scheme_of(weight.form), weight.scales.float()
+        bad = weight.codes.bitwise_and(127) == 127
+        if bad.any():
+            groups = F.pad(bad, (0, -bad.shape[1] % (scheme.group_size or bad.shape[1])))
+            scales = scales.masked_fill(groups.unflatten(1, (scales.shape[1], -1)).any(-1), torch.nan)
+        return _pack_codes(weight.codes, scales, None, scheme)
     values, scales = values_of(weight.codes, weight.form), weight.scales.float()
     if weight.form.code == "e2m1":
         values, scales = 2 * values + 128, scales / 2
@@ -143,9 +186,7 @@ def pack_stored(weight: StoredWeight) -> torch.Tensor:
 def packed_bytes(outputs: int, inputs: int, scheme: Quantization) -> int:
     """Bytes of a matrix as the kernel reads it."""
     panels, steps = -(-outputs // PANEL), -(-inputs // PANEL)
-    heads = _num_groups(inputs, scheme)
-    if scheme.group_size == HALF_STEP:
-        heads = 2 * steps
+    heads = scheme.heads * steps if scheme.heads > 1 else _num_groups(inputs, scheme)
     return panels * (heads * scheme.head_bytes + steps * PANEL * PANEL * scheme.bits // 8)
 
 
@@ -211,12 +252,15 @@ def _pack_codes(
     """Lay out unsigned codes ``[out, in]``, float32 scales and uint8 zeros ``[out, groups]`` for the kernel."""
     outputs, inputs = codes.shape
     panels, steps = -(-outputs // PANEL), -(-inputs // PANEL)
-    per_group = 2 if scheme.group_size == HALF_STEP else 1
-    heads = per_group * steps if per_group == 2 else scales.shape[1]
+    per_group = scheme.heads
+    heads = per_group * steps if per_group > 1 else scales.shape[1]
     rows = panels * PANEL - outputs
     # Beyond the end inputs are zeros, and so are scales.
     unsigned = F.pad(codes, (0, steps * PANEL - inputs, 0, rows))
-    tiles = unsigned.view(panels, PANEL // _TILE, _TILE, steps, _TILE, 4).permute(0, 3, 1, 4, 2, 5)
+    if scheme.code == "e4m3":
+        tiles = unsigned.view(panels, PANEL, steps, PANEL // 2, 2).permute(0, 2, 3, 1, 4)
+    else:
+        tiles = unsigned.view(panels, PANEL // _TILE, _TILE, steps, _TILE, 4).permute(0, 3, 1, 4, 2, 5)
     if scheme.bits == 4:
         tiles = tiles[:, :, :, : _TILE // 2] | tiles[:, :, :, _TILE // 2 :] << 4
     stored = tiles.reshape(panels, steps, -1)
@@ -239,11 +283,11 @@ def _pack_codes(
 def unpack_weight(
     packed: torch.Tensor, outputs: int, inputs: int, scheme: Quantization
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole numbers ``[out, in]``, int16 where groups have zeros of their own, else int8, and the scales ``[out,
-    groups]`` float32 of a matrix laid out for the kernel."""
+    """The whole numbers ``[out, in]``, int16 where groups have zeros of their own, else int8, or the floats, and the
+    scales ``[out, groups]`` float32 of a matrix laid out for the kernel."""
     panels, steps, groups = -(-outputs // PANEL), -(-inputs // PANEL), _num_groups(inputs, scheme)
     in_group, step_bytes = _steps_in_group(inputs, scheme), PANEL * PANEL * scheme.bits // 8
-    per_group, size = (2 if scheme.group_size == HALF_STEP else 1), scheme.head_bytes
+    per_group, size = scheme.heads, scheme.head_bytes
     rows = packed.view(panels, -1)
     heads, steps_of, at = [], [], 0
     for first in range(0, steps, in_group):
@@ -258,7 +302,12 @@ def unpack_weight(
         return table.transpose(1, 2).reshape(panels * PANEL, -1)[:outputs, :groups]
 
     scales = of_outputs(head[..., : PANEL * 4].contiguous().view(torch.float32))
-    stored = torch.cat(steps_of, 1).view(panels, steps, PANEL // _TILE, -1, _TILE, 4)
+    stored = torch.cat(steps_of, 1)
+    if scheme.code == "e4m3":
+        codes = stored.view(panels, steps, PANEL // 2, PANEL, 2).permute(0, 3, 1, 2, 4)
+        codes = codes.reshape(panels * PANEL, steps * PANEL)[:outputs, :inputs]
+        return codes.contiguous().view(torch.float8_e4m3fn).float(), scales
+    stored = stored.view(panels, steps, PANEL // _TILE, -1, _TILE, 4)
     if scheme.bits == 4:
         stored = torch.cat([stored & 15, stored >> 4], 3)
     unsigned = stored.permute(0, 2, 4, 1, 3, 5).reshape(panels * PANEL, steps * PANEL)[:outputs, :inputs]

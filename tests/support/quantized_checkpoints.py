@@ -232,7 +232,7 @@ class Format:
 _GPTQ = {"quant_method": "gptq", "sym": False, "checkpoint_format": "gptq", "desc_act": False}
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
 
-QUICK = ("ct-w4a16-row", "gptq-4-order", "mxfp4-experts", "slim-w8a8-static")
+QUICK = ("ct-w4a16-row", "gptq-4-order", "fp8-blocks", "mxfp4-experts", "slim-w8a8-static")
 """Formats that differ in how they are served, not in how they are read alone."""
 
 FORMATS: dict[str, Format] = {
@@ -278,11 +278,10 @@ FORMATS: dict[str, Format] = {
     "ct-fp8": Format(
         lambda w: _e4m3(w, 1, 0, torch.bfloat16, "weight_scale"),
         _ct("float-quantized", num_bits=8, type="float", strategy="channel"),
-        kernel=False,
     ),
     "ct-nvfp4": Format(_nvfp4, _ct("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16), kernel=False),
     "ct-mxfp4": Format(_mx, _ct("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32)),
-    "fp8-blocks": Format(lambda w: _e4m3(w, 32, 32, torch.float32, "weight_scale_inv"), _FP8, kernel=False),
+    "fp8-blocks": Format(lambda w: _e4m3(w, 32, 32, torch.float32, "weight_scale_inv"), _FP8),
     "fp8-uneven": Format(
         lambda w: _e4m3(w, 40, 24, torch.float32, "weight_scale_inv"),
         {**_FP8, "weight_block_size": [40, 24]},

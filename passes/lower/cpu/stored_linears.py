@@ -4,11 +4,12 @@ Matches:
     linear(x, W, b), linear(x, t(W), b)              # W is a StoredWeight of a format that the kernel reads
 Becomes:
     pagoda::quantized_linear(x, W, b, out, bits, group_size, 16, zeros, order)   # W is laid out when linked
+    pagoda::quantized_linear(x, W, b, out, 8, group_size, 0, False, order, "e4m3")     # of floats of 8 bits
 Why it is faster:
     Decoding waits for weights: half or a quarter of the bytes of bf16 take about as much of its time.
 
 Level 0: the codes and scales are the checkpoint's, so that its model is served at every level. Inputs keep 16 bits,
-as the model keeps them: a checkpoint whose weights alone are rounded must not lose more.
+as the model keeps them, or all: a checkpoint whose weights alone are rounded must not lose more.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def stored_linears(traced: TracedGraph) -> PassRecord:
         if stored is None:
             return None
         reason = weights.refusal(node) or unpackable(stored.form)
-        if not reason and stored.shape[-1] > LARGEST_INPUTS:
+        if not reason and stored.form.code != "e4m3" and stored.shape[-1] > LARGEST_INPUTS:
             reason = f"sums of {stored.shape[-1]} products overflow"
         if reason:
             return reason
@@ -43,7 +44,7 @@ def stored_linears(traced: TracedGraph) -> PassRecord:
         with traced.before(node):
             packed = weights.input_for(node, scheme, stored=True)
             order = None if stored.order is None else traced.add_constant(f"order_{packed.name}", stored.order)
-            given = (outputs, scheme.bits, scheme.group_size, scheme.input_bits, scheme.zeros, order)
+            given = (outputs, *scheme.arguments(order))
             traced.substitute(node, traced.call(quantized_linear, x, packed, bias, *given))
         return ""
 

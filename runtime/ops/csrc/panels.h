@@ -1,11 +1,11 @@
 // How quantised weights lie in memory: panels of 64 outputs, one after the other.
 //
 // A panel is its groups of inputs; a group is its head, 64 scales (float) and, where each has a zero of its own, 64 bytes
-// with those, then its steps of 64 inputs. Groups of 32 inputs share a step, with two heads in front. A step holds four
-// tiles
-// of 16 outputs; a tile is [16][16][4]: input / 4, output, input % 4, which vpdpbusd and AMX take alike. The whole
-// numbers are stored unsigned, the zero in the middle unless the head says otherwise. Of 4 bits each, rows i and i + 8 of a tile share 64 bytes, row i
-// in the low halves. Missing inputs and outputs are zeros.
+// with those, then its steps of 64 inputs. Groups of 32 or 16 inputs share a step, with their heads in front. A step of
+// whole numbers holds four tiles of 16 outputs; a tile is [16][16][4]: input / 4, output, input % 4, which vpdpbusd and AMX
+// take alike. The numbers are stored unsigned, the zero in the middle unless the head says otherwise. Of 4 bits each, rows
+// i and i + 8 of a tile share 64 bytes, row i in the low halves. A step of floats of 8 bits is [32][64][2]: input / 2,
+// output, input % 2. Missing inputs and outputs are zeros.
 #pragma once
 
 #include <algorithm>
@@ -28,21 +28,21 @@ constexpr uint8_t kFlip = 0;
 static inline int32_t zero_of(int64_t bits) { return (1 << (bits - 1)) - (bits == 8 ? kFlip : 0); }
 
 struct Layout {
-  // halves: groups of a step that have a head each, 1 or 2; `groups` counts those two as one.
-  int64_t step_bytes, steps, group_steps, groups, halves, head_bytes, panel_bytes, panels;
+  // heads: of a step that groups share, 2 or 4, else 1; `groups` counts those groups as one.
+  int64_t step_bytes, steps, group_steps, groups, heads, head_bytes, panel_bytes, panels;
 
-  // group: inputs that share a scale, kStep / 2 or a multiple of kStep; 0: all.
+  // group: inputs that share a scale, 16, 32 or a multiple of kStep; 0: all.
   Layout(int64_t inputs, int64_t outputs, int64_t bits, int64_t group, bool zeros = false) {
     step_bytes = kStepBytes * bits / 8;
     steps = (inputs + kStep - 1) / kStep;
-    halves = group == kStep / 2 ? 2 : 1;
-    group_steps = group ? group * halves / kStep : steps;
+    heads = group && group < kStep ? kStep / group : 1;
+    group_steps = group ? group * heads / kStep : steps;
     groups = (steps + group_steps - 1) / group_steps;
     head_bytes = kScaleBytes + (zeros ? kPanel : 0);
-    panel_bytes = groups * halves * head_bytes + steps * step_bytes;
+    panel_bytes = groups * heads * head_bytes + steps * step_bytes;
     panels = (outputs + kPanel - 1) / kPanel;
   }
   int64_t steps_of(int64_t group) const { return std::min(group_steps, steps - group * group_steps); }
   // From the beginning of a panel to a group's head.
-  int64_t offset_of(int64_t group) const { return group * (halves * head_bytes + group_steps * step_bytes); }
+  int64_t offset_of(int64_t group) const { return group * (heads * head_bytes + group_steps * step_bytes); }
 };

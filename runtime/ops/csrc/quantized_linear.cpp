@@ -1,18 +1,23 @@
 // CPU kernel of pagoda::quantized_linear (its Python twin is in quantized_linear.py; keep them in step): weights are
-// whole numbers of 8 or 4 bits with a scale per output and group of inputs, laid out in panels (see panels.h).
+// whole numbers of 8 or 4 bits, or floats of 8, with a scale per output and group of inputs, laid out in panels (see
+// panels.h).
 //
 // The columns of a weight may be stored in another order, in which the inputs are read then. Inputs are rounded to 8 or 16
 // bits with a scale per row and group, those of 16 as two rows of 8; of groups of 32, which share
 // the steps of a panel, each has rows of its own, with zeros for its neighbour. Products and their sums within a group are
 // exact then, and groups are added in their order: a row's result depends neither on how many rows there are nor on the
-// instructions at hand.
+// instructions at hand. Inputs of weights that are floats are not rounded (see float8.h).
 
 #include "fetch.h"
+#include "float8.h"
 #include "int8.h"
 #include "integers.h"
 #include "rows.h"
 #include "scratch.h"
 #include "shares.h"
+
+// What the codes of weights are: whole numbers, or floats (e4m3).
+enum Code : int64_t { kWhole = 0, kFloat8 = 1 };
 
 struct QuantizedLinearArguments {
   const char* input;
@@ -23,8 +28,9 @@ struct QuantizedLinearArguments {
   int64_t dtype, bias_dtype;
   int64_t rows, inputs, outputs, input_row;
   int64_t bits, group, input_bits, zeros, threads;
+  int64_t code;  // kWhole, …
 };
-static_assert(sizeof(QuantizedLinearArguments) == 16 * 8, "quantized_linear.py packs 16 integers");
+static_assert(sizeof(QuantizedLinearArguments) == 17 * 8, "quantized_linear.py packs 17 integers");
 
 namespace {
 
@@ -36,7 +42,7 @@ struct Group {
 
 static Group group_at(const QuantizedLinearArguments& a, const Layout& layout, int64_t panel, int64_t group) {
   const char* at = a.weight + panel * layout.panel_bytes + layout.offset_of(group);
-  return {at, (const uint8_t*)at + layout.halves * layout.head_bytes, layout.steps_of(group)};
+  return {at, (const uint8_t*)at + layout.heads * layout.head_bytes, layout.steps_of(group)};
 }
 
 // zeros[n]: what the products take the zero of an output's weights for, of a head that holds zeros.
@@ -142,7 +148,7 @@ void multiply_panel(const QuantizedLinearArguments& a, const Layout& layout, con
     }
     for (int64_t h = 0; a.zeros && h < x.halves; ++h) zeros_of(zeros[h], a, group.heads + h * layout.head_bytes);
     // The next group's weights, or the next panel's, follow the heads after this one's.
-    const uint8_t* next = stored.weights + stored.steps * layout.step_bytes + layout.halves * layout.head_bytes;
+    const uint8_t* next = stored.weights + stored.steps * layout.step_bytes + layout.heads * layout.head_bytes;
     const int64_t lines = widens ? 2 : 4, rounds = stored.steps * layout.step_bytes / (lines * kLine);
     const int64_t pieces = pieces_of(rows, kMaxIntegerRows / each);
     for (int64_t r = 0, piece, i = 0; r < rows; r += piece, ++i) {
@@ -184,10 +190,10 @@ template <int kBits, int kParts>
 void run(const QuantizedLinearArguments& a) {
   static thread_local Scratch inputs, own;
   const Layout layout(a.inputs, a.outputs, a.bits, a.group, a.zeros);
-  const int64_t columns = layout.steps * kStep, each = kParts * layout.halves;
+  const int64_t columns = layout.steps * kStep, each = kParts * layout.heads;
   const int64_t padded = round_up(a.rows * each, kTiledRows), scales = padded * layout.groups;
   inputs.reserve(padded * columns + scales * 8 + 3 * 64);
-  const Inputs x{columns, kParts, layout.halves, inputs.take<int8_t>(padded * columns), inputs.take<float>(scales),
+  const Inputs x{columns, kParts, layout.heads, inputs.take<int8_t>(padded * columns), inputs.take<float>(scales),
                  inputs.take<int32_t>(scales)};
   // As many rows at a time as stay in the second cache together.
   const int64_t most =
@@ -218,12 +224,78 @@ void run(const QuantizedLinearArguments& a) {
   }
 }
 
+// A row of the input in its own dtype or as floats, in the order of the weight's columns, beyond its end zeros.
+void order_row(uint16_t* to, const QuantizedLinearArguments& a, int64_t row, int64_t begin, int64_t count) {
+  const uint16_t* from = (const uint16_t*)a.input + row * a.input_row;
+  if (a.order) for (int64_t k = 0; k < count; ++k) to[k] = from[a.order[begin + k]];
+  else std::memcpy(to, from + begin, count * 2);
+}
+void order_row(float* to, const QuantizedLinearArguments& a, int64_t row, int64_t begin, int64_t count) {
+  const char* from = a.input + row * a.input_row * bytes_of(a.dtype);
+  if (a.order) for (int64_t k = 0; k < count; ++k) to[k] = load_entry(from, a.order[begin + k], a.dtype);
+  else load_floats(to, from + begin * bytes_of(a.dtype), a.dtype, count, 1);
+}
+
+// Inputs are not rounded: Kind says what they are multiplied as.
+template <class Kind>
+void run_float8(const QuantizedLinearArguments& a) {
+  typedef std::conditional_t<Kind::kPerElement == 2, uint16_t, float> Number;
+  static thread_local Scratch inputs, own;
+  const Layout layout(a.inputs, a.outputs, 8, a.group);
+  Float8Inputs<Kind> x(layout, a.rows);
+  inputs.reserve(x.elements(layout) * sizeof *x.memory + 64);
+  x.memory = inputs.take<typename Kind::element>(x.elements(layout));
+  const auto pack = [&](int64_t row) {
+    for (int64_t k = 0; k < a.inputs; k += x.chunk) {
+      const int64_t count = std::min(x.chunk, a.inputs - k);
+      Number* to = (Number*)x.at(row, k);
+      order_row(to, a, row, k, count);
+      std::memset(to + count, 0, (x.chunk - count) * sizeof *to);
+    }
+  };
+  // As many rows at a time as stay in the second cache together.
+  const int64_t row_bytes = layout.steps * kStep * (int64_t)sizeof(Number);
+  const int64_t most = std::clamp((1 << 20) / row_bytes / kFloat8Rows, (int64_t)1, (int64_t)10) * kFloat8Rows;
+  const int64_t blocks = (a.rows + most - 1) / most;
+  const bool alone = a.rows * a.inputs < kFewElements;
+  for (int64_t r = 0; alone && r < a.rows; ++r) pack(r);
+  Shares shares(blocks * layout.panels, a.threads);
+#pragma omp parallel num_threads((int)shares.team()) if (shares.team() > 1)
+  {
+    const int64_t results = std::min(most, a.rows) * kPanel;
+    own.reserve(kFloat8Widened<Kind> * sizeof *x.memory + (kFloat8Sums + results) * 4 + 3 * 64);
+    auto* widened = own.take<typename Kind::element>(kFloat8Widened<Kind>);
+    float *sums = own.take<float>(kFloat8Sums), *totals = own.take<float>(results);
+    if (!alone) {
+#pragma omp for schedule(static)
+      for (int64_t r = 0; r < a.rows; ++r) pack(r);
+    }
+    shares.take(omp_get_thread_num(), [&](int64_t task) {
+      const int64_t first = task / layout.panels * most, panel = task % layout.panels;
+      const int64_t rows = std::min(most, a.rows - first);
+      float8_panel(x, first, rows, a.weight + panel * layout.panel_bytes, layout, widened, sums, totals);
+      with_format(a.dtype, [&](auto format) { write_panel<decltype(format)>(a, first, rows, panel, totals); });
+    });
+#if defined(PAGODA_TILES)
+    release_tiles();
+#endif
+  }
+}
+
+void run_float8(const QuantizedLinearArguments& a) {
+#if defined(PAGODA_FLOAT8_PAIRS)
+  if (a.dtype == kBFloat16) return run_float8<Float8Pairs>(a);
+#endif
+  run_float8<Float8Floats>(a);
+}
+
 }  // namespace
 
 extern "C" int64_t pagoda_quantized_linear(const QuantizedLinearArguments* arguments) {
   const QuantizedLinearArguments& a = *arguments;
   if (a.rows == 0 || a.outputs == 0) return 0;
-  if (a.bits == 8) a.input_bits == 8 ? run<8, 1>(a) : run<8, 2>(a);
+  if (a.code == kFloat8) run_float8(a);
+  else if (a.bits == 8) a.input_bits == 8 ? run<8, 1>(a) : run<8, 2>(a);
   else a.input_bits == 8 ? run<4, 1>(a) : run<4, 2>(a);
   return 0;
 }

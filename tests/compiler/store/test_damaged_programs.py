@@ -176,7 +176,10 @@ REFUSED = {
             "linkage",
             "packed",
             0,
-            lambda p: {**p, "quantization": {"bits": 3, "group_size": 0, "input_bits": 8, "zeros": False}},
+            lambda p: {
+                **p,
+                "quantization": {"bits": 3, "group_size": 0, "input_bits": 8, "zeros": False, "code": "int"},
+            },
         ),
         "bits=3",
     ),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stored_weights import stored_weight
 
 from torch_pagoda.runtime.memory import advise_huge_pages
 from torch_pagoda.runtime.ops import (
@@ -207,6 +208,14 @@ def test_kernels_without_newer_instructions(
             whole, _ = quantized_weight.unpack_weight(packed, 70, 200, scheme)
             assert (whole != quantized_weight.round_weight(weight, scheme)[0]).float().mean() < 0.01
             arguments = (packed, weight[:, 0], 70, scheme.bits, scheme.group_size, scheme.input_bits)
+            assert_close(
+                quantized_linear.quantized_linear_cpu(x, *arguments),
+                quantized_linear.quantized_linear_reference(x, *arguments),
+            )
+        for form in ("e4m3/g128/f32", "e4m3/g16/f32"):
+            stored = stored_weight(form, 70, 200).to(torch.float32)
+            packed, x = quantized_weight.pack_stored(stored), torch.randn(9, 200).to(dtype)
+            arguments = (packed, None, 70, *quantized_weight.scheme_of(stored.form).arguments())
             assert_close(
                 quantized_linear.quantized_linear_cpu(x, *arguments),
                 quantized_linear.quantized_linear_reference(x, *arguments),

@@ -331,7 +331,8 @@ native.load_kernels = lambda: _library
 native._bound_function.cache_clear()
 """
 OPERATORS = (
-    "gated_activation int8_rows layer_norm moe packed_linear paged_attention_int8 quantized_linear rms_norm rope"
+    "float8_linear gated_activation int8_rows layer_norm moe packed_linear paged_attention_int8 quantized_linear "
+    "rms_norm rope"
 )
 OPERATOR_TESTS = [*HERE.glob("test_*_kernel.py"), *(HERE / f"test_{name}.py" for name in OPERATORS.split())]
 

@@ -140,7 +140,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(scheme):
 def test_zeros_and_order_of_stored_weights(form, outputs, inputs):
     """Against the dense weight in float64, and row by row against the whole batch."""
     weight = stored_weight(form, outputs, inputs).to(torch.float32)
-    packed, given = pack_stored(weight), (outputs, *vars(scheme_of(weight.form)).values(), weight.order)
+    packed, given = pack_stored(weight), (outputs, *scheme_of(weight.form).arguments(weight.order))
     x = torch.randn(40, inputs)
     found = quantized_linear_cpu(x, packed, None, *given)
     expected = F.linear(x.double(), weight.dense().double())
@@ -159,14 +159,14 @@ def test_a_layout_that_is_read_otherwise_shows(form):
     scheme = scheme_of(weight.form)
     for wrong in (Quantization(4, 128 if scheme.group_size == 32 else 64, 16), Quantization(8, 0, 16, True)):
         with pytest.raises(ValueError, match=r"has \d+ bytes"):
-            quantized_linear_cpu(torch.randn(2, 512), pack_stored(weight), None, 64, *vars(wrong).values())
+            quantized_linear_cpu(torch.randn(2, 512), pack_stored(weight), None, 64, *wrong.arguments())
     order = torch.arange(511, -1, -1).to(torch.int32)
     ordered = weight.replaced(form=replace(weight.form, ordered=True), order=order)
-    x, given = torch.randn(2, 512), (64, *vars(scheme).values())
-    forwards = quantized_linear_cpu(x, pack_stored(ordered), None, *given)
-    backwards = quantized_linear_cpu(x, pack_stored(ordered), None, *given, ordered.order)
+    x, given = torch.randn(2, 512), (pack_stored(ordered), None, 64)
+    forwards = quantized_linear_cpu(x, *given, *scheme.arguments())
+    backwards = quantized_linear_cpu(x, *given, *scheme.arguments(ordered.order))
     assert not torch.allclose(forwards, backwards, rtol=0.1)
-    torch.testing.assert_close(backwards, quantized_linear_cpu(x.flip(1), pack_stored(ordered), None, *given))
+    torch.testing.assert_close(backwards, quantized_linear_cpu(x.flip(1), *given, *scheme.arguments()))
 
 
 def test_an_order_that_does_not_fit_is_refused():
