@@ -202,7 +202,9 @@ def rows_by_expert(call: _Call) -> RowsByExpert:
     experts, order = call.topk_ids.reshape(-1).sort(stable=True)
     starts = torch.searchsorted(experts, torch.arange(num_experts + 1, dtype=experts.dtype))
     if len(experts) and (starts[0] > 0 or starts[-1] < len(experts)):
-        raise IndexError(f"topk_ids goes from {int(experts[0])} to {int(experts[-1])}; there are {num_experts} experts")
+        raise IndexError(
+            f"topk_ids goes from {int(experts[0])} to {int(experts[-1])}; there are {num_experts} experts"
+        )
     rows = input.index_select(0, order.div(count, rounding_mode="floor"))
     if call.weight_input:
         rows = (rows * call.topk_weights.reshape(-1, 1).index_select(0, order)).to(input.dtype)

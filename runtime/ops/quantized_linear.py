@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
 
 import torch
 from torch.nn import functional as F
 
+from ..shown import shown
 from .int8_rows import dequantize_rows, quantize_rows
 from .native import FLOAT_CODES, kernel_function
 from .quantized_weight import CODES, Quantization, packed_bytes, restored_weight, round_weight, unpack_weight
@@ -18,7 +20,7 @@ _SCHEMA = (
     "int input_bits, bool zeros=False, Tensor? order=None, str code='int') -> Tensor"
 )
 # Field for field the struct QuantizedLinearArguments of csrc/quantized_linear.cpp.
-_ARGUMENTS = struct.Struct("=17q")
+_ARGUMENTS = struct.Struct("=19q")
 _LARGEST_IN_16_BITS = 127 * 256  # 256 times a number of 8 bits and another one
 
 
@@ -99,19 +101,88 @@ def quantized_linear_cpu(
     code: str = "int",
 ) -> torch.Tensor:
     """:func:`quantized_linear_reference` by the C++ kernel for packed weights, else the reference."""
+    scheme = Quantization(bits, group_size, input_bits, zeros, code)
+    if weight.dtype is torch.uint8 and _has_kernel(input):
+        _check_packed(weight, out_features, input.shape[-1], scheme, order)
+        result = input.new_empty((*input.shape[:-1], out_features))
+        rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
+        _run_kernel(result, rows, weight, bias, out_features, scheme, order)
+        return result
+    given = (input, weight, bias, out_features, bits, group_size, input_bits, zeros, order, code)
+    return quantized_linear_reference(*given)
+
+
+def quantized_linears_cpu(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    bias: torch.Tensor | None,
+    starts: torch.Tensor,
+    out_features: int,
+    scheme: Quantization,
+) -> torch.Tensor:
+    """:func:`quantized_linear_cpu` of several weights in one call, each over rows of its own.
+
+    Args:
+        rows: ``[N, in]``, fp32, bf16 or fp16.
+        weights: ``[E, bytes]`` uint8, packed.
+        bias: ``[E, out_features]`` or None.
+        starts: ``[E + 1]`` int64: weight e is for the rows from ``starts[e]`` up to ``starts[e + 1]``, the first one
+            0 and the last one N.
+        out_features: outputs of each weight.
+        scheme: of all weights.
+
+    Returns:
+        ``[N, out_features]`` in the dtype of ``rows``, contiguous.
+
+    Raises:
+        ValueError: the weights' size does not fit; ``starts`` has another shape, or does not rise from 0 to N.
+    """
+    _check_starts(starts, len(weights), len(rows))
+    result = rows.new_empty(len(rows), out_features)
+    if _has_kernel(rows):
+        _check_packed(weights[0], out_features, rows.shape[1], scheme, None)
+        if not weights.is_contiguous():
+            raise ValueError(f"weights has strides {weights.stride()}; give contiguous ones")
+        _run_kernel(result, rows, weights, bias, out_features, scheme, None, starts)
+        return result
+    bounds: list[int] = starts.tolist()
+    for i, (start, end) in enumerate(itertools.pairwise(bounds)):
+        if start < end:
+            own = None if bias is None else bias[i]
+            part = quantized_linear_reference(rows[start:end], weights[i], own, out_features, *scheme.arguments())
+            result[start:end] = part
+    return result
+
+
+def _check_starts(starts: torch.Tensor, weights: int, rows: int) -> None:
+    bounds: list[int] = starts.tolist()
+    if len(bounds) != weights + 1 or bounds[0] != 0 or bounds[-1] != rows or bounds != sorted(bounds):
+        raise ValueError(f"starts is {shown(bounds)}; give {weights + 1} numbers that rise from 0 to {rows}")
+
+
+def _has_kernel(input: torch.Tensor) -> bool:
+    known = kernel_function("pagoda_quantized_linear") is not None and input.dtype in FLOAT_CODES
+    return known and input.shape[-1] > 0
+
+
+def _run_kernel(
+    result: torch.Tensor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    scheme: Quantization,
+    order: torch.Tensor | None,
+    starts: torch.Tensor | None = None,
+) -> None:
+    """Fill ``result``; ``starts`` belongs to several weights."""
     kernel = kernel_function("pagoda_quantized_linear")
-    dtype = FLOAT_CODES.get(input.dtype)
-    inputs = input.shape[-1]
-    if kernel is None or dtype is None or weight.dtype is not torch.uint8 or not inputs:
-        given = (input, weight, bias, out_features, bits, group_size, input_bits, zeros, order, code)
-        return quantized_linear_reference(*given)
-    _check_packed(weight, out_features, inputs, Quantization(bits, group_size, input_bits, zeros, code), order)
-    result = input.new_empty((*input.shape[:-1], out_features))
-    rows = input if input.dim() == 2 else input.reshape(-1, inputs)
+    assert kernel is not None
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     if bias is not None:
         bias = bias.contiguous()
+    dtype = FLOAT_CODES[rows.dtype]
     kernel(
         _ARGUMENTS.pack(
             rows.data_ptr(),
@@ -122,18 +193,19 @@ def quantized_linear_cpu(
             dtype,
             dtype if bias is None else FLOAT_CODES[bias.dtype],
             rows.shape[0],
-            inputs,
+            rows.shape[1],
             out_features,
             rows.stride(0),
-            bits,
-            group_size,
-            input_bits,
-            int(zeros),
+            scheme.bits,
+            scheme.group_size,
+            scheme.input_bits,
+            int(scheme.zeros),
             torch.get_num_threads(),
-            CODES.index(code),
+            CODES.index(scheme.code),
+            0 if starts is None else starts.data_ptr(),
+            1 if starts is None else len(weight),
         )
     )
-    return result
 
 
 def _check_packed(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from .arguments import MoeArguments
-from .moe import activate, activate_cpu, moe_reference, routed
-from .quantized_linear import quantized_linear_cpu, quantized_linear_reference
+from .moe import activate, activate_cpu, moe_reference, routed, rows_by_expert, weighted_sum
+from .quantized_linear import quantized_linear_reference, quantized_linears_cpu
 from .quantized_weight import Quantization
 from .registration import register_operator
 
@@ -61,16 +62,26 @@ def quantized_moe_reference(*arguments: Any) -> torch.Tensor:
     call, packed = _parted(arguments)
     if call.up.dtype is not torch.uint8:  # rounded when they are packed
         return moe_reference(*call)
-    return _by_expert(call, packed, quantized_linear_reference, activate)
+    return routed(call, packed.outputs, partial(_expert, call, packed))
 
 
 def quantized_moe_cpu(*arguments: Any) -> torch.Tensor:
-    """:func:`quantized_moe_reference` by the kernel of quantised products: rows sorted by expert once, two products
-    per expert that has any."""
+    """:func:`quantized_moe_reference` by the kernel of quantised products: rows are sorted by expert once, and all
+    experts share each of its two calls."""
     call, packed = _parted(arguments)
     if call.up.dtype is not torch.uint8:
         return moe_reference(*call)
-    return _by_expert(call, packed, quantized_linear_cpu, activate_cpu)
+    by_expert = rows_by_expert(call)
+
+    def product(
+        rows: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int, scheme: Sequence[int]
+    ) -> torch.Tensor:
+        return quantized_linears_cpu(rows, weights, bias, by_expert.starts, outputs, Quantization.of_numbers(scheme))
+
+    hidden = product(by_expert.rows, call.up, call.up_bias, packed.wide, packed.up_scheme)
+    hidden = activate_cpu(hidden, call.activation, call.alpha, call.limit, call.layout)
+    chosen = product(hidden, call.down, call.down_bias, packed.outputs, packed.down_scheme)
+    return weighted_sum(call, chosen, by_expert.order)
 
 
 def _parted(arguments: Sequence[Any]) -> tuple[MoeArguments[torch.Tensor], _Packed]:
@@ -78,22 +89,14 @@ def _parted(arguments: Sequence[Any]) -> tuple[MoeArguments[torch.Tensor], _Pack
     return MoeArguments(*arguments[:_BEFORE], *arguments[_BEFORE + len(own) :]), _Packed(*own)
 
 
-def _by_expert(
-    call: MoeArguments[torch.Tensor],
-    packed: _Packed,
-    product: Callable[..., torch.Tensor],
-    middle: Callable[..., torch.Tensor],
-) -> torch.Tensor:
-    formula = (call.activation, call.alpha, call.limit, call.layout)
-
-    def run(rows: torch.Tensor, expert: int) -> torch.Tensor:
-        up_bias = None if call.up_bias is None else call.up_bias[expert]
-        down_bias = None if call.down_bias is None else call.down_bias[expert]
-        hidden = product(rows, call.up[expert], up_bias, packed.wide, *_told(packed.up_scheme))
-        hidden = middle(hidden, *formula)
-        return product(hidden, call.down[expert], down_bias, packed.outputs, *_told(packed.down_scheme))
-
-    return routed(call, packed.outputs, run)
+def _expert(call: MoeArguments[torch.Tensor], packed: _Packed, rows: torch.Tensor, expert: int) -> torch.Tensor:
+    """One expert over some rows, by the references."""
+    up_bias = None if call.up_bias is None else call.up_bias[expert]
+    down_bias = None if call.down_bias is None else call.down_bias[expert]
+    product = quantized_linear_reference
+    hidden = product(rows, call.up[expert], up_bias, packed.wide, *_told(packed.up_scheme))
+    hidden = activate(hidden, call.activation, call.alpha, call.limit, call.layout)
+    return product(hidden, call.down[expert], down_bias, packed.outputs, *_told(packed.down_scheme))
 
 
 def _told(scheme: Sequence[int]) -> tuple[Any, ...]:

@@ -16,6 +16,8 @@
 #include "scratch.h"
 #include "shares.h"
 
+#include <vector>
+
 // What the codes of weights are: whole numbers, or floats (e4m3).
 enum Code : int64_t { kWhole = 0, kFloat8 = 1 };
 
@@ -29,8 +31,12 @@ struct QuantizedLinearArguments {
   int64_t rows, inputs, outputs, input_row;
   int64_t bits, group, input_bits, zeros, threads;
   int64_t code;  // kWhole, …
+  // Of several weights, one after the other: the first row that each is for, and at last `rows`; null for one weight.
+  // Each has `outputs` of the bias.
+  const int64_t* starts;
+  int64_t weights;
 };
-static_assert(sizeof(QuantizedLinearArguments) == 17 * 8, "quantized_linear.py packs 17 integers");
+static_assert(sizeof(QuantizedLinearArguments) == 19 * 8, "quantized_linear.py packs 19 integers");
 
 namespace {
 
@@ -40,8 +46,8 @@ struct Group {
   int64_t steps;
 };
 
-static Group group_at(const QuantizedLinearArguments& a, const Layout& layout, int64_t panel, int64_t group) {
-  const char* at = a.weight + panel * layout.panel_bytes + layout.offset_of(group);
+static Group group_at(const char* panel, const Layout& layout, int64_t group) {
+  const char* at = panel + layout.offset_of(group);
   return {at, (const uint8_t*)at + layout.heads * layout.head_bytes, layout.steps_of(group)};
 }
 
@@ -131,16 +137,38 @@ struct Workspace {
   }
 };
 
-// space.totals[r][n]: the panel's results for `rows` rows from `first` on.
+// Rows that are multiplied with a panel together, and by which weight's.
+struct Block {
+  int64_t first, rows, weight;
+};
+
+// All rows, in blocks of at most `most`.
+void divide(std::vector<Block>& blocks, const QuantizedLinearArguments& a, int64_t most) {
+  blocks.clear();
+  for (int64_t weight = 0; weight < a.weights; ++weight) {
+    const int64_t end = a.starts ? a.starts[weight + 1] : a.rows;
+    for (int64_t first = a.starts ? a.starts[weight] : 0; first < end; first += most)
+      blocks.push_back({first, std::min(most, end - first), weight});
+  }
+}
+
+// A panel of a block's weight.
+const char* panel_at(const QuantizedLinearArguments& a, const Layout& layout, const Block& block, int64_t panel) {
+  return a.weight + (block.weight * layout.panels + panel) * layout.panel_bytes;
+}
+
+// space.totals[r][n]: the panel's results for the rows of a block.
 template <int kBits, int kParts>
-void multiply_panel(const QuantizedLinearArguments& a, const Layout& layout, const Inputs& x, int64_t first,
-                    int64_t rows, int64_t panel, const Workspace& space) {
+void multiply_panel(const QuantizedLinearArguments& a, const Layout& layout, const Inputs& x, const Block& block,
+                    int64_t panel, const Workspace& space) {
+  const int64_t first = block.first, rows = block.rows;
+  const char* weights = panel_at(a, layout, block, panel);
   const int64_t each = x.rows_each(), groups = layout.groups;
   const bool tiles = integers_on_tiles(rows * each), widens = kBits == 4 && rows * each > kMaxIntegerRows;
   const auto add = a.zeros ? add_group<kParts, true> : add_group<kParts, false>;
   alignas(64) int32_t zeros[2][kPanel];
   for (int64_t g = 0; g < groups; ++g) {
-    const Group stored = group_at(a, layout, panel, g);
+    const Group stored = group_at(weights, layout, g);
     Group group = stored;
     if (widens) {
       widen_steps(space.widened, group.weights, group.steps);
@@ -170,13 +198,15 @@ void multiply_panel(const QuantizedLinearArguments& a, const Layout& layout, con
 }
 
 template <class Format>
-void write_panel(const QuantizedLinearArguments& a, int64_t first, int64_t rows, int64_t panel,
-                 const float* totals) {
+void write_panel(const QuantizedLinearArguments& a, const Block& block, int64_t panel, const float* totals) {
   const int64_t begin = panel * kPanel, count = std::min(kPanel, a.outputs - begin);
   alignas(64) float bias[kPanel];
-  if (a.bias) load_floats(bias, a.bias + begin * bytes_of(a.bias_dtype), a.bias_dtype, count, 1);
-  for (int64_t r = 0; r < rows; ++r) {
-    auto* to = (typename Format::element*)a.out + (first + r) * a.outputs + begin;
+  if (a.bias) {
+    const int64_t at = block.weight * a.outputs + begin;
+    load_floats(bias, a.bias + at * bytes_of(a.bias_dtype), a.bias_dtype, count, 1);
+  }
+  for (int64_t r = 0; r < block.rows; ++r) {
+    auto* to = (typename Format::element*)a.out + (block.first + r) * a.outputs + begin;
     for (int64_t n = 0; n < count; n += kLanes) {
       vfloat number = load(totals + r * kPanel + n);
       if (a.bias) number = number + load(bias + n);
@@ -198,13 +228,15 @@ void run(const QuantizedLinearArguments& a) {
   // As many rows at a time as stay in the second cache together.
   const int64_t most =
       std::clamp((1 << 20) / (columns * each) / kTiledRows, (int64_t)1, (int64_t)16) * kTiledRows;
-  const int64_t blocks = (a.rows + most - 1) / most;
+  static thread_local std::vector<Block> found;
+  divide(found, a, most);
+  const std::vector<Block>& blocks = found;  // the caller's, for all threads
   const bool alone = a.rows * a.inputs < kFewElements;
   if (alone) {
     const Workspace space(own, a, layout, 0);
     for (int64_t r = 0; r < a.rows; ++r) round_row(a, layout, x, r, space.row);
   }
-  Shares shares(blocks * layout.panels, a.threads);
+  Shares shares((int64_t)blocks.size() * layout.panels, a.threads);
 #pragma omp parallel num_threads((int)shares.team()) if (shares.team() > 1)
   {
     const Workspace space(own, a, layout, std::min(most, a.rows));
@@ -213,10 +245,10 @@ void run(const QuantizedLinearArguments& a) {
       for (int64_t r = 0; r < a.rows; ++r) round_row(a, layout, x, r, space.row);
     }
     shares.take(omp_get_thread_num(), [&](int64_t task) {
-      const int64_t first = task / layout.panels * most, panel = task % layout.panels;
-      const int64_t rows = std::min(most, a.rows - first);
-      multiply_panel<kBits, kParts>(a, layout, x, first, rows, panel, space);
-      with_format(a.dtype, [&](auto format) { write_panel<decltype(format)>(a, first, rows, panel, space.totals); });
+      const Block& block = blocks[task / layout.panels];
+      const int64_t panel = task % layout.panels;
+      multiply_panel<kBits, kParts>(a, layout, x, block, panel, space);
+      with_format(a.dtype, [&](auto format) { write_panel<decltype(format)>(a, block, panel, space.totals); });
     });
 #if defined(PAGODA_TILES)
     release_tiles();
@@ -256,10 +288,12 @@ void run_float8(const QuantizedLinearArguments& a) {
   // As many rows at a time as stay in the second cache together.
   const int64_t row_bytes = layout.steps * kStep * (int64_t)sizeof(Number);
   const int64_t most = std::clamp((1 << 20) / row_bytes / kFloat8Rows, (int64_t)1, (int64_t)10) * kFloat8Rows;
-  const int64_t blocks = (a.rows + most - 1) / most;
+  static thread_local std::vector<Block> found;
+  divide(found, a, most);
+  const std::vector<Block>& blocks = found;  // the caller's, for all threads
   const bool alone = a.rows * a.inputs < kFewElements;
   for (int64_t r = 0; alone && r < a.rows; ++r) pack(r);
-  Shares shares(blocks * layout.panels, a.threads);
+  Shares shares((int64_t)blocks.size() * layout.panels, a.threads);
 #pragma omp parallel num_threads((int)shares.team()) if (shares.team() > 1)
   {
     const int64_t results = std::min(most, a.rows) * kPanel;
@@ -271,10 +305,11 @@ void run_float8(const QuantizedLinearArguments& a) {
       for (int64_t r = 0; r < a.rows; ++r) pack(r);
     }
     shares.take(omp_get_thread_num(), [&](int64_t task) {
-      const int64_t first = task / layout.panels * most, panel = task % layout.panels;
-      const int64_t rows = std::min(most, a.rows - first);
-      float8_panel(x, first, rows, a.weight + panel * layout.panel_bytes, layout, widened, sums, totals);
-      with_format(a.dtype, [&](auto format) { write_panel<decltype(format)>(a, first, rows, panel, totals); });
+      const Block& block = blocks[task / layout.panels];
+      const int64_t panel = task % layout.panels;
+      const char* weights = panel_at(a, layout, block, panel);
+      float8_panel(x, block.first, block.rows, weights, layout, widened, sums, totals);
+      with_format(a.dtype, [&](auto format) { write_panel<decltype(format)>(a, block, panel, totals); });
     });
 #if defined(PAGODA_TILES)
     release_tiles();

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from stored_weights import stored_weight
 
-from torch_pagoda.runtime.ops.moe import moe_reference
+from torch_pagoda.runtime.ops.moe import moe_cpu, moe_reference
+from torch_pagoda.runtime.ops.quantized_linear import quantized_linear_cpu, quantized_linears_cpu
 from torch_pagoda.runtime.ops.quantized_moe import (
     quantized_moe,
     quantized_moe_cpu,
@@ -115,3 +117,43 @@ def test_a_token_does_not_depend_on_its_batch_mates_where_asked() -> None:
             for i in range(0, 33, part)
         ]
         assert torch.equal(torch.cat(apart), together)
+
+
+@pytest.mark.parametrize("form", ["int4/g32/f16+z", "int8/row/f32", "e4m3/g128/f32"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("counts", [(0, 1, 0, 7, 0), (3, 0, 0, 0, 0), (1, 1, 1, 1, 1), (700, 2, 0, 33, 6)], ids=str)
+def test_products_of_several_weights_are_those_of_each(
+    form: str, bias: bool, dtype: torch.dtype, counts: tuple[int, ...]
+) -> None:
+    outputs, inputs = 70, 200
+    stored = [stored_weight(form, outputs, inputs, seed=e) for e in range(EXPERTS)]
+    scheme, weights = scheme_of(stored[0].form), torch.stack([pack_stored(weight) for weight in stored])
+    biases = torch.randn(EXPERTS, outputs).to(dtype) if bias else None
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    rows = torch.randn(sum(counts), inputs).to(dtype)
+    found = quantized_linears_cpu(rows, weights, biases, starts, outputs, scheme)
+    for e, (start, end) in enumerate(itertools.pairwise(starts.tolist())):
+        own = None if biases is None else biases[e]
+        expected = quantized_linear_cpu(rows[start:end], weights[e], own, outputs, *scheme.arguments())
+        assert torch.equal(found[start:end], expected)
+
+
+@pytest.mark.parametrize(
+    "starts", [[0, 1, 2, 3, 4], [0, 1, 1, 1, 1, 9], [1, 1, 2, 3, 4, 5], [0, 3, 2, 4, 4, 5]], ids=str
+)
+def test_starts_that_do_not_fit(starts: list[int]) -> None:
+    stored = stored_weight("int8/row/f32", 6, 64)
+    weights = torch.stack([pack_stored(stored)] * EXPERTS)
+    with pytest.raises(ValueError, match="give 6 numbers that rise from 0 to 5"):
+        quantized_linears_cpu(torch.randn(5, 64), weights, None, torch.tensor(starts), 6, scheme_of(stored.form))
+
+
+@pytest.mark.parametrize("wrong", [-1, EXPERTS])
+def test_an_id_that_no_expert_has(wrong: int) -> None:
+    packed, dense = case("int8/row/f32", "halves", biases=False)
+    x, (weights, ids) = torch.randn(7, HIDDEN), routing(7)
+    ids[3, 1] = wrong
+    for operator, given in ((quantized_moe_cpu, packed), (moe_cpu, dense)):
+        with pytest.raises(IndexError, match=f"there are {EXPERTS} experts"):
+            operator(x, weights, ids, *given)
