@@ -1,8 +1,8 @@
 """Linear layers with rounded weights on this machine: pagoda's kernel against what torch has.
 
 Each kernel multiplies with 40 distinct matrices (5632 x 2048, or ``--shape``) in turn, more than caches hold. A
-figure is the median time of a round, as GB/s of stored weights with one row and as GFLOP/s with many. The kernels take
-turns.
+figure is the median time of a round, as GB/s of stored weights with one row and as GFLOP/s with many. The kernels
+take turns.
 
   bf16            oneDNN's product with plain bf16 weights, laid out once
   int8, oneDNN    ``onednn.qlinear_pointwise`` on inputs that are rounded before it (per token, by torch's operators),
