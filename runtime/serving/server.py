@@ -23,6 +23,10 @@ from .settings import Settings
 
 logger = logging.getLogger(__name__)
 
+SEND_BUFFER_BYTES = 64 * 1024
+"""Of a connection, in the system (Linux takes twice as many). Left to itself it grows to megabytes for a reader that
+takes nothing, and a stream is over for the server before anybody has read it."""
+
 _CUT_SECONDS = 2.0
 """For the last words of what was cut."""
 
@@ -183,6 +187,7 @@ def bind(settings: Settings) -> socket.socket | None:
         with ExitStack() as stack:
             stack.callback(sock.close)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # of its connections
             sock.bind(address)
             stack.pop_all()
     except OSError as error:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -13,6 +16,9 @@ from .errors import ApiError
 
 MAX_HEAD_BYTES = 64 * 1024
 """Of a request's line and headers."""
+
+_RESET = struct.pack("ii", 1, 0)
+"""``struct linger``: on, for no second."""
 
 BODY_GRACE = 5.0
 """Seconds after ``body_timeout`` in which the application answers 408 itself."""
@@ -67,7 +73,7 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
         def on_message_begin(self) -> None:
             self._in_message = True
             super().on_message_begin()
-            self.scope["state"]["abort"] = self.transport.abort
+            self.scope["state"]["abort"] = self._drop
 
         def on_headers_complete(self) -> None:
             self._disarm()
@@ -116,7 +122,15 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
         def _abort_later(self) -> None:
             """Drop the connection if its peer does not take what it has still to get; a close alone would wait."""
             if self._last_timer is None:
-                self._last_timer = self.loop.call_later(settings.stream_stall_timeout, self.transport.abort)
+                self._last_timer = self.loop.call_later(settings.stream_stall_timeout, self._drop)
+
+        def _drop(self) -> None:
+            """Reset the connection: what its peer has not taken is given up by the system, too."""
+            sock = self.transport.get_extra_info("socket")
+            if sock is not None:
+                with suppress(OSError):
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            self.transport.abort()
 
         def _arm(self, seconds: float) -> None:
             self._timer = self.loop.call_later(seconds, self._too_slow)

@@ -21,12 +21,13 @@ pytestmark = pytest.mark.slow
 
 SENDERS = 500
 LEAVING = 500
+READERS = 1000
 KB_PER_CONNECTION = 150
-HEADER_SECONDS, BODY_SECONDS = 4, 6
+HEADER_SECONDS, BODY_SECONDS, STALL_SECONDS = 4, 6, 5
 OPTIONS = (
     *("--max-num-seqs", "128", "--max-queue", "4000", "--max-model-len", "512", "--max-connections", "4000"),
     *("--header-timeout", str(HEADER_SECONDS), "--body-timeout", str(BODY_SECONDS)),
-    *("--log-requests", "none"),
+    *("--stream-stall-timeout", str(STALL_SECONDS), "--log-requests", "none"),
 )
 SHORT = {"prompt": "Return the", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
@@ -57,8 +58,10 @@ def request(body: dict[str, Any]) -> bytes:
     return f"{head}Connection: close\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw
 
 
-async def connect(server: Served) -> socket.socket:
+async def connect(server: Served, receive_buffer: int | None = None) -> socket.socket:
     connection = socket.socket()
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     connection.setblocking(False)
     await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", server.port))
     return connection
@@ -72,14 +75,14 @@ async def read_to_the_end(connection: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-async def whole_answers(server: Served, count: int = 8) -> list[str]:
+async def whole_answers(server: Served, count: int = 8, patience: float = PATIENCE) -> list[str]:
     """Texts of as many streams as people read them."""
 
     async def one() -> str:
         connection = await connect(server)
         body = {**SHORT, "max_tokens": 64, "stream": True}
         await asyncio.get_running_loop().sock_sendall(connection, request(body))
-        answer = await asyncio.wait_for(read_to_the_end(connection), PATIENCE)
+        answer = await asyncio.wait_for(read_to_the_end(connection), patience)
         connection.close()
         assert b"data: [DONE]" in answer, answer[-300:]
         events = [line[6:] for line in answer.splitlines() if line.startswith(b"data: {")]
@@ -162,3 +165,39 @@ def test_clients_that_go_leave_nothing_behind(server: Served) -> None:
     print(f"\nleaving: {found}")
     assert found["disconnects counted"] == LEAVING
     assert found["tokens generated"] < LEAVING * 480
+
+
+def test_slow_readers_are_cut_and_nobody_waits_for_them(server: Served) -> None:
+    async def run() -> dict[str, float]:
+        loop = asyncio.get_running_loop()
+        before, cut = memory(server), server.figure("pagoda:disconnects_total")
+        # 350 kB of events: more than the system holds for either side.
+        body = {**SHORT, "max_tokens": 480, "stream": True, "logprobs": 20}
+
+        async def crawl() -> None:
+            with await connect(server, receive_buffer=4096) as connection, suppress(ConnectionError):
+                await loop.sock_sendall(connection, request(body))
+                while await loop.sock_recv(connection, 1):
+                    await asyncio.sleep(0.1)
+
+        crawlers = [asyncio.create_task(crawl()) for _ in range(READERS)]
+        held, answers = 0.0, 0
+        deadline, count = time.monotonic() + 10 * PATIENCE, 0.0
+        while count < READERS and time.monotonic() < deadline:
+            answers += len(await whole_answers(server, patience=5 * PATIENCE))  # they queue behind the others
+            held = max(held, memory(server))
+            count = await asyncio.to_thread(server.figure, "pagoda:disconnects_total") - cut
+        for task in crawlers:  # what came before the end they could read for long
+            task.cancel()
+        await asyncio.gather(*crawlers, return_exceptions=True)
+        return {
+            "cut": count,
+            "kB a connection": (held - before) / READERS,
+            "normal answers beside": answers,
+        }
+
+    found = asyncio.run(run())
+    print(f"\nslow readers: {found}")
+    assert found["cut"] == READERS
+    assert found["kB a connection"] < KB_PER_CONNECTION and found["normal answers beside"] >= 8
+    server.becomes_idle()
