@@ -22,10 +22,10 @@ from .options import CompileOptions, selected_passes
 from .report import CompileReport, PassCheck, PhaseClock, Verdict, first_line, rejection_line
 from .verify import dump
 from .verify.fake_values import propagate
-from .verify.graph_check import can_check, check_graph, measure_rounding
+from .verify.graph_check import can_check, check_graph, check_stored, measure_rounding
 from .verify.long_windows import check_long_windows
 from .verify.paging import check_paging
-from .verify.self_check import SHORT_SCHEDULE, Reference, check
+from .verify.self_check import Reference, check
 
 log = logging.getLogger(__name__)
 
@@ -234,9 +234,9 @@ def _difference(
     """Compare a graph with the model, and what it is made of (the same over the layers that were captured) in float32
     with the captured graph."""
     if any(isinstance(tensor, StoredWeight) for tensor in traced.constants.values()):
-        # Each step unpacks them all; the whole reference is compared once the program reads them as they are.
-        reference = reference.beginning(SHORT_SCHEDULE)
-    verdict = check(link(traced, traced.module), reference, alone=alone)
+        verdict = check_stored(traced, reference, alone=alone)
+    else:
+        verdict = check(link(traced, traced.module), reference, alone=alone)
     if verdict.ok and can_check(shallow):
         in_float32 = check_graph(captured.traced, shallow, alone=alone)
         return verdict if in_float32.ok else in_float32

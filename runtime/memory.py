@@ -83,3 +83,17 @@ def keep_freed_memory() -> bool:
         return False
     mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
     return all([mallopt(name, KEPT_BYTES) == 1 for name in (_MMAP_THRESHOLD, _TRIM_THRESHOLD)])
+
+
+def give_back_freed_memory() -> bool:
+    """Give what was freed back to the system, holes within the heap included.
+
+    Returns:
+        Whether the C library did; False for others than glibc.
+    """
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):
+        return False
+    trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
+    return bool(trim(0) == 1)

@@ -22,6 +22,7 @@ from torch import fx, nn
 from ...passes import TracedGraph
 from ...passes.graph.fx_nodes import cache_index, is_pure, value
 from ...passes.graph.provenance import scopes
+from ...runtime.ops.stored_weight import StoredWeight
 from ...runtime.program import is_cache_input
 from ..fingerprint.describer import CannotIdentify
 from ..fingerprint.tensor_contents import module_tensors
@@ -325,4 +326,5 @@ class _Unrolling:
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, type(tensor)
+    stored = (tensor.form, tensor.transposed) if isinstance(tensor, StoredWeight) else None
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, type(tensor), stored

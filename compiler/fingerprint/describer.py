@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _of_modules
 
+from ...runtime.ops.stored_weight import StoredWeight
 from .code_reads import Reads, Untold, cached_reads
 from .framework import is_framework, is_own, patches
 from .tensor_contents import module_tensors, update_whole
@@ -137,15 +138,25 @@ class Describer:
 
     def _add_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         places: dict[int, int] = {}
+        orders: dict[bytes, int] = {}
         for name, tensor in tensors.items():
             without_values = tensor.is_meta and not self._follows
             if (tensor.device.type != "cpu" and not without_values) or tensor.layout is not torch.strided:
                 raise CannotIdentify(f"{name} is a {tensor.layout} tensor on {tensor.device}")
+            if isinstance(tensor, StoredWeight):
+                self._add_stored(name, tensor, orders)
+                continue
             if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
                 raise CannotIdentify(f"{name} is a {type(tensor).__name__}")
             place = places.setdefault(tensor.untyped_storage().data_ptr(), len(places))
             layout = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.requires_grad)
             self._say(type(tensor).__name__, repr((name, tensor.dtype, layout, tensor.is_inference(), place)))
+
+    def _add_stored(self, name: str, weight: StoredWeight, orders: dict[bytes, int]) -> None:
+        """A weight as a quantised checkpoint stores it; of orders only which weights share one."""
+        form, dtype, transposed, order = weight.stored_as
+        shared = orders.setdefault(order, len(orders))
+        self._say("StoredWeight", repr((name, str(form), dtype, tuple(weight.shape), transposed, shared)))
 
     def _add_attention(self, config: Any) -> None:
         """The functions that transformers calls under the config's name: users register their own."""

@@ -10,8 +10,9 @@ import torch
 from ...passes import TracedGraph
 from ...passes.graph.notes import PackedWeight
 from ...runtime.cache.cache_specs import has_state
+from ...runtime.memory import give_back_freed_memory
 from ...runtime.ops.packed_linear import pack_weight
-from ...runtime.ops.quantized_weight import pack_stored, quantize_weight
+from ...runtime.ops.quantized_weight import PANEL, pack_stored, packed_bytes, quantize_weight, scheme_of
 from ...runtime.ops.stored_weight import StoredWeight
 from ...runtime.phases import phase
 from ...runtime.program import CachePart, CacheSpec, KVCache, StateSpec
@@ -22,9 +23,12 @@ from ..targets.cpu.kernels import GraphCalls
 from ..targets.cpu.recorded_step import RecordedSteps
 from ..targets.npu.route import Route
 from ..weights.file_pages import FilePages
-from ..weights.merged_weights import link_merged_weights, merge_rows
+from ..weights.merged_weights import drop_stored, link_merged_weights, merge_rows
 from .linkage import Linkage
 from .rounded_weights import check_rounded_weight
+
+_PACKED_AT_ONCE = 1 << 21
+"""Stored weights that are laid out together."""
 
 
 def link(
@@ -184,6 +188,7 @@ class LinkedProgram:
             UnsupportedModel: a rounded weight is wrong.
         """
         size = 0
+        give_back_freed_memory()  # of what was computed so far: packed weights are beside their sources for a while
         merged = [self._args[self._at[name]] for packed in self._packable for name in (packed.name, *packed.sources)]
         pages = FilePages(tensor for tensor in merged if tensor is not None)
         for packed in self._packable:
@@ -203,12 +208,14 @@ class LinkedProgram:
                 if any(self._args[j] is tensor for j in self._read):
                     continue
                 if isinstance(tensor, StoredWeight):
+                    drop_stored(tensor, pages)
                     tensor.release()
                 else:
                     pages.drop(tensor.data_ptr(), tensor.numel() * tensor.element_size())
                     tensor.data = tensor.new_empty(0)
         self._packable = []
         size += self._unpack_stored(release)
+        give_back_freed_memory()
         if self._recorded is not None:
             self._recorded.clear()
         return size
@@ -220,6 +227,9 @@ class LinkedProgram:
 
     def _unpack_stored(self, release: bool) -> int:
         """Make ordinary tensors of the stored weights that are left, and free these with ``release``; their bytes."""
+        for name, sources in self._merged.items():
+            if self._args[self._at[name]] is None:
+                self._args[self._at[name]] = merge_rows([self._args[self._at[source]] for source in sources])
         size, dense = 0, dict[int, torch.Tensor]()
         left = []
         for i, given in enumerate(self._args):
@@ -304,8 +314,22 @@ def _packed(weight: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
     if weight.dim() == 3:  # experts
         return torch.stack([_packed(weight, packed) for weight in _matrices(weight, packed)])
     if isinstance(weight, StoredWeight):
-        return pack_weight(weight.dense()) if scheme is None else pack_stored(weight)
+        return pack_weight(weight.dense()) if scheme is None else _packed_by_rows(weight)
     return pack_weight(weight) if scheme is None else quantize_weight(weight.detach(), scheme)
+
+
+def _packed_by_rows(weight: StoredWeight) -> torch.Tensor:
+    """``pack_stored`` of some panels at a time: what is between codes and panels takes several times their memory."""
+    outputs, inputs = weight.codes.shape[0], weight.codes.shape[1] * weight.form.per_byte
+    rows = max(PANEL, _PACKED_AT_ONCE // max(inputs, 1) // PANEL * PANEL)
+    packed = torch.empty(packed_bytes(outputs, inputs, scheme_of(weight.form)), dtype=torch.uint8)
+    at = 0
+    for first in range(0, outputs, rows):
+        part = weight.each(lambda table, first=first: table[first : first + rows])  # type: ignore[misc]
+        panels = pack_stored(part)
+        packed[at : at + panels.numel()] = panels
+        at += panels.numel()
+    return packed
 
 
 def _check(weight: torch.Tensor, packed: torch.Tensor, noted: PackedWeight) -> None:

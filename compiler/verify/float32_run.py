@@ -1,4 +1,5 @@
-"""Runs of graphs in float32: the same operators on the same weights, without half precision's rounding between them.
+"""Runs of graphs node by node: in float32, the same operators on the same weights without half precision's rounding
+between them, and of several calls together, so that a weight that has to be made is made once.
 
 What a rewrite gets slightly wrong hides behind the rounding of bfloat16; in float32 it shows.
 """
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...passes.graph.fx_nodes import callee, mutated_argument, storage_key, value
 from .errors import HALF
 
-_ROWS = 1 << 13
+_ROWS = 1 << 12
 _Runs: TypeAlias = "Sequence[dict[fx.Node, Any]]"
 """Of each call, the values of the nodes that have run and are still read."""
 
@@ -48,7 +49,7 @@ class Deferred(ABC):
 
     @abstractmethod
     def make(self) -> torch.Tensor:
-        """The tensor; float32, if it is one of floating-point numbers."""
+        """The tensor; float32 for a ``Float32Graph``, if it is one of floating-point numbers."""
 
     def rows(self, index: slice | torch.Tensor) -> torch.Tensor:
         """``make()[index]``."""
@@ -60,21 +61,21 @@ class Deferred(ABC):
         """The size of its first dim."""
 
 
-class Float32Graph:
-    """A graph as a function of its inputs, computed in float32 node by node.
+class NodeByNode:
+    """A graph as a function of its inputs, computed node by node.
 
     Inputs may be ``Deferred``; each is made for the node that reads it and freed behind it, of large matrices some
-    rows at a time, so that few widened weights are in memory at a time. What follows from ``constants`` alone is
-    computed in their own precision, for that is what passes fold.
+    rows at a time, so that few of them are in memory at a time.
 
     Args:
         module: the graph.
         constants: names of inputs that always receive the same.
     """
 
+    _widens = False
+
     def __init__(self, module: fx.GraphModule, constants: Collection[str]) -> None:
         self._module = module
-        self._widens = any(getattr(value(node), "dtype", None) in HALF for node in module.graph.nodes)
         self._last_use: dict[fx.Node, list[fx.Node]] = {}
         written = {storage_key(t) for n in module.graph.nodes if (t := mutated_argument(n)) is not None}
         self._own: list[fx.Node] = []
@@ -133,7 +134,7 @@ class Float32Graph:
                 values[node] = operator.attrgetter(str(node.target))(self._module)
             return
         by_rows = _BY_ROWS.get(callee(node))
-        if by_rows is not None and by_rows(node, runs):
+        if by_rows is not None and by_rows(node, runs, self._widens):
             return
         made: dict[int, torch.Tensor] = {}
         for values in runs:
@@ -155,7 +156,17 @@ class Float32Graph:
                     values[node] = target(*args, **kwargs)
 
 
-def _look_up(node: fx.Node, runs: _Runs) -> bool:
+class Float32Graph(NodeByNode):
+    """The same computed in float32. What follows from ``constants`` alone is computed in their own precision, for
+    that is what passes fold.
+    """
+
+    def __init__(self, module: fx.GraphModule, constants: Collection[str]) -> None:
+        super().__init__(module, constants)
+        self._widens = any(getattr(value(node), "dtype", None) in HALF for node in module.graph.nodes)
+
+
+def _look_up(node: fx.Node, runs: _Runs, widens: bool) -> bool:
     """Run ``embedding`` for all calls with the rows that they name; False where its table is there already."""
     tables = [n for n in node.all_input_nodes if isinstance(runs[0][n], Deferred)]
     others = [n for n in node.all_input_nodes if n not in tables]
@@ -169,19 +180,29 @@ def _look_up(node: fx.Node, runs: _Runs) -> bool:
     return True
 
 
-def _multiply(node: fx.Node, runs: _Runs) -> bool:
-    """Run ``linear`` for all calls, some rows of its weight at a time; False where it is there already, or small."""
+def _multiply(node: fx.Node, runs: _Runs, widens: bool) -> bool:
+    """Run ``linear`` for all calls in one product, some rows of its weight at a time; False where the weight is there
+    already."""
     x, weight, *rest = node.args
     made = isinstance(weight, fx.Node) and runs[0][weight]
-    if not isinstance(made, Deferred) or made.num_rows <= _ROWS or rest or node.kwargs:
+    if not isinstance(made, Deferred) or node.kwargs:
         return False
-    parts: list[list[torch.Tensor]] = [[] for _ in runs]
+    given = [values[x] for values in runs]  # type: ignore[index]
+    if any(isinstance(rows, Deferred) or rows.dim() < 2 for rows in given):
+        return False
+    joined = torch.cat([rows.flatten(0, -2) for rows in given])
+    bias = runs[0][rest[0]] if rest and isinstance(rest[0], fx.Node) else None
+    bias = bias.make() if isinstance(bias, Deferred) else bias
+    if widens:
+        joined, bias = _wide(joined), _wide(bias)
+    parts = []
     for first in range(0, made.num_rows, _ROWS):
-        rows = made.rows(slice(first, first + _ROWS))
-        for values, part in zip(runs, parts, strict=True):
-            part.append(torch.nn.functional.linear(_wide(values[x]), rows))  # type: ignore[index]
-    for values, part in zip(runs, parts, strict=True):
-        values[node] = torch.cat(part, -1)
+        at = slice(first, first + _ROWS)
+        part = made.rows(at) if made.num_rows > _ROWS else made.make()
+        parts.append(torch.nn.functional.linear(joined, part, None if bias is None else bias[at]))
+    product = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+    for values, rows, own in zip(runs, given, product.split([r.shape[:-1].numel() for r in given]), strict=True):
+        values[node] = own.view(*rows.shape[:-1], -1)
     return True
 
 

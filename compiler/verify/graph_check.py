@@ -27,8 +27,16 @@ from ..link.linker import LinkedProgram
 from ..report import Verdict
 from ..weights.merged_weights import link_merged_weights
 from .errors import HALF, ROUNDINGS, chooses_keys, judged_share, routes_tokens, row_errors, typical
-from .float32_run import Deferred, Float32Graph
-from .self_check import Reference, Schedule, arguments_alone, judge, planned_steps, run_alone
+from .float32_run import Deferred, Float32Graph, NodeByNode
+from .self_check import (
+    Reference,
+    Schedule,
+    arguments_alone,
+    judge,
+    planned_steps,
+    run_alone,
+    tolerating_rounding,
+)
 
 TOLERANCE = 5e-4
 """Float32's own rounding makes 1e-5 of it."""
@@ -91,6 +99,27 @@ def check_graph(original: TracedGraph, rewritten: TracedGraph, *, alone: bool = 
 
 
 @phase("verify")
+def check_stored(traced: TracedGraph, reference: Reference, *, alone: bool = False) -> Verdict:
+    """``self_check.check`` of a graph over weights as a checkpoint stores them: each is unpacked once for all steps.
+
+    Args:
+        traced: as passes made it, before its weights are packed.
+        reference: what to run and what is right.
+        alone: as in ``self_check.check``.
+    """
+    link_merged_weights(traced)
+    constants: dict[str, Any] = {
+        name: Unpacked(tensor) if isinstance(tensor, StoredWeight) else tensor
+        for name, tensor in traced.constants.items()
+    }
+    for name, sources in traced.notes.merged.items():
+        if name not in constants:
+            constants[name] = Rows([constants[source] for source in sources])
+    judged = tolerating_rounding(reference, traced.caches)
+    return judge(_compared_steps(traced, constants, reference, alone, in_float32=False), judged)
+
+
+@phase("verify")
 def measure_rounding(captured: Captured, reference: Reference) -> None:
     """Let a reference of a half-precision model tolerate what that precision does to the model itself: the captured
     graph as it is, beside the same in float32, on the model's weights.
@@ -133,7 +162,7 @@ def _compare(original: TracedGraph, rewritten: TracedGraph, weights: Weights, *,
 
 
 def _compared_steps(
-    traced: TracedGraph, constants: Mapping[str, Any], reference: Reference, alone: bool
+    traced: TracedGraph, constants: Mapping[str, Any], reference: Reference, alone: bool, *, in_float32: bool = True
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """As ``self_check.compared_steps``; all steps run together, a weight is made once for them.
 
@@ -141,10 +170,11 @@ def _compared_steps(
     read what that has not written yet: there they run one after the other.
     """
     linkage = Linkage.of(traced)
-    caches = tuple(replace(spec, dtype=torch.float32) for spec in linkage.caches)
+    if in_float32:
+        linkage = replace(linkage, caches=tuple(replace(spec, dtype=torch.float32) for spec in linkage.caches))
     traced.recompile()
-    run = Float32Graph(traced.module, _kept(constants))
-    program = LinkedProgram(replace(linkage, caches=caches), constants, run)
+    run = (Float32Graph if in_float32 else NodeByNode)(traced.module, _kept(constants))
+    program = LinkedProgram(linkage, constants, run)
     steps = list(planned_steps(program, reference, alone=alone))
     inputs = [program.arguments(step.input_ids, step.position_ids, step.metadata) for step in steps]
     one_by_one = traced.npu is not None and has_state(linkage.caches)
@@ -219,7 +249,7 @@ class ChangedWeight(Deferred):
 
     def make(self) -> torch.Tensor:
         """The changed weight."""
-        made = as_dense(self.tensor).detach().to(torch.float32, copy=True).mul_(self.factor)
+        made = _in_float32(self.tensor).mul_(self.factor)
         if self.noise:
             generator = torch.Generator().manual_seed(made.numel())
             made += self.noise * torch.randn(made.shape, generator=generator)
@@ -229,12 +259,45 @@ class ChangedWeight(Deferred):
         """The same of ``tensor[index]``."""
         if self.noise:
             return self.make()[index]
-        return as_dense(self.tensor.detach()[index]).to(torch.float32, copy=True).mul_(self.factor)
+        return _in_float32(self.tensor.detach()[index]).mul_(self.factor)
 
     @property
     def num_rows(self) -> int:
         """The size of its first dim."""
         return self.tensor.shape[0]
+
+
+def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """A new tensor of the same values; of a stored weight those before it is rounded to its dtype."""
+    if isinstance(tensor, StoredWeight):
+        return tensor.replaced(dtype=torch.float32).dense()
+    return tensor.detach().to(torch.float32, copy=True)
+
+
+@dataclass(frozen=True)
+class Unpacked(Deferred):
+    """A stored weight in its dtype.
+
+    Attributes:
+        weight: it.
+    """
+
+    weight: torch.Tensor
+
+    def make(self) -> torch.Tensor:
+        """The weight as an ordinary tensor."""
+        made: torch.Tensor = as_dense(self.weight.detach())
+        return made
+
+    def rows(self, index: slice | torch.Tensor) -> torch.Tensor:
+        """``make()[index]``; no other rows are made."""
+        made: torch.Tensor = as_dense(self.weight.detach()[index])
+        return made
+
+    @property
+    def num_rows(self) -> int:
+        """The size of its first dim."""
+        return self.weight.shape[0]
 
 
 @dataclass(frozen=True)
@@ -250,6 +313,21 @@ class Rows(Deferred):
     def make(self) -> torch.Tensor:
         """The tensor that has the rows of all."""
         return torch.cat([part.make() if isinstance(part, Deferred) else part.float() for part in self.parts])
+
+    def rows(self, index: slice | torch.Tensor) -> torch.Tensor:
+        """``make()[index]``; of a slice no other rows are made."""
+        if not isinstance(index, slice):
+            return self.make()[index]
+        first, last, step = index.indices(self.num_rows)
+        found, begin = [], 0
+        for part in self.parts:
+            deferred = isinstance(part, Deferred)
+            count = part.num_rows if deferred else part.shape[0]
+            inside = slice(max(first - begin, 0), max(last - begin, 0))
+            if step == 1 and inside.start < min(inside.stop, count):
+                found.append(part.rows(inside) if deferred else part[inside].float())
+            begin += count
+        return torch.cat(found) if step == 1 and found else self.make()[index]
 
     @property
     def num_rows(self) -> int:

@@ -14,7 +14,7 @@ from ...passes import NotFinite, TracedGraph, UnsupportedModel
 from ...runtime.cache.cache_specs import has_state, num_token_groups
 from ...runtime.cache.kv_cache import allocate_kv_cache
 from ...runtime.phases import phase
-from ...runtime.program import Program, StateSpec
+from ...runtime.program import CacheSpec, Program, StateSpec
 from ...runtime.step_metadata import StepMetadata
 from ..capture.kernel_functions import has_kernel_functions
 from ..capture.model_facts import max_positions, takes_positions
@@ -186,10 +186,19 @@ def check(program: Program, reference: Reference, *, alone: bool = False, weight
         alone: run each sequence in one step by itself instead, which a graph that is not finished can do too.
         weight_bits: the fewest that the program's weights are rounded to; None where none is.
     """
-    if weight_bits is not None or any(spec.has_scales for spec in program.caches):
-        tolerance = INT8_TOLERANCE if weight_bits is None else WEIGHT_TOLERANCE[weight_bits]
-        reference = replace(reference, tolerance=tolerance, share=0.5)
-    return judge(compared_steps(program, reference, alone=alone), reference)
+    return judge(
+        compared_steps(program, reference, alone=alone), tolerating_rounding(reference, program.caches, weight_bits)
+    )
+
+
+def tolerating_rounding(
+    reference: Reference, caches: Iterable[CacheSpec | StateSpec], weight_bits: int | None = None
+) -> Reference:
+    """The reference by which a program is judged that rounds its caches, or its weights to so many bits."""
+    if weight_bits is None and not any(spec.has_scales for spec in caches):
+        return reference
+    tolerance = INT8_TOLERANCE if weight_bits is None else WEIGHT_TOLERANCE[weight_bits]
+    return replace(reference, tolerance=tolerance, share=0.5)
 
 
 def judge(compared: Iterable[tuple[int, torch.Tensor, torch.Tensor]], reference: Reference) -> Verdict:

@@ -17,13 +17,15 @@ import torch
 
 from ...passes import TracedGraph
 from ...runtime.memory import advise_huge_pages
-from ...runtime.ops.stored_weight import StoredWeight
+from ...runtime.ops.stored_weight import StoredWeight, stored_parts
 from .file_pages import FilePages
 from .weight_guard import Place, place_of, weights_moved
 
 
 def link_merged_weights(traced: TracedGraph) -> None:
     """Put the tensors of merged inputs among the constants of ``traced``, moving parameters where that is needed.
+
+    Not those of stored weights: nothing computes with these before they are packed, and they are merged then.
 
     No other thread may run the module meanwhile.
     """
@@ -32,7 +34,11 @@ def link_merged_weights(traced: TracedGraph) -> None:
 
 def merge_inputs(merged: Mapping[str, Sequence[str]], constants: dict[str, torch.Tensor]) -> None:
     """Likewise for ``constants`` without a graph: input → the inputs that are its rows."""
-    wanted = {name: sources for name, sources in merged.items() if name not in constants}
+    wanted = {
+        name: sources
+        for name, sources in merged.items()
+        if name not in constants and not isinstance(constants[sources[0]], StoredWeight)
+    }
     pages = FilePages(constants[source] for sources in wanted.values() for source in sources)
     for name, sources in wanted.items():
         constants[name] = merge_rows([constants[source] for source in sources], pages)
@@ -51,7 +57,7 @@ def merge_rows(tensors: Sequence[torch.Tensor], pages: FilePages | None = None) 
     """
     first = tensors[0]
     if isinstance(first, StoredWeight):
-        return _merge_stored([tensor for tensor in tensors if isinstance(tensor, StoredWeight)])
+        return _merge_stored([tensor for tensor in tensors if isinstance(tensor, StoredWeight)], pages)
     sizes = (sum(tensor.shape[0] for tensor in tensors), *first.shape[1:])
     # A tensor made in inference mode takes data of its own kind only.
     with torch.inference_mode(first.is_inference()), torch.no_grad():
@@ -74,7 +80,7 @@ def merge_rows(tensors: Sequence[torch.Tensor], pages: FilePages | None = None) 
     return whole
 
 
-def _merge_stored(weights: Sequence[StoredWeight]) -> StoredWeight:
+def _merge_stored(weights: Sequence[StoredWeight], pages: FilePages | None) -> StoredWeight:
     """The same of stored weights, whose codes, scales and zeros become rows of merged ones."""
     parts = [[weight.codes for weight in weights], [weight.scales for weight in weights]]
     zeros = [weight.zeros for weight in weights if weight.zeros is not None]
@@ -84,11 +90,19 @@ def _merge_stored(weights: Sequence[StoredWeight]) -> StoredWeight:
     assert isinstance(whole, StoredWeight)
     start = 0
     for weight in weights:
+        if pages is not None:
+            drop_stored(weight, pages)
         rows = slice(start, start + weight.codes.shape[0])
         weight.codes, weight.scales = whole.codes[rows], whole.scales[rows]
         weight.zeros = None if whole.zeros is None else whole.zeros[rows]
         start = rows.stop
     return whole
+
+
+def drop_stored(weight: StoredWeight, pages: FilePages) -> None:
+    """Take what of a stored weight mirrors a file out of memory."""
+    for part in stored_parts(weight):
+        pages.drop(part.data_ptr(), part.numel() * part.element_size())
 
 
 def _rows_from(first: torch.Tensor, count: int) -> torch.Tensor:

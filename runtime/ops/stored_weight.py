@@ -9,6 +9,7 @@ yields a stored weight again: transformers' loaders do that where they rename an
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ from torch.utils import _pytree as pytree
 from .weight_format import SCALE_DTYPES, WeightFormat, values_of
 
 _aten = torch.ops.aten
+
+_MOST_AT_ONCE = 1 << 20
+"""Weights that are computed together."""
 
 
 class StoredWeight(torch.Tensor):
@@ -77,25 +81,28 @@ class StoredWeight(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def dense(self) -> torch.Tensor:
-        """The weight as an ordinary contiguous tensor: computed in float32 and rounded once."""
-        values = values_of(self.codes, self.form)
-        size = self.form.group_size or values.shape[-1]
-        zeros = 1 << (self.form.bits - 1) if self.zeros is None else self.zeros.float()[..., None]
-        whole = values.shape[-1] // size * size
-        for part, at in (
-            (values[..., :whole], slice(whole // size)),
-            (values[..., whole:], slice(whole // size, None)),
-        ):
-            if part.shape[-1]:
-                groups = part.unflatten(-1, (-1, min(size, part.shape[-1])))
-                if self.form.code == "int":
-                    groups -= zeros if isinstance(zeros, int) else zeros[..., at, :]
-                groups *= self.scales[..., at].float()[..., None]
-        if self.order is not None:
-            ordered = torch.empty_like(values)
-            ordered[..., self.order.long()] = values
-            values = ordered
-        return (values.mT if self.transposed else values).to(self.dtype).contiguous()
+        """The weight as an ordinary contiguous tensor: computed in float32 and rounded once.
+
+        Some rows at a time: what is between codes and weights stays in the processor's cache.
+        """
+        *lead, outputs, stored = self.codes.shape
+        inputs = stored * self.form.per_byte
+        sizes = (inputs, outputs) if self.transposed else (outputs, inputs)
+        dense = torch.empty((*lead, *sizes), dtype=self.dtype)
+        rows = max(1, _MOST_AT_ONCE // max(inputs, 1))
+        order = None if self.order is None else self.order.long()
+        for place in itertools.product(*map(range, lead)):
+            whole = dense[place].mT if self.transposed else dense[place]
+            codes, scales = self.codes[place], self.scales[place]
+            zeros = None if self.zeros is None else self.zeros[place]
+            for first in range(0, outputs, rows):
+                at = slice(first, first + rows)
+                values = _meant(self.form, codes[at], scales[at], None if zeros is None else zeros[at])
+                if order is None:
+                    whole[at] = values
+                else:
+                    whole[at, order] = values.to(self.dtype)
+        return dense
 
     def replaced(self, **parts: Any) -> StoredWeight:
         """The same with other parts, dtype or transposition."""
@@ -124,8 +131,7 @@ class StoredWeight(torch.Tensor):
     @property
     def stored_bytes(self) -> int:
         """Bytes of its parts."""
-        parts = (self.codes, self.scales, self.zeros, self.order)
-        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+        return sum(part.numel() * part.element_size() for part in stored_parts(self))
 
     def release(self) -> None:
         """Free the parts: the weight is used no more."""
@@ -152,6 +158,27 @@ class StoredWeight(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"StoredWeight({self.form}, {list(self.shape)}, {self.dtype})"
+
+
+def _meant(form: WeightFormat, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
+    """What rows of codes mean, float32 ``[rows, in]``."""
+    values = values_of(codes, form)
+    inputs = values.shape[-1]
+    size = form.group_size or inputs
+    whole = inputs // size * size if size else 0
+    centre = 1 << (form.bits - 1) if zeros is None else zeros.float()[..., None]
+    for part, at in ((values[:, :whole], slice(whole // max(size, 1))), (values[:, whole:], slice(-1, None))):
+        if part.shape[-1]:
+            groups = part.unflatten(-1, (-1, min(size, part.shape[-1])))
+            if form.code == "int":
+                groups -= centre if isinstance(centre, int) else centre[:, at]
+            groups *= scales[:, at].float()[..., None]
+    return values
+
+
+def stored_parts(weight: StoredWeight) -> list[torch.Tensor]:
+    """The tensors that a weight is stored in."""
+    return [part for part in (weight.codes, weight.scales, weight.zeros, weight.order) if part is not None]
 
 
 def as_dense(value: Any) -> Any:

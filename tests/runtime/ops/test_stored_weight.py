@@ -9,6 +9,7 @@ import torch
 from stored_weights import stored_weight
 from torch.nn import functional as F
 
+from torch_pagoda.runtime.ops import stored_weight as module
 from torch_pagoda.runtime.ops.quantized_linear import quantized_linear_cpu
 from torch_pagoda.runtime.ops.quantized_weight import pack_stored, unpackable
 from torch_pagoda.runtime.ops.stored_weight import StoredWeight, as_dense
@@ -44,6 +45,18 @@ def test_dense_is_the_definition(text: str) -> None:
     weight = stored_weight(text)
     assert torch.equal(weight.dense(), meant(weight).to(torch.bfloat16))
     assert torch.equal(weight.to(torch.float32).dense(), meant(weight))
+
+
+@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("at_once", [1, 100])
+def test_dense_is_the_same_some_rows_at_a_time(text: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = stored_weight(text)
+    stacked = torch.stack([weight, weight.each(lambda part: part.flip(0))]).transpose(1, 2)
+    assert isinstance(stacked, StoredWeight)
+    whole = [weight.dense(), stacked.dense()]
+    monkeypatch.setattr(module, "_MOST_AT_ONCE", at_once)
+    assert torch.equal(weight.dense(), whole[0]) and torch.equal(stacked.dense(), whole[1])
+    assert stacked.dense().is_contiguous() and torch.equal(whole[1][1], weight.dense().flip(0).T)
 
 
 MOVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
