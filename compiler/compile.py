@@ -13,7 +13,6 @@ from ..passes import UnsupportedModel
 from ..runtime.ops.kernel_check import check_kernels
 from ..runtime.ops.native import begin_loading
 from ..runtime.phases import phase
-from .capture.stored_parameters import has_stored_parameters
 from .fingerprint.describer import CannotIdentify
 from .fingerprint.fingerprint import Fingerprint, fingerprint
 from .fingerprint.framework_state import Touched
@@ -69,7 +68,7 @@ def compile_program(
     if options.target == "cpu":
         begin_loading()  # what must be compiled is ready when the first program runs
     store, key, contents = open_store(), "", ""
-    reason = "its weights are stored quantised" if has_stored_parameters(model) else _not_stored(options)
+    reason = _not_stored(options)
     if store is not None and reason:
         log.info("the program is not kept for later starts: %s", reason)
         store = None
@@ -169,7 +168,7 @@ def _of_record(
         return None
     clock = _restored(program.report, start)
     check_kernels()
-    if _packs(options):
+    if _packs(options) or program.has_stored_weights:
         program.pack_weights(release=True)
         clock.lap("pack")
     verdict = check(program, reference, weight_bits=program.weight_bits)
@@ -233,18 +232,19 @@ def _stored(
         check_kernels()
         own = reference_of_model(model, SHORT_SCHEDULE)
         reference = replace(own, tolerance=judged.tolerance, share=judged.share)
-    # Until weights are rounded and packed, every product would round its own.
-    if reference is not None and not options.quantization:
+    # Until weights are rounded and packed, every product would round its own; nothing computes with stored ones.
+    packs_first = bool(options.quantization) or program.has_stored_weights
+    if reference is not None and not packs_first:
         verdict = check(program, reference)
         clock.lap("verify")
         if not verdict.ok:
             log.warning("the stored program %s is not the model's: %s; compiling again", key, verdict.reason)
             store.discard(key)
             return None
-    if _packs(options):
+    if _packs(options) or packs_first:
         program.pack_weights(release=release)
         clock.lap("pack")
-    if reference is not None and options.quantization:
+    if reference is not None and packs_first:
         verdict = check(program, reference, weight_bits=program.weight_bits)
         clock.lap("verify")
         if not verdict.ok:

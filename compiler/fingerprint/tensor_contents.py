@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...runtime.ops.stored_weight import StoredWeight
+
 WHOLE_BYTES = 1 << 16
 """Parameters up to this size are read in full."""
 _SAMPLES = 8
@@ -27,6 +29,11 @@ def contents_digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
     known: set[int] = set()
     for name, tensor in module_tensors(model).items():
+        if isinstance(tensor, StoredWeight):
+            if id(tensor) not in known:
+                known.add(id(tensor))
+                digest.update(f"{name}\0{stored_digest(tensor)}\0".encode())
+            continue
         if id(tensor) in known or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             continue
         known.add(id(tensor))
@@ -35,6 +42,20 @@ def contents_digest(model: nn.Module) -> str:
             update_samples(digest, tensor)
         else:
             update_whole(digest, tensor)
+    return digest.hexdigest()
+
+
+def stored_digest(weight: StoredWeight) -> str:
+    """A digest of a weight as a checkpoint stores it: samples of its codes, all of its scales, zeros and order.
+
+    The dtype that it is shown in does not count.
+    """
+    digest = hashlib.sha256(f"{weight.form}\0{tuple(weight.shape)}\0{weight.transposed}\0".encode())
+    update_samples(digest, weight.codes.contiguous())
+    for part in (weight.scales, weight.zeros, weight.order):
+        digest.update(b"\0")
+        if part is not None:
+            update_whole(digest, part)
     return digest.hexdigest()
 
 

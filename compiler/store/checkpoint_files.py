@@ -1,16 +1,22 @@
-"""The files of a checkpoint: a digest of what they hold, and their tensors by name, mapped and not read."""
+"""The files of a checkpoint: a digest of what they hold, and their tensors by name, mapped and not read.
+
+Of a quantised checkpoint the digest is of every byte: its codes are what is served, and one of them says as much as
+many digits of a float.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..fingerprint.tensor_contents import update_samples
+from ..fingerprint.tensor_contents import tensor_digest, update_samples
 
 
 @dataclass(frozen=True)
@@ -21,11 +27,15 @@ class CheckpointFiles:
         weights: paths of safetensors files.
         texts: what other files say of the model, by name.
         dtype: that weights are converted to; None for the checkpoint's own.
+        read: of a quantised checkpoint, a function of the dtype in which quantised weights are shown. It yields the
+            tensors that a float checkpoint would hold behind their names, those weights as ``StoredWeight``. None for
+            a float checkpoint.
     """
 
     weights: Sequence[str]
     texts: Mapping[str, str]
     dtype: torch.dtype | None = None
+    read: Callable[[torch.dtype], Iterable[tuple[str, torch.Tensor]]] | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of all files by name, in the files' dtypes, mapped anew: a program takes the data of its own.
@@ -42,12 +52,29 @@ class CheckpointFiles:
             raise ValueError(f"{path} cannot be mapped: {error}") from error
         return found
 
+    def of_a_float_checkpoint(self, dtype: torch.dtype) -> Iterable[tuple[str, torch.Tensor]]:
+        """The tensors by the names that a float checkpoint has, quantised ones as they are stored, shown in
+        ``dtype``.
+
+        Raises:
+            ValueError: a file, or a quantised weight, cannot be read.
+        """
+        return self.tensors().items() if self.read is None else self.read(dtype)
+
     def contents(self) -> dict[str, Any]:
-        """What tells one checkpoint from another: texts, and names, dtypes, shapes and samples of all tensors."""
+        """What tells one checkpoint from another: texts, and names, dtypes, shapes and samples of all tensors; all of
+        the tensors where they are quantised."""
         digest = hashlib.sha256()
-        for name, tensor in self.tensors().items():
-            digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-            update_samples(digest, tensor)
+        tensors = self.tensors()
+        if self.read is None:
+            for name, tensor in tensors.items():
+                digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+                update_samples(digest, tensor)
+        else:
+            with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+                wholes = pool.map(tensor_digest, tensors.values())
+                for (name, tensor), whole in zip(tensors.items(), wholes, strict=True):
+                    digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0{whole}\0".encode())
         return {"texts": dict(self.texts), "dtype": str(self.dtype), "tensors": digest.hexdigest()}
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...passes import TracedGraph
+from ...runtime.ops.stored_weight import StoredWeight
 from ..fingerprint.tensor_contents import module_tensors, tensor_digest
 from ..link.linkage import Linkage
 from ..link.linker import LinkedProgram
@@ -69,6 +70,8 @@ def describe(traced: TracedGraph, linkage: Linkage, model: nn.Module) -> dict[st
             continue
         if id(tensor) in names:
             weights[name] = names[id(tensor)]
+        elif isinstance(tensor, StoredWeight):
+            raise CannotStore(f"{name} is a view of a quantised weight")
         elif (view := _view_of_weight(tensor, model)) is not None:
             weights[name] = view
         else:
@@ -139,6 +142,8 @@ def _view_of_weight(tensor: torch.Tensor, model: nn.Module) -> tuple[str, View] 
     """The parameter that all elements of ``tensor`` are in, with the sizes, strides and offset that it has there."""
     storage = tensor.untyped_storage().data_ptr()
     for name, weight in module_tensors(model).items():
+        if isinstance(weight, StoredWeight):
+            continue
         offset = tensor.storage_offset() - weight.storage_offset()
         if (
             storage

@@ -13,21 +13,23 @@ import hashlib
 import importlib.util
 import os
 import sysconfig
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...runtime.ops.stored_weight import StoredWeight
 from ..fingerprint.describer import changed_variable
 from ..fingerprint.fingerprint import Fingerprint, settings_digest
 from ..fingerprint.framework_state import changed_module, framework_states, model_modules_loaded
-from ..fingerprint.tensor_contents import module_tensors
+from ..fingerprint.tensor_contents import module_tensors, stored_digest
 from ..options import CompileOptions
 from .checkpoint_files import CheckpointFiles, sample_digest
 from .graph_data import CannotStore
+from .stored_sources import StoredSource, of_source, stored_source
 from .typed_data import from_plain
 
 _MOST_BYTES = 16 << 20
@@ -53,6 +55,7 @@ class WarmStart:
         variables: environment variables that code reads → their values.
         states: loaded modules of the framework → their digests.
         facts: what else a server of the model has to know of its configs.
+        stored: the module's tensor → the checkpoint's quantised weights that it is made of.
     """
 
     program: str
@@ -62,6 +65,7 @@ class WarmStart:
     variables: dict[str, str | None]
     states: dict[str, str]
     facts: Facts
+    stored: dict[str, StoredSource] = field(default_factory=dict)
 
 
 class NotAsItWas(Exception):
@@ -103,14 +107,26 @@ def describe_start(model: nn.Module, found: Fingerprint, files: CheckpointFiles,
     named = module_tensors(model)
     dtypes = {tensor.dtype for tensor in named.values()}
     held: dict[str, tuple[str, str]] = {}
-    stored = files.tensors()
-    own = {name: sample_digest(tensor) for name, tensor in stored.items()}
-    by_content = {digest: (name, "") for name, digest in reversed(own.items())}
-    for name, tensor in stored.items():
+    own: dict[str, str] = {}
+    converted: dict[str, tuple[str, str]] = {}
+    quantized: dict[str, str] = {}
+    for name, tensor in files.of_a_float_checkpoint(_dtype_of_stored(named)):
+        if isinstance(tensor, StoredWeight):
+            quantized[name] = stored_digest(tensor)
+            continue
+        own[name] = sample_digest(tensor)
         for dtype in dtypes - {tensor.dtype} if tensor.is_floating_point() else ():
-            by_content.setdefault(sample_digest(tensor, dtype), (name, str(dtype)))
+            converted.setdefault(sample_digest(tensor, dtype), (name, str(dtype)))
+    by_content = {**converted, **{digest: (name, "") for name, digest in reversed(own.items())}}
     kept: dict[str, torch.Tensor] = {}
+    stored: dict[str, StoredSource] = {}
     for name, tensor in named.items():
+        if isinstance(tensor, StoredWeight):
+            made_of = stored_source(tensor, name, quantized)
+            if made_of is None:
+                raise CannotStore(f"its files hold no quantised weights that make {name!r}")
+            stored[name] = made_of
+            continue
         source = by_content.get(sample_digest(tensor)) if tensor.is_contiguous() else None
         if source is not None:
             held[name] = (name, "") if own.get(name) == own[source[0]] and not source[1] else source
@@ -121,7 +137,12 @@ def describe_start(model: nn.Module, found: Fingerprint, files: CheckpointFiles,
     if sum(t.numel() * t.element_size() for t in kept.values()) > _MOST_BYTES:
         raise CannotStore(f"its buffers are larger than {_MOST_BYTES >> 20} MiB")
     variables, states = dict(found.variables), framework_states()
-    return WarmStart(found.digest, held, kept, sources, variables, states, facts)
+    return WarmStart(found.digest, held, kept, sources, variables, states, facts, stored)
+
+
+def _dtype_of_stored(named: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """The dtype that the first quantised weight is shown in; any where there is none."""
+    return next((tensor.dtype for tensor in named.values() if isinstance(tensor, StoredWeight)), torch.bfloat16)
 
 
 def read_record(data: Mapping[str, Any]) -> WarmStart:
@@ -131,8 +152,8 @@ def read_record(data: Mapping[str, Any]) -> WarmStart:
         ValueError: it is none.
     """
     record: WarmStart = from_plain(WarmStart, {f.name: data.get(f.name) for f in fields(WarmStart)}, "the record")
-    for _, dtype in record.weights.values():
-        if dtype and dtype not in _DTYPES:
+    for dtype in (*(dtype for _, dtype in record.weights.values() if dtype), *_shown(record)):
+        if dtype not in _DTYPES:
             raise ValueError(f"the record converts weights to {dtype!r}")
     return record
 
@@ -162,10 +183,16 @@ def start_tensors(record: WarmStart, files: CheckpointFiles, needed: Iterable[st
     Raises:
         NotAsItWas: one of them is missing.
     """
-    stored = files.tensors()
+    stored = dict(files.of_a_float_checkpoint(next((_DTYPES[dtype] for dtype in _shown(record)), torch.bfloat16)))
     made: dict[tuple[str, str], torch.Tensor] = {}
+    made_of: dict[StoredSource, torch.Tensor] = {}
     found: dict[str, torch.Tensor] = {}
     for name in needed:
+        if (quantized := record.stored.get(name)) is not None:
+            if quantized not in made_of:
+                made_of[quantized] = of_source(quantized, stored, _DTYPES[quantized.dtype])
+            found[name] = made_of[quantized]
+            continue
         if (source := record.weights.get(name)) is None:
             if name not in record.tensors:
                 raise NotAsItWas(f"nothing is recorded of {name!r}")
@@ -178,6 +205,11 @@ def start_tensors(record: WarmStart, files: CheckpointFiles, needed: Iterable[st
             made[source] = tensor.to(_DTYPES[source[1]]) if source[1] else tensor
         found[name] = made[source]
     return found
+
+
+def _shown(record: WarmStart) -> Iterator[str]:
+    """The dtypes that quantised weights are shown in."""
+    return (source.dtype for source in record.stored.values())
 
 
 def _source(name: str) -> Path | None:

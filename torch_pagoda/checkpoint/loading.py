@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +17,7 @@ from transformers.utils import cached_file
 
 from ..compiler import CheckpointFiles
 from ..runtime.ops.stored_weight import StoredWeight
-from .quantized import Method, check_loaded, check_stored, quantization_method, refusal
+from .quantized import DESCRIPTIONS, Method, check_loaded, check_stored, quantization_method, refusal
 from .quantized_tensors import read_quantized
 from .stored_tensors import GGUF_REMEDY, StoredTensor, of_files, weight_files
 
@@ -85,8 +85,8 @@ def load_model(
     name = check_source(source)
     could_not = f"model={name!r}: could not load its weights"
     method = quantization_method(config, name)
-    described = _WEIGHTS_OF_MODELSLIM if method is not None and method.kinds else None
-    files = _one_line(could_not, lambda: weight_files(name, getattr(config, "transformers_weights", None), described))
+    described, explicit = _described_weights(method), getattr(config, "transformers_weights", None)
+    files = _one_line(could_not, lambda: weight_files(name, explicit, described))
     stored = _one_line(could_not, lambda: of_files(files))
     if method is None:
         check_stored(stored, name)
@@ -139,14 +139,14 @@ def _load_quantized(
     wanted: torch.dtype | None,
 ) -> tuple[Any, Any]:
     """A model over the weights as they are stored, and transformers' report of loading it."""
-    plain = _without_quantization(config)
+    plain = without_quantization(config)
     model_class = causal_lm_class(config)
     if model_class is None:
         raise refusal(name, method.name, f"{method.evidence}, and it brings its own code")
     if getattr(model_class, "config_class", None) is type(plain).sub_configs.get("text_config"):
         plain = plain.get_text_config()
     dtype = wanted or getattr(plain, "dtype", None) or torch.bfloat16
-    state = read_quantized(name, method, files, stored, dtype)
+    state = dict(read_quantized(name, method, files, stored, dtype))
     output = state.get("lm_head.weight")
     if isinstance(output, StoredWeight) and getattr(plain, "tie_word_embeddings", False):
         plain.tie_word_embeddings = False  # the head is another matrix than the embeddings that it was made from
@@ -176,7 +176,27 @@ def _load_quantized(
     return model, report
 
 
-def _without_quantization(config: Any) -> Any:
+def quantized_tensors(name: str, config: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]] | None:
+    """The tensors of a quantised checkpoint, read one after the other; None for a float one.
+
+    Args:
+        name: folder or hub id.
+        config: the checkpoint's.
+        dtype: that quantised weights are shown in.
+
+    Raises:
+        ValueError: it is quantised, and its weights are not there or cannot be read.
+    """
+    method = quantization_method(config, name)
+    if method is None:
+        return None
+    could_not = f"model={name!r}: could not load its weights"
+    described, explicit = _described_weights(method), getattr(config, "transformers_weights", None)
+    files = _one_line(could_not, lambda: weight_files(name, explicit, described))
+    return read_quantized(name, method, files, _one_line(could_not, lambda: of_files(files)), dtype)
+
+
+def without_quantization(config: Any) -> Any:
     """A copy of a config that says nothing of quantised weights, nor do those inside it."""
     plain = copy.deepcopy(config)
     for part in (plain, *(getattr(plain, key, None) for key in getattr(plain, "sub_configs", ()))):
@@ -184,16 +204,6 @@ def _without_quantization(config: Any) -> Any:
             if getattr(part, key, None) is not None:
                 delattr(part, key)
     return plain
-
-
-_QUANTIZED = (
-    "quantization_config",
-    "compression_config",
-    "quant_model_description",
-    "quantize_config",
-    "quant_config",
-)
-"""In the config, or among the names of the files beside it. Programs over stored weights are not kept yet."""
 
 
 def checkpoint_files(source: str | os.PathLike[str], dtype: str | torch.dtype) -> CheckpointFiles | None:
@@ -205,17 +215,30 @@ def checkpoint_files(source: str | os.PathLike[str], dtype: str | torch.dtype) -
         name = check_source(source)
         folder = Path(name) if Path(name).is_dir() else Path(_config_file(name)).parent
         texts = {"files": "\n".join(sorted(entry.name for entry in folder.iterdir()))}
-        for text in ("config.json", "generation_config.json"):
+        descriptions = {file.name for pattern in DESCRIPTIONS for file in folder.glob(pattern)}
+        for text in ("config.json", "generation_config.json", *sorted(descriptions)):
             if (folder / text).is_file():
                 texts[text] = (folder / text).read_text(encoding="utf-8")
         config = json.loads(texts["config.json"])
-        quantized = any(key in texts["files"] or key in texts["config.json"] for key in _QUANTIZED)
-        weights = weight_files(name, config.get("transformers_weights"))
+        method = quantization_method(config, str(folder))
+        weights = weight_files(name, config.get("transformers_weights"), _described_weights(method))
     except (OSError, ValueError, KeyError, AttributeError):
         return None
-    if quantized or "auto_map" in config or not all(file.endswith(".safetensors") for file in weights):
+    if "auto_map" in config or not all(file.endswith(".safetensors") for file in weights):
         return None
-    return CheckpointFiles(weights, texts, resolve_dtype(dtype))
+    if method is None:
+        return CheckpointFiles(weights, texts, resolve_dtype(dtype))
+    texts["quantised by"] = method.name
+
+    def read(shown: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        return read_quantized(name, method, weights, of_files(weights), shown)
+
+    return CheckpointFiles(weights, texts, resolve_dtype(dtype), read)
+
+
+def _described_weights(method: Method | None) -> str | None:
+    """The pattern of the names of weight files beside a description of them; None for those of any checkpoint."""
+    return _WEIGHTS_OF_MODELSLIM if method is not None and method.kinds else None
 
 
 def _config_file(name: str) -> str:

@@ -97,6 +97,8 @@ _READERS: dict[str, tuple[str, Read, Callable[[str], object]]] = {
 }
 _SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Of old checkpoints whose config says nothing."""
+DESCRIPTIONS = tuple(pattern for pattern, _ in _DESCRIPTIONS)
+"""Patterns of the names of files that say how the weights beside them are quantised."""
 _LARGEST_DESCRIPTION = 64 << 20
 
 
@@ -104,7 +106,7 @@ def quantization_method(config: Any, name: str) -> Method | None:
     """The method by which a checkpoint is quantised, as its config or a file beside it says.
 
     Args:
-        config: the checkpoint's.
+        config: the checkpoint's, an object of transformers or what its file holds.
         name: its folder or hub id.
 
     Returns:
@@ -116,7 +118,8 @@ def quantization_method(config: Any, name: str) -> Method | None:
     description = next(iter(sorted(Path(name).glob("quant_model_description*.json"))), None)
     if description is not None:
         return _modelslim(description, name)
-    found = next(iter(_quantization_configs(config.to_dict())), None)
+    said_of_all = config if isinstance(config, Mapping) else config.to_dict()
+    found = next(iter(_quantization_configs(said_of_all)), None)
     if found is not None:
         key, said = found
         method = said.get("quant_method") if isinstance(said, Mapping) else None

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..compiler.weights.file_pages import FilePages
+from ..runtime.ops.stored_weight import StoredWeight, stored_parts
 from .quantized import Method, broken, refusal
 from .readers.parts import BadTensor, Quantized
 from .stored_tensors import StoredTensor
@@ -17,8 +19,9 @@ from .stored_tensors import StoredTensor
 
 def read_quantized(
     name: str, method: Method, files: list[str], tensors: Mapping[str, StoredTensor], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """The checkpoint as a state dict: quantised weights are ``StoredWeight``, all others what they are.
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The checkpoint's tensors behind the names of a state dict: quantised weights are ``StoredWeight``, all others
+    what they are. They are read one after the other.
 
     Args:
         name: folder or hub id.
@@ -35,22 +38,37 @@ def read_quantized(
     for key in tensors:
         owner, _, leaf = key.rpartition(".")
         owners[owner].append(leaf)
-    state: dict[str, torch.Tensor] = {}
+    pages: FilePages | None = None
     with _opened(files, name) as read:
         for owner, leaves in owners.items():
             prefix = f"{owner}." if owner else ""
             if not any(method.is_companion(leaf) for leaf in leaves):
                 for leaf in leaves:
                     _check_plain(name, method, prefix + leaf, leaf, tensors[prefix + leaf])
-                    state[prefix + leaf] = read(prefix + leaf)
+                    yield prefix + leaf, read(prefix + leaf)
                 continue
             found = {leaf: read(prefix + leaf) for leaf in leaves}
             kind = method.kinds.get(f"{prefix}weight", "")
             try:
-                state |= method.read(Quantized(owner, found, method.settings, dtype, kind))
+                weights = method.read(Quantized(owner, found, method.settings, dtype, kind))
             except BadTensor as error:
                 raise broken(name, method.name, str(error)) from error
-    return state
+            if pages is None:
+                pages = FilePages(found.values())
+            _drop_copied(found, weights, pages)
+            yield from weights.items()
+
+
+def _drop_copied(found: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], pages: FilePages) -> None:
+    """Take what was read of a file, and is not what the weights are made of, out of memory."""
+    parts: list[torch.Tensor] = []
+    for weight in weights.values():
+        parts += stored_parts(weight) if isinstance(weight, StoredWeight) else [weight]
+    held = [(part.untyped_storage().data_ptr(), part.untyped_storage().nbytes()) for part in parts]
+    for tensor in found.values():
+        first, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+        if not any(first < begin + count and begin < first + size for begin, count in held):
+            pages.drop(first, size)
 
 
 def _check_plain(name: str, method: Method, key: str, leaf: str, tensor: StoredTensor) -> None:
