@@ -13,11 +13,15 @@ from rich.console import Console
 from rich.table import Table
 
 from .errors import one_line_errors
+from .format_table import format_table
 from .memory_table import GB, GIB, block_line, memory_table
 from .number_table import number_table
 from .phases import show_phases
 
 if TYPE_CHECKING:
+    import torch
+
+    from ..checkpoint.format_bytes import FormatBytes
     from ..compiler.estimates.requirements import Requirements
     from ..runtime.engine.engine_options import EngineOptions
     from ..runtime.planning.block_size_plan import BlockSizePlan
@@ -62,14 +66,16 @@ def plan(
 ) -> None:
     """Show how a memory divides into weights, activations and KV cache, and how many sequences fit at once.
 
-    Only the configuration is read, unless --measure is given. Beside the paged cache stands contiguous allocation,
+    Only the configuration is read, unless --measure is given; of a quantised checkpoint the weights, too: their
+    formats are told by them. Beside the paged cache stands contiguous allocation,
     where each sequence reserves --max-model-len tokens. Exit status: 0, 1 when the model does not fit, 2 for a
     mistake in the arguments or a model that cannot be served.
     """
     logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(name)s: %(message)s")
     with one_line_errors(debug):
         # Imported here, so that --help answers at once.
-        from ..checkpoint.loading import resolve_dtype
+        from ..checkpoint.format_bytes import served_change
+        from ..checkpoint.loading import resolve_dtype, without_quantization
         from ..compiler.estimates.requirements import requirements
         from ..compiler.options import CompileOptions
         from ..device import resolve_device
@@ -88,8 +94,12 @@ def plan(
         _block_sizes(mean_length, sigma, 1, for_npu=False)  # refuses what is no length before the model is looked at
         total = available_memory() if memory is None else parse_memory(memory, "memory")
         options = CompileOptions(target=target, kv_cache_dtype=kv_cache_dtype).for_device(resolve_device("auto").type)
-        kind, config = _kind_and_config(model)
-        needs = requirements(kind, config, resolve_dtype(dtype), options)
+        kind, config, name = _kind_and_config(model)
+        wanted = resolve_dtype(dtype)
+        formats = _formats(name, config, wanted)
+        needs = requirements(kind, without_quantization(config), wanted, options)
+        if formats is not None:
+            needs = replace(needs, weight_bytes=needs.weight_bytes + served_change(formats))
         longest = needs.max_model_len
         if max_model_len is not None and longest is not None and max_model_len > longest:
             raise ValueError(f"max_model_len={max_model_len} is above the model's {longest}; lower it")
@@ -116,23 +126,37 @@ def plan(
             by_window=options.target == "cpu",
         )
     if as_json:
-        print(json.dumps(_as_dict(found, needs, sizes, kv_cache_dtype, measure), indent=1, allow_nan=False))
+        said = _as_dict(found, needs, sizes, kv_cache_dtype, measure)
+        said["formats"] = None if formats is None else [asdict(one) for one in formats]
+        print(json.dumps(said, indent=1, allow_nan=False))
     else:
         _print(found, needs, sizes, kv_cache_dtype, measure)
+        if formats is not None:
+            console = Console()
+            console.print()
+            console.print(format_table(formats))
     if found.missing_bytes:
         raise typer.Exit(DOES_NOT_FIT)
 
 
-def _kind_and_config(model: str) -> tuple[Any, Any]:
-    """Class and configuration of a causal LM that transformers knows."""
+def _kind_and_config(model: str) -> tuple[Any, Any, str]:
+    """Class and configuration of a causal LM that transformers knows, and the folder or hub id."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from ..checkpoint.loading import load_config
-    from ..checkpoint.quantized import check_float
 
     name, config = load_config(model, trust_remote_code=False)
-    check_float(config, name, "its weights by their config")
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, name
+
+
+def _formats(name: str, config: Any, dtype: torch.dtype | None) -> list[FormatBytes] | None:
+    """The formats of a quantised checkpoint; None for a float one."""
+    import torch
+
+    from ..checkpoint.format_bytes import formats_of_files
+
+    stated = getattr(config.get_text_config(), "dtype", None)
+    return formats_of_files(name, config, dtype or stated or torch.bfloat16)
 
 
 def _default_block_size(target: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,11 +15,13 @@ from rich.text import Text
 
 from .engine_options import pass_selection
 from .errors import one_line_errors
+from .format_table import format_table
 from .phases import show_phases
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..checkpoint.format_bytes import FormatBytes
     from ..compiler.estimates.skeleton import Skeleton
     from ..compiler.report import CompileReport
 
@@ -81,6 +84,7 @@ def inspect(
         from ..compiler.explain import explain
 
         module = _load_or_build(model, dtype, trust_remote_code, target)
+        formats = _formats(module, target)
         with show_phases():
             explanation = explain(
                 module,
@@ -94,13 +98,18 @@ def inspect(
             )
         if html is not None:
             explanation.to_html(html, layer)
-        text = json.dumps(explanation.to_dict(), indent=1, allow_nan=False)
+        said = explanation.to_dict()
+        if formats:
+            said["formats"] = [asdict(one) for one in formats]
+        text = json.dumps(said, indent=1, allow_nan=False)
         if json_file is not None and str(json_file) != "-":
             json_file.write_text(text + "\n", encoding="utf-8")
     if json_file is not None and str(json_file) == "-":
         print(text)
         return
     Console().print(explanation)
+    if formats:
+        Console().print(format_table(formats))
     for file in (html, json_file):
         if file is not None:
             typer.echo(f"written: {file}", err=True)
@@ -175,6 +184,17 @@ def _load_or_build(model: str, dtype: str, trust_remote_code: bool, target: str)
     name, config = load_config(model, trust_remote_code=False)
     check_float(config, name, "a model without weights")
     return build_skeleton(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, resolve_dtype(dtype))
+
+
+def _formats(module: PreTrainedModel | Skeleton, target: str) -> list[FormatBytes]:
+    """The formats of a quantised checkpoint; none of a float one."""
+    from ..checkpoint.format_bytes import formats_of
+    from ..compiler.capture.stored_parameters import has_stored_parameters
+    from ..compiler.estimates.skeleton import Skeleton
+
+    if isinstance(module, Skeleton) or not has_stored_parameters(module):
+        return []
+    return formats_of(module.named_parameters(), module.dtype, unpacks=target == "npu")
 
 
 def _lacks_weights(folder: Path) -> bool:
