@@ -19,7 +19,7 @@ from torch import nn
 
 from ...runtime.ops.quantized_weight import Quantization, check_group_size, restored_weight, round_weight
 from .decoder_layers import LayerCall, Matrix, decoder_layers, first_call, input_of, matrices_by_input
-from .grid import damped, output_error, round_to_grid
+from .grid import GridWeight, damped, output_error, round_to_grid
 from .recorded_grid import record_grid
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def calibrate(
     *,
     batch_size: int = 8,
     on_layer: Callable[[int, int], None] | None = None,
+    on_matrix: Callable[[str, GridWeight], None] | None = None,
 ) -> list[CalibratedMatrix]:
     """Put the matrices of the decoder layers on a 4-bit grid, in place.
 
@@ -70,6 +71,8 @@ def calibrate(
         group_size: inputs that share a scale, a multiple of 64; 0: all.
         batch_size: windows that are computed together.
         on_layer: called with the number of layers that are done, and of all.
+        on_matrix: called with the name of each module and its numbers, which are then kept as they are: the scales
+            are of the model's dtype, and the config does not record the grid.
 
     Returns:
         Each rounded matrix, in the order of their use.
@@ -94,13 +97,14 @@ def calibrate(
         for group in matrices_by_input(layer, index, calls[0]):
             sums = _input_sums(layer, float_layer, index, calls, float_calls, group[0].name)
             for matrix in group:
-                found.append(_round(matrix, f"{names[layer]}.{matrix.name}", *sums, group_size))
+                found.append(_round(matrix, f"{names[layer]}.{matrix.name}", *sums, group_size, on_matrix))
         for i, call in enumerate(calls):
             float_hidden[i] = float_calls[i].run(float_layer, index)
             call.hidden = call.run(layer, index)
         if on_layer is not None:
             on_layer(index + 1, len(layers))
-    record_grid(model.config, group_size)
+    if on_matrix is None:
+        record_grid(model.config, group_size)
     return found
 
 
@@ -125,11 +129,23 @@ def _input_sums(
     return own, cross
 
 
-def _round(matrix: Matrix, name: str, own: torch.Tensor, cross: torch.Tensor, group_size: int) -> CalibratedMatrix:
+def _round(
+    matrix: Matrix,
+    name: str,
+    own: torch.Tensor,
+    cross: torch.Tensor,
+    group_size: int,
+    on_matrix: Callable[[str, GridWeight], None] | None,
+) -> CalibratedMatrix:
     weight = matrix.read()
     hessian = damped(own, DAMPING)
     target = weight + torch.linalg.solve(hessian, (weight @ (cross - own)).T).T
-    rounded = round_to_grid(target, hessian, group_size).dense()
+    if on_matrix is None:
+        rounded = round_to_grid(target, hessian, group_size).dense()
+    else:
+        grid = round_to_grid(target, hessian, group_size, scale_dtype=matrix.dtype)
+        on_matrix(name, grid)
+        rounded = grid.dense()
     matrix.write(rounded)
     scheme = Quantization(4, group_size, input_bits=16)
     nearest = restored_weight(*round_weight(weight, scheme), scheme)

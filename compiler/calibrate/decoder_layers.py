@@ -113,6 +113,11 @@ class Matrix:
     name: str
     module: nn.Module
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That its numbers are stored in."""
+        return self._stored().dtype
+
     def read(self) -> torch.Tensor:
         """A copy, ``[out, in]`` float32."""
         weight = self._stored().detach()

@@ -163,7 +163,14 @@ def stretch(grid: GridWeight) -> GridWeight:
     return GridWeight(stretched, grid.scales / factor, size)
 
 
-def round_to_grid(weight: torch.Tensor, hessian: torch.Tensor, group_size: int, rounds: int = 4) -> GridWeight:
+def round_to_grid(
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    group_size: int,
+    rounds: int = 4,
+    *,
+    scale_dtype: torch.dtype | None = None,
+) -> GridWeight:
     """Round a matrix so that the layer's outputs change least over the calibration inputs.
 
     Args:
@@ -171,10 +178,17 @@ def round_to_grid(weight: torch.Tensor, hessian: torch.Tensor, group_size: int, 
         hessian: ``[in, in]`` float32, the sum of ``x x'`` over inputs; positive definite, see :func:`damped`.
         group_size: inputs that share a scale; 0: all.
         rounds: how often scales and numbers are fitted to each other.
+        scale_dtype: that the scales are rounded to, none of them 0, before the numbers are fitted to them once more;
+            None: they stay float32, and each group reaches 7 or -8.
     """
     size = group_size or weight.shape[1]
     scales = first_scales(weight, size, hessian.diagonal())
     grid = round_in_turn(weight, hessian, GridWeight(torch.zeros_like(weight), scales, size))
     for _ in range(rounds):
         grid = descend(weight, hessian, fit_scales(weight, hessian, grid))
-    return stretch(grid)
+    if scale_dtype is None:
+        return stretch(grid)
+    least = float(torch.finfo(scale_dtype).tiny)
+    sizes = grid.scales.abs().clamp(least, float(torch.finfo(scale_dtype).max))
+    scales = torch.where(grid.scales < 0, -sizes, sizes).to(scale_dtype).float()
+    return descend(weight, hessian, GridWeight(grid.whole, scales, size))

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+
+from torch_pagoda.checkpoint.compressed_writer import check_writable, write_compressed
+from torch_pagoda.checkpoint.loading import load_model
+from torch_pagoda.compiler.calibrate import calibrate
+from torch_pagoda.compiler.calibrate.grid import GridWeight
+from torch_pagoda.runtime.ops.stored_weight import StoredWeight, as_dense
+
+from tiny_models import build_tiny_model
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -68,3 +79,65 @@ def test_text_that_says_nothing(run: Run, checkpoint: Path, tmp_path: Path) -> N
     for file, message in ((empty, "is empty"), (binary, "is not UTF-8 text"), (tmp_path / "none", "No such file")):
         status, _, err = run("quantize", checkpoint, tmp_path / "out", "--text", file)
         assert status == 2 and message in err
+
+
+def test_it_writes_compressed_tensors(run: Run, checkpoint: Path, sample: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ("--group-size", 0, "--window", 16, "--format", "compressed-tensors")
+    status, printed, err = run("quantize", checkpoint, out, "--text", sample, *options)
+    assert status == 0 and printed == "" and "load it as it is" in err, err
+    tensors = load_file(out / "model.safetensors")
+    leaf = "model.layers.0.mlp.up_proj.weight"
+    assert tensors[f"{leaf}_packed"].dtype is torch.int32 and leaf not in tensors
+    config = json.loads((out / "config.json").read_text())
+    assert {"lm_head", "model.embed_tokens"} <= set(config["quantization_config"]["ignore"])
+    assert "pagoda_grid" not in config
+    model = load_model(out, "auto", False, torch.device("cpu"))
+    stored = {name: p for name, p in model.named_parameters() if isinstance(p, StoredWeight)}
+    assert len(stored) == 14 and {str(p.form) for p in stored.values()} == {"int4/row/f32"}
+    for name, weight in stored.items():
+        whole = _whole_numbers(tensors[f"{name}_packed"], weight.shape[1])
+        assert torch.equal(weight.dense(), (whole * tensors[f"{name}_scale"].float()).to(weight.dtype))
+    status, printed, err = run("generate", out, "--prompt", "the cat", "--max-tokens", 4)
+    assert status == 0, err
+    status, _, err = run("quantize", out, tmp_path / "again", "--text", sample)
+    assert status == 2 and "is quantised (compressed-tensors" in err and err.count("\n") == 1
+
+
+def _whole_numbers(words: torch.Tensor, inputs: int) -> torch.Tensor:
+    """Numbers of 4 bits, in eights, of int32 words."""
+    shifted = words.long()[..., None] >> 4 * torch.arange(8)
+    return (shifted & 15).flatten(-2)[:, :inputs].float() - 8
+
+
+def test_what_compressed_tensors_does_not_store_is_refused(
+    run: Run, checkpoint: Path, sample: Path, tmp_path: Path
+) -> None:
+    form = ("--format", "compressed-tensors")
+    status, _, err = run("quantize", checkpoint, tmp_path / "out", "--text", sample, "--format", "gguf")
+    assert status == 2 and "'gguf' is not supported; use compressed-tensors" in err
+    status, _, err = run("quantize", checkpoint, tmp_path / "out", "--text", sample, "--window", 16, *form)
+    assert status == 2 and "64 inputs, which --group-size 128 does not divide" in err
+    build_tiny_model("gpt2").save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ValueError, match="Conv1D, and the format stores weights of Linear"):
+        check_writable(AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2"), 0)
+    with pytest.raises(ValueError, match="stores weights of Linear"):
+        check_writable(build_tiny_model("mixtral"), 0)
+
+
+def test_groups_and_shards_of_compressed_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales are of the model's dtype, and the shards' index names what is in them."""
+    model = build_tiny_model("llama", num_hidden_layers=1, hidden_size=128, intermediate_size=192)
+    model = model.to(torch.bfloat16)
+    windows = torch.randint(3, 100, (8, 32), generator=torch.Generator().manual_seed(0))
+    weights: dict[str, GridWeight] = {}
+    calibrate(model, windows, 64, on_matrix=weights.__setitem__)
+    dense = {name: p.detach().clone() for name, p in model.named_parameters()}
+    monkeypatch.setattr(model, "save_pretrained", partial(model.save_pretrained, max_shard_size="64KB"))
+    write_compressed(model, tmp_path / "out", weights)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    loaded = dict(load_model(tmp_path / "out", "auto", False, torch.device("cpu")).named_parameters())
+    stored = [p for p in loaded.values() if isinstance(p, StoredWeight)]
+    assert len(stored) == 7 and {p.form.num_groups(p.shape[1]) * 64 for p in stored} == {64, 128, 192}
+    assert all(p.form.num_groups(p.shape[1]) * 64 == p.shape[1] for p in stored)
+    assert all(torch.equal(as_dense(loaded[name]), value) for name, value in dense.items())

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from ..compiler.calibrate.grid import GridWeight
+
 
 def quantize(
     model: Annotated[str, typer.Argument(help="Checkpoint folder, or hub id.", metavar="MODEL")],
@@ -28,6 +30,13 @@ def quantize(
     group_size: Annotated[int, typer.Option(help="Inputs that share a scale, a multiple of 64; 0: all.")] = 128,
     tokens: Annotated[int, typer.Option(help="Tokens of the text to use at most, spread over all of it.")] = 65536,
     window: Annotated[int, typer.Option(help="Tokens that are computed as one sequence.")] = 512,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="compressed-tensors: write packed numbers and scales, as vLLM reads them, instead of floats.",
+        ),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="Of the computation and of what is written: auto, float32, bfloat16 or float16.")
     ] = "auto",
@@ -43,6 +52,9 @@ def quantize(
     config.json and finds the very same whole numbers again, and transformers loads it as any other. The head is not
     rounded here; int4 keeps 8 bits of it.
 
+    With --format compressed-tensors it is written as a quantised checkpoint instead (pack-quantized, W4A16), which
+    vLLM, transformers and LLM serve as it is.
+
     Takes memory for the float model and the hidden states of the text, and runs the text through each decoder layer
     twice for each group of matrices that read the same, and three times more.
     """
@@ -50,10 +62,13 @@ def quantize(
     with one_line_errors(debug):
         texts = [_read(path) for path in text]
         _check_sizes(tokens, window)
+        if form not in (None, "compressed-tensors"):
+            raise ValueError(f"--format {form!r} is not supported; use compressed-tensors, or leave it out")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ValueError(f"OUT={str(out)!r} exists and is not an empty folder; give another")
         from transformers.utils import logging as transformers_logging
 
+        from ..checkpoint.compressed_writer import check_writable, write_compressed
         from ..checkpoint.loading import load_config, load_model, load_tokenizer
         from ..checkpoint.quantized import check_float
         from ..compiler.calibrate import calibrate
@@ -69,6 +84,9 @@ def quantize(
         assert tokenizer is not None
         windows = _windows(tokenizer, texts, tokens, window)
         module = load_model(model, dtype, trust_remote_code, resolve_device("cpu"))
+        if form is not None:
+            check_writable(module, group_size)
+        weights: dict[str, GridWeight] = {}
         columns = (TextColumn("layers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         console = Console(stderr=True)
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -78,8 +96,12 @@ def quantize(
                 windows,
                 group_size,
                 on_layer=lambda done, total: bar.update(task, completed=done, total=total),
+                on_matrix=None if form is None else weights.__setitem__,
             )
-        module.save_pretrained(out)
+        if form is None:
+            module.save_pretrained(out)
+        else:
+            write_compressed(module, out, weights)
         tokenizer.save_pretrained(out)
     error, nearest = (sum(getattr(m, name) for m in found) / len(found) for name in ("error", "nearest_error"))
     typer.echo(
@@ -87,7 +109,8 @@ def quantize(
         f"rounded to nearest by {nearest:.2%}",
         err=True,
     )
-    typer.echo(f"written: {out}; load it with --quantization int4", err=True)
+    loaded = "load it with --quantization int4" if form is None else "load it as it is"
+    typer.echo(f"written: {out}; {loaded}", err=True)
 
 
 def _read(path: Path) -> str:
