@@ -101,15 +101,14 @@ def _packed(module: Quantized) -> torch.Tensor:
 
 def _bytes(module: Quantized) -> torch.Tensor:
     """``weight`` int8 ``[out, in]`` with a scale for each output or group."""
-    weight, scales = module.take("weight", torch.int8, dim=2), module.scales("weight_scale")
+    weight, scales = module.take("weight", torch.int8, dim=2), module.scales("weight_scale", dim=None)
     outputs, inputs = weight.shape
-    if scales.shape[0] == 1 < outputs and scales.shape[1] == 1:
-        scales = scales.expand(outputs, 1).contiguous()
-    if scales.shape[0] != outputs:
-        raise module.bad("weight_scale", f"{outputs} outputs are needed")
+    scales = _of_outputs(scales, outputs)
+    if scales.dim() != 2 or scales.shape[0] != outputs:
+        raise module.bad("weight_scale", f"one scale, or some for each of {outputs} outputs are needed")
     zeros = None
     if "weight_zero_point" in module.tensors:
-        points = module.take("weight_zero_point", torch.int8, dim=2)
+        points = _of_outputs(module.take("weight_zero_point", torch.int8), outputs)
         if points.shape != scales.shape:
             raise module.bad("weight_zero_point", f"{list(scales.shape)} is needed")
         zeros = unsigned(points)
@@ -119,9 +118,22 @@ def _bytes(module: Quantized) -> torch.Tensor:
     return module.stored(form, unsigned(weight), scales, zeros)
 
 
+def _of_outputs(table: torch.Tensor, outputs: int) -> torch.Tensor:
+    """A number for all outputs as one for each, ``[out, 1]``; other tables as they are."""
+    return table.reshape(1, 1).expand(outputs, 1).contiguous() if table.numel() == 1 else table
+
+
 def _floats_of_8_bits(module: Quantized) -> torch.Tensor:
-    """``weight`` e4m3 ``[out, in]`` with one scale, one for each output, or one for each block of both."""
+    """``weight`` e4m3 ``[out, in]`` with one scale, one for each output, or one for each block of both; or powers of
+    two for groups (MXFP8)."""
     weight = module.take("weight", torch.float8_e4m3fn, dim=2)
+    if "weight_scale" in module.tensors and module.tensors["weight_scale"].dtype is torch.uint8:
+        powers = powers_of_two(module.take("weight_scale", torch.uint8, dim=2))
+        module.check_scales("weight_scale", powers)
+        _check_numbers(module, weight)
+        size = group_of(module, weight.shape[1], powers.shape[1])
+        form = WeightFormat("e4m3", 8, size, scale_name(powers.dtype))
+        return module.stored(form, weight.view(torch.uint8), powers)
     scales = module.scales("weight_scale", dim=None)
     structure = next((entry.get("block_structure") for entry in _weights(module.settings)), None)
     return in_blocks(module, weight, scales, "weight_scale", structure)
@@ -165,8 +177,7 @@ def in_blocks(
         BadTensor: the grid does not cover the weight.
     """
     outputs, inputs = weight.shape
-    if bool(weight.view(torch.uint8).bitwise_and(127).eq(127).any()):
-        raise module.bad("weight", "it holds NaN; the file is broken, get it again")
+    _check_numbers(module, weight)
     name, codes = scale_name(scales.dtype), weight.view(torch.uint8)
     if scales.numel() == 1:
         scales = scales.reshape(1, 1).expand(outputs, 1).contiguous()
@@ -181,6 +192,11 @@ def in_blocks(
     else:
         raise module.bad(leaf, f"one scale, {outputs} or a grid are needed")
     return module.stored(WeightFormat("e4m3", 8, 0, name), codes, scales)
+
+
+def _check_numbers(module: Quantized, weight: torch.Tensor) -> None:
+    if bool(weight.view(torch.uint8).bitwise_and(127).eq(127).any()):
+        raise module.bad("weight", "it holds NaN; the file is broken, get it again")
 
 
 def _weights(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
