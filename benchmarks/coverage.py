@@ -9,6 +9,7 @@ module run by transformers, each prompt alone.
     python benchmarks/coverage.py --only 'llama,qwen*' --codegen inductor
     python benchmarks/coverage.py --fusions --markdown fusions.md      # what the fusion passes recognise instead
     python benchmarks/coverage.py --target npu --markdown npu.md       # what lowering for an Ascend NPU makes
+    python benchmarks/coverage.py --quantization int8 --exact          # rounded weights, of the expected ones
 
 Results: ``exact``; ``refused`` (``LLM(...)`` raised, before any token); ``silently wrong`` (other tokens, or
 log-probabilities further off than 5e-4); ``failed`` (an error after ``LLM(...)`` had accepted the model);
@@ -39,6 +40,7 @@ from typing import Any
 
 from fusions import FusionRow, fusion_tables, fusions_of, unmet
 from npu_coverage import TARGET, NpuRow, npu_row, npu_tables
+from rounded_coverage import RoundedRow, rounded_row, rounded_tables
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
@@ -201,6 +203,31 @@ def examine(name: str, codegen: str, verify: str) -> Row:
     return row
 
 
+def examine_rounded(name: str, args: argparse.Namespace) -> RoundedRow:
+    """Serve one architecture with rounded weights, in this process."""
+    import torch
+
+    from torch_pagoda import LLM, SamplingParams
+
+    from tiny_models import LLAMA_VARIANTS, Variant, build_tiny_model
+
+    torch.set_num_threads(1)
+    variant = LLAMA_VARIANTS.get(name, Variant(name, {}))
+    try:
+        model, copy = (build_tiny_model(variant.model_type, **variant.overrides) for _ in range(2))
+    except Exception as error:
+        return RoundedRow(name, "build failed", reason=one_line(error))
+
+    def serve(model: Any, **options: Any) -> tuple[Any, Callable[[], Any]]:
+        sizes = {"block_size": 4, "num_blocks": 96, "max_num_seqs": 3, "max_num_batched_tokens": 11}
+        llm = LLM(model, codegen=args.codegen, verify=args.verify, **sizes, **options)
+        batch = prompts(int(model.config.get_text_config().vocab_size))
+        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=TOP_LOGPROBS)
+        return llm, lambda: zip(batch, [o.outputs[0] for o in llm.generate(batch, params)], strict=True)
+
+    return rounded_row(name, model, copy, args.quantization, serve)
+
+
 def examine_fusions(name: str) -> FusionRow:
     """Explain one architecture or variant, in this process."""
     import torch
@@ -241,6 +268,8 @@ def _child(name: str, args: argparse.Namespace, answer: Path, log: Path) -> None
     warnings.filterwarnings("ignore")
     if args.target == "npu":
         row: Any = examine_npu(name)
+    elif args.quantization is not None:
+        row = examine_rounded(name, args)
     else:
         row = examine_fusions(name) if args.fusions else examine(name, args.codegen, args.verify)
     answer.write_text(json.dumps(dataclasses.asdict(row)))
@@ -256,16 +285,18 @@ def _kill(child: BaseProcess) -> None:
     child.join()
 
 
-def _failure(name: str, args: argparse.Namespace, result: str, why: str) -> Row | FusionRow | NpuRow:
+def _failure(name: str, args: argparse.Namespace, result: str, why: str) -> Row | RoundedRow | FusionRow | NpuRow:
     """The row of an architecture that was not examined to the end."""
     if args.target == "npu":
         return NpuRow(name, why)
+    if args.quantization is not None:
+        return RoundedRow(name, result, reason=why)
     if args.fusions:
         return FusionRow(name, why)
     return Row(name, result, seconds=args.timeout if result == "timeout" else 0.0, reason=why)
 
 
-def examine_in_subprocess(name: str, args: argparse.Namespace) -> Row | FusionRow | NpuRow:
+def examine_in_subprocess(name: str, args: argparse.Namespace) -> Row | RoundedRow | FusionRow | NpuRow:
     """One of the examinations above in a process of its own that is killed after ``args.timeout`` seconds."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -282,6 +313,8 @@ def examine_in_subprocess(name: str, args: argparse.Namespace) -> Row | FusionRo
         said = json.loads(answer.read_text())
     if args.target == "npu":
         return NpuRow(**said)
+    if args.quantization is not None:
+        return RoundedRow(**said)
     if args.fusions:
         return FusionRow(**said)
     row = Row(**said)
@@ -320,11 +353,14 @@ def summary(rows: list[Row]) -> str:
     return "; ".join(parts)
 
 
-def selected_names(only: str | None) -> list[str]:
-    """Architectures and variants whose names match one of the comma-separated patterns of ``only``."""
+def selected_names(only: str | None, exact: bool = False) -> list[str]:
+    """Architectures and variants whose names match one of the comma-separated patterns of ``only``; with ``exact``
+    the architectures of ``EXPECTED_EXACT`` among them."""
     from tiny_models import LLAMA_VARIANTS, causal_lm_types
 
     names = [*causal_lm_types(), *LLAMA_VARIANTS]
+    if exact:
+        names = [name for name in names if name in EXPECTED_EXACT]
     if only is None:
         return names
     patterns = only.split(",")
@@ -336,6 +372,8 @@ def selected_names(only: str | None) -> list[str]:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
+    from torch_pagoda.compiler.options import QUANTIZATIONS
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", help="comma-separated names or patterns, such as 'llama*,gpt2'")
     parser.add_argument("--json", type=Path, help="write all rows there")
@@ -345,6 +383,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--codegen", default="none", help="as in LLM(...) (default none)")
     parser.add_argument("--verify", default="model", help="as in LLM(...) (default model)")
     parser.add_argument("--target", choices=("cpu", "npu"), default="cpu", help="npu: what lowering for it makes")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="round weights, as in LLM(...)")
+    parser.add_argument("--exact", action="store_true", help="only the architectures of EXPECTED_EXACT")
     parser.add_argument("--fusions", action="store_true", help="count what the fusion passes recognise instead")
     return parser.parse_args()
 
@@ -406,6 +446,18 @@ def main_npu(names: list[str], args: argparse.Namespace) -> int:
     return 0 if enough and not any(row.illegal for row in rows) else 1
 
 
+def main_rounded(names: list[str], args: argparse.Namespace) -> int:
+    """Serve all selected architectures with rounded weights; 1 if an expected one is refused, off or fails."""
+
+    def say(row: RoundedRow) -> str:
+        error = "" if row.median is None else f" {row.matrices} matrices, median error {row.median:.1e}"
+        return f"{row.result}{error} {row.reason}"
+
+    rows = collect(names, args, say, rounded_tables)
+    print(rounded_tables(rows))
+    return 1 if any(row.result != "served" and row.name in EXPECTED_EXACT for row in rows) else 0
+
+
 def main_exactness(names: list[str], args: argparse.Namespace) -> int:
     """Serve all selected architectures; 1 if one is wrong, or an expected one not exact."""
 
@@ -432,11 +484,13 @@ def main_exactness(names: list[str], args: argparse.Namespace) -> int:
 def main() -> int:
     """Run all selected architectures; the exit status."""
     args = parse_arguments()
-    names = selected_names(args.only)
+    names = selected_names(args.only, args.exact)
     os.environ |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}  # for the children
     PROCESSES.set_forkserver_preload(["torch._dynamo", "transformers", "torch_pagoda", "tiny_models"])
     if args.target == "npu":
         return main_npu(names, args)
+    if args.quantization is not None:
+        return main_rounded(names, args)
     if args.fusions:
         return main_fusions(names, args)
     return main_exactness(names, args)
