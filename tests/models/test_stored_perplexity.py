@@ -1,0 +1,75 @@
+"""The shipped model in every format of quantised checkpoints: as perplexing as transformers over what it means.
+
+In float32 the two are to be alike. In bfloat16 transformers' own rounding moves its perplexity by as much as 0.05 %:
+there the program may be as far from the float32 one as transformers is. Run with ``-s`` it prints a row for each.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from quantized_checkpoints import FORMATS, quantize_folder
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from trained_model import TINY_PYDOC
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from torch_pagoda.checkpoint.loading import load_model
+from torch_pagoda.compiler import CompileOptions
+from torch_pagoda.compiler.build import build_program
+
+from perplexity import loss_per_token
+
+sys.path.append(str(TINY_PYDOC.parent))
+
+from pydoc_text import gather_documents
+
+LIMIT = 5e-4
+WINDOWS, WINDOW = 24, 256
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def windows() -> torch.Tensor:
+    """Of documents that the model was not trained on."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_PYDOC)
+    ids: list[int] = []
+    for document in gather_documents():
+        if document.held_out and len(ids) < WINDOWS * WINDOW:
+            ids += tokenizer(document.text, verbose=False)["input_ids"]
+    return torch.tensor(ids[: WINDOWS * WINDOW]).view(-1, WINDOW)
+
+
+@torch.inference_mode()
+def loss_of(model: PreTrainedModel, windows: torch.Tensor) -> float:
+    """In nats per token, every token but each window's first."""
+    logits = torch.cat([model(input_ids=part, use_cache=False).logits for part in windows.split(8)])
+    return float(F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), windows[:, 1:].flatten()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if not form.of_experts])
+def test_perplexity(name: str, dtype: torch.dtype, windows: torch.Tensor, tmp_path: Path) -> None:
+    quantized, dense = tmp_path / "quantized", tmp_path / "dense"
+    for folder in (quantized, dense):
+        shutil.copytree(TINY_PYDOC, folder)
+    meant = quantize_folder(quantized, name)
+    tensors = load_file(dense / "model.safetensors")
+    assert meant.keys() <= tensors.keys()
+    save_file({**{k: t.float() for k, t in tensors.items()}, **meant}, dense / "model.safetensors", {"format": "pt"})
+    exact, expected = (
+        loss_of(AutoModelForCausalLM.from_pretrained(dense, dtype=kind).eval(), windows)
+        for kind in (torch.float32, dtype)
+    )
+    model = load_model(quantized, dtype, False, CPU)
+    program = build_program(model, CompileOptions(verify="off", codegen="none"), owns_weights=True)
+    found = loss_per_token(program, windows)
+    perplexities = " ".join(f"{math.exp(loss):9.4f}" for loss in (exact, expected, found))
+    print(f"{name:>20} {dtype!s:>15} {perplexities} {math.expm1(found - expected):+.4%}")
+    assert abs(found - exact) <= abs(expected - exact) + LIMIT
