@@ -11,6 +11,7 @@ take turns.
   int4wo, torch   ``_weight_int4pack_mm_for_cpu``, groups of 128
   int8, int8wo, int4, int4wo    pagoda's, with inputs rounded to 8 or (wo) 16 bits
   awq, act-order, g32           of int4wo: with zeros as AWQ stores them, with GPTQ's order of inputs, in groups of 32
+  mxfp4, nvfp4                  floats of 4 bits (e2m1) in groups of 32 and 16, with inputs rounded to 16 bits
   fp8, fp8 rows                 floats of 8 bits (e4m3) with scales for blocks of 128 and for rows; inputs stay bf16
 
     python benchmarks/quantized_kernels.py [--threads 2] [--rounds 5] [--rows 1 4 16 64 512] [--shape 2048 5632]
@@ -116,6 +117,8 @@ KERNELS = {
     "awq": by_stored("int4/g128/f16+z"),
     "act-order": by_stored("int4/g128/f16+z+order"),
     "g32": by_stored("int4/g32/f16"),
+    "mxfp4": by_stored("e2m1/g32/bf16"),
+    "nvfp4": by_stored("e2m1/g16/f32"),
     "fp8": by_stored("e4m3/g128/f32"),
     "fp8 rows": by_stored("e4m3/row/bf16"),
 }

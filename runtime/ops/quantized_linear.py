@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ..shown import shown
 from .int8_rows import dequantize_rows, quantize_rows
 from .native import FLOAT_CODES, kernel_function
-from .quantized_weight import CODES, Quantization, packed_bytes, restored_weight, round_weight, unpack_weight
+from .quantized_weight import CODES, PANEL, Quantization, packed_bytes, restored_weight, round_weight, unpack_weight
 from .registration import register_operator
 
 _SCHEMA = (
@@ -47,12 +47,12 @@ def quantized_linear_reference(
         bias: ``[out_features]`` or None.
         out_features: outputs.
         bits: of a weight, 8 or 4.
-        group_size: inputs that share a scale, 32 or a multiple of 64, of floats also 16; 0: all.
-        input_bits: of the input, with a scale for each group of each row: 8 (``max|x| / 127``) or 16
-            (``max|x| / 32512``); 0, where weights are floats: it is not rounded.
+        group_size: inputs that share a scale, 16, 32 or a multiple of 64; 0: all.
+        input_bits: of the input, with a scale for each group, but at least 64 numbers, of each row: 8
+            (``max|x| / 127``) or 16 (``max|x| / 32512``); 0, where weights are floats of 8 bits: it is not rounded.
         zeros: groups have zeros of their own.
         order: int32 ``[in]``: of column k of a packed weight, the input that it is for; None: k.
-        code: of a packed weight, ``"int"`` or, for floats of 8 bits, ``"e4m3"``.
+        code: of a packed weight, ``"int"``, or for floats ``"e4m3"`` or ``"e2m1"``.
 
     Returns:
         ``[..., out_features]`` in the dtype of ``input``, contiguous.
@@ -70,7 +70,7 @@ def quantized_linear_reference(
         whole, scales = round_weight(weight, scheme)
     rows = input.float()
     if input_bits:
-        size = group_size or inputs
+        size = max(group_size, PANEL) if group_size else inputs
         groups = F.pad(rows, (0, -inputs % size)).unflatten(-1, (-1, size))
         rows = _rounded(groups, input_bits).flatten(-2)[..., :inputs]
     result = F.linear(rows, restored_weight(whole, scales, scheme))

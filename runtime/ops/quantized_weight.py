@@ -1,4 +1,4 @@
-"""Matrices of whole numbers of 8 or 4 bits, or of floats of 8, with a scale per output and group of inputs, as the
+"""Matrices of whole numbers or floats of 8 or 4 bits, with a scale per output and group of inputs, as the
 CPU's kernel reads them.
 
 The layout (csrc/panels.h): panels of 64 outputs; a panel is its groups; a group is its head, 64 float32 scales and,
@@ -19,22 +19,29 @@ from torch.nn import functional as F
 
 from .native import FLOAT_CODES, kernel_function
 from .stored_weight import StoredWeight
-from .weight_format import WeightFormat, values_of
+from .weight_format import E2M1, WeightFormat, unpacked_pairs, values_of
 
 PANEL = 64
 """Outputs of a panel, and inputs of a step; groups hold whole steps, or half of one."""
 
-CODES = ("int", "e4m3")
+CODES = ("int", "e4m3", "e2m1")
 """Kinds of codes, in the order of the kernel's numbers for them."""
 
-SHARED_STEPS = {"int": (32,), "e4m3": (32, 16)}
-"""Sizes of groups that share a step, of such codes; others hold whole steps."""
+SHARED_STEPS = (32, 16)
+"""Sizes of groups that share a step; others hold whole steps."""
 
 LARGEST_INPUTS = 65536
 """More inputs than these might overflow the kernel's sums."""
 
 DEFAULT_GROUP_SIZES = {8: 256, 4: 128}
 """Of weights with so many bits."""
+
+_WIDTHS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "int": ((8, 4), (8, 16)),
+    "e4m3": ((8,), (0,)),
+    "e2m1": ((4,), (8, 16)),
+}
+"""Bits that weights and inputs may have."""
 
 _TILE = 16
 # Field for field the struct QuantizeWeightArguments of csrc/quantized_weight.cpp.
@@ -49,10 +56,11 @@ class Quantization:
     Attributes:
         bits: of a weight, 8 or 4.
         group_size: inputs that share a scale; 0: all.
-        input_bits: that the input is rounded to, with a scale for each group of each row. Rounded to 16, numbers keep
-            what bf16 tells apart of those that matter in a sum.
+        input_bits: that the input is rounded to, with a scale for each group, or step where groups share these, of
+            each row. Rounded to 16, numbers keep what bf16 tells apart of those that matter in a sum.
         zeros: each group of each output has a zero of its own; else it is ``2^(bits - 1)``.
-        code: ``"int"``, or ``"e4m3"`` for floats of 8 bits, whose inputs are not rounded: ``input_bits`` is 0.
+        code: ``"int"``; ``"e2m1"`` for floats of 4 bits in groups that share a step; ``"e4m3"`` for floats of 8 bits,
+            whose inputs are not rounded: ``input_bits`` is 0.
     """
 
     bits: int
@@ -64,14 +72,18 @@ class Quantization:
     def __post_init__(self) -> None:
         if self.code not in CODES:
             raise ValueError(f"code={self.code!r} is not supported; use one of {', '.join(CODES)}")
-        floats = self.code == "e4m3"
-        if self.bits not in ((8,) if floats else (8, 4)):
-            raise ValueError(f"bits={self.bits} is not supported; use {'8' if floats else '8 or 4'}")
-        if self.input_bits not in ((0,) if floats else (8, 16)):
-            raise ValueError(f"input_bits={self.input_bits} is not supported; use {'0' if floats else '8 or 16'}")
-        if floats and self.zeros:
+        bits, input_bits = _WIDTHS[self.code]
+        if self.bits not in bits:
+            raise ValueError(f"bits={self.bits} is not supported; use {' or '.join(map(str, bits))}")
+        if self.input_bits not in input_bits:
+            raise ValueError(
+                f"input_bits={self.input_bits} is not supported; use {' or '.join(map(str, input_bits))}"
+            )
+        if self.zeros and self.code != "int":
             raise ValueError("zeros=True is not supported; floats have none of their own")
-        if self.group_size not in SHARED_STEPS[self.code]:
+        if self.group_size not in SHARED_STEPS:
+            if self.code == "e2m1":
+                raise ValueError(f"group_size={self.group_size} is not supported; use 32 or 16")
             check_group_size(self.group_size)
 
     @property
@@ -147,19 +159,21 @@ def quantize_weight(weight: torch.Tensor, scheme: Quantization) -> torch.Tensor:
 
 def unpackable(form: WeightFormat) -> str:
     """The reason why the kernel reads no codes of this format; "" when it does."""
-    shared = SHARED_STEPS["e4m3" if form.code == "e4m3" else "int"]
-    odd = form.group_size % PANEL and form.group_size not in shared
+    odd = form.group_size % PANEL and form.group_size not in SHARED_STEPS
     return f"no kernel for groups of {form.group_size}" if odd else ""
 
 
 def scheme_of(form: WeightFormat) -> Quantization:
     """The scheme by which the kernel reads weights that are stored so, whose inputs keep 16 bits, or all.
 
-    Twice the floats of e2m1 are whole numbers from -12 to 12, which take a byte each.
+    Twice the floats of e2m1 are whole numbers from -12 to 12, which take a byte each in groups of whole steps.
     """
     if form.code == "e4m3":
         return Quantization(8, form.group_size, 0, code="e4m3")
-    return Quantization(8 if form.code == "e2m1" else form.bits, form.group_size, 16, form.zeros)
+    if form.code == "e2m1":
+        shared = form.group_size in SHARED_STEPS
+        return Quantization(4 if shared else 8, form.group_size, 16, code="e2m1" if shared else "int")
+    return Quantization(form.bits, form.group_size, 16, form.zeros)
 
 
 def pack_stored(weight: StoredWeight) -> torch.Tensor:
@@ -170,17 +184,19 @@ def pack_stored(weight: StoredWeight) -> torch.Tensor:
     Args:
         weight: ``[out, in]``, of a format that is not ``unpackable``.
     """
-    if weight.form.code == "e4m3":
-        scheme, scales = scheme_of(weight.form), weight.scales.float()
+    scheme, scales = scheme_of(weight.form), weight.scales.float()
+    if scheme.code == "e2m1":
+        return _pack_codes(unpacked_pairs(weight.codes), scales / 2, None, scheme)
+    if scheme.code == "e4m3":
         bad = weight.codes.bitwise_and(127) == 127
         if bad.any():
             groups = F.pad(bad, (0, -bad.shape[1] % (scheme.group_size or bad.shape[1])))
             scales = scales.masked_fill(groups.unflatten(1, (scales.shape[1], -1)).any(-1), torch.nan)
         return _pack_codes(weight.codes, scales, None, scheme)
-    values, scales = values_of(weight.codes, weight.form), weight.scales.float()
+    values = values_of(weight.codes, weight.form)
     if weight.form.code == "e2m1":
         values, scales = 2 * values + 128, scales / 2
-    return _pack_codes(values.to(torch.uint8), scales, weight.zeros, scheme_of(weight.form))
+    return _pack_codes(values.to(torch.uint8), scales, weight.zeros, scheme)
 
 
 def packed_bytes(outputs: int, inputs: int, scheme: Quantization) -> int:
@@ -283,8 +299,8 @@ def _pack_codes(
 def unpack_weight(
     packed: torch.Tensor, outputs: int, inputs: int, scheme: Quantization
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole numbers ``[out, in]``, int16 where groups have zeros of their own, else int8, or the floats, and the
-    scales ``[out, groups]`` float32 of a matrix laid out for the kernel."""
+    """The whole numbers ``[out, in]``, int16 where groups have zeros of their own, else int8, or the floats (of e2m1
+    twice these), and the scales ``[out, groups]`` float32 of a matrix laid out for the kernel."""
     panels, steps, groups = -(-outputs // PANEL), -(-inputs // PANEL), _num_groups(inputs, scheme)
     in_group, step_bytes = _steps_in_group(inputs, scheme), PANEL * PANEL * scheme.bits // 8
     per_group, size = scheme.heads, scheme.head_bytes
@@ -311,6 +327,9 @@ def unpack_weight(
     if scheme.bits == 4:
         stored = torch.cat([stored & 15, stored >> 4], 3)
     unsigned = stored.permute(0, 2, 4, 1, 3, 5).reshape(panels * PANEL, steps * PANEL)[:outputs, :inputs]
+    if scheme.code == "e2m1":
+        twice = torch.tensor([2 * x for x in (*E2M1, *(-x for x in E2M1))], dtype=torch.int8)
+        return twice[unsigned.int()], scales
     if not scheme.zeros:
         return (unsigned.to(torch.int16) - (1 << (scheme.bits - 1))).to(torch.int8), scales
     zeros = of_outputs(head[..., PANEL * 4 :]).to(torch.int16)

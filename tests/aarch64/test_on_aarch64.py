@@ -8,10 +8,14 @@ import pytest
 from environment import BUILDS, ROOT, CannotEmulate, Emulated, set_up
 
 OPERATORS = ROOT / "tests/runtime/ops"
-QUICK = [OPERATORS / f"test_{name}.py" for name in ("packed_linear", "quantized_linear", "float8_linear", "rms_norm")]
+QUICK = [
+    OPERATORS / f"test_{name}.py"
+    for name in ("packed_linear", "quantized_linear", "float8_linear", "shared_steps", "rms_norm")
+]
 OF_QUICK = (
     "(not quantized_linear or (test_the_kernel_equals_the_reference and shape2 and float32))"
     " and (not float8_linear or every_code or (dense and shape1))"
+    " and (not shared_steps or every_code or (dense and shape1))"
 )
 """A minute's worth: of rounded weights, each width and layout with inputs that fill no step."""
 OTHERS = sorted(

@@ -279,7 +279,7 @@ FORMATS: dict[str, Format] = {
         lambda w: _e4m3(w, 1, 0, torch.bfloat16, "weight_scale"),
         _ct("float-quantized", num_bits=8, type="float", strategy="channel"),
     ),
-    "ct-nvfp4": Format(_nvfp4, _ct("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16), kernel=False),
+    "ct-nvfp4": Format(_nvfp4, _ct("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16)),
     "ct-mxfp4": Format(_mx, _ct("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32)),
     "fp8-blocks": Format(lambda w: _e4m3(w, 32, 32, torch.float32, "weight_scale_inv"), _FP8),
     "fp8-uneven": Format(

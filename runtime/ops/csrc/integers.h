@@ -188,14 +188,41 @@ static void integer_products(const int8_t* x, int64_t x_stride, const uint8_t* w
   (once && rows <= kRowsInOrder ? in_order : by_rows)[rows - 1](x, x_stride, w, steps, sums, fetch);
 }
 
-// Weights of 4 bits, a byte each, for the products of those of 8 bits.
-static void widen_steps(uint8_t* to, const uint8_t* from, int64_t steps) {
+// 64 numbers of 4 bits, a byte each, become what a table says of them.
+static inline void look_up(uint8_t* numbers, const uint8_t* table) {
+#if defined(PAGODA_AVX512)
+  const __m512i values = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
+  _mm512_storeu_si512(numbers, _mm512_shuffle_epi8(values, _mm512_loadu_si512(numbers)));
+#elif defined(__AVX2__)
+  const __m256i values = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+  for (int i = 0; i < 64; i += 32) {
+    const __m256i found = _mm256_shuffle_epi8(values, _mm256_loadu_si256((const __m256i*)(numbers + i)));
+    _mm256_storeu_si256((__m256i*)(numbers + i), found);
+  }
+#elif defined(__aarch64__)
+  for (int i = 0; i < 64; i += 16) vst1q_u8(numbers + i, vqtbl1q_u8(vld1q_u8(table), vld1q_u8(numbers + i)));
+#else
+  for (int i = 0; i < 64; ++i) numbers[i] = table[numbers[i]];
+#endif
+}
+
+// Weights of 4 bits, a byte each, for the products of those of 8 bits; with a table, what it says of them.
+static void widen_steps(uint8_t* to, const uint8_t* from, int64_t steps, const uint8_t* table = nullptr) {
   for (int64_t i = 0; i < steps * kStepBytes / 1024; ++i, to += 1024)
     for (int j = 0; j < 512; j += 64, from += 64) {
       __builtin_prefetch(from + kAhead, 0, 2);
+      uint8_t low[64], high[64];
       for (int n = 0; n < 64; ++n) {
-        to[j + n] = (from[n] & 15) ^ kFlip;
-        to[j + n + 512] = (from[n] >> 4) ^ kFlip;
+        low[n] = from[n] & 15;
+        high[n] = from[n] >> 4;
+      }
+      if (table) {
+        look_up(low, table);
+        look_up(high, table);
+      }
+      for (int n = 0; n < 64; ++n) {
+        to[j + n] = low[n] ^ kFlip;
+        to[j + n + 512] = high[n] ^ kFlip;
       }
     }
 }

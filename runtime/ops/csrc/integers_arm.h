@@ -107,8 +107,8 @@ static inline void add_eight(int32x4_t (*sums)[8], const int8_t* x, int64_t x_st
   }
 }
 
-// R rows of inputs and a tile of 16 outputs.
-template <int R, int kBits>
+// R rows of inputs and a tile of 16 outputs, of each step its first kBytes bytes.
+template <int R, int kBits, int64_t kBytes = kStepBytes / 4 * kBits / 8>
 static inline void tile_of_rows(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t steps, int32_t* to,
                                 Fetch& fetch) {
   constexpr int64_t kTile = kStepBytes / 4 * kBits / 8;
@@ -119,7 +119,7 @@ static inline void tile_of_rows(const int8_t* x, int64_t x_stride, const uint8_t
 #pragma GCC unroll 8
     for (int v = 0; v < 8; ++v) sums[p][v] = vdupq_n_s32(0);
   for (int64_t s = 0; s < steps; ++s, x += kStep, w += 4 * kTile)
-    for (int64_t i = 0; i < kTile; i += 256) {
+    for (int64_t i = 0; i < kBytes; i += 256) {
       fetch.round();
 #pragma GCC unroll 2
       for (int64_t j = i; j < i + 256; j += 128) {
@@ -137,7 +137,7 @@ static inline void tile_of_rows(const int8_t* x, int64_t x_stride, const uint8_t
     }
 }
 #else
-template <int R, int kBits>
+template <int R, int kBits, int64_t kBytes = kStepBytes / 4 * kBits / 8>
 static inline void tile_of_rows(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t steps, int32_t* to,
                                 Fetch& fetch) {
   constexpr int64_t kTile = kStepBytes / 4 * kBits / 8;
@@ -147,7 +147,7 @@ static inline void tile_of_rows(const int8_t* x, int64_t x_stride, const uint8_t
 #pragma GCC unroll 4
     for (int v = 0; v < 4; ++v) sums[r][v] = vdupq_n_s32(0);
   for (int64_t s = 0; s < steps; ++s, x += kStep, w += 4 * kTile)
-    for (int64_t i = 0; i < kTile; i += 256) {
+    for (int64_t i = 0; i < kBytes; i += 256) {
       fetch.round();
       add_sixteen<R, kBits, false>(sums, x + i / 16, x_stride, w + i);
       if constexpr (kBits == 4) add_sixteen<R, kBits, true>(sums, x + i / 16 + 32, x_stride, w + i);

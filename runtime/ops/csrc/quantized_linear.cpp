@@ -2,11 +2,11 @@
 // whole numbers of 8 or 4 bits, or floats of 8, with a scale per output and group of inputs, laid out in panels (see
 // panels.h).
 //
-// The columns of a weight may be stored in another order, in which the inputs are read then. Inputs are rounded to 8 or 16
-// bits with a scale per row and group, those of 16 as two rows of 8; of groups of 32, which share
-// the steps of a panel, each has rows of its own, with zeros for its neighbour. Products and their sums within a group are
-// exact then, and groups are added in their order: a row's result depends neither on how many rows there are nor on the
-// instructions at hand. Inputs of weights that are floats are not rounded (see float8.h).
+// The columns of a weight may be stored in another order, in which the inputs are read then. Inputs are rounded to 8 or
+// 16 bits with a scale per row and group, or step where groups share these, those of 16 as two rows of 8. Products and
+// their sums within a group are exact then, and groups are added in their order: a row's result depends neither on how
+// many rows there are nor on the instructions at hand. Inputs of weights that are floats of 8 bits are not rounded (see
+// float8.h).
 
 #include "fetch.h"
 #include "float8.h"
@@ -15,11 +15,16 @@
 #include "rows.h"
 #include "scratch.h"
 #include "shares.h"
+#include "split_groups.h"
 
 #include <vector>
 
-// What the codes of weights are: whole numbers, or floats (e4m3).
-enum Code : int64_t { kWhole = 0, kFloat8 = 1 };
+// What the codes of weights are: whole numbers, or floats of 8 bits (e4m3) or of 4 (e2m1).
+enum Code : int64_t { kWhole = 0, kFloat8 = 1, kFloat4 = 2 };
+
+// Twice the floats of 4 bits, and 12.
+static constexpr uint8_t kFloat4Numbers[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+constexpr int32_t kFloat4Zero = 12;
 
 struct QuantizedLinearArguments {
   const char* input;
@@ -30,7 +35,7 @@ struct QuantizedLinearArguments {
   int64_t dtype, bias_dtype;
   int64_t rows, inputs, outputs, input_row;
   int64_t bits, group, input_bits, zeros, threads;
-  int64_t code;  // kWhole, …
+  int64_t code;  // a Code
   // Of several weights, one after the other: the first row that each is for, and at last `rows`; null for one weight.
   // Each has `outputs` of the bias.
   const int64_t* starts;
@@ -60,13 +65,12 @@ static void zeros_of(int32_t* zeros, const QuantizedLinearArguments& a, const ch
 // The input as whole numbers, beyond its end zeros. A number of 16 bits is 256 times one of a row and one of the next.
 struct Inputs {
   int64_t columns;  // a multiple of kStep
-  int64_t parts;    // of each number
-  int64_t halves;   // groups that share a step: each has `parts` rows of int8 for each row of the input
+  int64_t parts;    // rows of int8 of each row
   int8_t* integers;
-  float* scales;  // [rows][halves][groups]
-  int32_t* sums;  // [rows][halves][parts][groups]: of the whole numbers, times the zero where all weights have the same
-
-  int64_t rows_each() const { return halves * parts; }
+  float* scales;  // [rows][groups]
+  // Of the whole numbers, times the zero where all weights have the same: [rows][parts][groups]. Where groups share a
+  // step [rows][groups][heads], of the numbers of 16 bits, and times minus the zero.
+  int32_t* sums;
 };
 
 void round_row(const QuantizedLinearArguments& a, const Layout& layout, const Inputs& x, int64_t row, float* floats) {
@@ -78,34 +82,44 @@ void round_row(const QuantizedLinearArguments& a, const Layout& layout, const In
   } else {
     load_floats(floats, from, a.dtype, a.inputs, 1);
   }
-  int8_t* to = x.integers + row * x.rows_each() * x.columns;
-  const bool shared = x.halves > 1;  // a row is zero but for its own half of each step
-  for (int64_t part = 0; part < x.rows_each(); ++part)
-    std::memset(to + part * x.columns + (shared ? 0 : a.inputs), 0, x.columns - (shared ? 0 : a.inputs));
-  for (int64_t h = 0; h < x.halves; ++h, to += x.parts * x.columns)
-    for (int64_t g = 0; g < layout.groups; ++g) {
-      const int64_t begin = g * layout.group_steps * kStep + h * kStep / 2;
-      const int64_t length = shared ? kStep / 2 : layout.steps_of(g) * kStep;
-      const int64_t count = std::clamp(a.inputs - begin, (int64_t)0, length), at = (row * x.halves + h) * layout.groups + g;
-      x.scales[at] = x.parts == 1 ? quantise_row(to + begin, floats + begin, count)
-                                  : quantise_row_in_two(to + begin, to + x.columns + begin, floats + begin, count);
-      for (int64_t part = 0; part < x.parts; ++part) {
-        int32_t sum = 0;
-        for (int64_t i = begin; i < begin + count; ++i) sum += to[part * x.columns + i];
-        x.sums[((row * x.halves + h) * x.parts + part) * layout.groups + g] = a.zeros ? sum : sum * zero_of(a.bits);
-      }
+  int8_t* to = x.integers + row * x.parts * x.columns;
+  for (int64_t part = 0; part < x.parts; ++part)
+    std::memset(to + part * x.columns + a.inputs, 0, x.columns - a.inputs);
+  const int32_t zero = a.zeros ? 1 : a.code == kFloat4 ? kFloat4Zero : zero_of(a.bits);
+  const int64_t heads = layout.heads;
+  for (int64_t g = 0; g < layout.groups; ++g) {
+    const int64_t begin = g * layout.group_steps * kStep;
+    const int64_t count = std::min(a.inputs - begin, layout.steps_of(g) * kStep);
+    float& scale = x.scales[row * layout.groups + g];
+    scale = x.parts == 1 ? quantise_row(to + begin, floats + begin, count)
+                         : quantise_row_in_two(to + begin, to + x.columns + begin, floats + begin, count);
+    const auto sum_of = [&](int64_t part, int64_t first, int64_t length) {
+      const int8_t* numbers = to + part * x.columns + begin + first;
+      int32_t sum = 0;
+      for (int64_t i = 0; i < length; ++i) sum += numbers[i];
+      return sum * zero;
+    };
+    if (heads == 1)
+      for (int64_t part = 0; part < x.parts; ++part)
+        x.sums[(row * x.parts + part) * layout.groups + g] = sum_of(part, 0, count);
+    for (int64_t h = 0; heads > 1 && h < heads; ++h) {
+      const int64_t length = kStep / heads;  // beyond the inputs are zeros
+      const int32_t first = sum_of(0, h * length, length);
+      const int32_t sum = x.parts == 1 ? first : 256 * first + sum_of(1, h * length, length);
+      x.sums[(row * layout.groups + g) * heads + h] = a.zeros ? sum : -sum;
     }
+  }
 }
 
 // total[r][n] = (total[r][n] if `more`) + the number that the products of row r stand for, times both scales. kZeros: the
 // outputs have zeros of their own.
 template <int kParts, bool kZeros>
 void add_group(float* total, const int32_t* products, const int32_t* sums, const float* row_scales, int64_t groups,
-               int64_t halves, const float* scales, const int32_t* zeros, int64_t rows, bool more) {
+               const float* scales, const int32_t* zeros, int64_t rows, bool more) {
   for (int64_t r = 0; r < rows; ++r, total += kPanel)
     for (int64_t n = 0; n < kPanel; n += kLanes) {
       const auto part = [&](int64_t i) {
-        const int64_t at = r * halves * kParts + i;
+        const int64_t at = r * kParts + i;
         vint whole, zero;
         std::memcpy(&whole, products + at * kPanel + n, sizeof whole);
         if (!kZeros) return __builtin_convertvector(whole - sums[at * groups], vfloat);
@@ -114,9 +128,34 @@ void add_group(float* total, const int32_t* products, const int32_t* sums, const
       };
       vfloat number = part(0);
       if (kParts == 2) number = number * 256.f + part(1);
-      number = number * row_scales[r * halves * groups] * load(scales + n);
+      number = number * row_scales[r * groups] * load(scales + n);
       store(total + n, more ? load(total + n) + number : number);
     }
+}
+
+// The same of a step that kHeads groups share, whose numbers are whole[kHeads][each][kPanel] and whose scales lie
+// `head_bytes` apart. kZeros: sums[kHeads] of a row's inputs are taken away, times zeros[kHeads][kPanel], which have
+// their scales already.
+template <bool kZeros, int kHeads>
+void add_step(float* total, const int32_t* whole, int64_t each, const int32_t* sums, const float* row_scales,
+              int64_t groups, const char* heads, int64_t head_bytes, const float* zeros, int64_t rows, bool more) {
+  for (int64_t r = 0; r < rows; ++r, total += kPanel, whole += kPanel, sums += kHeads * groups) {
+    const vfloat row_scale = splat(row_scales[r * groups]);
+#pragma GCC unroll 4
+    for (int64_t n = 0; n < kPanel; n += kLanes) {
+      vfloat number{};
+#pragma GCC unroll 4
+      for (int h = 0; h < kHeads; ++h) {
+        vint group;
+        std::memcpy(&group, whole + h * each * kPanel + n, sizeof group);
+        const vfloat floats = __builtin_convertvector(group, vfloat);
+        const vfloat scale = load((const float*)(heads + h * head_bytes) + n);
+        number = h ? multiply_add(number, floats, scale) : floats * scale;
+        if (kZeros) number = multiply_add(number, splat(-(float)sums[h]), load(zeros + h * kPanel + n));
+      }
+      store(total + n, more ? multiply_add(load(total + n), number, row_scale) : number * row_scale);
+    }
+  }
 }
 
 // What a thread works on.
@@ -127,8 +166,8 @@ struct Workspace {
   uint8_t* widened;  // weights of a group, a byte each
 
   Workspace(Scratch& scratch, const QuantizedLinearArguments& a, const Layout& layout, int64_t rows) {
-    const int64_t group_bytes = a.bits == 8 ? 0 : layout.group_steps * kStepBytes;
-    const int64_t few = kTiledRows * kPanel, all = rows * kPanel;
+    const int64_t group_bytes = a.bits == 8 ? 0 : std::max(layout.group_steps, kSplitSteps) * kStepBytes;
+    const int64_t few = kTiledRows * kPanel * layout.heads, all = rows * kPanel;
     scratch.reserve((2 * a.inputs + few + all) * 4 + group_bytes + 4 * 64);
     row = scratch.take<float>(2 * a.inputs);
     products = scratch.take<int32_t>(few);
@@ -163,10 +202,10 @@ void multiply_panel(const QuantizedLinearArguments& a, const Layout& layout, con
                     int64_t panel, const Workspace& space) {
   const int64_t first = block.first, rows = block.rows;
   const char* weights = panel_at(a, layout, block, panel);
-  const int64_t each = x.rows_each(), groups = layout.groups;
-  const bool tiles = integers_on_tiles(rows * each), widens = kBits == 4 && rows * each > kMaxIntegerRows;
+  const int64_t groups = layout.groups;
+  const bool tiles = integers_on_tiles(rows * kParts), widens = kBits == 4 && rows * kParts > kMaxIntegerRows;
   const auto add = a.zeros ? add_group<kParts, true> : add_group<kParts, false>;
-  alignas(64) int32_t zeros[2][kPanel];
+  alignas(64) int32_t zeros[kPanel];
   for (int64_t g = 0; g < groups; ++g) {
     const Group stored = group_at(weights, layout, g);
     Group group = stored;
@@ -174,25 +213,65 @@ void multiply_panel(const QuantizedLinearArguments& a, const Layout& layout, con
       widen_steps(space.widened, group.weights, group.steps);
       group.weights = space.widened;
     }
-    for (int64_t h = 0; a.zeros && h < x.halves; ++h) zeros_of(zeros[h], a, group.heads + h * layout.head_bytes);
-    // The next group's weights, or the next panel's, follow the heads after this one's.
-    const uint8_t* next = stored.weights + stored.steps * layout.step_bytes + layout.heads * layout.head_bytes;
+    if (a.zeros) zeros_of(zeros, a, group.heads);
+    // The next group's weights, or the next panel's, follow the head after this one's.
+    const uint8_t* next = stored.weights + stored.steps * layout.step_bytes + layout.head_bytes;
     const int64_t lines = widens ? 2 : 4, rounds = stored.steps * layout.step_bytes / (lines * kLine);
-    const int64_t pieces = pieces_of(rows, kMaxIntegerRows / each);
+    const int64_t pieces = pieces_of(rows, kMaxIntegerRows / kParts);
     for (int64_t r = 0, piece, i = 0; r < rows; r += piece, ++i) {
-      piece = integer_piece(rows - r, each, tiles);
+      piece = integer_piece(rows - r, kParts, tiles);
       const bool once = piece == rows && !widens;
       const Fetch fetch = fetch_of_piece(stored.weights, next, rounds, lines, pieces, i);
       const int64_t row = first + r;
-      const int8_t* from = x.integers + row * each * x.columns + g * layout.group_steps * kStep;
+      const int8_t* from = x.integers + row * kParts * x.columns + g * layout.group_steps * kStep;
       const auto multiply = kBits == 8 || widens ? integer_products<8> : integer_products<4>;
-      multiply(from, x.columns, group.weights, group.steps, space.products, piece * each, tiles, once, fetch);
-      for (int64_t h = 0; h < x.halves; ++h) {
-        const int64_t half = row * x.halves + h;
-        add(space.totals + r * kPanel, space.products + h * kParts * kPanel, x.sums + half * kParts * groups + g,
-            x.scales + half * groups + g, groups, x.halves, (const float*)(group.heads + h * layout.head_bytes),
-            zeros[h], piece, g + h > 0);
+      multiply(from, x.columns, group.weights, group.steps, space.products, piece * kParts, tiles, once, fetch);
+      add(space.totals + r * kPanel, space.products, x.sums + row * kParts * groups + g, x.scales + row * groups + g,
+          groups, (const float*)group.heads, zeros, piece, g > 0);
+    }
+  }
+}
+
+// The same where kHeads groups share a step.
+template <int kBits, int kParts, int kHeads>
+void multiply_split_panel(const QuantizedLinearArguments& a, const Layout& layout, const Inputs& x,
+                          const Block& block, int64_t panel, const Workspace& space) {
+  const int64_t first = block.first, rows = block.rows;
+  const char* codes = panel_at(a, layout, block, panel);
+  const int64_t groups = layout.groups, apart = kHeads * layout.head_bytes + layout.step_bytes;
+  const bool tiles = integers_on_tiles(rows * kParts), in_order = splits_in_order(kBits, rows * kParts);
+  const bool widens = kBits == 4 && !in_order;
+  const uint8_t* table = a.code == kFloat4 ? kFloat4Numbers : nullptr;
+  const auto add = a.zeros ? add_step<true, kHeads> : add_step<false, kHeads>;
+  static constexpr int32_t nothing[kSplitSteps * kHeads] = {};
+  alignas(64) float zeros[kSplitSteps][kHeads][kPanel];
+  for (int64_t g = 0, steps; g < groups; g += steps) {
+    steps = tiles ? 1 : std::min(kSplitSteps, groups - g);
+    const Group stored = group_at(codes, layout, g);
+    for (int64_t s = 0; s < steps; ++s) {
+      const char* heads = stored.heads + s * apart;
+      if (widens) {
+        for (int64_t i = 0; i < apart - layout.step_bytes; i += kLine) __builtin_prefetch(heads + kAhead + i, 0, 2);
+        widen_steps(space.widened + s * kStepBytes, stored.weights + s * apart, 1, table);
       }
+      for (int h = 0; a.zeros && h < kHeads; ++h, heads += layout.head_bytes) {
+        int32_t own[kPanel];
+        zeros_of(own, a, heads);
+        for (int64_t n = 0; n < kPanel; ++n) zeros[s][h][n] = (float)own[n] * ((const float*)heads)[n];
+      }
+    }
+    for (int64_t r = 0, piece; r < rows; r += piece) {
+      piece = integer_piece(rows - r, kParts, tiles);
+      const int64_t row = first + r;
+      const int32_t* sums = x.sums + (row * groups + g) * kHeads;
+      const Split split{x.integers + row * kParts * x.columns + g * kStep, x.columns,
+                        widens ? space.widened : stored.weights, widens ? kStepBytes : apart, steps,
+                        a.zeros ? nothing : sums, a.zeros ? 0 : groups * kHeads, space.products};
+      const int64_t each = split_products<kParts, kHeads>(split, piece, tiles, in_order, table);
+      for (int64_t s = 0; s < steps; ++s)
+        add(space.totals + r * kPanel, space.products + s * kHeads * each * kPanel, each, sums + s * kHeads,
+            x.scales + row * groups + g + s, groups, stored.heads + s * apart, layout.head_bytes, zeros[s][0], piece,
+            g + s > 0);
     }
   }
 }
@@ -220,14 +299,18 @@ template <int kBits, int kParts>
 void run(const QuantizedLinearArguments& a) {
   static thread_local Scratch inputs, own;
   const Layout layout(a.inputs, a.outputs, a.bits, a.group, a.zeros);
-  const int64_t columns = layout.steps * kStep, each = kParts * layout.heads;
-  const int64_t padded = round_up(a.rows * each, kTiledRows), scales = padded * layout.groups;
-  inputs.reserve(padded * columns + scales * 8 + 3 * 64);
-  const Inputs x{columns, kParts, layout.heads, inputs.take<int8_t>(padded * columns), inputs.take<float>(scales),
-                 inputs.take<int32_t>(scales)};
+  const auto multiply = layout.heads == 1   ? multiply_panel<kBits, kParts>
+                        : layout.heads == 2 ? multiply_split_panel<kBits, kParts, 2>
+                                            : multiply_split_panel<kBits, kParts, 4>;
+  // Tiles read on to the end of a multiple of 16 rows, from the first row of any weight.
+  const int64_t columns = layout.steps * kStep, padded = round_up(a.rows * kParts, kTiledRows) + kTiledRows;
+  const int64_t scales = a.rows * layout.groups, sums = scales * std::max<int64_t>(kParts, layout.heads);
+  inputs.reserve(padded * columns + (scales + sums) * 4 + 3 * 64);
+  const Inputs x{columns, kParts, inputs.take<int8_t>(padded * columns), inputs.take<float>(scales),
+                 inputs.take<int32_t>(sums)};
   // As many rows at a time as stay in the second cache together.
   const int64_t most =
-      std::clamp((1 << 20) / (columns * each) / kTiledRows, (int64_t)1, (int64_t)16) * kTiledRows;
+      std::clamp((1 << 20) / (columns * kParts) / kTiledRows, (int64_t)1, (int64_t)16) * kTiledRows;
   static thread_local std::vector<Block> found;
   divide(found, a, most);
   const std::vector<Block>& blocks = found;  // the caller's, for all threads
@@ -247,7 +330,7 @@ void run(const QuantizedLinearArguments& a) {
     shares.take(omp_get_thread_num(), [&](int64_t task) {
       const Block& block = blocks[task / layout.panels];
       const int64_t panel = task % layout.panels;
-      multiply_panel<kBits, kParts>(a, layout, x, block, panel, space);
+      multiply(a, layout, x, block, panel, space);
       with_format(a.dtype, [&](auto format) { write_panel<decltype(format)>(a, block, panel, space.totals); });
     });
 #if defined(PAGODA_TILES)

@@ -25,19 +25,22 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-static thread_local int tile_rows = 0;  // of results and of A, as configured; 0: not configured
+static thread_local int tile_rows = 0;   // of results and of A, as configured; 0: not configured
+static thread_local int tile_inner = 0;  // 32-bit columns of A, and rows of B
 
-// Tiles 0..3 hold results, 4 holds A, 5..7 hold B.
-static inline void configure_tiles(int rows) {
-  if (rows == tile_rows) return;
+// Tiles 0..3 hold results, 4 holds A, 5..7 hold B; with fewer than 16 `inner` columns 5 holds A, too.
+static inline void configure_tiles(int rows, int inner = kTilePairs) {
+  if (rows == tile_rows && inner == tile_inner) return;
   TileConfig config;
   for (int tile = 0; tile < 8; ++tile) {
-    config.row_bytes[tile] = 64;
-    config.rows[tile] = (uint8_t)(tile < 5 ? rows : kTilePairs);
+    const bool a = tile == 4 || (tile == 5 && inner < kTilePairs);
+    config.row_bytes[tile] = (uint16_t)(a ? 4 * inner : 64);
+    config.rows[tile] = (uint8_t)(tile < 4 || a ? rows : inner);
   }
   asm volatile("" ::: "memory");
   _tile_loadconfig(&config);
   tile_rows = rows;
+  tile_inner = inner;
 }
 
 // Others (oneDNN) configure tiles on the same threads: nothing may be left behind.

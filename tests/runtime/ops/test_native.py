@@ -212,7 +212,7 @@ def test_kernels_without_newer_instructions(
                 quantized_linear.quantized_linear_cpu(x, *arguments),
                 quantized_linear.quantized_linear_reference(x, *arguments),
             )
-        for form in ("e4m3/g128/f32", "e4m3/g16/f32"):
+        for form in ("e4m3/g128/f32", "e4m3/g16/f32", "e2m1/g16/f32", "int4/g32/f32+z"):
             stored = stored_weight(form, 70, 200).to(torch.float32)
             packed, x = quantized_weight.pack_stored(stored), torch.randn(9, 200).to(dtype)
             arguments = (packed, None, 70, *quantized_weight.scheme_of(stored.form).arguments())

@@ -332,7 +332,7 @@ native._bound_function.cache_clear()
 """
 OPERATORS = (
     "float8_linear gated_activation int8_rows layer_norm moe packed_linear paged_attention_int8 quantized_linear "
-    "rms_norm rope"
+    "rms_norm rope shared_steps"
 )
 OPERATOR_TESTS = [*HERE.glob("test_*_kernel.py"), *(HERE / f"test_{name}.py" for name in OPERATORS.split())]
 
@@ -348,5 +348,22 @@ def test_operators_on_every_build_that_this_machine_can_run(build, tmp_path):
     (tmp_path / "prebuilt_plugin.py").write_text(PLUGIN)
     environment = {**os.environ, "PAGODA_PREBUILT": str(library), "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "prebuilt_plugin", *map(str, OPERATOR_TESTS)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is Intel's")
+def test_quantised_products_on_emulated_tiles(tmp_path):
+    """Plain C++ stands in for AMX on processors without it."""
+    amx, vectors = (next(build for build in BUILDS if build.name == name) for name in ("amx", "avx512bf16"))
+    if not vectors.needs <= prebuilt._abilities(prebuilt.read_cpuinfo()):
+        pytest.skip("this processor lacks what an AMX build uses besides")
+    library, tiles = tmp_path / "emulated.so", HERE.parents[1] / "support" / "emulated_tiles.h"
+    native.build_library("g++", library, (*native.prebuilt_flags(amx), "-include", str(tiles)))
+    (tmp_path / "prebuilt_plugin.py").write_text(PLUGIN)
+    environment = {**os.environ, "PAGODA_PREBUILT": str(library), "PYTHONPATH": str(tmp_path)}
+    tests = [str(HERE / f"test_{name}.py") for name in ("shared_steps", "float8_linear", "quantized_linear")]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "prebuilt_plugin", *tests]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
