@@ -7,15 +7,21 @@ from typing import Any
 
 from ...passes.graph.traced import UnsupportedModel
 from .kernel_functions import has_kernel_functions
+from .recurrent_modules import has_recurrent_modules
 
 
 def check_state(model_class: type, config: Any) -> None:
     """Raise ``UnsupportedModel`` for a model of which :func:`kept_state` knows that it keeps state.
 
-    State of kernel functions is served, see ``kernel_functions``.
+    State of kernel functions and of known modules is served, see ``kernel_functions`` and ``recurrent_modules``.
     """
-    if not has_kernel_functions(model_class) and (state := kept_state(model_class, config)):
+    if not has_recurrences(model_class) and (state := kept_state(model_class, config)):
         raise UnsupportedModel(f"{model_class.__name__} is not served yet: {state}")
+
+
+def has_recurrences(model_class: type) -> bool:
+    """True if a model's Python module has convolutions or recurrences that are traced as operators."""
+    return has_kernel_functions(model_class) or has_recurrent_modules(model_class)
 
 
 def kept_state(model_class: type, config: Any) -> str:
