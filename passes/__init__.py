@@ -36,6 +36,8 @@ from .recognise.moe_routing import recognise_moe_routing
 from .recognise.rms_norm import recognise_rms_norm
 from .recognise.rope import recognise_rope
 from .recognise.sdpa import recognise_sdpa
+from .recognise.short_conv import recognise_short_conv
+from .recognise.token_shift import recognise_token_shift
 from .rewrite.choose_rope_per_sequence import choose_rope_per_sequence
 from .rewrite.feed_positions import feed_positions
 from .rewrite.fold_constants import fold_constants
@@ -104,6 +106,9 @@ PASSES: tuple[Pass, ...] = (
     Pass("insert_paged_cache", insert_paged_cache),
     # Its keys lie in the blocks of a group of these.
     Pass("insert_index_cache", insert_index_cache),
+    # They become operators that insert_state knows.
+    Pass("recognise_short_conv", recognise_short_conv),
+    Pass("recognise_token_shift", recognise_token_shift),
     # Its group comes behind those of the keys and values.
     Pass("insert_state", insert_state),
     # After the masks are gone: what is left of position arithmetic feeds embeddings and rotary tables.

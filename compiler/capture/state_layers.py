@@ -25,19 +25,23 @@ def has_recurrences(model_class: type) -> bool:
 
 
 def kept_state(model_class: type, config: Any) -> str:
-    """The number of a model's layers that keep recurrent or convolutional state, in words; "" where none is known to.
+    """The number of a model's layers that keep recurrent or convolutional state and no keys and values, in words; ""
+    where none is known to.
 
-    Asked is the cache that transformers itself makes for the config: a class may have layers of both kinds, or only
-    of one, as the config says. Models without such a cache, whose class says that they have state, are meant too.
+    Of layers that keep it beside keys and values the passes tell: it may be no more than a few tokens' inputs of a
+    convolution. Asked is the cache that transformers itself makes for the config: a class may have layers of both
+    kinds, or only of one, as the config says. Models without such a cache, whose class says that they have state, are
+    meant too.
     """
     from transformers import DynamicCache
-    from transformers.cache_utils import LinearAttentionCacheLayerMixin
+    from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
     try:
         layers = DynamicCache(config=config).layers
     except Exception:  # a config of the checkpoint's own code; tracing will tell
         layers = []
-    found = [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    states = [isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers]
+    found = [i for i, layer in enumerate(layers) if states[i] and not isinstance(layer, CacheLayerMixin)]
     if found:
         return (
             f"{len(found)} of its {len(layers)} layers keep recurrent or convolutional state (layer {found[0]} first)"
