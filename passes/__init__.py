@@ -33,6 +33,7 @@ from .recognise.layer_norm import recognise_layer_norm
 from .recognise.linear import recognise_linear
 from .recognise.moe import recognise_moe
 from .recognise.moe_routing import recognise_moe_routing
+from .recognise.relative_bias import recognise_relative_bias
 from .recognise.rms_norm import recognise_rms_norm
 from .recognise.rope import recognise_rope
 from .recognise.sdpa import recognise_sdpa
@@ -99,8 +100,9 @@ PASSES: tuple[Pass, ...] = (
     # Recognition first: everything after it looks at pagoda::attention only.
     Pass("recognise_sdpa", recognise_sdpa),
     Pass("recognise_eager_attention", recognise_eager_attention),
-    # Takes what depends on the tokens out of masks, so that the rest can be classified.
+    # These two take what depends on the tokens out of masks, so that the rest can be classified.
     Pass("recognise_indexed_attention", recognise_indexed_attention),
+    Pass("recognise_relative_bias", recognise_relative_bias),
     # Needs attention nodes; must precede the cache, which takes no mask tensors.
     Pass("classify_masks", classify_masks),
     Pass("insert_paged_cache", insert_paged_cache),

@@ -25,11 +25,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "minimax": {"block_size": 16},
     "zaya": {},
     "zaya with biases": {"attention_bias": True},
+    "inkling_text": {},
+    "inkling_text with scaled logits": {"log_scaling_n_floor": 8, "log_scaling_alpha": 0.5},
 }
 """Architecture → what differs from its tiny model. Prompts of 150 tokens are longer than many blocks of MiniMax."""
 STATES = {
     "minimax": ["recurrent_state"] * 2,
     "zaya": ["conv_state"] * 6,
+    "inkling_text": ["conv_state"] * 16,
 }
 
 
@@ -114,9 +117,16 @@ def test_many_layers_compiled_as_a_few() -> None:
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "hidden_size": 512}
 
+INKLING = {
+    **{**HEADS, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 128},
+    **{"sliding_window_size": 512, "rel_extent": 1024, "log_scaling_n_floor": 600},
+}
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model_type", "sizes"), [("minimax", {**HEADS, "block_size": 256}), ("zaya", HEADS)])
+@pytest.mark.parametrize(
+    ("model_type", "sizes"), [("minimax", {**HEADS, "block_size": 256}), ("zaya", HEADS), ("inkling_text", INKLING)]
+)
 def test_sizes_that_people_run(model_type: str, sizes: dict[str, Any]) -> None:
     """Heads of 128, blocks of 256, a vocabulary of 150,000, prompts of 1500 and more, a prefix that is shared."""
     model = build_tiny_model(model_type, vocab_size=151_936, max_position_embeddings=8192, **sizes)
