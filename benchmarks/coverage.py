@@ -72,8 +72,9 @@ _PROTOTYPE = """
 _SINK_GATES = "granite_swa granitemoe_swa"
 _INDEXERS = "axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4"
 _STATE = """
-    bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2_moe lfm3 mamba mamba2
-    nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next zamba zamba2
+    bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling_text jamba kimi_linear lfm2_moe lfm3 mamba
+    mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next zamba zamba2
+    zaya
 """
 EXPECTED_EXACT = frozenset(" ".join((_PROTOTYPE, _SINK_GATES, _INDEXERS, _STATE)).split())
 """Architectures that must be exact: those that a first prototype of the graph rewriting served exactly, and those

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..passes import TracedGraph, UnsupportedModel
 from .capture.layer_repeat import CannotRepeat, LayerRepeat
+from .capture.recurrent_modules import check_recurrent_modules
 from .capture.state_layers import check_state
 from .capture.stored_parameters import has_stored_parameters, unpack_parameters
 from .capture.trace import Captured, capture
@@ -134,6 +135,7 @@ def _with_few_layers(
         return None
     clock = PhaseClock(report.seconds)
     try:
+        check_recurrent_modules(model)  # those of the layers that are left out, too
         with repeat.shortened():
             captured = replace(capture(model), repeat=repeat)
         captured.traced.notes.of_layers = repeat.inputs_of_layers(captured.traced)

@@ -33,9 +33,12 @@ from .recognise.layer_norm import recognise_layer_norm
 from .recognise.linear import recognise_linear
 from .recognise.moe import recognise_moe
 from .recognise.moe_routing import recognise_moe_routing
+from .recognise.relative_bias import recognise_relative_bias
 from .recognise.rms_norm import recognise_rms_norm
 from .recognise.rope import recognise_rope
 from .recognise.sdpa import recognise_sdpa
+from .recognise.short_conv import recognise_short_conv
+from .recognise.token_shift import recognise_token_shift
 from .rewrite.choose_rope_per_sequence import choose_rope_per_sequence
 from .rewrite.feed_positions import feed_positions
 from .rewrite.fold_constants import fold_constants
@@ -97,13 +100,17 @@ PASSES: tuple[Pass, ...] = (
     # Recognition first: everything after it looks at pagoda::attention only.
     Pass("recognise_sdpa", recognise_sdpa),
     Pass("recognise_eager_attention", recognise_eager_attention),
-    # Takes what depends on the tokens out of masks, so that the rest can be classified.
+    # These two take what depends on the tokens out of masks, so that the rest can be classified.
     Pass("recognise_indexed_attention", recognise_indexed_attention),
+    Pass("recognise_relative_bias", recognise_relative_bias),
     # Needs attention nodes; must precede the cache, which takes no mask tensors.
     Pass("classify_masks", classify_masks),
     Pass("insert_paged_cache", insert_paged_cache),
     # Its keys lie in the blocks of a group of these.
     Pass("insert_index_cache", insert_index_cache),
+    # They become operators that insert_state knows.
+    Pass("recognise_short_conv", recognise_short_conv),
+    Pass("recognise_token_shift", recognise_token_shift),
     # Its group comes behind those of the keys and values.
     Pass("insert_state", insert_state),
     # After the masks are gone: what is left of position arithmetic feeds embeddings and rotary tables.

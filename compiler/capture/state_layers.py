@@ -7,31 +7,41 @@ from typing import Any
 
 from ...passes.graph.traced import UnsupportedModel
 from .kernel_functions import has_kernel_functions
+from .recurrent_modules import has_recurrent_modules
 
 
 def check_state(model_class: type, config: Any) -> None:
     """Raise ``UnsupportedModel`` for a model of which :func:`kept_state` knows that it keeps state.
 
-    State of kernel functions is served, see ``kernel_functions``.
+    State of kernel functions and of known modules is served, see ``kernel_functions`` and ``recurrent_modules``.
     """
-    if not has_kernel_functions(model_class) and (state := kept_state(model_class, config)):
+    if not has_recurrences(model_class) and (state := kept_state(model_class, config)):
         raise UnsupportedModel(f"{model_class.__name__} is not served yet: {state}")
 
 
-def kept_state(model_class: type, config: Any) -> str:
-    """The number of a model's layers that keep recurrent or convolutional state, in words; "" where none is known to.
+def has_recurrences(model_class: type) -> bool:
+    """True if a model's Python module has convolutions or recurrences that are traced as operators."""
+    return has_kernel_functions(model_class) or has_recurrent_modules(model_class)
 
-    Asked is the cache that transformers itself makes for the config: a class may have layers of both kinds, or only
-    of one, as the config says. Models without such a cache, whose class says that they have state, are meant too.
+
+def kept_state(model_class: type, config: Any) -> str:
+    """The number of a model's layers that keep recurrent or convolutional state and no keys and values, in words; ""
+    where none is known to.
+
+    Of layers that keep it beside keys and values the passes tell: it may be no more than a few tokens' inputs of a
+    convolution. Asked is the cache that transformers itself makes for the config: a class may have layers of both
+    kinds, or only of one, as the config says. Models without such a cache, whose class says that they have state, are
+    meant too.
     """
     from transformers import DynamicCache
-    from transformers.cache_utils import LinearAttentionCacheLayerMixin
+    from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
     try:
         layers = DynamicCache(config=config).layers
     except Exception:  # a config of the checkpoint's own code; tracing will tell
         layers = []
-    found = [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    states = [isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers]
+    found = [i for i, layer in enumerate(layers) if states[i] and not isinstance(layer, CacheLayerMixin)]
     if found:
         return (
             f"{len(found)} of its {len(layers)} layers keep recurrent or convolutional state (layer {found[0]} first)"

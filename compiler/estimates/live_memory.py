@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from ...passes import TracedGraph
+from ...passes.graph.attention_node import PAGED_ATTENTION, PagedAttentionCall
 from ...passes.graph.fx_nodes import value
 from ...passes.graph.provenance import launches_work
+from ...runtime.ops.lightning_indexer import MOST_SCORES, lightning_indexer, lightning_indexer_seq
 from ...runtime.program import is_cache_input
 from .traffic import Sizes, Step, is_weight
 
@@ -17,13 +21,13 @@ def peak_live_bytes(traced: TracedGraph, step: Step) -> int:
     """The most bytes that inputs, intermediates and outputs of one step take at the same time.
 
     An estimate. A tensor lives from the operator that makes it to the last one that reads it or a view of it; an
-    operator's inputs and results live together. Weights and caches do not count, nor does what an operator takes
-    while it runs (scratch memory of products and of attention) or an allocator keeps. Inductor, which fuses
-    operators, takes less.
+    operator's inputs and results live together, and what indexers and the attention behind them take while they run.
+    Weights and caches do not count, nor does what other operators take while they run (scratch memory of products and
+    of attention) or an allocator keeps. Inductor, which fuses operators, takes less.
 
     Args:
         traced: the rewritten graph.
-        step: its tokens, and the rows of logits that are asked for.
+        step: its tokens, their context, and the rows of logits that are asked for.
     """
     sizes = Sizes(traced, step)
     nodes = list(traced.graph.nodes)
@@ -48,10 +52,23 @@ def peak_live_bytes(traced: TracedGraph, step: Step) -> int:
         if node.op.startswith("call") and owner[node] is node:
             held[node] = sum(sizes.stored_bytes(v) for v in pytree.tree_leaves(value(node)))
             live += held[node]
-        peak = max(peak, live)
+        peak = max(peak, live + _scratch_bytes(node, sizes, step))
         for ended in ends.get(at, ()):
             live -= held.pop(ended, 0)
     return peak
+
+
+def _scratch_bytes(node: fx.Node, sizes: Sizes, step: Step) -> int:
+    """What an operator over chosen keys holds while it runs: the indexer's scores of single heads in float32 and
+    their next form, and the attention's mask of the context."""
+    if node.target in (lightning_indexer, lightning_indexer_seq):
+        _, tokens, heads, _ = sizes.shape(node.args[0])
+        chosen: Any = node.args[3]
+        scored = step.context > chosen
+        return 8 * min(tokens * heads * step.context, max(MOST_SCORES, heads * step.context)) if scored else 0
+    if node.target is PAGED_ATTENTION and PagedAttentionCall.of(node).selected is not None:
+        return step.tokens * (step.context + 1)
+    return 0
 
 
 def _is_view(node: fx.Node) -> bool:

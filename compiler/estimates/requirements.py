@@ -49,13 +49,21 @@ class Requirements:
     max_model_len: int | None
     graph: TracedGraph
 
-    def activation_bytes(self, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+    def activation_bytes(
+        self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int | None = None
+    ) -> int:
         """An estimate of what the largest step takes beside weights and caches, see ``peak_live_bytes``.
 
         Layers run one after the other, so that a few show the peak of all.
+
+        Args:
+            max_num_batched_tokens: tokens of the step.
+            max_num_seqs: sequences that can ask for logits.
+            max_model_len: tokens that a sequence can have; by default no more than the step.
         """
         rows = min(max_num_seqs, max_num_batched_tokens)
-        return peak_live_bytes(self.graph, Step(max_num_batched_tokens, max_num_batched_tokens, rows))
+        context = max(max_num_batched_tokens, max_model_len or 0)
+        return peak_live_bytes(self.graph, Step(max_num_batched_tokens, context, rows))
 
 
 def requirements(

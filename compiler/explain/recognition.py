@@ -33,7 +33,10 @@ _KIND_OF_OPERATOR = {
 _EXPERTS = re.compile(r"Experts$")
 # The passes that recognise a kind, and those that take some of it for another kind.
 _PASSES_OF_KIND: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "attention": (("recognise_sdpa", "recognise_eager_attention", "recognise_indexed_attention"), ()),
+    "attention": (
+        ("recognise_sdpa", "recognise_eager_attention", "recognise_indexed_attention", "recognise_relative_bias"),
+        (),
+    ),
     "norm": (("recognise_rms_norm", "recognise_layer_norm"), ()),
     "rope": (("recognise_rope",), ()),
     "gated_mlp": (("recognise_gated_activation",), ()),

@@ -20,6 +20,8 @@ from ...passes.graph.fx_nodes import callee, mutated_argument, storage_key, valu
 from .errors import HALF
 
 _ROWS = 1 << 12
+_COMPARES_DTYPES = frozenset({"conv1d"})
+"""Functions that refuse tensors of different dtypes before a dispatch mode sees them."""
 _Runs: TypeAlias = "Sequence[dict[fx.Node, Any]]"
 """Of each call, the values of the nodes that have run and are still read."""
 
@@ -148,6 +150,8 @@ class NodeByNode:
                 return made[id(found)]
 
             args, kwargs = fx.map_arg((node.args, node.kwargs), read)
+            if self._widens and callee(node) in _COMPARES_DTYPES:
+                args = tuple(map(_wide, args))
             with mode:  # in which weights are not made: it would widen each of them twice
                 if node.op == "call_method":
                     values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)

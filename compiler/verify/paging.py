@@ -4,7 +4,7 @@ token sees another sequence's."""
 from __future__ import annotations
 
 from ...passes import Rejection, TracedGraph, UnsupportedModel
-from ...passes.graph.attention_node import attention_nodes, paged_attention_nodes
+from ...passes.graph.attention_node import PagedAttentionCall, attention_nodes, paged_attention_nodes
 from ...passes.graph.fx_nodes import callee, module_path
 from ...passes.proof.token_axis import mixers
 from ...runtime.cache.cache_specs import has_state
@@ -23,6 +23,11 @@ def check_paging(traced: TracedGraph, report: CompileReport) -> None:
         raise UnsupportedModel(
             f"{report.model} attends keys that an indexer chooses, which is not lowered for an Ascend NPU yet; "
             "use target='cpu'"
+        )
+    if traced.npu is not None and any(PagedAttentionCall.of(n).relative_bias for n in paged_attention_nodes(traced)):
+        raise UnsupportedModel(
+            f"{report.model} adds a bias by distance to attention scores, which is not lowered for an Ascend NPU "
+            "yet; use target='cpu'"
         )
     report.attention_recognised = len(list(paged_attention_nodes(traced)))
     left = _left_over(traced, report)

@@ -16,8 +16,8 @@ from ...runtime.cache.kv_cache import allocate_kv_cache
 from ...runtime.phases import phase
 from ...runtime.program import CacheSpec, Program, StateSpec
 from ...runtime.step_metadata import StepMetadata
-from ..capture.kernel_functions import has_kernel_functions
 from ..capture.model_facts import max_positions, takes_positions
+from ..capture.state_layers import has_recurrences
 from ..report import Verdict, first_line
 from .errors import TOLERANCE, judged_share, row_errors, typical
 
@@ -112,7 +112,7 @@ def reference_of_model(model: nn.Module, schedule: Schedule | None = None) -> Re
     if table is None:
         raise UnsupportedModel(f"{type(model).__name__} has no single table of token embeddings")
     if schedule is None:
-        schedule = STATE_SCHEDULE if has_kernel_functions(type(model)) else MODEL_SCHEDULE
+        schedule = STATE_SCHEDULE if has_recurrences(type(model)) else MODEL_SCHEDULE
     schedule = schedule.within(max_positions(model) or 1 << 30)
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)

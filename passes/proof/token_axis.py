@@ -62,7 +62,7 @@ _POINTWISE = CAST_CALLS | frozenset(
     "tanh_ sigmoid_ exp_ neg_ sqrt_ iadd isub imul itruediv ifloordiv ior iand pos complex view_as_complex "
     "view_as_real polar real imag conj log_ abs_ hypot deg2rad nan_to_num_ requires_grad_ alias "
     "lift_fresh_copy heaviside xlogy logaddexp gelu_ cpu conj_physical __and__ __or__ __invert__ __rsub__ "
-    "__radd__ __rmul__ __rtruediv__ __rpow__".split()
+    "__radd__ __rmul__ __rtruediv__ __rpow__ log_sigmoid".split()
 )
 _SHAPES = REARRANGING_CALLS | frozenset(
     "expand_as view_as reshape_as stack tile numpy_T getattr T H mH broadcast_tensors atleast_2d ravel meshgrid "

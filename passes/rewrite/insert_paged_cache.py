@@ -77,6 +77,7 @@ def insert_paged_cache(traced: TracedGraph) -> PassRecord:
                 call.softcap,
                 *(scales or (None, None)),
                 call.selected,
+                call.relative_bias,
             )
         new.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
         node.replace_all_uses_with(new)

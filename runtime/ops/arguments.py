@@ -26,6 +26,8 @@ class AttentionArguments(NamedTuple, Generic[Value]):
         softcap: in units of the scaled score; 0 turns it off.
         selected: ``[1, Tq, K]`` int32, positions of the keys that each query may attend, -1 for none; None: all. For
             a batch of one.
+        relative_bias: ``[1, H, Tq, E]`` floating point; the score of query i and key j gets entry ``i - j`` of query
+            i, where ``0 <= i - j < E``. None: nothing is added. For a batch of one.
     """
 
     query: Value
@@ -40,6 +42,7 @@ class AttentionArguments(NamedTuple, Generic[Value]):
     chunk: int
     softcap: float
     selected: Value | None = None
+    relative_bias: Value | None = None
 
 
 class PagedAttentionArguments(NamedTuple, Generic[Value]):
@@ -62,6 +65,8 @@ class PagedAttentionArguments(NamedTuple, Generic[Value]):
         key_scale, value_scale: of int8 caches, ``[num_blocks, block_size, Hk]`` float32; written. None for others.
         selected: ``[1, T, K]`` int32, positions in its sequence of the keys that each token may attend, -1 for none;
             None: all. Where no more than K tokens are in sight all of them are to be named.
+        relative_bias: ``[1, H, T, E]`` floating point, added by distance as in :class:`AttentionArguments`; not
+            together with ``selected``.
         batch_invariant: a token's result does not change by a bit with the other tokens of the step, the other
             sequences, the blocks' size or the number of threads: its keys are cut by their positions alone.
     """
@@ -84,6 +89,7 @@ class PagedAttentionArguments(NamedTuple, Generic[Value]):
     key_scale: Value | None = None
     value_scale: Value | None = None
     selected: Value | None = None
+    relative_bias: Value | None = None
     batch_invariant: bool = False
 
 

@@ -11,12 +11,13 @@ from .arguments import AttentionArguments
 from .native import DTYPE_CODES, kernel_function
 from .reference import attention_reference
 from .registration import check_per_head, register_operator
+from .relative_bias import check_relative_bias
 from .selected_keys import check_selected
 
 _SCHEMA = (
     "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? sinks, "
     "Tensor? alibi_slopes, float scale, bool is_causal, int sliding_window, int chunk, float softcap, "
-    "Tensor? selected=None) -> Tensor"
+    "Tensor? selected=None, Tensor? relative_bias=None) -> Tensor"
 )
 # Field for field the struct AttentionArguments of csrc/attention.cpp; packing all at once is several times
 # faster than filling a ctypes.Structure.
@@ -41,7 +42,8 @@ def attention_cpu(*arguments: Any) -> torch.Tensor:
     call: _Call = AttentionArguments(*arguments)
     sizes = _checked_sizes(call)
     kernel = kernel_function("pagoda_attention")
-    if kernel is None or call.query.dtype not in DTYPE_CODES or call.selected is not None:
+    without_kernel = call.selected is not None or call.relative_bias is not None
+    if kernel is None or call.query.dtype not in DTYPE_CODES or without_kernel:
         return attention_reference(*arguments)
     batch, heads, _, queries, keys, _, value_dim = sizes
     attn_mask = _expanded(call.attn_mask, (batch, heads, queries, keys))
@@ -68,6 +70,7 @@ def _checked_sizes(call: _Call) -> tuple[int, ...]:
     check_per_head("sinks", call.sinks, heads)
     check_per_head("alibi_slopes", call.alibi_slopes, heads)
     check_selected(call.selected, batch, queries)
+    check_relative_bias(call.relative_bias, batch, heads, queries)
     if key.dtype != query.dtype or value.dtype != query.dtype:
         raise ValueError(f"query, key and value have dtypes {query.dtype}, {key.dtype}, {value.dtype}; make them one")
     return batch, heads, kv_heads, queries, keys, dim, value.shape[3]

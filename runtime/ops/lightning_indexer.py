@@ -12,7 +12,7 @@ import torch
 from .registration import register_operator
 from .selected_keys import NO_KEY
 
-_MOST_SCORES = 1 << 24
+MOST_SCORES = 1 << 24
 """Scores of single heads that are held at once: 64 MiB."""
 _TENSORS = "Tensor query, Tensor key, Tensor weights, int topk, float scale"
 _PAGED = "Tensor(a!) key_cache, Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens"
@@ -135,7 +135,7 @@ def _chosen(
     dtype = torch.promote_types(query.dtype, torch.float32)
     keys = key.to(dtype).T
     result = torch.full((tokens, topk), NO_KEY, dtype=torch.int32, device=query.device)
-    rows = max(1, _MOST_SCORES // max(1, heads * context))
+    rows = max(1, MOST_SCORES // max(1, heads * context))
     j = torch.arange(context, device=query.device)
     for start in range(0, tokens, rows):
         end = min(tokens, start + rows)

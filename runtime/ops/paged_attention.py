@@ -12,18 +12,20 @@ from .int8_rows import check_scales
 from .native import DTYPE_CODES, FLOAT_CODES, kernel_function
 from .reference import paged_attention_reference
 from .registration import check_per_head, register_operator
+from .relative_bias import check_relative_bias
 from .selected_keys import check_selected, mask_of_selected
 
 _SCHEMA = (
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
     "Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, Tensor? sinks, "
     "Tensor? alibi_slopes, float scale, int sliding_window, int chunk, float softcap, "
-    "Tensor(c!)? key_scale, Tensor(d!)? value_scale, Tensor? selected=None, bool batch_invariant=False) -> Tensor"
+    "Tensor(c!)? key_scale, Tensor(d!)? value_scale, Tensor? selected=None, Tensor? relative_bias=None, "
+    "bool batch_invariant=False) -> Tensor"
 )
 _CACHE_CODES = {**FLOAT_CODES, torch.int8: 4}
 # Field for field the struct PagedAttentionArguments of csrc/attention.cpp; packing all at once is several
 # times faster than filling a ctypes.Structure.
-_ARGUMENTS = struct.Struct("=58q2d")
+_ARGUMENTS = struct.Struct("=64q2d")
 _Call = PagedAttentionArguments[torch.Tensor]
 
 
@@ -44,7 +46,12 @@ def paged_attention_cpu(*arguments: Any) -> torch.Tensor:
     call: _Call = PagedAttentionArguments(*arguments)
     sizes = _checked_sizes(call)
     kernel = kernel_function("pagoda_paged_attention")
-    if kernel is None or call.query.dtype not in FLOAT_CODES or call.key_cache.dtype not in _CACHE_CODES:
+    if (
+        kernel is None
+        or call.query.dtype not in FLOAT_CODES
+        or call.key_cache.dtype not in _CACHE_CODES
+        or not _takes(call)
+    ):
         if call.batch_invariant:
             dtypes = f"a kernel for {call.query.dtype} over a cache of {call.key_cache.dtype}"
             reason = "the C++ kernels" if kernel is None else dtypes
@@ -98,6 +105,9 @@ def _checked_sizes(call: _Call) -> tuple[int, ...]:
     check_per_head("sinks", call.sinks, heads)
     check_per_head("alibi_slopes", call.alibi_slopes, heads)
     check_selected(call.selected, batch, tokens)
+    check_relative_bias(call.relative_bias, batch, heads, tokens)
+    if call.selected is not None and call.relative_bias is not None:
+        raise ValueError("selected and relative_bias are both given; no kernel takes them together")
     dtype, cache_dtype = query.dtype, key_cache.dtype
     if key.dtype != dtype or value.dtype != dtype or value_cache.dtype != cache_dtype:
         raise ValueError(
@@ -106,6 +116,11 @@ def _checked_sizes(call: _Call) -> tuple[int, ...]:
         )
     check_scales(key_cache, call.key_scale, call.value_scale)
     return heads, kv_heads, tokens, sequences, table_width, num_blocks, block_size, dim, value_dim
+
+
+def _takes(call: _Call) -> bool:
+    """True if the kernel reads the dtype of the bias by distance, where there is one."""
+    return call.relative_bias is None or call.relative_bias.dtype in DTYPE_CODES
 
 
 def _longest(call: _Call) -> int:
@@ -132,6 +147,7 @@ def _packed(
     """The kernel's struct of arguments; what it points to must outlive the kernel's run."""
     query, key, value, key_cache, value_cache = call[:5]
     sinks, slopes, key_scale, value_scale = call.sinks, call.alibi_slopes, call.key_scale, call.value_scale
+    relative = call.relative_bias
     slot_mapping, block_table, query_start_loc, seq_lens = metadata
     return _ARGUMENTS.pack(
         query.data_ptr(),
@@ -148,11 +164,13 @@ def _packed(
         0 if key_scale is None else key_scale.data_ptr(),
         0 if value_scale is None else value_scale.data_ptr(),
         0 if mask is None else mask.data_ptr(),
+        0 if relative is None else relative.data_ptr(),
         result.data_ptr(),
         DTYPE_CODES[query.dtype],
         _CACHE_CODES[key_cache.dtype],
         0 if sinks is None else DTYPE_CODES[sinks.dtype],
         0 if slopes is None else DTYPE_CODES[slopes.dtype],
+        0 if relative is None else DTYPE_CODES[relative.dtype],
         *sizes,
         *query.stride()[1:],
         *key.stride()[1:],
@@ -164,6 +182,7 @@ def _packed(
         0 if sinks is None else sinks.stride(0),
         0 if slopes is None else slopes.stride(0),
         0 if mask is None else mask.stride(0),
+        *((0, 0, 0, 0) if relative is None else (*relative.stride()[1:], relative.shape[3])),
         call.sliding_window,
         call.chunk,
         torch.get_num_threads(),

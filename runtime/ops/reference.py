@@ -8,6 +8,7 @@ import torch
 
 from .arguments import AttentionArguments, PagedAttentionArguments
 from .int8_rows import check_scales, dequantize_rows, quantize_rows
+from .relative_bias import scores_of_relative_bias
 from .selected_keys import mask_of_selected
 
 _Call = AttentionArguments[torch.Tensor] | PagedAttentionArguments[torch.Tensor]
@@ -17,9 +18,9 @@ def attention_reference(*arguments: Any) -> torch.Tensor:
     """Softmax attention of every query over the keys that it sees: ``pagoda::attention``.
 
     Score of query i and key j: ``s = scale · q·k``; ``s = softcap · tanh(s / softcap)``; plus
-    ``alibi_slopes[h] · (j - i)``; plus the mask; then softmax in fp32, with one extra logit per head if there
-    are sinks (Xiao et al. 2023, as in gpt-oss: it takes weight and has no value). The Tq × Tk scores are built here;
-    the kernel has no such buffer.
+    ``alibi_slopes[h] · (j - i)``; plus ``relative_bias[h, i, i - j]``; plus the mask; then softmax in fp32, with one
+    extra logit per head if there are sinks (Xiao et al. 2023, as in gpt-oss: it takes weight and has no value). The
+    Tq × Tk scores are built here; the kernel has no such buffer.
 
     Args:
         arguments: the fields of :class:`AttentionArguments`, in order.
@@ -36,6 +37,9 @@ def attention_reference(*arguments: Any) -> torch.Tensor:
     bias = _position_bias(call, query_positions, call.key.shape[2], call.is_causal)
     if call.selected is not None:
         bias = bias.masked_fill(~mask_of_selected(call.selected, call.key.shape[2]), -torch.inf)
+    if call.relative_bias is not None:
+        keys = call.key.shape[2]
+        bias = bias + scores_of_relative_bias(call.relative_bias, query_positions, keys, bias.dtype)
     if call.attn_mask is not None:
         bias = bias + _mask_bias(call.attn_mask, bias.dtype)
     result = _attend(call, call.query, call.key, call.value, bias)
@@ -97,6 +101,9 @@ def paged_attention_reference(*arguments: Any) -> torch.Tensor:
         bias = _position_bias(call, query_positions, context, is_causal=True)
         if call.selected is not None:
             bias = bias.masked_fill(~mask_of_selected(call.selected[:, start:end], context), -torch.inf)
+        if call.relative_bias is not None:
+            rows = call.relative_bias[:, :, start:end]
+            bias = bias + scores_of_relative_bias(rows, query_positions, context, dtype)
         bias = bias[..., low:]
         result[:, start:end] = _attend(call, query[:, :, start:end], keys, values, bias).transpose(1, 2)
     return result.transpose(1, 2)

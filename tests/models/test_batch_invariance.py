@@ -42,6 +42,8 @@ def answers(llm: pagoda.LLM, given: list[list[int]]) -> list[Any]:
         ("gpt2", torch.float32, 3),  # transposed weights
         ("gemma2", torch.float32, 3),  # a window, softcaps
         ("qwen2_moe", torch.float32, 3),  # experts, and how they are chosen
+        ("minimax", torch.float32, 3),  # a recurrence, whose state goes on from step to step and from cached prefixes
+        ("lfm2_moe", torch.float32, 3),  # short convolutions likewise
     ],
     ids=lambda x: str(x).removeprefix("torch."),
 )

@@ -78,7 +78,7 @@ def test_broken_weights_are_named(value: float, word: str, llama: PreTrainedMode
     [
         ("recurrent_gemma", "2 of its 2 layers keep recurrent or convolutional state"),
         ("rwkv", "keep recurrent state"),
-        ("minimax", "2 of its 4 layers"),
+        ("xlstm", "keep recurrent state"),
     ],
 )
 def test_models_with_state_are_refused_before_they_are_traced(
@@ -101,7 +101,7 @@ def test_nobody_is_sent_elsewhere_with_weights_that_nothing_runs(value: float, l
     assert "use transformers' own generate" not in str(raised.value)
 
 
-@pytest.mark.parametrize("model_type", ["recurrent_gemma", "rwkv", "minimax"])
+@pytest.mark.parametrize("model_type", ["recurrent_gemma", "rwkv", "xlstm"])
 def test_checkpoints_of_models_with_state_are_refused_before_their_weights_are_read(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,7 +112,7 @@ def plan(
             with show_phases():
                 activations = _measured(model, dtype, options, limits, block_size)
         else:
-            activations = needs.activation_bytes(limits.max_num_batched_tokens, limits.max_num_seqs)
+            activations = needs.activation_bytes(limits.max_num_batched_tokens, limits.max_num_seqs, longest)
         found = plan_memory(
             needs.caches,
             memory=total,

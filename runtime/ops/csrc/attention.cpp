@@ -43,8 +43,9 @@ struct PagedAttentionArguments {
   char* key_scales;  // of int8 caches, or null, like value_scales
   char* value_scales;
   const char* selected;  // bool, by token and position of its sequence, or null
+  const char* relative;  // added by head, token and distance back to the key, or null
   char* out;
-  int64_t dtype, cache_dtype, sinks_dtype, slopes_dtype;
+  int64_t dtype, cache_dtype, sinks_dtype, slopes_dtype, relative_dtype;
   int64_t heads, kv_heads, tokens, sequences, table_width, num_blocks, block_size, dim, value_dim;
   int64_t query_head, query_token, query_dim;
   int64_t key_head, key_token, key_dim;
@@ -54,12 +55,13 @@ struct PagedAttentionArguments {
   int64_t key_scale_block, key_scale_row, key_scale_head;
   int64_t value_scale_block, value_scale_row, value_scale_head;
   int64_t sinks_stride, slopes_stride, selected_token;
+  int64_t relative_head, relative_token, relative_distance, relative_extent;
   int64_t window, chunk, threads, invariant;
   double scale, softcap;
 };
 static_assert(sizeof(AttentionArguments) == 42 * 8, "attention.py packs 40 integers and 2 doubles");
-static_assert(sizeof(PagedAttentionArguments) == 60 * 8,
-              "paged_attention.py packs 58 integers and 2 doubles");
+static_assert(sizeof(PagedAttentionArguments) == 66 * 8,
+              "paged_attention.py packs 64 integers and 2 doubles");
 
 // What a kernel returns: 0, or one of these in the low byte and the index of the culprit above it.
 enum Failure : int64_t { kBadSlot = 1, kBadQueryStart = 2, kBadLength = 3, kBadBlock = 4 };
@@ -282,6 +284,9 @@ extern "C" int64_t pagoda_paged_attention(const PagedAttentionArguments* argumen
   p.invariant = a.invariant;
   p.mask = a.selected, p.mask_dtype = kBool;
   p.mask_query = a.selected_token, p.mask_key = 1;
+  p.relative = a.relative, p.relative_dtype = a.relative_dtype;
+  p.relative_head = a.relative_head, p.relative_token = a.relative_token;
+  p.relative_distance = a.relative_distance, p.relative_extent = a.relative_extent;
 
   sequences.clear();
   for (int64_t s = 0; s < a.sequences; ++s) {

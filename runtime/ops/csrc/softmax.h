@@ -26,6 +26,8 @@ struct Problem {
   int64_t heads, kv_heads, group, dim, value_dim, columns;
   const char* mask;
   int64_t mask_dtype, mask_batch, mask_head, mask_query, mask_key;
+  const char* relative;  // a bias by distance, or null; not together with a mask
+  int64_t relative_dtype, relative_head, relative_token, relative_distance, relative_extent;
   const char* sinks;
   int64_t sinks_dtype, sinks_stride;
   const char* slopes;

@@ -151,6 +151,22 @@ static bool load_tile_mask(const Problem& p, const Sequence& s, Row* row, int ro
   return !hidden;
 }
 
+// Points each row to what the bias by distance adds to its n scores.
+static void load_relative_bias(const Problem& p, const Sequence& s, Row* row, int rows, int64_t first, int n,
+                               float* bias) {
+  for (int r = 0; r < rows; ++r) {
+    const int64_t at = row[r].head * p.relative_head + (s.first_token + row[r].token) * p.relative_token;
+    const int64_t position = row[r].position - first;  // of the key at distance 0, from the block's first key on
+    const int begin = (int)lesser(greater(position - p.relative_extent + 1, 0), kBlockKeys);
+    const int end = (int)lesser(position + 1, n);
+    float* to = bias + r * kBlockKeys;
+    std::memset(to, 0, kBlockKeys * sizeof(float));
+    for (int i = begin; i < end; ++i)
+      to[i] = load_entry(p.relative, at + (position - i) * p.relative_distance, p.relative_dtype);
+    row[r].mask = to;
+  }
+}
+
 static inline char* out_row(const Problem& p, const Sequence& s, int64_t token, int64_t head) {
   const int64_t at = s.batch * p.out_batch + ((s.first_token + token) * p.heads + head) * p.value_dim;
   return p.out + at * bytes_of(p.query_dtype);
@@ -297,7 +313,7 @@ static void attend_tile(const Problem& p, const std::vector<Sequence>& sequences
                         Scratch& scratch) {
   const Sequence& s = sequences[t.sequence];
   typedef typename Kind::element element;
-  const bool plain = p.scale > 0.f && !(p.softcap > 0.f) && !p.slopes && !p.mask;
+  const bool plain = p.scale > 0.f && !(p.softcap > 0.f) && !p.slopes && !p.mask && !p.relative;
 #if defined(PAGODA_BF16)
   if constexpr (Kind::kPerElement == 2) {
 #if defined(PAGODA_TILES)
@@ -323,7 +339,7 @@ static void attend_tile(const Problem& p, const std::vector<Sequence>& sequences
   float* scores = scratch.take<float>(stretch * kBlockKeys);
   element* weights = scratch.take<element>(stretch * kBlockKeys / Kind::kPerElement);
   float* result = scratch.take<float>(rows * p.columns);
-  float* mask = p.mask ? scratch.take<float>(rows * kBlockKeys) : nullptr;
+  float* mask = p.mask || p.relative ? scratch.take<float>(rows * kBlockKeys) : nullptr;
   float* spare = scratch.take<float>(4 * (p.dim + 4));
   char* straight_keys = p.key_dim != 1 ? scratch.take<char>(kBlockKeys * p.dim * size) : nullptr;
   char* straight_values =
@@ -343,7 +359,8 @@ static void attend_tile(const Problem& p, const std::vector<Sequence>& sequences
     ahead.spread(pieces_of(rows, stretch) * (multiply_steps<Kind>(stretch, kBlockKeys, steps) +
                                              multiply_steps<Kind>(stretch, p.columns, kBlockKeys / Kind::kPerElement)) +
                  kBlockKeys / kGroupKeys + rows + kBlockKeys / kValueKeys);
-    if (mask && !load_tile_mask(p, s, row, rows, first, n, mask)) continue;
+    if (p.relative) load_relative_bias(p, s, row, rows, first, n, mask);
+    else if (mask && !load_tile_mask(p, s, row, rows, first, n, mask)) continue;
     const int skip = block.skip();
     if (straight_keys) straighten_rows(block.keys() + skip, n - skip, p.dim, size, p.key_dim, straight_keys);
     if (straight_values)

@@ -147,3 +147,15 @@ def test_live_bytes_grow_with_tokens_and_rows(gpt3: Requirements) -> None:
     assert gpt3.activation_bytes(8, 64) == gpt3.activation_bytes(8, 8)
     # An MLP holds 4 h and its activation 4 h per token beside the residual stream, 2 bytes each.
     assert 2048 * 9 * 12288 * 2 <= gpt3.activation_bytes(2048, 1) <= 2048 * 20 * 12288 * 2
+
+
+def test_scores_of_indexers_and_masks_of_what_they_choose_count() -> None:
+    """Scores of 16 heads in float32, twice, up to a limit; nothing is scored where all keys are taken."""
+    model = build_tiny_model("deepseek_v32", max_position_embeddings=1 << 17)
+    needs = requirements(type(model), model.config, torch.float32)
+    few, some, many = (needs.activation_bytes(64, 4, length) for length in (64, 4096, 1 << 16))
+    heads, scores = 16, 1 << 24
+    assert model.config.index_n_heads == heads and model.config.index_topk < 64
+    assert few >= 8 * 64 * heads * 64
+    assert 8 * 64 * heads * 4000 < some - few < 9 * 64 * heads * 4096
+    assert 8 * scores < many < 9 * scores  # not 8 * 64 * heads * (1 << 16), four times as much

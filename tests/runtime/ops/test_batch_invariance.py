@@ -236,5 +236,5 @@ def test_attention_without_kernels_is_refused(monkeypatch, paged_case):
     monkeypatch.setattr(attention, "kernel_function", lambda name: None)
     case = paged_case([(3, 40)])
     with pytest.raises(RuntimeError, match=r"needs the C.* compile without batch_invariant"):
-        paged_attention_cpu(*case.arguments, None, True)
+        paged_attention_cpu(*case.arguments, None, None, True)
     assert paged_attention_cpu(*case.arguments).isfinite().all()
