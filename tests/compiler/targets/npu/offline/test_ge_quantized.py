@@ -1,0 +1,95 @@
+"""Quantised graphs through the real torchair: node types, attributes, launches, no weight cast or turned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from npu_calls import illegal_calls
+
+from torch_pagoda.compiler.capture.trace import capture
+from torch_pagoda.compiler.options import CompileOptions
+from torch_pagoda.compiler.pipeline import run_pipeline
+from torch_pagoda.compiler.report import CompileReport
+from torch_pagoda.compiler.targets.npu.offline.conversion import convert
+from torch_pagoda.passes.graph.fx_nodes import value
+from torch_pagoda.passes.graph.provenance import decoder_layers
+
+from legal_models import build_legal_model
+
+pytestmark = pytest.mark.torchair
+
+BF16, FP16 = 27, 1
+"""As GE counts dtypes."""
+
+
+@cache
+def converted(model_type, dtype=torch.bfloat16, quantization="int8", **overrides):
+    """The lowered graph and what torchair makes of it."""
+    model = build_legal_model(model_type, dtype=dtype, **overrides)
+    options = CompileOptions(codegen="none", target="npu", verify="off", quantization=quantization)
+    traced = run_pipeline(capture(model), options, None, CompileReport(model_type))
+    return traced, convert(traced.module, [value(n) for n in traced.placeholders])
+
+
+def launches(traced, graph):
+    """Operators of each decoder layer that launch a kernel; those that take the asked rows left out."""
+    layers = decoder_layers(traced.graph)
+    of = {node.name: layer for node, layer in layers.of.items()}
+    found = [Counter() for _ in layers.paths]
+    picks = {n.name for n in traced.graph.nodes if "order" not in n.name and "index_select" in str(n.target)}
+    for node in graph.computing():
+        if node.origin in of and node.origin not in picks:
+            found[of[node.origin]][node.type] += 1
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_llama_layer(dtype):
+    traced, graph = converted("llama", dtype)
+    assert illegal_calls(traced, traced.npu) == []
+    first, second = launches(traced, graph)
+    assert second == {
+        "AddRmsNormDynamicQuant": 2,
+        "QuantBatchMatmulV3": 4,
+        "RotaryMul": 2,
+        "ScatterPaKvCache": 1,
+        "FusedInferAttentionScore": 1,
+        "DynamicQuant": 1,
+        "DequantSwigluQuant": 1,
+        **({"SplitV": 1} if "SplitV" in second else {}),
+    }
+    assert second.total() - second["SplitV"] == 12 and first.total() - first["SplitV"] == 13
+    caches = [n.name for n in traced.placeholders if "_cache_" in n.name]
+    assert graph.cache_copies(*caches) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_attributes(dtype):
+    traced, graph = converted("qwen2", dtype)
+    made = {name for inputs in traced.notes.quantized for name in inputs.made}
+    products = graph.of_type("QuantBatchMatmulV3")
+    assert len(products) == 9
+    for node in products:
+        assert node.attributes["dtype"] == (BF16 if dtype is torch.bfloat16 else FP16)
+        assert node.attributes["transpose_x1"] is node.attributes["transpose_x2"] is False
+        # Straight from the inputs: nothing casts, turns or copies a weight.
+        for name in ("x2", "scale"):
+            assert node.inputs[name].removesuffix(":0") in made
+        assert "pertoken_scale" in node.inputs
+    assert sum("bias" in node.inputs for node in products) == 2
+    for node in graph.of_type("DequantSwigluQuant"):
+        assert node.attributes["activate_left"] is True and node.attributes["quant_mode"] == "dynamic"
+    for node in graph.of_type("AddRmsNormDynamicQuant"):
+        assert node.attributes["epsilon"] == pytest.approx(1e-6)
+
+
+def test_torchairs_own_fusions_find_nothing_more():
+    model = build_legal_model("llama", dtype=torch.bfloat16, num_hidden_layers=1)
+    options = CompileOptions(codegen="none", target="npu", verify="off", quantization="int8")
+    traced = run_pipeline(capture(model), options, None, CompileReport("llama"))
+    inputs = [value(n) for n in traced.placeholders]
+    plain, fused = (convert(traced.module, inputs, fusions=on) for on in (False, True))
+    assert Counter(node.type for node in plain.computing()) == Counter(node.type for node in fused.computing())
