@@ -20,6 +20,7 @@ from .lower.npu.linears import lower_npu_linears
 from .lower.npu.moe import lower_npu_moe
 from .lower.npu.norms import lower_npu_norms
 from .lower.npu.paged_attention import lower_npu_paged_attention
+from .lower.npu.quantized_experts import quantize_npu_experts
 from .lower.npu.quantized_linears import quantize_npu_linears
 from .lower.npu.rope import lower_npu_rope
 from .lower.npu.sink_transposes import sink_transposes
@@ -164,6 +165,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("quantise_experts", quantize_experts, "weights", required=False, target="cpu"),
     Pass("quantise_linears", quantize_linears, "weights", required=False, option="quantization", target="cpu"),
     # Likewise for an NPU, on its lowered graph.
+    Pass("quantise_npu_experts", quantize_npu_experts, "weights", required=False, target="npu"),
     Pass("quantise_npu_linears", quantize_npu_linears, "weights", required=False, target="npu"),
     # Needs the roundings.
     Pass("fuse_npu_quantisation", fuse_npu_quantization, "weights", level=2, required=False, target="npu"),

@@ -298,6 +298,18 @@ def _mixture_of_experts() -> list[Sample]:
                 "bias": [torch.randn(3, 4)],
             },
         ),
+        Sample("npu_moe_init_routing_v2", "int8", (x.bfloat16(), experts), {**routing, "quant_mode": 1}),
+        Sample(
+            "npu_grouped_matmul",
+            "int8",
+            ([rows.mul(9).to(torch.int8)], [weights.mul(9).to(torch.int8)]),
+            {
+                **grouped,
+                "scale": [torch.rand(3, 4).bfloat16()],
+                "per_token_scale": [torch.rand(10)],
+                "output_dtype": 15,
+            },
+        ),
         Sample("npu_moe_finalize_routing", "columns", finalize, {"drop_pad_mode": 0}),
         Sample("npu_moe_finalize_routing", "rows", (rows, None, None, None, *finalize[4:6], None, 2)),
         Sample("npu_moe_finalize_routing", "k", (rows, None, None, None, None, places, None, 2, 2)),

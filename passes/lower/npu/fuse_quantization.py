@@ -85,12 +85,24 @@ def _fuse_swiglu(traced: TracedGraph, rounding: fx.Node, activation: fx.Node) ->
     overload = _npu.npu_dequant_swiglu_quant.default
     with traced.before(rounding):
         rows = _as_matrix(traced, whole)
+        counts = _counts_of_groups(rounding)
+        if counts is not None and not _illegal(traced, overload, rows, **given, group_index=counts):
+            given["group_index"] = counts
         reason = _illegal(traced, overload, rows, **given)
         if reason:
             return reason
         results = traced.call(overload, rows, **given)
     _replace_roundings(traced, rounding, results, 1)
     return ""
+
+
+def _counts_of_groups(rounding: fx.Node) -> fx.Node | None:
+    """The counts of the groups that the rows of a rounding come in; None where they are no experts'."""
+    for result in rounding.users:
+        for user in result.users:
+            if user.target is _npu.npu_grouped_matmul.default and user.kwargs.get("group_list_type") == 1:
+                return user.kwargs["group_list"]  # type: ignore[return-value]
+    return None
 
 
 def _as_matrix(traced: TracedGraph, whole: fx.Node) -> fx.Node:

@@ -19,7 +19,7 @@ from ...graph.npu_target import Product
 from .attention_limits import ATTENTION_RULES, CACHE_WRITE_RULES, PROMPT_RULES, RULES_V2
 from .call import Call
 from .latent.limits import KV_RMSNORM_ROPE_CACHE_RULES, PROLOG_ALIKE, PROLOG_RULES, TRANSPOSE_BATCHMATMUL_RULES
-from .moe_limits import chosen_experts, expert_groups, grouped_matmul, routed_experts
+from .moe_limits import chosen_experts, expert_groups, grouped_matmul, rounded_rows, routed_experts
 from .quant_limits import (
     one_quantised_result,
     per_row_int8,
@@ -250,7 +250,7 @@ LIMITS: dict[str, Limits] = {
         ranks={"x": (2,), "expert_idx": (2,)},
         rules=[
             given("drop_pad_mode", 0),
-            given("quant_mode", -1),
+            rounded_rows,
             given("expert_tokens_num_flag", True),
             routed_experts,
             # Whatever is asked for, this chip says where each expert's rows end.

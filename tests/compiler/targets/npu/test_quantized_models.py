@@ -21,7 +21,7 @@ from torch_pagoda.runtime.ops.stored_weight import StoredWeight
 from legal_models import build_legal_model
 
 npu, aten = torch.ops.npu, torch.ops.aten
-MODELS = ("llama", "qwen2", "gpt_neox")
+MODELS = ("llama", "qwen2", "gpt_neox", "qwen3_moe")
 
 
 @pytest.mark.parametrize("model_type", MODELS)
@@ -75,7 +75,7 @@ def large_scales(traced):
 
 
 @pytest.mark.parametrize("mistake", [right_half, rows_of_others, scales_of_others], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 def test_mistakes_are_no_rounding(model_type, mistake):
     _, traced, _ = quantized(model_type)
     wrong = traced.copy()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from npu_calls import illegal_calls
 
+from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.pipeline import run_pipeline
@@ -84,6 +85,43 @@ def test_attributes(dtype):
         assert node.attributes["activate_left"] is True and node.attributes["quant_mode"] == "dynamic"
     for node in graph.of_type("AddRmsNormDynamicQuant"):
         assert node.attributes["epsilon"] == pytest.approx(1e-6)
+
+
+def test_experts():
+    traced, graph = converted("qwen3_moe", moe_intermediate_size=128)
+    assert illegal_calls(traced, traced.npu) == []
+    _, second = launches(traced, graph)
+    experts = ("MoeInitRoutingV3", "GroupedMatmul", "DequantSwigluQuant", "MoeFinalizeRoutingV2")
+    assert {name: second[name] for name in experts} == dict(zip(experts, (1, 2, 1, 1), strict=True)), second
+    assert sum(second[name] for name in experts) == 5
+    made = {name for inputs in traced.notes.quantized for name in inputs.made}
+    for node in graph.of_type("MoeInitRoutingV3"):
+        assert node.attributes["quant_mode"] == 1
+    for node in graph.of_type("GroupedMatmul"):
+        assert node.attributes["dtype"] == 1, "bfloat16, as this operator counts"
+        assert (node.attributes["group_list_type"], node.attributes["split_item"]) == (1, 3)
+        assert node.inputs["weight0"].removesuffix(":0") in made and node.inputs["scale0"].removesuffix(":0") in made
+    for node in graph.of_type("DequantSwigluQuant"):
+        assert "group_index" in node.inputs and node.attributes["activate_left"] is True
+
+
+@pytest.mark.parametrize("soc", ["Ascend910_9382", "Ascend950PR"])
+def test_other_chips(soc):
+    model = build_legal_model("llama", dtype=torch.bfloat16, num_hidden_layers=1)
+    options = CompileOptions(codegen="none", target="npu", verify="off", quantization="int8", soc=soc)
+    traced = run_pipeline(capture(model), options, None, CompileReport("llama"))
+    graph = convert(traced.module, [value(n) for n in traced.placeholders], soc=soc)
+    assert illegal_calls(traced, traced.npu) == []
+    name = "QuantBatchMatmulV4" if soc == "Ascend950PR" else "QuantBatchMatmulV3"
+    assert len(graph.of_type(name)) == 5
+    assert bool(graph.of_type("DequantSwigluQuant")) == (soc != "Ascend950PR")
+
+
+def test_a_program_by_the_graph_engine():
+    model = build_legal_model("llama", dtype=torch.bfloat16, num_hidden_layers=1)
+    report = CompileReport("llama")
+    build_program(model, CompileOptions(target="npu", codegen="ge", quantization="int8"), report=report)
+    assert report.codegen == "ge" and report.verdict is not None and report.verdict.ok
 
 
 def test_torchairs_own_fusions_find_nothing_more():
