@@ -18,7 +18,7 @@ from .user_passes import OPT_LEVELS, Pattern, with_user_passes
 VERIFY = ("model", "off", "every-pass")
 CODEGEN = ("auto", "none", "inductor", "ge", "aclgraph")
 _CODEGEN_OF_NPU = ("ge", "aclgraph")
-_QUANTIZATIONS_OF_NPU = ("int8",)
+_QUANTIZATIONS_OF_NPU = ("int8", "int8-weight-only", "int4-weight-only")
 TARGETS = ("auto", "cpu", "npu")
 KV_CACHE_DTYPES = ("auto", "int8")
 QUANTIZATIONS = ("int8", "int8-weight-only", "int4", "int4-weight-only")
@@ -51,7 +51,7 @@ class CompileOptions:
             scale per token and head, about half of bfloat16's memory, at the price of rounding.
         quantization: round the weights of a paged program's linear layers to 8 or 4 bits, "int8" or "int4", and their
             inputs to 8 bits, or where "-weight-only" follows to 16; None keeps the model's numbers. An NPU takes
-            "int8".
+            all but "int4", and leaves inputs as they are where they keep 16 bits.
         group_size: inputs of a quantized weight that share a scale, a multiple of 64, or 0 for all; None is what a
             calibrated model records (see ``recorded_grid``), else 256 for 8 bits and 128 for 4, and on an NPU all for
             8 bits. Rounded inputs have the same groups.

@@ -400,6 +400,17 @@ def _quantization() -> list[Sample]:
         ),
         Sample("npu_quant_matmul", "int32", (whole, matrix, scales), {"output_dtype": 3}),
         Sample("npu_quant_matmul", "int8", (whole, matrix, scales)),
+        Sample("npu_weight_quant_batchmatmul", "int8", (torch.randn(5, 64).bfloat16(), matrix, scales.bfloat16())),
+        Sample(
+            "npu_weight_quant_batchmatmul",
+            "int4",
+            (
+                torch.randn(5, 64).half(),
+                torch.randint(-(2**31), 2**31 - 1, (64, 2), dtype=torch.int32),
+                *(torch.rand(2, 2, 16).half()),
+                *(None, None, bias.half(), 32),
+            ),
+        ),
         Sample("npu_dequant_swiglu_quant", "bf16", (torch.randn(5, 128).bfloat16(),), half),
         Sample(
             "npu_dequant_swiglu_quant",

@@ -1,4 +1,4 @@
-"""What linking makes of weights that products of Ascend read in 8 bits: whole numbers and scales."""
+"""What linking makes of weights that products of Ascend read in 8 or 4 bits: whole numbers, scales and offsets."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 
 from ....passes import UnsupportedModel
 from ....passes.graph.notes import QuantizedInputs
+from ....runtime.ops.npu.int4 import pack_int4, unpack_int4
 from ....runtime.ops.quantized_weight import Quantization, round_weight
-from ....runtime.ops.stored_weight import StoredWeight
+from ....runtime.ops.stored_weight import StoredWeight, as_dense
+from ....runtime.ops.weight_format import unpacked_pairs
 
 _SAMPLED = 64
 """Outputs at the beginning and at the end of a matrix that are looked at."""
@@ -30,19 +32,34 @@ def make_inputs(weight: torch.Tensor, inputs: QuantizedInputs) -> dict[str, torc
         parts = [make_inputs(matrix, replace(inputs, turned=True)) for matrix in weight.detach().unbind(0)]
         return {name: torch.stack([part[name] for part in parts]) for name in inputs.made}
     matrix = weight.detach().transpose(0, 1) if inputs.turned else weight.detach()
+    scheme, dtype = inputs.quantization, inputs.scale_dtype
     if isinstance(matrix, StoredWeight):
-        numbers, scales = _stored_numbers(matrix)
+        numbers, scales, zeros = _stored_numbers(matrix, scheme.bits)
     else:
-        numbers, scales = _rounded(matrix, inputs.quantization, inputs.scale_dtype)
-    return {
-        inputs.numbers: numbers.transpose(0, 1).contiguous(),
-        inputs.scales: scales.to(inputs.scale_dtype).flatten().contiguous(),
+        numbers, scales = _rounded(matrix, scheme, dtype)
+        zeros = None
+    numbers = numbers.transpose(0, 1)
+    made = {
+        inputs.numbers: pack_int4(numbers) if scheme.bits == 4 else numbers.contiguous(),
+        inputs.scales: _of_groups(scales, scheme).to(dtype),
     }
+    if inputs.offsets:
+        assert zeros is not None
+        # The operator adds it to numbers around 0.
+        made[inputs.offsets] = _of_groups((1 << (scheme.bits - 1)) - zeros.float(), scheme).to(dtype)
+    return made
 
 
-def _stored_numbers(weight: StoredWeight) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a weight ``[out, in]`` with a scale for each output: signed bytes, and the scales ``[out, 1]``."""
-    return (weight.codes.view(torch.int8) ^ -128), weight.scales
+def _of_groups(table: torch.Tensor, scheme: Quantization) -> torch.Tensor:
+    """``[groups, out]`` of ``[out, groups]``; ``[out]`` where there is one group."""
+    return table.transpose(0, 1).contiguous() if scheme.group_size else table.flatten().contiguous()
+
+
+def _stored_numbers(weight: StoredWeight, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Of a weight ``[out, in]``: numbers around 0 in int8, scales and zeros ``[out, groups]``."""
+    if bits == 8:
+        return weight.codes.view(torch.int8) ^ -128, weight.scales, weight.zeros
+    return unpacked_pairs(weight.codes).to(torch.int8) - 8, weight.scales, weight.zeros
 
 
 def _rounded(
@@ -53,9 +70,16 @@ def _rounded(
     if scale_dtype is torch.float32:
         return numbers, scales
     kept = scales.to(scale_dtype)
-    wide = kept.float()
-    numbers = torch.where(wide > 0, matrix.float() / wide, 0.0).round().clamp(-127, 127).to(torch.int8)
+    wide = _of_inputs(kept.float(), quantization, matrix.shape[1])
+    most = 127 if quantization.bits == 8 else 7
+    least = -127 if quantization.bits == 8 else -8
+    numbers = torch.where(wide != 0, matrix.float() / wide, 0.0).round().clamp(least, most).to(torch.int8)
     return numbers, kept
+
+
+def _of_inputs(table: torch.Tensor, scheme: Quantization, inputs: int) -> torch.Tensor:
+    """A table ``[out, groups]`` with a column for each input; one that broadcasts where there is one group."""
+    return table.repeat_interleave(scheme.group_size, 1)[:, :inputs] if scheme.group_size else table
 
 
 def check_inputs(weight: torch.Tensor, inputs: QuantizedInputs, made: dict[str, torch.Tensor]) -> None:
@@ -75,24 +99,32 @@ def check_inputs(weight: torch.Tensor, inputs: QuantizedInputs, made: dict[str, 
             parts = {name: tensor[expert] for name, tensor in made.items()}
             check_inputs(weight[expert], replace(inputs, turned=True), parts)
         return
-    outputs = numbers.shape[1]
+    scheme = inputs.quantization
+    numbers = (unpack_int4(numbers) if scheme.bits == 4 else numbers).t()
+    scales = scales.t() if scheme.group_size else scales[:, None]
+    offsets = made.get(inputs.offsets)
+    offsets = None if offsets is None else (offsets.t() if scheme.group_size else offsets[:, None])
+    width = numbers.shape[1]
     plain = weight.detach().transpose(0, 1) if inputs.turned else weight.detach()
-    for first in {0, max(0, outputs - _SAMPLED)}:
+    if isinstance(plain, StoredWeight):  # the inputs are put in order, not the columns
+        form = replace(plain.form, ordered=False)
+        plain = plain.replaced(form=form, order=None, dtype=torch.float32)
+    for first in {0, max(0, len(numbers) - _SAMPLED)}:
         some = slice(first, first + _SAMPLED)
-        rows = plain[some]
-        exact = rows.replaced(dtype=torch.float32).dense() if isinstance(rows, StoredWeight) else rows.float()
+        exact = as_dense(plain[some]).float()
         if not exact.isfinite().all():
             continue  # NaN in, NaN out
-        unit = scales[some].float()[:, None]
-        off = (numbers[:, some].t().float() * unit - exact).abs()
-        most = (
-            exact.abs() * _kept(inputs.scale_dtype) if inputs.stored else _MOST_OFF[inputs.quantization.bits] * unit
-        )
+        unit = _of_inputs(scales[some].float(), scheme, width)
+        whole = numbers[some].float()
+        if offsets is not None:
+            whole = whole + _of_inputs(offsets[some].float(), scheme, width)
+        off = (whole * unit - exact).abs()
+        most = exact.abs() * _kept(inputs.scale_dtype) if inputs.stored else _MOST_OFF[scheme.bits] * unit.abs()
         wrong = int((off > most + 1e-30).sum())
         if wrong:
             raise UnsupportedModel(
-                f"{wrong} entries of the weight {inputs.source!r} are wrong when it is rounded to "
-                f"{inputs.quantization.bits} bits; please report it. verify='off' serves it regardless"
+                f"{wrong} entries of the weight {inputs.source!r} are wrong when it is rounded to {scheme.bits} "
+                "bits; please report it. verify='off' serves it regardless"
             )
 
 

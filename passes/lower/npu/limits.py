@@ -26,6 +26,7 @@ from .quant_limits import (
     quant_matmul_dtypes,
     quant_matmul_shapes,
     swiglu_of_left_half,
+    weight_quant_matmul,
 )
 from .rope_limits import ROTARY_RULES
 from .state_limits import chunk_state, delta_shapes, eager_or_captured, float32_decays
@@ -322,6 +323,13 @@ LIMITS: dict[str, Limits] = {
         {"x1": INT8, "x2": INT8, "scale": frozenset({torch.float32, torch.bfloat16})},
         ranks={"x1": (2,), "x2": (2,), "scale": (1,), "pertoken_scale": (1,), "bias": (1,)},
         rules=[quant_matmul_dtypes, quant_matmul_shapes, dense("x1")],
+    ),
+    "npu_weight_quant_batchmatmul": Limits(
+        frozenset({A2, A3, INFERENCE}),
+        {"x": HALF, "weight": frozenset({torch.int8, torch.int32})},
+        alike=[("x", "antiquant_scale", "antiquant_offset")],
+        ranks={"x": (2,), "weight": (2,)},
+        rules=[weight_quant_matmul, given("inner_precise", 0)],
     ),
     "npu_add_rms_norm_dynamic_quant": Limits(
         frozenset({A2, A3, A5}),

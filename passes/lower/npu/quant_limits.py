@@ -1,13 +1,15 @@
 """Limits of the operators on rounded numbers: op-plugin docs npu_dynamic_quant, npu_quant_matmul,
-npu_add_rms_norm_dynamic_quant and npu_dequant_swiglu_quant."""
+npu_weight_quant_batchmatmul, npu_add_rms_norm_dynamic_quant and npu_dequant_swiglu_quant."""
 
 from __future__ import annotations
 
 import torch
 
+from ....runtime.ops.npu.int4 import PER_INT32
 from ....runtime.ops.npu.numerics import DTYPES_BY_CODE
 from ....runtime.ops.npu.quant_matmul import MAX_QUANT_DIM
 from ....runtime.ops.npu.swiglu_quant import GROUPED_SWIGLU_MULTIPLE, MAX_GROUPED_SWIGLU
+from ....runtime.ops.npu.weight_quant_matmul import GROUP_MULTIPLE, MAX_WEIGHT_DIM
 from ...graph.npu_target import Product
 from .call import Call
 
@@ -63,6 +65,41 @@ def quant_matmul_shapes(call: Call) -> str:
         if call.tensor(name) is not None and call.shape(name) not in sizes:
             return f"{name} is {call.shape(name)} beside x1 {x1} and x2 {x2}"
     return ""
+
+
+def weight_quant_matmul(call: Call) -> str:
+    """npu_weight_quant_batchmatmul over 8 bits, or 4 in int32, with results of 16 bits.
+
+    Its offsets are added to the numbers before these are scaled. Scales as int64, and results of int8, are refused.
+    """
+    weight, scale = call.tensor("weight"), call.tensor("antiquant_scale")
+    assert weight is not None and scale is not None
+    packed = weight.dtype is torch.int32
+    if packed and call.target.product is Product.INFERENCE:
+        return "this chip reads no weights of 4 bits"
+    if packed and not weight.is_contiguous():
+        return "weight is torch.int32 and not contiguous"
+    x, (inputs, outputs) = call.shape("x"), call.shape("weight")
+    if inputs is None or outputs is None or x[1] != inputs:
+        return f"x is {x} and weight {call.shape('weight')}"
+    outputs *= PER_INT32 if packed else 1
+    if max(inputs, outputs) > MAX_WEIGHT_DIM:
+        return f"the weight is {(inputs, outputs)}; both sizes at most {MAX_WEIGHT_DIM}"
+    group = call["antiquant_group_size"]
+    if group and (group % GROUP_MULTIPLE or not GROUP_MULTIPLE <= group < inputs):
+        return f"groups of {group} of {inputs} inputs; a multiple of {GROUP_MULTIPLE}, and fewer than all"
+    sizes = [(-(-inputs // group), outputs)] if group else [(outputs,), (1, outputs), (1,)]
+    if call.shape("antiquant_scale") not in sizes:
+        return f"antiquant_scale is {call.shape('antiquant_scale')}; {sizes[0]}"
+    if call["antiquant_offset"] is not None and call.shape("antiquant_offset") != call.shape("antiquant_scale"):
+        return f"antiquant_offset is {call.shape('antiquant_offset')}; {call.shape('antiquant_scale')}"
+    bias = call.tensor("bias")
+    if bias is not None:
+        wanted = torch.float32 if call.dtype("x") is torch.bfloat16 else torch.float16
+        if bias.dtype is not wanted or tuple(bias.shape) not in ((outputs,), (1, outputs)):
+            return f"bias is {bias.dtype} {tuple(bias.shape)}; {wanted} {(outputs,)} beside {call.dtype('x')}"
+    given = [name for name in ("quant_scale", "quant_offset", "weight_dtype") if call[name] is not None]
+    return f"{given[0]} is given" if given else ""
 
 
 def one_quantised_result(call: Call) -> str:

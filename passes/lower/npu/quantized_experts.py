@@ -30,10 +30,11 @@ from ...graph.traced import TracedGraph
 from .call import Call
 from .limits import violations
 from .quantized_inputs import QuantizedInputsOf
-from .quantized_linears import DTYPE_CODES, ROWS, unreadable
+from .quantized_linears import DTYPE_CODES, ROWS
 from .site import Site
 
 _npu = torch.ops.npu
+_ROWS_OF_INT8 = ("int", 8, 0, False, False, 8)
 
 
 def quantize_npu_experts(traced: TracedGraph) -> PassRecord:
@@ -71,10 +72,14 @@ def quantize_npu_experts(traced: TracedGraph) -> PassRecord:
 def _refusal(inputs: QuantizedInputsOf, weight: fx.Node) -> str:
     if not inputs.is_parameter(weight):
         return "the weight is computed, not a parameter"
-    stored = inputs.stored(weight)
+    stored, asked = inputs.stored(weight), inputs.traced.quantization
     if stored is None:
-        return ""
-    return unreadable(stored) or ("" if stored.transposed else "their scales lie along their inputs")
+        rows = asked is not None and (asked.bits, asked.input_bits) == (8, 8)
+        return "" if rows else "experts are rounded to 8 bits together with their inputs only"
+    form = stored.form
+    if (form.code, form.bits, form.group_size, form.zeros, form.ordered, form.input_bits) != _ROWS_OF_INT8:
+        return f"no operator for experts that are stored as {form}"
+    return "" if stored.transposed else "their scales lie along their inputs"
 
 
 def _product(site: Site, inputs: QuantizedInputsOf, rows: fx.Node, weight: fx.Node) -> fx.Node | None:
@@ -95,7 +100,7 @@ def _product(site: Site, inputs: QuantizedInputsOf, rows: fx.Node, weight: fx.No
             return None
         whole, scales = site.item(both, 0), site.item(both, 1)
     scale_dtype = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
-    numbers, of_outputs = inputs.of(weight, ROWS, scale_dtype, stored=inputs.stored(weight) is not None)
+    numbers, of_outputs, _ = inputs.of(weight, ROWS, scale_dtype)
     given = {name: found for name, found in site.node.kwargs.items() if name != "bias" or found is not None}
     more = {"scale": [of_outputs], "per_token_scale": [scales], "output_dtype": DTYPE_CODES[dtype]}
     new = site.call(_npu.npu_grouped_matmul.default, [whole], [numbers], **given, **more)

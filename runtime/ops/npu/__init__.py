@@ -32,6 +32,7 @@ from . import (
     quantize,
     rope,
     swiglu_quant,
+    weight_quant_matmul,
 )
 from .registration import register
 
@@ -51,6 +52,7 @@ OPERATORS = (
     *quantize.OPERATORS,
     *quant_matmul.OPERATORS,
     *swiglu_quant.OPERATORS,
+    *weight_quant_matmul.OPERATORS,
     *gated_delta_rule.OPERATORS,
 )
 

@@ -153,6 +153,9 @@ SCHEMAS = (
     "bias=None, Tensor? quant_scale=None, Tensor? quant_offset=None, Tensor? group_index=None, bool "
     "activate_left=False, int quant_mode=0, int? dst_type=None, int? round_mode=None, int? activate_dim=None, "
     "int swiglu_mode=0, float clamp_limit=7., float glu_alpha=1.702, float glu_bias=1.) -> (Tensor, Tensor)",
+    "npu_weight_quant_batchmatmul(Tensor x, Tensor weight, Tensor antiquant_scale, Tensor? "
+    "antiquant_offset=None, Tensor? quant_scale=None, Tensor? quant_offset=None, Tensor? bias=None, int "
+    "antiquant_group_size=0, int inner_precise=0, int? weight_dtype=None) -> Tensor",
     "npu_quantize(Tensor input, Tensor scales, Tensor? zero_points, int dtype, int axis=1, "
     "bool div_mode=True) -> Tensor",
     "npu_chunk_gated_delta_rule(Tensor query, Tensor key, Tensor value, *, Tensor? beta=None, Tensor? "

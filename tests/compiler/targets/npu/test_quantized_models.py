@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from npu_calls import illegal_calls
 from quantized_checkpoints import quantize_folder
 from quantized_graphs import int8_reference, plain_reference, program_of, quantized, row_errors_of
 
@@ -16,12 +17,14 @@ from torch_pagoda.compiler.targets.npu import quantized_weights, weights
 from torch_pagoda.compiler.targets.npu.weights import plan_weights, prepare_weights
 from torch_pagoda.compiler.verify.self_check import WEIGHT_TOLERANCE, check
 from torch_pagoda.passes import UnsupportedModel
+from torch_pagoda.passes.lower.npu import quantized_linears
+from torch_pagoda.runtime.ops.quantized_weight import Quantization
 from torch_pagoda.runtime.ops.stored_weight import StoredWeight
 
 from legal_models import build_legal_model
 
 npu, aten = torch.ops.npu, torch.ops.aten
-MODELS = ("llama", "qwen2", "gpt_neox", "qwen3_moe")
+MODELS = ("llama", "qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "gpt_neox")))
 
 
 @pytest.mark.parametrize("model_type", MODELS)
@@ -42,6 +45,14 @@ def test_the_self_check_takes_what_rounding_does(model_type):
     assert verdict.ok
     errors = row_errors_of(program_of(traced), plain_reference(model_type))
     assert errors.median() < 0.2 * WEIGHT_TOLERANCE[8]
+
+
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_graphs_that_are_captured_as_they_are(model_type):
+    _, traced, _ = quantized(model_type, graph_mode="aclgraph")
+    assert illegal_calls(traced, traced.npu) == []
+    errors = row_errors_of(program_of(traced), int8_reference(model_type))
+    assert errors.median() < 1e-5 and errors.quantile(0.97) < 0.1
 
 
 def right_half(traced):
@@ -75,7 +86,7 @@ def large_scales(traced):
 
 
 @pytest.mark.parametrize("mistake", [right_half, rows_of_others, scales_of_others], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_mistakes_are_no_rounding(model_type, mistake):
     _, traced, _ = quantized(model_type)
     wrong = traced.copy()
@@ -135,7 +146,7 @@ def test_int8_matrices_go_to_nz():
     assert numbers and all(plan.fractal_nz and not plan.contiguous for plan in numbers)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_a_bias_keeps_its_dtype_and_results_are_asked_for(dtype):
     model = build_legal_model("qwen2", dtype=dtype)
     report = CompileReport("qwen2")
@@ -161,7 +172,7 @@ def test_a_checkpoint_is_rounded_and_served(folder):
     assert len(output.outputs[0].token_ids) == 4
 
 
-@pytest.mark.parametrize("name", ["slim-w8a8-dynamic", "ct-w8a8-dynamic"])
+@pytest.mark.parametrize("name", ["slim-w8a8-dynamic", pytest.param("ct-w8a8-dynamic", marks=pytest.mark.slow)])
 def test_stored_numbers_are_served_as_they_are(name, tmp_path):
     model_folder = tmp_path / "model"
     build_legal_model("llama", dtype=torch.bfloat16).save_pretrained(model_folder)
@@ -183,17 +194,108 @@ def test_stored_numbers_are_served_as_they_are(name, tmp_path):
     assert stored.codes.numel() == 0, "freed"
 
 
-def test_a_checkpoint_that_is_meant_for_whole_inputs_gets_them(tmp_path):
-    build_legal_model("llama", dtype=torch.bfloat16).save_pretrained(tmp_path)
-    quantize_folder(tmp_path, "ct-w8a8")
-    model = load_model(str(tmp_path), "auto", False, torch.device("cpu"))
-    assert model.model.layers[0].mlp.down_proj.weight.form.input_bits == 0
-    report = CompileReport("llama")
+STORED = {
+    "ct-w4a16": (4, 32, False),
+    "ct-w4a16-row": (4, 0, False),
+    "awq": (4, 32, True),
+    "gptq-4-order": (4, 32, True),
+    "gptq-v2-8": (8, 32, True),
+    "ct-w8a8": (8, 0, False),
+    "slim-w8a8-static": (8, 0, False),
+}
+"""Format → bits, inputs that share a scale, and whether codes have zeros."""
+QUICK = ("gptq-4-order", "ct-w8a8")
+
+
+def stored_program(folder, name, dtype, model_type="llama"):
+    build_legal_model(model_type, dtype=dtype).save_pretrained(folder)
+    quantize_folder(folder, name)
+    model = load_model(str(folder), "auto", False, torch.device("cpu"))
+    report = CompileReport(model_type)
     options = CompileOptions(target="npu", codegen="none")
-    traced = build_unpacked(model, options, report=report, owns_weights=True).traced
-    assert report.verdict.ok and traced.notes.quantized == []
-    read = {node.name for node in traced.placeholders if node.users}
-    assert not [n for n in read if isinstance(traced.constants.get(n), StoredWeight)]
+    return build_unpacked(model, options, report=report, owns_weights=True), report
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STORED]
+)
+def test_stored_weights_are_read_as_they_are(name, tmp_path):
+    built, report = stored_program(tmp_path, name, torch.bfloat16)
+    record = next(record for record in report.passes if record.name == "quantise_npu_linears")
+    assert record.matches == 8, record.rejections
+    schemes = {i.quantization for i in built.traced.notes.quantized}
+    assert schemes == {Quantization(*STORED[name][:2], 16, STORED[name][2])}
+    # Compared as floats are: nothing is rounded that the checkpoint does not store so.
+    assert report.verdict.ok and report.verdict.tolerance < 0.3
+    orders = [n for n in built.traced.placeholders if n.name.startswith("order_")]
+    assert len(orders) == (8 if name == "gptq-4-order" else 0)
+    assert illegal_calls(built.traced, built.traced.npu) == []
+
+
+def test_stored_experts_are_read_as_they_are(tmp_path):
+    built, report = stored_program(tmp_path, "slim-w8a8-dynamic", torch.bfloat16, "qwen3_moe")
+    record = next(record for record in report.passes if record.name == "quantise_npu_experts")
+    assert record.matches == 4 and report.verdict.ok, record.rejections
+    experts = [i for i in built.traced.notes.quantized if built.traced.constants[i.numbers].dim() == 3]
+    assert len(experts) == 4 and all(i.stored and i.scale_dtype is torch.bfloat16 for i in experts)
+    assert illegal_calls(built.traced, built.traced.npu) == []
+
+
+@pytest.mark.slow
+def test_latent_attention_is_absorbed_over_stored_weights(tmp_path, caplog):
+    built, report = stored_program(tmp_path, "slim-w8a8-dynamic", torch.bfloat16, "deepseek_v3")
+    assert "stored weights of latent attention are unpacked" in caplog.text
+    names = {str(node.target) for node in built.traced.graph.nodes}
+    assert "npu.npu_mla_prolog_v3.default" in names and "npu.npu_quant_matmul.default" in names
+    assert report.verdict.ok and illegal_calls(built.traced, built.traced.npu) == []
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", pytest.param("ct-mxfp4", marks=pytest.mark.slow)])
+def test_what_no_operator_reads_is_unpacked_with_the_reason(name, tmp_path):
+    built, report = stored_program(tmp_path, name, torch.bfloat16)
+    record = next(record for record in report.passes if record.name == "quantise_npu_linears")
+    assert record.matches == 0 and len(record.rejections) == 8
+    assert all("no operator for weights that are stored as e" in r.reason for r in record.rejections)
+    assert report.verdict.ok and built.traced.notes.quantized == []
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "sign of the offsets",
+        "order of the inputs",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("scales of others", "groups")),
+    ],
+)
+def test_mistakes_of_stored_weights_are_found(mistake, tmp_path, monkeypatch):
+    made = quantized_weights.make_inputs
+
+    def wrongly(weight, inputs):
+        tensors = made(weight, inputs)
+        if mistake == "sign of the offsets":
+            tensors[inputs.offsets] = -tensors[inputs.offsets]
+        elif mistake == "scales of others":
+            tensors[inputs.scales] = tensors[inputs.scales].roll(1, -1)
+        elif mistake == "groups":
+            tensors[inputs.scales] = tensors[inputs.scales].roll(1, 0)
+        return tensors
+
+    monkeypatch.setattr(weights, "make_inputs", wrongly)
+    if mistake == "order of the inputs":
+        monkeypatch.setattr(quantized_linears._Products, "_in_order", lambda self, site, rows, order: rows)
+    words = "logits differ" if mistake == "order of the inputs" else "are wrong when it is rounded to 4 bits"
+    with pytest.raises(UnsupportedModel, match=words):
+        stored_program(tmp_path, "gptq-4-order", torch.bfloat16)
+
+
+@pytest.mark.parametrize("quantization", ["int8-weight-only", "int4-weight-only"])
+def test_weights_alone_are_rounded(quantization):
+    _, traced, _ = quantized("qwen2", quantization)
+    reference = plain_reference("qwen2")
+    bits = 4 if quantization.startswith("int4") else 8
+    verdict = check(program_of(traced), reference, weight_bits=bits)
+    errors = row_errors_of(program_of(traced), reference)
+    assert verdict.ok and errors.median() < {8: 0.15, 4: 1.2}[bits]
 
 
 @pytest.mark.parametrize(

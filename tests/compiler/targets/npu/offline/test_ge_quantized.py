@@ -131,3 +131,25 @@ def test_torchairs_own_fusions_find_nothing_more():
     inputs = [value(n) for n in traced.placeholders]
     plain, fused = (convert(traced.module, inputs, fusions=on) for on in (False, True))
     assert Counter(node.type for node in plain.computing()) == Counter(node.type for node in fused.computing())
+
+
+@pytest.mark.parametrize("quantization", ["int8-weight-only", "int4-weight-only"])
+def test_weights_alone(quantization):
+    traced, graph = converted("qwen2", quantization=quantization)
+    assert illegal_calls(traced, traced.npu) == []
+    _, second = launches(traced, graph)
+    assert second["WeightQuantBatchMatmulV2"] == 4 and second.total() - second["SplitV"] == 11, second
+    made = {name for inputs in traced.notes.quantized for name in inputs.made} | set(traced.notes.widened)
+    products = graph.of_type("WeightQuantBatchMatmulV2")
+    assert len(products) == 9
+    for node in products:
+        assert node.attributes["transpose_x"] is node.attributes["transpose_weight"] is False
+        assert node.inputs["weight"].removesuffix(":0") in made
+        assert node.inputs["antiquant_scale"].removesuffix(":0") in made
+        assert "bias" not in node.inputs or node.inputs["bias"].removesuffix(":0") in made
+    groups = Counter(node.attributes["antiquant_group_size"] for node in products)
+    # The second products of these layers have 128 inputs: all share a scale.
+    assert groups == ({128: 6, 0: 3} if quantization.startswith("int4") else {0: 9})
+    # Torchair turns an optimisation of views off for graphs with this operator: still no cache is copied.
+    caches = [n.name for n in traced.placeholders if "_cache_" in n.name]
+    assert graph.cache_copies(*caches) == []
