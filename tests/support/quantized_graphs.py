@@ -27,12 +27,17 @@ TARGET = NpuTarget(block_size=16, float32_as=torch.bfloat16)
 
 @cache
 def quantized(
-    model_type: str, quantization: str = "int8", opt_level: int = 2, graph_mode: str = "ge", **overrides: Any
+    model_type: str,
+    quantization: str = "int8",
+    opt_level: int = 2,
+    graph_mode: str = "ge",
+    soc: str = TARGET.soc,
+    **overrides: Any,
 ) -> tuple[PreTrainedModel, TracedGraph, CompileReport]:
     """The model, its lowered graph and the report; copy the graph to change it."""
     model = build_legal_model(model_type, **overrides)
     captured = capture(model)
-    captured.traced.npu = replace(TARGET, graph_mode=graph_mode)
+    captured.traced.npu = replace(TARGET, graph_mode=graph_mode, soc=soc)
     report = CompileReport(model_type)
     options = CompileOptions(
         codegen="none", target="npu", verify="off", quantization=quantization, opt_level=opt_level

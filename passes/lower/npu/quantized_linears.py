@@ -1,7 +1,7 @@
 """Products of rounded matrices for Ascend, over weights that are rounded or that a quantised checkpoint stores so.
 
 Matches:
-    npu_linear(x, W, b), mm(x, W), addmm(b, x, W)      # parameters
+    npu_linear(x, W, b), mm(x, W), addmm(b, x, W)      # parameters; linear(x, W, b) on chips without the first
 Becomes:
     q, s = npu_dynamic_quant(x)                        # int8, a scale for each row
     npu_quant_matmul(q, W8, scales, pertoken_scale=s, bias=b, output_dtype=...)    # W8 [in, out], made when linked
@@ -31,6 +31,7 @@ from ...graph.fx_nodes import eliminate_dead_code, shape, value
 from ...graph.record import PassRecord
 from ...graph.routers import chooses_experts
 from ...graph.traced import TracedGraph
+from .linears import sizes_like
 from .quantized_inputs import QuantizedInputsOf
 from .site import Site
 
@@ -45,7 +46,7 @@ class Product(NamedTuple):
     """A product of rows and a parameter.
 
     Attributes:
-        rows: ``[M, in]``.
+        rows: ``[M, in]``; of ``linear`` with more dims in front.
         weight: ``[out, in]``, or ``[in, out]`` where it is ``turned``.
         bias: ``[out]`` or None.
         turned: see ``weight``.
@@ -75,22 +76,28 @@ def quantize_npu_linears(traced: TracedGraph) -> PassRecord:
             continue
         site = Site(traced, node, record)
         with traced.before(node):
+            is_linear = node.target is _aten.linear.default
+            if is_linear:
+                product = product._replace(rows=products.as_matrix(site, product.rows))
             make = products.of_int8 if scheme.input_bits == 8 else products.of_weights
             new = make(site, product, scheme)
+            if new is not None and is_linear:
+                new = traced.call(_aten.reshape.default, new, sizes_like(traced, node, int(shape(node)[-1])))
         if new is None:
             site.leave()
             record.reject(node, "; ".join(why for _, why in site.refused))
         else:
             site.replace(new)
+    eliminate_dead_code(traced.graph)
     inputs.close()
-    if record.matches:
-        eliminate_dead_code(traced.graph)
     return record
 
 
 def product_of(node: fx.Node) -> Product | None:
     """The product that a node of a lowered graph is; None for any other node."""
     given: Any = (*node.args, None)
+    if node.target is _aten.linear.default and len(shape(given[1])) == 2:
+        return Product(given[0], given[1], given[2], False)
     if node.target is _npu.npu_linear.default:
         return Product(given[0], given[1], given[2], False)
     if node.target is _aten.mm.default:
@@ -137,6 +144,13 @@ class _Products:
         self._inputs = inputs
         self._rounded: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
         self._ordered: dict[tuple[fx.Node, bytes], fx.Node] = {}
+        self._matrices: dict[fx.Node, fx.Node] = {}
+
+    def as_matrix(self, site: Site, x: fx.Node) -> fx.Node:
+        """``x`` as rows; once for products that share it."""
+        if x not in self._matrices:
+            self._matrices[x] = site.traced.call(_aten.reshape.default, x, [-1, int(shape(x)[-1])])
+        return self._matrices[x]
 
     def of_int8(self, site: Site, product: Product, scheme: Quantization) -> fx.Node | None:
         """The product of int8; None where it is not legal. Products of the same rows round them once."""

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from npu_calls import illegal_calls
-from quantized_graphs import TARGET, quantized
+from quantized_graphs import TARGET, plain_reference, program_of, quantized, row_errors_of
 
 from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.graph.provenance import decoder_layers, launches_work, operator_name
@@ -100,6 +100,15 @@ def test_applied_twice_they_change_nothing():
     before = [(node.op, str(node.target), len(node.args)) for node in copy.graph.nodes]
     assert quantize_npu_linears(copy).matches == 0 and fuse_npu_quantization(copy).matches == 0
     assert [(node.op, str(node.target), len(node.args)) for node in copy.graph.nodes] == before
+
+
+def test_a_chip_without_npu_linear_multiplies_int8_too():
+    _, traced, report = quantized("qwen2", soc="Ascend950PR")
+    assert record_of(report, "quantise_npu_linears").matches == 9
+    assert not [n for n in traced.graph.nodes if n.target is torch.ops.aten.linear.default]
+    assert illegal_calls(traced, traced.npu) == []
+    errors = row_errors_of(program_of(traced), plain_reference("qwen2", soc="Ascend950PR"))
+    assert errors.median() < 0.3
 
 
 def test_a_head_of_many_tokens_stays_with_the_reason():
