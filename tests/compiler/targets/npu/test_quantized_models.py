@@ -47,7 +47,8 @@ def test_the_self_check_takes_what_rounding_does(model_type):
     assert errors.median() < 0.2 * WEIGHT_TOLERANCE[8]
 
 
-@pytest.mark.parametrize("model_type", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 def test_graphs_that_are_captured_as_they_are(model_type):
     _, traced, _ = quantized(model_type, graph_mode="aclgraph")
     assert illegal_calls(traced, traced.npu) == []
@@ -204,7 +205,7 @@ STORED = {
     "slim-w8a8-static": (8, 0, False),
 }
 """Format → bits, inputs that share a scale, and whether codes have zeros."""
-QUICK = ("gptq-4-order", "ct-w8a8")
+QUICK = ("gptq-4-order",)
 
 
 def stored_program(folder, name, dtype, model_type="llama"):
@@ -232,6 +233,7 @@ def test_stored_weights_are_read_as_they_are(name, tmp_path):
     assert illegal_calls(built.traced, built.traced.npu) == []
 
 
+@pytest.mark.slow
 def test_stored_experts_are_read_as_they_are(tmp_path):
     built, report = stored_program(tmp_path, "slim-w8a8-dynamic", torch.bfloat16, "qwen3_moe")
     record = next(record for record in report.passes if record.name == "quantise_npu_experts")
@@ -250,7 +252,8 @@ def test_latent_attention_is_absorbed_over_stored_weights(tmp_path, caplog):
     assert report.verdict.ok and illegal_calls(built.traced, built.traced.npu) == []
 
 
-@pytest.mark.parametrize("name", ["fp8-blocks", pytest.param("ct-mxfp4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fp8-blocks", "ct-mxfp4"])
 def test_what_no_operator_reads_is_unpacked_with_the_reason(name, tmp_path):
     built, report = stored_program(tmp_path, name, torch.bfloat16)
     record = next(record for record in report.passes if record.name == "quantise_npu_linears")
@@ -288,7 +291,9 @@ def test_mistakes_of_stored_weights_are_found(mistake, tmp_path, monkeypatch):
         stored_program(tmp_path, "gptq-4-order", torch.bfloat16)
 
 
-@pytest.mark.parametrize("quantization", ["int8-weight-only", "int4-weight-only"])
+@pytest.mark.parametrize(
+    "quantization", [pytest.param("int8-weight-only", marks=pytest.mark.slow), "int4-weight-only"]
+)
 def test_weights_alone_are_rounded(quantization):
     _, traced, _ = quantized("qwen2", quantization)
     reference = plain_reference("qwen2")
