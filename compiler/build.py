@@ -11,10 +11,11 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from ..passes import TracedGraph, UnsupportedModel
+from ..runtime.ops.stored_weight import StoredWeight
 from .capture.layer_repeat import CannotRepeat, LayerRepeat
 from .capture.recurrent_modules import check_recurrent_modules
 from .capture.state_layers import check_state
-from .capture.stored_parameters import has_stored_parameters, unpack_parameters
+from .capture.stored_parameters import has_stored_parameters, unpack_latent_attention
 from .capture.trace import Captured, capture
 from .link.linker import LinkedProgram, link
 from .options import CompileOptions
@@ -84,15 +85,13 @@ def build_unpacked(
     report = CompileReport(type(model).__name__) if report is None else report
     if (config := getattr(model, "config", None)) is not None:
         check_state(type(model), config)
-    if has_stored_parameters(model):
-        if options.quantization is not None:
-            raise ValueError(
-                f"quantization={options.quantization!r}: the checkpoint is quantised already and is served as it is "
-                "stored; leave quantization out, or pass the float checkpoint that it was made from"
-            )
-        if options.target != "cpu":
-            log.warning("target=%r: the checkpoint's quantised weights are unpacked", options.target)
-            unpack_parameters(model)
+    if has_stored_parameters(model) and options.quantization is not None:
+        raise ValueError(
+            f"quantization={options.quantization!r}: the checkpoint is quantised already and is served as it is "
+            "stored; leave quantization out, or pass the float checkpoint that it was made from"
+        )
+    if options.target == "npu" and (unpacked := unpack_latent_attention(model)):
+        log.warning("%d stored weights of latent attention are unpacked, %s first", len(unpacked), unpacked[0])
     dump.begin(report.model)
     clock = PhaseClock(report.seconds)
     # The reference comes first: some models settle into their final form at the first call.
@@ -225,9 +224,19 @@ def _link_for_npu(
     clock: PhaseClock,
     release: bool,
 ) -> LinkedProgram:
-    prepare_weights(traced, fractal_nz=options.pack_weights, release=release)
+    # Until now a part of the reference was compared, or weights that were not rounded yet.
+    changed = bool(traced.notes.quantized) or any(isinstance(t, StoredWeight) for t in traced.constants.values())
+    bits = _rounded_bits(traced)
+    prepare_weights(traced, fractal_nz=options.pack_weights, release=release, check=reference is not None)
     clock.lap("pack")
     eager = call_kernels(traced)
+    if reference is not None and changed:
+        verdict = check(linked(eager), reference, weight_bits=bits)
+        clock.lap("verify")
+        if not verdict.ok:
+            remedy = "leave quantization out" if options.quantization else "use target='cpu'"
+            raise UnsupportedModel(f"{report.model}: with quantised weights {verdict.reason}; {remedy}")
+        report.verdict = verdict
     route = make_route(options.codegen, traced, eager)
     if route is None:
         return linked(eager)
@@ -235,7 +244,7 @@ def _link_for_npu(
     report.codegen = route.name
     if reference is not None:
         try:
-            verdict = check(program, reference)
+            verdict = check(program, reference, weight_bits=bits)
         except Exception as error:  # an operator without converter, a device without room
             reason = f"it fails: {first_line(error)}"
         else:
@@ -249,3 +258,14 @@ def _link_for_npu(
     if reference is not None:
         report.verdict = verdict
     return program
+
+
+def _rounded_bits(traced: TracedGraph) -> int | None:
+    """The fewest bits that weights, or inputs of products, are rounded to, where a checkpoint does not store the
+    weights so for inputs as they are; None where none is."""
+    rounded = (
+        made.quantization.bits
+        for made in traced.notes.quantized
+        if not made.stored or made.quantization.input_bits == 8
+    )
+    return min(rounded, default=None)

@@ -18,6 +18,7 @@ from .user_passes import OPT_LEVELS, Pattern, with_user_passes
 VERIFY = ("model", "off", "every-pass")
 CODEGEN = ("auto", "none", "inductor", "ge", "aclgraph")
 _CODEGEN_OF_NPU = ("ge", "aclgraph")
+_QUANTIZATIONS_OF_NPU = ("int8", "int8-weight-only", "int4-weight-only")
 TARGETS = ("auto", "cpu", "npu")
 KV_CACHE_DTYPES = ("auto", "int8")
 QUANTIZATIONS = ("int8", "int8-weight-only", "int4", "int4-weight-only")
@@ -48,11 +49,12 @@ class CompileOptions:
             the model's own (``LLM(path)`` lets go of those).
         kv_cache_dtype: of the paged KV cache. "auto": that of keys and values; "int8": a byte each and a float32
             scale per token and head, about half of bfloat16's memory, at the price of rounding.
-        quantization: cpu only: round the weights of a paged program's linear layers to 8 or 4 bits, "int8" or "int4",
-            and their inputs to 8 bits, or where "-weight-only" follows to 16; None keeps the model's numbers.
+        quantization: round the weights of a paged program's linear layers to 8 or 4 bits, "int8" or "int4", and their
+            inputs to 8 bits, or where "-weight-only" follows to 16; None keeps the model's numbers. An NPU takes
+            all but "int4", and leaves inputs as they are where they keep 16 bits.
         group_size: inputs of a quantized weight that share a scale, a multiple of 64, or 0 for all; None is what a
-            calibrated model records (see ``recorded_grid``), else 256 for 8 bits and 128 for 4. Rounded inputs
-            have the same groups.
+            calibrated model records (see ``recorded_grid``), else 256 for 8 bits and 128 for 4, and on an NPU all for
+            8 bits. Rounded inputs have the same groups.
         batch_invariant: cpu only: a token's logits do not change by a bit with its batch mates, with the chunks that
             its prompt is computed in, or with the number of threads. Weights are read where they lie, not packed.
         patterns: rewrites of the user's own, see ``Pattern``.
@@ -151,10 +153,8 @@ class CompileOptions:
         simulated = target == "npu" and device != "npu"
         if target == "npu" and self.batch_invariant:
             raise ValueError("batch_invariant=True is for target='cpu' so far; leave it out, or use the CPU")
-        if target == "npu" and self.quantization is not None:
-            raise ValueError(
-                f"quantization={self.quantization!r} is for target='cpu' so far; leave it out, or use the CPU"
-            )
+        if target == "npu":
+            self._check_quantization_of_npu()
         if simulated and codegen in _CODEGEN_OF_NPU and not (codegen == "ge" and is_offline()):
             where = ", or a Python with the real torchair (pagoda npu python)" if codegen == "ge" else ""
             raise ValueError(
@@ -162,6 +162,18 @@ class CompileOptions:
                 "the reference kernels"
             )
         return replace(self, target=target, codegen=codegen)
+
+    def _check_quantization_of_npu(self) -> None:
+        if self.quantization not in (None, *_QUANTIZATIONS_OF_NPU):
+            raise ValueError(
+                f"quantization={self.quantization!r} is for target='cpu': no product of an NPU takes it; use "
+                f"{' or '.join(map(repr, _QUANTIZATIONS_OF_NPU))}, or the CPU"
+            )
+        if self.quantization == "int8" and self.group_size:
+            raise ValueError(
+                f"group_size={self.group_size!r} is for target='cpu': with quantization='int8' an NPU has one scale "
+                "for each output; leave group_size out"
+            )
 
     def npu_target(self, device: str = "cpu") -> NpuTarget:
         """The facts that lowering for an NPU has to know.
@@ -187,7 +199,8 @@ class CompileOptions:
         if self.quantization is None:
             return None
         bits = 8 if self.quantization.startswith("int8") else 4
-        size = DEFAULT_GROUP_SIZES[bits] if self.group_size is None else self.group_size
+        default = 0 if self.target == "npu" and bits == 8 else DEFAULT_GROUP_SIZES[bits]
+        size = default if self.group_size is None else self.group_size
         return Quantization(bits, size, input_bits=16 if self.quantization.endswith("-weight-only") else 8)
 
     def selects(self, entry: Pass) -> bool:

@@ -144,7 +144,8 @@ def _hold_weights(traced: TracedGraph, options: CompileOptions, report: CompileR
     records = run_passes(traced, selected_passes(options, "weights"))
     report.passes += records
     for record in records:
-        if record.name == "quantise_linears" and not record.matches:
+        rounds = options.quantization and record.name in ("quantise_linears", "quantise_npu_linears")
+        if rounds and not record.matches:
             why = f": {rejection_line(record.rejections[0])}" if record.rejections else ""
             raise UnsupportedModel(
                 f"{report.model}: quantization={options.quantization!r} finds no linear layer that it can round{why}"

@@ -14,11 +14,14 @@ from .lower.cpu.quantize_linears import quantize_linears
 from .lower.cpu.stored_linears import stored_linears
 from .lower.npu.activations import lower_npu_activations
 from .lower.npu.attention import lower_npu_attention
+from .lower.npu.fuse_quantization import fuse_npu_quantization
 from .lower.npu.latent.attention import absorb_latent_attention
 from .lower.npu.linears import lower_npu_linears
 from .lower.npu.moe import lower_npu_moe
 from .lower.npu.norms import lower_npu_norms
 from .lower.npu.paged_attention import lower_npu_paged_attention
+from .lower.npu.quantized_experts import quantize_npu_experts
+from .lower.npu.quantized_linears import quantize_npu_linears
 from .lower.npu.rope import lower_npu_rope
 from .lower.npu.sink_transposes import sink_transposes
 from .lower.npu.spell_out_leftovers import spell_out_leftovers
@@ -168,6 +171,11 @@ PASSES: tuple[Pass, ...] = (
     Pass("stored_linears", stored_linears, "weights", required=False, target="cpu"),
     Pass("quantise_experts", quantize_experts, "weights", required=False, target="cpu"),
     Pass("quantise_linears", quantize_linears, "weights", required=False, option="quantization", target="cpu"),
+    # Likewise for an NPU, on its lowered graph.
+    Pass("quantise_npu_experts", quantize_npu_experts, "weights", required=False, target="npu"),
+    Pass("quantise_npu_linears", quantize_npu_linears, "weights", required=False, target="npu"),
+    # Needs the roundings.
+    Pass("fuse_npu_quantisation", fuse_npu_quantization, "weights", level=2, required=False, target="npu"),
     # Rounded products are invariant already; packed ones would not be.
     Pass("make_batch_invariant", make_batch_invariant, "weights", option="batch_invariant", target="cpu"),
     Pass("pack_linears", pack_linears, "weights", required=False, option="pack_weights", target="cpu"),

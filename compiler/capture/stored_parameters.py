@@ -47,15 +47,27 @@ def has_stored_parameters(model: nn.Module) -> bool:
     return any(isinstance(parameter, StoredWeight) for parameter in model.parameters())
 
 
-def unpack_parameters(model: nn.Module) -> None:
-    """Replace stored weights by what they mean, for good; each is freed once it is replaced."""
+def unpack_latent_attention(model: nn.Module) -> list[str]:
+    """Replace stored weights of attention over a latent by what they mean, for good, and free them. On an NPU such
+    attention reads parts of them that are laid out anew, which only floats can be.
+
+    Returns:
+        the names of the weights.
+    """
     made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if isinstance(parameter, StoredWeight):
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(parameter.dense(), requires_grad=False)
-                module._parameters[name] = made[id(parameter)]
+    names = []
+    for path, attention in model.named_modules():
+        if not isinstance(getattr(attention, "kv_lora_rank", None), int) or not hasattr(attention, "kv_b_proj"):
+            continue
+        for name, module in attention.named_children():
+            weight = module._parameters.get("weight")
+            if not isinstance(weight, StoredWeight) or name == "o_proj":
+                continue
+            if id(weight) not in made:
+                made[id(weight)] = nn.Parameter(weight.dense(), requires_grad=False)
+            module._parameters["weight"] = made[id(weight)]
+            names.append(f"{path}.{name}.weight")
+    return names
 
 
 def empty_pages(like: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,15 @@ def flops(traced: TracedGraph, nodes: Iterable[fx.Node], step: Step) -> int:
     return total
 
 
+def is_int8_product(node: fx.Node) -> bool:
+    """True for a product for an NPU whose operands are both int8."""
+    name = operator_name(node).rpartition(".")[2]
+    if name not in ("npu_quant_matmul", "npu_grouped_matmul"):
+        return False
+    left = value(pytree.tree_leaves(node.args[0])[0])
+    return isinstance(left, torch.Tensor) and left.dtype is torch.int8
+
+
 def keys_seen(step: Step, window: int = 0, chunk: int = 0) -> int:
     """The number of keys that the queries of a step look at, summed over the queries.
 
@@ -133,6 +142,7 @@ def _fused(node: fx.Node, step: Step, sizes: Sizes) -> int:
 _FORMULAS: dict[str, Callable[[fx.Node, Step, Sizes], int]] = {
     **dict.fromkeys(("mm", "bmm", "linear", "matmul", "npu_linear", "npu_transpose_batchmatmul"), _product(0)),
     **dict.fromkeys(("packed_linear", "quantized_linear", "invariant_linear"), _product(0)),
+    **dict.fromkeys(("npu_quant_matmul", "npu_weight_quant_batchmatmul"), _product(0)),
     **dict.fromkeys(("npu_grouped_matmul", "_grouped_mm"), _product(0)),
     **dict.fromkeys(("addmm", "baddbmm"), _product(1)),
     **dict.fromkeys(("moe", "quantized_moe"), _experts),

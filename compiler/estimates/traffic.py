@@ -134,7 +134,7 @@ def is_weight(traced: TracedGraph, node: fx.Node) -> bool:
     """True if a node is, or is a view of, a parameter or a constant of the graph."""
     placeholder = _source(node)
     # Merged weights become constants when the graph is linked.
-    return placeholder.name in traced.constants or placeholder.name in traced.notes.merged
+    return placeholder.name in traced.constants or placeholder.name in traced.notes.made_when_linked
 
 
 def _is_mask(node: fx.Node, read: fx.Node) -> bool:

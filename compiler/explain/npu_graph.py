@@ -107,6 +107,8 @@ def graph_engine_report(model: nn.Module, representatives: Sequence[int], option
                 block_size=options.block_size,
                 opt_level=options.opt_level,
                 passes={name: list(names) for name, names in options.passes.items()},
+                quantization=options.quantization,
+                group_size=options.group_size,
             )
         except (RuntimeError, ValueError) as error:  # of the function itself, where it runs in this process
             return GeReport(f"the graph could not be converted: {error}")
@@ -127,7 +129,15 @@ def _report(found: Mapping[str, Any], representatives: Sequence[int]) -> GeRepor
 
 
 def convert_configuration(
-    folder: str, kind: str, dtype: str, soc: str, block_size: int, opt_level: int, passes: Mapping[str, Sequence[str]]
+    folder: str,
+    kind: str,
+    dtype: str,
+    soc: str,
+    block_size: int,
+    opt_level: int,
+    passes: Mapping[str, Sequence[str]],
+    quantization: str | None = None,
+    group_size: int | None = None,
 ) -> dict[str, Any]:
     """Build, lower and convert a model; for ``call_offline``.
 
@@ -135,7 +145,7 @@ def convert_configuration(
         folder: with its config.json.
         kind: its class, ``module:name``.
         dtype: of its weights, ``bfloat16``.
-        soc, block_size, opt_level, passes: as in ``CompileOptions``.
+        soc, block_size, opt_level, passes, quantization, group_size: as in ``CompileOptions``.
 
     Returns:
         ``layers``: of each decoder layer, operators with counts, in the graph's order; ``per_step``: of the rest;
@@ -154,7 +164,15 @@ def convert_configuration(
 
     module, _, name = kind.partition(":")
     options = CompileOptions(
-        opt_level, dict(passes), verify="off", codegen="none", target="npu", soc=soc, block_size=block_size
+        opt_level,
+        dict(passes),
+        verify="off",
+        codegen="none",
+        target="npu",
+        soc=soc,
+        block_size=block_size,
+        quantization=quantization,
+        group_size=group_size,
     )
     config = AutoConfig.from_pretrained(folder)
     skeleton: Skeleton = build_skeleton(getattr(importlib.import_module(module), name), config, getattr(torch, dtype))

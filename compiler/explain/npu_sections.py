@@ -93,8 +93,8 @@ def _estimates(report: NpuReport) -> Section:
     )
     note = (
         f"{_published(report)} An estimate from shapes, nothing was measured: no step is faster than reading every "
-        "weight and key once, or than its operations at the peak. Left out are activations, which may stay on the "
-        "chip, and the time to launch kernels."
+        "weight and key once, or than its operations at the peak, those of int8 at twice that. Left out are "
+        "activations, which may stay on the chip, and the time to launch kernels."
     )
     cells = tuple((name, *(cell(e) for e in report.estimates)) for name, cell in rows)
     return Section("Estimate: the least that a step costs", columns, cells, note)

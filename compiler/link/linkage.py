@@ -68,7 +68,8 @@ class Linkage:
         """
         nodes = traced.placeholders
         merged = traced.notes.merged
-        known = {traced.input_ids, traced.position_ids, *traced.step_inputs, *traced.constants, *merged}
+        known = {traced.input_ids, traced.position_ids, *traced.step_inputs, *traced.constants}
+        known |= traced.notes.made_when_linked
         token_counts = tuple(n.name for n in nodes if n.name not in known and not is_cache_input(n.name))
         for name in token_counts:
             if at_sizes(value(traced.placeholder(name)), {traced.token_symbol: 7}) != 7:

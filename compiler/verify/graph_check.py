@@ -199,10 +199,22 @@ def _constants(original: TracedGraph, rewritten: TracedGraph, weights: Weights) 
     for name, sources in rewritten.notes.merged.items():
         constants[name] = Rows([constants[source] for source in sources])
     for name, tensor in constants.items():
-        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, StoredWeight):
+        if isinstance(tensor, StoredWeight):
+            whole = next((weight for weight in changed.values() if _is_turned(tensor, weight.tensor)), None)
+            constants[name] = tensor if whole is None else replace(whole, tensor=tensor)
+        elif isinstance(tensor, torch.Tensor):
             of = next((weight for weight in changed.values() if _is_part(tensor, weight.tensor)), None)
             constants[name] = tensor if of is None else Part(of, tensor)
     return constants
+
+
+def _is_turned(tensor: StoredWeight, weight: torch.Tensor) -> bool:
+    """True if ``tensor`` is all of a stored weight, perhaps transposed."""
+    return (
+        isinstance(weight, StoredWeight)
+        and tensor.codes.data_ptr() == weight.codes.data_ptr()
+        and tensor.codes.shape == weight.codes.shape
+    )
 
 
 def _is_part(tensor: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from ...runtime.ops.quantized_weight import Quantization
 
 
@@ -28,6 +30,38 @@ class PackedWeight:
     transposed: bool = False
 
 
+@dataclass(frozen=True)
+class QuantizedInputs:
+    """Graph inputs of a quantised product for Ascend, which linking makes of one weight.
+
+    Attributes:
+        source: the input that holds the weight, ``[out, in]``, or ``[in, out]`` where it is ``turned``; of experts
+            ``[E, in, out]``.
+        numbers: input for the whole numbers ``[in, out]``, of experts ``[E, in, out]``: int8, or 4 bits, eight in an
+            int32.
+        scales: input for the scales, ``[out]`` or ``[groups, out]``, of experts ``[E, out]``.
+        offsets: input for what is added to the numbers before they are scaled; "" for none.
+        quantization: how the weight is rounded, or what stored codes are.
+        scale_dtype: of scales and offsets.
+        turned: see ``source``.
+        stored: a quantised checkpoint stores the weight so.
+    """
+
+    source: str
+    numbers: str
+    scales: str
+    offsets: str
+    quantization: Quantization
+    scale_dtype: torch.dtype
+    turned: bool = False
+    stored: bool = False
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        """The inputs that linking makes."""
+        return tuple(filter(None, (self.numbers, self.scales, self.offsets)))
+
+
 @dataclass
 class GraphNotes:
     """Facts about one graph that do not stand in it.
@@ -36,6 +70,8 @@ class GraphNotes:
         merged: graph input → names of the inputs that are its rows; its tensor is among the constants once the graph
             is linked.
         packed: the weights of packed and quantized linears.
+        quantized: likewise of a graph for an NPU.
+        widened: graph input → the one that holds the same elements in fewer bits; in float32 once it is linked.
         folded: names of the constants that others were computed from, each once.
         of_layers: names of weights of layers that stand for others: what is computed from them is folded once there
             are all layers.
@@ -46,10 +82,18 @@ class GraphNotes:
 
     merged: dict[str, tuple[str, ...]] = field(default_factory=dict)
     packed: list[PackedWeight] = field(default_factory=list)
+    quantized: list[QuantizedInputs] = field(default_factory=list)
+    widened: dict[str, str] = field(default_factory=dict)
     folded: list[str] = field(default_factory=list)
     of_layers: frozenset[str] = frozenset()
     rope_switch: int | None = None
     followed_literals: dict[int, set[str]] = field(default_factory=dict)
+
+    @property
+    def made_when_linked(self) -> frozenset[str]:
+        """Names of graph inputs whose tensors are not there before the graph is linked."""
+        quantized = (name for inputs in self.quantized for name in inputs.made)
+        return frozenset((*self.merged, *quantized, *self.widened))
 
     def copy(self) -> GraphNotes:
         """The same facts, for another graph."""
@@ -58,6 +102,8 @@ class GraphNotes:
             self,
             merged=dict(self.merged),
             packed=list(self.packed),
+            quantized=list(self.quantized),
+            widened=dict(self.widened),
             folded=list(self.folded),
             followed_literals=literals,
         )

@@ -21,7 +21,7 @@ SCALE_DTYPES: dict[str, torch.dtype] = {
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of the codes 0 to 7; 8 to 15 are the same with a minus."""
 
-_SPELLED = re.compile(r"(int4|int8|e2m1|e4m3)/(row|g\d+)/(f32|bf16|f16)(\+z)?(\+order)?")
+_SPELLED = re.compile(r"(int4|int8|e2m1|e4m3)/(row|g\d+)/(f32|bf16|f16)(\+z)?(\+order)?(/x8)?")
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class WeightFormat:
         scale: dtype of the scales, ``"f32"``, ``"bf16"`` or ``"f16"``: as stored, never rounded again.
         zeros: each group has the code that stands for zero.
         ordered: the columns of the codes are those of the weight in another order.
+        input_bits: 8: its makers meant it for inputs of 8 bits with a scale for each row, taken as they come; 0: for
+            inputs as they are.
     """
 
     code: str
@@ -46,6 +48,7 @@ class WeightFormat:
     scale: str = "f32"
     zeros: bool = False
     ordered: bool = False
+    input_bits: int = 0
 
     def __post_init__(self) -> None:
         if self.bits not in BITS.get(self.code, ()):
@@ -54,13 +57,17 @@ class WeightFormat:
             raise ValueError(f"scale={self.scale!r} is not supported; use one of {', '.join(SCALE_DTYPES)}")
         if self.group_size < 0:
             raise ValueError(f"group_size={self.group_size} is negative; use 0 for one scale per output")
+        if self.input_bits not in (0, 8):
+            raise ValueError(f"input_bits={self.input_bits} is not supported; use 8, or 0 for inputs as they are")
         if self.zeros and self.code != "int":
             raise ValueError(f"zeros of {self.code!r} codes are not supported")
 
     def __str__(self) -> str:
         group = f"g{self.group_size}" if self.group_size else "row"
         code = f"int{self.bits}" if self.code == "int" else self.code
-        return f"{code}/{group}/{self.scale}{'+z' * self.zeros}{'+order' * self.ordered}"
+        return (
+            f"{code}/{group}/{self.scale}{'+z' * self.zeros}{'+order' * self.ordered}{'/x8' * (self.input_bits == 8)}"
+        )
 
     @classmethod
     @functools.cache
@@ -73,9 +80,10 @@ class WeightFormat:
         found = _SPELLED.fullmatch(text)
         if found is None:
             raise ValueError(f"{text!r} is no weight format; one is spelled like 'int4/g128/f16+z'")
-        code, group, scale, zeros, ordered = found.groups()
+        code, group, scale, zeros, ordered, inputs = found.groups()
         kind, bits = ("int", int(code[3:])) if code.startswith("int") else (code, BITS[code][0])
-        return cls(kind, bits, 0 if group == "row" else int(group[1:]), scale, bool(zeros), bool(ordered))
+        size = 0 if group == "row" else int(group[1:])
+        return cls(kind, bits, size, scale, bool(zeros), bool(ordered), 8 if inputs else 0)
 
     @property
     def per_byte(self) -> int:

@@ -298,6 +298,18 @@ def _mixture_of_experts() -> list[Sample]:
                 "bias": [torch.randn(3, 4)],
             },
         ),
+        Sample("npu_moe_init_routing_v2", "int8", (x.bfloat16(), experts), {**routing, "quant_mode": 1}),
+        Sample(
+            "npu_grouped_matmul",
+            "int8",
+            ([rows.mul(9).to(torch.int8)], [weights.mul(9).to(torch.int8)]),
+            {
+                **grouped,
+                "scale": [torch.rand(3, 4).bfloat16()],
+                "per_token_scale": [torch.rand(10)],
+                "output_dtype": 15,
+            },
+        ),
         Sample("npu_moe_finalize_routing", "columns", finalize, {"drop_pad_mode": 0}),
         Sample("npu_moe_finalize_routing", "rows", (rows, None, None, None, *finalize[4:6], None, 2)),
         Sample("npu_moe_finalize_routing", "k", (rows, None, None, None, None, places, None, 2, 2)),
@@ -367,7 +379,53 @@ def _chains() -> list[Sample]:
 
 def _quantization() -> list[Sample]:
     x = torch.randn(2, 3, 8)
+    whole, matrix = (torch.randint(-128, 128, shape, dtype=torch.int8) for shape in ((5, 64), (64, 16)))
+    scales, rows, bias = torch.rand(16), torch.rand(5), torch.rand(16)
+    half = {"activate_left": True, "quant_mode": 1}
+    sums = torch.randint(-999, 999, (5, 128), dtype=torch.int32)
+    norm = x.bfloat16(), x.bfloat16(), torch.rand(8).bfloat16()
     return [
+        Sample("npu_quant_matmul", "bf16", (whole, matrix, scales), {"pertoken_scale": rows, "output_dtype": 15}),
+        Sample(
+            "npu_quant_matmul",
+            "bf16 scales, bias",
+            (whole, matrix, scales.bfloat16()),
+            {"pertoken_scale": rows, "output_dtype": 15, "bias": bias.bfloat16()},
+        ),
+        Sample(
+            "npu_quant_matmul",
+            "fp16, view",
+            (whole, matrix.t().contiguous().t(), scales),
+            {"pertoken_scale": rows, "output_dtype": 5, "bias": bias},
+        ),
+        Sample("npu_quant_matmul", "int32", (whole, matrix, scales), {"output_dtype": 3}),
+        Sample("npu_quant_matmul", "int8", (whole, matrix, scales)),
+        Sample("npu_weight_quant_batchmatmul", "int8", (torch.randn(5, 64).bfloat16(), matrix, scales.bfloat16())),
+        Sample(
+            "npu_weight_quant_batchmatmul",
+            "int4",
+            (
+                torch.randn(5, 64).half(),
+                torch.randint(-(2**31), 2**31 - 1, (64, 2), dtype=torch.int32),
+                *(torch.rand(2, 2, 16).half()),
+                *(None, None, bias.half(), 32),
+            ),
+        ),
+        Sample("npu_dequant_swiglu_quant", "bf16", (torch.randn(5, 128).bfloat16(),), half),
+        Sample(
+            "npu_dequant_swiglu_quant",
+            "sums",
+            (sums,),
+            {**half, "weight_scale": torch.rand(1, 128), "activation_scale": torch.rand(5, 1)},
+        ),
+        Sample(
+            "npu_dequant_swiglu_quant",
+            "groups",
+            (torch.randn(5, 128).bfloat16(),),
+            {**half, "group_index": torch.tensor([2, 0, 3])},
+        ),
+        Sample("npu_add_rms_norm_dynamic_quant", "bf16", norm, {"output_mask": [True, False]}),
+        Sample("npu_add_rms_norm_dynamic_quant", "no mask", tuple(t.half() for t in norm), {"epsilon": 1e-5}),
         Sample("npu_dynamic_quant", "plain", (x.bfloat16(),)),
         Sample("npu_dynamic_quant", "smooth", (x.half(),), {"smooth_scales": torch.rand(8).half()}),
         Sample("npu_dynamic_quant", "strided", (torch.randn(3, 2, 8).transpose(0, 1),)),

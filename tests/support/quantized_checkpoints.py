@@ -199,8 +199,11 @@ def _blocks(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {"_blocks": blocks, "_scales": (scales.log2() + 127).to(torch.uint8)}, dense.mT
 
 
-def _ct(kind: str, **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+_ROWS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+
+
+def _ct(kind: str, inputs: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",
         "format": kind,
@@ -275,6 +278,9 @@ FORMATS: dict[str, Format] = {
         _ct("pack-quantized", num_bits=8, type="int", symmetric=False, group_size=32),
     ),
     "ct-w8a8": Format(lambda w: _bytes(w), _ct("int-quantized", num_bits=8, type="int", strategy="channel")),
+    "ct-w8a8-dynamic": Format(
+        lambda w: _bytes(w), _ct("int-quantized", _ROWS, num_bits=8, type="int", strategy="channel")
+    ),
     "ct-fp8": Format(
         lambda w: _e4m3(w, 1, 0, torch.bfloat16, "weight_scale"),
         _ct("float-quantized", num_bits=8, type="float", strategy="channel"),

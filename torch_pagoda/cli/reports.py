@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .engine_options import pass_selection
+from .engine_options import Quantization, pass_selection
 from .errors import one_line_errors
 from .format_table import format_table
 from .phases import show_phases
@@ -57,6 +57,7 @@ def inspect(
     torchair: Annotated[
         bool, typer.Option(help="Let the real torchair convert the graph for an NPU, where it is set up.")
     ] = True,
+    quantization: Quantization = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with drawings there.", metavar="FILE")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write everything as JSON there; '-': stdout.", metavar="FILE")
@@ -95,6 +96,7 @@ def inspect(
                 verify=verify,
                 opt_level=opt_level,
                 passes=pass_selection(skip_pass, only_pass),
+                quantization=quantization,
             )
         if html is not None:
             explanation.to_html(html, layer)

@@ -121,7 +121,7 @@ def flat_graph(
 
 def is_constant(traced: TracedGraph, name: str) -> bool:
     """True if the placeholder receives the same tensor at every call, which is known when the graph is linked."""
-    return name in traced.constants or name in traced.notes.merged
+    return name in traced.constants or name in traced.notes.made_when_linked
 
 
 def _sizes(used: Sequence[tuple[int, fx.Node]], traced: TracedGraph) -> Iterator[tuple[int, int]]:

@@ -5,6 +5,9 @@ in every step (a discontiguous input), and most operators take none. A matrix th
 the format FRACTAL_NZ, tiles of 16 × 16 in the order of the cube unit, which the products convert to otherwise. Such a
 tensor cannot be viewed, sliced or made contiguous afterwards (``npu_format_cast`` in the vendor's documentation), so
 everything that reads it has to take it whole.
+
+What products read in 8 bits is made here of the weight, which is rounded or stored so by a quantised checkpoint.
+Stored weights that other operators read are unpacked.
 """
 
 from __future__ import annotations
@@ -19,18 +22,21 @@ from torch.utils import _pytree as pytree
 
 from ....passes import TracedGraph
 from ....runtime.ops import npu  # noqa: F401  registers the operators
+from ....runtime.ops.stored_weight import StoredWeight
 from ...weights.merged_weights import link_merged_weights
+from .quantized_weights import check_inputs, make_inputs
 
 log = logging.getLogger(__name__)
 
 FRACTAL_NZ = 29
 """``torch_npu.Format.FRACTAL_NZ``."""
 
-_TILE = 16
+_TILES = {torch.float16: (16, 16), torch.bfloat16: (16, 16), torch.int8: (16, 32)}
 # Which of an operator's arguments may come in that format.
 _MATRICES = {
     torch.ops.npu.npu_linear: ("weight",),
     torch.ops.npu.npu_grouped_matmul: ("weight",),
+    torch.ops.npu.npu_quant_matmul: ("x2",),
     torch.ops.npu.npu_mla_prolog_v3: ("weight_dq", "weight_uq_qr", "weight_dkv_kr"),
 }
 # Operators that take no other.
@@ -69,7 +75,7 @@ def plan_weights(traced: TracedGraph) -> list[WeightPlan]:
     return plans
 
 
-def prepare_weights(traced: TracedGraph, *, fractal_nz: bool, release: bool) -> int:
+def prepare_weights(traced: TracedGraph, *, fractal_nz: bool, release: bool, check: bool = False) -> int:
     """Prepare the weights of a lowered graph, one at a time. On a CPU no format is cast.
 
     Args:
@@ -78,12 +84,16 @@ def prepare_weights(traced: TracedGraph, *, fractal_nz: bool, release: bool) -> 
             cast in any case.
         release: free each source once it is copied, unless something else reads it. Only for weights that nobody else
             uses: the module cannot run by itself afterwards.
+        check: compare weights that are made of others with these.
 
     Returns:
         bytes of the new tensors.
+
+    Raises:
+        UnsupportedModel: a rounded weight is wrong.
     """
     link_merged_weights(traced)
-    size = 0
+    size = _make_quantized(traced, release, check) + _unpack_stored(traced, release)
     for plan in plan_weights(traced):
         old = traced.constants[plan.name]
         new = old.detach().contiguous() if plan.contiguous else old
@@ -108,13 +118,49 @@ def prepare_weights(traced: TracedGraph, *, fractal_nz: bool, release: bool) -> 
     return size
 
 
+def _make_quantized(traced: TracedGraph, release: bool, check: bool) -> int:
+    """Make the inputs of quantised products, and free what they are made of where nothing else reads it; their
+    bytes."""
+    size = 0
+    for inputs in traced.notes.quantized:
+        if inputs.numbers in traced.constants:
+            continue
+        weight = traced.constants[inputs.source]
+        made = make_inputs(weight, inputs)
+        if check:
+            check_inputs(weight, inputs, made)
+        traced.constants.update(made)
+        size += sum(tensor.numel() * tensor.element_size() for tensor in made.values())
+        if not traced.placeholder(inputs.source).users:
+            _let_go(traced, inputs.source, weight, release)
+    for name, source in traced.notes.widened.items():
+        if name not in traced.constants:
+            traced.constants[name] = traced.constants[source].detach().float()
+            traced.notes.fold(traced.notes.merged.get(source, (source,)))
+    return size
+
+
+def _unpack_stored(traced: TracedGraph, release: bool) -> int:
+    """Make ordinary tensors of stored weights, of those that something reads; their bytes."""
+    size = 0
+    for node in traced.placeholders:
+        stored = traced.constants.get(node.name)
+        if isinstance(stored, StoredWeight) and node.users:
+            dense = stored.dense()
+            _let_go(traced, node.name, stored, release)
+            traced.constants[node.name] = dense
+            size += dense.numel() * dense.element_size()
+    return size
+
+
 def _why_not_nz(node: fx.Node, tensor: torch.Tensor) -> str:
-    if tensor.dim() != 2:
+    tiles = _TILES.get(tensor.dtype)
+    if tensor.dim() != 2 and not (tensor.dim() == 3 and tensor.dtype is torch.int8):
         return f"it has {tensor.dim()} dims, not 2"
-    if tensor.dtype not in (torch.float16, torch.bfloat16):
-        return f"it is {tensor.dtype}, not float16 or bfloat16"
-    if any(size % _TILE for size in tensor.shape):
-        return f"its sizes {tuple(tensor.shape)} are no multiples of {_TILE}"
+    if tiles is None:
+        return f"it is {tensor.dtype}, not float16, bfloat16 or int8"
+    if any(size % tile for size, tile in zip(tensor.shape[-2:], tiles, strict=True)):
+        return f"its sizes {tuple(tensor.shape)} are no multiples of {tiles[0] if len({*tiles}) == 1 else tiles}"
     for user in node.users:
         if not _takes_whole(user, node):
             return f"{user.name} reads it too, and is no matrix product of the whole"
@@ -148,12 +194,26 @@ def _cast_to_nz(weight: torch.Tensor) -> torch.Tensor:
 
 def _let_go(traced: TracedGraph, name: str, old: torch.Tensor, release: bool) -> None:
     """Free what lies in the memory of ``old``, or note that the program holds a copy of it."""
-    memory = old.untyped_storage().data_ptr()
-    sharing = {n: t for n, t in traced.constants.items() if n != name and t.untyped_storage().data_ptr() == memory}
+    memory = _memory(old)
+    sharing = {n: t for n, t in traced.constants.items() if n != name and _memory(t) == memory}
     read = {node.name for node in traced.placeholders if node.users}
     traced.notes.merged.pop(name, None)
-    if release and not read & set(sharing):
+    waits = {inputs.source for inputs in traced.notes.quantized if inputs.numbers not in traced.constants}
+    if release and not (read | waits) & set(sharing):
         for tensor in (*sharing.values(), old):
-            tensor.data = tensor.new_empty(0)
+            if isinstance(tensor, StoredWeight):
+                tensor.release()
+            else:
+                tensor.data = tensor.new_empty(0)
     else:
-        traced.notes.fold(sharing)
+        traced.notes.fold((*sharing, name) if name in _parameters(traced) else sharing)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where its elements lie."""
+    return (tensor.codes if isinstance(tensor, StoredWeight) else tensor).untyped_storage().data_ptr()
+
+
+def _parameters(traced: TracedGraph) -> frozenset[str]:
+    """Inputs whose tensors are the module's own."""
+    return frozenset(name for name, tensor in traced.constants.items() if isinstance(tensor, torch.nn.Parameter))

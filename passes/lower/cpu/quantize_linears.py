@@ -23,16 +23,14 @@ from torch import fx
 from ....runtime.ops.native import FLOAT_CODES
 from ....runtime.ops.quantized_linear import quantized_linear
 from ....runtime.ops.quantized_weight import DEFAULT_GROUP_SIZES, LARGEST_INPUTS
-from ...graph.data_movement import RESHAPES
-from ...graph.fx_nodes import argument, callee, shape, value
+from ...graph.fx_nodes import argument, shape, value
 from ...graph.packed_weights import PackedWeights
 from ...graph.record import PassRecord
 from ...graph.rewrite_each import rewrite_each
+from ...graph.routers import chooses_experts
 from ...graph.traced import TracedGraph
 
 _HEAD_GROUP = DEFAULT_GROUP_SIZES[8]
-_CHOICES = frozenset(("moe_gating", "topk", "sort", "argmax"))
-_FORMS = RESHAPES | frozenset("_to_copy softmax _softmax sigmoid add squeeze unsqueeze".split())
 
 
 def quantize_linears(traced: TracedGraph) -> PassRecord:
@@ -71,10 +69,4 @@ def _refusal(node: fx.Node) -> str:
         return f"no quantized products of {weight.dtype} on {weight.device}"
     if weight.shape[1] > LARGEST_INPUTS:
         return f"sums of {weight.shape[1]} products overflow"
-    return "it is a router" if _chooses(node) else ""
-
-
-def _chooses(node: fx.Node) -> bool:
-    """Tell whether experts are chosen by the result, perhaps after its form, type or norm has changed."""
-    names = {user: callee(user).partition(".")[0] for user in node.users}
-    return any(name in _CHOICES or (name in _FORMS and _chooses(user)) for user, name in names.items())
+    return "it is a router" if chooses_experts(node) else ""

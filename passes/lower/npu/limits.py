@@ -19,7 +19,15 @@ from ...graph.npu_target import Product
 from .attention_limits import ATTENTION_RULES, CACHE_WRITE_RULES, PROMPT_RULES, RULES_V2
 from .call import Call
 from .latent.limits import KV_RMSNORM_ROPE_CACHE_RULES, PROLOG_ALIKE, PROLOG_RULES, TRANSPOSE_BATCHMATMUL_RULES
-from .moe_limits import chosen_experts, expert_groups, grouped_matmul, routed_experts
+from .moe_limits import chosen_experts, expert_groups, grouped_matmul, rounded_rows, routed_experts
+from .quant_limits import (
+    one_quantised_result,
+    per_row_int8,
+    quant_matmul_dtypes,
+    quant_matmul_shapes,
+    swiglu_of_left_half,
+    weight_quant_matmul,
+)
 from .rope_limits import ROTARY_RULES
 from .state_limits import chunk_state, delta_shapes, eager_or_captured, float32_decays
 
@@ -31,6 +39,7 @@ DENSE_INPUTS = ("query", "key", "value", "query_rope", "key_rope", "atten_mask",
 HALF = frozenset({torch.float16, torch.bfloat16})
 FLOAT = HALF | {torch.float32}
 INDEX = frozenset({torch.int32, torch.int64})
+INT8 = frozenset({torch.int8})
 
 
 @dataclass(frozen=True)
@@ -242,7 +251,7 @@ LIMITS: dict[str, Limits] = {
         ranks={"x": (2,), "expert_idx": (2,)},
         rules=[
             given("drop_pad_mode", 0),
-            given("quant_mode", -1),
+            rounded_rows,
             given("expert_tokens_num_flag", True),
             routed_experts,
             # Whatever is asked for, this chip says where each expert's rows end.
@@ -304,6 +313,36 @@ LIMITS: dict[str, Limits] = {
             chunk_state,
             dense("query", "key", "value", "beta", "initial_state", "g", "actual_seq_lengths"),
         ],
+    ),
+    "npu_dynamic_quant": Limits(
+        frozenset({A2, A3, A5}), {"input": HALF}, ranks={"input": tuple(range(2, 9))}, rules=[per_row_int8]
+    ),
+    # The document names no 950; torchair has a branch of its own for it (QuantBatchMatmulV4).
+    "npu_quant_matmul": Limits(
+        frozenset({A2, A3, A5, INFERENCE}),
+        {"x1": INT8, "x2": INT8, "scale": frozenset({torch.float32, torch.bfloat16})},
+        ranks={"x1": (2,), "x2": (2,), "scale": (1,), "pertoken_scale": (1,), "bias": (1,)},
+        rules=[quant_matmul_dtypes, quant_matmul_shapes, dense("x1")],
+    ),
+    "npu_weight_quant_batchmatmul": Limits(
+        frozenset({A2, A3, INFERENCE}),
+        {"x": HALF, "weight": frozenset({torch.int8, torch.int32})},
+        alike=[("x", "antiquant_scale", "antiquant_offset")],
+        ranks={"x": (2,), "weight": (2,)},
+        rules=[weight_quant_matmul, given("inner_precise", 0)],
+    ),
+    "npu_add_rms_norm_dynamic_quant": Limits(
+        frozenset({A2, A3, A5}),
+        {"x1": HALF},
+        alike=[("x1", "x2", "gamma")],
+        ranks={"x1": tuple(range(2, 9)), "gamma": (1,)},
+        rules=[_weight_is_last_dim, one_quantised_result],
+    ),
+    "npu_dequant_swiglu_quant": Limits(
+        frozenset({A2, A3}),
+        {"x": HALF | {torch.int32}},
+        ranks={"x": (2,)},
+        rules=[swiglu_of_left_half, dense("x")],
     ),
     "npu_scatter_nd_update_": Limits(
         frozenset({A2, A3, INFERENCE}),

@@ -45,7 +45,7 @@ def lower_npu_linears(traced: TracedGraph) -> PassRecord:
             if new is None:
                 site.keep()
                 continue
-            new = traced.call(_aten.reshape.default, new, _sizes_like(traced, node, int(shape(weight)[0])))
+            new = traced.call(_aten.reshape.default, new, sizes_like(traced, node, int(shape(weight)[0])))
         site.replace(new)
     eliminate_dead_code(traced.graph)
     return record
@@ -58,7 +58,7 @@ def _stored_transposed(site: Site, x: fx.Node, weight: fx.Node, bias: fx.Node | 
     return site.aten(_aten.addmm.default, bias, rows, weight)
 
 
-def _sizes_like(traced: TracedGraph, node: fx.Node, features: int) -> list[Any]:
+def sizes_like(traced: TracedGraph, node: fx.Node, features: int) -> list[Any]:
     """Sizes for a view with the leading dims of ``node``, one of which may vary."""
     leading = shape(node)[:-1]
     varying = [i for i, size in enumerate(leading) if is_dynamic(size)]

@@ -88,6 +88,11 @@ class Site:
         self.record.matches += 1
         self.keep()
 
+    def leave(self) -> None:
+        """Note that the node stays; what was inserted for it is not chosen."""
+        self._chosen.clear()
+        self.keep()
+
     def keep(self) -> None:
         """Note what was chosen, or that nothing was."""
         self.record.routes.append(

@@ -1,8 +1,8 @@
 """Runnable CPU semantics of `npu::` operators; importing this package registers them.
 
-They are those that lowering emits, and ten more for graphs of other makers: npu_incre_flash_attention,
+They are those that lowering emits, and nine more for graphs of other makers: npu_incre_flash_attention,
 scatter_update_, npu_add_rms_norm_cast, npu_gelu_mul, npu_silu, npu_moe_compute_expert_tokens,
-npu_qkv_rms_norm_rope_cache, npu_dynamic_quant, npu_quantize and npu_recurrent_gated_delta_rule.
+npu_qkv_rms_norm_rope_cache, npu_quantize and npu_recurrent_gated_delta_rule.
 
 With torch_npu in the process, or importable, it is imported first and only CPU kernels are added. Without it the
 operators are defined from their vendor schemas, with fakes, so that a lowered graph traces and runs anywhere.
@@ -28,8 +28,11 @@ from . import (
     moe_routing,
     norm,
     norm_rope_cache,
+    quant_matmul,
     quantize,
     rope,
+    swiglu_quant,
+    weight_quant_matmul,
 )
 from .registration import register
 
@@ -47,6 +50,9 @@ OPERATORS = (
     *norm_rope_cache.OPERATORS,
     *mla_prolog.OPERATORS,
     *quantize.OPERATORS,
+    *quant_matmul.OPERATORS,
+    *swiglu_quant.OPERATORS,
+    *weight_quant_matmul.OPERATORS,
     *gated_delta_rule.OPERATORS,
 )
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from .numerics import refuse_given, widened
+from .quantize import rows_to_int8
 from .registration import Operator
 
 MAX_EXPERTS, MAX_EXPERTS_IN_PAIRS = 10240, 5120
@@ -45,11 +46,12 @@ def npu_moe_init_routing_v2(
     Args:
         x: ``[T, H]``.
         expert_idx: int32 ``[T, K]``.
-        scale: fp32 ``[T]``, moved along with the rows.
+        scale: fp32 ``[T]``, moved along with the rows; None with ``quant_mode`` 1.
         expert_num: E.
         expert_tokens_num_type: 0: where each expert's rows end, 1: how many there are, 2: pairs (expert, rows) of the
             experts that have any, ``[E, 2]`` filled with 0.
         expert_tokens_num_flag: whether these are returned; else a scalar without meaning is.
+        quant_mode: -1, or 1: rows are rounded to int8, with a scale for each (``max / 127``).
         active_expert_range: ``[first, end)`` of the experts that are computed here; () for all.
         row_idx_type: 0: row ``i`` of the expanded choices lies at ``expanded_row_idx[i]`` (-1: its expert is not
             active), the map that npu_moe_finalize_routing takes with drop_pad_mode 2. 1: row ``i`` of the result is
@@ -57,17 +59,19 @@ def npu_moe_init_routing_v2(
 
     Returns:
         ``expanded_x [T·K, H]`` (0 behind the active rows; undefined on a device), ``expanded_row_idx [T·K]`` int32,
-        the counts int64, and ``expanded_scale [T·K]`` fp32 (0 without ``scale``).
+        the counts int64, and ``expanded_scale [T·K]`` fp32 (0 without ``scale`` and ``quant_mode`` 1; NaN behind the
+        active rows with that).
 
     Raises:
         ValueError: shapes, dtypes or ranges that do not fit.
-        NotImplementedError: drop_pad_mode 1, quantization, fewer active rows than there are.
+        NotImplementedError: drop_pad_mode 1, other quantizations, fewer active rows than there are.
     """
     refuse_given(
         "npu_moe_init_routing_v2",
         offset=offset,
         drop_pad_mode=drop_pad_mode or None,
-        quant_mode=None if quant_mode == -1 else quant_mode,
+        quant_mode=None if quant_mode in (-1, 1) else quant_mode,
+        scale=scale if quant_mode == 1 else None,
         active_num=active_num if 0 < active_num < expert_idx.numel() else None,
         x_dtype=x_dtype,
     )
@@ -102,11 +106,14 @@ def npu_moe_init_routing_v2(
     counts = torch.bincount(choices, minlength=expert_num)[first:end]
     active = int(counts.sum())
     sources = order[:active] // expert_idx.shape[1]
+    of_rows = scale
+    if quant_mode == 1:
+        x, of_rows = rows_to_int8(x.float())
     expanded = x.new_zeros((len(choices), x.shape[1]))
     expanded[:active] = x[sources]
-    expanded_scale = torch.zeros(len(choices))
-    if scale is not None:
-        expanded_scale[:active] = scale[sources]
+    expanded_scale = torch.full((len(choices),), torch.nan if quant_mode == 1 else 0.0)
+    if of_rows is not None:
+        expanded_scale[:active] = of_rows[sources]
     if row_idx_type == 1:
         rows = order.int()
     else:
@@ -268,7 +275,7 @@ def _init_routing_fake(
     refuse_given(
         "npu_moe_init_routing_v2",
         drop_pad_mode=drop_pad_mode or None,
-        quant_mode=None if quant_mode == -1 else quant_mode,
+        quant_mode=None if quant_mode in (-1, 1) else quant_mode,
     )
     choices = expert_idx.shape[0] * expert_idx.shape[1]
     rows = choices if active_num <= 0 else min(active_num, choices)
@@ -278,7 +285,7 @@ def _init_routing_fake(
     elif expert_tokens_num_flag:
         counts = [active_expert_range[1] - active_expert_range[0] if len(active_expert_range) else expert_num]
     return (
-        x.new_empty((rows, x.shape[1])),
+        x.new_empty((rows, x.shape[1]), dtype=torch.int8 if quant_mode == 1 else x.dtype),
         x.new_empty((choices,), dtype=torch.int32),
         x.new_empty(counts, dtype=torch.int64),
         x.new_empty((rows,), dtype=torch.float32),

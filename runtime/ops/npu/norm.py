@@ -1,15 +1,19 @@
-"""`npu::` norms: npu_rms_norm, npu_add_rms_norm(_cast), npu_gemma_rms_norm, npu_add_layer_norm.
+"""`npu::` norms: npu_rms_norm, npu_add_rms_norm(_cast, _dynamic_quant), npu_gemma_rms_norm, npu_add_layer_norm.
 
-Source: op-plugin, docs `torch_npu-npu_rms_norm.md` and `…-npu_add_rms_norm.md`, golden tests
-`test_npu_add_rms_norm(_cast)`, `test_npu_gemma_rms_norm` and `test_npu_add_layer_norm`. The statistics have the dims
-of the input, 1 where ``gamma`` has dims.
+Source: op-plugin, docs `torch_npu-npu_rms_norm.md`, `…-npu_add_rms_norm.md` and
+`…-npu_add_rms_norm_dynamic_quant.md`, golden tests `test_npu_add_rms_norm(_cast, _dynamic_quant)`,
+`test_npu_gemma_rms_norm` and `test_npu_add_layer_norm`. The statistics have the dims of the input, 1 where ``gamma``
+has dims.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from .numerics import check_floating, stored_like, widened
+from .numerics import check_floating, refuse_given, stored_like, widened
+from .quantize import rows_to_int8
 from .registration import Operator
 
 
@@ -66,6 +70,44 @@ def npu_add_rms_norm_cast(
     """:func:`npu_add_rms_norm` that returns ``(y in fp32, y, rstd, x)``; both ``y`` come from the unrounded value."""
     wide, normed, rstd, total = _add_rms_norm(x1, x2, gamma, epsilon)
     return stored_like(wide, x1, torch.float32), normed, rstd, total
+
+
+def npu_add_rms_norm_dynamic_quant(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    gamma: torch.Tensor,
+    *,
+    epsilon: float = 1e-6,
+    output_mask: Sequence[bool] | None = None,
+    **others: object,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The norm of ``x1 + x2`` in int8 with a scale per row, ``max / 127``; nothing is rounded before.
+
+    Args:
+        x1, x2: one shape and dtype.
+        gamma: ``[x1.shape[-1]]``, of their dtype.
+        output_mask: None or [True, False]: there is one result and no second one.
+
+    Returns:
+        ``(y1, y2, x, scale1, scale2)``: int8 like ``x1``, an empty tensor, the sum in the dtype of ``x1``, fp32
+        ``x1.shape[:-1]``, and an empty tensor.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+        NotImplementedError: smoothing, a second result, a shift, other dtypes.
+    """
+    refuse_given(
+        "npu_add_rms_norm_dynamic_quant",
+        output_mask=None if output_mask is None or list(output_mask) == [True, False] else output_mask,
+        **others,
+    )
+    _check_sum(x1, x2)
+    _check_gamma("gamma", gamma, x1, fp32_allowed=False)
+    total = widened(x1) + widened(x2)
+    normed, _ = _rms_norm(total, gamma, epsilon)
+    quantized, scale = rows_to_int8((normed * widened(gamma)).float())
+    none = x1.new_empty(0, dtype=torch.int8), x1.new_empty(0, dtype=torch.float32)
+    return quantized, none[0], total.to(x1.dtype).contiguous(), scale, none[1]
 
 
 def npu_add_layer_norm(
@@ -165,6 +207,14 @@ def _add_rms_norm_cast_fake(
     return wide, torch.empty_like(x1), _statistics(x1, gamma), torch.empty_like(x1)
 
 
+def _add_rms_norm_dynamic_quant_fake(
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, **_: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    quantized, scale = x1.new_empty(x1.shape, dtype=torch.int8), x1.new_empty(x1.shape[:-1], dtype=torch.float32)
+    none = x1.new_empty(0, dtype=torch.int8), x1.new_empty(0, dtype=torch.float32)
+    return quantized, none[0], x1.new_empty(x1.shape), scale, none[1]
+
+
 def _add_layer_norm_fake(
     x1: torch.Tensor,
     x2: torch.Tensor,
@@ -182,5 +232,6 @@ OPERATORS = (
     Operator("npu_gemma_rms_norm", npu_gemma_rms_norm, _rms_norm_fake),
     Operator("npu_add_rms_norm", npu_add_rms_norm, _add_rms_norm_fake),
     Operator("npu_add_rms_norm_cast", npu_add_rms_norm_cast, _add_rms_norm_cast_fake),
+    Operator("npu_add_rms_norm_dynamic_quant", npu_add_rms_norm_dynamic_quant, _add_rms_norm_dynamic_quant_fake),
     Operator("npu_add_layer_norm", npu_add_layer_norm, _add_layer_norm_fake),
 )

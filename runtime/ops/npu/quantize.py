@@ -51,9 +51,15 @@ def npu_dynamic_quant(
         if smooth_scales.shape != input.shape[-1:]:
             raise ValueError(f"smooth_scales has shape {tuple(smooth_scales.shape)}; it must be {input.shape[-1:]}")
         wide = wide * smooth_scales.float()
+    quantized, scale = rows_to_int8(wide)
+    return stored_like(quantized, input, torch.int8), scale
+
+
+def rows_to_int8(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows ``[..., N]`` of fp32 in int8, and their scales ``[...]``, ``max / 127``; a row of zeros has scale 0."""
     scale = wide.abs().amax(-1, keepdim=True) / 127
     quantized = torch.where(scale > 0, wide / scale, 0.0).round().clamp(-128, 127)
-    return stored_like(quantized, input, torch.int8), scale.squeeze(-1).contiguous()
+    return quantized.to(torch.int8), scale.squeeze(-1).contiguous()
 
 
 def npu_quantize(

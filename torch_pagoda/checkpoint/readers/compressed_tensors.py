@@ -114,7 +114,8 @@ def _bytes(module: Quantized) -> torch.Tensor:
         zeros = unsigned(points)
     size = group_of(module, inputs, scales.shape[1])
     _check_stated(module, 8, size, "weight")
-    form = WeightFormat("int", 8, size, scale_name(scales.dtype), zeros is not None)
+    input_bits = 8 if _rounds_rows(module.settings) else 0
+    form = WeightFormat("int", 8, size, scale_name(scales.dtype), zeros is not None, input_bits=input_bits)
     return module.stored(form, unsigned(weight), scales, zeros)
 
 
@@ -204,6 +205,20 @@ def _weights(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     found = list(groups.values()) if isinstance(groups, Mapping) else []
     stated = [group.get("weights") for group in found if isinstance(group, Mapping)]
     return [entry for entry in stated if isinstance(entry, Mapping)]
+
+
+def _rounds_rows(settings: Mapping[str, Any]) -> bool:
+    """Tell whether all groups of the config ask for inputs of 8 bits, each row with the scale that it comes to."""
+    groups = settings.get("config_groups")
+    found = list(groups.values()) if isinstance(groups, Mapping) else []
+    inputs = [group.get("input_activations") for group in found if isinstance(group, Mapping)]
+    return bool(inputs) and all(
+        isinstance(entry, Mapping)
+        and (entry.get("num_bits"), entry.get("type"), entry.get("strategy")) == (8, "int", "token")
+        and entry.get("dynamic") is True
+        and entry.get("symmetric", True) is True
+        for entry in inputs
+    )
 
 
 def _check_stated(module: Quantized, bits: int, size: int, leaf: str) -> None:

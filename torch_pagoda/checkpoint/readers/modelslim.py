@@ -37,7 +37,8 @@ def read_modelslim(module: Quantized) -> dict[str, torch.Tensor]:
 def _weight(module: Quantized, weight: torch.Tensor, scales: torch.Tensor) -> dict[str, torch.Tensor]:
     if scales.shape[0] != weight.shape[0]:
         raise BadTensor(f"{module.name!r} has scales for {scales.shape[0]} outputs of {weight.shape[0]}")
-    form = WeightFormat("int", 8, 0, scale_name(scales.dtype))
+    input_bits = 8 if module.kind == "W8A8_DYNAMIC" else 0
+    form = WeightFormat("int", 8, 0, scale_name(scales.dtype), input_bits=input_bits)
     return {f"{module.name}.weight": module.stored(form, unsigned(weight), scales.contiguous())}
 
 

@@ -136,6 +136,26 @@ def test_estimate_of_a_decode_step_by_hand(llama: Any, explained: Explanation) -
     assert prefill.bound_by == "compute" and prefill.step == Step(1024, 1024, 1)
 
 
+def test_bytes_and_operations_of_int8(llama: Any, explained: Explanation) -> None:
+    rounded = explain(llama, target="npu", quantization="int8", context=CONTEXT, torchair=False, verify="off")
+    assert rounded.npu is not None and explained.npu is not None
+    matrices = [p for layer in llama.model.layers for p in layer.parameters() if p.dim() == 2] + [
+        llama.lm_head.weight
+    ]
+    # Of 16 bits they become 8, and each output gets a scale in float32.
+    spared = sum(p.numel() for p in matrices) - 4 * sum(len(p) for p in matrices)
+    for whole, half in zip(explained.npu.estimates, rounded.npu.estimates, strict=True):
+        assert whole.moved.weights - half.moved.weights == spared
+        assert half.flops == whole.flops and half.compute_seconds is not None
+    whole, half = explained.npu.estimates[0], rounded.npu.estimates[0]
+    products = 2 * sum(p.numel() for p in matrices)
+    assert whole.compute_seconds is not None and half.compute_seconds is not None
+    assert whole.compute_seconds - half.compute_seconds == pytest.approx(products / 2 / (20 * 1.8e9 * 8192))
+    kinds = {route.operator: route.chosen for route in rounded.npu.routes}
+    assert kinds["npu.npu_linear"] in (("npu.npu_quant_matmul",), ("npu.npu_dynamic_quant", "npu.npu_quant_matmul"))
+    assert rounded.leftovers == []
+
+
 def test_dict_survives_json(explained: Explanation) -> None:
     plain = json.loads(json.dumps(explained.to_dict(), allow_nan=False))
     npu = plain["npu"]

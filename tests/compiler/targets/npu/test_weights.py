@@ -63,6 +63,18 @@ def grouped(x, weight):
     return npu.npu_grouped_matmul.default([x], [weight], split_item=3, group_type=0)
 
 
+def quantized(x, weight):
+    return npu.npu_quant_matmul.default(x, weight, x, pertoken_scale=x, output_dtype=15)
+
+
+def weight_only(x, weight):
+    return npu.npu_weight_quant_batchmatmul.default(x, weight, x)
+
+
+def int8(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int8)
+
+
 def added(x, weight, bias):
     return npu.npu_linear.default(x, weight, bias)
 
@@ -73,10 +85,15 @@ def added(x, weight, bias):
         (linear, bf16(32, 32), ""),
         (grouped, bf16(32, 32), ""),
         (linear, bf16(32, 32).half(), ""),
-        (linear, bf16(32, 32).float(), "it is torch.float32, not float16 or bfloat16"),
+        (linear, bf16(32, 32).float(), "it is torch.float32, not float16, bfloat16 or int8"),
         (linear, bf16(24, 32), "its sizes (24, 32) are no multiples of 16"),
         (linear, bf16(32, 40), "its sizes (32, 40) are no multiples of 16"),
         (grouped, bf16(4, 32, 32), "it has 3 dims, not 2"),
+        (quantized, int8(32, 32), ""),
+        (quantized, int8(32, 48), "its sizes (32, 48) are no multiples of (16, 32)"),
+        (quantized, int8(24, 32), "its sizes (24, 32) are no multiples of (16, 32)"),
+        (grouped, int8(4, 32, 32), ""),
+        (weight_only, int8(32, 32).int(), "it is torch.int32, not float16, bfloat16 or int8"),
         (tied, bf16(32, 32), "embedding_default reads it too, and is no matrix product of the whole"),
         (sliced, bf16(32, 32), "slice_tensor reads it too, and is no matrix product of the whole"),
         (transposed, bf16(32, 32), "t_default reads it too, and is no matrix product of the whole"),

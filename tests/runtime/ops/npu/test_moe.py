@@ -15,6 +15,7 @@ from torch_pagoda.runtime.ops.npu.moe_routing import (
     npu_moe_init_routing_v2,
     npu_moe_token_unpermute,
 )
+from torch_pagoda.runtime.ops.npu.swiglu_quant import npu_dequant_swiglu_quant
 
 TOKENS, EXPERTS, CHOICES, HIDDEN = 6, 16, 3, 8
 
@@ -277,7 +278,7 @@ def test_refusals(call, match):
         (lambda: npu_moe_gating_top_k(LOGITS, 2, input_ids=X), "input_ids"),
         (lambda: npu_moe_gating_top_k_softmax(LOGITS, X), "finished"),
         (lambda: npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, drop_pad_mode=1), "drop_pad_mode"),
-        (lambda: npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, quant_mode=1), "quant_mode"),
+        (lambda: npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, quant_mode=2), "quant_mode"),
         (lambda: npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, active_num=5), "active_num"),
         (lambda: npu_moe_token_unpermute(X, PLACES[:6], padded_mode=True), "padded_mode"),
         (lambda: npu_moe_token_unpermute(X, PLACES[:6], restore_shape=[6, 8]), "restore_shape"),
@@ -286,7 +287,7 @@ def test_refusals(call, match):
         (lambda: npu_grouped_matmul([X], [WEIGHT], group_list_type=2, **GROUPED), "group_list_type"),
         (lambda: npu_grouped_matmul([X], [WEIGHT], act_type=5, **GROUPED), "act_type"),
         (lambda: npu_grouped_matmul([X], [WEIGHT], scale=[X], **GROUPED), "scale"),
-        (lambda: npu_grouped_matmul([X.to(torch.int8)], [WEIGHT], **GROUPED), "quantized"),
+        (lambda: npu_grouped_matmul([X.to(torch.int8)], [WEIGHT], **GROUPED), "int8 by int8"),
         (lambda: npu_grouped_matmul([X, X], [WEIGHT], **GROUPED), "x holds 2"),
     ],
 )
@@ -314,3 +315,116 @@ def test_a_traced_scale_of_a_batched_product_is_refused():
     with FakeTensorMode(), pytest.raises(NotImplementedError, match="scale"):
         x, weight = torch.empty(16, 2, 32), torch.empty(2, 32, 16)
         torch.ops.npu.npu_transpose_batchmatmul(x, weight, scale=torch.empty(32), perm_x1=[1, 0, 2])
+
+
+def int8(*shape, seed=0):
+    return torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+
+
+@pytest.mark.parametrize("code", [15, 5, 6])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_int8_in_groups(code, bias):
+    rows, weight, counts = int8(7, 40), int8(3, 40, 6, seed=1), torch.tensor([2, 0, 5])
+    scale = ((torch.rand(3, 6) + 0.5) / 64).to(torch.bfloat16 if code == 15 else torch.float32)
+    of_rows, biases = torch.rand(7) + 0.5, torch.randint(-9999, 9999, (3, 6), dtype=torch.int32)
+    given = {"split_item": 3, "group_type": 0, "group_list_type": 1, "group_list": counts}
+    (found,) = npu_grouped_matmul(
+        [rows],
+        [weight],
+        scale=[scale],
+        per_token_scale=[of_rows],
+        bias=[biases] if bias else None,
+        output_dtype=code,
+        **given,
+    )
+    group = torch.tensor([0, 0, 2, 2, 2, 2, 2])
+    sums = torch.einsum("mk,mkn->mn", rows.double(), weight.double()[group])
+    sums = sums + biases.double()[group] if bias else sums
+    exact = sums * scale.double()[group] * of_rows.double()[:, None]
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8 if code == 15 else 2**-10, atol=1e-3)
+    for change in ({"per_token_scale": [of_rows.roll(1)]}, {"scale": [scale.roll(1, 0)]}):
+        more = {"scale": [scale], "per_token_scale": [of_rows], "output_dtype": code, **change}
+        (other,) = npu_grouped_matmul([rows], [weight], **given, **more)
+        assert not torch.allclose(other.double(), exact, rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"scale": [torch.rand(3, 6)]}, r"scale is torch.float32 \(3, 6\); torch.bfloat16"),
+        ({"scale": [torch.rand(6).bfloat16()]}, r"scale is torch.bfloat16 \(6,\)"),
+        ({"per_token_scale": [torch.rand(6)]}, r"per_token_scale is torch.float32 \(6,\)"),
+        ({"bias": [torch.rand(3, 6)]}, "bias is torch.float32"),
+    ],
+)
+def test_scales_of_groups_that_do_not_fit(change, words):
+    given = {
+        "scale": [torch.rand(3, 6).bfloat16()],
+        "per_token_scale": [torch.rand(7)],
+        "output_dtype": 15,
+        "split_item": 3,
+        "group_type": 0,
+        "group_list_type": 1,
+        "group_list": torch.tensor([2, 0, 5]),
+        **change,
+    }
+    with pytest.raises(ValueError, match=words):
+        npu_grouped_matmul([int8(7, 40)], [int8(3, 40, 6)], **given)
+
+
+@pytest.mark.parametrize("code", [None, 1, 3])
+def test_products_of_int8_need_a_float_result(code):
+    given = {"split_item": 3, "group_type": 0, "group_list_type": 1, "group_list": torch.tensor([2, 0, 5])}
+    with pytest.raises(NotImplementedError, match="output_dtype"):
+        npu_grouped_matmul([int8(7, 40)], [int8(3, 40, 6)], output_dtype=code, **given)
+
+
+def test_routing_that_rounds_its_rows():
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    experts = torch.tensor([[0, 3], [3, 1], [0, 1], [2, 3], [1, 0]], dtype=torch.int32)
+    given = {"expert_num": 4, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True}
+    plain = npu_moe_init_routing_v2(x, experts, active_expert_range=[0, 4], **given)
+    rows, places, counts, scale = npu_moe_init_routing_v2(
+        x, experts, quant_mode=1, active_expert_range=[0, 4], **given
+    )
+    assert rows.dtype is torch.int8 and torch.equal(places, plain[1]) and torch.equal(counts, plain[2])
+    torch.testing.assert_close(scale.double(), plain[0].double().abs().amax(-1) / 127, rtol=1e-6, atol=0)
+    off = (rows.double() * scale.double()[:, None] - plain[0].double()).abs()
+    assert (off <= 0.5001 * scale.double()[:, None]).all()
+    # Rows behind those of the active experts are no numbers.
+    some = npu_moe_init_routing_v2(x, experts, quant_mode=1, active_expert_range=[0, 2], **given)
+    active = int(some[2].sum())
+    assert 0 < active < 10 and some[3][active:].isnan().all() and some[3][:active].isfinite().all()
+    with pytest.raises(NotImplementedError, match="quant_mode"):
+        npu_moe_init_routing_v2(x, experts, quant_mode=0, active_expert_range=[0, 4], **given)
+
+
+def test_rows_behind_the_groups_would_show():
+    """What no expert is chosen for is NaN from the routing to the end; all rows of a step have one."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 128, generator=generator)
+    experts = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(5)]).int()
+    up = int8(4, 128, 256)
+
+    def run(end):
+        given = {"expert_num": 4, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True}
+        rows, places, counts, scale = npu_moe_init_routing_v2(
+            x, experts, quant_mode=1, active_expert_range=[0, end], **given
+        )
+        groups = {"split_item": 3, "group_type": 0, "group_list_type": 1}
+        used = int(counts.sum())
+        (hidden,) = npu_grouped_matmul(
+            [rows[:used]],
+            [up[:end]],
+            scale=[torch.ones(end, 256)],
+            per_token_scale=[scale[:used]],
+            output_dtype=6,
+            group_list=counts,
+            **groups,
+        )
+        hidden = torch.cat([hidden, torch.zeros(len(rows) - used, 256)])
+        whole, unit = npu_dequant_swiglu_quant(hidden, group_index=counts, activate_left=True, quant_mode=1)
+        return unit, whole, places
+
+    assert run(4)[0].isfinite().all()
+    assert run(3)[0].isnan().any()

@@ -10,6 +10,7 @@ from torch_pagoda.runtime.ops.npu.norm import (
     npu_add_layer_norm,
     npu_add_rms_norm,
     npu_add_rms_norm_cast,
+    npu_add_rms_norm_dynamic_quant,
     npu_gemma_rms_norm,
     npu_rms_norm,
 )
@@ -118,3 +119,27 @@ def test_add_layer_norm_of_two_dtypes_is_in_fp32(dtypes, assert_close):
 def test_what_is_no_floating_point_number_is_refused(call, match):
     with pytest.raises(ValueError, match=match):
         call(torch.ones(2, 64, dtype=torch.int32), torch.ones(2, 64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_norm_that_rounds_to_int8(dtype):
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(2, 3, 64, generator=generator).to(dtype) for _ in range(2))
+    gamma = (torch.rand(64, generator=generator) + 0.5).to(dtype)
+    y, none, total, scale, no_scale = npu_add_rms_norm_dynamic_quant(
+        a, b, gamma, epsilon=1e-3, output_mask=[True, False]
+    )
+    assert none.numel() == no_scale.numel() == 0 and y.dtype is torch.int8 and scale.dtype is torch.float32
+    wide = a.double() + b.double()
+    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt() * gamma.double()
+    torch.testing.assert_close(scale.double(), normed.abs().amax(-1) / 127, rtol=1e-5, atol=0)
+    off = (y.double() * scale.double()[..., None] - normed).abs()
+    assert (off <= 0.5001 * scale.double()[..., None]).all()
+    assert torch.equal(total, (a.float() + b.float()).to(dtype))
+
+
+def test_a_second_rounded_norm_is_refused():
+    x = torch.randn(2, 8)
+    for given in ({"output_mask": [True, True]}, {"smooth_scale1": x[0]}, {"beta": x[0]}, {"y_dtype": 16}):
+        with pytest.raises(NotImplementedError, match=next(iter(given))):
+            npu_add_rms_norm_dynamic_quant(x, x, x[0], **given)

@@ -1,0 +1,133 @@
+"""What linking makes of weights that products of Ascend read in 8 or 4 bits: whole numbers, scales and offsets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ....passes import UnsupportedModel
+from ....passes.graph.notes import QuantizedInputs
+from ....runtime.ops.npu.int4 import pack_int4, unpack_int4
+from ....runtime.ops.quantized_weight import Quantization, round_weight
+from ....runtime.ops.stored_weight import StoredWeight, as_dense
+from ....runtime.ops.weight_format import unpacked_pairs
+
+_SAMPLED = 64
+"""Outputs at the beginning and at the end of a matrix that are looked at."""
+_MOST_OFF = {8: 0.51, 4: 2.2}
+"""Scales by which an entry may be off: half of one, and where that loses less in all, what 4 bits cut off."""
+_AS_STORED = 1e-3
+"""Likewise, of the largest entry, of weights that a checkpoint stores in scales that are kept."""
+
+
+def make_inputs(weight: torch.Tensor, inputs: QuantizedInputs) -> dict[str, torch.Tensor]:
+    """The tensors of ``inputs``, by name.
+
+    Args:
+        weight: ``[out, in]`` or what ``QuantizedInputs.source`` says, of floats or stored.
+        inputs: what is to be made of it.
+    """
+    if weight.dim() == 3:
+        parts = [make_inputs(matrix, replace(inputs, turned=True)) for matrix in weight.detach().unbind(0)]
+        return {name: torch.stack([part[name] for part in parts]) for name in inputs.made}
+    matrix = weight.detach().transpose(0, 1) if inputs.turned else weight.detach()
+    scheme, dtype = inputs.quantization, inputs.scale_dtype
+    if isinstance(matrix, StoredWeight):
+        numbers, scales, zeros = _stored_numbers(matrix, scheme.bits)
+    else:
+        numbers, scales = _rounded(matrix, scheme, dtype)
+        zeros = None
+    numbers = numbers.transpose(0, 1)
+    made = {
+        inputs.numbers: pack_int4(numbers) if scheme.bits == 4 else numbers.contiguous(),
+        inputs.scales: _of_groups(scales, scheme).to(dtype),
+    }
+    if inputs.offsets:
+        assert zeros is not None
+        # The operator adds it to numbers around 0.
+        made[inputs.offsets] = _of_groups((1 << (scheme.bits - 1)) - zeros.float(), scheme).to(dtype)
+    return made
+
+
+def _of_groups(table: torch.Tensor, scheme: Quantization) -> torch.Tensor:
+    """``[groups, out]`` of ``[out, groups]``; ``[out]`` where there is one group."""
+    return table.transpose(0, 1).contiguous() if scheme.group_size else table.flatten().contiguous()
+
+
+def _stored_numbers(weight: StoredWeight, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Of a weight ``[out, in]``: numbers around 0 in int8, scales and zeros ``[out, groups]``."""
+    if bits == 8:
+        return weight.codes.view(torch.int8) ^ -128, weight.scales, weight.zeros
+    return unpacked_pairs(weight.codes).to(torch.int8) - 8, weight.scales, weight.zeros
+
+
+def _rounded(
+    matrix: torch.Tensor, quantization: Quantization, scale_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole numbers ``[out, in]`` and scales ``[out, groups]`` as they are kept, which the numbers are right for."""
+    numbers, scales = round_weight(matrix, quantization)
+    if scale_dtype is torch.float32:
+        return numbers, scales
+    kept = scales.to(scale_dtype)
+    wide = _of_inputs(kept.float(), quantization, matrix.shape[1])
+    most = 127 if quantization.bits == 8 else 7
+    least = -127 if quantization.bits == 8 else -8
+    numbers = torch.where(wide != 0, matrix.float() / wide, 0.0).round().clamp(least, most).to(torch.int8)
+    return numbers, kept
+
+
+def _of_inputs(table: torch.Tensor, scheme: Quantization, inputs: int) -> torch.Tensor:
+    """A table ``[out, groups]`` with a column for each input; one that broadcasts where there is one group."""
+    return table.repeat_interleave(scheme.group_size, 1)[:, :inputs] if scheme.group_size else table
+
+
+def check_inputs(weight: torch.Tensor, inputs: QuantizedInputs, made: dict[str, torch.Tensor]) -> None:
+    """Compare the first and the last outputs of what was made of a weight with it.
+
+    Args:
+        weight: as it was.
+        inputs: what was to be made of it.
+        made: what ``make_inputs`` returned.
+
+    Raises:
+        UnsupportedModel: an entry is farther off than rounding explains.
+    """
+    numbers, scales = made[inputs.numbers], made[inputs.scales]
+    if weight.dim() == 3:
+        for expert in {0, len(weight) - 1}:
+            parts = {name: tensor[expert] for name, tensor in made.items()}
+            check_inputs(weight[expert], replace(inputs, turned=True), parts)
+        return
+    scheme = inputs.quantization
+    numbers = (unpack_int4(numbers) if scheme.bits == 4 else numbers).t()
+    scales = scales.t() if scheme.group_size else scales[:, None]
+    offsets = made.get(inputs.offsets)
+    offsets = None if offsets is None else (offsets.t() if scheme.group_size else offsets[:, None])
+    width = numbers.shape[1]
+    plain = weight.detach().transpose(0, 1) if inputs.turned else weight.detach()
+    if isinstance(plain, StoredWeight):  # the inputs are put in order, not the columns
+        form = replace(plain.form, ordered=False)
+        plain = plain.replaced(form=form, order=None, dtype=torch.float32)
+    for first in {0, max(0, len(numbers) - _SAMPLED)}:
+        some = slice(first, first + _SAMPLED)
+        exact = as_dense(plain[some]).float()
+        if not exact.isfinite().all():
+            continue  # NaN in, NaN out
+        unit = _of_inputs(scales[some].float(), scheme, width)
+        whole = numbers[some].float()
+        if offsets is not None:
+            whole = whole + _of_inputs(offsets[some].float(), scheme, width)
+        off = (whole * unit - exact).abs()
+        most = exact.abs() * _kept(inputs.scale_dtype) if inputs.stored else _MOST_OFF[scheme.bits] * unit.abs()
+        wrong = int((off > most + 1e-30).sum())
+        if wrong:
+            raise UnsupportedModel(
+                f"{wrong} entries of the weight {inputs.source!r} are wrong when it is rounded to {scheme.bits} "
+                "bits; please report it. verify='off' serves it regardless"
+            )
+
+
+def _kept(dtype: torch.dtype) -> float:
+    """What storing a number in a dtype may change of it."""
+    return _AS_STORED if dtype is torch.float32 else 2.0 * torch.finfo(dtype).eps

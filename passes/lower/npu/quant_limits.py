@@ -1,0 +1,143 @@
+"""Limits of the operators on rounded numbers: op-plugin docs npu_dynamic_quant, npu_quant_matmul,
+npu_weight_quant_batchmatmul, npu_add_rms_norm_dynamic_quant and npu_dequant_swiglu_quant."""
+
+from __future__ import annotations
+
+import torch
+
+from ....runtime.ops.npu.int4 import PER_INT32
+from ....runtime.ops.npu.numerics import DTYPES_BY_CODE
+from ....runtime.ops.npu.quant_matmul import MAX_QUANT_DIM
+from ....runtime.ops.npu.swiglu_quant import GROUPED_SWIGLU_MULTIPLE, MAX_GROUPED_SWIGLU
+from ....runtime.ops.npu.weight_quant_matmul import GROUP_MULTIPLE, MAX_WEIGHT_DIM
+from ...graph.npu_target import Product
+from .call import Call
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def per_row_int8(call: Call) -> str:
+    """npu_dynamic_quant: int8 with a scale per row; other modes and groups are for other chips or need smoothing."""
+    if call["quant_mode"] != "pertoken" or call["dst_type"] not in (None, 1) or call["dst_type_max"]:
+        return "quant_mode must be 'pertoken', dst_type int8, dst_type_max 0"
+    return "group_index needs smooth_scales" if call["group_index"] is not None else ""
+
+
+def quant_matmul_dtypes(call: Call) -> str:
+    """What npu_quant_matmul takes together.
+
+    Its result is int8 unless ``output_dtype`` says otherwise. Without scales of rows a graph takes scales of fp16 and
+    int8 results as int64 only, which npu_trans_quant_param makes.
+    """
+    code = call["output_dtype"]
+    result = None if code is None else call.target.counted(DTYPES_BY_CODE.get(code, torch.bool))
+    if result not in _HALF:
+        return f"output_dtype is {code}, {'int8' if result is None else result}; bfloat16 (15) or float16 (5)"
+    scale, rows, bias = (call.tensor(name) for name in ("scale", "pertoken_scale", "bias"))
+    assert scale is not None
+    if scale.dtype is torch.bfloat16 and result is not torch.bfloat16:
+        return f"scale is torch.bfloat16 beside a result of {result}; it must be torch.float32"
+    if rows is None:
+        return "pertoken_scale is not given"
+    if call.target.product is Product.INFERENCE:
+        return "this chip takes no pertoken_scale"
+    if rows.dtype is not torch.float32:
+        return f"pertoken_scale is {rows.dtype}; it must be torch.float32"
+    if bias is not None and bias.dtype not in (torch.int32, torch.float32) and bias.dtype is not result:
+        return f"bias is {bias.dtype}; torch.int32, torch.float32 or {result}"
+    return "offset is for results of int8" if call["offset"] is not None else ""
+
+
+def quant_matmul_shapes(call: Call) -> str:
+    """``[M, K]`` by ``[K, N]``, or the transposed view of ``[N, K]``; last dims up to 65535."""
+    x1, x2 = call.shape("x1"), call.shape("x2")
+    outputs = x2[1]
+    if x1[1] != x2[0]:
+        return f"x1 is {x1} and x2 {x2}"
+    for name, size in (("x1", x1[1]), ("x2", outputs)):
+        if size is None or size > MAX_QUANT_DIM:
+            return f"the last dim of {name} is {size}; at most {MAX_QUANT_DIM}"
+    tensor = call.tensor("x2")
+    assert tensor is not None
+    if not (tensor.is_contiguous() or tensor.t().is_contiguous()):
+        return "x2 is neither contiguous nor the transposed view of what is"
+    for name, sizes in (("scale", ((1,), (outputs,))), ("bias", ((outputs,),)), ("pertoken_scale", ((x1[0],),))):
+        if call.tensor(name) is not None and call.shape(name) not in sizes:
+            return f"{name} is {call.shape(name)} beside x1 {x1} and x2 {x2}"
+    return ""
+
+
+def weight_quant_matmul(call: Call) -> str:
+    """npu_weight_quant_batchmatmul over 8 bits, or 4 in int32, with results of 16 bits.
+
+    Its offsets are added to the numbers before these are scaled. Scales as int64, and results of int8, are refused.
+    """
+    weight, scale = call.tensor("weight"), call.tensor("antiquant_scale")
+    assert weight is not None and scale is not None
+    packed = weight.dtype is torch.int32
+    if packed and call.target.product is Product.INFERENCE:
+        return "this chip reads no weights of 4 bits"
+    if packed and not weight.is_contiguous():
+        return "weight is torch.int32 and not contiguous"
+    x, (inputs, outputs) = call.shape("x"), call.shape("weight")
+    if inputs is None or outputs is None or x[1] != inputs:
+        return f"x is {x} and weight {call.shape('weight')}"
+    outputs *= PER_INT32 if packed else 1
+    if max(inputs, outputs) > MAX_WEIGHT_DIM:
+        return f"the weight is {(inputs, outputs)}; both sizes at most {MAX_WEIGHT_DIM}"
+    group = call["antiquant_group_size"]
+    if group and (group % GROUP_MULTIPLE or not GROUP_MULTIPLE <= group < inputs):
+        return f"groups of {group} of {inputs} inputs; a multiple of {GROUP_MULTIPLE}, and fewer than all"
+    sizes = [(-(-inputs // group), outputs)] if group else [(outputs,), (1, outputs), (1,)]
+    if call.shape("antiquant_scale") not in sizes:
+        return f"antiquant_scale is {call.shape('antiquant_scale')}; {sizes[0]}"
+    if call["antiquant_offset"] is not None and call.shape("antiquant_offset") != call.shape("antiquant_scale"):
+        return f"antiquant_offset is {call.shape('antiquant_offset')}; {call.shape('antiquant_scale')}"
+    bias = call.tensor("bias")
+    if bias is not None:
+        wanted = torch.float32 if call.dtype("x") is torch.bfloat16 else torch.float16
+        if bias.dtype is not wanted or tuple(bias.shape) not in ((outputs,), (1, outputs)):
+            return f"bias is {bias.dtype} {tuple(bias.shape)}; {wanted} {(outputs,)} beside {call.dtype('x')}"
+    given = [name for name in ("quant_scale", "quant_offset", "weight_dtype") if call[name] is not None]
+    return f"{given[0]} is given" if given else ""
+
+
+def one_quantised_result(call: Call) -> str:
+    """npu_add_rms_norm_dynamic_quant: the second result needs a second smoothing."""
+    mask = call["output_mask"]
+    if mask is None or list(mask) != [True, False]:
+        return f"output_mask is {mask}; [True, False]"
+    given = [name for name in ("smooth_scale1", "smooth_scale2", "beta", "y_dtype") if call[name] is not None]
+    return f"{given[0]} is given" if given else ""
+
+
+def swiglu_of_left_half(call: Call) -> str:
+    """npu_dequant_swiglu_quant: the gate is the left half, which the operator does not take for it by itself."""
+    if call["activate_left"] is not True or call["quant_mode"] != 1 or call["swiglu_mode"] != 0:
+        return "activate_left must be True, quant_mode 1, swiglu_mode 0"
+    size = call.shape("x")[1]
+    if size is None or size % 2:
+        return f"dim 1 of x is {size}; it must be even"
+    scales = [name for name in ("weight_scale", "activation_scale") if call[name] is not None]
+    if call.dtype("x") is torch.int32:
+        if len(scales) < 2:
+            return "x is torch.int32; weight_scale and activation_scale are needed"
+    elif scales:
+        return f"{scales[0]} is for sums of torch.int32"
+    if call["bias"] is not None or call["quant_offset"] is not None or call["quant_scale"] is not None:
+        return "bias, quant_scale and quant_offset are not given"
+    return grouped_swiglu(call, size // 2)
+
+
+def grouped_swiglu(call: Call, size: int) -> str:
+    """Its limits where rows come in groups, which ``group_index`` counts."""
+    groups = call.tensor("group_index")
+    if groups is None:
+        return ""
+    if groups.dtype is not torch.int64 or groups.dim() != 1:
+        return f"group_index is {groups.dtype} of {groups.dim()} dims; counts of torch.int64"
+    if size > MAX_GROUPED_SWIGLU or size % GROUPED_SWIGLU_MULTIPLE:
+        return (
+            f"results of {size} with group_index; a multiple of {GROUPED_SWIGLU_MULTIPLE} up to {MAX_GROUPED_SWIGLU}"
+        )
+    return ""

@@ -1,0 +1,118 @@
+"""Graph inputs of quantised products for Ascend: what linking is to make of a weight, noted once for each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from ....runtime.ops.npu.int4 import PER_INT32
+from ....runtime.ops.quantized_weight import Quantization
+from ....runtime.ops.stored_weight import StoredWeight
+from ...graph.fx_nodes import shape, value
+from ...graph.notes import QuantizedInputs
+from ...graph.traced import TracedGraph
+
+
+class Rounded(NamedTuple):
+    """The graph inputs that stand for a weight; see ``QuantizedInputs``."""
+
+    numbers: fx.Node
+    scales: fx.Node
+    offsets: fx.Node | None
+
+
+class QuantizedInputsOf:
+    """Gives the products of a graph inputs for rounded weights; ``close`` notes those that are read.
+
+    Args:
+        traced: the graph.
+    """
+
+    def __init__(self, traced: TracedGraph) -> None:
+        self.traced = traced
+        self._made: dict[fx.Node, QuantizedInputs] = {}
+        self._wide: dict[str, str] = {}
+
+    def is_parameter(self, weight: fx.Node) -> bool:
+        """True if a weight is a graph input that always receives the same tensor."""
+        names = self.traced.constants, self.traced.notes.merged
+        return weight.op == "placeholder" and any(weight.name in known for known in names)
+
+    def stored(self, weight: fx.Node) -> StoredWeight | None:
+        """A weight, or one of those that are its rows, as a quantised checkpoint stores it; None: as floats."""
+        sources = self.traced.notes.merged.get(weight.name, (weight.name,))
+        found = self.traced.constants.get(sources[0])
+        return found if isinstance(found, StoredWeight) else None
+
+    def of(
+        self, weight: fx.Node, quantization: Quantization, scale_dtype: torch.dtype, *, turned: bool = False
+    ) -> Rounded:
+        """The inputs for a weight.
+
+        Args:
+            weight: see ``QuantizedInputs.source``; of 4 bits, 8 divides its outputs.
+            quantization: how it is rounded, or stored.
+            scale_dtype: of scales and offsets.
+            turned: it is ``[in, out]``.
+        """
+        if weight not in self._made:
+            stored = self.stored(weight) is not None
+            parts = [f"int{quantization.bits}", "scales", "offsets"][: 3 if quantization.zeros else 2]
+            names = [self._free_name(f"{part}_{weight.name}") for part in parts]
+            made = QuantizedInputs(
+                weight.name, names[0], names[1], "".join(names[2:]), quantization, scale_dtype, turned, stored
+            )
+            self._made[weight] = made
+            *experts, inputs, outputs = map(int, shape(weight))
+            if not turned and not experts:
+                inputs, outputs = outputs, inputs
+            if quantization.bits == 4:
+                self._add(made.numbers, [*experts, inputs, outputs // PER_INT32], torch.int32, weight)
+            else:
+                self._add(made.numbers, [*experts, inputs, outputs], torch.int8, weight)
+            groups = [-(-inputs // quantization.group_size)] if quantization.group_size else []
+            for name in made.made[1:]:
+                self._add(name, [*experts, *groups, outputs], scale_dtype, weight)
+        made = self._made[weight]
+        offsets = self.traced.placeholder(made.offsets) if made.offsets else None
+        return Rounded(self.traced.placeholder(made.numbers), self.traced.placeholder(made.scales), offsets)
+
+    def wide(self, bias: fx.Node) -> fx.Node:
+        """The graph input for a bias in float32."""
+        if value(bias).dtype is torch.float32:
+            return bias
+        name = next((made for made, source in self._wide.items() if source == bias.name), "")
+        if not name:
+            name = self._free_name(f"float32_{bias.name}")
+            self._wide[name] = bias.name
+            self._add(name, [*map(int, shape(bias))], torch.float32, bias)
+        return self.traced.placeholder(name)
+
+    def close(self) -> None:
+        """Note what is read in ``traced.notes``, and take the other inputs back."""
+        notes = self.traced.notes
+        for made in self._made.values():
+            nodes = [self.traced.placeholder(name) for name in made.made]
+            if any(node.users for node in nodes):
+                notes.quantized.append(made)
+                continue
+            for node in nodes:
+                self.traced.graph.erase_node(node)
+        for name, source in self._wide.items():
+            node = self.traced.placeholder(name)
+            if node.users:
+                notes.widened[name] = source
+            else:
+                self.traced.graph.erase_node(node)
+
+    def _add(self, name: str, sizes: list[int], dtype: torch.dtype, like: fx.Node) -> None:
+        with self.traced.fake_mode:
+            example = torch.empty(sizes, dtype=dtype, device=value(like).device)
+        self.traced.add_deferred_constant(name, example)
+
+    def _free_name(self, name: str) -> str:
+        while any(node.name == name for node in self.traced.placeholders):
+            name += "_"
+        return name

@@ -1,0 +1,208 @@
+"""Products of rounded matrices for Ascend, over weights that are rounded or that a quantised checkpoint stores so.
+
+Matches:
+    npu_linear(x, W, b), mm(x, W), addmm(b, x, W)      # parameters; linear(x, W, b) on chips without the first
+Becomes:
+    q, s = npu_dynamic_quant(x)                        # int8, a scale for each row
+    npu_quant_matmul(q, W8, scales, pertoken_scale=s, bias=b, output_dtype=...)    # W8 [in, out], made when linked
+    or, where inputs keep 16 bits,
+    npu_weight_quant_batchmatmul(x, W8 or W4, scales, offsets, bias=b, antiquant_group_size=...)
+Why it is faster:
+    Decoding waits for weights: half or a quarter of the bytes of bf16 take about as much of the time. Prompts wait
+    for multiplications, of which the chips do twice as many in int8.
+
+Level 0: where asked for (``quantization``) the numbers change, and weights that are stored rounded are served so at
+every level; inputs in an order of their own are gathered first. Routers are not rounded, since another expert is no
+small error. What the limits refuse stays a product of floats, with the reason: a head of more than 65535 tokens, for
+instance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from ....runtime.ops.npu.int4 import PER_INT32
+from ....runtime.ops.quantized_weight import Quantization
+from ...graph.fx_nodes import eliminate_dead_code, shape, value
+from ...graph.record import PassRecord
+from ...graph.routers import chooses_experts
+from ...graph.traced import TracedGraph
+from .linears import sizes_like
+from .quantized_inputs import QuantizedInputsOf
+from .site import Site
+
+_aten, _npu = torch.ops.aten, torch.ops.npu
+DTYPE_CODES = {torch.bfloat16: 15, torch.float16: 5, torch.float32: 6}
+"""As ``output_dtype`` spells them; no chip makes float32, whose limits count it as the dtype that it stands for."""
+ROWS = Quantization(8, 0, 8)
+"""A scale for each output, and inputs of 8 bits with one for each row."""
+
+
+class Product(NamedTuple):
+    """A product of rows and a parameter.
+
+    Attributes:
+        rows: ``[M, in]``; of ``linear`` with more dims in front.
+        weight: ``[out, in]``, or ``[in, out]`` where it is ``turned``.
+        bias: ``[out]`` or None.
+        turned: see ``weight``.
+    """
+
+    rows: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    turned: bool
+
+
+def quantize_npu_linears(traced: TracedGraph) -> PassRecord:
+    """Replace products of floats; ``traced.notes.quantized`` lists the weights. Flat (paged) graphs only: elsewhere
+    the caller owns the weights."""
+    record = PassRecord("quantise_npu_linears")
+    if not traced.paged:
+        return record
+    inputs = QuantizedInputsOf(traced)
+    products = _Products(inputs)
+    for node in list(traced.graph.nodes):
+        product = product_of(node)
+        if product is None or (traced.quantization is None and inputs.stored(product.weight) is None):
+            continue
+        scheme = _scheme_of(traced, inputs, node, product)
+        if isinstance(scheme, str):
+            record.reject(node, scheme)
+            continue
+        site = Site(traced, node, record)
+        with traced.before(node):
+            is_linear = node.target is _aten.linear.default
+            if is_linear:
+                product = product._replace(rows=products.as_matrix(site, product.rows))
+            make = products.of_int8 if scheme.input_bits == 8 else products.of_weights
+            new = make(site, product, scheme)
+            if new is not None and is_linear:
+                new = traced.call(_aten.reshape.default, new, sizes_like(traced, node, int(shape(node)[-1])))
+        if new is None:
+            site.leave()
+            record.reject(node, "; ".join(why for _, why in site.refused))
+        else:
+            site.replace(new)
+    eliminate_dead_code(traced.graph)
+    inputs.close()
+    return record
+
+
+def product_of(node: fx.Node) -> Product | None:
+    """The product that a node of a lowered graph is; None for any other node."""
+    given: Any = (*node.args, None)
+    if node.target is _aten.linear.default and len(shape(given[1])) == 2:
+        return Product(given[0], given[1], given[2], False)
+    if node.target is _npu.npu_linear.default:
+        return Product(given[0], given[1], given[2], False)
+    if node.target is _aten.mm.default:
+        return Product(given[0], given[1], None, True)
+    if node.target is _aten.addmm.default and not node.kwargs:
+        return Product(given[1], given[2], given[0], True)
+    return None
+
+
+def _scheme_of(traced: TracedGraph, inputs: QuantizedInputsOf, node: fx.Node, product: Product) -> Quantization | str:
+    """How the weight of a product is rounded, or stored; or why it stays one of floats."""
+    if not inputs.is_parameter(product.weight):
+        return "the weight is computed, not a parameter"
+    outputs, width = map(int, shape(product.weight))
+    if product.turned:
+        outputs, width = width, outputs
+    stored, scheme = inputs.stored(product.weight), traced.quantization
+    if stored is not None:
+        form = stored.form
+        if form.code != "int":
+            return f"no operator for weights that are stored as {form}"
+        whole = form.input_bits == 8 and form.bits == 8 and not (form.group_size or form.zeros or form.ordered)
+        scheme = Quantization(form.bits, form.group_size, 8 if whole else 16, form.zeros)
+    elif chooses_experts(node):
+        return "it is a router"
+    assert scheme is not None
+    if stored is None and scheme.bits < 8 and outputs == shape(traced.output.args[0][0])[-1]:  # type: ignore[index,arg-type]
+        scheme = replace(scheme, bits=8, group_size=0)  # the head: its errors go straight into the logits
+    if scheme.group_size >= width:
+        scheme = replace(scheme, group_size=0)
+    if scheme.bits == 4 and outputs % PER_INT32:
+        return f"{outputs} outputs of 4 bits; {PER_INT32} share an int32"
+    return scheme
+
+
+class _Products:
+    """Puts products of rounded numbers in the place of those of floats.
+
+    Args:
+        inputs: for the weights.
+    """
+
+    def __init__(self, inputs: QuantizedInputsOf) -> None:
+        self._inputs = inputs
+        self._rounded: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
+        self._ordered: dict[tuple[fx.Node, bytes], fx.Node] = {}
+        self._matrices: dict[fx.Node, fx.Node] = {}
+
+    def as_matrix(self, site: Site, x: fx.Node) -> fx.Node:
+        """``x`` as rows; once for products that share it."""
+        if x not in self._matrices:
+            self._matrices[x] = site.traced.call(_aten.reshape.default, x, [-1, int(shape(x)[-1])])
+        return self._matrices[x]
+
+    def of_int8(self, site: Site, product: Product, scheme: Quantization) -> fx.Node | None:
+        """The product of int8; None where it is not legal. Products of the same rows round them once."""
+        rows, weight, bias, turned = product
+        dtype = value(rows).dtype
+        if dtype not in DTYPE_CODES:
+            site.refuse("npu.npu_quant_matmul", f"the inputs are {dtype}")
+            return None
+        if rows not in self._rounded:
+            both = site.call(_npu.npu_dynamic_quant.default, rows)
+            if both is None:
+                return None
+            self._rounded[rows] = site.item(both, 0), site.item(both, 1)
+        numbers, scales, _ = self._inputs.of(weight, scheme, torch.float32, turned=turned)
+        return site.call(
+            _npu.npu_quant_matmul.default,
+            self._rounded[rows][0],
+            numbers,
+            scales,
+            pertoken_scale=self._rounded[rows][1],
+            bias=bias,
+            output_dtype=DTYPE_CODES[dtype],
+        )
+
+    def of_weights(self, site: Site, product: Product, scheme: Quantization) -> fx.Node | None:
+        """The product of 16 bits and a rounded weight; None where it is not legal."""
+        rows, weight, bias, turned = product
+        dtype, stored = value(rows).dtype, self._inputs.stored(weight)
+        if stored is not None and stored.order is not None:
+            rows = self._in_order(site, rows, stored.order)
+        if bias is not None and site.target.counted(dtype) is torch.bfloat16:
+            if not self._inputs.is_parameter(bias):
+                site.refuse("npu.npu_weight_quant_batchmatmul", "the bias is computed, not a parameter")
+                return None
+            bias = self._inputs.wide(bias)
+        numbers, scales, offsets = self._inputs.of(weight, scheme, dtype, turned=turned)
+        return site.call(
+            _npu.npu_weight_quant_batchmatmul.default,
+            rows,
+            numbers,
+            scales,
+            offsets,
+            None,
+            None,
+            bias,
+            scheme.group_size,
+        )
+
+    def _in_order(self, site: Site, rows: fx.Node, order: torch.Tensor) -> fx.Node:
+        """``rows`` with their columns in another order; once for products that share both."""
+        key = rows, order.numpy().tobytes()
+        if key not in self._ordered:
+            constant = site.traced.shared_constant(f"order_{rows.name}_{len(self._ordered)}", lambda: order)
+            self._ordered[key] = site.aten(_aten.index_select.default, rows, 1, constant)
+        return self._ordered[key]

@@ -1,0 +1,104 @@
+"""`npu::npu_dequant_swiglu_quant`: a gated activation and the rounding of its result in one.
+
+Source: op-plugin, doc `torch_npu-npu_dequant_swiglu_quant.md`, golden test `test_npu_dequant_swiglu_quant`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .numerics import refuse_given
+from .quantize import rows_to_int8
+from .registration import Operator
+
+MAX_GROUPED_SWIGLU, GROUPED_SWIGLU_MULTIPLE = 10496, 64
+"""The size of the result with ``group_index``: the largest, and what divides it."""
+_UNDEFINED = 77
+
+
+def npu_dequant_swiglu_quant(
+    x: torch.Tensor,
+    *,
+    weight_scale: torch.Tensor | None = None,
+    activation_scale: torch.Tensor | None = None,
+    group_index: torch.Tensor | None = None,
+    activate_left: bool = False,
+    quant_mode: int = 0,
+    swiglu_mode: int = 0,
+    clamp_limit: float = 7.0,
+    glu_alpha: float = 1.702,
+    glu_bias: float = 1.0,
+    **others: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``silu(a) · b`` of the halves of ``x``, rounded to int8 with a scale per row.
+
+    Args:
+        x: ``[T, 2 H]``: fp16, bf16 (fp32 to compare); or int32, sums that the two scales turn into numbers.
+        weight_scale: fp32 ``[G, 2 H]``, with int32.
+        activation_scale: fp32 ``[T, 1]``, with int32.
+        group_index: int64 ``[G]``, the rows of each group. Rows behind those of all groups are undefined on a
+            device; here their scale is NaN.
+        activate_left: SiLU goes over the left half, as in npu_swiglu. By default it goes over the right one.
+        quant_mode: 1, a scale for each row (``max / 127``).
+        swiglu_mode: 0.
+
+    Returns:
+        int8 ``[T, H]`` and fp32 ``[T]``.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+        NotImplementedError: static scales, smoothing, biases, the clipped forms.
+    """
+    refuse_given(
+        "npu_dequant_swiglu_quant",
+        quant_mode=None if quant_mode == 1 else quant_mode,
+        swiglu_mode=swiglu_mode or None,
+        **others,
+    )
+    if x.dim() != 2 or x.shape[1] % 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [T, 2 H]")
+    rows, half = len(x), x.shape[1] // 2
+    counts = [rows] if group_index is None else _counts(group_index, rows)
+    if group_index is not None and (half > MAX_GROUPED_SWIGLU or half % GROUPED_SWIGLU_MULTIPLE):
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; with group_index H must be a multiple of {GROUPED_SWIGLU_MULTIPLE} and "
+            f"at most {MAX_GROUPED_SWIGLU}"
+        )
+    numbers = x.float()
+    if x.dtype is torch.int32:
+        if weight_scale is None or activation_scale is None:
+            raise ValueError("x is int32; weight_scale and activation_scale are needed")
+        if weight_scale.shape != (len(counts), 2 * half) or activation_scale.shape != (rows, 1):
+            raise ValueError(
+                f"weight_scale has shape {tuple(weight_scale.shape)} and activation_scale "
+                f"{tuple(activation_scale.shape)}; [{len(counts)}, {2 * half}] and [{rows}, 1] are needed"
+            )
+        of_row = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        used = numbers[: len(of_row)] * weight_scale.float()[of_row] * activation_scale[: len(of_row)]
+        numbers = torch.cat([used, numbers[len(of_row) :]])
+    elif not x.is_floating_point() or activation_scale is not None or weight_scale is not None:
+        raise ValueError(f"x is {x.dtype}; scales of sums go with int32, and numbers must be fp16 or bf16")
+    left, right = numbers.chunk(2, -1)
+    result, scale = rows_to_int8(F.silu(left) * right if activate_left else F.silu(right) * left)
+    result[sum(counts) :], scale[sum(counts) :] = _UNDEFINED, torch.nan
+    return result, scale
+
+
+def _counts(group_index: torch.Tensor, rows: int) -> list[int]:
+    if group_index.dim() != 1 or group_index.dtype is not torch.int64:
+        raise ValueError(f"group_index is {group_index.dtype} {tuple(group_index.shape)}; int64 [G] is needed")
+    counts: list[int] = group_index.tolist()
+    if min(counts, default=0) < 0 or sum(counts) > rows:
+        raise ValueError(f"group_index is {counts}; it counts the rows of each group, {rows} at most in all")
+    return counts
+
+
+def _fake(x: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.int8),
+        x.new_empty(x.shape[:-1], dtype=torch.float32),
+    )
+
+
+OPERATORS = (Operator("npu_dequant_swiglu_quant", npu_dequant_swiglu_quant, _fake),)

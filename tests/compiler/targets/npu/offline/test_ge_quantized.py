@@ -1,0 +1,155 @@
+"""Quantised graphs through the real torchair: node types, attributes, launches, no weight cast or turned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from npu_calls import illegal_calls
+
+from torch_pagoda.compiler.build import build_program
+from torch_pagoda.compiler.capture.trace import capture
+from torch_pagoda.compiler.options import CompileOptions
+from torch_pagoda.compiler.pipeline import run_pipeline
+from torch_pagoda.compiler.report import CompileReport
+from torch_pagoda.compiler.targets.npu.offline.conversion import convert
+from torch_pagoda.passes.graph.fx_nodes import value
+from torch_pagoda.passes.graph.provenance import decoder_layers
+
+from legal_models import build_legal_model
+
+pytestmark = pytest.mark.torchair
+
+BF16, FP16 = 27, 1
+"""As GE counts dtypes."""
+
+
+@cache
+def converted(model_type, dtype=torch.bfloat16, quantization="int8", **overrides):
+    """The lowered graph and what torchair makes of it."""
+    model = build_legal_model(model_type, dtype=dtype, **overrides)
+    options = CompileOptions(codegen="none", target="npu", verify="off", quantization=quantization)
+    traced = run_pipeline(capture(model), options, None, CompileReport(model_type))
+    return traced, convert(traced.module, [value(n) for n in traced.placeholders])
+
+
+def launches(traced, graph):
+    """Operators of each decoder layer that launch a kernel; those that take the asked rows left out."""
+    layers = decoder_layers(traced.graph)
+    of = {node.name: layer for node, layer in layers.of.items()}
+    found = [Counter() for _ in layers.paths]
+    picks = {n.name for n in traced.graph.nodes if "order" not in n.name and "index_select" in str(n.target)}
+    for node in graph.computing():
+        if node.origin in of and node.origin not in picks:
+            found[of[node.origin]][node.type] += 1
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_llama_layer(dtype):
+    traced, graph = converted("llama", dtype)
+    assert illegal_calls(traced, traced.npu) == []
+    first, second = launches(traced, graph)
+    assert second == {
+        "AddRmsNormDynamicQuant": 2,
+        "QuantBatchMatmulV3": 4,
+        "RotaryMul": 2,
+        "ScatterPaKvCache": 1,
+        "FusedInferAttentionScore": 1,
+        "DynamicQuant": 1,
+        "DequantSwigluQuant": 1,
+        **({"SplitV": 1} if "SplitV" in second else {}),
+    }
+    assert second.total() - second["SplitV"] == 12 and first.total() - first["SplitV"] == 13
+    caches = [n.name for n in traced.placeholders if "_cache_" in n.name]
+    assert graph.cache_copies(*caches) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_attributes(dtype):
+    traced, graph = converted("qwen2", dtype)
+    made = {name for inputs in traced.notes.quantized for name in inputs.made}
+    products = graph.of_type("QuantBatchMatmulV3")
+    assert len(products) == 9
+    for node in products:
+        assert node.attributes["dtype"] == (BF16 if dtype is torch.bfloat16 else FP16)
+        assert node.attributes["transpose_x1"] is node.attributes["transpose_x2"] is False
+        # Straight from the inputs: nothing casts, turns or copies a weight.
+        for name in ("x2", "scale"):
+            assert node.inputs[name].removesuffix(":0") in made
+        assert "pertoken_scale" in node.inputs
+    assert sum("bias" in node.inputs for node in products) == 2
+    for node in graph.of_type("DequantSwigluQuant"):
+        assert node.attributes["activate_left"] is True and node.attributes["quant_mode"] == "dynamic"
+    for node in graph.of_type("AddRmsNormDynamicQuant"):
+        assert node.attributes["epsilon"] == pytest.approx(1e-6)
+
+
+def test_experts():
+    traced, graph = converted("qwen3_moe", moe_intermediate_size=128)
+    assert illegal_calls(traced, traced.npu) == []
+    _, second = launches(traced, graph)
+    experts = ("MoeInitRoutingV3", "GroupedMatmul", "DequantSwigluQuant", "MoeFinalizeRoutingV2")
+    assert {name: second[name] for name in experts} == dict(zip(experts, (1, 2, 1, 1), strict=True)), second
+    assert sum(second[name] for name in experts) == 5
+    made = {name for inputs in traced.notes.quantized for name in inputs.made}
+    for node in graph.of_type("MoeInitRoutingV3"):
+        assert node.attributes["quant_mode"] == 1
+    for node in graph.of_type("GroupedMatmul"):
+        assert node.attributes["dtype"] == 1, "bfloat16, as this operator counts"
+        assert (node.attributes["group_list_type"], node.attributes["split_item"]) == (1, 3)
+        assert node.inputs["weight0"].removesuffix(":0") in made and node.inputs["scale0"].removesuffix(":0") in made
+    for node in graph.of_type("DequantSwigluQuant"):
+        assert "group_index" in node.inputs and node.attributes["activate_left"] is True
+
+
+@pytest.mark.parametrize("soc", ["Ascend910_9382", "Ascend950PR"])
+def test_other_chips(soc):
+    model = build_legal_model("llama", dtype=torch.bfloat16, num_hidden_layers=1)
+    options = CompileOptions(codegen="none", target="npu", verify="off", quantization="int8", soc=soc)
+    traced = run_pipeline(capture(model), options, None, CompileReport("llama"))
+    graph = convert(traced.module, [value(n) for n in traced.placeholders], soc=soc)
+    assert illegal_calls(traced, traced.npu) == []
+    name = "QuantBatchMatmulV4" if soc == "Ascend950PR" else "QuantBatchMatmulV3"
+    assert len(graph.of_type(name)) == 5
+    assert bool(graph.of_type("DequantSwigluQuant")) == (soc != "Ascend950PR")
+
+
+def test_a_program_by_the_graph_engine():
+    model = build_legal_model("llama", dtype=torch.bfloat16, num_hidden_layers=1)
+    report = CompileReport("llama")
+    build_program(model, CompileOptions(target="npu", codegen="ge", quantization="int8"), report=report)
+    assert report.codegen == "ge" and report.verdict is not None and report.verdict.ok
+
+
+def test_torchairs_own_fusions_find_nothing_more():
+    model = build_legal_model("llama", dtype=torch.bfloat16, num_hidden_layers=1)
+    options = CompileOptions(codegen="none", target="npu", verify="off", quantization="int8")
+    traced = run_pipeline(capture(model), options, None, CompileReport("llama"))
+    inputs = [value(n) for n in traced.placeholders]
+    plain, fused = (convert(traced.module, inputs, fusions=on) for on in (False, True))
+    assert Counter(node.type for node in plain.computing()) == Counter(node.type for node in fused.computing())
+
+
+@pytest.mark.parametrize("quantization", ["int8-weight-only", "int4-weight-only"])
+def test_weights_alone(quantization):
+    traced, graph = converted("qwen2", quantization=quantization)
+    assert illegal_calls(traced, traced.npu) == []
+    _, second = launches(traced, graph)
+    assert second["WeightQuantBatchMatmulV2"] == 4 and second.total() - second["SplitV"] == 11, second
+    made = {name for inputs in traced.notes.quantized for name in inputs.made} | set(traced.notes.widened)
+    products = graph.of_type("WeightQuantBatchMatmulV2")
+    assert len(products) == 9
+    for node in products:
+        assert node.attributes["transpose_x"] is node.attributes["transpose_weight"] is False
+        assert node.inputs["weight"].removesuffix(":0") in made
+        assert node.inputs["antiquant_scale"].removesuffix(":0") in made
+        assert "bias" not in node.inputs or node.inputs["bias"].removesuffix(":0") in made
+    groups = Counter(node.attributes["antiquant_group_size"] for node in products)
+    # The second products of these layers have 128 inputs: all share a scale.
+    assert groups == ({128: 6, 0: 3} if quantization.startswith("int4") else {0: 9})
+    # Torchair turns an optimisation of views off for graphs with this operator: still no cache is copied.
+    caches = [n.name for n in traced.placeholders if "_cache_" in n.name]
+    assert graph.cache_copies(*caches) == []

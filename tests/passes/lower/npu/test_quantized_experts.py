@@ -1,0 +1,191 @@
+"""Experts that are rounded for an NPU: the chain of operators, what stays and why, limits."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from lowered_models import lowered
+from npu_calls import illegal_calls
+from quantized_graphs import TARGET, quantized
+
+from torch_pagoda.passes.graph.npu_target import NpuTarget
+from torch_pagoda.passes.graph.provenance import decoder_layers, launches_work, operator_name
+from torch_pagoda.passes.graph.traced import TracedGraph
+from torch_pagoda.passes.lower.npu.call import Call
+from torch_pagoda.passes.lower.npu.limits import violations
+from torch_pagoda.passes.lower.npu.quantized_experts import quantize_npu_experts
+from torch_pagoda.runtime.ops.quantized_weight import Quantization
+
+npu = torch.ops.npu
+EXPERTS = (
+    "moe_init_routing_v2",
+    "grouped_matmul",
+    "dequant_swiglu_quant",
+    "moe_finalize_routing",
+    "dynamic_quant",
+    "swiglu",
+)
+
+
+def record_of(report, name):
+    return next(record for record in report.passes if record.name == name)
+
+
+def nodes_of(traced, operator):
+    return [node for node in traced.graph.nodes if node.target is operator.default]
+
+
+def test_experts_are_five_launches_beside_routing():
+    _, traced, report = quantized("qwen3_moe")
+    assert record_of(report, "quantise_npu_experts").matches == 4
+    nodes = decoder_layers(traced.graph).nodes(1)
+    found = Counter(operator_name(node).removeprefix("npu.npu_") for node in nodes if launches_work(node))
+    assert [found[name] for name in EXPERTS] == [1, 2, 1, 1, 1, 0]  # o_proj's rounding
+    assert illegal_calls(traced, TARGET) == []
+
+
+def test_the_counts_and_scales_are_those_of_the_routing():
+    _, traced, _ = quantized("qwen3_moe", moe_intermediate_size=128)
+    for routing in nodes_of(traced, npu.npu_moe_init_routing_v2):
+        experts = routing.kwargs["expert_num"]
+        assert routing.kwargs["quant_mode"] == 1 and routing.kwargs["active_expert_range"] == [0, experts]
+        items = {user.args[1]: user for user in routing.users}
+        assert items.keys() == {0, 1, 2, 3}
+        (up,) = items[0].users
+        assert up.kwargs["per_token_scale"] == [items[3]] and up.kwargs["group_list"] is items[2]
+        assert up.kwargs["output_dtype"] == 6 and up.kwargs["group_list_type"] == 1
+        (swiglu,) = [user for user in items[2].users if user.target is npu.npu_dequant_swiglu_quant.default]
+        assert swiglu.kwargs == {"activate_left": True, "quant_mode": 1, "group_index": items[2]}
+
+
+def test_sizes_that_the_grouped_activation_does_not_take_go_without_groups():
+    _, traced, _ = quantized("qwen3_moe", moe_intermediate_size=96)
+    found = nodes_of(traced, npu.npu_dequant_swiglu_quant)
+    assert len(found) == 2 and all("group_index" not in node.kwargs for node in found)
+    assert illegal_calls(traced, TARGET) == []
+
+
+def test_experts_with_biases_stay_with_the_reason():
+    _, traced, report = quantized("gpt_oss")
+    record = record_of(report, "quantise_npu_experts")
+    assert record.matches == 0
+    reasons = {rejection.reason for rejection in record.rejections}
+    assert reasons == {"a bias of torch.float32; torch.int32 beside torch.int8"}
+    routings = nodes_of(traced, npu.npu_moe_init_routing_v2)
+    assert routings and all(node.kwargs["quant_mode"] == -1 for node in routings)
+    assert nodes_of(traced, npu.npu_quant_matmul) and illegal_calls(traced, TARGET) == []
+
+
+def changed(change) -> tuple[TracedGraph, list[str]]:
+    """A lowered graph of experts after ``change`` and the pass, and why products stayed."""
+    traced = lowered("qwen3_moe")[1].copy()
+    traced.quantization = Quantization(8, 0, 8)
+    change(traced)
+    record = quantize_npu_experts(traced)
+    return traced, [rejection.reason for rejection in record.rejections]
+
+
+def test_rows_that_something_else_reads_stay():
+    def read(traced):
+        for routing in nodes_of(traced, npu.npu_moe_init_routing_v2):
+            rows = next(user for user in routing.users if user.args[1] == 0)
+            last = traced.output
+            with traced.before(last):
+                more = traced.call(torch.ops.aten.relu.default, rows)
+            last.args = ((*last.args[0], more),)
+
+    traced, reasons = changed(read)
+    assert reasons == ["something else reads the rows, too"] * 2
+    assert all(node.kwargs["quant_mode"] == -1 for node in nodes_of(traced, npu.npu_moe_init_routing_v2))
+
+
+def test_experts_of_which_some_are_elsewhere_stay():
+    def cut(traced):
+        for routing in nodes_of(traced, npu.npu_moe_init_routing_v2):
+            routing.kwargs = {**routing.kwargs, "active_expert_range": [0, 3]}
+
+    _, reasons = changed(cut)
+    assert reasons == ["some rows belong to no expert"] * 2
+
+
+def grouped(**change):
+    given = {
+        "x": [torch.zeros(5, 64, dtype=torch.int8)],
+        "weight": [torch.zeros(3, 64, 16, dtype=torch.int8)],
+        "scale": [torch.ones(3, 16).bfloat16()],
+        "per_token_scale": [torch.ones(5)],
+        "group_list": torch.zeros(3, dtype=torch.int64),
+        "split_item": 3,
+        "group_type": 0,
+        "group_list_type": 1,
+        "output_dtype": 15,
+        **change,
+    }
+    return npu.npu_grouped_matmul.default, given
+
+
+def routed(**change):
+    given = {
+        "x": torch.zeros(5, 64, dtype=torch.bfloat16),
+        "expert_idx": torch.zeros(5, 2, dtype=torch.int32),
+        "expert_num": 3,
+        "expert_tokens_num_type": 1,
+        "expert_tokens_num_flag": True,
+        "quant_mode": 1,
+        "active_expert_range": [0, 3],
+        **change,
+    }
+    return npu.npu_moe_init_routing_v2.default, given
+
+
+MANY = torch.empty(1025, 64, 16, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (grouped(), ""),
+        (grouped(output_dtype=5, scale=[torch.ones(3, 16)]), ""),
+        (grouped(bias=[torch.ones(3, 16, dtype=torch.int32)]), ""),
+        (grouped(bias=[torch.ones(3, 16)]), "a bias of torch.float32; torch.int32"),
+        (grouped(output_dtype=None), "output_dtype is None, int8"),
+        (grouped(output_dtype=3), "output_dtype is 3, torch.int32"),
+        (grouped(scale=[torch.ones(3, 16)]), "scale is torch.float32 (3, 16); torch.bfloat16"),
+        (grouped(output_dtype=5), "scale is torch.bfloat16 (3, 16); torch.float32"),
+        (grouped(scale=[torch.ones(3, 64).bfloat16()]), "scale is torch.bfloat16 (3, 64)"),
+        (grouped(scale=None), "scale and per_token_scale are needed"),
+        (grouped(per_token_scale=None), "scale and per_token_scale are needed"),
+        (grouped(per_token_scale=[torch.ones(3)]), "per_token_scale is torch.float32 (3,)"),
+        (grouped(x=[torch.zeros(5, 64).bfloat16()]), "rows of torch.bfloat16 and matrices of torch.int8"),
+        (grouped(weight=[torch.zeros(3, 64, 16).bfloat16()]), "rows of torch.int8 and matrices of torch.bfloat16"),
+        (
+            grouped(
+                weight=[MANY],
+                scale=[torch.ones(1025, 16).bfloat16()],
+                group_list=torch.zeros(1025, dtype=torch.int64),
+            ),
+            "1025 groups; at most 1024",
+        ),
+        (routed(), ""),
+        (routed(quant_mode=0), "quant_mode is 0; -1 or 1"),
+        (routed(scale=torch.ones(3, 64)), "scale and offset are not given with quant_mode 1"),
+    ],
+)
+def test_limits(call, words):
+    overload, given = call
+    found = "; ".join(violations(Call.make(overload, NpuTarget(), **given)))
+    assert (words in found) if words else found == ""
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (grouped(output_dtype=5, scale=[torch.ones(3, 16)]), "this chip multiplies no int8 in groups"),
+        (routed(x=torch.zeros(5, 64).half(), expert_tokens_num_type=0), "this chip rounds no rows"),
+    ],
+)
+def test_limits_of_the_inference_chip(call, words):
+    overload, given = call
+    assert words in "; ".join(violations(Call.make(overload, NpuTarget("Ascend310P3"), **given)))

@@ -1,0 +1,75 @@
+"""Tiny models lowered for an NPU with quantised weights, and the logits of their programs beside others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from quantized_oracle import int8_linears
+from transformers import PreTrainedModel
+
+from torch_pagoda.compiler.link.linker import LinkedProgram, link
+from torch_pagoda.compiler.options import CompileOptions
+from torch_pagoda.compiler.pipeline import run_pipeline
+from torch_pagoda.compiler.report import CompileReport
+from torch_pagoda.compiler.targets.npu.weights import prepare_weights
+from torch_pagoda.compiler.verify.self_check import Reference, compared_steps, reference_of_model
+from torch_pagoda.passes import TracedGraph
+from torch_pagoda.passes.graph.npu_target import NpuTarget
+
+from legal_models import build_legal_model
+from shared_graphs import capture
+
+TARGET = NpuTarget(block_size=16, float32_as=torch.bfloat16)
+
+
+@cache
+def quantized(
+    model_type: str,
+    quantization: str = "int8",
+    opt_level: int = 2,
+    graph_mode: str = "ge",
+    soc: str = TARGET.soc,
+    **overrides: Any,
+) -> tuple[PreTrainedModel, TracedGraph, CompileReport]:
+    """The model, its lowered graph and the report; copy the graph to change it."""
+    model = build_legal_model(model_type, **overrides)
+    captured = capture(model)
+    captured.traced.npu = replace(TARGET, graph_mode=graph_mode, soc=soc)
+    report = CompileReport(model_type)
+    options = CompileOptions(
+        codegen="none", target="npu", verify="off", quantization=quantization, opt_level=opt_level
+    )
+    return model, run_pipeline(captured, options, None, report), report
+
+
+def program_of(traced: TracedGraph) -> LinkedProgram:
+    """The program of a copy of a lowered graph."""
+    copy = traced.copy()
+    copy.recompile()
+    prepare_weights(copy, fractal_nz=True, release=False, check=True)
+    return link(copy, copy.module)
+
+
+@cache
+def plain_reference(model_type: str, **overrides: Any) -> Reference:
+    """What the model of ``quantized`` says by itself."""
+    return reference_of_model(quantized(model_type, **overrides)[0])
+
+
+@cache
+def int8_reference(model_type: str) -> Reference:
+    """What the model says with linear layers of 8 bits."""
+    model = quantized(model_type)[0]
+    with int8_linears(model):
+        return reference_of_model(model)
+
+
+def row_errors_of(program: LinkedProgram, reference: Reference) -> torch.Tensor:
+    """Of each row of logits the largest error, in standard deviations of the row."""
+    errors = []
+    for _, logits, expected in compared_steps(program, reference):
+        errors.append((logits - expected).abs().amax(-1) / expected.std(-1))
+    return torch.cat(errors)

@@ -1,0 +1,61 @@
+"""What int8 means, computed by transformers' own forward whose linear layers are a formula in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def int8_weight(weight: torch.Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole numbers ``[out, in]`` and scales ``[out, 1]``, float64: ``max|w| / 127`` of a row, rounded to a dtype."""
+    wide = weight.detach().float()
+    largest = wide.abs().amax(-1, keepdim=True)
+    scale = (largest / 127).to(scale_dtype).float()
+    exact = wide * (127 / largest) if scale_dtype is torch.float32 else wide / scale
+    return exact.round().clamp(-127, 127).double(), scale.double()
+
+
+def int8_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole numbers ``[..., in]`` and scales ``[..., 1]``, float64, by float32's arithmetic."""
+    wide = rows.float()
+    scale = wide.abs().amax(-1, keepdim=True) / 127
+    return torch.where(scale > 0, wide / scale, 0.0).round().double(), scale.double()
+
+
+def int8_linear(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale_dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """A linear layer of 8 bits, in the dtype of ``rows``."""
+    numbers, scale = int8_weight(weight, scale_dtype)
+    whole, unit = int8_rows(rows)
+    product = (whole @ numbers.T) * scale.T * unit
+    return (product if bias is None else product + bias.double()).to(rows.dtype)
+
+
+@contextmanager
+def int8_linears(model: PreTrainedModel) -> Iterator[None]:
+    """Let every ``nn.Linear`` of a model, and every matrix of its experts, be one of 8 bits for a while."""
+    experts = {p.untyped_storage().data_ptr() for p in model.parameters() if p.dim() == 3}
+    linear, before = F.linear, getattr(model.config, "_experts_implementation", None)
+
+    def of_layer(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return int8_linear(x, layer.weight, layer.bias)
+
+    def of_expert(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        is_expert = weight.untyped_storage().data_ptr() in experts
+        return int8_linear(x, weight, bias) if is_expert else linear(x, weight, bias)
+
+    if experts:
+        model.config._experts_implementation = "eager"
+    try:
+        with mock.patch.object(nn.Linear, "forward", of_layer), mock.patch.object(F, "linear", of_expert):
+            yield
+    finally:
+        if experts:
+            model.config._experts_implementation = before
