@@ -47,26 +47,30 @@ def has_stored_parameters(model: nn.Module) -> bool:
     return any(isinstance(parameter, StoredWeight) for parameter in model.parameters())
 
 
-def unpack_latent_attention(model: nn.Module) -> list[str]:
-    """Replace stored weights of attention over a latent by what they mean, for good, and free them. On an NPU such
-    attention reads parts of them that are laid out anew, which only floats can be.
+def latent_attention_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Names of the stored weights of attention over a latent, and the modules that hold them.
 
-    Returns:
-        the names of the weights.
+    On an NPU such attention reads parts of them that are laid out anew, which only floats can be.
     """
-    made: dict[int, nn.Parameter] = {}
-    names = []
     for path, attention in model.named_modules():
         if not isinstance(getattr(attention, "kv_lora_rank", None), int) or not hasattr(attention, "kv_b_proj"):
             continue
         for name, module in attention.named_children():
-            weight = module._parameters.get("weight")
-            if not isinstance(weight, StoredWeight) or name == "o_proj":
-                continue
-            if id(weight) not in made:
-                made[id(weight)] = nn.Parameter(weight.dense(), requires_grad=False)
-            module._parameters["weight"] = made[id(weight)]
-            names.append(f"{path}.{name}.weight")
+            if isinstance(module._parameters.get("weight"), StoredWeight) and name != "o_proj":
+                yield f"{path}.{name}.weight", module
+
+
+def unpack_latent_attention(model: nn.Module) -> list[str]:
+    """Replace those weights by what they mean, for good, and free them; returns their names."""
+    made: dict[int, nn.Parameter] = {}
+    names = []
+    for name, module in latent_attention_weights(model):
+        weight = module._parameters["weight"]
+        assert isinstance(weight, StoredWeight)
+        if id(weight) not in made:
+            made[id(weight)] = nn.Parameter(weight.dense(), requires_grad=False)
+        module._parameters["weight"] = made[id(weight)]
+        names.append(name)
     return names
 
 

@@ -23,7 +23,7 @@ Run = Callable[..., tuple[int, str, str]]
 CASES = {
     "ct-w4a16": ("int4/g32/bf16", "as stored"),
     "gptq-4-order": ("int4/g32/f16+z+order", "as stored"),
-    "ct-mxfp4": ("e2m1/g32/bf16", "as int8"),
+    "ct-mxfp4": ("e2m1/g32/bf16", "as stored"),
     "fp8-uneven": ("e4m3/g24/f32", "unpacked"),
 }
 
@@ -67,6 +67,18 @@ def test_bytes_are_those_of_the_program(folders: Callable[[str], Path], name: st
         expected = sum(one.served_bytes for one in of_linears)
         # q, k and v share panels and an order, gate and up too: here k and v alone fill half a panel each.
         assert 0 <= expected - held <= 0.08 * expected, (expected, held)
+
+
+@pytest.mark.parametrize(("name", "served"), [("ct-w4a16", "as stored"), ("ct-mxfp4", "unpacked")])
+def test_an_npu_multiplies_whole_numbers_as_they_are_stored(
+    run: Run, folders: Callable[[str], Path], tmp_path: Path, name: str, served: str
+) -> None:
+    file = tmp_path / "report.json"
+    options = ("--target", "npu", "--verify", "off", "--dtype", "bfloat16", "--json", file)
+    status, _, err = run("inspect", folders(name), *options)
+    assert status == 0, err
+    formats = [one for one in json.loads(file.read_text())["formats"] if one["served"] != "float"]
+    assert {one["served"] for one in formats} == {served} and sum(one["weights"] for one in formats) == 14
 
 
 def test_plan_counts_what_is_served(run: Run, folders: Callable[[str], Path]) -> None:

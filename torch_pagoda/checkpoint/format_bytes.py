@@ -41,21 +41,28 @@ class FormatBytes:
 
 
 def formats_of(
-    tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, *, unpacks: bool = False, tied: bool = False
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype,
+    *,
+    target: str = "cpu",
+    unpacked: Iterable[str] = (),
+    tied: bool = False,
 ) -> list[FormatBytes]:
     """The formats of a model's weights, in the order of its layers.
 
     Args:
         tensors: names and weights, of a module or as a reader yields them; none is kept.
         dtype: of the model.
-        unpacks: all are unpacked, as for an NPU.
+        target: that serves them, ``"cpu"`` or ``"npu"``.
+        unpacked: names of weights that are unpacked whatever their format is.
         tied: the config says that the head is the embeddings, so that a float model has none of its own.
     """
+    unpacked = frozenset(unpacked)
     found: dict[tuple[int, str, str], FormatBytes] = {}
     for name, tensor in tensors:
         match = _LAYER.search(name)
         layer = None if match is None else int(match[1])
-        one = _of_weight(layer, name, tensor, dtype, unpacks=unpacks)
+        one = _of_weight(layer, name, tensor, dtype, target=target, unpacks=name in unpacked)
         if tied and name == "lm_head.weight":
             one = replace(one, float_bytes=0)
         key = (-1 if layer is None else layer, one.form, one.served)
@@ -64,7 +71,7 @@ def formats_of(
 
 
 def _of_weight(
-    layer: int | None, name: str, tensor: torch.Tensor, dtype: torch.dtype, *, unpacks: bool
+    layer: int | None, name: str, tensor: torch.Tensor, dtype: torch.dtype, *, target: str, unpacks: bool
 ) -> FormatBytes:
     floats = tensor.numel() * dtype.itemsize
     if not isinstance(tensor, StoredWeight):
@@ -72,7 +79,10 @@ def _of_weight(
         return FormatBytes(layer, str(tensor.dtype).removeprefix("torch."), "float", 1, tensor.nbytes, kept, kept)
     form = tensor.form
     in_experts = _EXPERTS.search(name) is not None
-    if unpacks or unpackable(form) or (form.ordered and in_experts):
+    unpacks = unpacks or bool(unpackable(form)) or (form.ordered and in_experts)
+    if target == "npu":  # as passes/lower/npu takes them; the limits of operators may leave more of them floats
+        unpacks = unpacks or form.code != "int" or (in_experts and form.input_bits != 8)
+    if unpacks:
         return FormatBytes(layer, str(form), "unpacked", 1, tensor.stored_bytes, floats, floats)
     *lead, outputs, _ = tensor.codes.shape
     inputs, scheme = tensor.codes.shape[-1] * form.per_byte, scheme_of(form)

@@ -191,12 +191,13 @@ def _load_or_build(model: str, dtype: str, trust_remote_code: bool, target: str)
 def _formats(module: PreTrainedModel | Skeleton, target: str) -> list[FormatBytes]:
     """The formats of a quantised checkpoint; none of a float one."""
     from ..checkpoint.format_bytes import formats_of
-    from ..compiler.capture.stored_parameters import has_stored_parameters
+    from ..compiler.capture.stored_parameters import has_stored_parameters, latent_attention_weights
     from ..compiler.estimates.skeleton import Skeleton
 
     if isinstance(module, Skeleton) or not has_stored_parameters(module):
         return []
-    return formats_of(module.named_parameters(), module.dtype, unpacks=target == "npu")
+    unpacked = [name for name, _ in latent_attention_weights(module)] if target == "npu" else []
+    return formats_of(module.named_parameters(), module.dtype, target=target, unpacked=unpacked)
 
 
 def _lacks_weights(folder: Path) -> bool:
