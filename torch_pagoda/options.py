@@ -67,6 +67,7 @@ class ModelOptions(TypedDict, total=False):
     preemption: str
     swap_space: int | str
     max_queue: int | None
+    async_scheduling: bool | None
     verify: str
     passes: Mapping[str, Sequence[str]] | None
     opt_level: int

@@ -232,6 +232,15 @@ class Batcher:
 
         The engine appends the sampled token before or after this, but before the next ``schedule``.
         """
+        self.launch(request, num_tokens)
+        self._settle(request, request.num_computed_tokens)
+
+    def launch(self, request: Request, num_tokens: int, num_sampled: int = 0) -> None:
+        """Record that ``num_tokens`` more tokens of the request are being computed, and that ``num_sampled`` tokens
+        will follow them: steps that are launched after this one find them computed.
+
+        ``settle`` follows when the step is done. The engine tells the planner who is ``in_flight``.
+        """
         blocks = self.block_manager
         computed = request.num_computed_tokens + num_tokens
         if request.status is not RequestStatus.RUNNING or not self._queues.holds(request):
@@ -242,17 +251,44 @@ class Batcher:
                 f"{request.num_computed_tokens} are computed and its blocks are reserved for "
                 f"{blocks.num_tokens(request.request_id)}"
             )
-        size = blocks.block_size
-        if blocks.enable_prefix_caching and computed // size > request.num_computed_tokens // size:
-            self._prefixes.extend(request, computed)
-            blocks.commit(request.request_id, request.block_hashes, computed)
+        if computed // blocks.block_size > request.num_computed_tokens // blocks.block_size:
+            self._commit(request, computed)
         if blocks.has_state:
             blocks.end_step(request.request_id, computed)
         request.num_computed_tokens = computed
-        if self._snapshots is not None and computed % size == 0:
+        request.num_output_placeholders += num_sampled
+
+    def settle(self, request: Request, num_tokens: int, num_sampled: int = 0) -> None:
+        """Record that a launched step is done, which computed the tokens up to ``num_tokens``. The engine appends the
+        ``num_sampled`` tokens that it sampled."""
+        request.num_output_placeholders -= num_sampled
+        if num_tokens > request.num_prompt_tokens and num_tokens % self.block_manager.block_size == 0:
+            self._commit(request, num_tokens)
+        self._settle(request, num_tokens)
+
+    def _settle(self, request: Request, computed: int) -> None:
+        is_newest = computed == request.num_computed_tokens  # no step is under way that goes on from here
+        if self._snapshots is not None and is_newest and computed % self.block_manager.block_size == 0:
             self._snapshots.keep(request, computed)
         if self.planner.suspects and computed == request.num_tokens:
             self.planner.suspects.discard(request)
+
+    def _commit(self, request: Request, computed: int) -> None:
+        """Let full blocks of the first ``computed`` tokens be found by hashes, as far as the tokens are known."""
+        if self.block_manager.enable_prefix_caching:
+            known = min(computed, request.num_tokens)
+            self._prefixes.extend(request, known)
+            self.block_manager.commit(request.request_id, request.block_hashes, known)
+
+    def rewind(self, request: Request, num_tokens: int) -> None:
+        """Compute a running request again from token ``num_tokens`` on; from its first one where it keeps state or a
+        window, whose past may be gone."""
+        blocks = self.block_manager
+        request.num_output_placeholders = 0
+        if blocks.has_state or any(group.window for group in blocks.groups):
+            self.restart(request)
+        else:
+            request.num_computed_tokens = num_tokens
 
     def restart(self, request: Request) -> None:
         """Compute all tokens of an unfinished request anew; it keeps its place, and if it runs its blocks, unless a
@@ -265,7 +301,7 @@ class Batcher:
             self.block_manager.restart(request.request_id)
         else:
             self._free(request)
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_output_placeholders = 0
         request.block_hashes = []
 
     def compute_anew(self, request: Request) -> None:
@@ -286,6 +322,8 @@ class Batcher:
         self.planner.suspects.discard(request)
         if self._snapshots is not None:
             self._snapshots.forget(request)
+        if request in self.planner.in_flight:
+            self.block_manager.hold(request.request_id)
         self._free(request)
 
     def cancel(self, request_id: str) -> Request | None:
@@ -306,6 +344,7 @@ class Batcher:
         """
         self.block_manager.reset()
         self.planner.suspects.clear()
+        self.planner.in_flight = frozenset()
         if self._snapshots is not None:
             self._snapshots.clear()
         self._queues.requeue_all()
@@ -318,8 +357,8 @@ class Batcher:
             now: seconds, on the clock that deadlines are given in; it does not run backwards.
 
         Returns:
-            the step; empty only when nothing is unfinished, when all that is has expired, or while a batch waits for
-            more requests.
+            the step; empty only when nothing is unfinished, when all that is has expired, while a batch waits for
+            more requests, or when a launched step is to be settled first.
 
         Raises:
             RuntimeError: no request can progress, because somebody else holds blocks of the cache.
@@ -333,6 +372,8 @@ class Batcher:
             return Schedule([], expired=expired)
         plan = planner.plan()
         if not plan.planned and planner.waits_for_a_batch:
+            return Schedule([])
+        if not plan.planned and planner.in_flight:
             return Schedule([])
         if not plan.planned and self._queues.requests:
             raise RuntimeError(

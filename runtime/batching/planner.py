@@ -28,6 +28,8 @@ class Planner:
         num_swaps: those of them that were copied to host memory.
         suspects: requests whose state a failed step has spoilt. They are computed anew, one at a time and with nobody
             else, up to their newest token: so only who makes steps fail ends by it.
+        in_flight: requests of the step that is launched and not settled. Nothing is taken from them, see
+            ``could_preempt``; those that await its outcome are left out of the next step.
     """
 
     def __init__(
@@ -58,11 +60,14 @@ class Planner:
         self.num_preemptions = 0
         self.num_swaps = 0
         self.suspects: set[Request] = set()
+        self.in_flight: frozenset[Request] = frozenset()
         self._batch: list[Request] = []  # what was formed last, where batches are formed
 
     def plan(self) -> Plan:
         """The next step; empty where nobody can progress, or while a batch waits for more requests."""
         plan = Plan(self.max_num_batched_tokens)
+        if self.in_flight and self.could_preempt():
+            return plan
         if self.suspects and (alone := self._next_suspect()) is not None:
             self._continue(alone, plan)
             if plan.planned:
@@ -72,11 +77,40 @@ class Planner:
             # The only ones that could run wait for copies: make these first.
             self.blocks.copy_before_step()
             self._fill(plan)
-        while not plan.planned and (paused := [request for request in self.queues.running if request.is_paused]):
+        while not (plan.planned or self.in_flight) and (paused := [r for r in self.queues.running if r.is_paused]):
             # Nobody can progress while they hold blocks, and count towards max_num_seqs.
             self._preempt(paused[-1], plan)
             self._fill(plan)
         return plan
+
+    def could_preempt(self) -> bool:
+        """True if the next step of the running requests might not find all blocks that it needs; O(running)."""
+        blocks, running = self.blocks, self.queues.running
+        most = self.max_num_batched_tokens // blocks.block_size + 2 * len(running) + 1
+        if all([pool.num_available >= most for pool in blocks.pools]):
+            return False
+        needed, left, chunks = [0] * len(blocks.pools), self.max_num_batched_tokens, 0
+        for request in running:
+            computed = request.num_computed_tokens
+            count = min(request.num_tokens_with_placeholders - computed, left)
+            if request.is_paused or count < 1:
+                continue
+            left -= count
+            chunks += count > 1
+            own = blocks.num_blocks_to_allocate(request.request_id, computed + count, computed)
+            needed = [a + b for a, b in zip(needed, own, strict=True)]
+        # Chunks may be cut elsewhere, as decodes come first: then one more of them begins or ends within a block.
+        return not blocks.can_take(needed, 2 * chunks)
+
+    def _awaits(self, request: Request) -> bool:
+        """True if a request of the launched step cannot run before that is settled: its end is known, by its length,
+        or its state is to be kept as it is then."""
+        tokens = request.num_tokens_with_placeholders
+        if tokens == request.num_computed_tokens:
+            return True
+        if request.num_output_placeholders and tokens >= min(request.longest, self.max_model_len):
+            return True
+        return self.snapshots is not None and self.snapshots.awaits(request)
 
     @property
     def waits_for_a_batch(self) -> bool:
@@ -90,9 +124,9 @@ class Planner:
         decodes: list[Request] = []
         prefills: list[Request] = []
         for request in self.queues.running:
-            if request.is_paused:
+            if request.is_paused or (request in self.in_flight and self._awaits(request)):
                 continue
-            left = request.num_tokens - request.num_computed_tokens
+            left = request.num_tokens_with_placeholders - request.num_computed_tokens
             if left < 1 or request.num_tokens > self.max_model_len:
                 raise RuntimeError(
                     f"request {request.request_id!r} has {request.num_tokens} tokens, "
@@ -111,7 +145,7 @@ class Planner:
     def _continue(self, request: Request, plan: Plan) -> None:
         """Plan the running request's next tokens, unless it is the last in the order and there is no block."""
         blocks, computed = self.blocks, request.num_computed_tokens
-        wanted = min(request.num_tokens - computed, plan.budget)
+        wanted = min(request.num_tokens_with_placeholders - computed, plan.budget)
         if self.snapshots is not None and wanted > 1:
             wanted = self.snapshots.chunk(request, computed, wanted)
         if blocks.allocate_in_place(request.request_id, computed + wanted, computed):
@@ -222,7 +256,7 @@ class Planner:
     def _put(self, request: Request, count: int, plan: Plan) -> None:
         """Note a share for which there are blocks."""
         start = request.num_computed_tokens
-        last = start + count == request.num_tokens
+        last = start + count == request.num_tokens_with_placeholders
         item = ScheduledRequest(request, count, start, last)
         if self.blocks.has_state:
             item = ScheduledRequest(*item[:4], *self.blocks.slots_of_step(request.request_id, start))
@@ -230,6 +264,8 @@ class Planner:
         plan.budget -= count
 
     def _preempt(self, victim: Request, plan: Plan) -> None:
+        if victim in self.in_flight:
+            raise RuntimeError(f"request {victim.request_id!r} is in a step that is under way; settle that first")
         plan.drop(victim)
         blocks, name, computed = self.blocks, victim.request_id, victim.num_computed_tokens
         mode = self.preemption

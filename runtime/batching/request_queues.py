@@ -121,7 +121,7 @@ class RequestQueues:
         self.prefixes.keep(self.requests.values())
         for request in self.requests.values():
             request.is_paused = False
-            request.num_computed_tokens = 0
+            request.num_computed_tokens = request.num_output_placeholders = 0
             self.enqueue(request)
         self._collect_deadlines()
 

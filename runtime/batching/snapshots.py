@@ -37,6 +37,9 @@ class _Marks:
     decoded: bytes | None = None
 
 
+_NO_MARKS = _Marks()
+
+
 class Snapshots:
     """Decides where sequences leave snapshots of their states.
 
@@ -89,21 +92,31 @@ class Snapshots:
         if marks is None:
             marks = self._marks[request] = _Marks()
         content = request.block_hashes[computed // self.blocks.block_size - 1]
-        if computed in marks.cuts:
-            value = _PROMPT
-        elif computed >= request.num_prompt_tokens and computed >= marks.last + WORTH:
-            value = _DECODED
-        elif self.interval is not None and marks.last + self.interval <= computed < request.num_prompt_tokens:
-            value = _WITHIN
-        else:
-            return
-        if not self.blocks.keep_state(request.request_id, content, value):
+        value = self._value(request, computed)
+        if not value or not self.blocks.keep_state(request.request_id, content, value):
             return
         marks.last = computed
         if value == _DECODED:
             if marks.decoded is not None:
                 self.blocks.pools[-1].discard(marks.decoded)
             marks.decoded = content
+
+    def awaits(self, request: Request) -> bool:
+        """True if the state that the request's launched step leaves is to be kept when that is settled: it may not be
+        written over before."""
+        computed = request.num_computed_tokens
+        return not computed % self.blocks.block_size and bool(self._value(request, computed))
+
+    def _value(self, request: Request, computed: int) -> int:
+        """The value of a snapshot at that place; 0: none is wanted."""
+        marks = self._marks.get(request, _NO_MARKS)
+        if computed in marks.cuts:
+            return _PROMPT
+        if computed >= request.num_prompt_tokens and computed >= marks.last + WORTH:
+            return _DECODED
+        if self.interval is not None and marks.last + self.interval <= computed < request.num_prompt_tokens:
+            return _WITHIN
+        return 0
 
     def forget(self, request: Request) -> None:
         """The request has ended."""

@@ -69,7 +69,7 @@ def _filled(manager: BlockManager) -> tuple[int, int]:
                 if table[-1] == NULL_BLOCK or pool.refs(table[-1]) > 1:
                     return _filled_block_by_block(manager)
                 missing += count
-    return (slots - missing, slots) if not manager.in_flight else _filled_block_by_block(manager)
+    return (slots - missing, slots) if not (manager.in_flight or manager.held) else _filled_block_by_block(manager)
 
 
 def _filled_block_by_block(manager: BlockManager) -> tuple[int, int]:
@@ -108,7 +108,7 @@ def check(manager: BlockManager) -> None:
     for request_id in space:
         for g, (pool, table) in enumerate(zip(space.pools, space.tables(request_id), strict=True)):
             _check_table(manager, request_id, g, table, space.num_tokens(request_id), holders[pool])
-    for pool, block in manager.in_flight:
+    for pool, block in (*manager.in_flight, *manager.held):
         holders[pool][block] += 1
     for pool, own in holders.items():
         pool.check(own)

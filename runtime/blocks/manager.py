@@ -61,6 +61,7 @@ class BlockManager:
         self._copies: list[CacheCopy] = []
         self._overlapped_copies: list[CacheCopy] = []
         self.in_flight: list[tuple[BlockPool, int]] = []  # until the copies of the last step are done
+        self.held: list[tuple[BlockPool, int]] = []  # until a launched step is settled
         self._rewritten: set[str] = set()
         self.counts = Counts()
 
@@ -70,7 +71,7 @@ class BlockManager:
             pool.reset()
         self.swap_space.reset()
         self.sequences.clear()
-        self._copies, self._overlapped_copies, self.in_flight = [], [], []
+        self._copies, self._overlapped_copies, self.in_flight, self.held = [], [], [], []
         self._rewritten.clear()
 
     @property
@@ -269,6 +270,24 @@ class BlockManager:
             self.in_flight += self.swap_space.forget(request_id)
         else:
             self._drop(request_id)
+
+    def hold(self, request_id: str) -> None:
+        """Keep the sequence's blocks from being given to others, even if it is freed, until ``release_held``: a step
+        that was launched may still read and write them."""
+        sequence = self._sequence(request_id)
+        blocks = [(pool, block) for pool, table in zip(self.pools, sequence.tables, strict=True) for block in table]
+        if self.has_state:
+            blocks.append((self.pools[-1], sequence.state_target))
+        for pool, block in blocks:
+            if block != NULL_BLOCK:
+                pool.retain(block)
+                self.held.append((pool, block))
+
+    def release_held(self) -> None:
+        """The launched step is settled: let go what ``hold`` kept."""
+        held, self.held = self.held, []
+        for pool, block in held:
+            pool.release(block)
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
         """Give ``child_id`` tables with the blocks that hold the parent's first ``num_tokens`` tokens; none is copied
@@ -505,9 +524,10 @@ class BlockManager:
     def defragment(self) -> int:
         """Move what is used and cached to the lowest ids; tables are rewritten. Returns how many blocks move.
 
-        Nothing moves while copies of the last step may be under way: between ``take_changes`` and ``finish_copies``.
+        Nothing moves while copies of the last step may be under way, between ``take_changes`` and ``finish_copies``,
+        nor while blocks of ended sequences are held.
         """
-        if self.in_flight or self._overlapped_copies:
+        if not self._may_move:
             return 0
         plans = [moves_to_front(pool, pool.num_used + pool.num_cached) for pool in self.pools]
         for g, moves in enumerate(plans):
@@ -518,11 +538,12 @@ class BlockManager:
         """Grow or shrink each group's pool; used blocks are moved to lower ids, never dropped.
 
         Returns:
-            The sizes now: a pool is not made smaller than what is used in it, nor while copies may be under way.
+            The sizes now: a pool is not made smaller than what is used in it, nor while copies may be under way or
+            blocks are held.
         """
         for g, (pool, size) in enumerate(zip(self.pools, num_blocks, strict=True)):
             if size < pool.num_blocks:
-                if self.in_flight or self._overlapped_copies:
+                if not self._may_move:
                     continue
                 size = max(size, pool.num_used, 1)
                 self._move(g, moves_to_front(pool, size))
@@ -603,10 +624,14 @@ class BlockManager:
         """Neighbouring blocks, after moving others out of the way where that can make a run."""
         pool = self.pools[group]
         run = pool.take_run(count)
-        if run is None and not self.in_flight and not self._overlapped_copies:
+        if run is None and self._may_move:
             self._move(group, moves_for_run(pool, count))
             run = pool.take_run(count)
         return run
+
+    @property
+    def _may_move(self) -> bool:
+        return not (self.in_flight or self._overlapped_copies or self.held)
 
     def _move(self, group: int, moves: dict[int, int]) -> None:
         if not moves:

@@ -9,12 +9,14 @@ from types import TracebackType
 from typing import get_args
 
 from ..batching import Batcher, PreemptionCost, Schedule, ScheduledRequest
+from ..blocks import CacheCopy
 from ..cache.block_copier import BlockCopier
 from ..profiling.profile import DETOKENISE, SCHEDULE
 from ..profiling.profiler import Profiler
 from ..requests.request import FinishReason, Request, RequestStatus
 from ..sampling.sampler import Sampler
 from ..structured.state import GrammarError
+from .look_ahead import LookAhead
 from .model_runner import ModelRunner
 from .pieces import NewPiece
 from .step_computer import StepComputer
@@ -44,6 +46,7 @@ class EngineCore:
         updated: submissions that progressed or ended since the caller was told.
         pieces: pieces that a call was to return which was interrupted; the next one does.
         transaction: the context manager for every change.
+        look_ahead: runs steps one ahead of what is settled; None: each is settled before the next is planned.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class EngineCore:
         self.computer = StepComputer(runner, sampler, cost, self.profiler)
         self.total_seconds = 0.0
         self.before_step = before_step
+        self.look_ahead: LookAhead | None = None
         self._pool_sizes = [pool.num_blocks for pool in batcher.block_manager.pools]
         self._sampled: list[str] = []  # ids of the sequences that got a token in this step
         self._dropped: list[Submission] = []
@@ -188,7 +192,10 @@ class EngineCore:
         with self.transaction:
             for completion in list(self.completions.values()):
                 self.end(completion, "cancelled")
+            if self.look_ahead is not None:
+                self.look_ahead.settle_if_idle()
         self._is_shut_down = True
+        self.look_ahead = None
         del self.runner, self.computer, self.copier  # nothing is left that a step would ask them for
 
     def run_step(self) -> list[Submission]:
@@ -196,47 +203,84 @@ class EngineCore:
         if self.batcher.has_unfinished():
             self.before_step()
         with self.transaction:
-            if not self.batcher.has_unfinished():
-                return []
-            started = time.perf_counter()
-            self.profiler.begin_step()
             progressed: list[Submission] = []
-            schedule = self.batcher.schedule(started)
-            while schedule.expired:
-                for request in schedule.expired:
-                    completion = self.completions.get(request.request_id)
-                    if completion is not None:  # else its search has ended with another beam
-                        self._end_early(completion, "timeout")
-                        progressed.append(completion.owner)
-                if not self.batcher.has_unfinished():
-                    return progressed
-                schedule = self.batcher.schedule(started)
-            if not schedule.requests:
+            if self.look_ahead is not None:
+                self.look_ahead.run_step(progressed)
                 return progressed
-            self._prepare(schedule, started)
-            self.profiler.mark(SCHEDULE)
-            try:
-                self.copier.start(schedule.overlapped_copies)
-                outputs = self.computer.compute(schedule.requests, list(map(self._sample_task, schedule.requests)))
-            finally:
-                self.copier.join()
-            self.cost.measure_copies(self.copier.copied_bytes, self.copier.seconds)
-            progressed += self._update(schedule.requests, outputs)
-            self.num_steps += 1
-            self.num_computed_tokens += schedule.num_tokens
-            self.step_sizes.count(schedule.num_tokens)
-            self._end_step(schedule, started)
+            started = time.perf_counter()
+            schedule = self.plan(started, progressed)
+            if schedule is not None:
+                self.prepare(schedule, started)
+                self.run(schedule.requests, started, progressed, schedule.overlapped_copies)
         return progressed
 
-    def _end_step(self, schedule: Schedule, started: float) -> None:
+    @property
+    def is_under_way(self) -> bool:
+        """A step is launched and not settled."""
+        return self.look_ahead is not None and self.look_ahead.is_under_way
+
+    def settle(self) -> None:
+        """Settle the step that is launched, if there is one; ``updated`` says what progressed."""
+        if self.look_ahead is not None and self.look_ahead.is_under_way:
+            with self.transaction:
+                self.look_ahead.settle([])
+
+    def plan(self, started: float, progressed: list[Submission]) -> Schedule | None:
+        """Plan a step, inside ``transaction``; None where there is nothing to run.
+
+        ``progressed`` gets the submissions that end by their deadline.
+        """
+        if not self.batcher.has_unfinished():
+            return None
+        self.profiler.begin_step()
+        schedule = self.batcher.schedule(started)
+        while schedule.expired:
+            if self.look_ahead is not None:  # what was launched in time counts
+                self.look_ahead.settle(progressed)
+            for request in schedule.expired:
+                completion = self.completions.get(request.request_id)
+                if completion is not None:  # else its search has ended with another beam
+                    self._end_early(completion, "timeout")
+                    progressed.append(completion.owner)
+            if not self.batcher.has_unfinished():
+                return None
+            schedule = self.batcher.schedule(started)
+        return schedule if schedule.requests else None
+
+    def run(
+        self,
+        scheduled: list[ScheduledRequest],
+        started: float,
+        progressed: list[Submission],
+        copies: Sequence[CacheCopy] = (),
+        *,
+        one_by_one: bool = False,
+    ) -> None:
+        """Compute and settle a step that is prepared; ``copies`` are made while it runs."""
+        self.profiler.mark(SCHEDULE)
+        tasks = list(map(self.sample_task, scheduled))
+        try:
+            self.copier.start(copies)
+            compute = self.computer.compute_one_by_one if one_by_one else self.computer.compute
+            outputs = compute(scheduled, tasks)
+        finally:
+            self.copier.join()
+        self.cost.measure_copies(self.copier.copied_bytes, self.copier.seconds)
+        self.update(scheduled, outputs, progressed)
+        self.end_step(scheduled, started)
+
+    def end_step(self, scheduled: Sequence[ScheduledRequest], started: float) -> None:
+        """Count a step that is settled."""
+        num_tokens = sum([item.num_tokens for item in scheduled])
+        self.num_steps += 1
+        self.num_computed_tokens += num_tokens
+        self.step_sizes.count(num_tokens)
         self.profiler.mark(DETOKENISE)
         self.total_seconds += time.perf_counter() - started
-        decodes = sum(
-            item.num_tokens == 1 and item.start >= item.request.num_prompt_tokens for item in schedule.requests
-        )
+        decodes = sum(item.num_tokens == 1 and item.start >= item.request.num_prompt_tokens for item in scheduled)
         blocks = self.batcher.block_manager
         self.profiler.end_step(
-            num_prefill_tokens=schedule.num_tokens - decodes,
+            num_prefill_tokens=num_tokens - decodes,
             num_decode_tokens=decodes,
             num_running=self.batcher.num_running,
             num_waiting=self.batcher.num_waiting,
@@ -246,7 +290,7 @@ class EngineCore:
             sampled=self._sampled,
         )
 
-    def _prepare(self, schedule: Schedule, now: float) -> None:
+    def prepare(self, schedule: Schedule, now: float) -> None:
         """Bring rows, tables and blocks to where the step expects them."""
         for request in schedule.preempted:
             self.runner.remove(request)
@@ -268,7 +312,8 @@ class EngineCore:
                 self.copier.discard(group, now_there, before)
         self._pool_sizes = sizes
 
-    def _sample_task(self, item: ScheduledRequest) -> SampleTask:
+    def sample_task(self, item: ScheduledRequest) -> SampleTask:
+        """What is made of the logits after a request's share of a step."""
         if not item.is_last_chunk:
             return SampleTask()
         completion = self.completions[item.request.request_id]
@@ -283,17 +328,27 @@ class EngineCore:
             c for c in siblings[1:] if not c.is_finished and self.batcher.get(c.request.request_id) is not c.request
         ]
 
-    def _update(self, scheduled: list[ScheduledRequest], outputs: list[StepOutput]) -> list[Submission]:
-        """Give the submissions what a step computed; returns those that progressed or ended."""
+    def update(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        outputs: Sequence[StepOutput],
+        progressed: list[Submission],
+        *,
+        was_launched: bool = False,
+    ) -> None:
+        """Give the submissions what a step computed; ``progressed`` gets those that progressed or ended.
+
+        Args:
+            was_launched: the batcher knows already that the step computes what it does.
+        """
         now = time.perf_counter()
         self._sampled = []
-        progressed: list[Submission] = []
         going_on: list[Completion] = []
         for item, output in zip(scheduled, outputs, strict=True):
             request = item.request
             completion = self.completions.get(request.request_id)
-            if completion is None:  # another beam's error has ended its search
-                continue
+            if completion is None or completion.request is not request:
+                continue  # another beam's error has ended its search, or it ended after the step was launched
             if output.error is not None:
                 self._end_early(completion, "error", output.error)
                 progressed.append(completion.owner)
@@ -301,7 +356,10 @@ class EngineCore:
             if output.is_spoilt:
                 self.batcher.compute_anew(request)
                 continue
-            self.batcher.advance(request, item.num_tokens)
+            if was_launched:
+                self.batcher.settle(request, item.start + item.num_tokens, len(output.tokens))
+            else:
+                self.batcher.advance(request, item.num_tokens)
             if output.prompt_logits is not None and completion.prompt_logprobs is not None:
                 # A prompt that is computed again may come with tokens of the output.
                 rows = request.num_prompt_tokens - item.start
@@ -312,7 +370,6 @@ class EngineCore:
         # Those without a row bring all of their tokens when they get one.
         requests = [completion.request for completion in going_on if completion.request.row is not None]
         self.runner.append_tokens(requests, [request.output_token_ids[-1] for request in requests])
-        return progressed
 
     def append_tokens(self, completion: Completion, tokens: Sequence[SampledToken], now: float) -> list[Completion]:
         """Append sampled tokens: the completion's own, and one for each that follows it, which runs from now on.
@@ -376,6 +433,8 @@ class EngineCore:
                 completion.mark_cancelled()  # it was never queued
             self._forget(submission)
             del dropped[0]
+        if self.look_ahead is not None:
+            self.look_ahead.settle_if_idle()
 
     def _forget(self, submission: Submission) -> None:
         for known in (self.submissions, self.updated):
@@ -399,6 +458,8 @@ class EngineCore:
             if submission.is_finished and not submission.is_private:
                 self.updated[submission.request_id] = submission
         self.copier.join()
+        if self.look_ahead is not None:
+            self.look_ahead.reset()
         self.runner.reset()
         self.batcher.requeue_all()
         for request in self.batcher.waiting:

@@ -42,6 +42,7 @@ from .beam_submission import BeamSubmission, bounded
 from .cache_setup import block_groups, key_variant, longest_sequence
 from .core import EngineCore
 from .engine_options import DEFAULT_BLOCK_SIZE, EngineOptions
+from .look_ahead import LookAhead
 from .model_runner import ModelRunner
 from .pieces import end_undecodable, new_pieces
 from .submission import Submission
@@ -138,6 +139,9 @@ class Engine:
         self.sampler = Sampler(sorted(self.eos_token_ids))
         copier = BlockCopier(cache, host, [spec.group for spec in program.caches])
         self._core = EngineCore(self.batcher, self.runner, self.sampler, copier, cost, before_step)
+        asks_ahead = program.device.type == "npu"
+        if asks_ahead if options.async_scheduling is None else options.async_scheduling:
+            self._core.look_ahead = LookAhead(self._core)
         self._next_id = 0
         if program.device.type == "cpu":
             keep_freed_memory()
@@ -331,7 +335,8 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """True if another ``step`` has something to run or to return."""
-        return bool(self._core.updated or self._core.completions or self._core.pieces)
+        core = self._core
+        return bool(core.updated or core.completions or core.pieces or core.is_under_way)
 
     def generate(
         self,
@@ -463,7 +468,8 @@ class Engine:
             ``prompt_tokens`` of prompts that began to run, of which ``cached_tokens`` came from the prefix cache;
             requests that ended, by reason: ``finished_stop``, ``finished_length``, ``finished_cancelled``,
             ``finished_timeout``, ``finished_error``; ``failed`` sequences; ``model_seconds`` (packing and model) and
-            ``total_seconds`` of steps; ``block_size``; and the block manager's figures, see
+            ``total_seconds`` of steps; ``block_size``; with ``async_scheduling`` the figures of ``LookAhead.stats``;
+            and the block manager's figures, see
             ``blocks.inspection.stats``.
         """
         return self._core.turns.take(self._stats)
@@ -476,6 +482,7 @@ class Engine:
                 "block_size": self.block_manager.block_size,
                 "steps": core.num_steps,
                 **core.step_sizes.stats(),
+                **(core.look_ahead.stats() if core.look_ahead is not None else {}),
                 "computed_tokens": core.num_computed_tokens,
                 "generated_tokens": core.num_generated_tokens,
                 "prompt_tokens": core.num_prompt_tokens,
@@ -504,6 +511,7 @@ class Engine:
         return self._core.turns.take(self._defragment)
 
     def _defragment(self) -> int:
+        self._core.settle()
         with self._core.transaction:
             self.block_manager.finish_copies()
             return self.block_manager.defragment()
@@ -528,7 +536,11 @@ class Engine:
 
     def in_turn(self, action: Callable[[], Result]) -> Result:
         """Call ``action`` while no step runs and no other thread uses the engine; returns what it returns."""
-        return self._core.turns.take(action)
+        return self._core.turns.take(self._in_turn, action)
+
+    def _in_turn(self, action: Callable[[], Result]) -> Result:
+        self._core.settle()
+        return action()
 
     def compute_again(self) -> None:
         """Forget all keys and values: requests under way are computed again from their tokens, prompt and output,

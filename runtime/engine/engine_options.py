@@ -37,6 +37,9 @@ class EngineOptions:
         swap_space: host memory for swapped sequences, in bytes or as ``"1GiB"``.
         max_queue: most completions that wait, those of one prompt included; more are refused with ``QueueFull``.
             None: any number.
+        async_scheduling: plan and launch each step while the device still computes the one before it; ends by a stop
+            are noticed a step late, and nobody sees more than before. None: on an NPU; on a CPU, which computes
+            itself what it plans, there is nothing to gain.
 
     Raises:
         ValueError: a value out of range, or a name that there is not.
@@ -54,6 +57,7 @@ class EngineOptions:
     preemption: str = "auto"
     swap_space: int | str = 0
     max_queue: int | None = None
+    async_scheduling: bool | None = None
 
     def __post_init__(self) -> None:
         remedy = "use at least 1, or leave it out"
@@ -63,6 +67,8 @@ class EngineOptions:
         make_policy(self.policy)
         preemption_mode(self.preemption)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        if self.async_scheduling is not None:
+            check_bool("async_scheduling", self.async_scheduling)
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ValueError(
                 f"num_blocks={self.num_blocks} and kv_cache_memory={self.kv_cache_memory!r} both size the KV cache; "

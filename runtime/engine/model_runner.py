@@ -159,7 +159,9 @@ class ModelRunner:
             token_rows = np.repeat(rows, counts)
             positions = np.arange(total) + np.repeat(lens - ends, counts)
         block_of, offset = np.divmod(positions, size)
-        width = -(-int(lens.max()) // size)
+        longest = int(lens.max())
+        self._reserve(longest)  # the last token may be one that is not known yet
+        width = -(-longest // size)
         placed = [
             (
                 torch.from_numpy(blocks[token_rows, block_of] * np.int64(size) + offset),

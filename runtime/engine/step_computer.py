@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from .submission import one_line
 
 logger = logging.getLogger(__name__)
 
-_UNUSABLE_LOGITS = "the model's logits allow no choice (NaN, infinity, or every token ruled out)"
+UNUSABLE_LOGITS = "the model's logits allow no choice (NaN, infinity, or every token ruled out)"
 
 
 class StepComputer:
@@ -36,6 +36,7 @@ class StepComputer:
 
     Attributes:
         model_seconds: spent in packing and in the model.
+        wait: called between the model and the choice of tokens.
     """
 
     def __init__(self, runner: ModelRunner, sampler: Sampler, cost: PreemptionCost, profiler: Profiler) -> None:
@@ -44,6 +45,7 @@ class StepComputer:
         self.cost = cost
         self.profiler = profiler
         self.model_seconds = 0.0
+        self.wait: Callable[[], None] = lambda: None
 
     def compute(self, scheduled: Sequence[ScheduledRequest], tasks: Sequence[SampleTask]) -> list[StepOutput]:
         """Run the model and choose; if that raises, each request runs alone, so that only culprits fail.
@@ -67,6 +69,12 @@ class StepComputer:
                 len(scheduled),
                 one_line(error),
             )
+        return self.compute_one_by_one(scheduled, tasks)
+
+    def compute_one_by_one(
+        self, scheduled: Sequence[ScheduledRequest], tasks: Sequence[SampleTask]
+    ) -> list[StepOutput]:
+        """As ``compute``, where the attempt to run all together has failed."""
         return [
             StepOutput(is_spoilt=True) if item.overwrites_state else self.compute([item], [task])[0]
             for item, task in zip(scheduled, tasks, strict=True)
@@ -79,6 +87,7 @@ class StepComputer:
         packed = self.runner.pack(scheduled)
         self.profiler.mark(PACK)
         logits = self.runner.run(scheduled, packed)
+        self.wait()
         self.profiler.mark(MODEL)
         seconds = time.perf_counter() - started
         self.model_seconds += seconds
@@ -91,7 +100,7 @@ class StepComputer:
         for i in sampling:
             if tasks[i].num_candidates:
                 likely = next(candidates)
-                outputs[i] = StepOutput(candidates=likely, error=_UNUSABLE_LOGITS if likely is None else None)
+                outputs[i] = StepOutput(candidates=likely, error=UNUSABLE_LOGITS if likely is None else None)
             else:
                 sampled = tuple(next(tokens) for _ in tasks[i].requests)
                 outputs[i] = StepOutput(sampled, prompt_logits=outputs[i].prompt_logits)
@@ -106,7 +115,7 @@ class StepComputer:
         tokens = [SampledToken(*pair) for pair in zip(drawn.token_ids, drawn.logprobs, strict=True)]
         for failed in drawn.failed:
             grammar = requests[failed].grammar
-            tokens[failed] = SampledToken(error=(grammar.error if grammar else None) or _UNUSABLE_LOGITS)
+            tokens[failed] = SampledToken(error=(grammar.error if grammar else None) or UNUSABLE_LOGITS)
         return tokens
 
     def _candidates(self, logits: Tensor, counts: Sequence[int]) -> list[Candidates | None]:

@@ -92,7 +92,7 @@ class Completion:
         request.row = None
         if request.finish_reason is None:
             request.status = RequestStatus.WAITING
-            request.num_computed_tokens = 0
+            request.num_computed_tokens = request.num_output_placeholders = 0
             request.block_hashes = []
             request.stop_reason = request.finished_time = None
             del request.output_token_ids[self.num_settled :]

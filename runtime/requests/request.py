@@ -28,9 +28,9 @@ class Request:
     """One sequence. Compared and hashed by identity.
 
     The batcher owns ``arrival``, ``rank``, ``num_computed_tokens``, ``num_cached_tokens``, ``block_hashes``,
-    ``status``, ``is_paused``, ``finish_reason``, ``error`` and ``num_preemptions``; the runner owns ``row``; the
-    engine appends to ``output_token_ids`` and sets ``stop_reason`` and the times, which are seconds on whatever clock
-    the engine reads.
+    ``status``, ``is_paused``, ``finish_reason``, ``error``, ``num_preemptions`` and ``num_output_placeholders``; the
+    runner owns ``row``; the engine appends to ``output_token_ids`` and sets ``stop_reason`` and the times, which are
+    seconds on whatever clock the engine reads.
 
     Attributes:
         request_id: unique among the unfinished requests of an engine.
@@ -52,6 +52,8 @@ class Request:
         stop_reason: the stop string or stop token id that ended it, None for EOS and other reasons.
         error: one line, when ``finish_reason`` is "error".
         num_preemptions: times that it lost its blocks.
+        num_output_placeholders: tokens behind ``output_token_ids`` that launched steps sample and that the host does
+            not know yet; 0 unless steps are scheduled ahead.
         row: the runner's row while running, else None.
         grammar: its place in the grammar of ``params.structured_outputs``; the engine moves it on.
         max_tokens: most tokens to generate.
@@ -78,6 +80,7 @@ class Request:
     stop_reason: str | int | None = None
     error: str | None = None
     num_preemptions: int = 0
+    num_output_placeholders: int = 0
     row: int | None = None
     grammar: GrammarState | None = None
 
@@ -101,6 +104,11 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and output tokens together, computed or not."""
         return self.num_prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def num_tokens_with_placeholders(self) -> int:
+        """As ``num_tokens``, and those that launched steps sample."""
+        return self.num_prompt_tokens + len(self.output_token_ids) + self.num_output_placeholders
 
     @property
     def longest(self) -> int:

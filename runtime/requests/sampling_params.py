@@ -215,6 +215,10 @@ class SamplingParams:
             self.is_greedy and not self.changes_logits and self.logprobs is None and self.structured_outputs is None
         )
 
+    def cuts(self, vocab_size: int) -> bool:
+        """True if ``top_k`` or ``top_p`` leave tokens out."""
+        return 0 < self.top_k < vocab_size or self.top_p < 1.0
+
     @property
     def num_completions(self) -> int:
         """The number of completions that run: ``best_of``, or ``n``."""

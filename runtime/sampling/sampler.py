@@ -8,7 +8,7 @@ One number per row is also cheaper than the usual one per vocabulary entry, whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from ..ops.structured import apply_bitmask_
 from ..requests.outputs import Logprob
 from ..requests.request import Request
+from ..requests.sampling_params import SamplingParams
 from ..structured.masks import MaskPool
 from .logits_processor import LogitsProcessor
 from .logprobs import ranked, report_logprobs
@@ -109,6 +110,38 @@ class Sampler:
             tokens[i] = -1
         return SampleOutput(tokens, logprobs, failed)
 
+    @torch.inference_mode()
+    def launch(self, logits: Tensor, requests: Sequence[Request], send: Callable[[Tensor], Tensor]) -> Tensor:
+        """As ``sample``, without waiting for the device: what was chosen stays there.
+
+        Args:
+            logits: ``[R, V]``, any float dtype; not modified.
+            requests: whose tokens are chosen, one for each row. None asks for changes of logits, log-probabilities or
+                a grammar. Those with ``num_output_placeholders`` have as many more tokens.
+            send: brings a tensor from the host to the logits' device.
+
+        Returns:
+            ``[3, R]`` int64 on the logits' device: the tokens; 0 in failed rows, see ``SampleOutput``; 0 where the
+            token may be wrong, because ``top_k`` and ``top_p`` reach beyond the candidates that were looked at.
+        """
+        batch = max(1, _WORK_ELEMENTS // logits.shape[1])
+        best = torch.cat([_argmax(part) for part in logits.split(batch)])
+        usable = logits.gather(-1, best[:, None]).isfinite()[:, 0]
+        chosen, certain = best, torch.ones_like(usable)
+        drawn = [i for i, r in enumerate(requests) if not r.params.is_greedy]
+        for first in range(0, len(drawn), batch):
+            part = drawn[first : first + batch]
+            whole = len(part) == len(requests)
+            index = send(torch.tensor(part))
+            x = logits.float() if whole else logits[index].float()
+            if x is logits:
+                x = x.clone()
+            x = x.masked_fill_(~(usable if whole else usable[index])[:, None], 0.0)
+            tokens, settled = self._draw_once(x, [requests[i] for i in part], send)
+            chosen = tokens if whole else chosen.index_copy(0, index, tokens)
+            certain = settled if whole else certain.index_copy(0, index, settled)
+        return torch.stack([chosen, usable.long(), certain.long()])
+
     def _sample_rows(
         self, x: Tensor, chosen: Tensor, requests: list[Request], masks: tuple[Tensor, Tensor] | None = None
     ) -> tuple[list[int], list[dict[int, Logprob] | None]]:
@@ -138,23 +171,38 @@ class Sampler:
                 reports[i] = entry if tokens[i] >= 0 else None
         return tokens, reports
 
+    def _draw_once(
+        self, x: Tensor, requests: list[Request], send: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """As ``_draw_rows``, looking at the first candidates only; returns, ``[M]`` bool, whose token is certain."""
+        params, vocab = [r.params for r in requests], x.shape[1]
+        probs = _probabilities(x, params, send)
+        uniforms = send(self._uniforms(requests))
+        cut = [p.cuts(vocab) for p in params]
+        if not all(cut):
+            chosen = _invert(probs, uniforms)
+            if not any(cut):
+                return chosen, torch.ones_like(chosen, dtype=torch.bool)
+        tokens, settled = _choose_from_top(
+            x,
+            probs,
+            send(_limits(params, vocab)),
+            send(_nuclei(params)),
+            uniforms,
+            min(_first_count(params, vocab), vocab),
+        )
+        if all(cut):
+            return tokens, settled
+        those = send(torch.tensor(cut))
+        return torch.where(those, tokens, chosen), settled | ~those
+
     def _draw_rows(self, x: Tensor, requests: list[Request]) -> Tensor:
         """``x``: ``[M, V]`` penalised logits, overwritten → ``[M]`` int64."""
         params = [r.params for r in requests]
         vocab = x.shape[1]
-
-        def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, device=x.device)[:, None]
-
-        # Subtracting first keeps tiny temperatures from overflowing.
-        x -= x.amax(-1, keepdim=True)
-        x /= column([p.temperature for p in params])
-        if any(p.min_p for p in params):
-            # The most likely token stands at 0: exp(x) is the ratio of probabilities that min_p speaks of.
-            x.masked_fill_(x < column([p.min_p for p in params]).log(), -torch.inf)
-        probs = x.softmax(-1)
+        probs = _probabilities(x, params, lambda values: values.to(x.device))
         uniforms = self._uniforms(requests).to(x.device)
-        cut = [0 < p.top_k < vocab or p.top_p < 1.0 for p in params]
+        cut = [p.cuts(vocab) for p in params]
         if not any(cut):
             return _invert(probs, uniforms)
         chosen = torch.empty(len(params), dtype=torch.int64, device=x.device)
@@ -162,9 +210,8 @@ class Sampler:
         if len(whole):
             chosen[whole] = _invert(probs[whole], uniforms[whole])
         rows = torch.tensor([i for i, c in enumerate(cut) if c], device=x.device)
-        top_k = torch.tensor([p.top_k if 0 < p.top_k < vocab else vocab for p in params], device=x.device)
-        top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=x.device)
-        count = max([_FIRST_CANDIDATES, *(p.top_k + 1 for p in params if p.top_k < vocab)])
+        top_k, top_p = _limits(params, vocab).to(x.device), _nuclei(params).to(x.device)
+        count = _first_count(params, vocab)
         while len(rows):
             count = min(count, vocab)
             tokens, settled = _choose_from_top(x[rows], probs[rows], top_k[rows], top_p[rows], uniforms[rows], count)
@@ -183,7 +230,9 @@ class Sampler:
         unseeded = iter(uniforms.tolist())
         return torch.tensor(
             [
-                next(unseeded) if r.params.seed is None else seeded_uniform(r.params.seed, r.num_output_tokens)
+                next(unseeded)
+                if r.params.seed is None
+                else seeded_uniform(r.params.seed, r.num_output_tokens + r.num_output_placeholders)
                 for r in requests
             ],
             dtype=torch.float64,
@@ -202,9 +251,39 @@ def seeded_uniform(seed: int, index: int) -> float:
     return (mix(mix(seed & _MASK64) + index) >> 11) * 2.0**-53
 
 
+def _probabilities(x: Tensor, params: Sequence[SamplingParams], send: Callable[[Tensor], Tensor]) -> Tensor:
+    """``x``: ``[M, V]`` logits, changed by temperature and min_p in place → ``[M, V]`` probabilities."""
+
+    def column(values: list[float]) -> Tensor:
+        return send(torch.tensor(values))[:, None]
+
+    # Subtracting first keeps tiny temperatures from overflowing.
+    x -= x.amax(-1, keepdim=True)
+    x /= column([p.temperature for p in params])
+    if any(p.min_p for p in params):
+        # The most likely token stands at 0: exp(x) is the ratio of probabilities that min_p speaks of.
+        x.masked_fill_(x < column([p.min_p for p in params]).log(), -torch.inf)
+    return x.softmax(-1)
+
+
+def _limits(params: Sequence[SamplingParams], vocab: int) -> Tensor:
+    """``[M]`` int64: how many of the likeliest tokens top_k leaves."""
+    return torch.tensor([p.top_k if 0 < p.top_k < vocab else vocab for p in params])
+
+
+def _nuclei(params: Sequence[SamplingParams]) -> Tensor:
+    """``[M]`` float64: top_p."""
+    return torch.tensor([p.top_p for p in params], dtype=torch.float64)
+
+
+def _first_count(params: Sequence[SamplingParams], vocab: int) -> int:
+    """The number of candidates that are looked at first; it may be above ``vocab``."""
+    return max([_FIRST_CANDIDATES, *(p.top_k + 1 for p in params if p.top_k < vocab)])
+
+
 def _argmax(x: Tensor) -> Tensor:
     """``[M, V]`` → ``[M]`` int64; the first of equals, a NaN before everything else."""
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or type(x) is not Tensor:
         return x.float().argmax(-1)
     # numpy's is vectorised: 10 to 15 times faster than torch's on a row of 150,000.
     return torch.from_numpy(x.float().numpy().argmax(-1))

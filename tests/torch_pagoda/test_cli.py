@@ -135,13 +135,14 @@ def test_scheduling_options_reach_the_engine(
         "client": "me",
         "deadline": 60.0,
     }
-    options: list[str] = []
+    options = ["--async-scheduling"]
     for name, value in wanted.items():
         for each in value if isinstance(value, list) else [value]:
             options += [f"--{name.replace('_', '-')}", str(each)]
     status, _, err = run("generate", checkpoint, "-p", "the", "-p", "a", *options, "--batch-invariant", *FAST)
     assert status == 0, err
-    assert {name: seen[name] for name in wanted} == wanted and seen["batch_invariant"] is True
+    assert {name: seen[name] for name in wanted} == wanted
+    assert seen["batch_invariant"] is True and seen["async_scheduling"] is True
     assert run("generate", checkpoint, "-p", "the", "--swap-space", "0", *FAST)[0] == 0
 
 

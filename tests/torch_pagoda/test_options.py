@@ -61,7 +61,7 @@ def test_unknown_keywords_are_refused_with_the_nearest(
         with pytest.raises(error) as refused:
             make(llama, max_num_seq=3)
         assert "'max_num_seq' (given 3)" in one_line(refused.value) and "'max_num_seqs'" in str(refused.value)
-    with pytest.raises(TypeError, match="use one of batch_invariant, block_size"):
+    with pytest.raises(TypeError, match="use one of async_scheduling, batch_invariant, block_size"):
         make(llama, nonsense=1)
 
 

@@ -57,6 +57,14 @@ Preemption = Annotated[str, typer.Option(help="auto, recompute or swap.", rich_h
 SwapSpace = Annotated[
     str, typer.Option(help="Host memory for swapped sequences, e.g. 1GiB.", rich_help_panel="Scheduling")
 ]
+AsyncScheduling = Annotated[
+    bool | None,
+    typer.Option(
+        "--async-scheduling/--no-async-scheduling",
+        help="Plan each step while the one before runs; by default on an NPU.",
+        rich_help_panel="Scheduling",
+    ),
+]
 Verify = Annotated[str, typer.Option(help="model, every-pass or off.", rich_help_panel="Compiler")]
 Codegen = Annotated[str, typer.Option(help="auto, none, inductor, ge or aclgraph.", rich_help_panel="Compiler")]
 SkipPass = Annotated[

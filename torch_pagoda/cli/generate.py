@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .beams import beam_params, best_texts
 from .engine_options import (
+    AsyncScheduling,
     BatchInvariant,
     BlockSize,
     Codegen,
@@ -160,6 +161,7 @@ def generate(
     policy: Policy = "fcfs",
     preemption: Preemption = "auto",
     swap_space: SwapSpace = "0",
+    async_scheduling: AsyncScheduling = None,
     max_queue: Annotated[
         int | None, typer.Option(help="Refuse to start with more prompts.", rich_help_panel="Scheduling")
     ] = None,

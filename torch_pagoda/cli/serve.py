@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .engine_options import (
+    AsyncScheduling,
     BatchInvariant,
     BlockSize,
     Codegen,
@@ -196,6 +197,7 @@ def serve(
     policy: Policy = "fcfs",
     preemption: Preemption = "auto",
     swap_space: SwapSpace = "0",
+    async_scheduling: AsyncScheduling = None,
     verify: Verify = "model",
     codegen: Codegen = "auto",
     skip_pass: SkipPass = None,

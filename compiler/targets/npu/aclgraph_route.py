@@ -28,6 +28,7 @@ from torch._guards import TracingContext, tracing
 from ....passes import TracedGraph
 from ....passes.graph.fx_nodes import step_field
 from ....runtime.cache.cache_specs import has_state
+from ....runtime.engine.device_queue import sent
 from ....runtime.program import KVCache
 from ....runtime.state_tables import CHUNK_TABLES
 from .capture_sizes import (
@@ -159,7 +160,7 @@ class AclGraphs(Route):
             place = self._static.get((i, given.shape))
             if place is None:
                 place = self._static[i, given.shape] = torch.empty_like(given, device=self.device)
-            fixed[i] = place.copy_(given)
+            fixed[i] = place.copy_(sent(given, self.device))
         return fixed
 
     def _compile(self) -> Run:

@@ -13,6 +13,7 @@ import torch
 
 from ....passes import TracedGraph
 from ....passes.graph.fx_nodes import is_tensor, value
+from ....runtime.engine.device_queue import sent
 from ....runtime.program import KVCache, StateSpec, is_cache_input
 from ....runtime.step_metadata import StepMetadata
 from .flat_graph import is_constant, list_inputs
@@ -97,7 +98,7 @@ class Route(ABC):
         """The same with the step's tensors on the device."""
         moved = list(args)
         for i in self.changing:
-            moved[i] = moved[i].to(self.device)
+            moved[i] = sent(moved[i], self.device)
         return moved
 
 

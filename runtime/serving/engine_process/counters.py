@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...engine.step_sizes import FIGURES
+from ...engine.synchronous_steps import REASONS
 
 COUNTERS = frozenset(
     {
@@ -14,6 +15,8 @@ COUNTERS = frozenset(
         *("blocks_swapped_out", "blocks_swapped_in", "prefix_query_tokens", "prefix_hit_tokens"),
         *("state_slots_evicted", "model_seconds", "total_seconds"),
         *FIGURES.values(),
+        "steps_ahead",
+        *(f"synchronous_steps_{reason}" for reason in REASONS),
     }
 )
 """Names in ``Engine.stats`` that only grow."""

@@ -24,6 +24,7 @@ TRACED = {
     str(RUNTIME / f"{name}.py")
     for name in (
         *("engine/engine", "engine/core", "engine/model_runner", "engine/submission", "engine/pieces"),
+        "engine/look_ahead",
         *("requests/detokenizer", "sampling/sampler"),
     )
 }

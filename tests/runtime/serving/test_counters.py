@@ -2,9 +2,11 @@ from __future__ import annotations
 
 from toy_state_program import ToyStateProgram
 
+from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.serving.engine_process.counters import COUNTERS, Counters
 
 from toy_client import toy_engine
+from toy_program import ToyProgram
 
 GAUGES = {
     *("queue_length", "queue_tokens", "running", "blocks_total", "blocks_used", "blocks_cached", "blocks_free"),
@@ -15,10 +17,15 @@ GAUGES = {
 
 STATE_GAUGES = {f"state_slots_{name}" for name in ("total", "used", "cached", "free", "used_peak")}
 
+AHEAD = {name for name in COUNTERS if name.startswith("synchronous_steps_")} | {"steps_ahead"}
+
 
 def test_every_figure_is_known_to_grow_or_not_to() -> None:
-    assert toy_engine(ToyStateProgram()).stats().keys() == COUNTERS | GAUGES | STATE_GAUGES
-    assert toy_engine().stats().keys() == COUNTERS - {"state_slots_evicted"} | GAUGES
+    synchronous = COUNTERS - AHEAD
+    assert toy_engine(ToyStateProgram()).stats().keys() == synchronous | GAUGES | STATE_GAUGES
+    assert toy_engine().stats().keys() == synchronous - {"state_slots_evicted"} | GAUGES
+    ahead = Engine(ToyProgram(), num_blocks=8, async_scheduling=True)
+    assert ahead.stats().keys() == COUNTERS - {"state_slots_evicted"} | GAUGES
 
 
 def test_totals_go_on_over_restarts_and_gauges_do_not() -> None:
