@@ -63,7 +63,7 @@ def latent_attention_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module]
 def unpack_latent_attention(model: nn.Module) -> list[str]:
     """Replace those weights by what they mean, for good, and free them; returns their names."""
     made: dict[int, nn.Parameter] = {}
-    names = []
+    names: list[str] = []
     for name, module in latent_attention_weights(model):
         weight = module._parameters["weight"]
         assert isinstance(weight, StoredWeight)
