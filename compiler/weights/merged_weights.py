@@ -22,22 +22,25 @@ from .file_pages import FilePages
 from .weight_guard import Place, place_of, weights_moved
 
 
-def link_merged_weights(traced: TracedGraph) -> None:
+def link_merged_weights(traced: TracedGraph, *, stored: bool = False) -> None:
     """Put the tensors of merged inputs among the constants of ``traced``, moving parameters where that is needed.
 
-    Not those of stored weights: nothing computes with these before they are packed, and they are merged then.
+    Those of stored weights only if ``stored``: nothing computes with these before they are packed, and on a CPU they
+    are merged then.
 
     No other thread may run the module meanwhile.
     """
-    merge_inputs(traced.notes.merged, traced.constants)
+    merge_inputs(traced.notes.merged, traced.constants, stored=stored)
 
 
-def merge_inputs(merged: Mapping[str, Sequence[str]], constants: dict[str, torch.Tensor]) -> None:
+def merge_inputs(
+    merged: Mapping[str, Sequence[str]], constants: dict[str, torch.Tensor], *, stored: bool = False
+) -> None:
     """Likewise for ``constants`` without a graph: input → the inputs that are its rows."""
     wanted = {
         name: sources
         for name, sources in merged.items()
-        if name not in constants and not isinstance(constants[sources[0]], StoredWeight)
+        if name not in constants and (stored or not isinstance(constants[sources[0]], StoredWeight))
     }
     pages = FilePages(constants[source] for sources in wanted.values() for source in sources)
     for name, sources in wanted.items():

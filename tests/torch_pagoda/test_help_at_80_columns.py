@@ -60,9 +60,10 @@ def test_nothing_is_cut_and_paragraphs_are_filled(run: Run, path: tuple[str, ...
             assert len(line.rstrip()) + 1 + len(first) > WIDTH - 2, f"{first!r} has room after {line.strip()!r}"
 
 
-def test_prefix_caching_is_named_either_way_and_not_both(run: Run, checkpoint: Path) -> None:
+@pytest.mark.parametrize("name", ["enable-prefix-caching", "async-scheduling"])
+def test_what_has_two_names_takes_either_and_not_both(run: Run, checkpoint: Path, name: str) -> None:
     fast = ["--verify", "off", "--codegen", "none", "--max-tokens", "1"]
-    enabled, disabled = "--enable-prefix-caching", "--no-enable-prefix-caching"
+    enabled, disabled = f"--{name}", f"--no-{name}"
     assert run("generate", checkpoint, "-p", "the", enabled, *fast)[0] == 0
     assert run("generate", checkpoint, "-p", "the", disabled, *fast)[0] == 0
     status, _, err = run("generate", checkpoint, "-p", "the", enabled, disabled, *fast)

@@ -58,13 +58,14 @@ SwapSpace = Annotated[
     str, typer.Option(help="Host memory for swapped sequences, e.g. 1GiB.", rich_help_panel="Scheduling")
 ]
 AsyncScheduling = Annotated[
-    bool | None,
+    bool,
     typer.Option(
-        "--async-scheduling/--no-async-scheduling",
-        help="Plan each step while the one before runs; by default on an NPU.",
+        "--async-scheduling",
+        help="Plan each step while the one before runs; by default on an NPU (else: --no-async-scheduling).",
         rich_help_panel="Scheduling",
     ),
 ]
+NoAsyncScheduling = Annotated[bool, typer.Option("--no-async-scheduling", hidden=True)]
 Verify = Annotated[str, typer.Option(help="model, every-pass or off.", rich_help_panel="Compiler")]
 Codegen = Annotated[str, typer.Option(help="auto, none, inductor, ge or aclgraph.", rich_help_panel="Compiler")]
 SkipPass = Annotated[
@@ -85,8 +86,10 @@ def check_engine_options(given: Mapping[str, Any]) -> None:
     Raises:
         ValueError: two options contradict each other.
     """
-    if given["enable_prefix_caching"] and given["no_enable_prefix_caching"]:
-        raise ValueError("--enable-prefix-caching and --no-enable-prefix-caching contradict each other; give one")
+    for name in ("enable_prefix_caching", "async_scheduling"):
+        if given[name] and given[f"no_{name}"]:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} and --no-{option} contradict each other; give one")
 
 
 def llm_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,6 +103,7 @@ def llm_options(given: Mapping[str, Any]) -> dict[str, Any]:
     values = {
         **given,
         "enable_prefix_caching": not given["no_enable_prefix_caching"],
+        "async_scheduling": False if given["no_async_scheduling"] else given["async_scheduling"] or None,
         "passes": pass_selection(given["skip_pass"], given["only_pass"]),
     }
     return {name: values[name] for name in LLMOptions.__annotations__ if values.get(name) is not None}

@@ -30,6 +30,7 @@ from .engine_options import (
     MaxNumBatchedTokens,
     MaxNumSeqs,
     MinKvCacheMemory,
+    NoAsyncScheduling,
     NoEnablePrefixCaching,
     NumBlocks,
     OnlyPass,
@@ -161,7 +162,8 @@ def generate(
     policy: Policy = "fcfs",
     preemption: Preemption = "auto",
     swap_space: SwapSpace = "0",
-    async_scheduling: AsyncScheduling = None,
+    async_scheduling: AsyncScheduling = False,
+    no_async_scheduling: NoAsyncScheduling = False,
     max_queue: Annotated[
         int | None, typer.Option(help="Refuse to start with more prompts.", rich_help_panel="Scheduling")
     ] = None,

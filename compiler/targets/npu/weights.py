@@ -92,7 +92,7 @@ def prepare_weights(traced: TracedGraph, *, fractal_nz: bool, release: bool, che
     Raises:
         UnsupportedModel: a rounded weight is wrong.
     """
-    link_merged_weights(traced)
+    link_merged_weights(traced, stored=True)
     size = _make_quantized(traced, release, check) + _unpack_stored(traced, release)
     for plan in plan_weights(traced):
         old = traced.constants[plan.name]

@@ -50,7 +50,7 @@ def test_a_sequence_chooses_as_models_do(tokens, dtype):
 def test_rows_are_scored_a_few_at_a_time(monkeypatch):
     given = indexer_inputs(61)
     whole = lightning_indexer_seq(*given, 8, 0.25)
-    monkeypatch.setattr(module, "_MOST_SCORES", 3 * HEADS * 61)
+    monkeypatch.setattr(module, "MOST_SCORES", 3 * HEADS * 61)
     assert torch.equal(lightning_indexer_seq(*given, 8, 0.25), whole)
 
 
