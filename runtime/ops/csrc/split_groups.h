@@ -32,7 +32,8 @@ static inline __m512i whole(const __m512i* parts, int64_t stride) {
   return kParts == 1 ? parts[0] : _mm512_add_epi32(_mm512_slli_epi32(parts[0], 8), parts[stride]);
 }
 
-// Of weights of 4 bits, read in the order in which they lie.
+// Of weights of 4 bits, read in the order in which they lie, but for the heads between them: processors that fetch ahead
+// by themselves lose the track there, so that this does it.
 template <int R, int kParts, int kHeads, bool kTable>
 static void split_rows_in_order(const Split& a, const uint8_t* table) {
   constexpr int kRun = 16 / kHeads, kAll = R * kParts;  // rows of a tile that a group has; rows of int8
@@ -43,7 +44,7 @@ static void split_rows_in_order(const Split& a, const uint8_t* table) {
   const uint8_t* w = a.w;
   int32_t* to = a.to;
   for (int64_t s = 0; s < a.steps; ++s, x += kStep, w += gap, to += kHeads * R * kPanel) {
-    for (int64_t i = 0; i < gap; i += kLine) __builtin_prefetch(w + kAheadInOrder - gap + i, 0, 2);
+    for (int64_t i = 0; i < gap; i += kLine) __builtin_prefetch(w + kAhead - gap + i, 0, 2);
     for (int t = 0; t < 4; ++t) {
       __m512i sums[kHeads][kAll];
 #pragma GCC unroll 4
@@ -58,7 +59,7 @@ static void split_rows_in_order(const Split& a, const uint8_t* table) {
 #pragma GCC unroll 1
         for (int i = 0; i < kRun; ++i, at += 4, w += 64) {
           const __m512i stored = _mm512_loadu_si512(w);
-          __builtin_prefetch(w + kAheadInOrder, 0, 2);
+          __builtin_prefetch(w + kAhead, 0, 2);
           const __m512i first = looked_up<kTable>(_mm512_and_si512(stored, low), values);
           const __m512i second = looked_up<kTable>(_mm512_and_si512(_mm512_srli_epi16(stored, 4), low), values);
 #pragma GCC unroll 4
