@@ -13,10 +13,9 @@ from torch_pagoda.compiler.build import build_program
 from torch_pagoda.passes import UnsupportedModel
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.program import Program, StateSpec
-from torch_pagoda.runtime.requests.outputs import RequestOutput
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
-from hf_reference import forced
+from hf_reference import assert_served
 from tiny_models import build_tiny_model
 
 MAX_TOKENS = 10
@@ -46,15 +45,6 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(3, 200, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()
 
 
-def assert_right(model: PreTrainedModel, outputs: list[RequestOutput], tolerance: float = 1e-4) -> None:
-    for output in outputs:
-        for completion in output.outputs:
-            expected = forced(model, output.prompt_token_ids, completion.token_ids)
-            assert completion.logprobs is not None
-            assert expected.largest_error(completion.token_ids, completion.logprobs) < tolerance
-            assert list(completion.token_ids) == expected.tokens
-
-
 def test_what_is_kept(served: tuple[PreTrainedModel, Program]) -> None:
     model, program = served
     states = [spec for spec in program.caches if isinstance(spec, StateSpec)]
@@ -65,7 +55,7 @@ def test_what_is_kept(served: tuple[PreTrainedModel, Program]) -> None:
 def test_chunked_prompts_of_different_lengths(served: tuple[PreTrainedModel, Program]) -> None:
     model, program = served
     engine = Engine(program, block_size=4, num_blocks=96, max_num_seqs=3, max_num_batched_tokens=11)
-    assert_right(model, engine.generate([prompt_of(n) for n in (5, 9, 14, 40, 150)], GREEDY))
+    assert_served(model, engine.generate([prompt_of(n) for n in (5, 9, 14, 40, 150)], GREEDY))
     engine.block_manager.check()
 
 
@@ -76,7 +66,7 @@ def test_prompts_that_begin_alike(served: tuple[PreTrainedModel, Program]) -> No
     prompts = [prefix + prompt_of(7, seed) for seed in range(3)]
     for _ in range(2):
         for prompt in prompts:
-            assert_right(model, engine.generate([prompt], GREEDY))
+            assert_served(model, engine.generate([prompt], GREEDY))
     assert engine.stats()["cached_tokens"] > 4 * 80
     engine.block_manager.check()
 
@@ -87,7 +77,7 @@ def test_too_few_blocks(served: tuple[PreTrainedModel, Program], preemption: str
     engine = Engine(program, block_size=4, num_blocks=14, preemption=preemption, swap_space=1 << 22)
     outputs = engine.generate([prompt_of(n) for n in (9, 14, 13, 11)], GREEDY)
     assert engine.stats()["preemptions"] > 0
-    assert_right(model, outputs)
+    assert_served(model, outputs)
     engine.block_manager.check()
 
 
@@ -108,7 +98,7 @@ def test_many_layers_compiled_as_a_few() -> None:
     program = build_program(model, CompileOptions(codegen="none"))
     assert program.report.layers_compiled == 6  # type: ignore[attr-defined]
     engine = Engine(program, block_size=4, num_blocks=96)
-    assert_right(model, engine.generate([prompt_of(60)], GREEDY), 1e-3)
+    assert_served(model, engine.generate([prompt_of(60)], GREEDY), 1e-3)
     with torch.no_grad():
         model.model.layers[8].self_attn.slope_rate.mul_(1.05)  # one of those that were not traced
     with pytest.raises(UnsupportedModel, match=r"layers\.8\.self_attn .* does not compute what its class says"):
@@ -136,6 +126,6 @@ def test_sizes_that_people_run(model_type: str, sizes: dict[str, Any]) -> None:
     shared, *ends = (torch.randint(3, 151_000, (n,), generator=draw).tolist() for n in (1500, 700, 33, 260))
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=8)
     for prompt in [shared + ends[0], ends[0], shared + ends[1], shared + ends[2]]:
-        assert_right(model, engine.generate([prompt], params), 1e-3)
+        assert_served(model, engine.generate([prompt], params), 1e-3)
     assert engine.stats()["cached_tokens"] >= 1488
     engine.block_manager.check()

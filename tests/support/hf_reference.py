@@ -89,3 +89,14 @@ def forced(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> Greedy:
     """
     logits = logits_of(model, [*prompt, *tokens[:-1]])[len(prompt) - 1 :].float()
     return Greedy(logits.argmax(-1).tolist(), logits.log_softmax(-1))
+
+
+def assert_served(model: Any, outputs: Sequence[Any], tolerance: float = 1e-4) -> None:
+    """Assert that every completion has the tokens of transformers' module and log-probabilities within ``tolerance``
+    nats of its own; the requests asked for log-probabilities."""
+    for output in outputs:
+        for completion in output.outputs:
+            expected = forced(model, output.prompt_token_ids, completion.token_ids)
+            assert completion.logprobs is not None
+            assert expected.largest_error(completion.token_ids, completion.logprobs) < tolerance
+            assert list(completion.token_ids) == expected.tokens

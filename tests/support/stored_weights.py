@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
+from torch_pagoda.runtime.ops.quantized_weight import pack_stored, scheme_of, unpackable
 from torch_pagoda.runtime.ops.stored_weight import StoredWeight
 from torch_pagoda.runtime.ops.weight_format import WeightFormat
 
@@ -28,3 +30,16 @@ def stored_weight(text: str, outputs: int = 6, inputs: int = 64, *, seed: int = 
         order if form.ordered else None,
         dtype=torch.bfloat16,
     )
+
+
+def packed_weight(text: str, outputs: int, inputs: int) -> tuple[StoredWeight, torch.Tensor, tuple[object, ...]]:
+    """One in float32, packed, and what ``quantized_linear`` takes behind the bias to multiply with it."""
+    weight = stored_weight(text, outputs, inputs).to(torch.float32)
+    assert isinstance(weight, StoredWeight) and not unpackable(weight.form)
+    return weight, pack_stored(weight), (outputs, *scheme_of(weight.form).arguments(weight.order))
+
+
+def product_error(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:
+    """The largest error of ``x @ weight.T``, relative to its largest number."""
+    expected = F.linear(x.double(), weight.double())
+    return float((found.double() - expected).abs().max() / expected.abs().max())

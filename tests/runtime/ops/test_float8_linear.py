@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from stored_weights import stored_weight
-from torch.nn import functional as F
+from stored_weights import packed_weight, product_error, stored_weight
 
 from torch_pagoda.runtime.ops.quantized_linear import quantized_linear_cpu, quantized_linear_reference
 from torch_pagoda.runtime.ops.quantized_weight import (
@@ -25,31 +24,21 @@ FORMS = ["e4m3/g128/f32", "e4m3/row/bf16", "e4m3/g64/f16+order", "e4m3/g32/f32",
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
-def packed(text: str, outputs: int, inputs: int) -> tuple[StoredWeight, torch.Tensor, tuple[object, ...]]:
-    weight = stored_weight(text, outputs, inputs).to(torch.float32)
-    assert isinstance(weight, StoredWeight) and not unpackable(weight.form)
-    return weight, pack_stored(weight), (outputs, *scheme_of(weight.form).arguments(weight.order))
-
-
-def error(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:
-    """Of products, relative to the largest."""
-    expected = F.linear(x.double(), weight.double())
-    return float((found.double() - expected).abs().max() / expected.abs().max())
-
-
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", [(64, 64), (130, 100), (70, 576)])
 def test_products_are_those_of_the_dense_weight(form: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    weight, stored, given = packed(form, *shape)
+    weight, stored, given = packed_weight(form, *shape)
     for rows in (1, 3, 8, 33, 100):
         x, bias = torch.randn(rows, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
         found = quantized_linear_cpu(x, stored, None, *given)
         assert (found.dtype, found.shape) == (dtype, (rows, shape[0]))
-        assert error(found, x, weight.dense()) < TOLERANCES[dtype]
-        assert error(quantized_linear_reference(x, stored, None, *given), x, weight.dense()) < TOLERANCES[dtype]
+        assert product_error(found, x, weight.dense()) < TOLERANCES[dtype]
+        assert (
+            product_error(quantized_linear_reference(x, stored, None, *given), x, weight.dense()) < TOLERANCES[dtype]
+        )
         with_bias = quantized_linear_cpu(x, stored, bias, *given).float() - bias.float()
-        assert error(with_bias, x, weight.dense()) < 2 * TOLERANCES[dtype]
+        assert product_error(with_bias, x, weight.dense()) < 2 * TOLERANCES[dtype]
 
 
 @pytest.mark.slow
@@ -57,17 +46,17 @@ def test_products_are_those_of_the_dense_weight(form: str, shape: tuple[int, int
 @pytest.mark.parametrize("form", ["e4m3/g128/f32", "e4m3/row/bf16"])
 @pytest.mark.parametrize("shape", [(5632, 2048), (2048, 5632), (4100, 14336), (1000, 7000)])
 def test_products_of_real_sizes(form: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    weight, stored, given = packed(form, *shape)
+    weight, stored, given = packed_weight(form, *shape)
     for rows in (1, 3, 8, 33, 512):
         x = torch.randn(rows, shape[1]).to(dtype)
         found = quantized_linear_cpu(x, stored, None, *given)
-        assert error(found, x, weight.dense()) < TOLERANCES[dtype]
+        assert product_error(found, x, weight.dense()) < TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_a_row_does_not_depend_on_its_batch_mates(form: str, dtype: torch.dtype) -> None:
-    _, stored, given = packed(form, 100, 576)
+    _, stored, given = packed_weight(form, 100, 576)
     x = torch.randn(120, 576).to(dtype)
     together = quantized_linear_cpu(x, stored, None, *given)
     for rows in (1, 3, 6, 7, 20, 49):
@@ -126,7 +115,7 @@ def test_a_weight_that_is_nan_spoils_its_output_only(code: int, dtype: torch.dty
 
 
 def test_inputs_that_are_bad_spoil_their_row_only() -> None:
-    _, stored, given = packed("e4m3/g128/f32", 64, 256)
+    _, stored, given = packed_weight("e4m3/g128/f32", 64, 256)
     x = torch.randn(60, 256)
     expected = quantized_linear_cpu(x, stored, None, *given)
     x[3, 5], x[50, 0] = torch.nan, torch.inf
@@ -142,11 +131,11 @@ def test_scales_of_other_blocks_show() -> None:
     x, given = torch.randn(5, 300), (130, *scheme_of(weight.form).arguments())
     for scales in (weight.scales.roll(1, 1), weight.scales.roll(1, 0), weight.scales * torch.tensor([1, 1, 1.01])):
         found = quantized_linear_cpu(x, pack_stored(weight.replaced(scales=scales)), None, *given)
-        assert error(found, x, weight.dense()) > 1e-4
+        assert product_error(found, x, weight.dense()) > 1e-4
 
 
 def test_rows_may_be_strided_and_batched() -> None:
-    _, stored, given = packed("e4m3/g64/f32", 48, 128)
+    _, stored, given = packed_weight("e4m3/g64/f32", 48, 128)
     wide = torch.randn(2, 9, 300).bfloat16()
     for x in (wide[..., :128], wide[..., 1:257:2], wide[:, :, 100:228].transpose(0, 1), torch.randn(128)):
         found = quantized_linear_cpu(x, stored, None, *given)
@@ -157,7 +146,7 @@ def test_rows_may_be_strided_and_batched() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_packed_weight_has_its_bytes(form: str) -> None:
-    weight, stored, _ = packed(form, 70, 576)
+    weight, stored, _ = packed_weight(form, 70, 576)
     assert stored.shape == (packed_bytes(70, 576, scheme_of(weight.form)),)
     assert Quantization.of_numbers(scheme_of(weight.form).numbers) == scheme_of(weight.form)
 
@@ -184,7 +173,7 @@ def test_bad_schemes_are_refused(scheme: tuple[object, ...], message: str) -> No
 
 
 def test_without_kernels_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, stored, given = packed("e4m3/g32/f32", 70, 200)
+    weight, stored, given = packed_weight("e4m3/g32/f32", 70, 200)
     monkeypatch.setattr("torch_pagoda.runtime.ops.quantized_linear.kernel_function", lambda name: None)
     x = torch.randn(3, 200)
-    assert error(quantized_linear_cpu(x, stored, None, *given), x, weight.dense()) < 1e-6
+    assert product_error(quantized_linear_cpu(x, stored, None, *given), x, weight.dense()) < 1e-6

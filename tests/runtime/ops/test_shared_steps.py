@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from stored_weights import stored_weight
+from stored_weights import packed_weight, product_error, stored_weight
 from torch.nn import functional as F
 
 from torch_pagoda.runtime.ops.quantized_linear import quantized_linear_cpu, quantized_linear_reference
-from torch_pagoda.runtime.ops.quantized_weight import Quantization, pack_stored, packed_bytes, scheme_of, unpackable
+from torch_pagoda.runtime.ops.quantized_weight import Quantization, pack_stored, packed_bytes, scheme_of
 from torch_pagoda.runtime.ops.stored_weight import StoredWeight
 from torch_pagoda.runtime.ops.weight_format import E2M1, WeightFormat
 
@@ -23,27 +23,15 @@ FORMS = [
 ]
 
 
-def packed(text: str, outputs: int, inputs: int) -> tuple[StoredWeight, torch.Tensor, tuple[object, ...]]:
-    weight = stored_weight(text, outputs, inputs).to(torch.float32)
-    assert isinstance(weight, StoredWeight) and not unpackable(weight.form)
-    return weight, pack_stored(weight), (outputs, *scheme_of(weight.form).arguments(weight.order))
-
-
-def error(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:
-    """Of products, relative to the largest."""
-    expected = F.linear(x.double(), weight.double())
-    return float((found.double() - expected).abs().max() / expected.abs().max())
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", [(64, 64), (130, 100), (70, 576)])
 def test_products_are_those_of_the_dense_weight(form: str, shape: tuple[int, int]) -> None:
-    weight, stored, given = packed(form, *shape)
+    weight, stored, given = packed_weight(form, *shape)
     assert stored.shape == (packed_bytes(*shape, scheme_of(weight.form)),)
     for rows in (1, 2, 3, 4, 8, 33, 100):
         x = torch.randn(rows, shape[1])
         found = quantized_linear_cpu(x, stored, None, *given)
-        assert error(found, x, weight.dense()) < 1e-4
+        assert product_error(found, x, weight.dense()) < 1e-4
         reference = quantized_linear_reference(x, stored, None, *given)
         torch.testing.assert_close(found, reference, rtol=2e-6, atol=2e-6 * float(reference.abs().max()))
 
@@ -52,20 +40,20 @@ def test_products_are_those_of_the_dense_weight(form: str, shape: tuple[int, int
 @pytest.mark.parametrize("form", ["int4/g32/f16+z", "e2m1/g32/bf16", "e2m1/g16/f32"])
 @pytest.mark.parametrize("shape", [(5632, 2048), (2048, 5632), (4100, 14336), (1000, 7000)])
 def test_products_of_real_sizes(form: str, shape: tuple[int, int]) -> None:
-    weight, stored, given = packed(form, *shape)
+    weight, stored, given = packed_weight(form, *shape)
     for rows in (1, 3, 8, 33, 512):
         x = torch.randn(rows, shape[1])
-        assert error(quantized_linear_cpu(x, stored, None, *given), x, weight.dense()) < 1e-4
+        assert product_error(quantized_linear_cpu(x, stored, None, *given), x, weight.dense()) < 1e-4
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("input_bits", [8, 16])
 def test_a_row_does_not_depend_on_its_batch_mates(form: str, input_bits: int) -> None:
-    weight, stored, given = packed(form, 100, 576)
+    weight, stored, given = packed_weight(form, 100, 576)
     given = (*given[:3], input_bits, *given[4:])
     x = torch.randn(70, 576)
     together = quantized_linear_cpu(x, stored, None, *given)
-    assert error(together, x, weight.dense()) < (0.02 if input_bits == 8 else 1e-4)
+    assert product_error(together, x, weight.dense()) < (0.02 if input_bits == 8 else 1e-4)
     for rows in (1, 2, 3, 4, 6, 7, 20):
         apart = [quantized_linear_cpu(part, stored, None, *given) for part in x.split(rows)]
         assert torch.equal(torch.cat(apart), together)
@@ -115,7 +103,7 @@ def test_scales_and_zeros_of_other_groups_show(form: str) -> None:
     if weight.zeros is not None:
         changed.append(weight.replaced(zeros=weight.zeros.roll(1, 1)))
     for other in changed:
-        assert error(quantized_linear_cpu(x, pack_stored(other), None, *given), x, weight.dense()) > 5e-4
+        assert product_error(quantized_linear_cpu(x, pack_stored(other), None, *given), x, weight.dense()) > 5e-4
 
 
 @pytest.mark.parametrize(
@@ -134,7 +122,7 @@ def test_bad_schemes_are_refused(scheme: tuple[object, ...], message: str) -> No
 
 
 def test_without_kernels_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, stored, given = packed("e2m1/g16/f32", 70, 200)
+    weight, stored, given = packed_weight("e2m1/g16/f32", 70, 200)
     monkeypatch.setattr("torch_pagoda.runtime.ops.quantized_linear.kernel_function", lambda name: None)
     x = torch.randn(3, 200)
-    assert error(quantized_linear_cpu(x, stored, None, *given), x, weight.dense()) < 1e-4
+    assert product_error(quantized_linear_cpu(x, stored, None, *given), x, weight.dense()) < 1e-4
