@@ -90,6 +90,11 @@ def build_unpacked(
             f"quantization={options.quantization!r}: the checkpoint is quantised already and is served as it is "
             "stored; leave quantization out, or pass the float checkpoint that it was made from"
         )
+    if options.input_bits is not None and not has_stored_parameters(model):
+        raise ValueError(
+            f"input_bits={options.input_bits} is for checkpoints whose weights are rounded already, and this one's "
+            "are not; leave it out, and give quantization='int8' or 'int8-weight-only' to round them"
+        )
     if options.target == "npu" and (unpacked := unpack_latent_attention(model)):
         log.warning("%d stored weights of latent attention are unpacked, %s first", len(unpacked), unpacked[0])
     dump.begin(report.model)

@@ -21,6 +21,7 @@ _CODEGEN_OF_NPU = ("ge", "aclgraph")
 _QUANTIZATIONS_OF_NPU = ("int8", "int8-weight-only", "int4-weight-only")
 TARGETS = ("auto", "cpu", "npu")
 KV_CACHE_DTYPES = ("auto", "int8")
+INPUT_BITS = (None, 8, 16)
 QUANTIZATIONS = ("int8", "int8-weight-only", "int4", "int4-weight-only")
 AUTO_CODEGEN_PARAMETERS = 50_000_000
 
@@ -55,6 +56,8 @@ class CompileOptions:
         group_size: inputs of a quantized weight that share a scale, a multiple of 64, or 0 for all; None is what a
             calibrated model records (see ``recorded_grid``), else 256 for 8 bits and 128 for 4, and on an NPU all for
             8 bits. Rounded inputs have the same groups.
+        input_bits: of a checkpoint whose weights were made for inputs of 8 bits (W8A8): 16 keeps so many, nearer
+            to the weights' own model and slower; None rounds inputs to 8, as it was made.
         batch_invariant: cpu only: a token's logits do not change by a bit with its batch mates, with the chunks that
             its prompt is computed in, or with the number of threads. Weights are read where they lie, not packed.
         patterns: rewrites of the user's own, see ``Pattern``.
@@ -71,6 +74,7 @@ class CompileOptions:
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
     group_size: int | None = None
+    input_bits: int | None = None
     batch_invariant: bool = False
     patterns: Sequence[Pattern] = ()
 
@@ -93,6 +97,12 @@ class CompileOptions:
             if self.quantization is None:
                 raise ValueError(f"group_size={self.group_size!r} is for quantized weights; give quantization too")
             check_group_size(self.group_size)
+        _one_of("input_bits", self.input_bits, INPUT_BITS)
+        if self.input_bits is not None and self.quantization is not None:
+            raise ValueError(
+                f"input_bits={self.input_bits} is for checkpoints whose weights are rounded already; leave it out: "
+                f"quantization={self.quantization!r} says how inputs are rounded"
+            )
         if self.target == "npu" and self.codegen == "inductor":
             raise ValueError(
                 "codegen='inductor' is for target='cpu'; for an NPU use 'ge', 'aclgraph', 'none' or 'auto'"

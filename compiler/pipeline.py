@@ -60,6 +60,7 @@ def run_pipeline(
         dropped = []
     captured.traced.cache_dtype = options.cache_dtype
     captured.traced.quantization = options.weight_quantization
+    captured.traced.input_bits = options.input_bits
     if reference is not None:
         measure_rounding(captured, reference)
         clock.lap("verify")

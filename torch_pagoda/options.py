@@ -77,6 +77,7 @@ class ModelOptions(TypedDict, total=False):
     pack_weights: bool | None
     quantization: str | None
     group_size: int | None
+    input_bits: int | None
     batch_invariant: bool
 
 

@@ -65,7 +65,8 @@ class LinkedProgram:
         linkage: as given.
         copied_weights: the module's tensors that the program holds packed copies of or computed constants from; a
             change of their values does not reach it.
-        weight_bits: the fewest that weights are rounded to; None where none is.
+        weight_bits: the fewest that weights are rounded to, or that those have whose inputs are rounded to 8; None
+            where none is.
     """
 
     def __init__(
@@ -100,8 +101,9 @@ class LinkedProgram:
         self._read = [self._at[name] for name in linkage.inputs if name in linkage.read]
         self._merged = dict(linkage.merged)
         self._packable = list(linkage.packed)
-        rounded = (packed for packed in self._packable if packed.quantization and not packed.stored)
-        self.weight_bits = min((packed.quantization.bits for packed in rounded), default=None)
+        schemes = [(packed.quantization, packed.stored) for packed in self._packable if packed.quantization]
+        rounded = [scheme.bits for scheme, stored in schemes if not stored or scheme.input_bits == 8]
+        self.weight_bits = min(rounded, default=None)
         self.copied_weights = [constants[name] for name in linkage.folded]
 
     def _records(self, run: Callable[..., Sequence[Any]], linkage: Linkage) -> RecordedSteps | None:

@@ -49,6 +49,7 @@ class TracedGraph:
         npu: the Ascend chip that it is lowered for; None for a CPU.
         cache_dtype: that the paged caches are to have; None for the one that keys and values are computed in.
         quantization: how linear layers are to be rounded; None: not at all.
+        input_bits: that inputs keep of stored weights that were made for inputs of 8 bits: 16, or None for 8.
         notes: facts that one pass leaves for later ones, for linking and for the self-check.
     """
 
@@ -64,6 +65,7 @@ class TracedGraph:
     npu: NpuTarget | None = None
     cache_dtype: torch.dtype | None = None
     quantization: Quantization | None = None
+    input_bits: int | None = None
     notes: GraphNotes = field(default_factory=GraphNotes)
     _origin: fx.Node | None = field(default=None, init=False, repr=False)
 

@@ -163,17 +163,23 @@ def unpackable(form: WeightFormat) -> str:
     return f"no kernel for groups of {form.group_size}" if odd else ""
 
 
-def scheme_of(form: WeightFormat) -> Quantization:
-    """The scheme by which the kernel reads weights that are stored so, whose inputs keep 16 bits, or all.
+def scheme_of(form: WeightFormat, input_bits: int | None = 16) -> Quantization:
+    """The scheme by which the kernel reads weights that are stored so. Their layout depends on ``form`` alone.
 
     Twice the floats of e2m1 are whole numbers from -12 to 12, which take a byte each in groups of whole steps.
+
+    Args:
+        form: of the weights.
+        input_bits: 16, which inputs keep, or all where weights are floats of 8 bits; None: 8 where the weights were
+            made for inputs of 8 bits with a scale for each row, and have one scale for each output.
     """
     if form.code == "e4m3":
         return Quantization(8, form.group_size, 0, code="e4m3")
     if form.code == "e2m1":
         shared = form.group_size in SHARED_STEPS
         return Quantization(4 if shared else 8, form.group_size, 16, code="e2m1" if shared else "int")
-    return Quantization(form.bits, form.group_size, 16, form.zeros)
+    as_made = input_bits is None and form.input_bits == 8 and not form.group_size
+    return Quantization(form.bits, form.group_size, 8 if as_made else 16, form.zeros)
 
 
 def pack_stored(weight: StoredWeight) -> torch.Tensor:

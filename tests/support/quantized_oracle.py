@@ -39,6 +39,21 @@ def int8_linear(
 
 
 @contextmanager
+def inputs_of_8_bits(model: PreTrainedModel) -> Iterator[None]:
+    """Let the layers of a model, but for its head, read their inputs in 8 bits with a scale for each row for a while;
+    the weights stay what they are."""
+
+    def of_layer(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        whole, unit = int8_rows(x)
+        product = (whole @ layer.weight.double().T) * unit
+        return (product if layer.bias is None else product + layer.bias.double()).to(x.dtype)
+
+    head, forward = model.get_output_embeddings(), nn.Linear.forward
+    with mock.patch.object(nn.Linear, "forward", lambda own, x: (forward if own is head else of_layer)(own, x)):
+        yield
+
+
+@contextmanager
 def int8_linears(model: PreTrainedModel) -> Iterator[None]:
     """Let every ``nn.Linear`` of a model, and every matrix of its experts, be one of 8 bits for a while."""
     experts = {p.untyped_storage().data_ptr() for p in model.parameters() if p.dim() == 3}

@@ -82,7 +82,7 @@ def test_served_as_transformers_serves_what_it_means(
     folders: Callable[[str, str], tuple[Path, Path]], name: str
 ) -> None:
     quantized, dense = folders(MODELS.get(name, "llama"), name)
-    llm = pagoda.LLM(quantized, dtype="float32", block_size=4, num_blocks=64)
+    llm = pagoda.LLM(quantized, dtype="float32", input_bits=16, block_size=4, num_blocks=64)
     reads = {record.name: record.matches for record in llm.compile_report.passes}
     assert bool(reads["quantise_experts" if name in MODELS else "stored_linears"]) == FORMATS[name].kernel
     assert llm.compile_report.verdict is not None and llm.compile_report.verdict.tolerance < 1e-2
@@ -281,7 +281,7 @@ def test_experts_are_served_as_they_are_stored(
     folders: Callable[[str, str], tuple[Path, Path]], model_type: str, name: str
 ) -> None:
     quantized, dense = folders(model_type, name)
-    llm = pagoda.LLM(quantized, dtype="float32", block_size=4, num_blocks=64)
+    llm = pagoda.LLM(quantized, dtype="float32", input_bits=16, block_size=4, num_blocks=64)
     reads = {record.name: record.matches for record in llm.compile_report.passes}
     assert bool(reads["quantise_experts"]) == FORMATS[name].kernel
     check_tokens(llm, dense)

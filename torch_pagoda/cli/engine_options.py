@@ -29,6 +29,10 @@ Quantization = Annotated[
 GroupSize = Annotated[
     int | None, typer.Option(help="Inputs of a rounded weight that share a scale.", rich_help_panel="Engine")
 ]
+InputBits = Annotated[
+    int | None,
+    typer.Option(help="Of a W8A8 checkpoint: 16 keeps more of the inputs, slower.", rich_help_panel="Engine"),
+]
 BatchInvariant = Annotated[
     bool,
     typer.Option(

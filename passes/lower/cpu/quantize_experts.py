@@ -43,7 +43,7 @@ def quantize_experts(traced: TracedGraph) -> PassRecord:
             return reason
         schemes = []
         for weight, tensor in zip((call.up, call.down), tensors, strict=True):
-            scheme = _scheme(tensor, call, traced.quantization)
+            scheme = _scheme(tensor, call, traced)
             if isinstance(scheme, str):
                 return scheme
             if shape(weight)[1 if call.transposed else 2] > LARGEST_INPUTS:
@@ -64,17 +64,17 @@ def quantize_experts(traced: TracedGraph) -> PassRecord:
     return record
 
 
-def _scheme(tensor: object, call: MoeArguments[fx.Node], quantization: Quantization | None) -> Quantization | str:
+def _scheme(tensor: object, call: MoeArguments[fx.Node], traced: TracedGraph) -> Quantization | str:
     """How the weights of experts are packed, or the reason why they are not."""
     if isinstance(tensor, StoredWeight):
         if tensor.form.ordered:
             return "their inputs are stored in an order of their own"
         if tensor.transposed != call.transposed:
             return "their scales lie along their outputs"
-        return unpackable(tensor.form) or scheme_of(tensor.form)
-    if quantization is None:
+        return unpackable(tensor.form) or scheme_of(tensor.form, traced.input_bits)
+    if traced.quantization is None:
         return "the other weight of them is not stored rounded"
     weight = value(call.up)
     if weight.device.type != "cpu" or weight.dtype not in FLOAT_CODES:
         return f"no quantized products of {weight.dtype} on {weight.device}"
-    return quantization
+    return traced.quantization

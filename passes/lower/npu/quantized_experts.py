@@ -79,6 +79,8 @@ def _refusal(inputs: QuantizedInputsOf, weight: fx.Node) -> str:
     form = stored.form
     if (form.code, form.bits, form.group_size, form.zeros, form.ordered, form.input_bits) != _ROWS_OF_INT8:
         return f"no operator for experts that are stored as {form}"
+    if inputs.traced.input_bits == 16:
+        return "experts of 8 bits take inputs of 8 bits only"
     return "" if stored.transposed else "their scales lie along their inputs"
 
 

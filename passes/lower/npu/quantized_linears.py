@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from ....runtime.ops.npu.int4 import PER_INT32
-from ....runtime.ops.quantized_weight import Quantization
+from ....runtime.ops.quantized_weight import Quantization, scheme_of
 from ...graph.fx_nodes import eliminate_dead_code, shape, value
 from ...graph.record import PassRecord
 from ...graph.routers import chooses_experts
@@ -119,8 +119,8 @@ def _scheme_of(traced: TracedGraph, inputs: QuantizedInputsOf, node: fx.Node, pr
         form = stored.form
         if form.code != "int":
             return f"no operator for weights that are stored as {form}"
-        whole = form.input_bits == 8 and form.bits == 8 and not (form.group_size or form.zeros or form.ordered)
-        scheme = Quantization(form.bits, form.group_size, 8 if whole else 16, form.zeros)
+        whole = form.bits == 8 and not (form.zeros or form.ordered)
+        scheme = scheme_of(form, traced.input_bits if whole else 16)
     elif chooses_experts(node):
         return "it is a router"
     assert scheme is not None
