@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 LIMITS = {8: 0.2, 16: 2e-3}
 """Largest median error of the tokens in nats, by the bits that inputs keep. Between models that have nothing to do
@@ -104,10 +103,8 @@ def round_copy(program: Any, model: nn.Module, copy: nn.Module) -> tuple[int, in
         sources = [next(copied) for _ in packed.sources]
         if packed.quantization is None:
             continue
-        owner = model.get_submodule(names[id(sources[0])][0].rpartition(".")[0])
-        turned = packed.transposed or isinstance(owner, Conv1D)
         held = program._args[program._at[packed.name]]
-        for weight, rounded in zip(sources, meant(held, sources, packed.quantization, turned), strict=True):
+        for weight, rounded in zip(sources, meant(held, sources, packed), strict=True):
             matrices += 1 if weight.dim() == 2 else weight.shape[0]
             numbers += weight.numel()
             for name in names[id(weight)]:
@@ -117,8 +114,27 @@ def round_copy(program: Any, model: nn.Module, copy: nn.Module) -> tuple[int, in
     return matrices, numbers
 
 
-def meant(held: torch.Tensor, sources: list[torch.Tensor], scheme: Any, turned: bool) -> list[torch.Tensor]:
-    """The weights that lie in ``held`` one after the other, in their own sizes; ``turned``: as ``[in, out]``."""
+def meant(held: torch.Tensor, sources: list[torch.Tensor], packed: Any) -> list[torch.Tensor]:
+    """The weights that lie in ``held`` one after the other, in their own sizes.
+
+    Whether a matrix is ``[out, in]`` or ``[in, out]`` in the model is told by which of the two is the nearer one.
+    """
+    from torch_pagoda.runtime.ops.quantized_weight import packed_bytes
+
+    scheme, found = packed.quantization, []
+    for turned in (packed.transposed,) if sources[0].dim() == 3 else (False, True):
+        inputs = sources[0].shape[-2 if turned else -1]
+        rows = sum(weight.shape[1 if turned else 0] for weight in sources)
+        if sources[0].dim() == 3 or held.numel() == packed_bytes(rows, inputs, scheme):
+            found.append(_unpacked(held, sources, scheme, turned))
+
+    def distance(weights: list[torch.Tensor]) -> float:
+        return max(float((a.float() - b.float()).norm()) for a, b in zip(weights, sources, strict=True))
+
+    return min(found, key=distance)
+
+
+def _unpacked(held: torch.Tensor, sources: list[torch.Tensor], scheme: Any, turned: bool) -> list[torch.Tensor]:
     from torch_pagoda.runtime.ops.quantized_weight import restored_weight, unpack_weight
 
     def unpacked(numbers: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:

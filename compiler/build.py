@@ -161,7 +161,7 @@ def finish(built: Built, *, owns_weights: bool) -> None:
     report = built.program.report
     clock = PhaseClock(report.seconds)
     if built.options.pack_weights or built.options.quantization or built.program.has_stored_weights:
-        _pack(built.program, built.reference, report, owns_weights)
+        _pack(built, report, owns_weights)
         clock.lap("pack")
     if built.options.batch_invariant and built.reference is not None and not built.options.quantization:
         verdict = check(built.program, built.reference)
@@ -171,19 +171,24 @@ def finish(built: Built, *, owns_weights: bool) -> None:
         report.verdict = verdict
 
 
-def _pack(program: LinkedProgram, reference: Reference | None, report: CompileReport, release: bool) -> None:
+def _pack(built: Built, report: CompileReport, release: bool) -> None:
     """Pack the weights of a verified program and compare it once more.
 
     Raises:
         UnsupportedModel: the packed program, or a rounded weight, is not what it should be.
     """
+    program, reference = built.program, built.reference
     size = program.pack_weights(release=release, check=reference is not None)
     kept = "in place of" if release else "beside"
     log.info("%.2f GiB of weights are packed %s the model's own", size / 2**30, kept)
     if reference is not None and size:
         verdict = check(program, reference, weight_bits=program.weight_bits)
         if not verdict.ok:
-            raise UnsupportedModel(f"{report.model}: with packed weights {verdict.reason}; give pack_weights=False")
+            how, remedy = "packed", "give pack_weights=False"
+            if program.weight_bits is not None:
+                how = "rounded"
+                remedy = "leave quantization out" if built.options.quantization else "give input_bits=16"
+            raise UnsupportedModel(f"{report.model}: with {how} weights {verdict.reason}; {remedy}")
         report.verdict = verdict
 
 
