@@ -1,4 +1,4 @@
-"""The two models that speed is compared on, with random weights, and what they are asked.
+"""The models that speed is compared on, with random weights, and what they are asked.
 
 The figures of other systems for the same shapes and requests can be compared with ours when both are measured in one
 run; see ``peers.py``.
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3_5TextConfig, Qwen3Config
 
 SHAPES: dict[str, Callable[[], Any]] = {
     "tinyllama-1.1b": lambda: LlamaConfig(
@@ -36,7 +36,24 @@ SHAPES: dict[str, Callable[[], Any]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
         tie_word_embeddings=True,
     ),
+    "qwen3.5-0.8b": lambda: Qwen3_5TextConfig(
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=24,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        vocab_size=248320,
+        max_position_embeddings=262144,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+        tie_word_embeddings=True,
+    ),
 }
+"""By name; of the last one three layers of four keep a state in place of keys and values."""
 PROMPT_LENGTHS = [
     *(204, 79, 149, 224, 355, 283, 227, 391, 41, 243, 309, 274, 324, 119, 102, 504),
     *(120, 428, 346, 225, 71, 119, 206, 120, 369, 197, 57, 365, 104, 297, 436, 147),

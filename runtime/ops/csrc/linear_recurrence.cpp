@@ -13,6 +13,7 @@
 #include <atomic>
 #include <cmath>
 
+#include "fetch.h"
 #include "rows.h"
 #include "scratch.h"
 #include "state_slots.h"
@@ -79,23 +80,25 @@ inline void multiply_rows(const float* rows, int64_t width, const RecurrenceToke
   sum_lanes_of_four(queries, by_query);
 }
 
-// Four rows decay, and get their multiples of the key. `from` may be `to`.
+// Four rows decay, and get their multiples of the key. `from` may be `to`. As many rows at `next` are fetched.
 template <bool kByChannel>
 inline void write_rows(const float* from, float* to, int64_t width, const RecurrenceToken& token,
-                       const float* written) {
+                       const float* written, const float* next) {
   for (int64_t i = 0; i < width; i += kLanes) {
     const vfloat key = load(token.key + i);
     const vfloat factor = kByChannel ? load(token.decay + i) : splat(token.decay_all);
 #pragma GCC unroll 4
-    for (int r = 0; r < 4; ++r)
+    for (int r = 0; r < 4; ++r) {
       store(to + r * width + i, multiply_add(load(from + r * width + i) * factor, splat(written[r]), key));
+      __builtin_prefetch(next + r * width + i, 1, 3);
+    }
   }
 }
 
 // Eight rows and one token, four at a time: the sums of the first are waited for while the others are multiplied.
 template <bool kDelta, bool kByChannel>
 inline void advance_rows(const float* from, float* to, int64_t width, const RecurrenceToken& token, const float* value,
-                         float* out) {
+                         float* out, const float* next) {
   float by_key[kRowsAtOnce] = {}, by_query[kRowsAtOnce], written[kRowsAtOnce];
   for (int64_t r = 0; r < kRowsAtOnce; r += 4)
     multiply_rows<kDelta>(from + r * width, width, token, by_key + r, by_query + r);
@@ -105,7 +108,7 @@ inline void advance_rows(const float* from, float* to, int64_t width, const Recu
     out[r] = decay * by_query[r] + written[r] * token.key_query;
   }
   for (int64_t r = 0; r < kRowsAtOnce; r += 4)
-    write_rows<kByChannel>(from + r * width, to + r * width, width, token, written + r);
+    write_rows<kByChannel>(from + r * width, to + r * width, width, token, written + r, next + r * width);
 }
 
 // Some rows of one head in one sequence.
@@ -117,10 +120,22 @@ struct RecurrencePiece {
   RecurrenceToken tokens[kRecurrenceTokens];
   float* values;   // [kRecurrenceTokens, kRecurrenceRows]
   float* results;  // likewise
+  const float* next = nullptr;  // rows that this thread comes to behind these, or null
 
   RecurrencePiece(const RecurrenceArguments& a, int64_t sequence, int64_t head, int64_t first)
       : a(a), run(run_of(a.slots, sequence, a.tokens)), head(head), first(first),
         rows(std::min(kRecurrenceRows, a.value_dim - first)), width(round_up(a.dim, kLanes)) {}
+
+  bool is_as_stored() const {
+    return a.slots.dtype == kFloat32 && width == a.dim && rows % kRowsAtOnce == 0;
+  }
+
+  int64_t offset() const { return (head * a.value_dim + first) * a.dim; }
+
+  // Its rows in memory, or null where they are copied, or begin as zeros.
+  const float* stored_rows() const {
+    return is_as_stored() && run.before ? (const float*)run.before + offset() : nullptr;
+  }
 
   void compute(Scratch& scratch) {
     const int64_t vectors = a.by_channel ? 5 : 2, whole = round_up(rows, kRowsAtOnce);
@@ -138,12 +153,11 @@ struct RecurrencePiece {
     results = scratch.take<float>(kRecurrenceTokens * kRecurrenceRows);
     float* copy = scratch.take<float>(whole * width);
 
-    const int64_t at = (head * a.value_dim + first) * a.dim, offset = at * 4;
-    const bool as_stored = a.slots.dtype == kFloat32 && width == a.dim && whole == rows;
-    float* state = as_stored && run.after ? (float*)(run.after + offset) : copy;
+    const int64_t at = offset();
+    float* state = is_as_stored() && run.after ? (float*)(run.after + at * 4) : copy;
     const float* before = state;
     if (!run.before) std::memset(state, 0, whole * width * 4);
-    else if (as_stored) before = (const float*)(run.before + offset);
+    else if (is_as_stored()) before = stored_rows();
     else widen(run.before, at, copy, whole);
     for (int64_t t = run.begin; t < run.end; t += kRecurrenceTokens) {
       tile(t, std::min(kRecurrenceTokens, run.end - t), before, state);
@@ -180,9 +194,10 @@ struct RecurrencePiece {
     for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
       const float* from = before + r * width;
       float* to = state + r * width;
+      const float* after = r + kRowsAtOnce < rows ? from + kRowsAtOnce * width : next ? next : from;
       for (int64_t i = 0; i < count; ++i, from = to)
         advance_rows<kDelta, kByChannel>(from, to, width, tokens[i], values + i * kRecurrenceRows + r,
-                                         results + i * kRecurrenceRows + r);
+                                         results + i * kRecurrenceRows + r, after);
     }
   }
 
@@ -219,11 +234,17 @@ struct RecurrencePiece {
   }
 };
 
-void recur(const RecurrenceArguments& a, int64_t piece) {
-  static thread_local Scratch scratch;
+RecurrencePiece piece_at(const RecurrenceArguments& a, int64_t piece) {
   const int64_t parts = (a.value_dim + kRecurrenceRows - 1) / kRecurrenceRows;
   const int64_t head = piece / parts % a.heads, sequence = piece / parts / a.heads;
-  RecurrencePiece work(a, sequence, head, piece % parts * kRecurrenceRows);
+  return {a, sequence, head, piece % parts * kRecurrenceRows};
+}
+
+// One piece, while what is read first of the next one, or of none, is fetched.
+void recur(const RecurrenceArguments& a, int64_t piece, int64_t next) {
+  static thread_local Scratch scratch;
+  RecurrencePiece work = piece_at(a, piece);
+  if (next >= 0) work.next = piece_at(a, next).stored_rows();
   if (work.run.begin < work.run.end) work.compute(scratch);
 }
 
@@ -236,12 +257,13 @@ extern "C" int64_t pagoda_linear_recurrence(const RecurrenceArguments* arguments
   const int64_t parts = (a.value_dim + kRecurrenceRows - 1) / kRecurrenceRows;
   const int64_t pieces = sequences_of(a.slots) * a.heads * parts;
   if (a.threads == 1 || a.tokens * a.heads * a.value_dim * a.dim < kFewElements) {
-    for (int64_t i = 0; i < pieces; ++i) recur(a, i);
+    for (int64_t i = pieces; i-- > 0;) recur(a, i, i - 1);
     return 0;
   }
   // The last sequences first: steps list prompts behind sequences that have one token.
   std::atomic<int64_t> left{pieces};
+  const auto take = [&] { return left.fetch_sub(1, std::memory_order_relaxed) - 1; };
 #pragma omp parallel num_threads((int)a.threads)
-  for (int64_t i; (i = left.fetch_sub(1, std::memory_order_relaxed) - 1) >= 0;) recur(a, i);
+  for (int64_t i = take(), next; i >= 0; i = next) recur(a, i, next = take());
   return 0;
 }
