@@ -35,6 +35,7 @@ from transformers import GraniteMoeHybridConfig
 from torch_pagoda import LLM, SamplingParams
 from torch_pagoda.runtime.cache.cache_specs import bytes_per_block, bytes_per_slot
 from torch_pagoda.runtime.ops.linear_recurrence import linear_recurrence_cpu
+from torch_pagoda.runtime.program import StateSpec
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
@@ -149,7 +150,7 @@ def measure_models(repeats: int) -> tuple[list[dict[str, Any]], list[dict[str, A
         )
         kind = list(RECURRENCES)[shape == GRANITE]
         given, state = recurrence(kind, PREFILL_PROMPT, 1)
-        layers = sum(spec.name == "recurrent_state" for spec in llm.program.caches)
+        layers = sum(isinstance(spec, StateSpec) and spec.name == "recurrent_state" for spec in llm.program.caches)
         starts, slot = torch.tensor([0, PREFILL_PROMPT], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         alone = median_seconds(lambda: linear_recurrence_cpu(*given, state, starts, slot, slot), repeats)  # noqa: B023
         step = statistics.median(steps)
