@@ -151,11 +151,13 @@ SERVED = {
     "llama": ("Q4_0", "Q6_K", 9),
     "qwen2": ("Q8_0", "", 9),
     "gemma3_text": ("Q8_0", "Q6_K", 8),
-    "qwen3_moe": ("Q4_0", "Q6_K", 5),
+    "qwen3_moe": ("Q4_K", "Q6_K", 5),
+    "qwen3": ("Q4_K", "Q6_K", 9),
+    "phi3": ("Q5_K", "Q6_K", 9),
 }
 
 
-@pytest.mark.parametrize("model_type", some(list(SERVED), ("llama",)))
+@pytest.mark.parametrize("model_type", some(list(SERVED), ("llama", "qwen3")))
 def test_served_as_transformers_serves_it(
     written: Callable[..., tuple[Path, PreTrainedModel]], model_type: str
 ) -> None:

@@ -107,7 +107,9 @@ def _of_gguf(name: str, tensor: GgufTensor, dtype: torch.dtype, target: str, *, 
         return FormatBytes(_layer(name), kind.name, "float", 1, tensor.nbytes, floats, floats)
     is_table = name == "model.embed_tokens.weight"
     in_experts = _EXPERTS.search(name) is not None
-    if form is None or (is_table and not tied) or unpackable(form) or (target == "npu" and in_experts):
+    # As passes/lower/npu takes them.
+    floats_on_npu = target == "npu" and (in_experts or form is None or form.code != "int")
+    if form is None or (is_table and not tied) or unpackable(form) or floats_on_npu:
         return FormatBytes(_layer(name), kind.name, "unpacked", 1, tensor.nbytes, floats, floats)
     *lead, outputs, inputs = tensor.shape
     size = prod(lead) * packed_bytes(outputs, inputs, scheme_of(form))

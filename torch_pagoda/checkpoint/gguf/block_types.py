@@ -66,10 +66,10 @@ class BlockType:
 
     @property
     def form(self) -> WeightFormat | None:
-        """The format of a ``StoredWeight`` that holds such blocks; None where none does."""
-        if self.take_apart is None or self.has_offsets:
+        """The format of a ``StoredWeight`` that holds such blocks; None for floats, and types that are not read."""
+        if self.take_apart is None:
             return None
-        return WeightFormat("int", self.bits, self.group_size, self.scale)
+        return WeightFormat("affine" if self.has_offsets else "int", self.bits, self.group_size, self.scale)
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
@@ -214,14 +214,6 @@ BLOCK_TYPES = {
 
 READ = tuple(kind.name for kind in BLOCK_TYPES.values() if kind.take_apart is not None)
 """Names of the types of blocks that are read."""
-
-
-def dense_of(numbers: Numbers, kind: BlockType) -> torch.Tensor:
-    """The weights of blocks, float32 ``[blocks, weights]``, rounded once at most."""
-    groups = numbers.codes.float().unflatten(1, (-1, kind.group_size))
-    if numbers.offsets is None:
-        return ((groups - (1 << (kind.bits - 1))) * numbers.scales.float()[..., None]).flatten(1)
-    return (groups * numbers.scales[..., None] - numbers.offsets[..., None]).flatten(1)
 
 
 def packed_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:

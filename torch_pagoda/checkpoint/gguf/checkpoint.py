@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -19,13 +17,12 @@ import torch
 
 from ...compiler.weights.file_pages import FilePages
 from ...runtime.ops.stored_weight import StoredWeight
+from ...runtime.ops.weight_format import SCALE_DTYPES
 from .architectures import Architecture, Part
-from .block_types import READ, Numbers, dense_of, packed_codes
+from .block_types import READ, Numbers, packed_codes
 from .config import Floats, Sizes, Values, check_known, read_config
 from .container import BadGguf, GgufFile, GgufTensor, read_gguf
 from .metadata import Metadata
-
-logger = logging.getLogger(__name__)
 
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _MOST_AT_ONCE = 1 << 20
@@ -90,10 +87,8 @@ class GgufCheckpoint:
         }
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors behind the names of transformers' model, read one after the other.
-
-        Blocks that a ``StoredWeight`` can hold are one; others are floats of ``dtype``. Plain floats are what they
-        are.
+        """The tensors behind the names of transformers' model, read one after the other: matrices of blocks are
+        ``StoredWeight``, plain floats what they are.
 
         Args:
             dtype: that weights of blocks are shown in.
@@ -103,23 +98,15 @@ class GgufCheckpoint:
         """
         mapped = {file.path: file.mapped() for file in self.files}
         pages = FilePages(mapped.values())
-        unpacked: Counter[str] = Counter()
         for path, part, name, tensor in self.placed:
             data = mapped[path][tensor.begin : tensor.begin + tensor.nbytes]
             weight = self._weight(part, tensor, data, dtype)
             if tensor.type.dtype is None:
                 pages.drop(data.data_ptr(), data.nbytes)
-                unpacked[tensor.type.name] += not isinstance(weight, StoredWeight)
             if part.change == "stacked":
                 yield from ((name.format(expert), weight[expert]) for expert in range(weight.shape[0]))
             else:
                 yield name, weight
-        for kind, count in unpacked.items():
-            if count:
-                logger.warning(
-                    "%s: %d weights of %s are unpacked to %s: no kernel reads them as they are stored",
-                    *(Path(self.path).name, count, kind, dtype),
-                )
 
     @cached_property
     def placed(self) -> list[tuple[str, Part, str, GgufTensor]]:
@@ -182,28 +169,24 @@ class GgufCheckpoint:
         self, tensor: GgufTensor, rows: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
         """The weight in rows of blocks, some rows at a time."""
-        kind, inputs = tensor.type, shape[-1]
+        kind, (*lead, inputs) = tensor.type, shape
+        form = kind.form
+        assert form is not None
+        heads = rows.shape[0], form.num_groups(inputs)
+        codes = torch.empty(rows.shape[0], inputs // form.per_byte, dtype=torch.uint8)
+        scales = torch.empty(heads, dtype=SCALE_DTYPES[form.scale])
+        zeros = None if form.zero_dtype is None else torch.empty(heads, dtype=form.zero_dtype)
         step = max(1, _MOST_AT_ONCE // inputs)
-        codes = scales = dense = torch.empty(0)
         for first in range(0, rows.shape[0], step):
             some = rows[first : first + step]
-            numbers = self._numbers(tensor, some)
-            at = slice(first, first + len(some))
-            if kind.form is None or len(shape) < 2:
-                if not first:
-                    dense = torch.empty(rows.shape[0], inputs, dtype=dtype)
-                dense[at] = dense_of(numbers, kind).view(len(some), inputs)
-                continue
-            if not first:
-                codes = torch.empty(rows.shape[0], inputs * kind.bits // 8, dtype=torch.uint8)
-                scales = torch.empty(rows.shape[0], inputs // kind.group_size, dtype=numbers.scales.dtype)
+            numbers, at = self._numbers(tensor, some), slice(first, first + len(some))
             codes[at] = packed_codes(numbers.codes, kind.bits).view(len(some), -1)
             scales[at] = numbers.scales.view(len(some), -1)
-        if dense.numel():
-            return dense.view(shape)
-        form, lead = kind.form, shape[:-1]
-        assert form is not None
-        return StoredWeight(form, codes.view(*lead, -1), scales.view(*lead, -1), dtype=dtype)
+            if zeros is not None and numbers.offsets is not None:
+                zeros[at] = numbers.offsets.view(len(some), -1)
+        parts = [None if part is None else part.view(*lead or [1], -1) for part in (codes, scales, zeros)]
+        weight = StoredWeight(form, *parts, dtype=dtype)  # type: ignore[arg-type]
+        return weight if lead else weight.dense()[0]
 
     def _numbers(self, tensor: GgufTensor, rows: torch.Tensor) -> Numbers:
         assert tensor.type.take_apart is not None
