@@ -85,6 +85,7 @@ def test_each_way_to_name_a_file(folder: Path, tmp_path: Path, one_line: Callabl
 
 
 def test_the_tokenizer_in_the_file(folder: Path, bytes_of_text: PreTrainedTokenizerFast) -> None:
+    pytest.importorskip("transformers.integrations.gguf", reason="older releases read no file without a bos_token_id")
     found = load_tokenizer(folder / "model.gguf", False, required=True)
     assert found is not None
     assert found(TEXT)["input_ids"] == bytes_of_text(TEXT)["input_ids"]
