@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 from torch import nn
 
 from .chat import Message, chat_prompts
+from .checkpoint.gguf.source import gguf_in
 from .checkpoint.loading import (
     causal_lm_class,
     check_module,
@@ -62,13 +63,13 @@ class LLM:
     it was made (RuntimeError); make it there, or start the process with multiprocessing's ``"spawn"``.
 
     Args:
-        model: a checkpoint folder or hub id, or a live transformers module in eval mode. A live module keeps
-            its weights; one loaded here belongs to the engine.
+        model: a checkpoint folder, hub id or GGUF file, or a live transformers module in eval mode. A live module
+            keeps its weights; one loaded here belongs to the engine.
         tokenizer: a tokenizer, or where to load one; by default the checkpoint's. Without one, prompts are
             token ids.
         options: the keywords of the signature. ``dtype``, ``device``, ``generation_config``, ``trust_remote_code``
-            say how a model is loaded, see :class:`~torch_pagoda.options.LoadOptions`; ``block_size`` to ``max_queue``
-            size the KV cache and steps and schedule them, see
+            and ``gguf_file`` say how a model is loaded, see :class:`~torch_pagoda.options.LoadOptions`;
+            ``block_size`` to ``max_queue`` size the KV cache and steps and schedule them, see
             :class:`~torch_pagoda.runtime.engine.engine_options.EngineOptions`; the others and ``kv_cache_dtype`` are
             the compiler's, see :class:`~torch_pagoda.compiler.CompileOptions`. ``pack_weights`` is by default true
             for a model loaded here, and packed or rounded weights take the place of its own; a live module keeps its
@@ -94,6 +95,10 @@ class LLM:
         loads = isinstance(model, str | os.PathLike)
         loading, serving, compiling = split_options(options, owns_weights=loads)
         device = resolve_device(loading.device)
+        if loading.gguf_file is not None:
+            if not isinstance(model, str | os.PathLike):
+                raise ValueError(f"gguf_file={loading.gguf_file!r} names a file; pass the folder that it lies in")
+            model = gguf_in(model, loading.gguf_file)
 
         module, program, files = None, None, None
         if isinstance(model, str | os.PathLike):

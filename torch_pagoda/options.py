@@ -30,6 +30,7 @@ class LoadOptions:
             Its temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens are read, and
             ``do_sample=False`` as greedy. What ends a text is the model's own in any case.
         trust_remote_code: run model code that comes with the checkpoint.
+        gguf_file: the name of the GGUF file in the folder or repository that is meant, as transformers has it.
 
     Raises:
         ValueError: an unknown dtype or device, or an NPU that is not there.
@@ -39,6 +40,7 @@ class LoadOptions:
     device: str | torch.device = "auto"
     generation_config: str | os.PathLike[str] = "auto"
     trust_remote_code: bool = False
+    gguf_file: str | None = None
 
     def __post_init__(self) -> None:
         resolve_dtype(self.dtype)
@@ -86,6 +88,7 @@ class LLMOptions(ModelOptions, total=False):
 
     generation_config: str | os.PathLike[str]
     trust_remote_code: bool
+    gguf_file: str | None
 
 
 class UnknownOption(TypeError, ValueError):

@@ -8,7 +8,7 @@ import torch
 
 from ...passes import UnsupportedModel
 from ...runtime.ops.quantized_linear import quantized_linear_cpu, quantized_linear_reference
-from ...runtime.ops.quantized_weight import PANEL, Quantization, restored_weight, unpack_weight
+from ...runtime.ops.quantized_weight import PANEL, Quantization, restored_weight, spread_over_inputs, unpack_weight
 from ...runtime.ops.stored_weight import StoredWeight, as_dense
 
 _ROWS = 3
@@ -43,7 +43,7 @@ def check_rounded_weight(name: str, weight: torch.Tensor, packed: torch.Tensor, 
         plain = as_dense(weight[panel * PANEL : (panel + 1) * PANEL].detach()).float()
         stored, count = panels[panel].contiguous(), len(plain)
         whole, scales = unpack_weight(stored, count, inputs, scheme)
-        unit = restored_weight(torch.ones_like(whole), scales, scheme).abs()
+        unit = spread_over_inputs(scales, inputs, scheme).abs()
         restored = restored_weight(whole, scales, scheme)
         if not plain.isfinite().all():
             continue  # NaN in, NaN out

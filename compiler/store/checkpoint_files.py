@@ -24,18 +24,20 @@ class CheckpointFiles:
     """The files that a model of a class of transformers' own is loaded from.
 
     Attributes:
-        weights: paths of safetensors files.
+        weights: paths of safetensors files, or of those that ``raw`` maps.
         texts: what other files say of the model, by name.
         dtype: that weights are converted to; None for the checkpoint's own.
         read: of a quantised checkpoint, a function of the dtype in which quantised weights are shown. It yields the
             tensors that a float checkpoint would hold behind their names, those weights as ``StoredWeight``. None for
             a float checkpoint.
+        raw: of files of another kind, a function that maps their tensors and raises ``ValueError`` where it cannot.
     """
 
     weights: Sequence[str]
     texts: Mapping[str, str]
     dtype: torch.dtype | None = None
     read: Callable[[torch.dtype], Iterable[tuple[str, torch.Tensor]]] | None = None
+    raw: Callable[[], dict[str, torch.Tensor]] | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of all files by name, in the files' dtypes, mapped anew: a program takes the data of its own.
@@ -43,6 +45,8 @@ class CheckpointFiles:
         Raises:
             ValueError: a file cannot be read.
         """
+        if self.raw is not None:
+            return self.raw()
         found: dict[str, torch.Tensor] = {}
         try:
             for path in self.weights:

@@ -52,7 +52,8 @@ def quantized_linear_reference(
             (``max|x| / 127``) or 16 (``max|x| / 32512``); 0, where weights are floats of 8 bits: it is not rounded.
         zeros: groups have zeros of their own.
         order: int32 ``[in]``: of column k of a packed weight, the input that it is for; None: k.
-        code: of a packed weight, ``"int"``, or for floats ``"e4m3"`` or ``"e2m1"``.
+        code: of a packed weight, ``"int"``, ``"affine"`` where groups have offsets, or for floats ``"e4m3"`` or
+            ``"e2m1"``.
 
     Returns:
         ``[..., out_features]`` in the dtype of ``input``, contiguous.
@@ -199,7 +200,7 @@ def _run_kernel(
             scheme.bits,
             scheme.group_size,
             scheme.input_bits,
-            int(scheme.zeros),
+            int(scheme.zeros or scheme.code == "affine"),
             torch.get_num_threads(),
             CODES.index(scheme.code),
             0 if starts is None else starts.data_ptr(),

@@ -2,9 +2,9 @@
 CPU's kernel reads them.
 
 The layout (csrc/panels.h): panels of 64 outputs; a panel is its groups; a group is its head, 64 float32 scales and,
-where each has a zero of its own, 64 bytes with those, then steps of 64 inputs (groups of 32 or 16 share a step,
-behind their heads); a step holds four tiles ``[16 (input / 4), 16 (output), 4 (input % 4)]`` of unsigned numbers
-around ``2^(bits - 1)``, or floats ``[32 (input / 2), 64 (output), 2 (input % 2)]``.
+where each has a zero of its own, 64 bytes with those, or 64 float32 offsets, then steps of 64 inputs (groups of 32 or
+16 share a step, behind their heads); a step holds four tiles ``[16 (input / 4), 16 (output), 4 (input % 4)]`` of
+unsigned numbers around ``2^(bits - 1)``, or floats ``[32 (input / 2), 64 (output), 2 (input % 2)]``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .weight_format import E2M1, WeightFormat, unpacked_pairs, values_of
 PANEL = 64
 """Outputs of a panel, and inputs of a step; groups hold whole steps, or half of one."""
 
-CODES = ("int", "e4m3", "e2m1")
+CODES = ("int", "e4m3", "e2m1", "affine")
 """Kinds of codes, in the order of the kernel's numbers for them."""
 
 SHARED_STEPS = (32, 16)
@@ -40,6 +40,7 @@ _WIDTHS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "int": ((8, 4), (8, 16)),
     "e4m3": ((8,), (0,)),
     "e2m1": ((4,), (8, 16)),
+    "affine": ((8, 4), (8, 16)),
 }
 """Bits that weights and inputs may have."""
 
@@ -59,8 +60,9 @@ class Quantization:
         input_bits: that the input is rounded to, with a scale for each group, or step where groups share these, of
             each row. Rounded to 16, numbers keep what bf16 tells apart of those that matter in a sum.
         zeros: each group of each output has a zero of its own; else it is ``2^(bits - 1)``.
-        code: ``"int"``; ``"e2m1"`` for floats of 4 bits in groups that share a step; ``"e4m3"`` for floats of 8 bits,
-            whose inputs are not rounded: ``input_bits`` is 0.
+        code: ``"int"``; ``"affine"`` for whole numbers in groups that share a step and have offsets, floats that are
+            taken away behind the scale; ``"e2m1"`` for floats of 4 bits in groups that share a step; ``"e4m3"`` for
+            floats of 8 bits, whose inputs are not rounded: ``input_bits`` is 0.
     """
 
     bits: int
@@ -80,9 +82,9 @@ class Quantization:
                 f"input_bits={self.input_bits} is not supported; use {' or '.join(map(str, input_bits))}"
             )
         if self.zeros and self.code != "int":
-            raise ValueError("zeros=True is not supported; floats have none of their own")
+            raise ValueError("zeros=True is not supported; floats have none of their own, and affine codes offsets")
         if self.group_size not in SHARED_STEPS:
-            if self.code == "e2m1":
+            if self.code in ("e2m1", "affine"):
                 raise ValueError(f"group_size={self.group_size} is not supported; use 32 or 16")
             check_group_size(self.group_size)
 
@@ -109,7 +111,7 @@ class Quantization:
     @property
     def head_bytes(self) -> int:
         """Bytes of the scales and zeros of a group of a panel."""
-        return PANEL * (5 if self.zeros else 4)
+        return PANEL * (8 if self.code == "affine" else 5 if self.zeros else 4)
 
 
 def check_group_size(group_size: int) -> None:
@@ -159,7 +161,7 @@ def quantize_weight(weight: torch.Tensor, scheme: Quantization) -> torch.Tensor:
 
 def unpackable(form: WeightFormat) -> str:
     """The reason why the kernel reads no codes of this format; "" when it does."""
-    odd = form.group_size % PANEL and form.group_size not in SHARED_STEPS
+    odd = form.group_size not in SHARED_STEPS and (form.group_size % PANEL or form.code == "affine")
     return f"no kernel for groups of {form.group_size}" if odd else ""
 
 
@@ -179,7 +181,7 @@ def scheme_of(form: WeightFormat, input_bits: int | None = 16) -> Quantization:
         shared = form.group_size in SHARED_STEPS
         return Quantization(4 if shared else 8, form.group_size, 16, code="e2m1" if shared else "int")
     as_made = input_bits is None and form.input_bits == 8 and not form.group_size
-    return Quantization(form.bits, form.group_size, 8 if as_made else 16, form.zeros)
+    return Quantization(form.bits, form.group_size, 8 if as_made else 16, form.zeros, form.code)
 
 
 def pack_stored(weight: StoredWeight) -> torch.Tensor:
@@ -271,7 +273,7 @@ def pack_weight(whole: torch.Tensor, scales: torch.Tensor, scheme: Quantization)
 def _pack_codes(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, scheme: Quantization
 ) -> torch.Tensor:
-    """Lay out unsigned codes ``[out, in]``, float32 scales and uint8 zeros ``[out, groups]`` for the kernel."""
+    """Lay out unsigned codes ``[out, in]``, float32 scales, and uint8 zeros or float32 offsets ``[out, groups]``."""
     outputs, inputs = codes.shape
     panels, steps = -(-outputs // PANEL), -(-inputs // PANEL)
     per_group = scheme.heads
@@ -305,8 +307,11 @@ def _pack_codes(
 def unpack_weight(
     packed: torch.Tensor, outputs: int, inputs: int, scheme: Quantization
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole numbers ``[out, in]``, int16 where groups have zeros of their own, else int8, or the floats (of e2m1
-    twice these), and the scales ``[out, groups]`` float32 of a matrix laid out for the kernel."""
+    """The numbers ``[out, in]`` and the scales ``[out, groups]`` float32 of a matrix laid out for the kernel.
+
+    Whole numbers are int8, int16 where groups have zeros of their own, which are taken away; of e2m1 these are twice
+    the floats. Of e4m3 they are the floats, and of affine codes the weights themselves.
+    """
     panels, steps, groups = -(-outputs // PANEL), -(-inputs // PANEL), _num_groups(inputs, scheme)
     in_group, step_bytes = _steps_in_group(inputs, scheme), PANEL * PANEL * scheme.bits // 8
     per_group, size = scheme.heads, scheme.head_bytes
@@ -336,20 +341,26 @@ def unpack_weight(
     if scheme.code == "e2m1":
         twice = torch.tensor([2 * x for x in (*E2M1, *(-x for x in E2M1))], dtype=torch.int8)
         return twice[unsigned.int()], scales
+    if scheme.code == "affine":
+        offsets = of_outputs(head[..., PANEL * 4 :].contiguous().view(torch.float32))
+        products = unsigned.float() * spread_over_inputs(scales, inputs, scheme)
+        return products - spread_over_inputs(offsets, inputs, scheme), scales
     if not scheme.zeros:
         return (unsigned.to(torch.int16) - (1 << (scheme.bits - 1))).to(torch.int8), scales
     zeros = of_outputs(head[..., PANEL * 4 :]).to(torch.int16)
-    return unsigned.to(torch.int16) - _spread(zeros, inputs, scheme), scales
+    return unsigned.to(torch.int16) - spread_over_inputs(zeros, inputs, scheme), scales
 
 
-def _spread(table: torch.Tensor, inputs: int, scheme: Quantization) -> torch.Tensor:
+def spread_over_inputs(table: torch.Tensor, inputs: int, scheme: Quantization) -> torch.Tensor:
     """``[out, in]``: of each input what ``[out, groups]`` holds of its group."""
     return table.repeat_interleave(scheme.group_size or max(inputs, 1), 1)[:, :inputs]
 
 
 def restored_weight(whole: torch.Tensor, scales: torch.Tensor, scheme: Quantization) -> torch.Tensor:
-    """The matrix ``[out, in]`` in float32 that whole numbers and scales stand for."""
-    return whole.float() * _spread(scales, whole.shape[1], scheme)
+    """The matrix ``[out, in]`` in float32 that what ``unpack_weight`` or ``round_weight`` gave stands for."""
+    if scheme.code == "affine":
+        return whole
+    return whole.float() * spread_over_inputs(scales, whole.shape[1], scheme)
 
 
 def _num_groups(inputs: int, scheme: Quantization) -> int:

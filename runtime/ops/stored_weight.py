@@ -31,7 +31,8 @@ class StoredWeight(torch.Tensor):
         form: how it is stored.
         codes: uint8 ``[*, out, in]``, or ``[*, out, in / 2]`` with the first of two in the low half of a byte.
         scales: ``[*, out, groups]``, in the dtype of ``form.scale``.
-        zeros: uint8 ``[*, out, groups]``; None: ``2^(bits - 1)``, and nothing for codes that are floats.
+        zeros: uint8 ``[*, out, groups]``, of affine codes float32; None: ``2^(bits - 1)``, and nothing for codes that
+            are floats.
         order: int32 ``[in]``: of column k of the codes, the column of the weight; None: the same.
         transposed: the last two dims are exchanged.
     """
@@ -173,6 +174,8 @@ def _meant(form: WeightFormat, codes: torch.Tensor, scales: torch.Tensor, zeros:
             if form.code == "int":
                 groups -= centre if isinstance(centre, int) else centre[:, at]
             groups *= scales[:, at].float()[..., None]
+            if form.code == "affine":
+                groups -= centre[:, at]  # type: ignore[index]
     return values
 
 
@@ -207,10 +210,10 @@ def check_parts(
             f"scales are {scales.dtype} {list(scales.shape)}; {form} of [{codes.shape[-2]}, {inputs}] needs "
             f"{SCALE_DTYPES[form.scale]} {heads}"
         )
-    if (zeros is not None) != form.zeros or (order is not None) != form.ordered:
+    if (zeros is not None) != (form.zero_dtype is not None) or (order is not None) != form.ordered:
         raise ValueError(f"zeros and order do not fit {form}")
-    if zeros is not None and (list(zeros.shape) != heads or zeros.dtype is not torch.uint8):
-        raise ValueError(f"zeros are {zeros.dtype} {list(zeros.shape)}; {form} needs torch.uint8 {heads}")
+    if zeros is not None and (list(zeros.shape) != heads or zeros.dtype is not form.zero_dtype):
+        raise ValueError(f"zeros are {zeros.dtype} {list(zeros.shape)}; {form} needs {form.zero_dtype} {heads}")
     if order is not None and (list(order.shape) != [inputs] or order.dtype is not torch.int32):
         raise ValueError(f"order is {order.dtype} {list(order.shape)}; torch.int32 [{inputs}] is needed")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-BITS = {"int": (4, 8), "e2m1": (4,), "e4m3": (8,)}
+BITS = {"int": (4, 8), "affine": (4, 8), "e2m1": (4,), "e4m3": (8,)}
 """Of the kinds of code."""
 
 SCALE_DTYPES: dict[str, torch.dtype] = {
@@ -21,18 +21,20 @@ SCALE_DTYPES: dict[str, torch.dtype] = {
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of the codes 0 to 7; 8 to 15 are the same with a minus."""
 
-_SPELLED = re.compile(r"(int4|int8|e2m1|e4m3)/(row|g\d+)/(f32|bf16|f16)(\+z)?(\+order)?(/x8)?")
+_SPELLED = re.compile(r"(int4|int8|affine4|affine8|e2m1|e4m3)/(row|g\d+)/(f32|bf16|f16)(\+z)?(\+order)?(/x8)?")
 
 
 @dataclass(frozen=True)
 class WeightFormat:
     """A format of the weight ``[out, in]`` of a linear layer.
 
-    ``w[n, order[k]] = (value(codes[n, k]) - zeros[n, k // group]) * scales[n, k // group]``.
+    ``w[n, order[k]] = (value(codes[n, k]) - zeros[n, k // group]) * scales[n, k // group]``; for affine ones
+    ``codes[n, k] * scales[n, k // group] - zeros[n, k // group]``.
 
     Attributes:
         code: ``"int"``: unsigned numbers, around ``2^(bits - 1)`` where there are no zeros; ``"e2m1"``: floats of 4
-            bits (OCP MX); ``"e4m3"``: ``torch.float8_e4m3fn``.
+            bits (OCP MX); ``"e4m3"``: ``torch.float8_e4m3fn``; ``"affine"``: unsigned numbers whose groups have an
+            offset in floats, in the place of zeros (the k-quants of ggml).
         bits: of a code, 4 or 8.
         group_size: inputs that share a scale; 0: all.
         scale: dtype of the scales, ``"f32"``, ``"bf16"`` or ``"f16"``: as stored, never rounded again.
@@ -59,12 +61,12 @@ class WeightFormat:
             raise ValueError(f"group_size={self.group_size} is negative; use 0 for one scale per output")
         if self.input_bits not in (0, 8):
             raise ValueError(f"input_bits={self.input_bits} is not supported; use 8, or 0 for inputs as they are")
-        if self.zeros and self.code != "int":
+        if self.zeros and self.code != "int":  # affine ones always have offsets
             raise ValueError(f"zeros of {self.code!r} codes are not supported")
 
     def __str__(self) -> str:
         group = f"g{self.group_size}" if self.group_size else "row"
-        code = f"int{self.bits}" if self.code == "int" else self.code
+        code = f"{self.code}{self.bits}" if self.code in ("int", "affine") else self.code
         return (
             f"{code}/{group}/{self.scale}{'+z' * self.zeros}{'+order' * self.ordered}{'/x8' * (self.input_bits == 8)}"
         )
@@ -81,9 +83,15 @@ class WeightFormat:
         if found is None:
             raise ValueError(f"{text!r} is no weight format; one is spelled like 'int4/g128/f16+z'")
         code, group, scale, zeros, ordered, inputs = found.groups()
-        kind, bits = ("int", int(code[3:])) if code.startswith("int") else (code, BITS[code][0])
+        kind = code if code in BITS else code[:-1]
+        bits = BITS[code][0] if code in BITS else int(code[-1])
         size = 0 if group == "row" else int(group[1:])
         return cls(kind, bits, size, scale, bool(zeros), bool(ordered), 8 if inputs else 0)
+
+    @property
+    def zero_dtype(self) -> torch.dtype | None:
+        """The dtype of zeros or offsets; None where there are none."""
+        return torch.float32 if self.code == "affine" else torch.uint8 if self.zeros else None
 
     @property
     def per_byte(self) -> int:
@@ -103,7 +111,7 @@ def values_of(codes: torch.Tensor, form: WeightFormat) -> torch.Tensor:
         form: their format.
 
     Returns:
-        float32 ``[..., in]``, newly made; of ``"int"`` the unsigned numbers.
+        float32 ``[..., in]``, newly made; of ``"int"`` and ``"affine"`` the unsigned numbers.
     """
     if form.code == "e4m3":
         return codes.view(torch.float8_e4m3fn).float()

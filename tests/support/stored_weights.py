@@ -20,13 +20,15 @@ def stored_weight(text: str, outputs: int = 6, inputs: int = 64, *, seed: int = 
     groups = form.num_groups(inputs)
     scales = torch.rand(outputs, groups, generator=generator).add(0.5)
     zeros = torch.randint(0, 1 << form.bits, (outputs, groups), generator=generator, dtype=torch.uint8)
+    if form.code == "affine":
+        zeros = torch.randn(outputs, groups, generator=generator)
     order = torch.randperm(inputs, generator=generator).to(torch.int32)
     dtype = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[form.scale]
     return StoredWeight(
         form,
         codes,
         scales.to(dtype),
-        zeros if form.zeros else None,
+        None if form.zero_dtype is None else zeros,
         order if form.ordered else None,
         dtype=torch.bfloat16,
     )

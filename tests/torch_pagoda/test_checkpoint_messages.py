@@ -85,14 +85,19 @@ def test_an_adapter_is_named_as_one(tmp_path: Path, said: Callable[..., str]) ->
         assert "an adapter alone" in said(check_source, tmp_path)
 
 
-def test_gguf_is_named_as_what_it_is(tmp_path: Path, copy: Path, said: Callable[..., str]) -> None:
+def test_a_torn_gguf_file_is_named(tmp_path: Path, copy: Path, said: Callable[..., str]) -> None:
     file = tmp_path / "model-q4.gguf"
     file.write_bytes(b"GGUF" + bytes(64))
     (copy / "model.safetensors").unlink()
     shutil.copy(file, copy)
-    loading = (load_model, copy, "auto", False, CPU)
-    for message in (said(check_source, file), said(check_source, tmp_path), said(*loading)):
-        assert "GGUF" in message and "pass the float checkpoint that it was made from" in message
+    for source in (file, tmp_path):
+        message = said(load_config, source, False)
+        assert "model-q4.gguf cannot be read as GGUF" in message and "version 0 of GGUF" in message
+    message = said(load_model, copy, "auto", False, CPU)
+    assert "holds no weights but 'model-q4.gguf'" in message and "gguf_file='model-q4.gguf'" in message
+    shutil.copy(file, tmp_path / "other.gguf")
+    message = said(check_source, tmp_path)
+    assert "2 GGUF files (model-q4.gguf, other.gguf)" in message and "pass one of them" in message
 
 
 @pytest.mark.parametrize(

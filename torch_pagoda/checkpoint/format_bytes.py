@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 
 from ..runtime.ops.quantized_weight import packed_bytes, scheme_of, unpackable
 from ..runtime.ops.stored_weight import StoredWeight
+from .gguf.checkpoint import GgufCheckpoint, open_gguf
+from .gguf.container import GgufTensor, is_gguf
 from .loading import quantized_tensors
 
 _LAYER = re.compile(r"\.(\d+)\.")
@@ -23,8 +26,9 @@ class FormatBytes:
 
     Attributes:
         layer: its number; None: outside of all layers.
-        form: as ``WeightFormat`` spells it, or a dtype of floats.
-        served: how they are held: ``"as stored"``, ``"as int8"``, ``"unpacked"``, ``"float"``.
+        form: as ``WeightFormat`` spells it, a type of ggml's, or a dtype of floats.
+        served: how they are held: ``"as stored"``, ``"as int8"``, ``"unpacked"``, ``"float"``; a GGUF file's
+            embeddings that are the head, too, ``"twice"``, unpacked and as the head is.
         weights: how many tensors.
         stored_bytes: of codes, scales, zeros and orders, as they are read.
         served_bytes: in the program.
@@ -58,16 +62,61 @@ def formats_of(
         tied: the config says that the head is the embeddings, so that a float model has none of its own.
     """
     unpacked = frozenset(unpacked)
+
+    def each() -> Iterator[FormatBytes]:
+        for name, tensor in tensors:
+            one = _of_weight(_layer(name), name, tensor, dtype, target=target, unpacks=name in unpacked)
+            yield replace(one, float_bytes=0) if tied and name == "lm_head.weight" else one
+
+    return _by_layer(each())
+
+
+def _layer(name: str) -> int | None:
+    match = _LAYER.search(name)
+    return None if match is None else int(match[1])
+
+
+def _by_layer(weights: Iterable[FormatBytes]) -> list[FormatBytes]:
+    """Those of one layer that are stored and served alike, as one."""
     found: dict[tuple[int, str, str], FormatBytes] = {}
-    for name, tensor in tensors:
-        match = _LAYER.search(name)
-        layer = None if match is None else int(match[1])
-        one = _of_weight(layer, name, tensor, dtype, target=target, unpacks=name in unpacked)
-        if tied and name == "lm_head.weight":
-            one = replace(one, float_bytes=0)
-        key = (-1 if layer is None else layer, one.form, one.served)
+    for one in weights:
+        key = (-1 if one.layer is None else one.layer, one.form, one.served)
         found[key] = one if key not in found else _sum(found[key], one)
     return [found[key] for key in sorted(found)]
+
+
+def formats_of_gguf(file: GgufCheckpoint, dtype: torch.dtype, *, target: str = "cpu") -> list[FormatBytes]:
+    """The formats of a GGUF file's weights, by the types of its tensors: none of them is read.
+
+    Args:
+        file: the file.
+        dtype: of the model.
+        target: that serves them, ``"cpu"`` or ``"npu"``.
+    """
+    return _by_layer(
+        _of_gguf(name, tensor, dtype, target, tied=file.values["tie_word_embeddings"])
+        for _, _, name, tensor in file.placed
+    )
+
+
+def _of_gguf(name: str, tensor: GgufTensor, dtype: torch.dtype, target: str, *, tied: bool) -> FormatBytes:
+    kind, numbers = tensor.type, prod(tensor.shape)
+    floats = numbers * dtype.itemsize
+    form = kind.form
+    if kind.dtype is not None or len(tensor.shape) < 2:
+        return FormatBytes(_layer(name), kind.name, "float", 1, tensor.nbytes, floats, floats)
+    is_table = name == "model.embed_tokens.weight"
+    in_experts = _EXPERTS.search(name) is not None
+    # As passes/lower/npu takes them.
+    floats_on_npu = target == "npu" and (in_experts or form is None or form.code != "int")
+    if form is None or (is_table and not tied) or unpackable(form) or floats_on_npu:
+        return FormatBytes(_layer(name), kind.name, "unpacked", 1, tensor.nbytes, floats, floats)
+    *lead, outputs, inputs = tensor.shape
+    size = prod(lead) * packed_bytes(outputs, inputs, scheme_of(form))
+    served = "as stored" if kind.keeps_bits else f"as int{kind.bits}"
+    if is_table:
+        return FormatBytes(_layer(name), kind.name, "twice", 1, tensor.nbytes, size + floats, floats)
+    return FormatBytes(_layer(name), kind.name, served, 1, tensor.nbytes, size, floats)
 
 
 def _of_weight(
@@ -109,13 +158,16 @@ def formats_of_files(name: str, config: Any, dtype: torch.dtype) -> list[FormatB
     """The formats of a quantised checkpoint, whose tensors are read one after the other; None for a float one.
 
     Args:
-        name: folder or hub id.
+        name: folder, hub id or GGUF file.
         config: the checkpoint's.
         dtype: of the model.
 
     Raises:
         ValueError: it is quantised, and its weights are not there or cannot be read.
     """
+    if is_gguf(name):
+        formats = formats_of_gguf(open_gguf(name), dtype)
+        return formats if any(one.served != "float" for one in formats) else None
     tensors = quantized_tensors(name, config, dtype)
     if tensors is None:
         return None

@@ -6,9 +6,9 @@ import copy
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,19 +17,18 @@ from transformers.utils import cached_file
 
 from ..compiler import CheckpointFiles
 from ..runtime.ops.stored_weight import StoredWeight
+from .gguf.checkpoint import GgufCheckpoint, open_gguf
+from .gguf.container import BadGguf, is_gguf
+from .gguf.tokenizer import tokenizer_of
 from .quantized import DESCRIPTIONS, Method, check_loaded, check_stored, quantization_method, refusal
 from .quantized_tensors import read_quantized
-from .stored_tensors import GGUF_REMEDY, StoredTensor, of_files, weight_files
+from .source import check_source, first_line, one_line
+from .stored_tensors import StoredTensor, of_files, weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
-
-Loaded = TypeVar("Loaded")
-
-ADAPTER_CONFIG = "adapter_config.json"
-"""Of a folder that peft wrote."""
 
 _DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -69,7 +68,7 @@ def load_model(
     """Load a causal LM for inference: eval mode, no parameter asks for gradients.
 
     Args:
-        source: a folder written by ``save_pretrained``, or a hub id.
+        source: a folder written by ``save_pretrained``, a hub id, or a GGUF file.
         dtype: ``"auto"`` for the checkpoint's own.
         trust_remote_code: run model code that comes with the checkpoint.
         device: where the weights go.
@@ -83,11 +82,14 @@ def load_model(
     if config is None:
         _, config = load_config(source, trust_remote_code)
     name = check_source(source)
+    if is_gguf(name):
+        model = _load_gguf(name, config, wanted).eval().requires_grad_(False)
+        return model if device.type == "cpu" else model.to(device)
     could_not = f"model={name!r}: could not load its weights"
     method = quantization_method(config, name)
     described, explicit = _described_weights(method), getattr(config, "transformers_weights", None)
-    files = _one_line(could_not, lambda: weight_files(name, explicit, described))
-    stored = _one_line(could_not, lambda: of_files(files))
+    files = one_line(could_not, lambda: weight_files(name, explicit, described))
+    stored = one_line(could_not, lambda: of_files(files))
     if method is None:
         check_stored(stored, name)
 
@@ -103,10 +105,18 @@ def load_model(
                 ignore_mismatched_sizes=True,  # reported below, where transformers only says that there are some
             )
 
-        model, report = _one_line(could_not, load)
+        model, report = one_line(could_not, load)
         check_loaded(stored, model, report["unexpected_keys"], name)
     else:
         model, report = _load_quantized(name, config, method, files, stored, wanted)
+    _check_report(report, model, name)
+    if method is not None and device.type == "cpu":  # to() would look for the memory of stored weights
+        return model.eval().requires_grad_(False)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _check_report(report: Any, model: Any, name: str) -> None:
+    """Refuse what transformers' report of loading says was missing, or of another shape."""
     mismatched = sorted(report["mismatched_keys"])
     if mismatched:
         key, found, expected = mismatched[0]
@@ -122,9 +132,6 @@ def load_model(
             f"model={name!r} lacks {len(missing)} weights of {type(model).__name__}, {missing[0]!r} first; "
             "pass a complete causal-LM checkpoint"
         )
-    if method is not None and device.type == "cpu":  # to() would look for the memory of stored weights
-        return model.eval().requires_grad_(False)
-    return model.to(device).eval().requires_grad_(False)
 
 
 _WEIGHTS_OF_MODELSLIM = "quant_model_weights*.safetensors"
@@ -150,18 +157,7 @@ def _load_quantized(
     output = state.get("lm_head.weight")
     if isinstance(output, StoredWeight) and getattr(plain, "tie_word_embeddings", False):
         plain.tie_word_embeddings = False  # the head is another matrix than the embeddings that it was made from
-
-    def load() -> Any:
-        return model_class.from_pretrained(  # type: ignore[attr-defined]
-            None,
-            config=plain,
-            state_dict=state,
-            dtype=dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-
-    model, report = _one_line(f"model={name!r}: could not load its weights", load)
+    model, report = _made_of(state, model_class, plain, dtype, name)
     plainly = {
         key: stored[key] for key, read in state.items() if key in stored and not isinstance(read, StoredWeight)
     }
@@ -176,24 +172,73 @@ def _load_quantized(
     return model, report
 
 
+def _made_of(
+    state: dict[str, torch.Tensor], model_class: Any, config: Any, dtype: torch.dtype, name: str
+) -> tuple[Any, Any]:
+    """A model over these tensors, and transformers' report of loading it."""
+
+    def load() -> Any:
+        return model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+
+    found: tuple[Any, Any] = one_line(f"model={name!r}: could not load its weights", load)
+    return found
+
+
+def _load_gguf(name: str, config: Any, wanted: torch.dtype | None) -> Any:
+    """A model over the weights of a GGUF file."""
+    file = _of_gguf(name)
+    dtype = wanted or resolve_dtype(file.values["dtype"]) or torch.bfloat16
+    try:
+        state = dict(file.tensors(dtype))
+    except BadGguf as error:
+        raise ValueError(f"model={name!r}: {error}") from error
+    config = copy.deepcopy(config)
+    model, report = _made_of(state, causal_lm_class(config), config, dtype, name)
+    if report["unexpected_keys"]:
+        raise ValueError(
+            f"model={name!r} holds {min(report['unexpected_keys'])!r}, for which {type(model).__name__} of this "
+            "version of transformers has no place; pass the float checkpoint"
+        )
+    _check_report(report, model, name)
+    model.name_or_path = model.config._name_or_path = name
+    return model
+
+
+def _of_gguf(name: str) -> GgufCheckpoint:
+    """What a GGUF file holds, its errors named as the argument's."""
+    try:
+        return open_gguf(name)
+    except BadGguf as error:
+        raise ValueError(f"model={name!r}: {error}") from error
+
+
 def quantized_tensors(name: str, config: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]] | None:
     """The tensors of a quantised checkpoint, read one after the other; None for a float one.
 
     Args:
-        name: folder or hub id.
+        name: folder, hub id or GGUF file.
         config: the checkpoint's.
         dtype: that quantised weights are shown in.
 
     Raises:
         ValueError: it is quantised, and its weights are not there or cannot be read.
     """
+    if is_gguf(name):
+        return _of_gguf(name).tensors(dtype)
     method = quantization_method(config, name)
     if method is None:
         return None
     could_not = f"model={name!r}: could not load its weights"
     described, explicit = _described_weights(method), getattr(config, "transformers_weights", None)
-    files = _one_line(could_not, lambda: weight_files(name, explicit, described))
-    return read_quantized(name, method, files, _one_line(could_not, lambda: of_files(files)), dtype)
+    files = one_line(could_not, lambda: weight_files(name, explicit, described))
+    return read_quantized(name, method, files, one_line(could_not, lambda: of_files(files)), dtype)
 
 
 def without_quantization(config: Any) -> Any:
@@ -213,6 +258,8 @@ def checkpoint_files(source: str | os.PathLike[str], dtype: str | torch.dtype) -
     """
     try:
         name = check_source(source)
+        if is_gguf(name):
+            return _gguf_files(name, resolve_dtype(dtype))
         folder = Path(name) if Path(name).is_dir() else Path(_config_file(name)).parent
         texts = {"files": "\n".join(sorted(entry.name for entry in folder.iterdir()))}
         descriptions = {file.name for pattern in DESCRIPTIONS for file in folder.glob(pattern)}
@@ -236,6 +283,17 @@ def checkpoint_files(source: str | os.PathLike[str], dtype: str | torch.dtype) -
     return CheckpointFiles(weights, texts, resolve_dtype(dtype), read)
 
 
+def _gguf_files(name: str, wanted: torch.dtype | None) -> CheckpointFiles:
+    file = open_gguf(name)
+    return CheckpointFiles(
+        [part.path for part in file.files],
+        file.description,
+        wanted,
+        lambda dtype: open_gguf(name).tensors(dtype),
+        file.raw,
+    )
+
+
 def _described_weights(method: Method | None) -> str | None:
     """The pattern of the names of weight files beside a description of them; None for those of any checkpoint."""
     return _WEIGHTS_OF_MODELSLIM if method is not None and method.kinds else None
@@ -253,7 +311,9 @@ def load_config(source: str | os.PathLike[str], trust_remote_code: bool) -> tupl
         ValueError: as ``load_model`` does for what shows without the weights.
     """
     name = check_source(source)
-    config = _one_line(
+    if is_gguf(name):
+        return name, one_line(f"model={name!r}: could not read its config", lambda: open_gguf(name).config())
+    config = one_line(
         f"model={name!r}: could not read its config",
         lambda: AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code),
     )
@@ -273,16 +333,18 @@ def causal_lm_class(config: Any) -> type | None:
 def load_tokenizer(
     source: str | os.PathLike[str], trust_remote_code: bool, required: bool
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a folder or hub id; None when there is none and it is not ``required``."""
+    """The tokenizer of a folder, hub id or GGUF file; None when there is none and it is not ``required``."""
     name = check_source(source, argument="tokenizer")
 
     def load() -> PreTrainedTokenizerBase:
+        if is_gguf(name):
+            return tokenizer_of(open_gguf(name), trust_remote_code)
         return AutoTokenizer.from_pretrained(
             name, config=_config_without_class(name), trust_remote_code=trust_remote_code
         )
 
     if required:
-        return _one_line(f"tokenizer={name!r}: could not load it", load)
+        return one_line(f"tokenizer={name!r}: could not load it", load)
     try:
         return load()
     except Exception as error:
@@ -322,54 +384,6 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedToke
         return tokenizer
     kind = type(tokenizer).__name__
     raise TypeError(f"tokenizer is a {kind}; pass a transformers tokenizer, a folder or a hub id")
-
-
-def check_source(source: str | os.PathLike[str], argument: str = "model") -> str:
-    """The folder or hub id as a string, after the checks that need no download.
-
-    Raises:
-        ValueError: a path that does not exist, is not a folder, or holds no config.json.
-    """
-    name = os.path.expanduser(os.fspath(source))
-    path = Path(name)
-    if name and path.is_dir():
-        if argument == "model" and not (path / "config.json").is_file():
-            raise ValueError(f"model={name!r} {_without_config(path)}")
-        return name
-    if name and path.exists():
-        if _is_gguf(path):
-            raise ValueError(f"{argument}={name!r}: {GGUF_REMEDY}")
-        raise ValueError(f"{argument}={name!r} is a file; pass the folder that holds it, or a hub id")
-    looks_like_path = not name or name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
-    if looks_like_path:
-        raise ValueError(f"{argument}={name!r} does not exist; pass an existing checkpoint folder or a hub id")
-    return name
-
-
-def _without_config(folder: Path) -> str:
-    """What a folder without a config.json is, and the remedy."""
-    if (folder / ADAPTER_CONFIG).is_file():
-        try:
-            base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
-            base = repr(str(base)[:200])
-        except (OSError, ValueError, TypeError, KeyError):
-            base = "its base model"
-        return (
-            f"holds an adapter alone ({ADAPTER_CONFIG}, no config.json); load {base} with transformers, put the "
-            "adapter on it with peft's PeftModel.from_pretrained, and pass what merge_and_unload() returns"
-        )
-    if any(map(_is_gguf, sorted(folder.glob("*.gguf")))):
-        return f"holds a GGUF file and no config.json; {GGUF_REMEDY}"
-    return "has no config.json; pass a folder written by save_pretrained"
-
-
-def _is_gguf(file: Path) -> bool:
-    """Whether a file begins as one of llama.cpp's."""
-    try:
-        with file.open("rb") as opened:
-            return opened.read(4) == b"GGUF"
-    except OSError:
-        return False
 
 
 def check_config(config: Any, name: str, trust_remote_code: bool) -> None:
@@ -448,20 +462,3 @@ def is_causal_lm(model: PreTrainedModel) -> bool:
     return bool(names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())) or (
         type(model).__name__.endswith("ForCausalLM") and model.get_output_embeddings() is not None
     )
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, with the next one where it only announces that; or its class name."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return f"KeyError: {text}" if isinstance(error, KeyError) else text
-
-
-def _one_line(what: str, load: Callable[[], Loaded]) -> Loaded:
-    """Run a loader of transformers and turn whatever it raises into one line."""
-    try:
-        return load()
-    except Exception as error:
-        raise ValueError(f"{what}: {first_line(error)}") from error

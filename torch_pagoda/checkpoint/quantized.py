@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from .gguf.container import is_gguf
 from .readers import awq, compressed_tensors, fp8, gptq, modelslim, mxfp4
 from .readers.parts import BadTensor, Read
 from .stored_tensors import StoredTensor
@@ -150,9 +151,12 @@ def check_float(config: Any, name: str, purpose: str) -> None:
         ValueError: it is quantised.
     """
     method = quantization_method(config, name)
-    if method is not None:
+    said = (
+        "GGUF: the file begins so" if is_gguf(name) else "" if method is None else f"{method.name}: {method.evidence}"
+    )
+    if said:
         raise ValueError(
-            f"model={name!r} is quantised ({method.name}: {method.evidence}), and {purpose} would be taken for "
+            f"model={name!r} is quantised ({said}), and {purpose} would be taken for "
             "floats; load it instead (pagoda inspect of a folder with weights, LLM), or pass the float checkpoint"
         )
 

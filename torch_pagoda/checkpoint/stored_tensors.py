@@ -82,13 +82,10 @@ def weight_files(name: str, explicit: str | None = None, pattern: str | None = N
         return list(get_checkpoint_shard_files(name, path)[0]) if path.endswith(".index.json") else [path]
     ggufs = sorted(Path(name).glob("*.gguf"))
     if ggufs:
-        raise ValueError(f"it holds no weights but {ggufs[0].name!r}; {GGUF_REMEDY}")
+        raise ValueError(f"it holds no weights but {ggufs[0].name!r}; pass that file, or gguf_file={ggufs[0].name!r}")
     raise ValueError(
         f"it holds none of {', '.join(names)}" if not explicit else f"it holds no {explicit}, which its config names"
     )
-
-
-GGUF_REMEDY = "a GGUF file is llama.cpp's: pass the float checkpoint that it was made from"
 
 
 def _of_safetensors(file: str) -> dict[str, StoredTensor]:

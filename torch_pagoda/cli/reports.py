@@ -190,12 +190,17 @@ def _load_or_build(model: str, dtype: str, trust_remote_code: bool, target: str)
 
 def _formats(module: PreTrainedModel | Skeleton, target: str) -> list[FormatBytes]:
     """The formats of a quantised checkpoint; none of a float one."""
-    from ..checkpoint.format_bytes import formats_of
+    from ..checkpoint.format_bytes import formats_of, formats_of_gguf
+    from ..checkpoint.gguf.checkpoint import open_gguf
+    from ..checkpoint.gguf.container import is_gguf
     from ..compiler.capture.stored_parameters import has_stored_parameters, latent_attention_weights
     from ..compiler.estimates.skeleton import Skeleton
 
     if isinstance(module, Skeleton) or not has_stored_parameters(module):
         return []
+    name = module.name_or_path
+    if name and is_gguf(name):
+        return formats_of_gguf(open_gguf(name), module.dtype, target=target)
     unpacked = [name for name, _ in latent_attention_weights(module)] if target == "npu" else []
     return formats_of(module.named_parameters(), module.dtype, target=target, unpacked=unpacked)
 

@@ -1,7 +1,7 @@
 // How quantised weights lie in memory: panels of 64 outputs, one after the other.
 //
 // A panel is its groups of inputs; a group is its head, 64 scales (float) and, where each has a zero of its own, 64 bytes
-// with those, then its steps of 64 inputs. Groups of 32 or 16 inputs share a step, with their heads in front. A step of
+// with those, or 64 offsets (float), then its steps of 64 inputs. Groups of 32 or 16 inputs share a step, with their heads in front. A step of
 // whole numbers holds four tiles of 16 outputs; a tile is [16][16][4]: input / 4, output, input % 4, which vpdpbusd and AMX
 // take alike. The numbers are stored unsigned, the zero in the middle unless the head says otherwise. Of 4 bits each, rows
 // i and i + 8 of a tile share 64 bytes, row i in the low halves. A step of floats of 8 bits is [32][64][2]: input / 2,
@@ -31,14 +31,15 @@ struct Layout {
   // heads: of a step that groups share, 2 or 4, else 1; `groups` counts those groups as one.
   int64_t step_bytes, steps, group_steps, groups, heads, head_bytes, panel_bytes, panels;
 
-  // group: inputs that share a scale, 16, 32 or a multiple of kStep; 0: all.
-  Layout(int64_t inputs, int64_t outputs, int64_t bits, int64_t group, bool zeros = false) {
+  // group: inputs that share a scale, 16, 32 or a multiple of kStep; 0: all. zero_bytes: of an output's zero or offset
+  // in a head, or 0.
+  Layout(int64_t inputs, int64_t outputs, int64_t bits, int64_t group, int64_t zero_bytes = 0) {
     step_bytes = kStepBytes * bits / 8;
     steps = (inputs + kStep - 1) / kStep;
     heads = group && group < kStep ? kStep / group : 1;
     group_steps = group ? group * heads / kStep : steps;
     groups = (steps + group_steps - 1) / group_steps;
-    head_bytes = kScaleBytes + (zeros ? kPanel : 0);
+    head_bytes = kScaleBytes + kPanel * zero_bytes;
     panel_bytes = groups * heads * head_bytes + steps * step_bytes;
     panels = (outputs + kPanel - 1) / kPanel;
   }

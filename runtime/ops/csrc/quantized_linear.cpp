@@ -19,8 +19,9 @@
 
 #include <vector>
 
-// What the codes of weights are: whole numbers, or floats of 8 bits (e4m3) or of 4 (e2m1).
-enum Code : int64_t { kWhole = 0, kFloat8 = 1, kFloat4 = 2 };
+// What the codes of weights are: whole numbers, or floats of 8 bits (e4m3) or of 4 (e2m1), or whole numbers in groups
+// that share a step and have offsets.
+enum Code : int64_t { kWhole = 0, kFloat8 = 1, kFloat4 = 2, kAffine = 3 };
 
 // Twice the floats of 4 bits, and 12.
 static constexpr uint8_t kFloat4Numbers[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
@@ -60,6 +61,19 @@ static Group group_at(const char* panel, const Layout& layout, int64_t group) {
 static void zeros_of(int32_t* zeros, const QuantizedLinearArguments& a, const char* head) {
   const uint8_t* own = (const uint8_t*)head + kScaleBytes;
   for (int64_t n = 0; n < kPanel; ++n) zeros[n] = own[n] - (a.bits == 8 ? kFlip : 0);
+}
+
+// zeros[n]: what a row's sum of inputs is multiplied with and taken away, in a head of a group that shares a step.
+static void scaled_zeros_of(float* zeros, const QuantizedLinearArguments& a, const char* head) {
+  const float* scales = (const float*)head;
+  if (a.code == kAffine) {
+    const float flipped = a.bits == 8 ? kFlip : 0;
+    for (int64_t n = 0; n < kPanel; ++n) zeros[n] = scales[kPanel + n] - flipped * scales[n];
+    return;
+  }
+  int32_t own[kPanel];
+  zeros_of(own, a, head);
+  for (int64_t n = 0; n < kPanel; ++n) zeros[n] = (float)own[n] * scales[n];
 }
 
 // The input as whole numbers, beyond its end zeros. A number of 16 bits is 256 times one of a row and one of the next.
@@ -254,11 +268,7 @@ void multiply_split_panel(const QuantizedLinearArguments& a, const Layout& layou
         for (int64_t i = 0; i < apart - layout.step_bytes; i += kLine) __builtin_prefetch(heads + kAhead + i, 0, 2);
         widen_steps(space.widened + s * kStepBytes, stored.weights + s * apart, 1, table);
       }
-      for (int h = 0; a.zeros && h < kHeads; ++h, heads += layout.head_bytes) {
-        int32_t own[kPanel];
-        zeros_of(own, a, heads);
-        for (int64_t n = 0; n < kPanel; ++n) zeros[s][h][n] = (float)own[n] * ((const float*)heads)[n];
-      }
+      for (int h = 0; a.zeros && h < kHeads; ++h, heads += layout.head_bytes) scaled_zeros_of(zeros[s][h], a, heads);
     }
     for (int64_t r = 0, piece; r < rows; r += piece) {
       piece = integer_piece(rows - r, kParts, tiles);
@@ -298,7 +308,7 @@ void write_panel(const QuantizedLinearArguments& a, const Block& block, int64_t 
 template <int kBits, int kParts>
 void run(const QuantizedLinearArguments& a) {
   static thread_local Scratch inputs, own;
-  const Layout layout(a.inputs, a.outputs, a.bits, a.group, a.zeros);
+  const Layout layout(a.inputs, a.outputs, a.bits, a.group, a.code == kAffine ? sizeof(float) : a.zeros);
   const auto multiply = layout.heads == 1   ? multiply_panel<kBits, kParts>
                         : layout.heads == 2 ? multiply_split_panel<kBits, kParts, 2>
                                             : multiply_split_panel<kBits, kParts, 4>;

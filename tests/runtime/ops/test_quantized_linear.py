@@ -134,7 +134,11 @@ def test_a_row_does_not_depend_on_its_batch_mates(scheme):
 
 
 @pytest.mark.parametrize(
-    "form", ["int4/g128/f16+z", "int4/g32/bf16+z+order", "int8/g32/f32+z", "int4/g64/f16+order", "e2m1/g32/bf16"]
+    "form",
+    [
+        *("int4/g128/f16+z", "int4/g32/bf16+z+order", "int8/g32/f32+z", "int4/g64/f16+order", "e2m1/g32/bf16"),
+        *("affine4/g32/f32", "affine8/g32/f32", "affine4/g16/f32+order", "affine8/g16/f32", "int8/g16/f32"),
+    ],
 )
 @pytest.mark.parametrize(("outputs", "inputs"), [(70, 576), (64, 1024), (130, 100)])
 def test_zeros_and_order_of_stored_weights(form, outputs, inputs):

@@ -54,7 +54,9 @@ def case(form: str, layout: str, *, biases: bool, transposed: bool = False) -> t
     return [*packed, *given, *formula, wide, HIDDEN, *schemes], [*dense, *given, *formula]
 
 
-@pytest.mark.parametrize("form", ["int4/g32/f16+z", "int8/row/f32", "e2m1/g32/bf16", "e4m3/g32/f32", "e2m1/g16/f32"])
+@pytest.mark.parametrize(
+    "form", ["int4/g32/f16+z", "int8/row/f32", "e2m1/g32/bf16", "e4m3/g32/f32", "e2m1/g16/f32", "affine4/g32/f32"]
+)
 @pytest.mark.parametrize("layout", ["halves", "interleaved", "plain"])
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 40])

@@ -14,6 +14,8 @@ from torch_pagoda.runtime.ops.weight_format import E2M1, WeightFormat
 
 FORMS = [
     "int4/g32/f32",
+    "affine4/g32/f32",
+    "affine8/g32/f32+order",
     "int4/g32/f16+z+order",
     "int4/g16/bf16+z",
     "int8/g32/f32+z",
@@ -37,7 +39,7 @@ def test_products_are_those_of_the_dense_weight(form: str, shape: tuple[int, int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["int4/g32/f16+z", "e2m1/g32/bf16", "e2m1/g16/f32"])
+@pytest.mark.parametrize("form", ["int4/g32/f16+z", "affine4/g32/f32", "e2m1/g32/bf16", "e2m1/g16/f32"])
 @pytest.mark.parametrize("shape", [(5632, 2048), (2048, 5632), (4100, 14336), (1000, 7000)])
 def test_products_of_real_sizes(form: str, shape: tuple[int, int]) -> None:
     weight, stored, given = packed_weight(form, *shape)
@@ -90,7 +92,7 @@ def test_every_code_is_its_number(size: int) -> None:
     assert [tuple(at) for at in (other - weight.dense().T).abs().gt(0.1).nonzero().tolist()] == [(6, 5)]
 
 
-@pytest.mark.parametrize("form", ["int4/g32/f32", "e2m1/g16/f32", "int8/g16/f32+z"])
+@pytest.mark.parametrize("form", ["int4/g32/f32", "e2m1/g16/f32", "int8/g16/f32+z", "affine8/g32/f32"])
 def test_scales_and_zeros_of_other_groups_show(form: str) -> None:
     """Mutants: the neighbour group's scale, the neighbour output's, and that of the last, short group."""
     weight = stored_weight(form, 70, 200).to(torch.float32)

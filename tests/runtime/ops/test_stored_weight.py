@@ -15,7 +15,14 @@ from torch_pagoda.runtime.ops.quantized_weight import pack_stored, unpackable
 from torch_pagoda.runtime.ops.stored_weight import StoredWeight, as_dense
 from torch_pagoda.runtime.ops.weight_format import WeightFormat
 
-FORMATS = ("int4/g32/f16+z", "int4/row/bf16", "int8/g16/f32+z+order", "e2m1/g32/bf16", "e4m3/g24/f32")
+FORMATS = (
+    "int4/g32/f16+z",
+    "int4/row/bf16",
+    "int8/g16/f32+z+order",
+    "e2m1/g32/bf16",
+    "e4m3/g24/f32",
+    "affine4/g16/f32",
+)
 
 
 def meant(weight: StoredWeight) -> torch.Tensor:
@@ -33,10 +40,14 @@ def meant(weight: StoredWeight) -> torch.Tensor:
                 number = float(code - zero)
             elif form.code == "e2m1":
                 number = table[code & 7] * (-1 if code & 8 else 1)
-            else:
+            elif form.code == "e4m3":
                 number = float(torch.tensor(byte, dtype=torch.uint8).view(torch.float8_e4m3fn))
+            if form.code == "affine":  # the product and the difference are rounded
+                number = float(code * weight.scales[n, group] - weight.zeros[n, group])
+            else:
+                number *= float(weight.scales[n, group])
             at = k if weight.order is None else int(weight.order[k])
-            found[n, at] = number * float(weight.scales[n, group])
+            found[n, at] = number
     return found
 
 
@@ -149,7 +160,18 @@ def test_parts_that_do_not_fit(part: dict[str, torch.Tensor | None], word: str) 
         weight.replaced(**part)
 
 
-@pytest.mark.parametrize("text", ["int5/g32/f16", "int4/g32", "int4/g-1/f16", "e2m1/row/f64", ""])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "int5/g32/f16",
+        "affine5/g32/f32",
+        "affine/g32/f32",
+        "int4/g32",
+        "int4/g-1/f16",
+        "e2m1/row/f64",
+        "",
+    ],
+)
 def test_formats_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match=r"no weight format"):
         WeightFormat.parse(text)

@@ -1,0 +1,147 @@
+"""Architectures of GGUF files: which tensors they hold, of what sizes, and where these are in transformers' models.
+
+llama.cpp writes some of them changed: queries and keys of ``llama`` with neighbouring rows to rotate, where
+transformers rotates rows half a head apart; norms of gemma with the 1 that their layers add; experts stacked.
+
+Source: https://github.com/ggml-org/llama.cpp, gguf-py/gguf/tensor_mapping.py and convert_hf_to_gguf.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a file, or of each of its layers.
+
+    Attributes:
+        name: in the file.
+        target: in the model.
+        sizes: a letter for each, see ``config.Sizes``.
+        change: what llama.cpp did to it: ``"rotary"``, ``"plus one"``, ``"stacked"`` (one matrix for each expert),
+            ``"flat"`` (the first of two sizes, 1, may be missing); "" for nothing.
+        optional: the file may lack it.
+    """
+
+    name: str
+    target: str
+    sizes: str
+    change: str = ""
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture that is read.
+
+    Attributes:
+        model_type: transformers' name of it.
+        outside: tensors beside the layers.
+        layer: those of a layer.
+    """
+
+    model_type: str
+    outside: tuple[Part, ...]
+    layer: tuple[Part, ...]
+
+
+_OUTSIDE = (
+    Part("token_embd.weight", "model.embed_tokens.weight", "vh"),
+    Part("output_norm.weight", "model.norm.weight", "h"),
+    Part("output.weight", "lm_head.weight", "vh", optional=True),
+)
+_NORMS = (
+    Part("attn_norm.weight", "input_layernorm.weight", "h"),
+    Part("ffn_norm.weight", "post_attention_layernorm.weight", "h"),
+)
+_QKV = (
+    Part("attn_q.weight", "self_attn.q_proj.weight", "qh"),
+    Part("attn_k.weight", "self_attn.k_proj.weight", "kh"),
+    Part("attn_v.weight", "self_attn.v_proj.weight", "kh"),
+)
+_QKV_BIASES = (
+    Part("attn_q.bias", "self_attn.q_proj.bias", "q"),
+    Part("attn_k.bias", "self_attn.k_proj.bias", "k"),
+    Part("attn_v.bias", "self_attn.v_proj.bias", "k"),
+)
+_OUTPUT = (Part("attn_output.weight", "self_attn.o_proj.weight", "hq"),)
+_OUTPUT_BIAS = (Part("attn_output.bias", "self_attn.o_proj.bias", "h"),)
+_HEAD_NORMS = (
+    Part("attn_q_norm.weight", "self_attn.q_norm.weight", "d"),
+    Part("attn_k_norm.weight", "self_attn.k_norm.weight", "d"),
+)
+_MLP = (
+    Part("ffn_gate.weight", "mlp.gate_proj.weight", "fh"),
+    Part("ffn_up.weight", "mlp.up_proj.weight", "fh"),
+    Part("ffn_down.weight", "mlp.down_proj.weight", "hf"),
+)
+_MLP_BIASES = (
+    Part("ffn_gate.bias", "mlp.gate_proj.bias", "f"),
+    Part("ffn_up.bias", "mlp.up_proj.bias", "f"),
+    Part("ffn_down.bias", "mlp.down_proj.bias", "h"),
+)
+_EXPERTS = (
+    Part("ffn_gate_inp.weight", "mlp.gate.weight", "eh"),
+    Part("ffn_gate_exps.weight", "mlp.experts.{}.gate_proj.weight", "emh", "stacked"),
+    Part("ffn_up_exps.weight", "mlp.experts.{}.up_proj.weight", "emh", "stacked"),
+    Part("ffn_down_exps.weight", "mlp.experts.{}.down_proj.weight", "ehm", "stacked"),
+)
+_SHARED_EXPERT = (
+    Part("ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate.weight", "1h", "flat"),
+    Part("ffn_gate_shexp.weight", "mlp.shared_expert.gate_proj.weight", "sh"),
+    Part("ffn_up_shexp.weight", "mlp.shared_expert.up_proj.weight", "sh"),
+    Part("ffn_down_shexp.weight", "mlp.shared_expert.down_proj.weight", "hs"),
+)
+_FOUR_NORMS = (
+    Part("attn_norm.weight", "input_layernorm.weight", "h"),
+    Part("post_attention_norm.weight", "post_attention_layernorm.weight", "h"),
+    Part("ffn_norm.weight", "pre_feedforward_layernorm.weight", "h"),
+    Part("post_ffw_norm.weight", "post_feedforward_layernorm.weight", "h"),
+)
+
+
+def _optional(*parts: Part) -> tuple[Part, ...]:
+    return tuple(replace(part, optional=True) for part in parts)
+
+
+def _plus_one(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    return tuple(replace(part, change="plus one") if "norm" in part.name else part for part in parts)
+
+
+def _rotary(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    return tuple(replace(part, change="rotary") if part.sizes[0] in "qk" else part for part in parts)
+
+
+def _llama() -> tuple[Part, ...]:
+    queries_and_keys, values = _rotary(_QKV[:2]), _QKV[2:]
+    biases = _optional(*_rotary(_QKV_BIASES[:2]), _QKV_BIASES[2], *_OUTPUT_BIAS, *_MLP_BIASES)
+    return (*_NORMS, *queries_and_keys, *values, *_OUTPUT, *_MLP, *biases)
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture("llama", _OUTSIDE, _llama()),
+    "qwen2": Architecture("qwen2", _OUTSIDE, (*_NORMS, *_QKV, *_QKV_BIASES, *_OUTPUT, *_MLP)),
+    "qwen3": Architecture("qwen3", _OUTSIDE, (*_NORMS, *_QKV, *_HEAD_NORMS, *_OUTPUT, *_MLP)),
+    "qwen2moe": Architecture(
+        "qwen2_moe", _OUTSIDE, (*_NORMS, *_QKV, *_QKV_BIASES, *_OUTPUT, *_EXPERTS, *_SHARED_EXPERT)
+    ),
+    "qwen3moe": Architecture("qwen3_moe", _OUTSIDE, (*_NORMS, *_QKV, *_HEAD_NORMS, *_OUTPUT, *_EXPERTS)),
+    "gemma": Architecture("gemma", _plus_one(_OUTSIDE), _plus_one((*_NORMS, *_QKV, *_OUTPUT, *_MLP))),
+    "gemma2": Architecture("gemma2", _plus_one(_OUTSIDE), _plus_one((*_FOUR_NORMS, *_QKV, *_OUTPUT, *_MLP))),
+    "gemma3": Architecture(
+        "gemma3_text", _plus_one(_OUTSIDE), _plus_one((*_FOUR_NORMS, *_QKV, *_HEAD_NORMS, *_OUTPUT, *_MLP))
+    ),
+    "phi3": Architecture(
+        "phi3",
+        _OUTSIDE,
+        (
+            *_NORMS,
+            Part("attn_qkv.weight", "self_attn.qkv_proj.weight", "ph"),
+            *_OUTPUT,
+            Part("ffn_up.weight", "mlp.gate_up_proj.weight", "gh"),
+            Part("ffn_down.weight", "mlp.down_proj.weight", "hf"),
+        ),
+    ),
+}
+"""By the name that files have for it."""

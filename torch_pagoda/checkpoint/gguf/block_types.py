@@ -1,0 +1,221 @@
+"""The types that tensors of a GGUF file are stored in, and what the bytes of a block mean.
+
+A block is some weights of a row that lie side by side. Of all types but plain floats a block holds whole numbers, and
+for each group of them a scale and, for some types, an offset: ``w = number * scale - offset``. Scales of the k-quants
+are products of a float and a small whole number, which float32 holds exactly.
+
+Source: https://github.com/ggml-org/ggml, src/ggml-common.h and src/ggml-quants.c (``dequantize_row_*``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ...runtime.ops.weight_format import WeightFormat
+
+_IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""What the codes of IQ4_NL and IQ4_XS stand for."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Blocks taken apart.
+
+    Attributes:
+        codes: uint8 ``[blocks, weights]``: numbers, and 128 more where they are of 8 bits, 8 more where of 4, unless
+            there are offsets.
+        scales: ``[blocks, groups]``, float16 or float32.
+        offsets: float32 ``[blocks, groups]``; None where they are 0.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """A type of tensors.
+
+    Attributes:
+        name: ggml's.
+        weights: of a block.
+        nbytes: of a block.
+        dtype: of plain floats and whole numbers; None for all others.
+        bits: that a code takes once a block is taken apart, 4 or 8.
+        group_size: weights that share a scale.
+        keeps_bits: a code takes no fewer bits in the file.
+        scale: dtype of the scales, as ``WeightFormat`` spells it.
+        has_offsets: each group has an offset beside its scale.
+        take_apart: uint8 ``[blocks, nbytes]`` → ``Numbers``; None for plain ones, and types that are not read.
+    """
+
+    name: str
+    weights: int
+    nbytes: int
+    dtype: torch.dtype | None = None
+    bits: int = 0
+    group_size: int = 0
+    keeps_bits: bool = False
+    scale: str = "f32"
+    has_offsets: bool = False
+    take_apart: Callable[[torch.Tensor], Numbers] | None = None
+
+    @property
+    def form(self) -> WeightFormat | None:
+        """The format of a ``StoredWeight`` that holds such blocks; None for floats, and types that are not read."""
+        if self.take_apart is None:
+            return None
+        return WeightFormat("affine" if self.has_offsets else "int", self.bits, self.group_size, self.scale)
+
+
+def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """float16 ``[blocks, 1]`` in two bytes."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16)
+
+
+def _nibbles(data: torch.Tensor, run: int) -> torch.Tensor:
+    """uint8 ``[blocks, 2 N]`` of bytes ``[blocks, N]``: of each run of bytes the low halves, then the high ones."""
+    runs = data.unflatten(1, (-1, 1, run))
+    return torch.cat([runs & 15, runs >> 4], 2).flatten(1)
+
+
+def _pairs(data: torch.Tensor, run: int) -> torch.Tensor:
+    """The same for numbers of 2 bits, ``[blocks, 4 N]``."""
+    runs = data.unflatten(1, (-1, 1, run))
+    return torch.cat([runs >> shift & 3 for shift in (0, 2, 4, 6)], 2).flatten(1)
+
+
+def _bits(data: torch.Tensor, run: int) -> torch.Tensor:
+    """The same for single bits, ``[blocks, 8 N]``."""
+    runs = data.unflatten(1, (-1, 1, run))
+    return torch.cat([runs >> shift & 1 for shift in range(8)], 2).flatten(1)
+
+
+def _bits_of_words(data: torch.Tensor) -> torch.Tensor:
+    """The bits of bytes ``[blocks, N]``, the lowest first: ``[blocks, 8 N]``."""
+    return torch.stack([data >> shift & 1 for shift in range(8)], -1).flatten(1)
+
+
+def _q4_0(blocks: torch.Tensor) -> Numbers:
+    return Numbers(_nibbles(blocks[:, 2:], 16), _half(blocks, 0))
+
+
+def _q4_1(blocks: torch.Tensor) -> Numbers:
+    return Numbers(_nibbles(blocks[:, 4:], 16), _half(blocks, 0).float(), -_half(blocks, 2).float())
+
+
+def _q5_0(blocks: torch.Tensor) -> Numbers:
+    codes = _nibbles(blocks[:, 6:], 16) | _bits_of_words(blocks[:, 2:6]) << 4
+    return Numbers(codes + (128 - 16), _half(blocks, 0))
+
+
+def _q5_1(blocks: torch.Tensor) -> Numbers:
+    codes = _nibbles(blocks[:, 8:], 16) | _bits_of_words(blocks[:, 4:8]) << 4
+    return Numbers(codes, _half(blocks, 0).float(), -_half(blocks, 2).float())
+
+
+def _q8_0(blocks: torch.Tensor) -> Numbers:
+    return Numbers(blocks[:, 2:] ^ 128, _half(blocks, 0))
+
+
+def _q2_k(blocks: torch.Tensor) -> Numbers:
+    both = blocks[:, :16]
+    scales, offsets = _half(blocks, 80).float() * (both & 15), _half(blocks, 82).float() * (both >> 4)
+    return Numbers(_pairs(blocks[:, 16:80], 32), scales, offsets)
+
+
+def _q3_k(blocks: torch.Tensor) -> Numbers:
+    scales = _nibbles(blocks[:, 96:104], 8) | _pairs(blocks[:, 104:108], 4) << 4
+    codes = _pairs(blocks[:, 32:96], 32) | _bits(blocks[:, :32], 32) << 2
+    return Numbers(codes + (128 - 4), _half(blocks, 108).float() * (scales.float() - 32))
+
+
+def _scales_and_offsets(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those of the eight groups of a block of Q4_K or Q5_K: numbers of 6 bits in 12 bytes, times floats before
+    them."""
+    first, second, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat([first & 63, rest & 15 | first >> 6 << 4], 1)
+    offsets = torch.cat([second & 63, rest >> 4 | second >> 6 << 4], 1)
+    return _half(blocks, 0).float() * scales, _half(blocks, 2).float() * offsets
+
+
+def _q4_k(blocks: torch.Tensor) -> Numbers:
+    return Numbers(_nibbles(blocks[:, 16:], 32), *_scales_and_offsets(blocks))
+
+
+def _q5_k(blocks: torch.Tensor) -> Numbers:
+    codes = _nibbles(blocks[:, 48:], 32) | _bits(blocks[:, 16:48], 32) << 4
+    return Numbers(codes, *_scales_and_offsets(blocks))
+
+
+def _q6_k(blocks: torch.Tensor) -> Numbers:
+    codes = _nibbles(blocks[:, :128], 64) | _pairs(blocks[:, 128:192], 32) << 4
+    scales = blocks[:, 192:208].contiguous().view(torch.int8)
+    return Numbers(codes + (128 - 32), _half(blocks, 208).float() * scales)
+
+
+def _levels(codes: torch.Tensor) -> torch.Tensor:
+    """What codes of IQ4 stand for, and 128 more."""
+    table = torch.tensor([level + 128 for level in _IQ4_LEVELS], dtype=torch.uint8)
+    return table[codes.int()]
+
+
+def _iq4_nl(blocks: torch.Tensor) -> Numbers:
+    return Numbers(_levels(_nibbles(blocks[:, 2:], 16)), _half(blocks, 0))
+
+
+def _iq4_xs(blocks: torch.Tensor) -> Numbers:
+    low = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], -1).flatten(1)
+    high = torch.stack([blocks[:, 2:4] >> shift & 3 for shift in (0, 2, 4, 6)], -1).flatten(1)
+    scales = _half(blocks, 0).float() * ((low | high << 4).float() - 32)
+    return Numbers(_levels(_nibbles(blocks[:, 8:], 16)), scales)
+
+
+BLOCK_TYPES = {
+    0: BlockType("F32", 1, 4, torch.float32),
+    1: BlockType("F16", 1, 2, torch.float16),
+    2: BlockType("Q4_0", 32, 18, bits=4, group_size=32, keeps_bits=True, scale="f16", take_apart=_q4_0),
+    3: BlockType("Q4_1", 32, 20, bits=4, group_size=32, keeps_bits=True, has_offsets=True, take_apart=_q4_1),
+    6: BlockType("Q5_0", 32, 22, bits=8, group_size=32, scale="f16", take_apart=_q5_0),
+    7: BlockType("Q5_1", 32, 24, bits=8, group_size=32, has_offsets=True, take_apart=_q5_1),
+    8: BlockType("Q8_0", 32, 34, bits=8, group_size=32, keeps_bits=True, scale="f16", take_apart=_q8_0),
+    9: BlockType("Q8_1", 32, 36),
+    10: BlockType("Q2_K", 256, 84, bits=4, group_size=16, has_offsets=True, take_apart=_q2_k),
+    11: BlockType("Q3_K", 256, 110, bits=8, group_size=16, take_apart=_q3_k),
+    12: BlockType("Q4_K", 256, 144, bits=4, group_size=32, keeps_bits=True, has_offsets=True, take_apart=_q4_k),
+    13: BlockType("Q5_K", 256, 176, bits=8, group_size=32, has_offsets=True, take_apart=_q5_k),
+    14: BlockType("Q6_K", 256, 210, bits=8, group_size=16, take_apart=_q6_k),
+    15: BlockType("Q8_K", 256, 292),
+    16: BlockType("IQ2_XXS", 256, 66),
+    17: BlockType("IQ2_XS", 256, 74),
+    18: BlockType("IQ3_XXS", 256, 98),
+    19: BlockType("IQ1_S", 256, 50),
+    20: BlockType("IQ4_NL", 32, 18, bits=8, group_size=32, scale="f16", take_apart=_iq4_nl),
+    21: BlockType("IQ3_S", 256, 110),
+    22: BlockType("IQ2_S", 256, 82),
+    23: BlockType("IQ4_XS", 256, 136, bits=8, group_size=32, take_apart=_iq4_xs),
+    24: BlockType("I8", 1, 1, torch.int8),
+    25: BlockType("I16", 1, 2, torch.int16),
+    26: BlockType("I32", 1, 4, torch.int32),
+    27: BlockType("I64", 1, 8, torch.int64),
+    28: BlockType("F64", 1, 8, torch.float64),
+    29: BlockType("IQ1_M", 256, 56),
+    30: BlockType("BF16", 1, 2, torch.bfloat16),
+    34: BlockType("TQ1_0", 256, 54),
+    35: BlockType("TQ2_0", 256, 66),
+    39: BlockType("MXFP4", 32, 17),
+    40: BlockType("NVFP4", 64, 36),
+}
+"""By ggml's number; those that are only named are refused by their names."""
+
+READ = tuple(kind.name for kind in BLOCK_TYPES.values() if kind.take_apart is not None)
+"""Names of the types of blocks that are read."""
+
+
+def packed_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes ``[blocks, N]`` as ``StoredWeight`` holds them: of 4 bits two in a byte, the first in the low half."""
+    return codes if bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4

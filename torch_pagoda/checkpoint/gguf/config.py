@@ -1,0 +1,270 @@
+"""The config of a model that a GGUF file describes, as transformers has it.
+
+transformers reads such files, too, by the package ``gguf``, and leaves out what some say: factors of the rotary
+frequencies (llama 3.1 and later), scaled positions, the width of experts. Here every key of the architecture is read,
+or the file is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .architectures import ARCHITECTURES, Architecture
+from .metadata import Metadata
+from .rotary import default_rotary, longrope, scaled_rotary
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the letters of ``Part.sizes`` stand for.
+
+    Attributes:
+        of: letter → size: ``v`` tokens, ``h`` hidden size, ``d`` of a head, ``q`` of all heads of queries, ``k`` of
+            keys, ``p`` of all three, ``f`` inside an MLP, ``g`` twice that, ``e`` experts, ``m`` inside an expert,
+            ``s`` inside the shared one, ``1`` one.
+        num_layers: of the model.
+        num_heads: of queries.
+        num_kv_heads: of keys.
+    """
+
+    of: Mapping[str, int]
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+
+
+@dataclass(frozen=True)
+class Floats:
+    """What of the tensors a config is made of.
+
+    Attributes:
+        names: of all tensors, with their shapes.
+        dtype: of the weights, where the file's are plain floats; None where any is quantised.
+        vector: a function of a tensor's name: its floats, or None where there is none of that name.
+    """
+
+    names: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype | None
+    vector: Callable[[str], list[float] | None]
+
+
+def read_config(said: Metadata, tensors: Floats) -> tuple[Architecture, Values, Sizes]:
+    """The architecture, the values of its config, ``model_type`` among them, and the sizes of its tensors.
+
+    Raises:
+        BadGguf: the architecture is not read, or an entry is missing, wrong, not known or contradicts the tensors.
+    """
+    architecture = check_known(said)
+    embeddings = tensors.names.get("token_embd.weight", ())
+    if len(embeddings) != 2:
+        raise said.bad("it lacks a matrix 'token_embd.weight'", "the file is torn or holds no model: get it again")
+    sizes = _sizes(said, architecture, embeddings)
+    heads = {"num_attention_heads": sizes.num_heads, "num_key_value_heads": sizes.num_kv_heads}
+    values: Values = {
+        "model_type": architecture.model_type,
+        "architectures": [_class_name(architecture.model_type)],
+        "vocab_size": sizes.of["v"],
+        "hidden_size": sizes.of["h"],
+        "intermediate_size": sizes.of["f"],
+        "num_hidden_layers": sizes.num_layers,
+        **heads,
+        "max_position_embeddings": said.whole("context_length"),
+        "rms_norm_eps": said.number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in tensors.names,
+        "dtype": str(tensors.dtype or torch.bfloat16).removeprefix("torch."),
+        **_tokens(said, sizes.of["v"]),
+    }
+    values |= _OWN[said.architecture](said, tensors, sizes)
+    if (stated := said.get("vocab_size")) is not None and stated != sizes.of["v"]:
+        raise said.bad(
+            f"its metadata says that there are {stated!r:.50} tokens, and 'token_embd.weight' is of others"
+        )
+    said.check_all_read()
+    return architecture, values, sizes
+
+
+def check_known(said: Metadata) -> Architecture:
+    """The architecture of a file.
+
+    Raises:
+        BadGguf: it is not read.
+    """
+    architecture = ARCHITECTURES.get(said.architecture)
+    if architecture is None:
+        raise said.bad(
+            f"it holds a {said.architecture!r:.50}, which is not read; {', '.join(ARCHITECTURES)} are",
+            "pass the float checkpoint",
+        )
+    return architecture
+
+
+def _class_name(model_type: str) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    return found if isinstance(found, str) else found[0]
+
+
+def _sizes(said: Metadata, architecture: Architecture, embeddings: tuple[int, ...]) -> Sizes:
+    vocab, hidden = embeddings
+    if said.whole("embedding_length") != hidden:
+        raise said.bad(f"its embedding_length is not that of 'token_embd.weight', {list(embeddings)}")
+    num_heads = said.whole("attention.head_count")
+    num_kv_heads = said.whole("attention.head_count_kv", num_heads)
+    if num_heads % num_kv_heads:
+        raise said.bad(f"its {num_heads} heads are no multiple of its {num_kv_heads} heads of keys")
+    partly = said.architecture == "phi3"
+    even = max(hidden // num_heads, 1)
+    dim = said.whole("attention.key_length", even if partly else said.whole("rope.dimension_count", even))
+    rotated = said.whole("rope.dimension_count", dim)
+    if said.whole("attention.value_length", dim) != dim:
+        raise said.bad(
+            "its heads of keys and values differ in length, which is not read", "pass the float checkpoint"
+        )
+    if rotated != dim and not partly:
+        raise said.bad(f"it rotates {rotated} of {dim} in each head, which is not read", "pass the float checkpoint")
+    if not _TAKES_HEAD_DIM.get(architecture.model_type, True) and dim * num_heads != hidden:
+        raise said.bad(f"its {num_heads} heads of {dim} do not make up its {hidden}", "pass the float checkpoint")
+    inner = said.whole("feed_forward_length", 1 if "moe" in said.architecture else None)
+    of = {
+        **{"v": vocab, "h": hidden, "d": dim, "q": num_heads * dim, "k": num_kv_heads * dim, "1": 1},
+        **{"p": (num_heads + 2 * num_kv_heads) * dim, "f": inner, "g": 2 * inner},
+    }
+    if "moe" in said.architecture:
+        of["e"], of["m"] = said.whole("expert_count"), said.whole("expert_feed_forward_length")
+        if said.architecture == "qwen2moe":
+            of["s"] = said.whole("expert_shared_feed_forward_length", inner)
+    return Sizes(of, said.whole("block_count"), num_heads, num_kv_heads)
+
+
+_TAKES_HEAD_DIM = {"qwen2": False, "qwen2_moe": False, "phi3": False}
+"""Of model types, whether their config may say how long a head is."""
+
+
+def _tokens(said: Metadata, num_tokens: int) -> Values:
+    """Ids that begin, end and pad. Files name one that ends a text and one that ends a turn."""
+    ends = [said.token(key, num_tokens) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
+    found = list(dict.fromkeys(end for end in ends if end is not None))
+    return {
+        "bos_token_id": said.token("bos_token_id", num_tokens),
+        "eos_token_id": found[0] if len(found) == 1 else found or None,
+        "pad_token_id": said.token("padding_token_id", num_tokens),
+    }
+
+
+def _has(tensors: Floats, leaf: str) -> bool:
+    return f"blk.0.{leaf}" in tensors.names
+
+
+def _llama(said: Metadata, tensors: Floats, sizes: Sizes) -> Values:
+    if said.get("expert_count") or said.get("expert_used_count"):
+        raise said.bad("it holds experts of Mixtral's kind, which are not read", "pass the float checkpoint")
+    return {
+        "head_dim": sizes.of["d"],
+        "attention_bias": _has(tensors, "attn_output.bias"),
+        "mlp_bias": _has(tensors, "ffn_down.bias"),
+        "rope_parameters": scaled_rotary(said, tensors.vector("rope_freqs.weight"), sizes.of["d"]),
+    }
+
+
+def _qwen2(said: Metadata, tensors: Floats, sizes: Sizes) -> Values:
+    return {"rope_parameters": scaled_rotary(said, tensors.vector("rope_freqs.weight"), sizes.of["d"])}
+
+
+def _qwen3(said: Metadata, tensors: Floats, sizes: Sizes) -> Values:
+    return {"head_dim": sizes.of["d"], **_qwen2(said, tensors, sizes)}
+
+
+def _experts(said: Metadata, sizes: Sizes) -> Values:
+    used = said.whole("expert_used_count")
+    if used > sizes.of["e"]:
+        raise said.bad(f"it uses {used} of {sizes.of['e']} experts for a token")
+    return {
+        "num_experts": sizes.of["e"],
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": sizes.of["m"],
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _qwen2moe(said: Metadata, tensors: Floats, sizes: Sizes) -> Values:
+    shared = {"shared_expert_intermediate_size": sizes.of["s"], "norm_topk_prob": False}
+    return {**_experts(said, sizes), **shared, **_qwen2(said, tensors, sizes)}
+
+
+def _qwen3moe(said: Metadata, tensors: Floats, sizes: Sizes) -> Values:
+    # Files do not say it: llama.cpp makes the weights of the chosen experts add up to 1.
+    return {**_experts(said, sizes), "norm_topk_prob": True, **_qwen3(said, tensors, sizes)}
+
+
+def _gemma(said: Metadata, tensors: Floats, sizes: Sizes) -> Values:
+    return {"head_dim": sizes.of["d"], "rope_parameters": default_rotary(said)}
+
+
+def _attention_scale(sizes: Sizes, deepest: int) -> int:
+    """What queries are divided by the root of: files do not say it. The deepest model of a family takes
+    ``hidden / heads``, the others the length of a head."""
+    return sizes.of["h"] // sizes.num_heads if sizes.num_layers == deepest else sizes.of["d"]
+
+
+def _gemma2(said: Metadata, tensors: Floats, sizes: Sizes) -> Values:
+    return {
+        **_gemma(said, tensors, sizes),
+        "query_pre_attn_scalar": _attention_scale(sizes, 46),
+        "sliding_window": said.whole("attention.sliding_window", 4096),
+        "attn_logit_softcapping": said.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": said.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(said: Metadata, tensors: Floats, sizes: Sizes) -> Values:
+    pattern = said.whole("attention.sliding_window_pattern", 6)
+    kinds = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(sizes.num_layers)]
+    capped = said.get("final_logit_softcapping")
+    return {
+        "head_dim": sizes.of["d"],
+        "query_pre_attn_scalar": _attention_scale(sizes, 62),
+        "sliding_window": said.whole("attention.sliding_window", 1024),
+        "layer_types": kinds,
+        "final_logit_softcapping": None if not capped else said.number("final_logit_softcapping"),
+        "rope_parameters": {
+            "full_attention": scaled_rotary(said, None, sizes.of["d"], theta=1e6),
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": said.number("rope.freq_base_swa", 10000.0),
+            },
+        },
+    }
+
+
+def _phi3(said: Metadata, tensors: Floats, sizes: Sizes) -> Values:
+    window = said.get("attention.sliding_window")
+    rotated = said.whole("rope.dimension_count", sizes.of["d"])
+    if rotated > sizes.of["d"]:
+        raise said.bad(f"it rotates {rotated} of {sizes.of['d']} in each head")
+    factors = [tensors.vector(f"rope_factors_{kind}.weight") for kind in ("short", "long")]
+    return {
+        "sliding_window": said.whole("attention.sliding_window") if window else None,
+        **longrope(said, factors[0], factors[1], rotated, said.whole("context_length"), rotated / sizes.of["d"]),
+    }
+
+
+_OWN: dict[str, Callable[[Metadata, Floats, Sizes], Values]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen2moe": _qwen2moe,
+    "qwen3moe": _qwen3moe,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+}
+"""What each architecture's config says beside what all do."""
