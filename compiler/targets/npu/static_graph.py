@@ -38,7 +38,7 @@ from ....runtime.program import is_cache_input
 from ...report import first_line
 from .flat_graph import is_constant, list_inputs
 
-_npu = torch.ops.npu
+_npu, _aten = torch.ops.npu, torch.ops.aten
 LENGTHS = {
     _npu.npu_fused_infer_attention_score.default: ("actual_seq_lengths", "actual_seq_lengths_kv"),
     _npu.npu_fused_infer_attention_score_v2.default: ("actual_seq_qlen", "actual_seq_kvlen"),
@@ -47,6 +47,9 @@ LENGTHS = {
 
 _SYMBOLIC = torch.SymInt | torch.SymFloat | torch.SymBool
 _SIZED = torch.Tensor | _SYMBOLIC
+
+_SCATTERED = frozenset({_aten.slice_scatter.default, _aten.select_scatter.default})
+"""Operators for which torchair asks for the sizes of their inputs, even where it knows them."""
 
 Attention = Mapping[Any, Callable[..., Any]]
 """Operator of ``LENGTHS`` → its form with tensors of lengths."""
@@ -239,13 +242,39 @@ class _Copier:
             if not all(_takes_tensor(node, given) for given in lists):
                 raise NotStatic("it takes lengths from the host")
             target = self._attention[target]
-        made = self.graph.create_node(
-            node.op, target, self._mapped(node.args), self._mapped(node.kwargs), node.name, node.type
-        )
+        args, kwargs = self._mapped(node.args), self._mapped(node.kwargs)
+        if target in _SCATTERED:
+            target, args, kwargs = _aten.scatter.src, self._scattered(node, *args, **kwargs), {}
+        made = self.graph.create_node(node.op, target, args, kwargs, node.name, node.type)
         if node.op == "output":
             made.meta = copy.copy(node.meta)
         else:
             self._note(node, made, self._computed(made))
+
+    def _scattered(self, node: fx.Node, base: fx.Node, src: fx.Node, dim: int, *where: int, **named: int) -> Any:
+        """Arguments of ``aten.scatter`` for a call of ``_SCATTERED``: places that are known are a constant."""
+        shape = list(self._values[base].shape)
+        if node.target is _aten.select_scatter.default:
+            (index,) = (*where, *named.values())
+            src, places = (
+                self._made(_aten.unsqueeze.default, src, dim),
+                (index % shape[dim], index % shape[dim] + 1, 1),
+            )
+        else:
+            start, end, step = (*where, *(None, None, 1)[len(where) :])
+            given = slice(named.get("start", start), named.get("end", end), named.get("step", step))
+            places = given.indices(shape[dim])
+        along = self._made(_aten.arange.start_step, *places, device=self._device)
+        view = [-1 if i == dim % len(shape) else 1 for i in range(len(shape))]
+        index = self._made(_aten.view.default, along, view)
+        wide = self._made(_aten.expand.default, index, list(self._values[src].shape))
+        return base, dim, wide, src
+
+    def _made(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node of the copy that the traced graph has none of."""
+        made = self.graph.call_function(target, args, kwargs)
+        self._values[made] = made.meta["example_value"] = self._computed(made)
+        return made
 
     def _note(self, node: fx.Node, made: fx.Node, computed: Any) -> None:
         """Record a copy and what it yields, which has the recorded sizes.
