@@ -18,7 +18,8 @@ def npu_sections(found: Findings) -> list[Section]:
     if report is None:
         return []
     graph = _graph(report, found.layers)
-    return [_routes(report), *_refused(report), graph, *_schedules(report), _estimates(report)]
+    decode = _decode_graphs(report)
+    return [_routes(report), *_refused(report), graph, *decode, *_schedules(report), _estimates(report)]
 
 
 def _routes(report: NpuReport) -> Section:
@@ -26,7 +27,9 @@ def _routes(report: NpuReport) -> Section:
         (_short(route.operator), str(route.count), " +\n".join(_short(name) for name in route.chosen))
         for route in report.routes
     )
-    return Section(f"Routes on {report.soc}", ("operator!", "sites#", "becomes"), rows)
+    reason = report.no_static_decode
+    note = f"Decode steps have no static graphs: {reason}." if reason else "Decode steps can have static graphs."
+    return Section(f"Routes on {report.soc}", ("operator!", "sites#", "becomes"), rows, note)
 
 
 def _refused(report: NpuReport) -> list[Section]:
@@ -74,6 +77,16 @@ def _graph(report: NpuReport, layers: Sequence[LayerSummary]) -> Section:
         note += f" {graph.converted} of {whole} layers were converted, one of each kind; the others are like them."
     columns = ("layers!", "untouched#", "lowered#", "kernels#", "operators of the Ascend IR")
     return Section(title, columns, tuple(rows), note)
+
+
+def _decode_graphs(report: NpuReport) -> list[Section]:
+    """Counts of the graphs that decode steps can have; [] where they were not made."""
+    counts = report.graph.decode
+    if not counts:
+        return []
+    rows = tuple((name.replace("_", " "), *(str(graph[name]) for graph in counts)) for name in counts[0])
+    title = f"Decode steps as graphs of varying and of fixed sizes on {report.soc}"
+    return [Section(title, ("converted layers", "varying#", "fixed#"), rows, "Fixed with static_decode=True.")]
 
 
 def _schedules(report: NpuReport) -> list[Section]:

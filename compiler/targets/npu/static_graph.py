@@ -48,7 +48,7 @@ LENGTHS = {
 _SYMBOLIC = torch.SymInt | torch.SymFloat | torch.SymBool
 _SIZED = torch.Tensor | _SYMBOLIC
 
-_SCATTERED = frozenset({_aten.slice_scatter.default, _aten.select_scatter.default})
+_SCATTERED = frozenset({_aten.slice_scatter.default, _aten.select_scatter.default, _aten.scatter.value})
 """Operators for which torchair asks for the sizes of their inputs, even where it knows them."""
 
 Attention = Mapping[Any, Callable[..., Any]]
@@ -251,8 +251,14 @@ class _Copier:
         else:
             self._note(node, made, self._computed(made))
 
-    def _scattered(self, node: fx.Node, base: fx.Node, src: fx.Node, dim: int, *where: int, **named: int) -> Any:
-        """Arguments of ``aten.scatter`` for a call of ``_SCATTERED``: places that are known are a constant."""
+    def _scattered(self, node: fx.Node, base: fx.Node, src: Any, dim: Any = 0, *where: Any, **named: Any) -> Any:
+        """Arguments of ``aten.scatter`` for a call of ``_SCATTERED``: known places and numbers are constants."""
+        if node.target is _aten.scatter.value:
+            (index, number), dtype = (dim, *where, *named.values()), self._values[base].dtype
+            filled = self._made(
+                _aten.full.default, list(self._values[index].shape), number, dtype=dtype, device=self._device
+            )
+            return base, src, index, filled
         shape = list(self._values[base].shape)
         if node.target is _aten.select_scatter.default:
             (index,) = (*where, *named.values())

@@ -7,14 +7,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from lowered_models import LIMITS, assert_same, lowered, served
 
+from torch_pagoda.compiler.capture import trace
+from torch_pagoda.compiler.options import CompileOptions
+from torch_pagoda.compiler.pipeline import run_pipeline
+from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.targets.npu import static_graph as module
+from torch_pagoda.compiler.targets.npu.flat_graph import cache_inputs, flat_graph
 from torch_pagoda.compiler.targets.npu.ge_route import GeGraphs
+from torch_pagoda.compiler.targets.npu.offline import decode_graphs
+from torch_pagoda.compiler.targets.npu.offline.conversion import convert
+from torch_pagoda.compiler.targets.npu.offline.decode_graphs import (
+    GraphCounts,
+    counted_decode_graphs,
+    static_decode_graph,
+)
 from torch_pagoda.compiler.targets.npu.route import Run
 from torch_pagoda.compiler.targets.npu.static_decode import decode_inputs
 from torch_pagoda.compiler.targets.npu.static_graph import NotStatic, StaticGraph, static_graph, why_not_static
@@ -24,6 +37,7 @@ from torch_pagoda.passes.graph.fx_nodes import value
 from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache
 
 from device_lengths import attention_by_tensors
+from legal_models import build_legal_model
 
 SIZES = {"block_size": 16, "num_blocks": 24}
 
@@ -74,7 +88,7 @@ def sizes_in(arguments: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "lfm2"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "lfm2", "dots1"])
 def test_decode_steps_are_served_the_same(model_type):
     traced = lowered(model_type)[1]
     route = AsItIs(traced, sequences_per_graph=2)
@@ -295,6 +309,60 @@ def test_torchair_serves_the_same(model_type):
     assert set(route.static.graphs) == {4} and not route.static.dropped
 
 
+@cache
+def lowered_in_half(model_type: str) -> TracedGraph:
+    model = build_legal_model(model_type, dtype=torch.bfloat16)
+    options = CompileOptions(codegen="none", target="npu", verify="off")
+    return run_pipeline(trace.capture(model), options, None, CompileReport(model_type))
+
+
+@pytest.mark.torchair
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gpt_oss", "qwen3_moe", "deepseek_v3", "lfm2", "dots1", "qwen3_5_text"]
+)
+def test_ge_graphs_of_fixed_sizes(model_type):
+    traced = lowered_in_half(model_type)
+    varying, fixed = counted_decode_graphs(traced)
+    assert varying.host_nodes and varying.unknown_sizes
+    assert fixed.host_nodes == fixed.host_inputs == fixed.unknown_sizes == fixed.cache_copies == 0
+    # Chunks of one token, and a tensor that is filled with a number of the graph, need less.
+    fewer = model_type in ("dots1", "qwen3_5_text")
+    assert fixed.launches < varying.launches if fewer else fixed.launches == varying.launches
+    graph = static_decode_graph(traced, sequences=4)
+    attention = graph.of_type("FusedInferAttentionScore")
+    assert attention
+    for node in attention:
+        assert node.inputs["actual_seq_lengths"] == "query_ends:0"
+        assert node.inputs["actual_seq_lengths_kv"] == "kv_lens:0"
+    for name in ("query_ends", "kv_lens"):
+        assert graph[name].attributes["shape"] == [4] and graph[name].attributes["dtype"] == "int64"
+
+
+@pytest.mark.torchair
+def test_mutant_a_launch_more(monkeypatch):
+    def with_more(*args):
+        copy = static_graph(*args)
+        linear = next(node for node in copy.module.graph.nodes if "npu_linear" in str(node.target))
+        with copy.module.graph.inserting_after(linear):
+            more = copy.module.graph.call_function(torch.ops.aten.neg.default, (linear,))
+        linear.replace_all_uses_with(more, delete_user_cb=lambda user: user is not more)
+        copy.module.recompile()
+        return copy
+
+    monkeypatch.setattr(decode_graphs, "static_graph", with_more)
+    varying, fixed = counted_decode_graphs(lowered_in_half("llama"))
+    assert fixed.launches == varying.launches + 1
+
+
+@pytest.mark.torchair
+def test_mutant_lists_stay_lists():
+    """Attention with lists leaves integers on the host, which the counts show."""
+    traced = lowered_in_half("llama")
+    flat = flat_graph(traced, 4)
+    counts = GraphCounts.of(convert(flat.module, flat.values), cache_inputs(traced))
+    assert counts.host_inputs and counts.unknown_sizes
+
+
 @pytest.mark.torchair
 def test_options_of_torchair():
     from torch_pagoda.compiler.targets.npu.ge_route import ge_config
@@ -311,14 +379,12 @@ def test_options_of_torchair():
 def test_an_engine_through_torchair_with_static_decode(caplog):
     import torch_pagoda as pagoda
 
-    from legal_models import build_legal_model
-
-    model = build_legal_model("llama")
+    model = build_legal_model("llama", dtype=torch.bfloat16)
     params = pagoda.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     prompts, tokens = [[4, 5, 6], list(range(3, 40)), [7]], []
     for options in ({"codegen": "ge", "static_decode": True}, {"codegen": "none"}):
         with caplog.at_level(logging.INFO, "torch_pagoda"):
-            llm = pagoda.LLM(model, target="npu", **SIZES, max_num_seqs=3, dtype="float32", **options)
+            llm = pagoda.LLM(model, target="npu", **SIZES, max_num_seqs=3, **options)
             tokens.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
     assert tokens[0] == tokens[1]
     assert "compiling the static decode graph for 3 sequences" in caplog.text and "not used" not in caplog.text
