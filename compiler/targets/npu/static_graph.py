@@ -267,8 +267,13 @@ class _Copier:
                 (index % shape[dim], index % shape[dim] + 1, 1),
             )
         else:
-            start, end, step = (*where, *(None, None, 1)[len(where) :])
-            given = slice(named.get("start", start), named.get("end", end), named.get("step", step))
+            bounds = {
+                "start": None,
+                "end": None,
+                "step": 1,
+                **dict(zip(("start", "end", "step"), where, strict=False)),
+            }
+            given = slice(*{**bounds, **named}.values())
             places = given.indices(shape[dim])
         along = self._made(_aten.arange.start_step, *places, device=self._device)
         view = [-1 if i == dim % len(shape) else 1 for i in range(len(shape))]
