@@ -28,6 +28,7 @@ from ..options import CompileOptions, selected_passes
 from ..pipeline import run_pipeline
 from ..report import CompileReport, first_line
 from ..targets.npu.socs import chip
+from ..targets.npu.static_graph import why_not_static
 from ..verify import dump
 from ..verify.self_check import reference_of_model
 from .drawing import LayerGraph, layer_graph
@@ -138,7 +139,8 @@ def explain(
         routes = route_summaries(report.passes)
         least = estimates(after, layers, representatives, chip(soc), context)
         dtype = computed_in(after)
-        explanation.npu = NpuReport(soc, chip(soc), after.npu.block_size, dtype, routes, graph, least)
+        unfit = why_not_static(after)
+        explanation.npu = NpuReport(soc, chip(soc), after.npu.block_size, dtype, routes, graph, least, unfit)
     return explanation
 
 

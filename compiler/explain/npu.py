@@ -95,6 +95,7 @@ class NpuReport:
         routes: by operator, what was chosen and refused.
         graph: what torchair makes of it.
         estimates: of a decode and of a prefill step.
+        no_static_decode: why decode steps have no graphs of fixed sizes on the graph engine; "" where they can.
     """
 
     soc: str
@@ -104,6 +105,7 @@ class NpuReport:
     routes: tuple[RouteSummary, ...]
     graph: GeReport
     estimates: tuple[Estimate, ...]
+    no_static_decode: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for ``json.dump``."""
@@ -117,6 +119,7 @@ class NpuReport:
                 for r in self.routes
             ],
             "graph": self.graph.to_dict(),
+            "no_static_decode": self.no_static_decode,
             "estimates": [{**asdict(e), "seconds": e.seconds, "bound_by": e.bound_by} for e in self.estimates],
         }
 

@@ -13,16 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...passes import UnsupportedModel
+from ...passes import TracedGraph, UnsupportedModel
 from ...passes.graph.fx_nodes import value
 from ...passes.graph.provenance import decoder_layers
 from ...runtime.phases import phase
 from ...runtime.program import is_cache_input
 from ..estimates.skeleton import Skeleton, build_skeleton
 from ..options import CompileOptions
+from ..targets.npu.flat_graph import cache_inputs
 from ..targets.npu.offline.ge_graph import GeGraph
 from ..targets.npu.offline.run import call_offline, is_offline
 from ..targets.npu.offline.toolchain import ToolchainError, find_toolchain
+from ..targets.npu.static_graph import why_not_static
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,19 @@ class GeLayer:
 
 
 @dataclass(frozen=True)
+class GeSchedule:
+    """Operators of a GE graph that are scheduled alike.
+
+    Attributes:
+        attributes: name in GE, such as ``_user_stream_label`` → value.
+        types: operators that launch a kernel, with how many there are of each in the converted layers.
+    """
+
+    attributes: dict[str, Any]
+    types: dict[str, int]
+
+
+@dataclass(frozen=True)
 class GeReport:
     """A GE graph, summed up.
 
@@ -53,6 +68,9 @@ class GeReport:
         layers: by kind.
         per_step: operators that launch a kernel once per step, outside of the layers.
         cache_copies: nodes that copy a whole key or value cache in every step; there should be none.
+        schedules: when and where operators run, as far as the graph says, and how many of each do.
+        decode: fields of ``GraphCounts`` of the graph, and of that of fixed sizes for decode steps; () where there is
+            none.
     """
 
     unavailable: str = ""
@@ -60,6 +78,8 @@ class GeReport:
     layers: tuple[GeLayer, ...] = ()
     per_step: dict[str, int] = field(default_factory=dict)
     cache_copies: tuple[str, ...] = ()
+    schedules: tuple[GeSchedule, ...] = ()
+    decode: tuple[dict[str, int], ...] = ()
 
     @property
     def launches_per_layer(self) -> int | None:
@@ -125,7 +145,9 @@ def _report(found: Mapping[str, Any], representatives: Sequence[int]) -> GeRepor
         _, of = kinds.setdefault(frozenset(types.items()), (types, []))
         of.extend(numbers.get(layer, []))
     layers = tuple(GeLayer(tuple(sorted(of)), types) for types, of in kinds.values())
-    return GeReport("", len(found["layers"]), layers, found["per_step"], tuple(found["cache_copies"]))
+    schedules = tuple(GeSchedule(attributes, types) for attributes, types in found["schedules"])
+    copies, decode = tuple(found["cache_copies"]), tuple(found["decode"])
+    return GeReport("", len(found["layers"]), layers, found["per_step"], copies, schedules, decode)
 
 
 def convert_configuration(
@@ -149,7 +171,8 @@ def convert_configuration(
 
     Returns:
         ``layers``: of each decoder layer, operators with counts, in the graph's order; ``per_step``: of the rest;
-        ``representatives``: as in ``Skeleton``; ``cache_copies``: names of nodes.
+        ``representatives``: as in ``Skeleton``; ``cache_copies``: names of nodes; ``schedules``: pairs of attributes
+        and operators with counts; ``decode``: as in ``GeReport``.
 
     Raises:
         UnsupportedModel: it cannot be served paged.
@@ -196,7 +219,18 @@ def convert_configuration(
         "per_step": dict(per_step),
         "representatives": skeleton.representatives,
         "cache_copies": [node.name for node in _cache_copies(graph)],
+        "decode": _decode_graphs(traced, graph, soc),
+        "schedules": [(dict(schedule), dict(types)) for schedule, types in graph.schedules()],
     }
+
+
+def _decode_graphs(traced: TracedGraph, graph: GeGraph, soc: str) -> list[dict[str, int]]:
+    from ..targets.npu.offline.decode_graphs import GraphCounts, static_decode_graph
+
+    if why_not_static(traced):
+        return []
+    graphs = graph, static_decode_graph(traced, soc=soc)
+    return [asdict(GraphCounts.of(each, cache_inputs(traced))) for each in graphs]
 
 
 def _cache_copies(graph: GeGraph) -> list[Any]:

@@ -17,7 +17,9 @@ def npu_sections(found: Findings) -> list[Section]:
     report = found.npu
     if report is None:
         return []
-    return [_routes(report), *_refused(report), _graph(report, found.layers), _estimates(report)]
+    graph = _graph(report, found.layers)
+    decode = _decode_graphs(report)
+    return [_routes(report), *_refused(report), graph, *decode, *_schedules(report), _estimates(report)]
 
 
 def _routes(report: NpuReport) -> Section:
@@ -25,7 +27,9 @@ def _routes(report: NpuReport) -> Section:
         (_short(route.operator), str(route.count), " +\n".join(_short(name) for name in route.chosen))
         for route in report.routes
     )
-    return Section(f"Routes on {report.soc}", ("operator!", "sites#", "becomes"), rows)
+    reason = report.no_static_decode
+    note = f"Decode steps have no static graphs: {reason}." if reason else "Decode steps can have static graphs."
+    return Section(f"Routes on {report.soc}", ("operator!", "sites#", "becomes"), rows, note)
 
 
 def _refused(report: NpuReport) -> list[Section]:
@@ -73,6 +77,28 @@ def _graph(report: NpuReport, layers: Sequence[LayerSummary]) -> Section:
         note += f" {graph.converted} of {whole} layers were converted, one of each kind; the others are like them."
     columns = ("layers!", "untouched#", "lowered#", "kernels#", "operators of the Ascend IR")
     return Section(title, columns, tuple(rows), note)
+
+
+def _decode_graphs(report: NpuReport) -> list[Section]:
+    """Counts of the graphs that decode steps can have; [] where they were not made."""
+    counts = report.graph.decode
+    if not counts:
+        return []
+    rows = tuple((name.replace("_", " "), *(str(graph[name]) for graph in counts)) for name in counts[0])
+    title = f"Decode steps as graphs of varying and of fixed sizes on {report.soc}"
+    return [Section(title, ("converted layers", "varying#", "fixed#"), rows, "Fixed with static_decode=True.")]
+
+
+def _schedules(report: NpuReport) -> list[Section]:
+    """Streams, limits of cores and super kernels that operators of the graph have; [] where none has any."""
+    rows = []
+    for schedule in report.graph.schedules:
+        said = [f"{name.lstrip('_')} = {value}" for name, value in schedule.attributes.items()]
+        rows.append(("\n".join(said), str(sum(schedule.types.values())), counted_names(schedule.types)))
+    title = f"Schedules in torchair's graph on {report.soc}"
+    note = "What the graph engine is told; nothing was measured."
+    columns = ("attributes!", "kernels#", "operators of the Ascend IR")
+    return [Section(title, columns, tuple(rows), note)] if rows else []
 
 
 def _estimates(report: NpuReport) -> Section:

@@ -72,6 +72,12 @@ AsyncScheduling = Annotated[
 NoAsyncScheduling = Annotated[bool, typer.Option("--no-async-scheduling", hidden=True)]
 Verify = Annotated[str, typer.Option(help="model, every-pass or off.", rich_help_panel="Compiler")]
 Codegen = Annotated[str, typer.Option(help="auto, none, inductor, ge or aclgraph.", rich_help_panel="Compiler")]
+StaticDecode = Annotated[
+    bool,
+    typer.Option(
+        "--static-decode", help="With ge: graphs of fixed sizes for decode steps.", rich_help_panel="Compiler"
+    ),
+]
 SkipPass = Annotated[
     list[str] | None, typer.Option(help="Leave this pass out; repeatable.", rich_help_panel="Compiler")
 ]

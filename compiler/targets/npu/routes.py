@@ -8,16 +8,17 @@ from .ge_route import GeGraphs
 from .route import Route, Run
 
 
-def make_route(codegen: str, traced: TracedGraph, eager: Run) -> Route | None:
+def make_route(codegen: str, traced: TracedGraph, eager: Run, *, static_decode: bool = False) -> Route | None:
     """The way that a lowered graph with linked constants runs; None for call by call.
 
     Args:
         codegen: "ge", "aclgraph" or "none".
         traced: the graph.
         eager: runs it call by call, for steps that a route does not take.
+        static_decode: see ``GeGraphs``.
     """
     if codegen == "ge":
-        return GeGraphs(traced)
+        return GeGraphs(traced, static_decode=static_decode)
     if codegen == "aclgraph":
         return AclGraphs(traced, eager)
     return None

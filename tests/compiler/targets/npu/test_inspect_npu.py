@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from torch_pagoda.compiler.estimates.skeleton import build_skeleton
 from torch_pagoda.compiler.estimates.traffic import Moved, Step, moved
 from torch_pagoda.compiler.explain import Explanation, explain, npu_graph
 from torch_pagoda.compiler.explain.npu import Estimate, NpuReport, estimates
-from torch_pagoda.compiler.explain.npu_graph import GeReport
+from torch_pagoda.compiler.explain.npu_graph import GeReport, GeSchedule
 from torch_pagoda.compiler.explain.npu_sections import npu_sections
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.targets.npu.offline.run import OfflineCallError
@@ -69,6 +70,8 @@ def test_routes_counts_and_launches(explained: Explanation) -> None:
     said = re.search(r"A Llama layer is (\d+) kernel launches", (ROOT / "docs" / "npu.md").read_text())
     assert said and explained.target_graph.launches_per_layer == int(said[1]) < explained.launches_before
     assert all(name.startswith("npu.") for layer in explained.layers for name in layer.operators_after)
+    assert explained.npu.no_static_decode == ""
+    assert npu_sections(explained)[0].note == "Decode steps can have static graphs."  # type: ignore[arg-type]
 
 
 def test_refused_routes_and_leftovers_say_why(refused: Explanation) -> None:
@@ -99,6 +102,32 @@ def test_unknown_figures_are_said_to_be_unknown() -> None:
     assert routes.rows == () and graph.rows == () and graph.note == "Not converted: not asked for"
     assert dict(least.rows)["so a step takes at least"] == "unknown"
     assert "No published figures of Ascend910B4-1" in least.note
+
+
+def test_schedules_are_shown_where_there_are_any() -> None:
+    side = GeSchedule({"_user_stream_label": "side", "_op_aicore_num": "8"}, {"MatMul": 2, "SwiGlu": 1})
+    for schedules, rows in (((), ()), ((side,), (("user_stream_label = side\nop_aicore_num = 8", "3"),))):
+        graph = GeReport(schedules=schedules)
+        report = NpuReport("Ascend910B4-1", None, 128, "float32", (), graph, ())
+        sections = npu_sections(SimpleNamespace(npu=report, layers=[]))  # type: ignore[arg-type]
+        shown = [section for section in sections if section.title.startswith("Schedules")]
+        assert tuple(row[:2] for section in shown for row in section.rows) == rows
+        assert json.loads(json.dumps(graph.to_dict()))["schedules"] == [asdict(each) for each in schedules]
+
+
+def test_why_decode_steps_have_no_static_graphs() -> None:
+    report = NpuReport("Ascend910B4-1", None, 128, "float32", (), GeReport(), (), "it gathers blocks")
+    routes, *_ = npu_sections(SimpleNamespace(npu=report, layers=[]))  # type: ignore[arg-type]
+    assert routes.note == "Decode steps have no static graphs: it gathers blocks."
+    assert report.to_dict()["no_static_decode"] == "it gathers blocks"
+
+
+def test_both_graphs_of_decode_steps_are_counted() -> None:
+    counts = {"operators": 214, "host_nodes": 22}, {"operators": 149, "host_nodes": 0}
+    for decode, rows in (((), None), (counts, (("operators", "214", "149"), ("host nodes", "22", "0")))):
+        report = NpuReport("Ascend910B4-1", None, 128, "float32", (), GeReport(decode=decode), ())
+        sections = npu_sections(SimpleNamespace(npu=report, layers=[]))  # type: ignore[arg-type]
+        assert next((s.rows for s in sections if s.title.startswith("Decode steps")), None) == rows
 
 
 def test_no_cell_is_cut_on_80_columns(explained: Explanation, refused: Explanation) -> None:
@@ -374,4 +403,7 @@ def test_torchair_s_graph_of_a_llama() -> None:
         assert kind.types["FusedInferAttentionScore"] == kind.types["ScatterPaKvCache"] == kind.types["SwiGlu"] == 1
         assert kind.types["MatMul"] == 4
     assert report.per_step["MatMul"] == 1, "the head"
+    varying, fixed = report.decode
+    assert varying["host_nodes"] > fixed["host_nodes"] == fixed["host_inputs"] == fixed["unknown_sizes"] == 0
+    assert varying["launches"] == fixed["launches"] > 3 * 11 and fixed["cache_copies"] == 0
     assert json.loads(json.dumps(report.to_dict()))["launches_per_layer"] == report.launches_per_layer
