@@ -68,6 +68,7 @@ class ModelOptions(TypedDict, total=False):
     swap_space: int | str
     max_queue: int | None
     async_scheduling: bool | None
+    npu_warmup: str
     verify: str
     passes: Mapping[str, Sequence[str]] | None
     opt_level: int

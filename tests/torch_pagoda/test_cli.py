@@ -128,6 +128,7 @@ def test_scheduling_options_reach_the_engine(
     wanted = {
         "policy": "priority",
         "preemption": "swap",
+        "npu_warmup": "lazy",
         "swap_space": "1MiB",
         "max_queue": 2,
         "min_kv_cache_memory": "16KiB",

@@ -66,6 +66,10 @@ AsyncScheduling = Annotated[
     ),
 ]
 NoAsyncScheduling = Annotated[bool, typer.Option("--no-async-scheduling", hidden=True)]
+NpuWarmup = Annotated[
+    str,
+    typer.Option(help="On an NPU: full (compile all steps first), or lazy.", rich_help_panel="Scheduling"),
+]
 Verify = Annotated[str, typer.Option(help="model, every-pass or off.", rich_help_panel="Compiler")]
 Codegen = Annotated[str, typer.Option(help="auto, none, inductor, ge or aclgraph.", rich_help_panel="Compiler")]
 SkipPass = Annotated[

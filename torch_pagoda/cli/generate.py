@@ -32,6 +32,7 @@ from .engine_options import (
     MinKvCacheMemory,
     NoAsyncScheduling,
     NoEnablePrefixCaching,
+    NpuWarmup,
     NumBlocks,
     OnlyPass,
     Policy,
@@ -164,6 +165,7 @@ def generate(
     swap_space: SwapSpace = "0",
     async_scheduling: AsyncScheduling = False,
     no_async_scheduling: NoAsyncScheduling = False,
+    npu_warmup: NpuWarmup = "full",
     max_queue: Annotated[
         int | None, typer.Option(help="Refuse to start with more prompts.", rich_help_panel="Scheduling")
     ] = None,

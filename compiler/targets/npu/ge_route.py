@@ -14,6 +14,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from .flat_graph import flat_graph
 from .in_place import write_rows_in_place
 from .offline.run import is_offline
 from .offline.without_device import without_device
-from .route import Route, Run, ctrl_c_kept
+from .route import PlannedSize, Route, Run, ctrl_c_kept
 from .step_padding import StepSize
+from .warm_up_steps import StepShape, fitting_shape
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,9 @@ SEQUENCES_PER_GRAPH = 8
 MOST_GRAPHS = 8
 """How many numbers of sequences are planned unless it is said otherwise: one for each eight sequences, and no more
 than eight, since GE takes a while to compile each graph. A handful of dummy sequences costs next to nothing."""
+
+PREFILLED_TOKENS = 24
+"""Tokens of chunks in the step of prefill and decode that a graph is compared on; its sizes are symbols."""
 
 
 class GeGraphs(Route):
@@ -48,23 +53,32 @@ class GeGraphs(Route):
         sequences_per_graph: one number of sequences is planned for so many.
         most_graphs: and no more than this.
 
+        eager: see ``Route``.
+
     Attributes:
         planned: numbers of sequences that steps are padded to, ascending.
         graphs: number of sequences → its graph, as far as they are compiled; 0 → the only one of a graph that takes
             no lists of lengths.
+        dropped: number of sequences → why its graph is not used.
     """
 
     name = "ge"
 
     def __init__(
-        self, traced: TracedGraph, sequences_per_graph: int = SEQUENCES_PER_GRAPH, most_graphs: int = MOST_GRAPHS
+        self,
+        traced: TracedGraph,
+        sequences_per_graph: int = SEQUENCES_PER_GRAPH,
+        most_graphs: int = MOST_GRAPHS,
+        eager: Run | None = None,
     ) -> None:
-        super().__init__(traced)
+        super().__init__(traced, eager)
         self._sequences_per_graph, self._most_graphs = sequences_per_graph, most_graphs
         self.planned: tuple[int, ...] = ()
         self.graphs: dict[int, Run] = {}
+        self.dropped: dict[int, str] = {}
 
     def plan(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+        self.dropped.clear()
         if self.lists:
             mix = dict.fromkeys(range(1, max_num_seqs + 1), 1)
             limit = min(self._most_graphs, -(-max_num_seqs // self._sequences_per_graph))
@@ -72,19 +86,53 @@ class GeGraphs(Route):
             log.info("GE graphs are planned for %s sequences", ", ".join(map(str, self.planned)))
         return most_padding(self.planned)
 
+    def planned_sizes(self) -> list[PlannedSize]:
+        sizes = [n for n in reversed(self.planned) if n not in self.dropped]
+        if not self.lists and 0 not in self.dropped:
+            return [self._planned_size(0, self._max_num_seqs)]
+        below = dict(zip(self.planned, (0, *self.planned), strict=False))
+        # With a dummy sequence where another size does not take the step.
+        return [self._planned_size(n, n - (n - below[n] > 1)) for n in sizes]
+
+    def _planned_size(self, length: int, sequences: int) -> PlannedSize:
+        """That of the graph for lists of ``length``; it is exercised by steps of so many sequences."""
+        longest, most = self._max_model_len, self._max_num_batched_tokens
+        sequences = min(sequences, most)
+        mixed = fitting_shape(min(most, sequences + PREFILLED_TOKENS), sequences, longest)
+        return PlannedSize(
+            name=f"steps of {length} sequences" if length else "steps of any number of sequences",
+            shapes=(StepShape(sequences, sequences), mixed),
+            compile=partial(self._graph, length),
+            run=lambda args: self._graph(length)(*self.on_device(args)),
+            drop=partial(self._drop, length),
+        )
+
+    def _drop(self, length: int, reason: str) -> None:
+        self.dropped[length] = reason
+        self.graphs.pop(length, None)
+
     def size_for(self, size: StepSize) -> StepSize | None:
         """The next planned number of sequences; each dummy one has a token."""
-        sequences = padded_size(size.sequences, self.planned)
-        if sequences is None or sequences == size.sequences:
+        sequences = padded_size(size.sequences, [n for n in self.planned if n not in self.dropped])
+        if sequences is None or not 0 < sequences - size.sequences <= self.most_dummies:
             return None
         return replace(size, tokens=size.tokens + sequences - size.sequences, sequences=sequences)
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         length = len(args[self.lists[0]]) if self.lists else 0
+        if length in self.dropped:
+            self.note_eager(f"the graph for {length} sequences was dropped: {self.dropped[length]}")
+            return self.run_by_operator(args)
+        if self.is_warm and length not in self.graphs:
+            self.note_eager(f"no graph for {length} sequences is planned")
+            return self.run_by_operator(args)
+        return self._graph(length)(*self.on_device(args))
+
+    def _graph(self, length: int) -> Run:
         if length not in self.graphs:
             log.info("compiling the GE graph for %d sequences", length)
             self.graphs[length] = self._compile(length)
-        return self.graphs[length](*self.on_device(args))
+        return self.graphs[length]
 
     def _compile(self, length: int) -> Run:
         with ctrl_c_kept():

@@ -17,7 +17,7 @@ def make_route(codegen: str, traced: TracedGraph, eager: Run) -> Route | None:
         eager: runs it call by call, for steps that a route does not take.
     """
     if codegen == "ge":
-        return GeGraphs(traced)
+        return GeGraphs(traced, eager=eager)
     if codegen == "aclgraph":
         return AclGraphs(traced, eager)
     return None
