@@ -32,16 +32,10 @@ from ....runtime.engine.device_errors import raise_if_lost
 from ....runtime.engine.device_queue import sent
 from ....runtime.program import KVCache
 from ....runtime.state_tables import CHUNK_TABLES
-from .capture_sizes import (
-    CAPTURES_PER_GRAPH,
-    most_padding,
-    padded_size,
-    plan_capture_sizes,
-    request_mix,
-    stream_budget,
-)
+from .capture_sizes import most_padding, padded_size, plan_capture_sizes, request_mix
 from .capture_updates import keep_updates_apart
 from .flat_graph import flat_graph
+from .graph_resources import GraphNeeds, capture_budget
 from .in_place import write_in_place
 from .route import PlannedSize, Route, Run, ctrl_c_kept
 from .step_padding import StepSize, spare_blocks
@@ -61,10 +55,11 @@ class AclGraphs(Route):
     Args:
         traced: a graph lowered for ``graph_mode="aclgraph"``; its constants are linked.
         eager: runs the graph's calls one by one, for steps that are not captured.
-        budget: most sizes that are captured; by default what ``capture_limit`` and the device's streams allow.
+        budget: most sizes that are captured; by default what ``capture_budget`` says.
 
     Attributes:
         planned: numbers of tokens that steps are padded to, ascending.
+        needs: what each captured size occupies of the device.
         captured: sizes that have been captured, as (tokens, asked rows).
         dropped: numbers of tokens → why they are not captured, or what was is not used.
     """
@@ -74,7 +69,11 @@ class AclGraphs(Route):
     def __init__(self, traced: TracedGraph, eager: Run, budget: int | None = None) -> None:
         super().__init__(traced, eager)
         assert traced.npu is not None
-        self._budget = min(CAPTURES_PER_GRAPH, stream_budget(soc=traced.npu.soc)) if budget is None else budget
+        self.needs = GraphNeeds(_attention_calls(traced))
+        self._most, self._limit = capture_budget(traced.npu.soc, self.needs)
+        if budget is not None:
+            self._most, self._limit = budget, f"{budget} are asked for"
+        self._budget = self._most
         names = [node.name for node in traced.placeholders]
         self._ids_at = names.index(traced.input_ids)
         self._rows_at = names.index("logits_rows") if "logits_rows" in names else None
@@ -89,16 +88,24 @@ class AclGraphs(Route):
         self.dropped: dict[int, str] = {}
 
     def plan(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
-        if self._budget < 1:
-            self._refusal = self._refusal or "the device has no streams left for captured graphs"
         self.dropped.clear()
+        self.limits.clear()
+        self._budget = self._most
+        if self._budget < 1:
+            self._refusal = self._refusal or f"no size can be captured: {self._limit}"
         if self._refusal:
+            self.limits.append(self._refusal)
             return 0
         most = max_num_seqs if self._only_decode else max(max_num_seqs, max_num_batched_tokens)
-        self.planned = plan_capture_sizes(request_mix(max_num_seqs, most), most, self._budget)
+        mix = request_mix(max_num_seqs, most)
+        self.planned = plan_capture_sizes(mix, most, self._budget)
+        if len(self.planned) < len(mix):
+            self.limits.append(f"{len(self.planned)} sizes of {len(mix)} steps are planned: {self._limit}")
         self._length = max_num_seqs + 1
         padding = most_padding(self.planned)
         self._width = max(spare_blocks(max_model_len, self.block_size), spare_blocks(padding, self.block_size))
+        for limit in self.limits:
+            log.info("%s", limit)
         log.info("ACL graphs are planned for %s tokens", ", ".join(map(str, self.planned)))
         return padding
 
@@ -257,6 +264,11 @@ def _why_not_captured(traced: TracedGraph, lists: Sequence[int]) -> str:
         if not _gets_new_lengths(user):
             return f"{user.name} takes lengths from the host, and only attention calls get those of a replay"
     return ""
+
+
+def _attention_calls(traced: TracedGraph) -> int:
+    """Calls that npugraph_ex gives the lengths of each replay."""
+    return sum(_gets_new_lengths(node) for node in traced.graph.nodes)
 
 
 def _gets_new_lengths(node: torch.fx.Node) -> bool:
