@@ -79,6 +79,7 @@ class ModelOptions(TypedDict, total=False):
     quantization: str | None
     group_size: int | None
     batch_invariant: bool
+    npu_options: Mapping[str, Any] | None
 
 
 class LLMOptions(ModelOptions, total=False):

@@ -17,7 +17,7 @@ then on. That must not happen unnoticed: a step that fits no planned size runs e
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,6 +56,7 @@ class AclGraphs(Route):
         traced: a graph lowered for ``graph_mode="aclgraph"``; its constants are linked.
         eager: runs the graph's calls one by one, for steps that are not captured.
         budget: most sizes that are captured; by default what ``capture_budget`` says.
+        options: of npugraph_ex, see ``toolchain_options``.
 
     Attributes:
         planned: numbers of tokens that steps are padded to, ascending.
@@ -66,8 +67,15 @@ class AclGraphs(Route):
 
     name = "aclgraph"
 
-    def __init__(self, traced: TracedGraph, eager: Run, budget: int | None = None) -> None:
+    def __init__(
+        self,
+        traced: TracedGraph,
+        eager: Run,
+        budget: int | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(traced, eager)
+        self._options = dict(options or {})
         assert traced.npu is not None
         self.needs = GraphNeeds(_attention_calls(traced))
         self._most, self._limit = capture_budget(traced.npu.soc, self.needs)
@@ -219,7 +227,7 @@ class AclGraphs(Route):
             npugraph_ex = torch.npu.npugraph_ex  # type: ignore[attr-defined]
             with ctrl_c_kept():
                 keep_updates_apart()
-                return npugraph_ex.compile_fx(gm, inputs, aclgraph_options(self._budget))
+                return npugraph_ex.compile_fx(gm, inputs, aclgraph_options(self._budget, self._options))
 
         with tracing(TracingContext(self.traced.fake_mode)), torch.no_grad():
             run = aot_module_simplified(
@@ -232,7 +240,7 @@ class AclGraphs(Route):
         return lambda *args: run(*flat.flatten(args))
 
 
-def aclgraph_options(budget: int) -> dict[str, Any]:
+def aclgraph_options(budget: int, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Options of npugraph_ex (torchair's repository, ``docs/zh/npugraph_ex``).
 
     - capture_limit: one above what we let it capture, so that a size that has to be captured anew is not refused.
@@ -242,8 +250,13 @@ def aclgraph_options(budget: int) -> dict[str, Any]:
     - post_grad_custom_pre_pass: see ``in_place``.
     - reuse_graph_pool_in_same_fx stays on, clone_output off: the graphs of all sizes share their memory, results
       included. The logits of a step have to be used before the next one, as an engine does.
+
+    Args:
+        budget: sizes that are captured.
+        options: others, see ``toolchain_options``.
     """
     return {
+        **(options or {}),
         "capture_limit": budget + 1,
         "clone_input": False,
         "frozen_parameter": True,

@@ -11,7 +11,7 @@ few.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,7 @@ from .offline.run import is_offline
 from .offline.without_device import without_device
 from .route import PlannedSize, Route, Run, ctrl_c_kept
 from .step_padding import StepSize
+from .toolchain_options import set_ge_options
 from .warm_up_steps import StepShape, fitting_shape
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class GeGraphs(Route):
         most_graphs: and no more than this.
 
         eager: see ``Route``.
+        options: of torchair, see ``toolchain_options``.
 
     Attributes:
         planned: numbers of sequences that steps are padded to, ascending.
@@ -70,8 +72,10 @@ class GeGraphs(Route):
         sequences_per_graph: int = SEQUENCES_PER_GRAPH,
         most_graphs: int = MOST_GRAPHS,
         eager: Run | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(traced, eager)
+        self._options = dict(options or {})
         self._sequences_per_graph, self._most_graphs = sequences_per_graph, most_graphs
         self.planned: tuple[int, ...] = ()
         self.graphs: dict[int, Run] = {}
@@ -146,12 +150,12 @@ class GeGraphs(Route):
             register_converters()
             stack.enter_context(tracing(TracingContext(self.traced.fake_mode)))
             stack.enter_context(torch.no_grad())
-            backend = torchair.get_npu_backend(compiler_config=ge_config(run_eagerly=offline))
+            backend = torchair.get_npu_backend(compiler_config=ge_config(self._options, run_eagerly=offline))
             run = backend(flat.module, flat.values)
         return lambda *args: run(*flat.flatten(args))
 
 
-def ge_config(*, run_eagerly: bool = False) -> Any:
+def ge_config(options: Mapping[str, Any] | None = None, *, run_eagerly: bool = False) -> Any:
     """Torchair's options, as far as they differ from its defaults or matter here (its documentation, "features").
 
     - mode max-autotune: through GE.
@@ -168,11 +172,13 @@ def ge_config(*, run_eagerly: bool = False) -> Any:
     Matrices in format FRACTAL_NZ need no option: torchair reads the format off the tensors at the first call.
 
     Args:
+        options: others, by their paths, see ``toolchain_options``.
         run_eagerly: convert the graph, and run what was converted operator by operator.
     """
     import torchair
 
     config = torchair.CompilerConfig()
+    set_ge_options(config, options or {})
     config.mode = "max-autotune"
     config.post_grad_custom_pre_pass = write_rows_in_place
     config.experimental_config.pattern_fusion_pass = False

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ....passes import TracedGraph
 from .aclgraph_route import AclGraphs
 from .ge_route import GeGraphs
 from .route import Route, Run
 
 
-def make_route(codegen: str, traced: TracedGraph, eager: Run) -> Route | None:
+def make_route(
+    codegen: str, traced: TracedGraph, eager: Run, options: Mapping[str, Any] | None = None
+) -> Route | None:
     """The way that a lowered graph with linked constants runs; None for call by call.
 
     Args:
         codegen: "ge", "aclgraph" or "none".
         traced: the graph.
         eager: runs it call by call, for steps that a route does not take.
+        options: of the toolchain, see ``toolchain_options``.
     """
     if codegen == "ge":
-        return GeGraphs(traced, eager=eager)
+        return GeGraphs(traced, eager=eager, options=options)
     if codegen == "aclgraph":
-        return AclGraphs(traced, eager)
+        return AclGraphs(traced, eager, options=options)
     return None

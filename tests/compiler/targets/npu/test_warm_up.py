@@ -25,6 +25,7 @@ from torch_pagoda.compiler.targets.npu.warm_up_steps import (
     shares_of,
     warm_up_step,
 )
+from torch_pagoda.compiler.targets.npu.weights import prepare_weights
 from torch_pagoda.compiler.tolerance import Tolerance
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.runtime.engine.device_errors import DeviceLost
@@ -394,3 +395,109 @@ def test_how_far_it_has_come_is_told(monkeypatch):
     assert len(notes) == 2 * count + 1 and notes[0] == f"0 of {count} sizes" and notes[-1] == ""
     assert notes[count] == f"0 of {count} sizes again"
     assert notes[1].startswith(f"1 of {count} sizes, ") and notes[1].endswith(" s left")
+
+
+# Through npugraph_ex and torchair
+
+
+@pytest.mark.torchair
+def test_captures_of_npugraph_ex_are_compared_and_a_wrong_one_is_dropped(monkeypatch, caplog):
+    """One call of the graph that is captured for 4 tokens is made wrong after it was recorded."""
+    from captured_graphs import Graph as CapturedGraph
+    from captured_graphs import captured_graphs
+
+    traced = lowered("llama", "aclgraph")[1].copy()
+    prepare_weights(traced, fractal_nz=True, release=False)
+    route = AclGraphs(traced, traced.module, budget=4)
+    replay = CapturedGraph.replay
+    tokens_of: dict[int, int] = {}
+    run = route._run_captured
+
+    def noted(args: Any) -> Any:
+        noted.tokens = args[route._ids_at].shape[1]
+        return run(args)
+
+    def bent(self: CapturedGraph) -> None:
+        if tokens_of.setdefault(id(self), noted.tokens) == 4 and not hasattr(self, "bent"):
+            self.bent = True
+            call = next(c for c in self.calls if "npu_rms_norm" in str(c.function))
+            call.args = (*call.args[:1], call.args[1] * 3, *call.args[2:])
+        replay(self)
+
+    monkeypatch.setattr(route, "_run_captured", noted)
+    monkeypatch.setattr(CapturedGraph, "replay", bent)
+    with captured_graphs() as graphs:
+        engine = engine_of(route)
+        assert [name for name, reason in outcomes(engine).items() if reason] == ["decode steps of 4 tokens"]
+        assert "decode steps of 4 tokens do not run as a whole graph: its logits differ" in caplog.text
+        ready = len(graphs)
+        assert_same(complete(engine), served(traced, traced.module))
+    assert len(graphs) == ready == len(route.planned), "nothing is captured while requests wait"
+
+
+@pytest.mark.torchair
+def test_a_size_is_replayed_after_others_were_captured(monkeypatch):
+    """Each capture gives its lengths to its own attention calls, see ``capture_updates``."""
+    from npugraph_ex._acl_concrete_graph import acl_graph
+
+    from torch_pagoda.compiler.targets.npu import aclgraph_route
+
+    from captured_graphs import captured_graphs
+
+    init = acl_graph.CapturedGraphUpdateAndReplay.__init__
+    traced = lowered("llama", "aclgraph")[1].copy()
+    prepare_weights(traced, fractal_nz=True, release=False)
+    with captured_graphs(), monkeypatch.context() as patch:
+        assert not any(outcomes(engine_of(AclGraphs(traced, traced.module, budget=3))).values())
+        # As npugraph_ex has it: the lists of all captures are one.
+        patch.setattr(aclgraph_route, "keep_updates_apart", lambda: None)
+        patch.setattr(acl_graph.CapturedGraphUpdateAndReplay, "__init__", getattr(init, "__wrapped__", init))
+        broken = outcomes(engine_of(AclGraphs(traced, traced.module, budget=3)))
+    last = list(broken)[-1]
+    assert not broken.pop(last) and all("did not get the lengths of this replay" in r for r in broken.values())
+
+
+@pytest.mark.torchair
+def test_a_capture_of_npugraph_ex_that_raises_half_way(monkeypatch, caplog):
+    from npugraph_ex._acl_concrete_graph.acl_graph import AclGraph
+
+    from captured_graphs import captured_graphs
+
+    traced = lowered("llama", "aclgraph")[1].copy()
+    prepare_weights(traced, fractal_nz=True, release=False)
+    route = AclGraphs(traced, traced.module, budget=4)
+    capture, attempts = AclGraph.capture, []
+
+    def scarce(self: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+        attempts.append(key)
+        result = capture(self, key, *args, **kwargs)
+        if len(attempts) == 2:
+            raise RuntimeError("The resources are insufficient, error code is 207005")
+        return result
+
+    monkeypatch.setattr(AclGraph, "capture", scarce)
+    with captured_graphs():
+        engine = engine_of(route)
+        wrong = {name: reason for name, reason in outcomes(engine).items() if reason}
+        assert wrong == {"decode steps of 3 tokens": "it fails: The resources are insufficient, error code is 207005"}
+        assert_same(complete(engine), served(traced, traced.module))
+    assert len(attempts) == len(route.planned) and not route.eager_steps, "its steps run at the size of 4"
+
+
+@pytest.mark.torchair
+def test_graphs_of_torchair_are_compiled_and_compared():
+    traced = lowered("llama")[1].copy()
+    prepare_weights(traced, fractal_nz=True, release=False)
+    route = GeGraphs(traced, sequences_per_graph=2)
+    engine = engine_of(route)
+    assert set(route.graphs) == {2, 4} and not any(outcomes(engine).values())
+    graph = route.graphs[4]
+
+    def wrong(*args: Any) -> Any:
+        logits, *others = graph(*args)
+        return (logits * 1.01, *others)
+
+    route.graphs[4] = wrong
+    engine = engine_of(route)
+    assert set(route.graphs) == {2} and "differ" in outcomes(engine)["steps of 4 sequences"]
+    assert_same(complete(engine), served(traced, traced.module))
