@@ -17,6 +17,7 @@ from torch_pagoda.compiler.targets.npu import warm_up as warm_up_file
 from torch_pagoda.compiler.targets.npu.aclgraph_route import AclGraphs
 from torch_pagoda.compiler.targets.npu.ge_route import GeGraphs
 from torch_pagoda.compiler.targets.npu.route import Route, Run
+from torch_pagoda.compiler.targets.npu.step_padding import StepSize
 from torch_pagoda.compiler.targets.npu.warm_up_steps import (
     SpareRoom,
     StepShape,
@@ -190,6 +191,7 @@ def test_a_size_with_wrong_numbers_is_dropped_by_name_and_requests_are_right(mon
         list(wrong) == ["decode steps of 4 tokens"] and "its logits differ from the operators'" in wrong.popitem()[1]
     )
     assert "decode steps of 4 tokens do not run as a whole graph: its logits differ" in caplog.text
+    assert {tokens for tokens, _ in route.captured} == set(route.planned) - {4}
     graph.sizes.clear()
     assert_same(complete(engine), served(route.traced, route.traced.module))
     assert graph.sizes and 4 not in graph.sizes, "its steps run at the next size"
@@ -207,6 +209,16 @@ def test_a_wrong_largest_size_runs_operator_by_operator(monkeypatch, caplog):
     assert engine.stats()["operator_steps"] == route.eager_steps[reason] > 0
 
 
+def test_steps_of_a_dropped_size_are_padded_no_further_than_there_is_room(monkeypatch):
+    route, _ = captured(monkeypatch)
+    assert route.reserve(4, 32, 100) and route.planned == (2, 4, 16, 32) and route.most_dummies == 16
+    next(size for size in route.planned_sizes() if size.name == "mixed steps of 16 tokens").drop("it is wrong")
+    fits = route.size_for(StepSize(16, 2, 2, 1))
+    assert fits is not None and fits.tokens == 32
+    assert route.size_for(StepSize(15, 2, 2, 1)) is None
+    assert list(route.eager_steps) == ["the size of 16 tokens was dropped, and the next one has 32"]
+
+
 def test_a_wrong_ge_graph_is_dropped(monkeypatch, caplog):
     route, graphs = compiled(monkeypatch)
     right = Graph.__call__
@@ -219,7 +231,9 @@ def test_a_wrong_ge_graph_is_dropped(monkeypatch, caplog):
     engine = engine_of(route)
     assert set(route.graphs) == {2} and "steps of 4 sequences do not run as a whole graph" in caplog.text
     assert_same(complete(engine), served(route.traced, route.traced.module))
-    assert any("the graph for 4 sequences was dropped" in r or "for 3 sequences" in r for r in route.eager_steps)
+    reasons = sorted(route.eager_steps)
+    assert reasons[0] == "no graph for 3 sequences is planned"
+    assert reasons[1].startswith("the graph for 4 sequences was dropped: its logits differ")
 
 
 def test_padding_is_not_all_that_is_compared(monkeypatch):
