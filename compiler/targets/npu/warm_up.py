@@ -70,7 +70,7 @@ def warm_up(program: Linked, route: Route) -> list[SizeCheck]:
         left = [(size, check) for size, check in left if variant < len(size.shapes)]
         began = time.perf_counter()
         for done, (size, check) in enumerate(left):
-            note(_progress(done, len(left), time.perf_counter() - began) + (" again" if variant else ""))
+            note(_progress(done, len(left), time.perf_counter() - began, again=variant > 0))
             _check(program, route, size, variant, check)
     note("")
     route.is_warm = True
@@ -80,9 +80,9 @@ def warm_up(program: Linked, route: Route) -> list[SizeCheck]:
     return made
 
 
-def _progress(done: int, count: int, seconds: float) -> str:
+def _progress(done: int, count: int, seconds: float, *, again: bool) -> str:
     left = f", {seconds / done * (count - done):.0f} s left" if done else ""
-    return f"{done} of {count} sizes{left}"
+    return f"{done} of {count} sizes{' again' if again else ''}{left}"
 
 
 def _check(program: Linked, route: Route, size: PlannedSize, variant: int, check: SizeCheck) -> None:
