@@ -82,6 +82,11 @@ def pagoda(
             f"quantization={parsed.quantization!r} is not for backend 'pagoda', where the weights stay the caller's; "
             "leave it out, or use torch_pagoda.compile or torch_pagoda.LLM"
         )
+    if parsed.static_decode:
+        raise ValueError(
+            "static_decode=True is not for backend 'pagoda', where the sizes of a step are the caller's; leave it "
+            "out, or use torch_pagoda.compile or torch_pagoda.LLM"
+        )
     parsed = parsed.for_device(next((x.device.type for x in example_inputs if isinstance(x, torch.Tensor)), "cpu"))
     why = _training_reason(example_inputs)
     if why:

@@ -239,7 +239,7 @@ def _link_for_npu(
             remedy = "leave quantization out" if options.quantization else "use target='cpu'"
             raise UnsupportedModel(f"{report.model}: with quantised weights {verdict.reason}; {remedy}")
         report.verdict = verdict
-    route = make_route(options.codegen, traced, eager, options.npu_options)
+    route = make_route(options.codegen, traced, eager, options.npu_options, static_decode=options.static_decode)
     if route is None:
         return linked(eager)
     program, reason = linked(route), ""

@@ -42,6 +42,8 @@ class CompileOptions:
         codegen: "none" runs the rewritten graph as it is. For a CPU: "inductor"; "auto" takes inductor above 50 M
             parameters where the passes left it something to fuse. For an NPU: "ge", by torchair through the graph
             engine; "aclgraph", captured at planned sizes and replayed; "auto" is "ge", without an NPU "none".
+        static_decode: with codegen "ge": give steps of one token per sequence graphs of fixed sizes, one for each
+            planned number of sequences. Nothing changes but how they run.
         target: "cpu" or "npu", or "auto" for what the model's device asks for. Lowered for an NPU, a model on the CPU
             runs by the reference kernels of ``runtime.ops.npu``: slowly, to look at and to compare.
         soc: the Ascend chip, such as "Ascend910B3"; "auto" for the one that is there, or else that one.
@@ -68,6 +70,7 @@ class CompileOptions:
     passes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     verify: str = "model"
     codegen: str = "auto"
+    static_decode: bool = False
     target: str = "auto"
     soc: str = "auto"
     block_size: int = DEFAULT_BLOCK_SIZE
@@ -86,6 +89,9 @@ class CompileOptions:
         _one_of("target", self.target, TARGETS)
         _one_of("pack_weights", self.pack_weights, (True, False))
         _one_of("batch_invariant", self.batch_invariant, (True, False))
+        _one_of("static_decode", self.static_decode, (True, False))
+        if self.static_decode and (self.target == "cpu" or self.codegen not in ("auto", "ge")):
+            raise self._no_static_decode()
         if self.batch_invariant and self.codegen not in ("auto", "none"):
             raise ValueError(
                 f"codegen={self.codegen!r} does not keep batch_invariant=True, whose order of sums generated code "
@@ -161,6 +167,8 @@ class CompileOptions:
         if target == "npu" and codegen == "auto":
             codegen = "ge" if device == "npu" else "none"
         simulated = target == "npu" and device != "npu"
+        if self.static_decode and (target, codegen) != ("npu", "ge"):
+            raise replace(self, static_decode=False, target=target, codegen=codegen)._no_static_decode()
         if target == "npu" and self.batch_invariant:
             raise ValueError("batch_invariant=True is for target='cpu' so far; leave it out, or use the CPU")
         if target == "npu":
@@ -175,6 +183,15 @@ class CompileOptions:
             raise ValueError(f"npu_options={dict(self.npu_options)!r} are for target='npu'; leave them out")
         check_options(self.npu_options, codegen, self.npu_target(device).product)
         return replace(self, target=target, codegen=codegen)
+
+    def _no_static_decode(self) -> ValueError:
+        if self.target == "cpu":
+            why = f"target={self.target!r}; leave it out, or use target='npu' with codegen='ge'"
+        elif self.codegen == "aclgraph":
+            why = "codegen='aclgraph', whose graphs have fixed sizes already; leave it out, or use codegen='ge'"
+        else:
+            why = f"codegen={self.codegen!r}, which makes no graphs for the graph engine; use codegen='ge'"
+        return ValueError(f"static_decode=True is not for {why}")
 
     def _check_quantization_of_npu(self) -> None:
         if self.quantization not in (None, *_QUANTIZATIONS_OF_NPU):

@@ -74,6 +74,7 @@ class ModelOptions(TypedDict, total=False):
     opt_level: int
     patterns: Sequence[Pattern]
     codegen: str
+    static_decode: bool
     target: str
     pack_weights: bool | None
     quantization: str | None

@@ -44,6 +44,19 @@ class GeLayer:
 
 
 @dataclass(frozen=True)
+class GeSchedule:
+    """Operators of a GE graph that are scheduled alike.
+
+    Attributes:
+        attributes: name in GE, such as ``_user_stream_label`` → value.
+        types: operators that launch a kernel, with how many there are of each in the converted layers.
+    """
+
+    attributes: dict[str, Any]
+    types: dict[str, int]
+
+
+@dataclass(frozen=True)
 class GeReport:
     """A GE graph, summed up.
 
@@ -53,6 +66,7 @@ class GeReport:
         layers: by kind.
         per_step: operators that launch a kernel once per step, outside of the layers.
         cache_copies: nodes that copy a whole key or value cache in every step; there should be none.
+        schedules: when and where operators run, as far as the graph says, and how many of each do.
     """
 
     unavailable: str = ""
@@ -60,6 +74,7 @@ class GeReport:
     layers: tuple[GeLayer, ...] = ()
     per_step: dict[str, int] = field(default_factory=dict)
     cache_copies: tuple[str, ...] = ()
+    schedules: tuple[GeSchedule, ...] = ()
 
     @property
     def launches_per_layer(self) -> int | None:
@@ -125,7 +140,8 @@ def _report(found: Mapping[str, Any], representatives: Sequence[int]) -> GeRepor
         _, of = kinds.setdefault(frozenset(types.items()), (types, []))
         of.extend(numbers.get(layer, []))
     layers = tuple(GeLayer(tuple(sorted(of)), types) for types, of in kinds.values())
-    return GeReport("", len(found["layers"]), layers, found["per_step"], tuple(found["cache_copies"]))
+    schedules = tuple(GeSchedule(attributes, types) for attributes, types in found["schedules"])
+    return GeReport("", len(found["layers"]), layers, found["per_step"], tuple(found["cache_copies"]), schedules)
 
 
 def convert_configuration(
@@ -149,7 +165,8 @@ def convert_configuration(
 
     Returns:
         ``layers``: of each decoder layer, operators with counts, in the graph's order; ``per_step``: of the rest;
-        ``representatives``: as in ``Skeleton``; ``cache_copies``: names of nodes.
+        ``representatives``: as in ``Skeleton``; ``cache_copies``: names of nodes; ``schedules``: pairs of attributes
+        and operators with counts.
 
     Raises:
         UnsupportedModel: it cannot be served paged.
@@ -196,6 +213,7 @@ def convert_configuration(
         "per_step": dict(per_step),
         "representatives": skeleton.representatives,
         "cache_copies": [node.name for node in _cache_copies(graph)],
+        "schedules": [(dict(schedule), dict(types)) for schedule, types in graph.schedules()],
     }
 
 

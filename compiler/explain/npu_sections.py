@@ -17,7 +17,8 @@ def npu_sections(found: Findings) -> list[Section]:
     report = found.npu
     if report is None:
         return []
-    return [_routes(report), *_refused(report), _graph(report, found.layers), _estimates(report)]
+    graph = _graph(report, found.layers)
+    return [_routes(report), *_refused(report), graph, *_schedules(report), _estimates(report)]
 
 
 def _routes(report: NpuReport) -> Section:
@@ -73,6 +74,18 @@ def _graph(report: NpuReport, layers: Sequence[LayerSummary]) -> Section:
         note += f" {graph.converted} of {whole} layers were converted, one of each kind; the others are like them."
     columns = ("layers!", "untouched#", "lowered#", "kernels#", "operators of the Ascend IR")
     return Section(title, columns, tuple(rows), note)
+
+
+def _schedules(report: NpuReport) -> list[Section]:
+    """Streams, limits of cores and super kernels that operators of the graph have; [] where none has any."""
+    rows = []
+    for schedule in report.graph.schedules:
+        said = [f"{name.lstrip('_')} = {value}" for name, value in schedule.attributes.items()]
+        rows.append(("\n".join(said), str(sum(schedule.types.values())), counted_names(schedule.types)))
+    title = f"Schedules in torchair's graph on {report.soc}"
+    note = "What the graph engine is told; nothing was measured."
+    columns = ("attributes!", "kernels#", "operators of the Ascend IR")
+    return [Section(title, columns, tuple(rows), note)] if rows else []
 
 
 def _estimates(report: NpuReport) -> Section:

@@ -215,6 +215,13 @@ def test_packed_weights_are_not_for_the_drop_in(ids):
         compiled(ids)
 
 
+def test_the_callers_steps_have_no_static_graphs(ids):
+    options = {"static_decode": True, "target": "npu", "codegen": "ge"}
+    compiled = torch.compile(build_tiny_model("llama", num_hidden_layers=1), backend="pagoda", options=options)
+    with pytest.raises(Exception, match="static_decode=True is not for backend 'pagoda'"), torch.no_grad():
+        compiled(ids)
+
+
 def test_the_callers_cache_is_not_rounded(ids):
     compiled = torch.compile(
         build_tiny_model("llama", num_hidden_layers=1), backend="pagoda", options={"kv_cache_dtype": "int8"}

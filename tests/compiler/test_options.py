@@ -64,6 +64,10 @@ def test_only_keeps_what_an_option_asks_for():
         ({"quantization": "int4", "group_size": 32}, "group_size=32 is not supported"),
         ({"group_size": 64}, "give quantization too"),
         ({"target": "tpu"}, "target='tpu'"),
+        ({"static_decode": "yes"}, "static_decode='yes' is not one of"),
+        ({"static_decode": True, "target": "cpu"}, "static_decode=True is not for target='cpu'"),
+        ({"static_decode": True, "target": "npu", "codegen": "aclgraph"}, "have fixed sizes already"),
+        ({"static_decode": True, "target": "npu", "codegen": "none"}, "not for codegen='none'.*use codegen='ge'"),
         ({"passes": {"skip": ["gather_logit"]}}, "did you mean 'gather_logits'"),
         ({"passes": {"skip": "gather_logits"}}, "needs a list"),
         ({"passes": {"skip": [], "only": []}}, "is not understood"),
@@ -73,6 +77,14 @@ def test_only_keeps_what_an_option_asks_for():
 def test_mistakes_are_named(given, message):
     with pytest.raises(ValueError, match=message):
         CompileOptions.from_dict(given)
+
+
+def test_static_decode_needs_the_graph_engine():
+    assert CompileOptions(static_decode=True).for_device("npu").codegen == "ge"
+    with pytest.raises(ValueError, match="static_decode=True is not for target='cpu'"):
+        CompileOptions(static_decode=True).for_device("cpu")
+    with pytest.raises(ValueError, match="static_decode=True is not for codegen='none'"):
+        CompileOptions(static_decode=True, target="npu").for_device("cpu")
 
 
 def test_auto_codegen_goes_by_size_and_by_what_is_left():

@@ -145,6 +145,8 @@ def test_scheduling_options_reach_the_engine(
     assert {name: seen[name] for name in wanted} == wanted
     assert seen["batch_invariant"] is True and seen["async_scheduling"] is True
     assert run("generate", checkpoint, "-p", "the", "--swap-space", "0", *FAST)[0] == 0
+    status, _, err = run("generate", checkpoint, "-p", "the", "--static-decode", *FAST)
+    assert status == 2 and "static_decode=True is not for codegen='none'" in " ".join(err.split())
 
 
 def test_first_in_the_order_of_priority_comes_first(

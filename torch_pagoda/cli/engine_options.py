@@ -77,6 +77,12 @@ NpuOptions = Annotated[
     str | None,
     typer.Option(help="Options of codegen ge or aclgraph.", metavar="JSON", rich_help_panel="Compiler"),
 ]
+StaticDecode = Annotated[
+    bool,
+    typer.Option(
+        "--static-decode", help="With ge: graphs of fixed sizes for decode steps.", rich_help_panel="Compiler"
+    ),
+]
 SkipPass = Annotated[
     list[str] | None, typer.Option(help="Leave this pass out; repeatable.", rich_help_panel="Compiler")
 ]

@@ -74,8 +74,8 @@ def flat_graph(
     Args:
         traced: a lowered graph; it is not changed.
         length: of the lists.
-        caches: the tensors of the key and value caches, in the order of their placeholders, if their sizes are to be
-            constants of the copy.
+        caches: the tensors of all caches, entry by entry as they are bound, if their sizes are to be constants of the
+            copy.
         with_sizes: give the copy each size of a step input that has a symbol as an integer input too, as Dynamo does.
     """
     graph = fx.Graph()
@@ -83,7 +83,7 @@ def flat_graph(
     constants: set[int] = set()
     copies: dict[fx.Node, Any] = {}
     used = [(i, node) for i, node in enumerate(traced.placeholders) if node.users]
-    real_caches = dict(zip((n for n in traced.placeholders if is_cache_input(n.name)), caches, strict=False))
+    real_caches = dict(zip(cache_inputs(traced), caches, strict=False))
     for _, node in used:
         example = value(node)
         if isinstance(example, list):
@@ -95,8 +95,8 @@ def flat_graph(
             constants.add(len(values))
             with traced.fake_mode:
                 example = example.detach()
-        elif node in real_caches:
-            example = traced.fake_mode.from_tensor(real_caches[node], static_shapes=True)
+        elif node.name in real_caches:
+            example = traced.fake_mode.from_tensor(real_caches[node.name], static_shapes=True)
         copies[node] = graph.node_copy(node)
         values.append(example)
     sizes = tuple(_sizes(used, traced)) if with_sizes else ()
@@ -117,6 +117,13 @@ def flat_graph(
         length=length,
         sizes=sizes,
     )
+
+
+def cache_inputs(traced: TracedGraph) -> list[str]:
+    """The placeholders that receive tensors of caches, in the order of the tensors that are bound, entry by entry.
+
+    Placeholders of keys and values may stand before those of states, whatever the order of their layers."""
+    return [f"{part.name}_{i}" for i, spec in enumerate(traced.caches) for part in spec.parts()]
 
 
 def is_constant(traced: TracedGraph, name: str) -> bool:

@@ -5,29 +5,36 @@ cache writes functional; its passes take the copies away again, so that GE write
 
 Sizes of tensors stay dynamic. The lists of lengths are host inputs; their values are free and their lengths part of
 the graph, so there is one graph for each number of sequences. Steps are padded to planned numbers to keep the graphs
-few.
+few. Decode steps can have graphs of fixed sizes beside them (``static_decode``).
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ....passes import TracedGraph
+from ....runtime.program import KVCache
 from .capture_sizes import most_padding, padded_size, plan_capture_sizes
 from .converters import register_converters
 from .flat_graph import flat_graph
 from .in_place import write_rows_in_place
+from .offline.air_kernels import register_air_kernels
 from .offline.run import is_offline
 from .offline.without_device import without_device
 from .route import PlannedSize, Route, Run, ctrl_c_kept
+from .static_decode import StaticDecode
+from .static_graph import air_attention, static_graph
 from .step_padding import StepSize
 from .toolchain_options import set_ge_options
 from .warm_up_steps import StepShape, fitting_shape
@@ -53,11 +60,13 @@ class GeGraphs(Route):
         traced: a graph lowered for ``graph_mode="ge"``; its constants are linked.
         sequences_per_graph: one number of sequences is planned for so many.
         most_graphs: and no more than this.
+        static_decode: give decode steps graphs of fixed sizes, as many more.
 
         eager: see ``Route``.
         options: of torchair, see ``toolchain_options``.
 
     Attributes:
+        static: these; None without them.
         planned: numbers of sequences that steps are padded to, ascending.
         graphs: number of sequences → its graph, as far as they are compiled; 0 → the only one of a graph that takes
             no lists of lengths.
@@ -73,9 +82,11 @@ class GeGraphs(Route):
         most_graphs: int = MOST_GRAPHS,
         eager: Run | None = None,
         options: Mapping[str, Any] | None = None,
+        static_decode: bool = False,
     ) -> None:
         super().__init__(traced, eager)
         self._options = dict(options or {})
+        self.static = StaticDecode(traced, self._compile_static) if static_decode else None
         self._sequences_per_graph, self._most_graphs = sequences_per_graph, most_graphs
         self.planned: tuple[int, ...] = ()
         self.graphs: dict[int, Run] = {}
@@ -83,20 +94,54 @@ class GeGraphs(Route):
 
     def plan(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
         self.dropped.clear()
+        mix = dict.fromkeys(range(1, max_num_seqs + 1), 1)
+        limit = min(self._most_graphs, -(-max_num_seqs // self._sequences_per_graph))
+        sizes = plan_capture_sizes(mix, max_num_seqs, limit)
         if self.lists:
-            mix = dict.fromkeys(range(1, max_num_seqs + 1), 1)
-            limit = min(self._most_graphs, -(-max_num_seqs // self._sequences_per_graph))
-            self.planned = plan_capture_sizes(mix, max_num_seqs, limit)
+            self.planned = sizes
             log.info("GE graphs are planned for %s sequences", ", ".join(map(str, self.planned)))
-        return most_padding(self.planned)
+        padding = 0 if self.static is None else self.static.plan(sizes, max_model_len, self.block_size)
+        return max(padding, most_padding(self.planned))
+
+    def bind(self, kv_cache: KVCache) -> None:
+        """Take notice of the caches that later calls receive; graphs of fixed sizes are thrown away."""
+        super().bind(kv_cache)
+        if self.static is not None:
+            self.static.bind(kv_cache)
 
     def planned_sizes(self) -> list[PlannedSize]:
         sizes = [n for n in reversed(self.planned) if n not in self.dropped]
         if not self.lists and 0 not in self.dropped:
-            return [self._planned_size(0, self._max_num_seqs)]
+            return [*self._static_sizes(), self._planned_size(0, self._max_num_seqs)]
         below = dict(zip(self.planned, (0, *self.planned), strict=False))
         # With a dummy sequence where another size does not take the step.
-        return [self._planned_size(n, n - (n - below[n] > 1)) for n in sizes]
+        return [*self._static_sizes(), *(self._planned_size(n, n - (n - below[n] > 1)) for n in sizes)]
+
+    def _static_sizes(self) -> list[PlannedSize]:
+        """Those of the graphs of fixed sizes, which decode steps run by."""
+        static = self.static
+        if static is None:
+            return []
+        sizes = [(n, n - (n - below > 1)) for below, n in itertools.pairwise((0, *static.planned))]
+        return [
+            PlannedSize(
+                name=f"decode steps of {n} sequences",
+                shapes=(StepShape(real, real),) * 2,
+                compile=partial(self._compile_ahead, n),
+                run=partial(self._run_static, n),
+                drop=partial(static.drop, n),
+            )
+            for n, real in reversed(sizes)
+            if n not in static.dropped
+        ]
+
+    def _compile_ahead(self, sequences: int) -> None:
+        assert self.static is not None
+        self.static.graph(sequences)
+
+    def _run_static(self, sequences: int, args: Sequence[Any]) -> Sequence[Any]:
+        assert self.static is not None
+        return self.static.graph(sequences)(*self.on_device(args))
 
     def _planned_size(self, length: int, sequences: int) -> PlannedSize:
         """That of the graph for lists of ``length``; it is exercised by steps of so many sequences."""
@@ -105,7 +150,8 @@ class GeGraphs(Route):
         mixed = fitting_shape(min(most, sequences + PREFILLED_TOKENS), sequences, longest)
         return PlannedSize(
             name=f"steps of {length} sequences" if length else "steps of any number of sequences",
-            shapes=(StepShape(sequences, sequences), mixed),
+            # Decode steps are for graphs of fixed sizes, where there are any.
+            shapes=(mixed, mixed) if self._static_sizes() else (StepShape(sequences, sequences), mixed),
             compile=partial(self._graph, length),
             run=lambda args: self._graph(length)(*self.on_device(args)),
             drop=partial(self._drop, length),
@@ -117,12 +163,20 @@ class GeGraphs(Route):
 
     def size_for(self, size: StepSize) -> StepSize | None:
         """The next planned number of sequences; each dummy one has a token."""
+        static = None if self.static is None else self.static.size_for(size)
+        if static is not None:
+            return static
         sequences = padded_size(size.sequences, [n for n in self.planned if n not in self.dropped])
         if sequences is None or not 0 < sequences - size.sequences <= self.most_dummies:
             return None
         return replace(size, tokens=size.tokens + sequences - size.sequences, sequences=sequences)
 
     def __call__(self, *args: Any) -> Sequence[Any]:
+        sequences = None if self.static is None else self.static.sequences_of(args)
+        if self.static is not None and sequences is not None:
+            outputs = self.static.run(sequences, self.on_device(args))
+            if outputs is not None:
+                return outputs
         length = len(args[self.lists[0]]) if self.lists else 0
         if length in self.dropped:
             self.note_eager(f"the graph for {length} sequences was dropped: {self.dropped[length]}")
@@ -139,33 +193,52 @@ class GeGraphs(Route):
         return self.graphs[length]
 
     def _compile(self, length: int) -> Run:
+        flat = flat_graph(self.traced, length)
+        run = self._compiled(flat.module, flat.values, flat.constants, self.traced.fake_mode, static=False)
+        return lambda *args: run(*flat.flatten(args))
+
+    def _compile_static(self, inputs: Mapping[str, torch.Tensor]) -> Run:
+        with ctrl_c_kept():
+            attention = air_attention()
+        copy = static_graph(self.traced, inputs, attention)
+        run = self._compiled(copy.module, copy.values, copy.fixed, copy.fake_mode, static=True)
+        return lambda *args: run(*copy.flatten(args))
+
+    def _compiled(
+        self, module: fx.GraphModule, values: list[Any], fixed: Iterable[int], mode: FakeTensorMode, *, static: bool
+    ) -> Run:
+        """A module as torchair runs it; ``fixed`` are positions of values that keep their addresses."""
         with ctrl_c_kept():
             import torchair
 
-        flat = flat_graph(self.traced, length)
-        for i in flat.constants:  # as torch._dynamo.mark_static_address does
-            flat.values[i]._dynamo_static_input_type = "guarded"
+        for i in fixed:  # as torch._dynamo.mark_static_address does
+            values[i]._dynamo_static_input_type = "guarded"
         with ExitStack() as stack:
             offline = stack.enter_context(_without_device_if_offline(self.traced))
             register_converters()
-            stack.enter_context(tracing(TracingContext(self.traced.fake_mode)))
+            if offline:
+                register_air_kernels()
+            stack.enter_context(tracing(TracingContext(mode)))
             stack.enter_context(torch.no_grad())
-            backend = torchair.get_npu_backend(compiler_config=ge_config(self._options, run_eagerly=offline))
-            run = backend(flat.module, flat.values)
-        return lambda *args: run(*flat.flatten(args))
+            config = ge_config(self._options, run_eagerly=offline, static=static)
+            run: Run = torchair.get_npu_backend(compiler_config=config)(module, values)
+        return run
 
 
-def ge_config(options: Mapping[str, Any] | None = None, *, run_eagerly: bool = False) -> Any:
+def ge_config(options: Mapping[str, Any] | None = None, *, run_eagerly: bool = False, static: bool = False) -> Any:
     """Torchair's options, as far as they differ from its defaults or matter here (its documentation, "features").
 
     - mode max-autotune: through GE.
     - pattern_fusion_pass off: it fuses norms with what follows, after our passes, to operators that nobody has held
       against the limits.
     - frozen_parameter on: GE is told the addresses of weights once, not at every launch. They do not move; whoever
-      moves one is stopped (``weight_guard``). Caches move when an engine is made, so they are not marked.
+      moves one is stopped (``weight_guard``). Caches move when an engine is made, so they are marked only in graphs
+      of fixed sizes, which are made for the caches as bound.
     - enable_view_optimize, remove_noop_ops and keep_inference_input_mutations are on by default.
     - enable_ref_data stays off: torchair's removal of copies leaves none to the caches.
-    - tiling_schedule_optimize stays off: it is for graphs of static sizes.
+    - tiling_schedule_optimize, for graphs of fixed sizes alone: what an operator's tiling depends on, attention's
+      lengths, is looked at on the device, so that the graph need not be cut in front of it.
+    - topology_sorting_strategy "StableRDFS", for the same: operators keep the order of the graph.
 
     - post_grad_custom_pre_pass: see ``in_place``.
 
@@ -174,6 +247,7 @@ def ge_config(options: Mapping[str, Any] | None = None, *, run_eagerly: bool = F
     Args:
         options: others, by their paths, see ``toolchain_options``.
         run_eagerly: convert the graph, and run what was converted operator by operator.
+        static: for a graph of fixed sizes.
     """
     import torchair
 
@@ -183,6 +257,9 @@ def ge_config(options: Mapping[str, Any] | None = None, *, run_eagerly: bool = F
     config.post_grad_custom_pre_pass = write_rows_in_place
     config.experimental_config.pattern_fusion_pass = False
     config.experimental_config.frozen_parameter = True
+    if static:
+        config.experimental_config.tiling_schedule_optimize = True
+        config.experimental_config.topology_sorting_strategy = "StableRDFS"
     config.debug.run_eagerly = run_eagerly
     return config
 

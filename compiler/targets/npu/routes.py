@@ -12,7 +12,12 @@ from .route import Route, Run
 
 
 def make_route(
-    codegen: str, traced: TracedGraph, eager: Run, options: Mapping[str, Any] | None = None
+    codegen: str,
+    traced: TracedGraph,
+    eager: Run,
+    options: Mapping[str, Any] | None = None,
+    *,
+    static_decode: bool = False,
 ) -> Route | None:
     """The way that a lowered graph with linked constants runs; None for call by call.
 
@@ -21,9 +26,10 @@ def make_route(
         traced: the graph.
         eager: runs it call by call, for steps that a route does not take.
         options: of the toolchain, see ``toolchain_options``.
+        static_decode: see ``GeGraphs``.
     """
     if codegen == "ge":
-        return GeGraphs(traced, eager=eager, options=options)
+        return GeGraphs(traced, eager=eager, options=options, static_decode=static_decode)
     if codegen == "aclgraph":
         return AclGraphs(traced, eager, options=options)
     return None

@@ -26,6 +26,17 @@ _VIEWS = frozenset(
         "UnsqueezeV3",
     }
 )
+# Attributes that say when and where an operator runs (torchair's ``scope``). All other names that begin with "_" are
+# torchair's own notes.
+SCHEDULING = (
+    "_user_stream_label",
+    "_user_stream_priority",
+    "_enable_inner_parallel",
+    "_op_aicore_num",
+    "_op_vectorcore_num",
+    "_super_kernel_scope",
+    "_super_kernel_options",
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,8 @@ class GeNode:
         host: computed on the host, before anything is launched: an integer input, a shape, or made from these alone.
         after: names of nodes that run before this one for another reason than its inputs.
         in_place: index of an output → name of the input that it is written over.
+        schedule: when and where it runs, as far as the graph says: the stream that it is given to, the cores that it
+            may take, the super kernel that it is part of. Names and values are GE's own (``SCHEDULING``).
     """
 
     name: str
@@ -54,6 +67,7 @@ class GeNode:
     host: bool = False
     after: tuple[str, ...] = ()
     in_place: Mapping[str, str] = field(default_factory=dict)
+    schedule: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_view(self) -> bool:
@@ -104,6 +118,19 @@ class GeGraph:
         while source.is_view:
             source = self[next(iter(source.inputs.values())).rpartition(":")[0]]
         return source
+
+    def schedules(self) -> list[tuple[Mapping[str, Any], Counter[str]]]:
+        """Each schedule that nodes have, in the order of the graph, with the number of nodes of each operator; nodes
+        that launch nothing do not count."""
+        found: list[tuple[Mapping[str, Any], Counter[str]]] = []
+        for node in self.computing():
+            if not node.schedule:
+                continue
+            types = next((types for schedule, types in found if schedule == node.schedule), None)
+            if types is None:
+                found.append((node.schedule, types := Counter()))
+            types[node.type] += 1
+        return found
 
     def computing(self) -> list[GeNode]:
         """The nodes that launch a kernel.

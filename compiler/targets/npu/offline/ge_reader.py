@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .ge_graph import GeGraph, GeNode
+from .ge_graph import SCHEDULING, GeGraph, GeNode
 
 # Constants with more elements are described by shape and dtype alone.
 _SHOWN_ELEMENTS = 64
@@ -144,7 +144,8 @@ def _read_node(
     in_place = {str(out): op.input_desc[into].name for out, into in _get_output_to_input_ref_idx(op).items()}
     after = tuple(_renamed(name, called).rpartition(":")[0] for name in op.input if name.endswith(":-1"))
     name, origin = called.get(op.name, op.name), origins.get(op.name, "")
-    return GeNode(name, op.type, inputs, attributes, origin, host, after, in_place)
+    schedule = {key: _value(op.attr[key]) for key in SCHEDULING if key in op.attr}
+    return GeNode(name, op.type, inputs, attributes, origin, host, after, in_place, schedule)
 
 
 def _renamed(source: str, called: Mapping[str, str]) -> str:

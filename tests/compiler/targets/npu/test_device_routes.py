@@ -102,6 +102,16 @@ def test_sizes_and_caches_of_a_flat_graph():
     assert traced.placeholder("key_cache_1").meta["example_value"].shape[0] != 5, "the traced graph is left alone"
 
 
+def test_caches_of_layers_with_state_before_attention():
+    traced = lowered("lfm2", "aclgraph")[1]
+    bound = [tensor for entry in allocate_kv_cache(traced.caches, [5, 7], 16) for tensor in entry]
+    flat = flat_graph(traced, 2, caches=bound)
+    sizes = {
+        n: flat.values[i].shape for i, n in enumerate(placeholders(flat.module)) if "_state_" in n or "_cache_" in n
+    }
+    assert sizes == {"conv_state_0": bound[0].shape, "key_cache_1": bound[1].shape, "value_cache_1": bound[2].shape}
+
+
 # Which graphs are made, and which steps are captured
 
 

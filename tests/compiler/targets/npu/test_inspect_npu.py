@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from torch_pagoda.compiler.estimates.skeleton import build_skeleton
 from torch_pagoda.compiler.estimates.traffic import Moved, Step, moved
 from torch_pagoda.compiler.explain import Explanation, explain, npu_graph
 from torch_pagoda.compiler.explain.npu import Estimate, NpuReport, estimates
-from torch_pagoda.compiler.explain.npu_graph import GeReport
+from torch_pagoda.compiler.explain.npu_graph import GeReport, GeSchedule
 from torch_pagoda.compiler.explain.npu_sections import npu_sections
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.targets.npu.offline.run import OfflineCallError
@@ -99,6 +100,17 @@ def test_unknown_figures_are_said_to_be_unknown() -> None:
     assert routes.rows == () and graph.rows == () and graph.note == "Not converted: not asked for"
     assert dict(least.rows)["so a step takes at least"] == "unknown"
     assert "No published figures of Ascend910B4-1" in least.note
+
+
+def test_schedules_are_shown_where_there_are_any() -> None:
+    side = GeSchedule({"_user_stream_label": "side", "_op_aicore_num": "8"}, {"MatMul": 2, "SwiGlu": 1})
+    for schedules, rows in (((), ()), ((side,), (("user_stream_label = side\nop_aicore_num = 8", "3"),))):
+        graph = GeReport(schedules=schedules)
+        report = NpuReport("Ascend910B4-1", None, 128, "float32", (), graph, ())
+        sections = npu_sections(SimpleNamespace(npu=report, layers=[]))  # type: ignore[arg-type]
+        shown = [section for section in sections if section.title.startswith("Schedules")]
+        assert tuple(row[:2] for section in shown for row in section.rows) == rows
+        assert json.loads(json.dumps(graph.to_dict()))["schedules"] == [asdict(each) for each in schedules]
 
 
 def test_no_cell_is_cut_on_80_columns(explained: Explanation, refused: Explanation) -> None:

@@ -515,3 +515,33 @@ def test_graphs_of_torchair_are_compiled_and_compared():
     engine = engine_of(route)
     assert set(route.graphs) == {2} and "differ" in outcomes(engine)["steps of 4 sequences"]
     assert_same(complete(engine), served(traced, traced.module))
+
+
+@pytest.mark.torchair
+def test_static_decode_graphs_come_first_and_a_wrong_one_is_dropped():
+    traced = lowered("llama")[1].copy()
+    prepare_weights(traced, fractal_nz=True, release=False)
+    route = GeGraphs(traced, sequences_per_graph=2, static_decode=True)
+    assert route.static is not None
+    make = route.static._compile
+
+    def compile_(inputs: Any) -> Run:
+        graph = make(inputs)
+        if inputs["slot_mapping"].shape[0] != 4:
+            return graph
+        return lambda *args: (graph(*args)[0] * 1.01,)
+
+    route.static._compile = compile_
+    engine = engine_of(route)
+    found = outcomes(engine)
+    names = [
+        "decode steps of 4 sequences",
+        "decode steps of 2 sequences",
+        "steps of 4 sequences",
+        "steps of 2 sequences",
+    ]
+    assert list(found) == names, found
+    assert [name for name, reason in found.items() if reason] == ["decode steps of 4 sequences"], found
+    assert set(route.static.graphs) == {2} and set(route.graphs) == {2, 4}
+    assert_same(complete(engine), served(traced, traced.module))
+    assert set(route.static.graphs) == {2} and not route.eager_steps

@@ -100,6 +100,20 @@ def test_a_cache_that_is_no_input_is_refused() -> None:
         graph_of(ROWS, CACHE).cache_copies("values")
 
 
+def test_schedules_of_what_computes() -> None:
+    side, fused = {"_user_stream_label": "side"}, {"_super_kernel_scope": "layers"}
+    graph = graph_of(
+        ROWS,
+        GeNode("shape", "Reshape", {"x": "rows:0"}, schedule=side),
+        GeNode("a", "MatMul", {"x1": "shape:0"}, schedule=side),
+        GeNode("b", "SwiGlu", {"x": "a:0"}, schedule=fused),
+        GeNode("c", "MatMul", {"x1": "b:0"}, schedule=dict(side)),
+        GeNode("d", "Cast", {"x": "c:0"}),
+    )
+    assert graph.schedules() == [(side, {"MatMul": 2}), (fused, {"SwiGlu": 1})]
+    assert GeGraph.from_dict(json.loads(json.dumps(graph.to_dict()))) == graph
+
+
 def test_json_and_back() -> None:
     graph = GeGraph((ROWS, CACHE, writer("w", "cache:0"), GeNode("x", "Cmo", after=("w",))), ("rows",), ("w:0",))
     assert GeGraph.from_dict(json.loads(json.dumps(graph.to_dict()))) == graph
@@ -269,6 +283,37 @@ def test_a_conversion_does_not_leave_its_answers_behind() -> None:
     assert not hasattr(npu.npu_gemma_rms_norm.default, "_ge_converter")
     with pytest.raises(Exception):  # noqa: B017  there is no device to have a name
         torch_npu.npu.get_device_name()
+
+
+@pytest.mark.torchair
+def test_scheduling_attributes_are_kept() -> None:
+    import torchair  # noqa: F401  defines the operators of air
+
+    air = torch.ops.air
+    module = traced(lambda x, w: aten.mm.default(aten.relu.default(aten.mm.default(x, w)), w))
+    first, relu, last = (node for node in module.graph.nodes if node.op == "call_function")
+    labels = ["_user_stream_label", "_user_stream_priority", "_op_aicore_num", "_op_vectorcore_num", "_unknown"]
+    for node, (keys, values) in {
+        relu: (labels, ["side", "0", "8", "16", "1"]),
+        last: (["_super_kernel_scope", "_super_kernel_options"], ["layers", "stream-fusion=1"]),
+    }.items():
+        with module.graph.inserting_before(node):
+            module.graph.call_function(air.scope_enter.default, (keys, values))
+        with module.graph.inserting_after(node):
+            module.graph.call_function(air.scope_exit.default, ())
+    graph = convert(module, [torch.ones(4, 4), torch.ones(4, 4)])
+    nodes = {node.origin: node for node in graph.computing()}
+    assert nodes[first.name].schedule == {}
+    assert nodes[relu.name].schedule == {
+        "_user_stream_label": "side",
+        "_user_stream_priority": "0",
+        "_op_aicore_num": "8",
+        "_op_vectorcore_num": "16",
+    }
+    fused = {"_super_kernel_scope": "layers", "_super_kernel_options": "stream-fusion=1"}
+    assert nodes[last.name].schedule == fused
+    assert not any(name.startswith("_") for node in graph for name in node.attributes)
+    assert [dict(types) for _, types in graph.schedules()] == [{"Relu": 1}, {"MatMul": 1}]
 
 
 @pytest.mark.torchair

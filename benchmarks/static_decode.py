@@ -1,0 +1,226 @@
+"""What a decode step is as a GE graph whose sizes vary, and as one of fixed sizes, architecture by architecture.
+
+Needs no NPU: the real torchair converts both graphs, and what it converted serves four prompts operator by operator,
+compared with the lowered graph called as it is, in float32.
+
+    pagoda npu python benchmarks/static_decode.py --only 'llama,qwen*'
+    pagoda npu python benchmarks/static_decode.py --soc Ascend310P3 --markdown static.md
+
+Models have the sizes that the limits of the operators allow, and few layers. The exit status is 1 where a graph of
+fixed sizes has an input of unknown size, a node on the host, more launches than the other, a copy of a cache, or
+other numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+
+@dataclasses.dataclass
+class StaticRow:
+    """One architecture on one chip.
+
+    Attributes:
+        name: of the architecture.
+        refused: why it is not lowered, or why its decode steps have no graph of fixed sizes; "" where they have.
+        is_lowered: it is lowered.
+        dynamic, static: fields of ``GraphCounts``.
+        served: prompts were served with it.
+        steps: decode steps that the graph of fixed sizes ran.
+        error: largest difference of a log-probability; None where tokens differ or nothing was served.
+    """
+
+    name: str
+    refused: str = ""
+    is_lowered: bool = False
+    dynamic: dict[str, int] = dataclasses.field(default_factory=dict)
+    static: dict[str, int] = dataclasses.field(default_factory=dict)
+    served: bool = False
+    steps: int = 0
+    error: float | None = None
+
+    @property
+    def faults(self) -> list[str]:
+        """What must not be."""
+        if self.refused:
+            return []
+        counted = ("host_nodes", "host_inputs", "unknown_sizes", "cache_copies")
+        found = [f"{self.static[name]} {name}" for name in counted if self.static[name]]
+        if self.static["launches"] > self.dynamic["launches"]:
+            found.append(f"{self.static['launches']} launches, not {self.dynamic['launches']}")
+        if self.served and (self.error is None or self.error > 1e-5 or not self.steps):
+            found.append("other numbers" if self.steps else "no step ran")
+        return found
+
+
+def examine(name: str, soc: str, *, serves: bool) -> StaticRow:
+    """Lower, convert and serve one architecture."""
+    import torch
+
+    import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
+    from torch_pagoda.compiler.capture.trace import capture
+    from torch_pagoda.compiler.options import CompileOptions
+    from torch_pagoda.compiler.pipeline import run_pipeline
+    from torch_pagoda.compiler.report import CompileReport, first_line
+    from torch_pagoda.compiler.targets.npu.offline.decode_graphs import counted_decode_graphs
+    from torch_pagoda.compiler.targets.npu.static_graph import why_not_static
+    from torch_pagoda.passes import UnsupportedModel
+
+    from legal_models import build_legal_model
+    from tiny_models import LLAMA_VARIANTS, Variant
+
+    row, variant = StaticRow(name), LLAMA_VARIANTS.get(name, Variant(name, {}))
+    # 310P has no bfloat16.
+    dtype = torch.float16 if soc.startswith("Ascend310P") else torch.bfloat16
+    try:
+        model = build_legal_model(variant.model_type, dtype=dtype, **variant.overrides)
+        options = CompileOptions(codegen="none", target="npu", verify="off", soc=soc)
+        traced = run_pipeline(capture(model), options, None, CompileReport(name))
+    except UnsupportedModel as error:
+        row.refused = first_line(error)
+        return row
+    except Exception as error:  # of transformers, which cannot build it here
+        row.refused = f"{type(error).__name__}: {first_line(error)}"
+        return row
+    row.is_lowered, row.refused = True, why_not_static(traced)
+    if not row.refused:
+        dynamic, static = counted_decode_graphs(traced, soc=soc)
+        row.dynamic, row.static = dataclasses.asdict(dynamic), dataclasses.asdict(static)
+    if not row.refused and serves:
+        row.served, (row.steps, row.error) = True, _served(variant, soc)
+    return row
+
+
+def _served(variant: Any, soc: str) -> tuple[int, float | None]:
+    """Decode steps of the graph of fixed sizes, and the largest difference of a log-probability."""
+    import torch
+    from lowered_models import served
+
+    from torch_pagoda.compiler.capture.trace import capture
+    from torch_pagoda.compiler.options import CompileOptions
+    from torch_pagoda.compiler.pipeline import run_pipeline
+    from torch_pagoda.compiler.report import CompileReport
+    from torch_pagoda.compiler.targets.npu.ge_route import GeGraphs
+    from torch_pagoda.passes.graph.npu_target import NpuTarget
+
+    from legal_models import build_legal_model
+
+    torch._dynamo.reset()
+    half = torch.float16 if soc.startswith("Ascend310P") else torch.bfloat16
+    captured = capture(build_legal_model(variant.model_type, **variant.overrides))
+    captured.traced.npu = NpuTarget(soc, block_size=16, float32_as=half)
+    options = CompileOptions(codegen="none", target="npu", verify="off", soc=soc)
+    traced = run_pipeline(captured, options, None, CompileReport(variant.model_type))
+    route, steps = GeGraphs(traced, most_graphs=1, static_decode=True), 0
+    assert route.static is not None
+    run = route.static.run
+
+    def counted(*args: Any) -> Any:
+        nonlocal steps
+        outputs = run(*args)
+        steps += outputs is not None
+        return outputs
+
+    route.static.run = counted  # type: ignore[method-assign]
+    found, expected = served(traced, route), served(traced, traced.module)
+    error = 0.0
+    for output, other in zip(found, expected, strict=True):
+        (a,), (b,) = output.outputs, other.outputs
+        if a.token_ids != b.token_ids:
+            return steps, None
+        assert a.logprobs is not None and b.logprobs is not None
+        for step, wanted in zip(a.logprobs, b.logprobs, strict=True):
+            error = max([error, *(abs(entry.logprob - wanted[token].logprob) for token, entry in step.items())])
+    return steps, error
+
+
+def _child(name: str, soc: str, serves: bool, answer: str) -> None:
+    warnings.filterwarnings("ignore")
+    with open(Path(answer).with_suffix(".log"), "w") as log:
+        sys.stdout = sys.stderr = log
+        Path(answer).write_text(json.dumps(dataclasses.asdict(examine(name, soc, serves=serves))))
+
+
+def in_a_process(name: str, soc: str, *, serves: bool, timeout: float) -> StaticRow:
+    """``examine`` in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "row.json")
+        child = multiprocessing.get_context("fork").Process(target=_child, args=(name, soc, serves, str(answer)))
+        child.start()
+        child.join(timeout)
+        if child.exitcode is None:
+            child.kill()
+            child.join()
+            return StaticRow(name, f"longer than {timeout:g} s", is_lowered=True)
+        if not answer.exists():
+            said = answer.with_suffix(".log").read_text(errors="replace").strip().splitlines()[-1:]
+            return StaticRow(name, f"failed: {' '.join(said)[:200]}", is_lowered=True)
+        return StaticRow(**json.loads(answer.read_text()))
+
+
+def table(rows: list[StaticRow], soc: str) -> str:
+    """All rows as Markdown."""
+    lowered = [row for row in rows if row.is_lowered]
+    static = [row for row in lowered if not row.refused]
+    refused = [row for row in lowered if row.refused]
+    lines = [
+        f"{soc}: {len(lowered)} architectures are lowered, {len(static)} have static decode graphs, "
+        f"{len(refused)} are refused by name, {sum(bool(row.faults) for row in static)} have faults",
+        "",
+        "| architecture | operators | host nodes | unknown sizes | launches | copies | steps | log-prob error |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in static:
+        names = ("operators", "host_nodes", "unknown_sizes", "launches", "cache_copies")
+        counts = " | ".join(f"{row.dynamic[name]} → {row.static[name]}" for name in names)
+        error = "" if not row.steps else "tokens differ" if row.error is None else f"{row.error:.1e}"
+        lines.append(f"| {row.name} | {counts} | {row.steps} | {error} |")
+    lines += ["", "Without static decode graphs:", "", *(f"- {row.name}: {row.refused}" for row in refused)]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Examine the selected architectures; write what is known after each."""
+    from coverage import selected_names
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", help="comma-separated names or patterns, such as 'llama*,gpt2'")
+    parser.add_argument("--soc", default="Ascend910B3", help="the chip (default Ascend910B3)")
+    parser.add_argument("--markdown", type=Path, help="write the table there")
+    parser.add_argument("--no-serving", action="store_true", help="count only")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds per architecture (default 300)")
+    args = parser.parse_args()
+    import torch_npu  # noqa: F401  before anything defines operators of its namespace
+
+    import torch_pagoda.compiler.build  # noqa: F401  once for all children
+
+    names = selected_names(args.only)
+    rows: list[StaticRow] = []
+    for name in names:
+        row = in_a_process(name, args.soc, serves=not args.no_serving, timeout=args.timeout)
+        rows.append(row)
+        said = (
+            row.refused
+            or "; ".join(row.faults)
+            or f"{row.dynamic['operators']} → {row.static['operators']} operators"
+        )
+        print(f"[{len(rows)}/{len(names)}] {name}: {said}", flush=True)
+        if args.markdown:
+            args.markdown.write_text(table(rows, args.soc))
+    print(table(rows, args.soc))
+    sys.exit(any(row.faults for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Static graphs of decode steps for the graph engine: one for each planned number of sequences.
+
+A decode step has one token of each sequence. Its graph has as many tokens, sequences and asked rows as is planned,
+and block tables as wide as the longest sequence needs; a smaller step is filled up with dummy sequences
+(``step_padding``). Other steps are not for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ....passes import TracedGraph
+from ....runtime.cache.cache_specs import has_state
+from ....runtime.program import KVCache
+from ....runtime.step_metadata import StepMetadata
+from ...report import first_line
+from .capture_sizes import most_padding, padded_size
+from .flat_graph import cache_inputs, list_inputs
+from .route import Run
+from .static_graph import why_not_static
+from .step_padding import StepSize, spare_blocks
+
+log = logging.getLogger(__name__)
+
+Compile = Callable[[dict[str, torch.Tensor]], Run]
+"""Compiles a graph for inputs of the given sizes, placeholder by placeholder (see ``static_graph``)."""
+
+
+class StaticDecode:
+    """The static graphs of a lowered graph; each is compiled when it is first needed, for the caches as bound.
+
+    Args:
+        traced: the graph.
+        compile: see ``Compile``.
+
+    Attributes:
+        refusal: why there are none, or "".
+        planned: numbers of sequences that decode steps are filled up to, ascending.
+        width: columns of block tables.
+        graphs: number of sequences → its graph, as far as they are compiled.
+        dropped: number of sequences → why its graph is not used.
+    """
+
+    def __init__(self, traced: TracedGraph, compile: Compile) -> None:
+        self.traced = traced
+        self.refusal = why_not_static(traced)
+        self.planned: tuple[int, ...] = ()
+        self.width = 0
+        self.graphs: dict[int, Run] = {}
+        self.dropped: dict[int, str] = {}
+        self._compile = compile
+        self._lists = list_inputs(traced)
+        self._at = {node.name: i for i, node in enumerate(traced.placeholders) if node.users}
+        self._shapes: dict[int, list[tuple[int, torch.Size]]] = {}
+        self._caches: list[torch.Tensor] = []
+        self._has_run: set[int] = set()
+        if self.refusal:
+            log.warning("decode steps have no static graphs: %s", self.refusal)
+
+    def plan(self, planned: Sequence[int], max_model_len: int, block_size: int) -> int:
+        """Choose the sizes; the most tokens that a step is padded by.
+
+        Args:
+            planned: numbers of sequences, ascending, the most that a step has among them.
+            max_model_len: tokens of the longest sequence.
+            block_size: tokens per block.
+        """
+        if self.refusal:
+            return 0
+        self.planned, self.width = tuple(planned), max(1, spare_blocks(max_model_len, block_size))
+        self._forget()
+        self._shapes.clear()
+        log.info("static decode graphs are planned for %s sequences", ", ".join(map(str, self.planned)))
+        return most_padding(self.planned)
+
+    def bind(self, kv_cache: KVCache) -> None:
+        """Take notice of the caches, whose sizes and addresses are part of each graph."""
+        self._caches = [tensor for entry in kv_cache for tensor in entry]
+        self._forget()
+
+    def size_for(self, size: StepSize) -> StepSize | None:
+        """The size of the graph that runs a step; None where none does."""
+        if size.tokens != size.sequences or not 0 < size.rows <= size.sequences or size.blocks > self.width:
+            return None
+        sequences = padded_size(size.sequences, [n for n in self.planned if n not in self.dropped])
+        if sequences is None or sequences - size.sequences > most_padding(self.planned):
+            return None
+        return StepSize(sequences, sequences, sequences, self.width)
+
+    def sequences_of(self, args: Sequence[Any]) -> int | None:
+        """The number of sequences of the graph that takes a step's arguments as they are; None where none does.
+
+        Args:
+            args: one for each placeholder of the traced graph.
+        """
+        sequences = int(args[self._at[self.traced.input_ids]].shape[1])
+        if sequences not in self.planned or sequences in self.dropped:
+            return None
+        if sequences not in self._shapes:
+            inputs = decode_inputs(self.traced, sequences, self.width)
+            at = self._at
+            self._shapes[sequences] = [(at[name], tensor.shape) for name, tensor in inputs.items() if name in at]
+        if any(args[i].shape != shape for i, shape in self._shapes[sequences]):
+            return None
+        return sequences if all(len(args[i]) == sequences for i in self._lists) else None
+
+    def graph(self, sequences: int) -> Run:
+        """The graph for so many sequences, a function of the traced graph's placeholders.
+
+        Raises:
+            NotStatic: the graph cannot be given sizes; and what the toolchain raises.
+        """
+        if sequences not in self.graphs:
+            log.info("compiling the static decode graph for %d sequences", sequences)
+            caches = zip(cache_inputs(self.traced), self._caches, strict=True)
+            sizes = {**decode_inputs(self.traced, sequences, self.width), **dict(caches)}
+            self.graphs[sequences] = self._compile(sizes)
+        return self.graphs[sequences]
+
+    def run(self, sequences: int, args: Sequence[Any]) -> Sequence[Any] | None:
+        """The outputs of the graph for so many sequences; None where it turns out not to compile, and is dropped."""
+        try:
+            outputs = self.graph(sequences)(*args)
+        except Exception as error:
+            if sequences in self._has_run:
+                raise
+            self.drop(sequences, first_line(error))
+            return None
+        self._has_run.add(sequences)
+        return outputs
+
+    def drop(self, sequences: int, reason: str) -> None:
+        """Do not use the graph for so many sequences."""
+        log.warning("the static decode graph for %d sequences is not used: %s", sequences, reason)
+        self.dropped[sequences] = reason
+        self.graphs.pop(sequences, None)
+
+    def _forget(self) -> None:
+        self.graphs.clear()
+        self.dropped.clear()
+        self._has_run.clear()
+
+
+def decode_inputs(traced: TracedGraph, sequences: int, width: int) -> dict[str, torch.Tensor]:
+    """The tensors of a decode step by placeholder, for their sizes; lists and caches are not among them.
+
+    Args:
+        traced: a lowered graph.
+        sequences: how many.
+        width: columns of the block table.
+    """
+    step = _decode_step(sequences, width, has_state=has_state(traced.caches))
+    tokens = torch.zeros(1, sequences, dtype=torch.int64)
+    found = {name: tokens for name in (traced.input_ids, traced.position_ids) if name}
+    for name in traced.step_inputs:
+        if isinstance(tensor := step.field(name), torch.Tensor):
+            found[name] = tensor
+    return found
+
+
+def _decode_step(sequences: int, width: int, *, has_state: bool) -> StepMetadata:
+    every, ones = torch.arange(sequences), torch.ones(sequences, dtype=torch.int32)
+    slots = every.int() if has_state else None
+    return StepMetadata(
+        slot_mapping=every,
+        block_table=torch.zeros(sequences, width, dtype=torch.int32),
+        query_start_loc=torch.arange(sequences + 1, dtype=torch.int32),
+        seq_lens=ones,
+        logits_rows=every,
+        token_lengths=ones.long(),
+        state_read=slots if slots is None else -ones,
+        state_write=slots,
+    )
