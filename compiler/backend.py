@@ -256,7 +256,7 @@ def _fuse(
     if traced.npu is None and options.uses_inductor(parameters, is_fusible(traced)):
         run = generate_code(traced, TracingContext(mode))
     elif options.codegen == "ge":
-        run = GeGraphs(traced)
+        run = GeGraphs(traced, options=options.npu_options)
     else:
         run = call_kernels(traced)
 

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from ..passes import TracedGraph, UnsupportedModel
+from ..runtime.engine.device_errors import raise_if_lost
 from ..runtime.ops.stored_weight import StoredWeight
 from .capture.layer_repeat import CannotRepeat, LayerRepeat
 from .capture.recurrent_modules import check_recurrent_modules
@@ -25,6 +26,7 @@ from .targets.cpu.inductor import generate_code, is_fusible
 from .targets.cpu.kernels import call_kernels
 from .targets.npu.routes import make_route
 from .targets.npu.weights import prepare_weights
+from .tolerance import Tolerance, routes_tokens
 from .user_passes import registered_passes
 from .verify import dump
 from .verify.cache_restart import restart_length
@@ -247,15 +249,19 @@ def _link_for_npu(
             remedy = "leave quantization out" if options.quantization else "use target='cpu'"
             raise UnsupportedModel(f"{report.model}: with quantised weights {verdict.reason}; {remedy}")
         report.verdict = verdict
-    route = make_route(options.codegen, traced, eager, static_decode=options.static_decode)
+    route = make_route(options.codegen, traced, eager, options.npu_options, static_decode=options.static_decode)
     if route is None:
         return linked(eager)
     program, reason = linked(route), ""
     report.codegen = route.name
     if reference is not None:
+        share = reference.share if routes_tokens(traced.graph) else 1.0
+        program.tolerance = Tolerance(reference.tolerance, share)
+    if reference is not None:
         try:
             verdict = check(program, reference, weight_bits=bits)
         except Exception as error:  # an operator without converter, a device without room
+            raise_if_lost(error)
             reason = f"it fails: {first_line(error)}"
         else:
             reason = verdict.reason

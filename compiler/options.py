@@ -13,6 +13,7 @@ from ..passes import PASSES, Pass
 from ..passes.graph.npu_target import DEFAULT_BLOCK_SIZE, DEFAULT_SOC, NpuTarget
 from ..runtime.ops.quantized_weight import DEFAULT_GROUP_SIZES, Quantization, check_group_size
 from .targets.npu.offline.run import is_offline
+from .targets.npu.toolchain_options import check_options
 from .user_passes import OPT_LEVELS, Pattern, with_user_passes
 
 VERIFY = ("model", "off", "every-pass")
@@ -62,6 +63,9 @@ class CompileOptions:
             to the weights' own model and slower; None rounds inputs to 8, as it was made.
         batch_invariant: cpu only: a token's logits do not change by a bit with its batch mates, with the chunks that
             its prompt is computed in, or with the number of threads. Weights are read where they lie, not packed.
+        npu_options: npu only: options of the toolchain behind ``codegen``, by its own names: fields of npugraph_ex's
+            ``CompilerConfig`` for "aclgraph", such as ``{"static_kernel_compile": True}``, paths in torchair's for
+            "ge", such as ``{"ge_config.enable_single_stream": True}``. See ``targets.npu.toolchain_options``.
         patterns: rewrites of the user's own, see ``Pattern``.
     """
 
@@ -79,6 +83,7 @@ class CompileOptions:
     group_size: int | None = None
     input_bits: int | None = None
     batch_invariant: bool = False
+    npu_options: Mapping[str, Any] = field(default_factory=dict)
     patterns: Sequence[Pattern] = ()
 
     def __post_init__(self) -> None:
@@ -126,6 +131,10 @@ class CompileOptions:
             raise ValueError(
                 f'passes={self.passes!r} is not understood; give {{"skip": [names]}} or {{"only": [names]}}'
             )
+        if not isinstance(self.npu_options, Mapping) or not all(isinstance(name, str) for name in self.npu_options):
+            raise ValueError(
+                f"npu_options={self.npu_options!r} is not understood; give a dictionary of options by name"
+            )
         for pattern in self.patterns:
             if not isinstance(pattern, Pattern):
                 raise ValueError(f"patterns holds {pattern!r}; give torch_pagoda.Pattern(search, replace, inputs)")
@@ -149,8 +158,9 @@ class CompileOptions:
         for key in options:
             if key not in known:
                 raise ValueError(f"unknown option {key!r} (given {options[key]!r}){_hint(str(key), known)}")
-        if options.get("passes") is None:
-            options.pop("passes", None)
+        for name in ("passes", "npu_options"):
+            if options.get(name) is None:
+                options.pop(name, None)
         return cls(**options)
 
     def for_device(self, device: str) -> CompileOptions:
@@ -179,6 +189,9 @@ class CompileOptions:
                 f"codegen={codegen!r} needs an NPU{where}, and the model is on {device!r}; leave it out to run by "
                 "the reference kernels"
             )
+        if self.npu_options and target != "npu":
+            raise ValueError(f"npu_options={dict(self.npu_options)!r} are for target='npu'; leave them out")
+        check_options(self.npu_options, codegen, self.npu_target(device).product)
         return replace(self, target=target, codegen=codegen)
 
     def _no_static_decode(self) -> ValueError:

@@ -43,6 +43,24 @@ class PassCheck:
 
 
 @dataclass
+class SizeCheck:
+    """Outcome of compiling or capturing steps of one size ahead of requests, on an NPU.
+
+    Attributes:
+        name: such as "decode steps of 8 tokens".
+        error: the largest difference from the operators called one by one, in standard deviations; infinite where it
+            could not be compared.
+        reason: why the size is not used, "" when it is.
+        seconds: that it took.
+    """
+
+    name: str
+    error: float = 0.0
+    reason: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
 class CompileReport:
     """A report of what compiling a model did.
 
@@ -59,6 +77,8 @@ class CompileReport:
         stored: the program is one that an earlier process compiled; the rest of the report is of that time, but for
             ``seconds``.
         codegen: "inductor", "ge", "aclgraph" or "none", what the program really runs.
+        sizes: of an NPU's program, what became of each size that was compiled or captured ahead.
+        size_limits: why fewer sizes are planned than steps could use.
         seconds: wall time by phase (capture, passes, reference, codegen, verify; or load).
     """
 
@@ -72,6 +92,8 @@ class CompileReport:
     layers_compiled: int | None = None
     stored: bool = False
     codegen: str = "none"
+    sizes: list[SizeCheck] = field(default_factory=list)
+    size_limits: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
 

@@ -11,16 +11,26 @@ Watcher = Callable[[str], None]
 
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 _current: ContextVar[str] = ContextVar("current", default="")
+_reader: ContextVar[Watcher | None] = ContextVar("reader", default=None)
 
 
 @contextmanager
-def watched(watcher: Watcher) -> Iterator[None]:
-    """Tell ``watcher`` of each phase that begins in this thread, and of the one that goes on when it ends."""
-    token = _watcher.set(watcher)
+def watched(watcher: Watcher, reader: Watcher | None = None) -> Iterator[None]:
+    """Tell ``watcher`` of each phase that begins in this thread, and of the one that goes on when it ends, and
+    ``reader`` of each note on how far a phase has come."""
+    tokens = _watcher.set(watcher), _reader.set(reader)
     try:
         yield
     finally:
-        _watcher.reset(token)
+        _watcher.reset(tokens[0])
+        _reader.reset(tokens[1])
+
+
+def note(text: str) -> None:
+    """Say how far the phase under way has come; "" takes the last note back."""
+    reader = _reader.get()
+    if reader is not None:
+        reader(text)
 
 
 @contextmanager

@@ -121,6 +121,10 @@ CACHE_INPUTS = (
 class Program(Protocol):
     """A model compiled for flat steps over paged KV caches.
 
+    One whose steps are compiled or captured at planned sizes also has ``warm_up()``, which does so for all of them
+    once caches are bound, uses no blocks but its own (``reserve``) and raises ``DeviceLost`` alone; and
+    ``graph_stats()``, figures about them for ``Engine.stats``.
+
     Attributes:
         caches: one entry per layer's caches, in the order that ``bind`` expects.
         vocab_size: columns of the logits.

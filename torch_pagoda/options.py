@@ -70,6 +70,7 @@ class ModelOptions(TypedDict, total=False):
     swap_space: int | str
     max_queue: int | None
     async_scheduling: bool | None
+    npu_warmup: str
     verify: str
     passes: Mapping[str, Sequence[str]] | None
     opt_level: int
@@ -82,6 +83,7 @@ class ModelOptions(TypedDict, total=False):
     group_size: int | None
     input_bits: int | None
     batch_invariant: bool
+    npu_options: Mapping[str, Any] | None
 
 
 class LLMOptions(ModelOptions, total=False):

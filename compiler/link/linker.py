@@ -18,10 +18,12 @@ from ...runtime.phases import phase
 from ...runtime.program import CachePart, CacheSpec, KVCache, StateSpec
 from ...runtime.state_tables import CHUNK_TABLES, MOST_CHUNKED_TOKENS
 from ...runtime.step_metadata import StepMetadata
-from ..report import CompileReport
+from ..report import CompileReport, PhaseClock
 from ..targets.cpu.kernels import GraphCalls
 from ..targets.cpu.recorded_step import RecordedSteps
 from ..targets.npu.route import Route
+from ..targets.npu.warm_up import warm_up
+from ..tolerance import Tolerance
 from ..weights.file_pages import FilePages
 from ..weights.merged_weights import drop_stored, link_merged_weights, merge_rows
 from .linkage import Linkage
@@ -67,6 +69,8 @@ class LinkedProgram:
             change of their values does not reach it.
         weight_bits: the fewest that weights are rounded to, or that those have whose inputs are rounded to 8; None
             where none is.
+        tolerance: by how much steps that run as whole graphs may differ from their operators called one by one; None:
+            what holds for the dtype of the logits.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class LinkedProgram:
         self.vocab_size = linkage.vocab_size
         self.device = linkage.device
         self.block_size = linkage.block_size
+        self.tolerance: Tolerance | None = None
         self._run = run
         self._route = run if isinstance(run, Route) else None
         self._args: list[Any] = [constants.get(name) for name in linkage.inputs]
@@ -171,6 +176,32 @@ class LinkedProgram:
         if self._recorded is not None:
             self._recorded.clear()
         self._bound = True
+
+    def warm_up(self) -> None:
+        """Compile or capture every planned size of steps, and compare each; ``report.sizes`` says what became of it.
+        Nothing happens where none is planned.
+
+        Raises:
+            DeviceLost: the device computes nothing any more.
+        """
+        if self._route is None:
+            return
+        clock = PhaseClock(self.report.seconds)
+        self.report.sizes = warm_up(self, self._route)
+        self.report.size_limits = list(self._route.limits)
+        clock.lap("warm-up")
+
+    def graph_stats(self) -> dict[str, int]:
+        """Figures of steps that run as whole graphs on an NPU: ``graph_sizes`` ready, ``graph_sizes_dropped`` in
+        warm-up, ``operator_steps`` that ran operator by operator. Empty where none could."""
+        if self._route is None:
+            return {}
+        dropped = sum(bool(size.reason) for size in self.report.sizes)
+        return {
+            "graph_sizes": len(self.report.sizes) - dropped,
+            "graph_sizes_dropped": dropped,
+            "operator_steps": self._route.eager_steps.total(),
+        }
 
     @phase("pack")
     def pack_weights(self, *, release: bool, check: bool = False) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .errors import HALF, ROUNDINGS, TOLERANCE, judged_share, routes_tokens, row_errors, typical
+from ..tolerance import HALF, ROUNDINGS, TOLERANCE, judged_share, routes_tokens, row_errors, typical
 from .float32_run import Float32Graph
 
 

@@ -24,7 +24,7 @@ from ...passes import TracedGraph
 from ...passes.graph.provenance import scopes, source_line
 from ...runtime.program import is_cache_input
 from ..link.linker import link
-from .errors import TOLERANCE
+from ..tolerance import TOLERANCE
 from .self_check import Reference, compared_steps
 
 log = logging.getLogger(__name__)

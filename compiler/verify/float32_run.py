@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...passes.graph.fx_nodes import callee, mutated_argument, storage_key, value
-from .errors import HALF
+from ..tolerance import HALF
 
 _ROWS = 1 << 12
 _COMPARES_DTYPES = frozenset({"conv1d"})

@@ -25,8 +25,8 @@ from ..capture.trace import Captured
 from ..link.linkage import Linkage
 from ..link.linker import LinkedProgram
 from ..report import Verdict
+from ..tolerance import HALF, ROUNDINGS, chooses_keys, judged_share, routes_tokens, row_errors, typical
 from ..weights.merged_weights import link_merged_weights
-from .errors import HALF, ROUNDINGS, chooses_keys, judged_share, routes_tokens, row_errors, typical
 from .float32_run import Deferred, Float32Graph, NodeByNode
 from .self_check import (
     Reference,

@@ -9,7 +9,7 @@ from ...passes.graph.fx_nodes import callee, module_path
 from ...passes.proof.token_axis import mixers
 from ...runtime.cache.cache_specs import has_state
 from ..report import CompileReport, rejection_line
-from .errors import chooses_keys
+from ..tolerance import chooses_keys
 
 
 def check_paging(traced: TracedGraph, report: CompileReport) -> None:

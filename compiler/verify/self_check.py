@@ -13,13 +13,14 @@ from torch import nn
 from ...passes import NotFinite, TracedGraph, UnsupportedModel
 from ...runtime.cache.cache_specs import has_state, num_token_groups
 from ...runtime.cache.kv_cache import allocate_kv_cache
+from ...runtime.engine.device_errors import raise_if_lost
 from ...runtime.phases import phase
 from ...runtime.program import CacheSpec, Program, StateSpec
 from ...runtime.step_metadata import StepMetadata
 from ..capture.model_facts import max_positions, takes_positions
 from ..capture.state_layers import has_recurrences
 from ..report import Verdict, first_line
-from .errors import TOLERANCE, judged_share, row_errors, typical
+from ..tolerance import TOLERANCE, judged_share, row_errors, typical
 
 INT8_TOLERANCE = 0.3
 """Of programs with int8 caches, for the median of the rows. The graph was compared with ``TOLERANCE`` before anything
@@ -203,7 +204,7 @@ def tolerating_rounding(
 
 def judge(compared: Iterable[tuple[int, torch.Tensor, torch.Tensor]], reference: Reference) -> Verdict:
     """The verdict on logits and those that are right, as ``compared_steps`` yields them. Where that raises, the
-    program is not right."""
+    program is not right; ``DeviceLost`` alone is raised from here."""
     tolerance, share = reference.tolerance, reference.share
     # Errors of the steps that are alike are judged together.
     errors: dict[int, list[float]] = {}
@@ -211,6 +212,7 @@ def judge(compared: Iterable[tuple[int, torch.Tensor, torch.Tensor]], reference:
         for group, logits, expected in compared:
             errors.setdefault(group, []).extend(row_errors(logits, expected).tolist())
     except Exception as error:
+        raise_if_lost(error)
         return Verdict(False, float("inf"), tolerance, 0, f"the program fails: {first_line(error)}")
     judged = max(typical(group, share) for group in errors.values())
     ok = judged <= tolerance

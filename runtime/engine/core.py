@@ -16,6 +16,7 @@ from ..profiling.profiler import Profiler
 from ..requests.request import FinishReason, Request, RequestStatus
 from ..sampling.sampler import Sampler
 from ..structured.state import GrammarError
+from .device_errors import DeviceLost, lost_reason
 from .look_ahead import LookAhead
 from .model_runner import ModelRunner
 from .pieces import NewPiece
@@ -47,6 +48,7 @@ class EngineCore:
         pieces: pieces that a call was to return which was interrupted; the next one does.
         transaction: the context manager for every change.
         look_ahead: runs steps one ahead of what is settled; None: each is settled before the next is planned.
+        device_lost: what the device reported when it was lost; None while it computes.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class EngineCore:
         self.total_seconds = 0.0
         self.before_step = before_step
         self.look_ahead: LookAhead | None = None
+        self.device_lost: str | None = None
         self._pool_sizes = [pool.num_blocks for pool in batcher.block_manager.pools]
         self._sampled: list[str] = []  # ids of the sequences that got a token in this step
         self._dropped: list[Submission] = []
@@ -109,6 +112,8 @@ class EngineCore:
         """
         if self._is_shut_down:
             raise RuntimeError("the engine was shut down and takes no prompts; make a new one")
+        if self.device_lost is not None:
+            raise DeviceLost(self.device_lost)
         batch = list(batch)
         submissions = {submission.request_id: submission for submission in batch}
         completions = {c.request.request_id: c for submission in batch for c in submission.completions}
@@ -199,20 +204,38 @@ class EngineCore:
         del self.runner, self.computer, self.copier  # nothing is left that a step would ask them for
 
     def run_step(self) -> list[Submission]:
-        """Run one model step; returns the submissions that progressed or ended."""
+        """Run one model step; returns the submissions that progressed or ended.
+
+        When the device is lost all of them end with that error.
+        """
         if self.batcher.has_unfinished():
             self.before_step()
-        with self.transaction:
-            progressed: list[Submission] = []
-            if self.look_ahead is not None:
-                self.look_ahead.run_step(progressed)
-                return progressed
-            started = time.perf_counter()
-            schedule = self.plan(started, progressed)
-            if schedule is not None:
-                self.prepare(schedule, started)
-                self.run(schedule.requests, started, progressed, schedule.overlapped_copies)
-        return progressed
+        try:
+            with self.transaction:
+                progressed: list[Submission] = []
+                if self.look_ahead is not None:
+                    self.look_ahead.run_step(progressed)
+                    return progressed
+                started = time.perf_counter()
+                schedule = self.plan(started, progressed)
+                if schedule is not None:
+                    self.prepare(schedule, started)
+                    self.run(schedule.requests, started, progressed, schedule.overlapped_copies)
+            return progressed
+        except Exception as error:
+            if (reason := lost_reason(error)) is None:
+                raise
+            return self._end_all(reason)
+
+    def _end_all(self, reason: str) -> list[Submission]:
+        """End everybody, as the device is lost for the ``reason``, and take nobody from now on."""
+        self.device_lost = reason
+        with self.transaction:  # which begins by taking back what the step has left behind
+            ended = [c.owner for c in self.completions.values()]
+            for completion in list(self.completions.values()):
+                if not completion.request.is_finished:
+                    self._end_early(completion, "error", reason)
+        return ended
 
     @property
     def is_under_way(self) -> bool:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 from weakref import proxy
 
+from ..autocast import without_autocast
 from ..batching import Batcher, Batches, PreemptionCost, make_policy
 from ..blocks import BlockManager
 from ..cache.block_copier import BlockCopier
@@ -136,6 +137,9 @@ class Engine:
         stored = [group.num_host_blocks for group in groups]
         host = allocate_kv_cache(program.caches, stored, block_size) if min(stored) else []
         self.runner = ModelRunner(program, cache, block_size, options.max_num_seqs, max_model_len)
+        if options.npu_warmup == "full" and (warm_up := getattr(program, "warm_up", None)) is not None:
+            with without_autocast(program.device.type):
+                warm_up()
         self.sampler = Sampler(sorted(self.eos_token_ids))
         copier = BlockCopier(cache, host, [spec.group for spec in program.caches])
         self._core = EngineCore(self.batcher, self.runner, self.sampler, copier, cost, before_step)
@@ -469,8 +473,8 @@ class Engine:
             requests that ended, by reason: ``finished_stop``, ``finished_length``, ``finished_cancelled``,
             ``finished_timeout``, ``finished_error``; ``failed`` sequences; ``model_seconds`` (packing and model) and
             ``total_seconds`` of steps; ``block_size``; with ``async_scheduling`` the figures of ``LookAhead.stats``;
-            and the block manager's figures, see
-            ``blocks.inspection.stats``.
+            where steps run as whole graphs, on an NPU, ``graph_sizes`` that are ready, ``graph_sizes_dropped`` and
+            ``operator_steps``; and the block manager's figures, see ``blocks.inspection.stats``.
         """
         return self._core.turns.take(self._stats)
 
@@ -483,6 +487,7 @@ class Engine:
                 "steps": core.num_steps,
                 **core.step_sizes.stats(),
                 **(core.look_ahead.stats() if core.look_ahead is not None else {}),
+                **getattr(self.runner.program, "graph_stats", dict)(),
                 "computed_tokens": core.num_computed_tokens,
                 "generated_tokens": core.num_generated_tokens,
                 "prompt_tokens": core.num_prompt_tokens,
@@ -533,6 +538,11 @@ class Engine:
         self._core.turns.take(self._core.shut_down)
         self.__dict__.pop("runner", None)
         return self.step()
+
+    @property
+    def device_lost(self) -> str | None:
+        """What the device reported when it was lost, with which every request ended; None while it computes."""
+        return self._core.device_lost
 
     def in_turn(self, action: Callable[[], Result]) -> Result:
         """Call ``action`` while no step runs and no other thread uses the engine; returns what it returns."""

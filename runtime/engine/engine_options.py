@@ -12,6 +12,9 @@ DEFAULT_BLOCK_SIZE = 32
 """For a program that takes any; those lowered for an NPU bring their own."""
 
 
+NPU_WARMUPS = ("full", "lazy")
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """Sizes of an engine's KV cache and steps, and how it schedules.
@@ -40,6 +43,9 @@ class EngineOptions:
         async_scheduling: plan and launch each step while the device still computes the one before it; ends by a stop
             are noticed a step late, and nobody sees more than before. None: on an NPU; on a CPU, which computes
             itself what it plans, there is nothing to gain.
+        npu_warmup: when an NPU's program compiles or captures steps of the sizes that are planned: ``"full"``, all of
+            them before the engine takes requests, each compared with the operators called one by one; or
+            ``"lazy"``, each when a step first needs it, which waits for it and is not compared.
 
     Raises:
         ValueError: a value out of range, or a name that there is not.
@@ -58,6 +64,7 @@ class EngineOptions:
     swap_space: int | str = 0
     max_queue: int | None = None
     async_scheduling: bool | None = None
+    npu_warmup: str = "full"
 
     def __post_init__(self) -> None:
         remedy = "use at least 1, or leave it out"
@@ -67,6 +74,9 @@ class EngineOptions:
         make_policy(self.policy)
         preemption_mode(self.preemption)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        if self.npu_warmup not in NPU_WARMUPS:
+            known = " or ".join(map(repr, NPU_WARMUPS))
+            raise ValueError(f"npu_warmup={self.npu_warmup!r} is not known; use {known}")
         if self.async_scheduling is not None:
             check_bool("async_scheduling", self.async_scheduling)
         if self.num_blocks is not None and self.kv_cache_memory is not None:

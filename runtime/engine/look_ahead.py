@@ -28,6 +28,7 @@ from ..blocks import CacheCopy
 from ..profiling.profile import MODEL, PACK, SAMPLE, SCHEDULE
 from ..requests.request import Request, RequestStatus
 from . import synchronous_steps
+from .device_errors import raise_if_lost
 from .device_queue import DeviceQueue, HostCopy
 from .step_computer import UNUSABLE_LOGITS
 from .step_output import SampledToken, SampleTask, StepOutput
@@ -151,6 +152,7 @@ class LookAhead:
             try:
                 step = self._launch(scheduled, tasks, started)
             except Exception as error:
+                raise_if_lost(error)
                 logger.warning("a step of %d requests failed (%s)", len(scheduled), one_line(error))
                 self._run_settled(scheduled, started, progressed, (), one_by_one=True)
                 return False
@@ -247,6 +249,7 @@ class LookAhead:
         try:
             columns = step.outcome.wait().T.tolist()
         except Exception as error:
+            raise_if_lost(error)
             self._take_back(step, error)
             return
         core.profiler.mark(SAMPLE)

@@ -16,6 +16,7 @@ from ..profiling.profiler import Profiler
 from ..requests.request import Request
 from ..sampling.beam_search import Candidates, likely_tokens
 from ..sampling.sampler import Sampler
+from .device_errors import raise_if_lost
 from .model_runner import ModelRunner
 from .step_output import SampledToken, SampleTask, StepOutput
 from .submission import one_line
@@ -51,7 +52,7 @@ class StepComputer:
         """Run the model and choose; if that raises, each request runs alone, so that only culprits fail.
 
         Keys and values can be written a second time, a state that was written over cannot: whose state that is gets
-        an output that says so.
+        an output that says so. ``DeviceLost`` is raised: no request would run alone.
 
         Args:
             scheduled: of one step.
@@ -61,6 +62,7 @@ class StepComputer:
             with without_autocast(self.runner.program.device.type):
                 return self._compute_together(scheduled, tasks)
         except Exception as error:
+            raise_if_lost(error)
             if len(scheduled) == 1:
                 logger.debug("a model step failed", exc_info=True)
                 return [StepOutput(error=f"the model step failed with {one_line(error)}")]

@@ -161,6 +161,8 @@ def _tensor_at(metadata: Any) -> torch.Tensor:
 @contextmanager
 def captured_graphs() -> Iterator[list[Graph]]:
     """Let npugraph_ex capture and replay on the CPU for the duration of a block; the graphs that it captured."""
+    # torchair's converters cannot be imported once npugraph_ex has defined the collectives that both define.
+    import torchair._ge_concrete_graph.fx2ge_converter  # noqa: F401  # isort: skip
     import npugraph_ex  # noqa: F401
     import torch_npu
     from npugraph_ex._acl_concrete_graph import acl_graph, utils

@@ -37,7 +37,7 @@ def lowered(
     return model, run_pipeline(captured, options, None, CompileReport(model_type))
 
 
-def served(traced: TracedGraph, run: Any, max_tokens: int = 3, **limits: int) -> list[RequestOutput]:
+def served(traced: TracedGraph, run: Any, max_tokens: int = 3, **limits: Any) -> list[RequestOutput]:
     """What an engine makes of ``PROMPTS`` with ``run``, a function of the graph's placeholders: prefill in chunks,
     steps of prefill and decode together, decode of fewer and fewer sequences."""
     assert traced.npu is not None
@@ -51,6 +51,7 @@ def assert_same(found: list[RequestOutput], expected: list[RequestOutput], toler
     """The same tokens, and log-probabilities within ``tolerance``."""
     for output, other in zip(found, expected, strict=True):
         (a,), (b,) = output.outputs, other.outputs
+        assert a.error is None, a.error
         assert a.token_ids == b.token_ids
         for step, wanted in zip(a.logprobs, b.logprobs, strict=True):
             assert step.keys() == wanted.keys()

@@ -57,6 +57,7 @@ class QueuedDevice:
         self.gaps: list[float] = []
         self.idle = 0.0  # since the last step
         self.num_failed = 0
+        self.first_error: BaseException | None = None  # since the last time that it was synchronized
         self.waited = 0.0
         self.is_synchronized = False  # since the last step
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Result] | None] = queue.SimpleQueue()
@@ -92,8 +93,9 @@ class QueuedDevice:
         self.wait(self.submit(lambda: None))
         self.is_synchronized = True
         failed, self.num_failed = self.num_failed, 0
+        error, self.first_error = self.first_error, None
         if failed:
-            raise RuntimeError(f"the device has failed, {failed} calls")
+            raise RuntimeError(f"the device has failed, {failed} calls") from error
 
 
 def _work(calls: queue.SimpleQueue[tuple[Callable[[], Any], Result] | None], device: QueuedDevice) -> None:
@@ -110,6 +112,7 @@ def _work(calls: queue.SimpleQueue[tuple[Callable[[], Any], Result] | None], dev
         except BaseException as error:
             result.error = error
             device.num_failed += 1
+            device.first_error = device.first_error or error
         del given, call
         result.done.set()
 

@@ -1,4 +1,5 @@
-"""An engine process that serves the toy program; ``Start.options`` are the engine's, and ``step_seconds``."""
+"""An engine process that serves the toy program; ``Start.options`` are the engine's, ``step_seconds``, and
+``warm_when``, a file that its warm-up waits for."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 from msgspec.msgpack import Decoder
 
@@ -25,7 +27,14 @@ def main(fd: int) -> int:
 
     options = dict(start.options)
     seconds = options.pop("step_seconds", 0.0)
+    warm_when = options.pop("warm_when", None)
     program = ToyProgram(vocab_size=258)
+
+    def warm_up() -> None:
+        while warm_when is not None and not Path(warm_when).exists():
+            time.sleep(0.01)
+
+    program.warm_up = warm_up  # type: ignore[attr-defined]
     program.before_call = lambda tokens: time.sleep(seconds)
     return Worker(toy_engine(program, **options), sock, model=start.model).run()
 

@@ -128,6 +128,7 @@ def test_scheduling_options_reach_the_engine(
     wanted = {
         "policy": "priority",
         "preemption": "swap",
+        "npu_warmup": "lazy",
         "swap_space": "1MiB",
         "max_queue": 2,
         "min_kv_cache_memory": "16KiB",
@@ -197,6 +198,10 @@ def test_a_prompt_at_its_deadline_is_named(run: Callable[..., tuple[int, str, st
         (["-p", "x", "--dtype", "int4"], ["dtype='int4'"]),
         (["-p", "x", "--kv-cache-memory", "lots"], ["kv_cache_memory='lots'"]),
         (["-p", "x", "--skip-pass", "nope"], ["nope"]),
+        (["-p", "x", "--npu-warmup", "later"], ["npu_warmup='later'", "'full' or 'lazy'"]),
+        (["-p", "x", "--npu-options", "{"], ["--npu-options is no JSON"]),
+        (["-p", "x", "--npu-options", "[1]"], ["--npu-options is no JSON object"]),
+        (["-p", "x", "--npu-options", '{"static_kernel": true}'], ["npu_options={'static_kernel': True}", "npu"]),
         (["-p", "x", "--max-tokens", "many"], ["--max-tokens"]),
         (["-p", "x", "--no-such-option"], ["--no-such-option"]),
         (["-p", ""], ["prompt"]),

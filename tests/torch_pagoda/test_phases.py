@@ -15,7 +15,7 @@ import pytest
 from torch_pagoda.cli.phases import show_phases
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.build import build_program
-from torch_pagoda.runtime.phases import phase, watched
+from torch_pagoda.runtime.phases import note, phase, watched
 
 from tiny_models import build_tiny_model
 
@@ -91,6 +91,7 @@ def test_a_terminal_shows_phases_and_seconds_and_is_left_clear() -> None:
                 with phase("capture"):
                     pass
                 with phase("verify"):
+                    note("3 of 12 sizes, 40 s left")
                     logging.getLogger().warning("look here")
             assert handler.stream is terminal.stream
         finally:
@@ -99,6 +100,7 @@ def test_a_terminal_shows_phases_and_seconds_and_is_left_clear() -> None:
     shown = plain(text)
     assert re.search(r"compiling, seconds: capture \d+\.\d", shown)
     assert re.search(r"capture \d+\.\d verify \d+\.\d", shown)
+    assert re.search(r"verify \d+\.\d \(3 of 12 sizes, 40 s left\)", shown)
     assert "look here" in shown.replace("\r", "\n").splitlines()  # on a line of its own
     assert text.endswith("\x1b[2K")  # the line is wiped
 
@@ -113,7 +115,7 @@ def test_nothing_is_shown_before_the_first_phase() -> None:
 def test_nothing_is_shown_in_a_pipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # asks for colours, and makes no terminal of a pipe
     with show_phases(), phase("capture"):
-        pass
+        note("3 of 12 sizes")
     assert capsys.readouterr() == ("", "")
 
 

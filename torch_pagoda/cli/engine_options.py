@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -70,8 +71,16 @@ AsyncScheduling = Annotated[
     ),
 ]
 NoAsyncScheduling = Annotated[bool, typer.Option("--no-async-scheduling", hidden=True)]
+NpuWarmup = Annotated[
+    str,
+    typer.Option(help="On an NPU: full (compile all steps first), or lazy.", rich_help_panel="Scheduling"),
+]
 Verify = Annotated[str, typer.Option(help="model, every-pass or off.", rich_help_panel="Compiler")]
 Codegen = Annotated[str, typer.Option(help="auto, none, inductor, ge or aclgraph.", rich_help_panel="Compiler")]
+NpuOptions = Annotated[
+    str | None,
+    typer.Option(help="Options of codegen ge or aclgraph.", metavar="JSON", rich_help_panel="Compiler"),
+]
 StaticDecode = Annotated[
     bool,
     typer.Option(
@@ -115,8 +124,24 @@ def llm_options(given: Mapping[str, Any]) -> dict[str, Any]:
         "enable_prefix_caching": not given["no_enable_prefix_caching"],
         "async_scheduling": False if given["no_async_scheduling"] else given["async_scheduling"] or None,
         "passes": pass_selection(given["skip_pass"], given["only_pass"]),
+        "npu_options": None if given["npu_options"] is None else json_object("--npu-options", given["npu_options"]),
     }
     return {name: values[name] for name in LLMOptions.__annotations__ if values.get(name) is not None}
+
+
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """The dictionary that an option was given.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{option} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{option} is no JSON object; write {{...}}")
+    return value
 
 
 def pass_selection(skip: list[str] | None, only: list[str] | None) -> dict[str, list[str]] | None:

@@ -33,6 +33,8 @@ from .engine_options import (
     MinKvCacheMemory,
     NoAsyncScheduling,
     NoEnablePrefixCaching,
+    NpuOptions,
+    NpuWarmup,
     NumBlocks,
     OnlyPass,
     Policy,
@@ -167,6 +169,7 @@ def generate(
     swap_space: SwapSpace = "0",
     async_scheduling: AsyncScheduling = False,
     no_async_scheduling: NoAsyncScheduling = False,
+    npu_warmup: NpuWarmup = "full",
     max_queue: Annotated[
         int | None, typer.Option(help="Refuse to start with more prompts.", rich_help_panel="Scheduling")
     ] = None,
@@ -184,6 +187,7 @@ def generate(
     ] = None,
     verify: Verify = "model",
     codegen: Codegen = "auto",
+    npu_options: NpuOptions = None,
     static_decode: StaticDecode = False,
     skip_pass: SkipPass = None,
     only_pass: OnlyPass = None,

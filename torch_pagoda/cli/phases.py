@@ -21,6 +21,11 @@ class PhaseLine:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._current, self._since = "", time.perf_counter()
+        self._note = ""
+
+    def note(self, text: str) -> None:
+        """Show how far the phase under way has come; "" for nothing."""
+        self._note = text
 
     def begin(self, phase: str) -> None:
         """The phase that was under way ends and ``phase`` begins; "" for none."""
@@ -38,6 +43,8 @@ class PhaseLine:
             current = phase == self._current
             # Spaces inside an entry do not break, so that a narrow terminal keeps name and figure together.
             text.append(f" {phase}\u00a0{seconds + running * current:.1f}", style="bold cyan" if current else "dim")
+        if self._note:
+            text.append(f" ({self._note})".replace(" ", "\u00a0"))
         return text
 
 
@@ -64,7 +71,7 @@ def show_phases() -> Iterator[None]:
 
         terminal = sys.stderr
         live = Live(line, console=console, transient=True, refresh_per_second=8, redirect_stdout=False)
-        stack.enter_context(watched(show))
+        stack.enter_context(watched(show, line.note))
         yield
 
 

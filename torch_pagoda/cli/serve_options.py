@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+
+from .engine_options import json_object
 
 if TYPE_CHECKING:
     from ..runtime.serving.settings import ApiKey, Settings
@@ -55,7 +56,7 @@ def make_settings(model: str, given: Mapping[str, Any], engine: Mapping[str, Any
         chat_template=None
         if given["chat_template"] is None
         else read_text("--chat-template", given["chat_template"]),
-        chat_template_kwargs={} if kwargs is None else _json_object("--default-chat-template-kwargs", kwargs),
+        chat_template_kwargs={} if kwargs is None else json_object("--default-chat-template-kwargs", kwargs),
         enable_ui=not given["no_ui"],
         system_fingerprint=_fingerprint(version, model, engine),
         version=version,
@@ -121,7 +122,7 @@ def read_config(context: Any, file: Path | None) -> Path | None:
         return None
     try:
         text = read_text("--config", file)
-        values = _json_object("--config", text) if file.suffix == ".json" else _yaml_object(text)
+        values = json_object("--config", text) if file.suffix == ".json" else _yaml_object(text)
         names = {parameter.name for parameter in context.command.params} - {"config", "model", "help"}
         renamed = {str(name).replace("-", "_"): value for name, value in values.items()}
         if unknown := sorted(set(renamed) - names):
@@ -130,16 +131,6 @@ def read_config(context: Any, file: Path | None) -> Path | None:
         raise typer.BadParameter(" ".join(str(error).split())) from error
     context.default_map = {**(context.default_map or {}), **renamed}
     return file
-
-
-def _json_object(option: str, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{option} is no JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{option} is no JSON object; write {{...}}")
-    return value
 
 
 def _yaml_object(text: str) -> dict[str, Any]:

@@ -17,8 +17,8 @@ then on. That must not happen unnoticed: a step that fits no planned size runs e
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,25 +28,25 @@ from torch._guards import TracingContext, tracing
 from ....passes import TracedGraph
 from ....passes.graph.fx_nodes import step_field
 from ....runtime.cache.cache_specs import has_state
+from ....runtime.engine.device_errors import raise_if_lost
 from ....runtime.engine.device_queue import sent
 from ....runtime.program import KVCache
 from ....runtime.state_tables import CHUNK_TABLES
-from .capture_sizes import (
-    CAPTURES_PER_GRAPH,
-    most_padding,
-    padded_size,
-    plan_capture_sizes,
-    request_mix,
-    stream_budget,
-)
+from .capture_sizes import most_padding, padded_size, plan_capture_sizes, request_mix
+from .capture_updates import keep_updates_apart
 from .flat_graph import flat_graph
+from .graph_resources import GraphNeeds, capture_budget
 from .in_place import write_in_place
-from .route import Route, Run, ctrl_c_kept
+from .route import PlannedSize, Route, Run, ctrl_c_kept
 from .step_padding import StepSize, spare_blocks
+from .warm_up_steps import fitting_shape
 
 log = logging.getLogger(__name__)
 # Inputs whose sizes depend on how a step's tokens are dealt out.
 _PADDED = frozenset({"padded_tokens", *CHUNK_TABLES})
+
+MIXED_SEQUENCES = 4
+"""Sequences beyond those that the tokens need in a step of prefill and decode that a capture is compared on."""
 
 
 class AclGraphs(Route):
@@ -55,21 +55,33 @@ class AclGraphs(Route):
     Args:
         traced: a graph lowered for ``graph_mode="aclgraph"``; its constants are linked.
         eager: runs the graph's calls one by one, for steps that are not captured.
-        budget: most sizes that are captured; by default what ``capture_limit`` and the device's streams allow.
+        budget: most sizes that are captured; by default what ``capture_budget`` says.
+        options: of npugraph_ex, see ``toolchain_options``.
 
     Attributes:
         planned: numbers of tokens that steps are padded to, ascending.
+        needs: what each captured size occupies of the device.
         captured: sizes that have been captured, as (tokens, asked rows).
-        eager_steps: why steps ran eagerly → how many.
+        dropped: numbers of tokens → why they are not captured, or what was is not used.
     """
 
     name = "aclgraph"
 
-    def __init__(self, traced: TracedGraph, eager: Run, budget: int | None = None) -> None:
-        super().__init__(traced)
+    def __init__(
+        self,
+        traced: TracedGraph,
+        eager: Run,
+        budget: int | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(traced, eager)
+        self._options = dict(options or {})
         assert traced.npu is not None
-        self._eager = eager
-        self._budget = min(CAPTURES_PER_GRAPH, stream_budget(soc=traced.npu.soc)) if budget is None else budget
+        self.needs = GraphNeeds(_attention_calls(traced))
+        self._most, self._limit = capture_budget(traced.npu.soc, self.needs)
+        if budget is not None:
+            self._most, self._limit = budget, f"{budget} are asked for"
+        self._budget = self._most
         names = [node.name for node in traced.placeholders]
         self._ids_at = names.index(traced.input_ids)
         self._rows_at = names.index("logits_rows") if "logits_rows" in names else None
@@ -81,20 +93,53 @@ class AclGraphs(Route):
         self._static: dict[tuple[int, torch.Size], torch.Tensor] = {}
         self.planned: tuple[int, ...] = ()
         self.captured: set[tuple[int, int]] = set()
-        self.eager_steps: Counter[str] = Counter()
+        self.dropped: dict[int, str] = {}
 
     def plan(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+        self.dropped.clear()
+        self.limits.clear()
+        self._budget = self._most
         if self._budget < 1:
-            self._refusal = self._refusal or "the device has no streams left for captured graphs"
+            self._refusal = self._refusal or f"no size can be captured: {self._limit}"
         if self._refusal:
+            self.limits.append(self._refusal)
             return 0
         most = max_num_seqs if self._only_decode else max(max_num_seqs, max_num_batched_tokens)
-        self.planned = plan_capture_sizes(request_mix(max_num_seqs, most), most, self._budget)
+        mix = request_mix(max_num_seqs, most)
+        self.planned = plan_capture_sizes(mix, most, self._budget)
+        if len(self.planned) < len(mix):
+            self.limits.append(f"{len(self.planned)} sizes of {len(mix)} steps are planned: {self._limit}")
         self._length = max_num_seqs + 1
         padding = most_padding(self.planned)
         self._width = max(spare_blocks(max_model_len, self.block_size), spare_blocks(padding, self.block_size))
+        for limit in self.limits:
+            log.info("%s", limit)
         log.info("ACL graphs are planned for %s tokens", ", ".join(map(str, self.planned)))
         return padding
+
+    def planned_sizes(self) -> list[PlannedSize]:
+        """Decode steps first, each kind from its largest on: steps of a size that fits no more have one above it."""
+        below = dict(zip(self.planned, (0, *self.planned), strict=False))
+        sizes = [n for n in reversed(self.planned) if n not in self.dropped]
+        sizes.sort(key=lambda tokens: tokens > self._max_num_seqs)  # stable
+        longest, found = self._max_model_len, []
+        for tokens in sizes:
+            # With a dummy token where another size does not take the step.
+            real = tokens - (tokens - below[tokens] > 1)
+            decodes = tokens <= self._max_num_seqs
+            sequences = real if decodes else min(self._max_num_seqs, -(-real // longest) + MIXED_SEQUENCES)
+            shape = fitting_shape(real, sequences, longest)
+            if shape.tokens <= below[tokens]:
+                continue  # no step is so large: sequences are too short
+            name = f"{'decode' if decodes else 'mixed'} steps of {tokens} tokens"
+            # The second one is a replay, with other lengths than what was captured.
+            drop = partial(self._drop, tokens)
+            found.append(PlannedSize(name, (shape, shape), lambda: None, self._run_captured, drop))
+        return found
+
+    def _drop(self, tokens: int, reason: str) -> None:
+        self.dropped[tokens] = reason
+        self.captured = {size for size in self.captured if size[0] != tokens}
 
     def bind(self, kv_cache: KVCache) -> None:
         """Take notice of the caches that later calls receive; what was captured is thrown away."""
@@ -106,14 +151,19 @@ class AclGraphs(Route):
 
     def size_for(self, size: StepSize) -> StepSize | None:
         """The next planned number of tokens, with as many sequences as the lists have members."""
-        tokens = padded_size(size.tokens, self.planned)
+        tokens = padded_size(size.tokens, [n for n in self.planned if n not in self.dropped])
         reason = self._refusal
         if not reason and self._only_decode and size.tokens != size.sequences:
             reason = "sequences differ in length, and the graph pads them to the longest"
         if not reason and (tokens is None or size.sequences >= self._length or size.blocks > self._width):
             reason = f"steps are larger than planned, {max(self.planned)} tokens of {self._length - 1} sequences"
+            if (planned := padded_size(size.tokens, self.planned)) in self.dropped:
+                reason = f"the size of {planned} tokens was dropped: {self.dropped[planned]}"
+        elif not reason and tokens is not None and tokens - size.tokens > self.most_dummies:
+            planned = padded_size(size.tokens, self.planned)
+            reason = f"the size of {planned} tokens was dropped, and the next one has {tokens}"
         if reason or tokens is None:
-            self._note_eager(reason)
+            self.note_eager(reason)
             return None
         rows = min(tokens, self._length)
         return StepSize(tokens, self._length, rows if size.rows <= rows else tokens, self._width)
@@ -121,23 +171,32 @@ class AclGraphs(Route):
     def __call__(self, *args: Any) -> Sequence[Any]:
         size = self._planned_size(args)
         if size is None:
-            return self._eager(*self.on_device(args))
-        if size not in self.captured and len(self.captured) >= self._budget:
-            self._note_eager(f"{self._budget} sizes are captured already")
-            return self._eager(*self.on_device(args))
-        fixed = self._in_place(args)
+            return self.run_by_operator(args)
+        if size not in self.captured and (self.is_warm or len(self.captured) >= self._budget):
+            self.note_eager(
+                f"steps of {size[0]} tokens that ask for {size[1]} rows are not captured"
+                if self.is_warm
+                else f"{self._budget} sizes are captured already"
+            )
+            return self.run_by_operator(args)
         if size in self.captured:
-            assert self._graph is not None
-            return self._graph(*fixed)
-        if self._graph is None:
-            self._graph = self._compile()
+            return self._run_captured(args)
         try:
-            results = self._graph(*fixed)
+            return self._run_captured(args)
         except RuntimeError as error:  # no streams or memory left for another capture
+            raise_if_lost(error)
             log.warning("capturing a step of %d tokens fails, no more sizes are captured: %s", size[0], error)
             self._budget = len(self.captured)
-            return self._eager(*self.on_device(args))
-        self.captured.add(size)
+            return self.run_by_operator(args)
+
+    def _run_captured(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Replay a step of a planned size, or capture it."""
+        fixed = self._in_place(args)
+        if self._graph is None:
+            self._graph = self._compile()
+        results = self._graph(*fixed)
+        if (size := self._planned_size(args)) is not None:
+            self.captured.add(size)
         return results
 
     def _planned_size(self, args: Sequence[Any]) -> tuple[int, int] | None:
@@ -146,11 +205,6 @@ class AclGraphs(Route):
             return None
         tokens = args[self._ids_at].shape[1]
         return tokens, tokens if self._rows_at is None else args[self._rows_at].shape[0]
-
-    def _note_eager(self, reason: str) -> None:
-        if not self.eager_steps[reason]:
-            log.warning("not every step is captured, some run eagerly: %s", reason)
-        self.eager_steps[reason] += 1
 
     def _in_place(self, args: Sequence[Any]) -> list[Any]:
         """The same with the step's tensors copied to buffers that keep their addresses."""
@@ -172,7 +226,8 @@ class AclGraphs(Route):
                 inputs[i]._dynamo_static_input_type = "guarded"
             npugraph_ex = torch.npu.npugraph_ex  # type: ignore[attr-defined]
             with ctrl_c_kept():
-                return npugraph_ex.compile_fx(gm, inputs, aclgraph_options(self._budget))
+                keep_updates_apart()
+                return npugraph_ex.compile_fx(gm, inputs, aclgraph_options(self._budget, self._options))
 
         with tracing(TracingContext(self.traced.fake_mode)), torch.no_grad():
             run = aot_module_simplified(
@@ -185,7 +240,7 @@ class AclGraphs(Route):
         return lambda *args: run(*flat.flatten(args))
 
 
-def aclgraph_options(budget: int) -> dict[str, Any]:
+def aclgraph_options(budget: int, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Options of npugraph_ex (torchair's repository, ``docs/zh/npugraph_ex``).
 
     - capture_limit: one above what we let it capture, so that a size that has to be captured anew is not refused.
@@ -195,8 +250,13 @@ def aclgraph_options(budget: int) -> dict[str, Any]:
     - post_grad_custom_pre_pass: see ``in_place``.
     - reuse_graph_pool_in_same_fx stays on, clone_output off: the graphs of all sizes share their memory, results
       included. The logits of a step have to be used before the next one, as an engine does.
+
+    Args:
+        budget: sizes that are captured.
+        options: others, see ``toolchain_options``.
     """
     return {
+        **(options or {}),
         "capture_limit": budget + 1,
         "clone_input": False,
         "frozen_parameter": True,
@@ -217,6 +277,11 @@ def _why_not_captured(traced: TracedGraph, lists: Sequence[int]) -> str:
         if not _gets_new_lengths(user):
             return f"{user.name} takes lengths from the host, and only attention calls get those of a replay"
     return ""
+
+
+def _attention_calls(traced: TracedGraph) -> int:
+    """Calls that npugraph_ex gives the lengths of each replay."""
+    return sum(_gets_new_lengths(node) for node in traced.graph.nodes)
 
 
 def _gets_new_lengths(node: torch.fx.Node) -> bool:

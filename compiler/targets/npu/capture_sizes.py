@@ -9,19 +9,8 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
-CAPTURES_PER_GRAPH = 64
-"""npugraph_ex's default ``capture_limit``: at the next capture it throws away what it has captured and runs the graph
-eagerly from then on (torchair documentation, npugraph_ex, "capture_limit")."""
+from .graph_resources import CAPTURES_PER_GRAPH
 
-STREAMS = 2048
-"""Streams of a device (vllm-ascend, comment in ``update_aclgraph_sizes``)."""
-
-KEPT_STREAMS = 248
-"""Of these, what vllm-ascend leaves to everything that is not a captured graph."""
-
-_STREAMS_PER_GROUP = 40
-# vllm-ascend captures four sizes there, for a time, until a driver is released (platform.py, August 2026).
-_CAPTURES_OF_FAMILY = {"Ascend950": 4, "Ascend910_95": 4}
 _DECODE_SHARE = 0.9
 _CHUNK_STEP = 16
 
@@ -155,50 +144,3 @@ def request_mix(
     if chunks:
         mix[max_num_batched_tokens] += (1 - decode_share) / 2
     return mix
-
-
-def stream_budget(
-    graphs_per_size: int = 1,
-    communication_groups: int = 0,
-    *,
-    soc: str = "",
-    streams: int = STREAMS,
-    kept: int = KEPT_STREAMS,
-) -> int:
-    """The number of sizes that the streams of a device let us capture.
-
-    A captured graph occupies streams until it is thrown away. vllm-ascend's empirical formula
-    (``vllm_ascend/utils.py``, ``update_aclgraph_sizes``, in releases to early 2026, for collectives that are unfolded
-    by FFTS+ or AICPU) for graphs cut at every attention::
-
-        (2048 - 248 - 40 groups) / (layers + 1) / (1 + 2 groups)
-
-    where layers + 1 is the number of graphs per size; ours is whole, one graph. Later releases (August 2026) drop the
-    formula and tell the user to give fewer sizes when a capture fails: newer drivers allow more. It is kept here
-    because it errs on the safe side.
-
-    Args:
-        graphs_per_size: graphs that are captured for one size: 1 for a whole program, layers + 1 for one that is cut
-            at every attention.
-        communication_groups: groups of more than one device that the graphs communicate in.
-        soc: name of the chip; some families have limits of their own.
-        streams: of the device.
-        kept: streams that are not for graphs.
-
-    Returns:
-        at least 0.
-
-    Raises:
-        ValueError: a negative argument, or no graph per size.
-    """
-    if graphs_per_size < 1 or communication_groups < 0 or streams < 0 or kept < 0:
-        raise ValueError(
-            f"graphs_per_size={graphs_per_size} must be at least 1, communication_groups={communication_groups}, "
-            f"streams={streams} and kept={kept} at least 0"
-        )
-    left = streams - kept - _STREAMS_PER_GROUP * communication_groups
-    budget = max(0, left // (graphs_per_size * (1 + 2 * communication_groups)))
-    for family, most in _CAPTURES_OF_FAMILY.items():
-        if soc.startswith(family):
-            budget = min(budget, most)
-    return budget

@@ -10,10 +10,12 @@ few. Decode steps can have graphs of fixed sizes beside them (``static_decode``)
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,10 +32,12 @@ from .in_place import write_rows_in_place
 from .offline.air_kernels import register_air_kernels
 from .offline.run import is_offline
 from .offline.without_device import without_device
-from .route import Route, Run, ctrl_c_kept
+from .route import PlannedSize, Route, Run, ctrl_c_kept
 from .static_decode import StaticDecode
 from .static_graph import air_attention, static_graph
 from .step_padding import StepSize
+from .toolchain_options import set_ge_options
+from .warm_up_steps import StepShape, fitting_shape
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +45,9 @@ SEQUENCES_PER_GRAPH = 8
 MOST_GRAPHS = 8
 """How many numbers of sequences are planned unless it is said otherwise: one for each eight sequences, and no more
 than eight, since GE takes a while to compile each graph. A handful of dummy sequences costs next to nothing."""
+
+PREFILLED_TOKENS = 24
+"""Tokens of chunks in the step of prefill and decode that a graph is compared on; its sizes are symbols."""
 
 
 class GeGraphs(Route):
@@ -55,11 +62,15 @@ class GeGraphs(Route):
         most_graphs: and no more than this.
         static_decode: give decode steps graphs of fixed sizes, as many more.
 
+        eager: see ``Route``.
+        options: of torchair, see ``toolchain_options``.
+
     Attributes:
         static: these; None without them.
         planned: numbers of sequences that steps are padded to, ascending.
         graphs: number of sequences → its graph, as far as they are compiled; 0 → the only one of a graph that takes
             no lists of lengths.
+        dropped: number of sequences → why its graph is not used.
     """
 
     name = "ge"
@@ -69,15 +80,20 @@ class GeGraphs(Route):
         traced: TracedGraph,
         sequences_per_graph: int = SEQUENCES_PER_GRAPH,
         most_graphs: int = MOST_GRAPHS,
+        eager: Run | None = None,
+        options: Mapping[str, Any] | None = None,
         static_decode: bool = False,
     ) -> None:
-        super().__init__(traced)
+        super().__init__(traced, eager)
+        self._options = dict(options or {})
         self.static = StaticDecode(traced, self._compile_static) if static_decode else None
         self._sequences_per_graph, self._most_graphs = sequences_per_graph, most_graphs
         self.planned: tuple[int, ...] = ()
         self.graphs: dict[int, Run] = {}
+        self.dropped: dict[int, str] = {}
 
     def plan(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+        self.dropped.clear()
         mix = dict.fromkeys(range(1, max_num_seqs + 1), 1)
         limit = min(self._most_graphs, -(-max_num_seqs // self._sequences_per_graph))
         sizes = plan_capture_sizes(mix, max_num_seqs, limit)
@@ -93,13 +109,65 @@ class GeGraphs(Route):
         if self.static is not None:
             self.static.bind(kv_cache)
 
+    def planned_sizes(self) -> list[PlannedSize]:
+        sizes = [n for n in reversed(self.planned) if n not in self.dropped]
+        if not self.lists and 0 not in self.dropped:
+            return [*self._static_sizes(), self._planned_size(0, self._max_num_seqs)]
+        below = dict(zip(self.planned, (0, *self.planned), strict=False))
+        # With a dummy sequence where another size does not take the step.
+        return [*self._static_sizes(), *(self._planned_size(n, n - (n - below[n] > 1)) for n in sizes)]
+
+    def _static_sizes(self) -> list[PlannedSize]:
+        """Those of the graphs of fixed sizes, which decode steps run by."""
+        static = self.static
+        if static is None:
+            return []
+        sizes = [(n, n - (n - below > 1)) for below, n in itertools.pairwise((0, *static.planned))]
+        return [
+            PlannedSize(
+                name=f"decode steps of {n} sequences",
+                shapes=(StepShape(real, real),) * 2,
+                compile=partial(self._compile_ahead, n),
+                run=partial(self._run_static, n),
+                drop=partial(static.drop, n),
+            )
+            for n, real in reversed(sizes)
+            if n not in static.dropped
+        ]
+
+    def _compile_ahead(self, sequences: int) -> None:
+        assert self.static is not None
+        self.static.graph(sequences)
+
+    def _run_static(self, sequences: int, args: Sequence[Any]) -> Sequence[Any]:
+        assert self.static is not None
+        return self.static.graph(sequences)(*self.on_device(args))
+
+    def _planned_size(self, length: int, sequences: int) -> PlannedSize:
+        """That of the graph for lists of ``length``; it is exercised by steps of so many sequences."""
+        longest, most = self._max_model_len, self._max_num_batched_tokens
+        sequences = min(sequences, most)
+        mixed = fitting_shape(min(most, sequences + PREFILLED_TOKENS), sequences, longest)
+        return PlannedSize(
+            name=f"steps of {length} sequences" if length else "steps of any number of sequences",
+            # Decode steps are for graphs of fixed sizes, where there are any.
+            shapes=(mixed, mixed) if self._static_sizes() else (StepShape(sequences, sequences), mixed),
+            compile=partial(self._graph, length),
+            run=lambda args: self._graph(length)(*self.on_device(args)),
+            drop=partial(self._drop, length),
+        )
+
+    def _drop(self, length: int, reason: str) -> None:
+        self.dropped[length] = reason
+        self.graphs.pop(length, None)
+
     def size_for(self, size: StepSize) -> StepSize | None:
         """The next planned number of sequences; each dummy one has a token."""
         static = None if self.static is None else self.static.size_for(size)
         if static is not None:
             return static
-        sequences = padded_size(size.sequences, self.planned)
-        if sequences is None or sequences == size.sequences:
+        sequences = padded_size(size.sequences, [n for n in self.planned if n not in self.dropped])
+        if sequences is None or not 0 < sequences - size.sequences <= self.most_dummies:
             return None
         return replace(size, tokens=size.tokens + sequences - size.sequences, sequences=sequences)
 
@@ -110,10 +178,19 @@ class GeGraphs(Route):
             if outputs is not None:
                 return outputs
         length = len(args[self.lists[0]]) if self.lists else 0
+        if length in self.dropped:
+            self.note_eager(f"the graph for {length} sequences was dropped: {self.dropped[length]}")
+            return self.run_by_operator(args)
+        if self.is_warm and length not in self.graphs:
+            self.note_eager(f"no graph for {length} sequences is planned")
+            return self.run_by_operator(args)
+        return self._graph(length)(*self.on_device(args))
+
+    def _graph(self, length: int) -> Run:
         if length not in self.graphs:
             log.info("compiling the GE graph for %d sequences", length)
             self.graphs[length] = self._compile(length)
-        return self.graphs[length](*self.on_device(args))
+        return self.graphs[length]
 
     def _compile(self, length: int) -> Run:
         flat = flat_graph(self.traced, length)
@@ -143,12 +220,12 @@ class GeGraphs(Route):
                 register_air_kernels()
             stack.enter_context(tracing(TracingContext(mode)))
             stack.enter_context(torch.no_grad())
-            backend = torchair.get_npu_backend(compiler_config=ge_config(run_eagerly=offline, static=static))
-            run: Run = backend(module, values)
+            config = ge_config(self._options, run_eagerly=offline, static=static)
+            run: Run = torchair.get_npu_backend(compiler_config=config)(module, values)
         return run
 
 
-def ge_config(*, run_eagerly: bool = False, static: bool = False) -> Any:
+def ge_config(options: Mapping[str, Any] | None = None, *, run_eagerly: bool = False, static: bool = False) -> Any:
     """Torchair's options, as far as they differ from its defaults or matter here (its documentation, "features").
 
     - mode max-autotune: through GE.
@@ -168,12 +245,14 @@ def ge_config(*, run_eagerly: bool = False, static: bool = False) -> Any:
     Matrices in format FRACTAL_NZ need no option: torchair reads the format off the tensors at the first call.
 
     Args:
+        options: others, by their paths, see ``toolchain_options``.
         run_eagerly: convert the graph, and run what was converted operator by operator.
         static: for a graph of fixed sizes.
     """
     import torchair
 
     config = torchair.CompilerConfig()
+    set_ge_options(config, options or {})
     config.mode = "max-autotune"
     config.post_grad_custom_pre_pass = write_rows_in_place
     config.experimental_config.pattern_fusion_pass = False

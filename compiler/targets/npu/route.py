@@ -2,51 +2,98 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ....passes import TracedGraph
 from ....passes.graph.fx_nodes import is_tensor, value
+from ....runtime.cache.cache_specs import has_state
 from ....runtime.engine.device_queue import sent
 from ....runtime.program import KVCache, StateSpec, is_cache_input
 from ....runtime.step_metadata import StepMetadata
 from .flat_graph import is_constant, list_inputs
 from .step_padding import StepSize, pad_step, size_of, spare_blocks
+from .warm_up_steps import STATE_SLOTS, SpareRoom, StepShape, chain_blocks
+
+log = logging.getLogger(__name__)
 
 Run = Callable[..., Sequence[Any]]
 """A function of a graph's placeholders, or of their flat form, that returns its outputs."""
 
 
+@dataclass(frozen=True)
+class PlannedSize:
+    """A size of steps that is compiled or captured ahead of requests, and compared (see ``warm_up``).
+
+    Attributes:
+        name: in words, such as "decode steps of 8 tokens".
+        shapes: steps that run at this size, in the order in which they are run.
+        compile: make ready what needs no step; nothing where the first run captures. It raises what the toolchain
+            raises.
+        run: the graph's outputs for the arguments of a step of this size, by the compiled or captured graph and never
+            in another way; the first run may capture. It raises what the toolchain raises.
+        drop: leave the size out from now on, for the given reason: its steps run at another size, or operator by
+            operator. ``run`` is not called again.
+    """
+
+    name: str
+    shapes: tuple[StepShape, ...]
+    compile: Callable[[], None]
+    run: Callable[[Sequence[Any]], Sequence[Any]]
+    drop: Callable[[str], None]
+
+
 class Route(ABC):
     """A function of a lowered graph's placeholders that runs steps of planned sizes.
 
-    First ``reserve``, then ``bind``, then for each step ``fit`` and a call with the arguments of what that returned.
+    First ``reserve``, then ``bind``, then ``warm_up.warm_up``, then for each step ``fit`` and a call with the
+    arguments of what that returned.
 
     Args:
         traced: a lowered graph; its constants are linked.
+        eager: runs the graph's calls one by one, for steps that are not compiled or captured; by default the graph.
 
     Attributes:
         name: as option ``codegen`` spells it.
         lists: positions of the placeholders that receive lists of lengths.
         changing: positions of those that receive another tensor at each step.
+        kv_cache: as bound.
+        spare_room: blocks and slots for steps of no request, once caches are bound.
+        is_warm: every planned size was compiled or captured, or left out; nothing is from now on.
+        eager_steps: why steps ran operator by operator → how many.
+        limits: why fewer sizes are planned than steps could use, one line for each reason.
     """
 
     name: str
 
-    def __init__(self, traced: TracedGraph) -> None:
+    def __init__(self, traced: TracedGraph, eager: Run | None = None) -> None:
         assert traced.npu is not None
         self.traced = traced
+        self.eager: Run = traced.module if eager is None else eager
         self.block_size = traced.npu.block_size
         self.device: torch.device = value(traced.placeholder(traced.input_ids)).device
         self.lists = list_inputs(traced)
         self.changing = _changing_tensors(traced)
-        self._first_spare_block = self._spare_slot = self._spare_blocks = 0
+        self.kv_cache: KVCache = []
+        self.spare_room: SpareRoom | None = None
+        self.is_warm = False
+        self.eager_steps: Counter[str] = Counter()
+        self.limits: list[str] = []
+        self._max_num_seqs = self._max_num_batched_tokens = self._max_model_len = 0
+        self._first_spare_block = self._spare_slot = self._spare_blocks = self._padding_blocks = 0
+
+    def planned_sizes(self) -> list[PlannedSize]:
+        """The sizes that are planned and were not dropped, in the order of use: decode first."""
+        return []
 
     @abstractmethod
     def plan(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
@@ -61,12 +108,19 @@ class Route(ABC):
         """The graph's outputs. Tensors of a step may live on the host."""
 
     def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
-        """Plan; how many blocks at the end of each cache, and slots of each state, are for padding.
+        """Plan; how many blocks at the end of each cache, and slots of each state, are for padding and for steps of
+        no request.
 
-        One at least: dummy sequences without tokens name a block too.
+        One for padding at least: dummy sequences without tokens name a block too.
         """
+        self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self._max_model_len = max_model_len
         padding = self.plan(max_num_seqs, max_num_batched_tokens, max_model_len)
-        self._spare_blocks = max(1, spare_blocks(padding, self.block_size))
+        self._padding_blocks = max(1, spare_blocks(padding, self.block_size))
+        most = max((shape.tokens for size in self.planned_sizes() for shape in size.shapes), default=0)
+        self._spare_blocks = self._padding_blocks + chain_blocks(most, max_model_len, self.block_size)
+        if has_state(self.traced.caches):
+            self._spare_blocks = max(self._spare_blocks, STATE_SLOTS)
         return self._spare_blocks
 
     def bind(self, kv_cache: KVCache) -> None:
@@ -76,6 +130,42 @@ class Route(ABC):
                 self._spare_slot = first.shape[0] - self._spare_blocks
             else:
                 self._first_spare_block = first.shape[0] - self._spare_blocks
+        self.kv_cache = kv_cache
+        self.is_warm = False
+        self.spare_room = SpareRoom(
+            block_size=self.block_size,
+            first_block=self._first_spare_block + self._padding_blocks,
+            num_blocks=self._spare_blocks - self._padding_blocks,
+            longest=self._max_model_len,
+            shared_slot=self._spare_slot,
+            read_slot=self._spare_slot + 1,
+            write_slot=self._spare_slot + 2,
+        )
+
+    def run_by_operator(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The graph's outputs, operator by operator."""
+        return self.eager(*self.on_device(args))
+
+    def note_eager(self, reason: str) -> None:
+        """Count a step that runs operator by operator; the first one of a reason is logged."""
+        if not self.eager_steps[reason]:
+            log.warning("not every step runs as a whole graph, some run operator by operator: %s", reason)
+        self.eager_steps[reason] += 1
+
+    @property
+    def owned_blocks(self) -> int:
+        """Blocks of each cache that are for sequences; they come first."""
+        return self._first_spare_block
+
+    @property
+    def owned_slots(self) -> int:
+        """Slots of each state that are for sequences; they come first."""
+        return self._spare_slot
+
+    @property
+    def most_dummies(self) -> int:
+        """The most dummy tokens that there is room for."""
+        return self._padding_blocks * self.block_size
 
     def fit(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata

@@ -148,6 +148,10 @@ class Worker:
                     if failures == _MAX_FAILURES:
                         return EXIT_BROKEN
             self._send_news([self._delta(piece) for piece in pieces])
+            if self.engine.device_lost is not None and not self.engine.has_unfinished():
+                logger.error("%s; the engine ends", self.engine.device_lost)
+                self._drain(0)
+                return EXIT_BROKEN
 
     def _hello(self) -> Hello:
         engine = self.engine
@@ -163,11 +167,13 @@ class Worker:
             stats=engine.stats(),
         )
 
-    def _drain(self) -> bool:
-        """Wait until the other side has read enough; False if it stops reading."""
+    def _drain(self, limit: int | None = None) -> bool:
+        """Wait until no more than ``limit`` bytes, by default ``max_unsent``, wait for the other side; False if it
+        stops reading."""
+        limit = self.max_unsent if limit is None else limit
         with selectors.DefaultSelector() as selector:
             selector.register(self._sock, selectors.EVENT_WRITE)
-            while self._writer.num_unsent > self.max_unsent:
+            while self._writer.num_unsent > limit:
                 before = self._writer.num_unsent
                 selector.select(self.stall_seconds)
                 if not self._writer.send(self._sock):

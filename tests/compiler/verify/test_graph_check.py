@@ -11,7 +11,7 @@ from torch_pagoda.compiler import CompileOptions, UnsupportedModel, options
 from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
-from torch_pagoda.compiler.verify.errors import TOLERANCE
+from torch_pagoda.compiler.tolerance import TOLERANCE
 from torch_pagoda.compiler.verify.graph_check import check_graph, measure_rounding
 from torch_pagoda.compiler.verify.self_check import check, reference_of_model
 from torch_pagoda.passes import PASSES, Pass, PassRecord

@@ -12,13 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
+from torch_pagoda.runtime.serving.app import make_app
 from torch_pagoda.runtime.serving.engine_process.client import EngineDied, EngineUnavailable
 from torch_pagoda.runtime.serving.engine_process.process_client import ProcessClient
 from torch_pagoda.runtime.serving.engine_process.supervisor import EngineProcess, RestartLimit
 from torch_pagoda.runtime.serving.engine_process.wire import Start, Submit
+from torch_pagoda.runtime.serving.settings import Settings
 
 from toy_client import TOY_ENGINE_ARGV, merged, read_all
 
@@ -169,6 +172,27 @@ def test_a_killed_engine_is_started_again_and_counts_on(served: Served) -> None:
         wait_until_gone(first)
 
     served.run(use())
+
+
+def test_health_is_503_until_the_engine_is_warm(tmp_path: Path) -> None:
+    """Warm-up is a part of making the engine, and that of saying hello."""
+    warm = tmp_path / "warm"
+
+    async def use() -> None:
+        client = ProcessClient(TOY_ENGINE_ARGV, Start("toy", None, {"warm_when": str(warm)}))
+        app = make_app(Settings(served_model_names=("toy",)), client, None)
+        await client.start()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
+            await asyncio.sleep(1.0)
+            for path in ("/health", "/ready"):
+                assert (await http.get(path)).status_code == 503
+            warm.touch()
+            await client.wait_ready()
+            assert (await http.get("/health")).status_code == 200
+        await client.close()
+        app.state.front.close()
+
+    run(use())
 
 
 def test_a_front_that_is_killed_leaves_no_engine() -> None:

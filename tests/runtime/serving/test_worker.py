@@ -27,6 +27,7 @@ from torch_pagoda.runtime.serving.engine_process.wire import (
 )
 
 from toy_client import toy_engine
+from toy_program import ToyProgram
 
 
 def test_the_socket_is_closed_while_nothing_runs() -> None:
@@ -210,3 +211,20 @@ def test_messages_stay_as_they_are_on_the_wire() -> None:
         *([], [], None),
     ]
     assert msgspec.msgpack.decode(encode(Submit("r", [[1]], {}))) == ["submit", "r", [[1]], {}, {}, True]
+
+
+def test_a_lost_device_ends_the_engine_when_everybody_knows() -> None:
+    program = ToyProgram(vocab_size=258)
+    bench = Bench(toy_engine(program, max_num_seqs=1))
+
+    def before_call(ids: Any) -> None:
+        if len(program.steps) >= 3:
+            raise RuntimeError("device lost")
+
+    program.before_call = before_call
+    bench.start()
+    bench.send(Submit("r", [[1], [2]], {"max_tokens": 20}))
+    last = [delta for delta in deltas(bench.steps("r")) if delta.finish_reason is not None]
+    assert {delta.prompt_index for delta in last} == {0, 1}
+    assert all(delta.finish_reason == "error" and "the device is lost" in (delta.error or "") for delta in last)
+    assert bench.end() == EXIT_BROKEN

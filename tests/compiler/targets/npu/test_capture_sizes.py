@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_pagoda.compiler.targets.npu.capture_sizes import (
-    CAPTURES_PER_GRAPH,
     most_padding,
     padded_size,
     plan_capture_sizes,
     request_mix,
-    stream_budget,
     wasted,
 )
+from torch_pagoda.compiler.targets.npu.graph_resources import CAPTURES_PER_GRAPH
 
 MOST = 40
 MIXES = st.dictionaries(st.integers(1, MOST), st.integers(0, 9), max_size=25)
@@ -120,17 +119,3 @@ def test_request_mix_of_the_defaults():
             request_mix(*arguments)
     with pytest.raises(ValueError, match=r"decode_share=1\.5"):
         request_mix(8, 8, decode_share=1.5)
-
-
-def test_stream_budget_follows_the_formula():
-    assert stream_budget() == 1800
-    # Examples of vllm-ascend's comments: 1920 streams, 48 layers; with a group of 4 devices, without AIV expansion.
-    assert stream_budget(49, 1, streams=1920, kept=0) == (1920 - 40) // 49 // 3 == 12
-    assert stream_budget(49) == 1800 // 49
-    assert stream_budget(1, 2) == (1800 - 80) // 5
-    assert stream_budget(soc="Ascend950PR_9599") == 4 and stream_budget(soc="Ascend910B3") == 1800
-    assert stream_budget(2000) == stream_budget(streams=100) == 0
-    with pytest.raises(ValueError, match="communication_groups=-1"):
-        stream_budget(1, -1)
-    with pytest.raises(ValueError, match="graphs_per_size=0"):
-        stream_budget(0)

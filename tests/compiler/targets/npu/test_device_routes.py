@@ -21,7 +21,7 @@ import torch_pagoda as pagoda
 from torch_pagoda.compiler.link.linker import link
 from torch_pagoda.compiler.targets.npu.aclgraph_route import AclGraphs
 from torch_pagoda.compiler.targets.npu.flat_graph import flat_graph
-from torch_pagoda.compiler.targets.npu.ge_route import GeGraphs
+from torch_pagoda.compiler.targets.npu.ge_route import PREFILLED_TOKENS, GeGraphs
 from torch_pagoda.compiler.targets.npu.route import ctrl_c_kept
 from torch_pagoda.compiler.targets.npu.routes import make_route
 from torch_pagoda.compiler.targets.npu.step_padding import StepSize
@@ -120,10 +120,11 @@ def test_planned_numbers_of_sequences():
     assert route.plan(64, 2048, 4096) == 7 and route.planned == tuple(range(8, 65, 8))
     assert route.plan(3, 18, 48) == 2 and route.planned == (3,)
     assert route.plan(256, 2048, 4096) == 31 and len(route.planned) == 8
+    # Two blocks for padding, and as many as a step of 256 - 1 sequences and a chunk lies in.
+    assert route.reserve(256, 2048, 4096) == 2 + -(-(255 + PREFILLED_TOKENS) // 16)
     assert route.size_for(StepSize(40, 32, 5, 9)) is None, "planned as it is"
     assert route.size_for(StepSize(40, 30, 5, 9)) == StepSize(42, 32, 5, 9)
     assert route.size_for(StepSize(300, 300, 5, 9)) is None, "above what was planned: a graph of its own"
-    assert route.reserve(64, 2048, 4096) == 1
 
 
 def test_blocks_of_another_size_are_refused():
@@ -166,7 +167,7 @@ def test_captured_steps_serve_the_same_at_fixed_addresses(monkeypatch):
 
 def test_sizes_of_steps(monkeypatch):
     route, _ = capturing(monkeypatch, ready("llama", "aclgraph"), 4)
-    route.plan(4, 32, 100)
+    route.reserve(4, 32, 100)
     assert route.planned == (2, 4, 16, 32)
     assert route.size_for(StepSize(3, 3, 3, 2)) == StepSize(4, 5, 4, 7)
     assert route.size_for(StepSize(20, 2, 2, 7)) == StepSize(32, 5, 5, 7)
@@ -189,17 +190,19 @@ def test_steps_beyond_the_budget_run_eagerly_and_say_so(monkeypatch, caplog):
 
     monkeypatch.setattr(AclGraphs, "plan", plan)
     with caplog.at_level(logging.WARNING):
-        found = served(traced, route)
+        found = served(traced, route, npu_warmup="lazy")
     assert_same(found, served(traced, traced.module))
     assert len(route.captured) == 1 and route.eager_steps["1 sizes are captured already"] > 3
-    assert sum("run eagerly: 1 sizes are captured already" in r.getMessage() for r in caplog.records) == 1
+    assert (
+        sum("run operator by operator: 1 sizes are captured already" in r.getMessage() for r in caplog.records) == 1
+    )
 
 
 def test_without_streams_nothing_is_captured(monkeypatch, caplog):
     traced = ready("llama", "aclgraph")
     route, graph = capturing(monkeypatch, traced, 0)
     assert_same(served(traced, route, max_tokens=1), served(traced, traced.module, max_tokens=1))
-    assert graph.calls == 0 and "no streams left" in caplog.text
+    assert graph.calls == 0 and "no size can be captured: 0 are asked for" in caplog.text
 
 
 def test_a_capture_that_fails_leaves_the_others(monkeypatch, caplog):
@@ -213,7 +216,7 @@ def test_a_capture_that_fails_leaves_the_others(monkeypatch, caplog):
         return run(self, *args)
 
     monkeypatch.setattr(Replayed, "__call__", scarce)
-    assert_same(served(traced, route), served(traced, traced.module))
+    assert_same(served(traced, route, npu_warmup="lazy"), served(traced, traced.module))
     assert "capturing a step of 4 tokens fails" in caplog.text and "resources are insufficient" in caplog.text
     assert route.captured and route.eager_steps
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from torch_pagoda.compiler.verify.errors import row_errors, typical
+from torch_pagoda.compiler.tolerance import row_errors, typical
 
 
 @pytest.fixture

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from ...passes.graph.fx_nodes import callee
+from ..passes.graph.fx_nodes import callee
 
 HALF = (torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6, torch.bfloat16: 0.3, torch.float16: 0.05}
@@ -17,6 +18,28 @@ ROUNDINGS = 5.0
 """By how many times its own rounding a half-precision graph may differ from the original, which rounds likewise."""
 _ROUTERS = ("topk", "sort")
 _INDEXERS = ("lightning_indexer", "lightning_indexer_seq")
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """By how much rows may differ from those that are right.
+
+    Attributes:
+        limit: the largest error that is right, in standard deviations of a row.
+        share: of the rows, how many have to be right.
+    """
+
+    limit: float
+    share: float = 1.0
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Tolerance:
+        """What holds for a dtype as long as nobody has measured its rounding."""
+        return cls(TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]))
+
+    def error(self, found: torch.Tensor, expected: torch.Tensor) -> float:
+        """The error that is held against ``limit``, of rows ``[R, n]``."""
+        return typical(row_errors(found, expected).tolist(), self.share)
 
 
 def row_errors(found: torch.Tensor, expected: torch.Tensor, spread: torch.Tensor | None = None) -> torch.Tensor:
@@ -47,7 +70,7 @@ def typical(errors: Sequence[float], share: float) -> float:
 def routes_tokens(graph: fx.Graph) -> bool:
     """True if a graph chooses experts: in half precision it decides otherwise where two are nearly as good, and the
     row with it. In float32 every row has to be right."""
-    return any(callee(node) in _ROUTERS for node in graph.nodes)
+    return any(callee(node) in _ROUTERS or "gating_top_k" in callee(node) for node in graph.nodes)
 
 
 def chooses_keys(graph: fx.Graph) -> bool:
