@@ -14,6 +14,7 @@ from torch_pagoda.compiler.targets.npu.socs import chip
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.provenance import operator_name
 from torch_pagoda.passes.schedule import launches as launches_module
+from torch_pagoda.passes.schedule import schedule_branches as branches_module
 from torch_pagoda.passes.schedule.launches import Launches
 from torch_pagoda.passes.schedule.schedule_branches import ANNOTATION, SIDE, Branch, schedule_branches
 
@@ -59,6 +60,15 @@ def test_the_mlp_of_gpt_neox_runs_beside_its_attention():
     again, _ = schedule_branches(traced, launches.costs)
     assert again.matches == 2
     _holds(traced, before, found, launches)
+
+
+def test_what_writes_a_cache_stays_on_the_main_stream(monkeypatch):
+    _, _, found, launches = _scheduled("gpt_neox")
+    for branch in found:
+        reason = branches_module._one_way(launches, branch.join, branch.main, branch.side)
+        assert isinstance(reason, str) and "npu_scatter_pa_kv_cache" in reason and "writes memory" in reason
+    monkeypatch.setattr(branches_module, "written_nodes", lambda node: [])
+    assert isinstance(branches_module._one_way(launches, found[0].join, found[0].main, found[0].side), Branch)
 
 
 def test_llama_has_no_branches_and_its_attention_waits_for_the_cache_write(monkeypatch):
