@@ -35,7 +35,7 @@ FLOORS = {
         ),
         *("fingerprint", "link options", "targets", "report tolerance user_passes weights"),
     ),
-    "passes": ("__init__", "rewrite", "lower proof recognise", "graph"),
+    "passes": ("__init__", "rewrite", "lower proof recognise schedule", "graph"),
     "runtime": (
         *(
             "serving",

@@ -10,12 +10,16 @@ b. MindStudio's msmodeling, https://github.com/Ascend/msmodeling, ``tensor_cast/
 c. CANN's guide to moving operators between chips, https://gitcode.com/cann/ops-nn,
    ``docs/zh/develop/cross_platform_migration_guide.md``, with issue 6033 there, which quotes the white paper of the
    950's architecture: 1.6 TB/s for Atlas A2 and for 950PR; 32 cube cores at 1.65 GHz and 128 GB for the larger 950PR.
-d. https://gitcode.com/Ascend/DrivingSDK, ``.agent/skills/performance-predict``: 432 TFLOP/s and 4 TB/s for 950DT. Its
+d. https://gitcode.com/Ascend/DrivingSDK, ``.agent/skills/performance-predict``: 432 TFLOP/s and 4 TB/s for 950DT,
+   and the vector cores of 910B3. The 950DT's
    144 GB: https://www.besthub.dev/articles/why-huawei-s-ascend-950-pr-and-dt-have-different-names-the-technical-
    rationale-d1c4387cc991.
 e. Press about the Atlas 300I Duo, two 310P with 408 GB/s together: https://www.elektronikpraxis.de/huawei-zeigt-mit-
    der-atlas-300i-duo-dass-der-weg-zur-unabhaengigkeit-von-nvidia-begonnen-hat-a-deb1ef4fcfe19c3dc4d27c214cd519d1. No
    page of the vendor was found.
+f. The section ``SoCInfo`` of these files, as people quote it: cores and L2 of 910B1, 910B2 and 910B4
+   (https://github.com/huawei-csl/pto-dsl, guide to matrix products, for the latter two). Of the other chips none was
+   found.
 
 What no source says is None, and a chip that none names is not in the table.
 """
@@ -26,7 +30,7 @@ from dataclasses import dataclass
 
 # Of a cube core: 16 × 16 × 16 products and as many sums.
 _FLOPS_PER_CYCLE = 2 * 16**3
-_GIB = 2**30
+_MIB, _GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class Chip:
         cube_cores: None when unknown.
         frequency: of the cube cores, Hz.
         memory: bytes; None when unknown.
+        vector_cores: None when unknown.
+        l2: size of the L2 cache, bytes; None when unknown.
     """
 
     name: str
@@ -46,6 +52,8 @@ class Chip:
     cube_cores: int | None
     frequency: float
     memory: int | None
+    vector_cores: int | None = None
+    l2: int | None = None
 
     @property
     def peak(self) -> float | None:
@@ -54,10 +62,10 @@ class Chip:
 
 
 _EXACT = (
-    Chip("Ascend910B1", 1.6e12, 24, 1.85e9, 64 * _GIB),  # a; bandwidth c
-    Chip("Ascend910B2", 1.6e12, 24, 1.80e9, 64 * _GIB),  # a; bandwidth b (376T, 64G), c
-    Chip("Ascend910B3", 1.6e12, 20, 1.80e9, 64 * _GIB),  # a; bandwidth b (313T, 64G), c
-    Chip("Ascend910B4", 0.8e12, 20, 1.50e9, 32 * _GIB),  # a; bandwidth b (280T, 32G)
+    Chip("Ascend910B1", 1.6e12, 24, 1.85e9, 64 * _GIB, 48, 192 * _MIB),  # a; bandwidth c; L2 f
+    Chip("Ascend910B2", 1.6e12, 24, 1.80e9, 64 * _GIB, 48, 192 * _MIB),  # a; bandwidth b (376T, 64G), c; L2 f
+    Chip("Ascend910B3", 1.6e12, 20, 1.80e9, 64 * _GIB, 40),  # a; bandwidth b (313T, 64G); vector cores d, c
+    Chip("Ascend910B4", 0.8e12, 20, 1.50e9, 32 * _GIB, 40, 96 * _MIB),  # a; bandwidth b (280T, 32G); L2 f
     Chip("Ascend910_9391", 1.6e12, 24, 1.85e9, 64 * _GIB),  # a; bandwidth b; one die of two
     Chip("Ascend910_9362", 1.6e12, 20, 1.50e9, None),  # a; bandwidth b; they differ about the memory
     Chip("Ascend310P3", 204e9, 8, 1.06e9, 24 * 10**9),  # a; bandwidth e
