@@ -42,6 +42,7 @@ def setup(debug: Debug = False) -> None:
 
     with one_line_errors(debug):
         from ..compiler.targets.npu.offline.toolchain import set_up_toolchain
+        from ..compiler.targets.npu.offline.wheels import TRIED
 
         toolchain = set_up_toolchain(show)
         manifest = toolchain.manifest()
@@ -49,6 +50,11 @@ def setup(debug: Debug = False) -> None:
     for requirement in toolchain.requirements:
         rows.add_row(requirement.name, Text(requirement.version))
     rows.add_row("for", Text(f"torch {manifest['torch']}, Python {manifest['python']}"))
+    if not toolchain.tried:
+        release, machine = TRIED
+        rows.add_row(
+            "not tried", Text(f"the tests convert with torch {release} on {machine}: run pytest -m torchair")
+        )
     rows.add_row("stand-ins", Text(f"{len(manifest['stand_ins'])} libraries, {manifest['symbols']} symbols"))
     console.print(rows)
     console.print(f"ready in {time.perf_counter() - start:.1f} s" if steps else "was there already")

@@ -23,7 +23,7 @@ from typing import Any
 
 from .....runtime.private_folder import NotPrivate, cache_folder, check_private_folder, locked, make_private_folder
 from .stand_in import ToolchainError, build_stand_ins, find_tools
-from .wheels import PROTOBUF, TORCH_NPU, Requirement
+from .wheels import MACHINES, PROTOBUF, TORCH_NPU, TRIED, Requirement
 
 __all__ = ["Toolchain", "ToolchainError", "find_toolchain", "locate_toolchain", "set_up_toolchain"]
 
@@ -64,6 +64,13 @@ class Toolchain:
     def complete(self) -> bool:
         return (self.folder / _MANIFEST).is_file() and (self.packages / "torch_npu" / "__init__.py").is_file()
 
+    @property
+    def tried(self) -> bool:
+        """Whether the tests convert with these wheels; the others are pinned by their checksums alone."""
+        release, machine = TRIED
+        wheel = TORCH_NPU[release].sha256[machine].values()
+        return any(r.name == "torch-npu" and r.sha256 in wheel for r in self.requirements)
+
     def manifest(self) -> dict[str, Any]:
         """A record of what was built: wheels, versions, names of the stand-ins, number of their symbols."""
         content: dict[str, Any] = json.loads((self.folder / _MANIFEST).read_text(encoding="utf-8"))
@@ -82,21 +89,21 @@ def locate_toolchain(torch_version: str | None = None, python_tag: str | None = 
     Raises:
         ToolchainError: there is no torch-npu wheel for them.
     """
-    _require_platform()
+    machine = _require_platform()
     torch_version = torch_version or metadata.version("torch")
     python_tag = python_tag or f"cp{sys.version_info.major}{sys.version_info.minor}"
     release = torch_version.partition("+")[0]
     if release not in TORCH_NPU:
         raise ToolchainError(
             f"torch {torch_version} has no torch-npu wheel that is known here; install torch "
-            f"{', '.join(sorted(TORCH_NPU)[:-1])} or {max(TORCH_NPU)} (of these, {max(TORCH_NPU)} is the one tested)"
+            f"{', '.join(sorted(TORCH_NPU)[:-1])} or {max(TORCH_NPU)} (of these, {TRIED[0]} is the one tested)"
         )
-    version, checksums = TORCH_NPU[release]
+    version, checksums = TORCH_NPU[release].version, TORCH_NPU[release].sha256[machine]
     if python_tag not in checksums or sys.implementation.name != "cpython":
         raise ToolchainError(
             f"torch-npu {version} has no wheel for {sys.implementation.name} {python_tag}; use CPython 3.11 to 3.14"
         )
-    wanted = (Requirement("torch-npu", version, checksums[python_tag]), PROTOBUF)
+    wanted = (Requirement("torch-npu", version, checksums[python_tag]), PROTOBUF[machine])
     recipe = "\n".join((str(_RECIPE), torch_version, *map(str, wanted)))
     digest = hashlib.sha256(recipe.encode()).hexdigest()[:10]
     name = f"torch_npu-{version}-torch-{torch_version}-{python_tag}-{digest}"
@@ -162,11 +169,13 @@ def _check_private(toolchain: Toolchain) -> None:
             raise ToolchainError(f"the offline Ascend toolchain is not used: {error}") from error
 
 
-def _require_platform() -> None:
-    if not (sys.platform == "linux" and platform.machine() == "x86_64"):
+def _require_platform() -> str:
+    """The architecture of this machine, if there are wheels for it."""
+    machine = platform.machine()
+    if sys.platform != "linux" or machine not in MACHINES:
         raise ToolchainError(
-            f"the offline Ascend toolchain runs on Linux on x86-64 only, and this is {sys.platform} on "
-            f"{platform.machine()}; use a container or a machine of that kind"
+            f"the offline Ascend toolchain runs on Linux on {' or '.join(MACHINES)} only, and this is {sys.platform} "
+            f"on {machine}; use a container or a machine of that kind"
         )
     libc, version = platform.libc_ver()
     if libc != "glibc" or tuple(map(int, version.split(".")[:2])) < (2, 28):
@@ -174,6 +183,7 @@ def _require_platform() -> None:
             f"torch-npu's wheels need glibc 2.28 or newer, and this is {libc or 'another C library'} {version}; "
             "use a newer distribution"
         )
+    return machine
 
 
 def _build(toolchain: Toolchain, on_step: Callable[[str], None]) -> None:

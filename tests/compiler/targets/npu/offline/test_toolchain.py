@@ -33,7 +33,7 @@ from torch_pagoda.compiler.targets.npu.offline.toolchain import (
     locate_toolchain,
     set_up_toolchain,
 )
-from torch_pagoda.compiler.targets.npu.offline.wheels import PROTOBUF, TORCH_NPU, Requirement
+from torch_pagoda.compiler.targets.npu.offline.wheels import MACHINES, PROTOBUF, TORCH_NPU, TRIED, Requirement
 
 needs_compiler = pytest.mark.skipif(
     not all(shutil.which(tool) for tool in ("cc", "nm", "readelf")), reason="builds shared libraries"
@@ -192,7 +192,7 @@ def test_two_at_once_build_one(tmp_path: Path) -> None:
         steps.append(step)
         waiting.set()
 
-    toolchain = Toolchain(tmp_path / "chain", (PROTOBUF,))
+    toolchain = Toolchain(tmp_path / "chain", (PROTOBUF["x86_64"],))
     with (tmp_path / ".chain.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         second = threading.Thread(target=set_up_toolchain, args=(told, toolchain))
@@ -206,28 +206,51 @@ def test_two_at_once_build_one(tmp_path: Path) -> None:
 def test_a_folder_for_every_combination(cache: Path) -> None:
     found = {
         locate_toolchain(torch, python).folder
-        for torch in ("2.11.0", "2.12.0", "2.13.0", "2.13.0+cpu", "2.13.0+cu130")
+        for torch in ("2.11.0", "2.12.0", "2.13.0", "2.13.0+cpu", "2.13.0+cu130", "2.14.0")
         for python in ("cp311", "cp312", "cp313", "cp314")
     }
-    assert len(found) == 20 and {folder.parent for folder in found} == {cache / "npu"}
+    assert len(found) == 24 and {folder.parent for folder in found} == {cache / "npu"}
     assert locate_toolchain("2.13.0+cpu", "cp312") == locate_toolchain("2.13.0+cpu", "cp312")
     assert locate_toolchain("2.12.0", "cp312").requirements == (
-        Requirement("torch-npu", "2.12.0.post3", TORCH_NPU["2.12.0"][1]["cp312"]),
-        PROTOBUF,
+        Requirement("torch-npu", "2.12.0.post3", TORCH_NPU["2.12.0"].sha256[platform.machine()]["cp312"]),
+        PROTOBUF[platform.machine()],
     )
 
 
+@pytest.mark.parametrize("machine", MACHINES)
+def test_wheels_are_those_of_the_architecture(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    (torch_npu, protobuf), other = locate_toolchain("2.14.0", "cp311").requirements, {*MACHINES} - {machine}
+    assert torch_npu == Requirement("torch-npu", "2.14.0", TORCH_NPU["2.14.0"].sha256[machine]["cp311"])
+    assert protobuf == PROTOBUF[machine] and protobuf != PROTOBUF[other.pop()]
+
+
+def test_only_one_combination_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    for machine in MACHINES:
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
+        tried += [(torch, machine) for torch in TORCH_NPU if locate_toolchain(torch, "cp312").tried]
+    assert tried == [TRIED]
+
+
 def test_pins_are_checksums() -> None:
-    pins = [PROTOBUF.sha256, *(pin for _, wheels in TORCH_NPU.values() for pin in wheels.values())]
-    assert len(set(pins)) == len(pins) == 13
+    pins = [protobuf.sha256 for protobuf in PROTOBUF.values()]
+    pins += [
+        pin for wheels in TORCH_NPU.values() for by_python in wheels.sha256.values() for pin in by_python.values()
+    ]
+    assert len(set(pins)) == len(pins) == 2 + 4 * len(MACHINES) * len(TORCH_NPU) == 34
     assert all(len(bytes.fromhex(pin)) == 32 for pin in pins)
 
 
 @pytest.mark.parametrize(
     ("torch", "python", "words"),
     [
-        ("2.10.0", "cp311", "torch 2.10.0 has no torch-npu wheel.*install torch 2.11.0, 2.12.0 or 2.13.0"),
-        ("2.14.0.dev1", "cp311", "torch 2.14.0.dev1 has no"),
+        (
+            "2.10.0",
+            "cp311",
+            "torch 2.10.0 has no torch-npu wheel.*install torch 2.11.0, 2.12.0, 2.13.0 or 2.14.0 .*2.13.0 is the one tested",
+        ),
+        ("2.15.0.dev1", "cp311", "torch 2.15.0.dev1 has no"),
         ("2.13.0", "cp310", "no wheel for cpython cp310; use CPython 3.11 to 3.14"),
     ],
 )
@@ -239,7 +262,7 @@ def test_combinations_without_a_wheel(torch: str, python: str, words: str) -> No
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("machine", "aarch64", "Linux on x86-64 only, and this is linux on aarch64"),
+        ("machine", "riscv64", "Linux on x86_64 or aarch64 only, and this is linux on riscv64"),
         ("libc_ver", ("glibc", "2.17"), "need glibc 2.28 or newer, and this is glibc 2.17"),
         ("libc_ver", ("", ""), "this is another C library"),
     ],
