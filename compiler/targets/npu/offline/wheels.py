@@ -49,7 +49,8 @@ MACHINES = ("x86_64", "aarch64")
 TRIED = ("2.13.0", "x86_64")
 """The torch release and the architecture whose wheels the tests convert with; the others are pinned, and not tried.
 
-No build of torch 2.14 without CUDA is on PyPI, where its Linux wheels, those for aarch64 too, are CUDA builds; a machine
+No build of torch 2.14 without CUDA is on PyPI, where its Linux wheels, those for aarch64 too, are CUDA builds; a
+machine
 that has torch 2.14 from elsewhere gets torch-npu 2.14.0.
 """
 

@@ -248,7 +248,8 @@ def test_pins_are_checksums() -> None:
         (
             "2.10.0",
             "cp311",
-            "torch 2.10.0 has no torch-npu wheel.*install torch 2.11.0, 2.12.0, 2.13.0 or 2.14.0 .*2.13.0 is the one tested",
+            "torch 2.10.0 has no torch-npu wheel.*install torch 2.11.0, 2.12.0, 2.13.0 or 2.14.0 .*2.13.0 is the one "
+            "tested",
         ),
         ("2.15.0.dev1", "cp311", "torch 2.15.0.dev1 has no"),
         ("2.13.0", "cp310", "no wheel for cpython cp310; use CPython 3.11 to 3.14"),
