@@ -50,7 +50,6 @@ def why_not_planned(chip: Chip | None, soc: str) -> str:
             ("bandwidth", chip.bandwidth),
             ("cube cores", chip.cube_cores),
             ("vector cores", chip.vector_cores),
-            ("L2", chip.l2),
         )
         if known is None
     ]

@@ -40,6 +40,7 @@ from .npu import NpuReport, computed_in, estimates, npu_leftovers, route_summari
 from .npu_graph import GeReport, graph_engine_report
 from .recognition import recognition
 from .regions import Leftover, leftovers
+from .schedule import schedule_plan
 
 # What the recognising passes look for, by a part of their names: kinds and spelling ("" for all).
 _LOOKS_FOR: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -63,6 +64,7 @@ def explain(
     *,
     context: int = 1024,
     torchair: bool = True,
+    schedule: bool = False,
     **options: Any,
 ) -> Explanation:
     """Say what compiling ``model`` does to it: per pass, per decoder layer, and what is left.
@@ -79,6 +81,7 @@ def explain(
         context: for an NPU, tokens that the sequence of the estimated decode step has.
         torchair: for an NPU, let the real torchair convert the graph, if the offline toolchain is there
             (``pagoda npu setup``); that takes half a minute.
+        schedule: for an NPU, also plan what a decode step could run on a second stream.
         **options: as in ``CompileOptions``, ``soc`` for instance. ``verify="off"`` spares the self-check, which runs
             the model.
 
@@ -140,7 +143,8 @@ def explain(
         least = estimates(after, layers, representatives, chip(soc), context)
         dtype = computed_in(after)
         unfit = why_not_static(after)
-        explanation.npu = NpuReport(soc, chip(soc), after.npu.block_size, dtype, routes, graph, least, unfit)
+        plan = schedule_plan(after, representatives, chip(soc), soc, context) if schedule else None
+        explanation.npu = NpuReport(soc, chip(soc), after.npu.block_size, dtype, routes, graph, least, unfit, plan)
     return explanation
 
 

@@ -20,6 +20,7 @@ from ..estimates.traffic import Moved, Step, moved
 from ..targets.npu.socs import Chip
 from .npu_graph import GeReport
 from .regions import UNSAID, Leftover, region, said_about
+from .schedule import SchedulePlan
 from .wording import alike
 
 PREFILL_TOKENS = 1024
@@ -95,6 +96,7 @@ class NpuReport:
         routes: by operator, what was chosen and refused.
         graph: what torchair makes of it.
         estimates: of a decode and of a prefill step.
+        schedule: what decode steps could run on a second stream; None where it was not asked for.
         no_static_decode: why decode steps have no graphs of fixed sizes on the graph engine; "" where they can.
     """
 
@@ -106,6 +108,7 @@ class NpuReport:
     graph: GeReport
     estimates: tuple[Estimate, ...]
     no_static_decode: str = ""
+    schedule: SchedulePlan | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for ``json.dump``."""
@@ -120,6 +123,7 @@ class NpuReport:
             ],
             "graph": self.graph.to_dict(),
             "no_static_decode": self.no_static_decode,
+            "schedule": None if self.schedule is None else asdict(self.schedule),
             "estimates": [{**asdict(e), "seconds": e.seconds, "bound_by": e.bound_by} for e in self.estimates],
         }
 

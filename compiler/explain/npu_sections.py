@@ -18,8 +18,8 @@ def npu_sections(found: Findings) -> list[Section]:
     if report is None:
         return []
     graph = _graph(report, found.layers)
-    decode = _decode_graphs(report)
-    return [_routes(report), *_refused(report), graph, *decode, *_schedules(report), _estimates(report)]
+    more = *_decode_graphs(report), *_schedules(report), *_plan(report)
+    return [_routes(report), *_refused(report), graph, *more, _estimates(report)]
 
 
 def _routes(report: NpuReport) -> Section:
@@ -99,6 +99,34 @@ def _schedules(report: NpuReport) -> list[Section]:
     note = "What the graph engine is told; nothing was measured."
     columns = ("attributes!", "kernels#", "operators of the Ascend IR")
     return [Section(title, columns, tuple(rows), note)] if rows else []
+
+
+def _plan(report: NpuReport) -> list[Section]:
+    """What a decode step could run on a second stream; [] where that was not asked for."""
+    plan = report.schedule
+    if plan is None:
+        return []
+    title = f"Branches of a decode step for a second stream on {report.soc}"
+    if plan.unplanned:
+        return [Section(title, (), (), f"None: {plan.unplanned}.")]
+    rows = []
+    for each in plan.branches:
+        sides = _in_order(each.side), _in_order(each.main)
+        rows.append((in_runs(each.layers), *sides, duration(each.seconds), duration(each.gain)))
+    note = (
+        "Predicted from shapes and published figures, with 2 µs for the least launch, of a step of "
+        f"{duration(plan.step_seconds)} in the layers that were built; not measured, and no route runs it yet."
+    )
+    columns = ("layers!", "second stream", "meanwhile", "alone#", "gain#")
+    found = [Section(title, columns, tuple(rows), note)]
+    if plan.refused:
+        title = f"What stays on the main stream on {report.soc}"
+        found.append(Section(title, ("where!", "why"), tuple(plan.refused)))
+    return found
+
+
+def _in_order(names: Sequence[str]) -> str:
+    return " ".join(name.removeprefix("npu_") for name in names)
 
 
 def _estimates(report: NpuReport) -> Section:

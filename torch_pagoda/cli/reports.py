@@ -57,6 +57,9 @@ def inspect(
     torchair: Annotated[
         bool, typer.Option(help="Let the real torchair convert the graph for an NPU, where it is set up.")
     ] = True,
+    schedule: Annotated[
+        bool, typer.Option("--schedule", help="Show what a decode step could run on a second stream of an NPU.")
+    ] = False,
     quantization: Quantization = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with drawings there.", metavar="FILE")] = None,
     json_file: Annotated[
@@ -93,6 +96,7 @@ def inspect(
                 soc=soc,
                 context=context,
                 torchair=torchair,
+                schedule=schedule,
                 verify=verify,
                 opt_level=opt_level,
                 passes=pass_selection(skip_pass, only_pass),

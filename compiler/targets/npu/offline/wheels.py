@@ -50,8 +50,7 @@ TRIED = ("2.13.0", "x86_64")
 """The torch release and the architecture whose wheels the tests convert with; the others are pinned, and not tried.
 
 No build of torch 2.14 without CUDA is on PyPI, where its Linux wheels, those for aarch64 too, are CUDA builds; a
-machine
-that has torch 2.14 from elsewhere gets torch-npu 2.14.0.
+machine that has torch 2.14 from elsewhere gets torch-npu 2.14.0.
 """
 
 # torchair reads and writes GE graphs as protobuf messages; torch-npu does not declare that it needs the package.

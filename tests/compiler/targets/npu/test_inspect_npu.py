@@ -25,6 +25,7 @@ from torch_pagoda.compiler.explain import Explanation, explain, npu_graph
 from torch_pagoda.compiler.explain.npu import Estimate, NpuReport, estimates
 from torch_pagoda.compiler.explain.npu_graph import GeReport, GeSchedule
 from torch_pagoda.compiler.explain.npu_sections import npu_sections
+from torch_pagoda.compiler.explain.schedule import SchedulePlan
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.targets.npu.offline.run import OfflineCallError
 from torch_pagoda.compiler.targets.npu.offline.toolchain import ToolchainError
@@ -120,6 +121,32 @@ def test_why_decode_steps_have_no_static_graphs() -> None:
     routes, *_ = npu_sections(SimpleNamespace(npu=report, layers=[]))  # type: ignore[arg-type]
     assert routes.note == "Decode steps have no static graphs: it gathers blocks."
     assert report.to_dict()["no_static_decode"] == "it gathers blocks"
+
+
+def test_what_could_run_on_a_second_stream() -> None:
+    model = build_legal_model("gpt_neox", dtype=torch.bfloat16)
+    report = explain(model, target="npu", torchair=False, schedule=True, verify="off").npu
+    assert report is not None and report.schedule is not None
+    plan = report.schedule
+    assert sorted(layer for branch in plan.branches for layer in branch.layers) == [0, 1]
+    for branch in plan.branches:
+        assert branch.side[-3:] == ("npu_linear", "npu_gelu", "npu_linear")
+        assert "npu_fused_infer_attention_score" in branch.main
+        assert 0 < branch.gain <= branch.seconds < plan.step_seconds
+    assert plan.refused == (("gpt_neox.layers.*.attention", "npu_rotary_mul and what follows are vector work alone"),)
+    sections = npu_sections(SimpleNamespace(npu=report, layers=[]))  # type: ignore[arg-type]
+    branches, stays = (section for section in sections if "stream" in section.title)
+    assert len(branches.rows) == len(plan.branches) and "not measured" in branches.note
+    assert stays.rows == plan.refused
+    assert json.loads(json.dumps(report.to_dict()))["schedule"]["step_seconds"] == plan.step_seconds
+
+
+def test_no_second_stream_for_a_chip_whose_figures_are_unknown() -> None:
+    plan = SchedulePlan(unplanned="of Ascend310P3 no source gives vector cores")
+    report = NpuReport("Ascend310P3", None, 128, "float32", (), GeReport(), (), schedule=plan)
+    sections = npu_sections(SimpleNamespace(npu=report, layers=[]))  # type: ignore[arg-type]
+    (shown,) = (section for section in sections if "stream" in section.title)
+    assert shown.note == "None: of Ascend310P3 no source gives vector cores." and shown.rows == ()
 
 
 def test_both_graphs_of_decode_steps_are_counted() -> None:
