@@ -93,7 +93,7 @@ PEERS = {
             "openvino-genai==2026.4.1",
             "openvino-tokenizers==2026.4.1",
             "optimum-intel==2.2.0",
-            "transformers==5.2.0",
+            "transformers==5.5.4",
             "torch==2.13.0",
         ),
         {

@@ -1,4 +1,4 @@
-"""The models that speed is compared on, with random weights, and what they are asked.
+"""The models that speed is measured on, with random weights, and what they are asked.
 
 The figures of other systems for the same shapes and requests can be compared with ours when both are measured in one
 run; see ``peers.py``.
@@ -10,7 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3_5TextConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GraniteMoeHybridConfig,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
 
 SHAPES: dict[str, Callable[[], Any]] = {
     "tinyllama-1.1b": lambda: LlamaConfig(
@@ -36,6 +43,8 @@ SHAPES: dict[str, Callable[[], Any]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
         tie_word_embeddings=True,
     ),
+}
+STATE_SHAPES: dict[str, Callable[[], Any]] = {
     "qwen3.5-0.8b": lambda: Qwen3_5TextConfig(
         hidden_size=1024,
         intermediate_size=3584,
@@ -52,8 +61,26 @@ SHAPES: dict[str, Callable[[], Any]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
         tie_word_embeddings=True,
     ),
+    "granite-4.0-h-micro, 10 layers": lambda: GraniteMoeHybridConfig(
+        hidden_size=2048,
+        intermediate_size=8192,
+        shared_intermediate_size=8192,
+        num_hidden_layers=10,
+        layer_types=[*["linear_attention"] * 5, "full_attention", *["linear_attention"] * 4],
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        mamba_n_heads=64,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        vocab_size=100352,
+        max_position_embeddings=131072,
+        tie_word_embeddings=True,
+    ),
 }
-"""By name; of the last one three layers of four keep a state in place of keys and values."""
+"""Models most layers of which keep a state in place of keys and values; see ``states.py``."""
 PROMPT_LENGTHS = [
     *(204, 79, 149, 224, 355, 283, 227, 391, 41, 243, 309, 274, 324, 119, 102, 504),
     *(120, 428, 346, 225, 71, 119, 206, 120, 369, 197, 57, 365, 104, 297, 436, 147),
@@ -73,7 +100,7 @@ def head_dim(config: Any) -> int:
 def random_model(shape: str) -> PreTrainedModel:
     """A bf16 model of the shape with random weights; the head is spread so that greedy tokens vary."""
     torch.manual_seed(0)
-    config = SHAPES[shape]()
+    config = {**SHAPES, **STATE_SHAPES}[shape]()
     config.initializer_range = 0.02
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     model.generation_config.eos_token_id = None

@@ -29,8 +29,15 @@ from typing import Any
 import torch
 from limits import machine_limits
 from report import add_arguments, conditions, markdown_table, save
-from shapes import DECODE_PROMPT, DECODE_TOKENS, PREFILL_PROMPT, SHAPES, Prompts, random_model, weight_bytes_per_token
-from transformers import GraniteMoeHybridConfig
+from shapes import (
+    DECODE_PROMPT,
+    DECODE_TOKENS,
+    PREFILL_PROMPT,
+    STATE_SHAPES,
+    Prompts,
+    random_model,
+    weight_bytes_per_token,
+)
 
 from torch_pagoda import LLM, SamplingParams
 from torch_pagoda.runtime.cache.cache_specs import bytes_per_block, bytes_per_slot
@@ -39,25 +46,7 @@ from torch_pagoda.runtime.program import StateSpec
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
-QWEN, GRANITE = "qwen3.5-0.8b", "granite-4.0-h-micro, 10 layers"
-SHAPES[GRANITE] = lambda: GraniteMoeHybridConfig(
-    hidden_size=2048,
-    intermediate_size=8192,
-    shared_intermediate_size=8192,
-    num_hidden_layers=10,
-    layer_types=[*["linear_attention"] * 5, "full_attention", *["linear_attention"] * 4],
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    num_local_experts=0,
-    num_experts_per_tok=0,
-    mamba_n_heads=64,
-    mamba_d_head=64,
-    mamba_d_state=128,
-    mamba_n_groups=1,
-    vocab_size=100352,
-    max_position_embeddings=131072,
-    tie_word_embeddings=True,
-)
+QWEN, GRANITE = STATE_SHAPES
 SEQUENCES = (1, 8, 32, 64)
 """Of a decode step."""
 RECURRENCES = {

@@ -128,14 +128,15 @@ class StaticDecode:
         except Exception as error:
             if sequences in self._has_run:
                 raise
-            self.drop(sequences, first_line(error))
+            reason = first_line(error)
+            log.warning("the static decode graph for %d sequences is not used: %s", sequences, reason)
+            self.drop(sequences, reason)
             return None
         self._has_run.add(sequences)
         return outputs
 
     def drop(self, sequences: int, reason: str) -> None:
-        """Do not use the graph for so many sequences."""
-        log.warning("the static decode graph for %d sequences is not used: %s", sequences, reason)
+        """Do not use the graph for so many sequences; whoever finds the reason says so."""
         self.dropped[sequences] = reason
         self.graphs.pop(sequences, None)
 
