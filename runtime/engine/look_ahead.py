@@ -30,6 +30,7 @@ from ..requests.request import Request, RequestStatus
 from . import synchronous_steps
 from .device_errors import raise_if_lost
 from .device_queue import DeviceQueue, HostCopy
+from .device_remedies import explain
 from .step_computer import UNUSABLE_LOGITS
 from .step_output import SampledToken, SampleTask, StepOutput
 from .submission import Submission, one_line
@@ -124,7 +125,7 @@ class LookAhead:
         try:
             self.queue.synchronize()
         except Exception as error:
-            logger.warning("the device reports %s", one_line(error))
+            logger.warning("the device reports %s", one_line(explain(error)))
 
     def _run_next(self, progressed: list[Submission]) -> bool:
         """Plan the next step and launch it, or run it where it has to be settled at once.
@@ -153,7 +154,7 @@ class LookAhead:
                 step = self._launch(scheduled, tasks, started)
             except Exception as error:
                 raise_if_lost(error)
-                logger.warning("a step of %d requests failed (%s)", len(scheduled), one_line(error))
+                logger.warning("a step of %d requests failed (%s)", len(scheduled), one_line(explain(error)))
                 self._run_settled(scheduled, started, progressed, (), one_by_one=True)
                 return False
             self._note_launched(step)
@@ -287,7 +288,9 @@ class LookAhead:
 
     def _take_back(self, step: LaunchedStep, error: Exception) -> None:
         """A step has failed on the device: compute everybody anew who is in it or in what was launched behind it."""
-        logger.warning("a step of %d requests failed (%s); computing them anew", len(step.scheduled), one_line(error))
+        logger.warning(
+            "a step of %d requests failed (%s); computing them anew", len(step.scheduled), one_line(explain(error))
+        )
         batcher, behind = self.core.batcher, self._launched
         self.reset()
         batcher.planner.in_flight = frozenset()

@@ -17,6 +17,7 @@ from ..requests.request import Request
 from ..sampling.beam_search import Candidates, likely_tokens
 from ..sampling.sampler import Sampler
 from .device_errors import raise_if_lost
+from .device_remedies import explained_errors
 from .model_runner import ModelRunner
 from .step_output import SampledToken, SampleTask, StepOutput
 from .submission import one_line
@@ -59,7 +60,7 @@ class StepComputer:
             tasks: one for each; nothing is sampled for those that have tokens left to compute.
         """
         try:
-            with without_autocast(self.runner.program.device.type):
+            with explained_errors(), without_autocast(self.runner.program.device.type):
                 return self._compute_together(scheduled, tasks)
         except Exception as error:
             raise_if_lost(error)

@@ -1,8 +1,10 @@
-"""``pagoda npu``: the offline Ascend toolchain, for machines without an Ascend NPU."""
+"""``pagoda npu``: checks of an installation for an Ascend NPU, and the offline toolchain for machines without one."""
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -15,12 +17,14 @@ from .errors import one_line_errors
 app = typer.Typer(
     name="npu",
     help=(
-        "Run the real torch_npu and torchair without an Ascend NPU."
+        "Check an installation for an Ascend NPU, or run the real torch_npu and torchair without one."
         "\n\n"
-        "They convert and check what is compiled for the NPU; they compute nothing there."
+        "The latter convert and check what is compiled for the NPU; they compute nothing there."
     ),
     no_args_is_help=True,
 )
+
+_STYLES = {"ok": "green", "problem": "red", "not known": "yellow"}
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -59,6 +63,34 @@ def setup(debug: Debug = False) -> None:
     console.print(rows)
     console.print(f"ready in {time.perf_counter() - start:.1f} s" if steps else "was there already")
     typer.echo(toolchain.folder)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Say what is wrong with the installation for an Ascend NPU, and what to do.
+
+    Looks at versions of torch, torch_npu, CANN and the driver, the environment, devices, memory and the container.
+    Exit status: 0, or 1 when something stops serving.
+    """
+    from ..doctor import System, examine
+
+    findings = examine(System())
+    stops = any(finding.stops for finding in findings)
+    if as_json:
+        typer.echo(json.dumps({"serves": not stops, "findings": [asdict(f) for f in findings]}, indent=1))
+    else:
+        rows = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+        for finding in findings:
+            text = Text(finding.text)
+            if finding.remedy:
+                text.append(f"\n→ {finding.remedy}", style="bold")
+            rows.add_row(Text(finding.status, style=_STYLES[finding.status]), Text(finding.check), text)
+        console = Console(highlight=False)
+        console.print(rows)
+        console.print("something stops serving on an NPU" if stops else "nothing was found that stops serving")
+    raise typer.Exit(1 if stops else 0)
 
 
 @app.command(

@@ -390,6 +390,21 @@ def test_cancel_from_the_callback_of_generate(expected: list[list[int]]) -> None
     assert_idle(engine)
 
 
+def test_an_error_of_the_device_reaches_the_request_with_its_remedy() -> None:
+    program = ToyProgram()
+
+    def lose_the_device(ids: torch.Tensor) -> None:
+        raise RuntimeError("ACL stream synchronize failed, error code:507035\nEZ9999: Inner Error!")
+
+    program.before_call = lose_the_device
+    outputs = make_engine(program).generate(PROMPTS, greedy(4))
+    for output in outputs:
+        assert output.outputs[0].finish_reason == "error"
+        assert output.outputs[0].error is not None
+        assert "DeviceError: an operator failed on the vector cores (507035); restart" in output.outputs[0].error
+        assert output.outputs[0].error.endswith("error code:507035")
+
+
 def test_a_request_that_breaks_the_model_fails_alone(expected: list[list[int]]) -> None:
     program = ToyProgram()
 

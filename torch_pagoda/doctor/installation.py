@@ -1,0 +1,196 @@
+"""Checks of what is installed: Python, torch, torch_npu, CANN, the driver and the firmware."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+
+from .compatibility import CANN_OF_TORCH_NPU, DRIVERS_OF_CANN, PYTHONS, SOURCES, release
+from .finding import Finding, ok, problem, unknown
+from .system import System, plain
+
+__all__ = ["cann", "cann_version", "driver", "environment", "firmware", "imports", "python", "torch_npu"]
+
+_VERSION = re.compile(r"^\s*version\s*=\s*\[?([\w.]{1,40})", re.IGNORECASE | re.MULTILINE)
+_NUMBERED = re.compile(r"\d+(\.\w+){1,4}")
+# Where CANN lies by default, for root and for a user; 9.x calls the folder cann, older ones ascend-toolkit/latest.
+_CANN = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
+_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+_DRIVER = "/usr/local/Ascend/driver"
+_ASK = (
+    "import json, torch, torch_npu\n"
+    "n = torch.npu.device_count() if torch.npu.is_available() else 0\n"
+    "print('DEVICES', json.dumps(n))"
+)
+
+
+def python(system: System) -> Iterator[Finding]:
+    """The Python has wheels of torch_npu."""
+    found = ".".join(map(str, system.python))
+    if system.python[:2] in PYTHONS:
+        yield ok("python", found)
+    else:
+        yield problem("python", found, "use Python 3.11 to 3.14")
+
+
+def torch_npu(system: System) -> Iterator[Finding]:
+    """torch and torch_npu are there, and of the same release."""
+    torch, npu = system.version_of("torch"), system.version_of("torch-npu")
+    if torch is None:
+        yield problem("torch", "not installed", "pip install torch (a build for CPUs)")
+        return
+    yield ok("torch", plain(torch, 60))
+    if npu is None:
+        release_of = torch.partition("+")[0]
+        yield problem("torch_npu", "not installed", f"pip install 'torch-npu=={plain(release_of, 20)}.*'")
+    elif (compiled_for := npu.partition(".post")[0]) != torch.partition("+")[0]:
+        yield problem(
+            "torch_npu",
+            f"{plain(npu, 60)} is compiled for torch {plain(compiled_for, 20)}, and torch is {plain(torch, 60)}",
+            "install the torch-npu of the same release as torch",
+        )
+    else:
+        yield ok("torch_npu", plain(npu, 60))
+
+
+def cann_folder(system: System) -> str | None:
+    """The folder of CANN: the one that was sourced, else one of the usual places."""
+    home = system.environment.get("HOME", "/root")
+    usual = (*_CANN, f"{home}/Ascend/cann", f"{home}/Ascend/ascend-toolkit/latest")
+    named = [system.environment.get(name, "") for name in _VARIABLES]
+    folders = [folder for folder in (*named, *usual) if folder.startswith("/") and "\0" not in folder]
+    return next((folder for folder in folders if system.path(folder).is_dir()), None)
+
+
+def cann_version(system: System) -> str | None:
+    """The version of CANN's toolkit, of the file that its installer leaves."""
+    folder = cann_folder(system)
+    if folder is None:
+        return None
+    for name in (
+        f"{system.machine}-linux/ascend_toolkit_install.info",
+        "ascend_toolkit_install.info",
+        "version.info",
+    ):
+        version = _version(system.read(f"{folder}/{name}"))
+        if version is not None:
+            return version
+    return None
+
+
+def cann(system: System) -> Iterator[Finding]:
+    """CANN is there, and is the one that torch_npu is released for."""
+    folder, version = cann_folder(system), cann_version(system)
+    if folder is None:
+        yield problem(
+            "CANN", "no toolkit was found", "install CANN's toolkit and ops packages: hiascend.com/cann/download"
+        )
+        return
+    if version is None:
+        yield unknown("CANN", f"{plain(folder)} does not say its version", "see that the toolkit is installed whole")
+        return
+    yield ok("CANN", f"{version} in {plain(folder)}")
+    npu = system.version_of("torch-npu")
+    if npu is None:
+        return
+    asked = CANN_OF_TORCH_NPU.get(npu)
+    if asked is None:
+        yield unknown(
+            "CANN for torch_npu", f"no table of the vendor that is known here has torch_npu {plain(npu, 60)}"
+        )
+    elif version == asked[0] or release(version) == asked[0]:
+        yield ok("CANN for torch_npu", f"torch_npu {npu} is released for CANN {asked[0]} ({SOURCES[asked[1]]})")
+    else:
+        yield problem(
+            "CANN for torch_npu",
+            f"torch_npu {npu} is released for CANN {asked[0]}, and this is {version} ({SOURCES[asked[1]]})",
+            f"install CANN {asked[0]}, or the torch_npu for {version}",
+            stops=release(version) != release(asked[0]),
+        )
+
+
+def environment(system: System) -> Iterator[Finding]:
+    """CANN's set_env.sh was sourced in the shell that started the process."""
+    folder = cann_folder(system)
+    named = next((system.environment[name] for name in _VARIABLES if system.environment.get(name)), None)
+    script = "set_env.sh" if folder is None else f"{plain(folder)}/set_env.sh"
+    if named is None:
+        yield problem("environment", f"{' and '.join(_VARIABLES)} are not set", f"source {script}")
+    elif folder is None or not system.path(named).is_dir():
+        yield problem("environment", f"{plain(named)} is not there", f"source {script} of the CANN that is installed")
+    elif not any(part.startswith(named) for part in system.environment.get("LD_LIBRARY_PATH", "").split(":") if part):
+        # By another name of the folder, perhaps: whether the libraries are found is what the import shows.
+        yield unknown("environment", f"LD_LIBRARY_PATH names nothing in {plain(named)}", f"source {script}")
+    else:
+        yield ok("environment", f"set for {plain(named)}")
+
+
+def driver(system: System) -> Iterator[Finding]:
+    """The driver is there, and goes with CANN."""
+    version = _version(system.read(f"{_DRIVER}/version.info"))
+    if version is None:
+        if system.path(_DRIVER).is_dir():
+            yield unknown("driver", f"{_DRIVER}/version.info says no version", "see npu-smi info")
+        else:
+            yield problem(
+                "driver",
+                f"{_DRIVER} is not there",
+                "install the driver on the host; in a container mount that folder",
+            )
+        return
+    yield ok("driver", version)
+    toolkit = cann_version(system)
+    if toolkit is None:
+        return
+    row = DRIVERS_OF_CANN.get(release(toolkit))
+    if row is None:
+        yield unknown("driver for CANN", f"no table of the vendor that is known here has CANN {toolkit}")
+    elif release(version) in row[0]:
+        yield ok("driver for CANN", f"CANN {toolkit} runs with driver {version} ({SOURCES[row[1]]})")
+    elif _numbers(version) > max(map(_numbers, row[0])):
+        yield unknown("driver for CANN", f"{version} is newer than the table of CANN {toolkit} ({SOURCES[row[1]]})")
+    else:
+        yield problem(
+            "driver for CANN",
+            f"CANN {toolkit} runs with drivers {', '.join(row[0])}, and this is {version} ({SOURCES[row[1]]})",
+            f"install driver {row[0][-1]} on the host, or an older CANN",
+        )
+
+
+def firmware(system: System) -> Iterator[Finding]:
+    """The firmware says its version; no table of the vendor that is known here compares it."""
+    version = _version(system.read("/usr/local/Ascend/firmware/version.info"))
+    if version is None:
+        yield unknown("firmware", "its version is not readable here, as in most containers", "see it on the host")
+    else:
+        yield ok("firmware", version)
+
+
+def imports(system: System) -> Iterator[Finding]:
+    """A Python of its own imports torch and torch_npu and counts the devices; only where both are installed."""
+    if system.version_of("torch") is None or system.version_of("torch-npu") is None:
+        return
+    result = system.run([sys.executable, "-c", _ASK])
+    if result is None:
+        yield unknown("import torch_npu", "Python did not answer in time")
+        return
+    status, output = result
+    count = re.search(r"^DEVICES (\d{1,4})$", output, re.MULTILINE)
+    if status or count is None:
+        last = plain((output.strip().splitlines() or [f"exit status {status}"])[-1])
+        yield problem("import torch_npu", last, "mend the problems above first; a library not found is CANN's")
+    elif count[1] == "0":
+        yield problem("import torch_npu", "torch_npu sees no device", "see the lines about devices below")
+    else:
+        yield ok("import torch_npu", f"torch_npu sees {count[1]} device{'s' if count[1] != '1' else ''}")
+
+
+def _version(text: str | None) -> str | None:
+    found = _VERSION.search(text) if text else None
+    return found[1] if found and _NUMBERED.fullmatch(found[1]) else None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """What ``release`` keeps, to be compared; a part that is no number counts as 0."""
+    return tuple(int(part) if part.isdigit() else 0 for part in release(version).split("."))
