@@ -21,7 +21,7 @@ FLOORS = {
             "chat default_params options",
             "checkpoint known_program",
         ),
-        "decoding device model_facts",
+        "decoding device doctor model_facts",
     ),
     "compiler": (
         *(
