@@ -28,7 +28,7 @@ def device_numbers(system: System) -> list[int]:
 def device_files(system: System) -> Iterator[Finding]:
     """The device files of the driver are there; in a container they have to be handed in."""
     numbers, names = device_numbers(system), set(system.names("/dev"))
-    inside = " with --device /dev/davinci0" if _in_container(system) else ""
+    inside = " with --device /dev/davinci0" if system.in_container else ""
     if not numbers:
         where = "start the container" + inside if inside else "install the driver, and see that lspci shows a device"
         yield problem("devices", "there is no /dev/davinci*", where)
@@ -128,10 +128,6 @@ def health_and_memory(system: System) -> Iterator[Finding]:
             yield problem(
                 f"memory {number}", text, "end what holds it: the processes below npu-smi info", stops=used >= total
             )
-
-
-def _in_container(system: System) -> bool:
-    return system.path("/.dockerenv").exists() or system.path("/run/.containerenv").exists()
 
 
 def _group(system: System, number: int) -> str:

@@ -52,8 +52,7 @@ def allocator(system: System) -> Iterator[Finding]:
 
 def container(system: System) -> Iterator[Finding]:
     """Whether this is a container."""
-    inside = system.path("/.dockerenv").exists() or system.path("/run/.containerenv").exists()
-    yield ok("container", "yes" if inside else "none was noticed")
+    yield ok("container", "yes" if system.in_container else "none was noticed")
 
 
 def processors(system: System) -> Iterator[Finding]:

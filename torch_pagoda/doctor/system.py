@@ -79,6 +79,11 @@ class System:
     machine: str = field(default_factory=platform.machine)
     python: tuple[int, ...] = sys.version_info[:3]
 
+    @property
+    def in_container(self) -> bool:
+        """A container's engine has left its mark."""
+        return self.path("/.dockerenv").exists() or self.path("/run/.containerenv").exists()
+
     def path(self, name: str | os.PathLike[str]) -> Path:
         """Where the absolute path ``name`` lies below the root."""
         return self.root / Path(name).relative_to("/") if os.path.isabs(name) else self.root / name

@@ -127,17 +127,13 @@ class GeGraphs(Route):
             PlannedSize(
                 name=f"decode steps of {n} sequences",
                 shapes=(StepShape(real, real),) * 2,
-                compile=partial(self._compile_ahead, n),
+                compile=partial(static.graph, n),
                 run=partial(self._run_static, n),
                 drop=partial(static.drop, n),
             )
             for n, real in reversed(sizes)
             if n not in static.dropped
         ]
-
-    def _compile_ahead(self, sequences: int) -> None:
-        assert self.static is not None
-        self.static.graph(sequences)
 
     def _run_static(self, sequences: int, args: Sequence[Any]) -> Sequence[Any]:
         assert self.static is not None

@@ -47,7 +47,7 @@ class PlannedSize:
 
     name: str
     shapes: tuple[StepShape, ...]
-    compile: Callable[[], None]
+    compile: Callable[[], object]
     run: Callable[[Sequence[Any]], Sequence[Any]]
     drop: Callable[[str], None]
 

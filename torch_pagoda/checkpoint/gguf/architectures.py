@@ -60,13 +60,7 @@ _QKV = (
     Part("attn_k.weight", "self_attn.k_proj.weight", "kh"),
     Part("attn_v.weight", "self_attn.v_proj.weight", "kh"),
 )
-_QKV_BIASES = (
-    Part("attn_q.bias", "self_attn.q_proj.bias", "q"),
-    Part("attn_k.bias", "self_attn.k_proj.bias", "k"),
-    Part("attn_v.bias", "self_attn.v_proj.bias", "k"),
-)
 _OUTPUT = (Part("attn_output.weight", "self_attn.o_proj.weight", "hq"),)
-_OUTPUT_BIAS = (Part("attn_output.bias", "self_attn.o_proj.bias", "h"),)
 _HEAD_NORMS = (
     Part("attn_q_norm.weight", "self_attn.q_norm.weight", "d"),
     Part("attn_k_norm.weight", "self_attn.k_norm.weight", "d"),
@@ -75,11 +69,6 @@ _MLP = (
     Part("ffn_gate.weight", "mlp.gate_proj.weight", "fh"),
     Part("ffn_up.weight", "mlp.up_proj.weight", "fh"),
     Part("ffn_down.weight", "mlp.down_proj.weight", "hf"),
-)
-_MLP_BIASES = (
-    Part("ffn_gate.bias", "mlp.gate_proj.bias", "f"),
-    Part("ffn_up.bias", "mlp.up_proj.bias", "f"),
-    Part("ffn_down.bias", "mlp.down_proj.bias", "h"),
 )
 _EXPERTS = (
     Part("ffn_gate_inp.weight", "mlp.gate.weight", "eh"),
@@ -113,18 +102,26 @@ def _rotary(parts: tuple[Part, ...]) -> tuple[Part, ...]:
     return tuple(replace(part, change="rotary") if part.sizes[0] in "qk" else part for part in parts)
 
 
+def _biases(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """Those of linear layers: a number for each row of a weight."""
+    return tuple(
+        Part(part.name.replace(".weight", ".bias"), part.target.replace(".weight", ".bias"), part.sizes[0])
+        for part in parts
+    )
+
+
 def _llama() -> tuple[Part, ...]:
     queries_and_keys, values = _rotary(_QKV[:2]), _QKV[2:]
-    biases = _optional(*_rotary(_QKV_BIASES[:2]), _QKV_BIASES[2], *_OUTPUT_BIAS, *_MLP_BIASES)
+    biases = _optional(*_rotary(_biases(_QKV[:2])), *_biases((_QKV[2], *_OUTPUT, *_MLP)))
     return (*_NORMS, *queries_and_keys, *values, *_OUTPUT, *_MLP, *biases)
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", _OUTSIDE, _llama()),
-    "qwen2": Architecture("qwen2", _OUTSIDE, (*_NORMS, *_QKV, *_QKV_BIASES, *_OUTPUT, *_MLP)),
+    "qwen2": Architecture("qwen2", _OUTSIDE, (*_NORMS, *_QKV, *_biases(_QKV), *_OUTPUT, *_MLP)),
     "qwen3": Architecture("qwen3", _OUTSIDE, (*_NORMS, *_QKV, *_HEAD_NORMS, *_OUTPUT, *_MLP)),
     "qwen2moe": Architecture(
-        "qwen2_moe", _OUTSIDE, (*_NORMS, *_QKV, *_QKV_BIASES, *_OUTPUT, *_EXPERTS, *_SHARED_EXPERT)
+        "qwen2_moe", _OUTSIDE, (*_NORMS, *_QKV, *_biases(_QKV), *_OUTPUT, *_EXPERTS, *_SHARED_EXPERT)
     ),
     "qwen3moe": Architecture("qwen3_moe", _OUTSIDE, (*_NORMS, *_QKV, *_HEAD_NORMS, *_OUTPUT, *_EXPERTS)),
     "gemma": Architecture("gemma", _plus_one(_OUTSIDE), _plus_one((*_NORMS, *_QKV, *_OUTPUT, *_MLP))),

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from ...compiler.report import first_line
 from .container import is_gguf
 
 _LATER_PART = re.compile(r".*-(?!00001)\d{5}-of-\d{5}\.gguf")
@@ -43,8 +44,8 @@ def gguf_in(source: str | os.PathLike[str], gguf_file: str) -> str:
         try:
             path = str(cached_file(name, gguf_file))
         except (OSError, ValueError) as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise ValueError(f"gguf_file={gguf_file!r}: model={name!r} gives no such file: {first}") from error
+            what = f"gguf_file={gguf_file!r}: model={name!r} gives no such file"
+            raise ValueError(f"{what}: {first_line(error)}") from error
     if not is_gguf(path):
         raise ValueError(f"gguf_file={gguf_file!r}: there is no such GGUF file in model={name!r}; look at its name")
     return path
