@@ -73,8 +73,8 @@ def examine(name: str, soc: str, *, serves: bool) -> StaticRow:
     from torch_pagoda.compiler.options import CompileOptions
     from torch_pagoda.compiler.pipeline import run_pipeline
     from torch_pagoda.compiler.report import CompileReport, first_line
+    from torch_pagoda.compiler.targets.npu.ge.static_graph import why_not_static
     from torch_pagoda.compiler.targets.npu.offline.decode_graphs import counted_decode_graphs
-    from torch_pagoda.compiler.targets.npu.static_graph import why_not_static
     from torch_pagoda.passes import UnsupportedModel
 
     from legal_models import build_legal_model
@@ -111,7 +111,7 @@ def _served(variant: Any, soc: str) -> tuple[int, float | None]:
     from torch_pagoda.compiler.options import CompileOptions
     from torch_pagoda.compiler.pipeline import run_pipeline
     from torch_pagoda.compiler.report import CompileReport
-    from torch_pagoda.compiler.targets.npu.ge_route import GeGraphs
+    from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
     from torch_pagoda.passes.graph.npu_target import NpuTarget
 
     from legal_models import build_legal_model

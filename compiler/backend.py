@@ -21,7 +21,7 @@ from .options import CompileOptions, selected_passes
 from .pipeline import apply_one_by_one
 from .targets.cpu.inductor import generate_code, is_fusible
 from .targets.cpu.kernels import call_kernels
-from .targets.npu.ge_route import GeGraphs
+from .targets.npu.ge.ge_route import GeGraphs
 from .verify import dump
 from .verify.drop_in_check import difference
 from .weights.merged_weights import AddedArguments, link_merged_weights

@@ -27,8 +27,8 @@ from ..estimates.traffic import Traffic, traffic
 from ..options import CompileOptions, selected_passes
 from ..pipeline import run_pipeline
 from ..report import CompileReport, first_line
+from ..targets.npu.ge.static_graph import why_not_static
 from ..targets.npu.socs import chip
-from ..targets.npu.static_graph import why_not_static
 from ..verify import dump
 from ..verify.self_check import reference_of_model
 from .drawing import LayerGraph, layer_graph

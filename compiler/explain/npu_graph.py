@@ -21,10 +21,10 @@ from ...runtime.program import is_cache_input
 from ..estimates.skeleton import Skeleton, build_skeleton
 from ..options import CompileOptions
 from ..targets.npu.flat_graph import cache_inputs
+from ..targets.npu.ge.static_graph import why_not_static
 from ..targets.npu.offline.ge_graph import GeGraph
 from ..targets.npu.offline.run import call_offline, is_offline
 from ..targets.npu.offline.toolchain import ToolchainError, find_toolchain
-from ..targets.npu.static_graph import why_not_static
 
 
 @dataclass(frozen=True)

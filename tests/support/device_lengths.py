@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
-from torch_pagoda.compiler.targets.npu.static_graph import LENGTHS, Attention
+from torch_pagoda.compiler.targets.npu.ge.static_graph import LENGTHS, Attention
 
 _LIBRARY = torch.library.Library("pagoda_tests", "FRAGMENT")
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....passes import TracedGraph
-from .aclgraph_route import AclGraphs
-from .ge_route import GeGraphs
+from .aclgraph.aclgraph_route import AclGraphs
+from .ge.ge_route import GeGraphs
 from .route import Route, Run
 
 

@@ -356,7 +356,7 @@ LIMITS: dict[str, Limits] = {
     ),
 }
 """Operator → its limits. Lowering emits no ``npu::`` operator that is not in here, and each of them has a converter
-in torchair or one of ours, ``compiler.targets.npu.converters``, or a rule that refuses it for graphs of GE."""
+in torchair or one of ours, ``compiler.targets.npu.ge.converters``, or a rule that refuses it for graphs of GE."""
 
 
 def violations(call: Call) -> list[str]:

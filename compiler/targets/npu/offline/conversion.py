@@ -27,7 +27,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from ..converters import registered_converters
+from ..ge.converters import registered_converters
 from ..in_place import write_rows_in_place
 from .ge_graph import GeGraph
 from .ge_reader import read_graph

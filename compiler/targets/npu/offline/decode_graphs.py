@@ -11,8 +11,8 @@ from .....passes import TracedGraph
 from .....passes.graph.fx_nodes import value
 from .....runtime.program import StateSpec
 from ..flat_graph import cache_inputs
-from ..static_decode import decode_inputs
-from ..static_graph import air_attention, static_graph
+from ..ge.static_decode import decode_inputs
+from ..ge.static_graph import air_attention, static_graph
 from .conversion import convert
 from .ge_graph import GeGraph
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_pagoda.compiler.targets.npu.capture_sizes import (
+from torch_pagoda.compiler.targets.npu.sizes.capture_sizes import (
     most_padding,
     padded_size,
     plan_capture_sizes,
     request_mix,
     wasted,
 )
-from torch_pagoda.compiler.targets.npu.graph_resources import CAPTURES_PER_GRAPH
+from torch_pagoda.compiler.targets.npu.sizes.graph_resources import CAPTURES_PER_GRAPH
 
 MOST = 40
 MIXES = st.dictionaries(st.integers(1, MOST), st.integers(0, 9), max_size=25)

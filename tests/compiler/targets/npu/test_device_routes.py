@@ -19,12 +19,12 @@ from torch import fx
 
 import torch_pagoda as pagoda
 from torch_pagoda.compiler.link.linker import link
-from torch_pagoda.compiler.targets.npu.aclgraph_route import AclGraphs
+from torch_pagoda.compiler.targets.npu.aclgraph.aclgraph_route import AclGraphs
 from torch_pagoda.compiler.targets.npu.flat_graph import flat_graph
-from torch_pagoda.compiler.targets.npu.ge_route import PREFILLED_TOKENS, GeGraphs
+from torch_pagoda.compiler.targets.npu.ge.ge_route import PREFILLED_TOKENS, GeGraphs
 from torch_pagoda.compiler.targets.npu.route import ctrl_c_kept
 from torch_pagoda.compiler.targets.npu.routes import make_route
-from torch_pagoda.compiler.targets.npu.step_padding import StepSize
+from torch_pagoda.compiler.targets.npu.sizes.step_padding import StepSize
 from torch_pagoda.compiler.targets.npu.weights import prepare_weights
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.fx_nodes import value

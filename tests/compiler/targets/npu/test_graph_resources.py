@@ -6,8 +6,8 @@ import pytest
 from lowered_models import LIMITS, lowered
 
 from torch_pagoda.compiler.link.linker import link
-from torch_pagoda.compiler.targets.npu.aclgraph_route import AclGraphs
-from torch_pagoda.compiler.targets.npu.graph_resources import (
+from torch_pagoda.compiler.targets.npu.aclgraph.aclgraph_route import AclGraphs
+from torch_pagoda.compiler.targets.npu.sizes.graph_resources import (
     CAPTURES_PER_GRAPH,
     RESOURCES,
     GraphNeeds,
@@ -59,7 +59,7 @@ def test_drivers_of_950():
 
 def at(soc: str, calls: int, monkeypatch: pytest.MonkeyPatch) -> AclGraphs:
     """A route on a chip, for a graph with so many attention calls."""
-    from torch_pagoda.compiler.targets.npu import aclgraph_route
+    from torch_pagoda.compiler.targets.npu.aclgraph import aclgraph_route
 
     traced = lowered("llama", "aclgraph")[1].copy()
     assert traced.npu is not None

@@ -12,9 +12,9 @@ from npu_calls import illegal_calls
 from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.link.linker import link
 from torch_pagoda.compiler.options import CompileOptions
-from torch_pagoda.compiler.targets.npu.aclgraph_route import AclGraphs
+from torch_pagoda.compiler.targets.npu.aclgraph.aclgraph_route import AclGraphs
 from torch_pagoda.compiler.targets.npu.route import Route
-from torch_pagoda.compiler.targets.npu.step_padding import StepSize
+from torch_pagoda.compiler.targets.npu.sizes.step_padding import StepSize
 from torch_pagoda.compiler.verify.self_check import check, reference_of_model
 from torch_pagoda.passes.graph.provenance import operator_name
 from torch_pagoda.runtime.engine.engine import Engine

@@ -18,9 +18,11 @@ from torch_pagoda.compiler.capture import trace
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
-from torch_pagoda.compiler.targets.npu import static_graph as module
 from torch_pagoda.compiler.targets.npu.flat_graph import cache_inputs, flat_graph
-from torch_pagoda.compiler.targets.npu.ge_route import GeGraphs
+from torch_pagoda.compiler.targets.npu.ge import static_graph as module
+from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
+from torch_pagoda.compiler.targets.npu.ge.static_decode import decode_inputs
+from torch_pagoda.compiler.targets.npu.ge.static_graph import NotStatic, StaticGraph, static_graph, why_not_static
 from torch_pagoda.compiler.targets.npu.offline import decode_graphs
 from torch_pagoda.compiler.targets.npu.offline.conversion import convert
 from torch_pagoda.compiler.targets.npu.offline.decode_graphs import (
@@ -29,9 +31,7 @@ from torch_pagoda.compiler.targets.npu.offline.decode_graphs import (
     static_decode_graph,
 )
 from torch_pagoda.compiler.targets.npu.route import Run
-from torch_pagoda.compiler.targets.npu.static_decode import decode_inputs
-from torch_pagoda.compiler.targets.npu.static_graph import NotStatic, StaticGraph, static_graph, why_not_static
-from torch_pagoda.compiler.targets.npu.step_padding import StepSize
+from torch_pagoda.compiler.targets.npu.sizes.step_padding import StepSize
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.fx_nodes import value
 from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache
@@ -365,7 +365,7 @@ def test_mutant_lists_stay_lists():
 
 @pytest.mark.torchair
 def test_options_of_torchair():
-    from torch_pagoda.compiler.targets.npu.ge_route import ge_config
+    from torch_pagoda.compiler.targets.npu.ge.ge_route import ge_config
 
     for static in (False, True):
         options = ge_config(static=static).as_dict()

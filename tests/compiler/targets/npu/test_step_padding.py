@@ -10,7 +10,7 @@ from lowered_models import PROMPTS, assert_same, lowered, served
 
 from torch_pagoda.compiler.link.linker import link
 from torch_pagoda.compiler.targets.npu.route import Route
-from torch_pagoda.compiler.targets.npu.step_padding import StepSize, pad_step, size_of, spare_blocks
+from torch_pagoda.compiler.targets.npu.sizes.step_padding import StepSize, pad_step, size_of, spare_blocks
 from torch_pagoda.runtime.batching import ScheduledRequest
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.engine.model_runner import ModelRunner

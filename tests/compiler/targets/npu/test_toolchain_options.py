@@ -10,7 +10,7 @@ import pytest
 import torch_pagoda as pagoda
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.targets.npu import toolchain_options
-from torch_pagoda.compiler.targets.npu.aclgraph_route import aclgraph_options
+from torch_pagoda.compiler.targets.npu.aclgraph.aclgraph_route import aclgraph_options
 from torch_pagoda.compiler.targets.npu.toolchain_options import (
     KNOWN,
     SUPER_KERNEL_OPTIONS,
@@ -161,7 +161,7 @@ def test_options_of_super_kernels_are_those_of_the_wheel():
 
 @pytest.mark.torchair
 def test_torchair_gets_them():
-    from torch_pagoda.compiler.targets.npu.ge_route import ge_config
+    from torch_pagoda.compiler.targets.npu.ge.ge_route import ge_config
 
     config = ge_config({"ge_config.enable_single_stream": True})
     assert bool(config.ge_config.enable_single_stream) and config.mode.value == "max-autotune"

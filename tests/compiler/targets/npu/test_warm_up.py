@@ -14,10 +14,10 @@ from lowered_models import LIMITS, PROMPTS, assert_same, lowered, served
 
 from torch_pagoda.compiler.link.linker import LinkedProgram, link
 from torch_pagoda.compiler.targets.npu import warm_up as warm_up_file
-from torch_pagoda.compiler.targets.npu.aclgraph_route import AclGraphs
-from torch_pagoda.compiler.targets.npu.ge_route import GeGraphs
+from torch_pagoda.compiler.targets.npu.aclgraph.aclgraph_route import AclGraphs
+from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
 from torch_pagoda.compiler.targets.npu.route import Route, Run
-from torch_pagoda.compiler.targets.npu.step_padding import StepSize
+from torch_pagoda.compiler.targets.npu.sizes.step_padding import StepSize
 from torch_pagoda.compiler.targets.npu.warm_up_steps import (
     SpareRoom,
     StepShape,
@@ -454,7 +454,7 @@ def test_a_size_is_replayed_after_others_were_captured(monkeypatch):
     """Each capture gives its lengths to its own attention calls, see ``capture_updates``."""
     from npugraph_ex._acl_concrete_graph import acl_graph
 
-    from torch_pagoda.compiler.targets.npu import aclgraph_route
+    from torch_pagoda.compiler.targets.npu.aclgraph import aclgraph_route
 
     from captured_graphs import captured_graphs
 

@@ -9,8 +9,8 @@ import torch
 from lowered_models import assert_same, lowered
 
 from torch_pagoda.compiler.link.linker import link
-from torch_pagoda.compiler.targets.npu.aclgraph_route import AclGraphs
-from torch_pagoda.compiler.targets.npu.ge_route import GeGraphs
+from torch_pagoda.compiler.targets.npu.aclgraph.aclgraph_route import AclGraphs
+from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 

@@ -12,7 +12,7 @@ from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
-from torch_pagoda.compiler.targets.npu.ge_route import GeGraphs
+from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
 from torch_pagoda.compiler.targets.npu.offline.conversion import convert
 from torch_pagoda.passes.graph.fx_nodes import value
 from torch_pagoda.passes.graph.provenance import decoder_layers

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from ....passes import TracedGraph
-from ....runtime.cache.cache_specs import has_state
-from ....runtime.program import KVCache
-from ....runtime.step_metadata import StepMetadata
-from ...report import first_line
-from .capture_sizes import most_padding, padded_size
-from .flat_graph import cache_inputs, list_inputs
-from .route import Run
+from .....passes import TracedGraph
+from .....runtime.cache.cache_specs import has_state
+from .....runtime.program import KVCache
+from .....runtime.step_metadata import StepMetadata
+from ....report import first_line
+from ..flat_graph import cache_inputs, list_inputs
+from ..route import Run
+from ..sizes.capture_sizes import most_padding, padded_size
+from ..sizes.step_padding import StepSize, spare_blocks
 from .static_graph import why_not_static
-from .step_padding import StepSize, spare_blocks
 
 log = logging.getLogger(__name__)
 

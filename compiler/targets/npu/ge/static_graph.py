@@ -31,12 +31,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.fx.node import map_aggregate
 
-from ....passes import TracedGraph
-from ....passes.graph.fx_nodes import value
-from ....runtime.engine.device_queue import sent
-from ....runtime.program import is_cache_input
-from ...report import first_line
-from .flat_graph import is_constant, list_inputs
+from .....passes import TracedGraph
+from .....passes.graph.fx_nodes import value
+from .....runtime.engine.device_queue import sent
+from .....runtime.program import is_cache_input
+from ....report import first_line
+from ..flat_graph import is_constant, list_inputs
 
 _npu, _aten = torch.ops.npu, torch.ops.aten
 LENGTHS = {

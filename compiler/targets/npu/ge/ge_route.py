@@ -23,21 +23,21 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ....passes import TracedGraph
-from ....runtime.program import KVCache
-from .capture_sizes import most_padding, padded_size, plan_capture_sizes
+from .....passes import TracedGraph
+from .....runtime.program import KVCache
+from ..flat_graph import flat_graph
+from ..in_place import write_rows_in_place
+from ..offline.air_kernels import register_air_kernels
+from ..offline.run import is_offline
+from ..offline.without_device import without_device
+from ..route import PlannedSize, Route, Run, ctrl_c_kept
+from ..sizes.capture_sizes import most_padding, padded_size, plan_capture_sizes
+from ..sizes.step_padding import StepSize
+from ..toolchain_options import set_ge_options
+from ..warm_up_steps import StepShape, fitting_shape
 from .converters import register_converters
-from .flat_graph import flat_graph
-from .in_place import write_rows_in_place
-from .offline.air_kernels import register_air_kernels
-from .offline.run import is_offline
-from .offline.without_device import without_device
-from .route import PlannedSize, Route, Run, ctrl_c_kept
 from .static_decode import StaticDecode
 from .static_graph import air_attention, static_graph
-from .step_padding import StepSize
-from .toolchain_options import set_ge_options
-from .warm_up_steps import StepShape, fitting_shape
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ....runtime.step_metadata import StepMetadata
+from .....runtime.step_metadata import StepMetadata
 
 
 @dataclass(frozen=True)

@@ -25,21 +25,21 @@ import torch
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext, tracing
 
-from ....passes import TracedGraph
-from ....passes.graph.fx_nodes import step_field
-from ....runtime.cache.cache_specs import has_state
-from ....runtime.engine.device_errors import raise_if_lost
-from ....runtime.engine.device_queue import sent
-from ....runtime.program import KVCache
-from ....runtime.state_tables import CHUNK_TABLES
-from .capture_sizes import most_padding, padded_size, plan_capture_sizes, request_mix
+from .....passes import TracedGraph
+from .....passes.graph.fx_nodes import step_field
+from .....runtime.cache.cache_specs import has_state
+from .....runtime.engine.device_errors import raise_if_lost
+from .....runtime.engine.device_queue import sent
+from .....runtime.program import KVCache
+from .....runtime.state_tables import CHUNK_TABLES
+from ..flat_graph import flat_graph
+from ..in_place import write_in_place
+from ..route import PlannedSize, Route, Run, ctrl_c_kept
+from ..sizes.capture_sizes import most_padding, padded_size, plan_capture_sizes, request_mix
+from ..sizes.graph_resources import GraphNeeds, capture_budget
+from ..sizes.step_padding import StepSize, spare_blocks
+from ..warm_up_steps import fitting_shape
 from .capture_updates import keep_updates_apart
-from .flat_graph import flat_graph
-from .graph_resources import GraphNeeds, capture_budget
-from .in_place import write_in_place
-from .route import PlannedSize, Route, Run, ctrl_c_kept
-from .step_padding import StepSize, spare_blocks
-from .warm_up_steps import fitting_shape
 
 log = logging.getLogger(__name__)
 # Inputs whose sizes depend on how a step's tokens are dealt out.
