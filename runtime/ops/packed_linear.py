@@ -102,7 +102,9 @@ def _fake(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     return input.new_empty((*input.shape[:-1], weight.shape[0]))
 
 
-packed_linear = register_operator(_SCHEMA, fake=_fake, reference=packed_linear_reference, cpu=packed_linear_cpu)
+packed_linear = register_operator(
+    _SCHEMA, fake=_fake, reference=packed_linear_reference, cpu=packed_linear_cpu, opaque=True
+)
 
 
 @functools.cache

@@ -19,6 +19,7 @@ def register_operator(
     fake: Callable[..., Any],
     reference: Callable[..., Any],
     cpu: Callable[..., Any],
+    opaque: bool = False,
 ) -> torch._ops.OpOverload:
     """Define ``pagoda::<schema>`` and return its default overload; a second call with its name returns it.
 
@@ -27,6 +28,7 @@ def register_operator(
         fake: shape, dtype and strides of the result, for tracing.
         reference: plain-torch meaning; runs on every device without a kernel of its own.
         cpu: what runs for CPU tensors.
+        opaque: ``cpu`` also takes tensors in oneDNN's layouts; torch's dispatcher does not count them as CPU tensors.
 
     The operator has no derivative: with grad mode on and an input that requires grad it raises
     ``RuntimeError`` instead of returning a tensor cut from the autograd graph.
@@ -53,6 +55,8 @@ def register_operator(
 
     _library.impl(name, reference, "CompositeExplicitAutograd")
     _library.impl(name, cpu, "CPU")
+    if opaque:
+        _library.impl(name, cpu, "MkldnnCPU")
     _library.impl(name, refuse_autograd, "Autograd")
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library)
     return overload

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from torch_pagoda.runtime.ops import packed_linear as module
+from torch_pagoda.runtime.ops.native import kernel_function
 from torch_pagoda.runtime.ops.packed_linear import (
     MOST_ROWS,
     can_pack,
@@ -152,6 +153,27 @@ def test_without_the_layout_onednn_multiplies(monkeypatch):
     x = numbers(2, 64, seed=1)
     assert torch.equal(packed_linear_cpu(x, packed), packed_linear_reference(x, packed))
     close(packed_linear_cpu(x, packed), x, weight)
+
+
+@of_onednn
+def test_the_operator_reaches_our_kernel_with_an_opaque_weight(monkeypatch):
+    """The dispatcher has a key of its own for tensors in oneDNN's layouts; without it they go to the reference."""
+    weight, asked = numbers(2560, 2048), []
+    packed = pack_weight(weight)
+    if not hasattr(packed, "blocked"):
+        pytest.skip("oneDNN's layout is not one of panels here")
+
+    def function(name):
+        asked.append(name)
+        return kernel_function(name)
+
+    monkeypatch.setattr(module, "kernel_function", function)
+    x = numbers(4, 2048, seed=1)
+    close(packed_linear(x, packed, None), x, weight)
+    compiled = torch.compile(lambda x, w: packed_linear(x, w, None), fullgraph=True)
+    with torch.inference_mode():
+        close(compiled(x, packed), x, weight)
+    assert asked == ["pagoda_blocked_linear"] * 2
 
 
 @of_onednn
