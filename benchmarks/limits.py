@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import functools
 import json
 import statistics
 import time
@@ -24,7 +25,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from shapes import OUTPUT_LENGTHS, PROMPT_LENGTHS, SHAPES, Prompts, head_dim
+from shapes import ALL_SHAPES, OUTPUT_LENGTHS, PROMPT_LENGTHS, SHAPES, Prompts
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from torch_pagoda.runtime.batching import Batcher
 from torch_pagoda.runtime.blocks import BlockGroup, BlockManager
@@ -35,6 +38,8 @@ from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _MATRIX = (5632, 2048)
 _COUNT = 40
+_LAST = {"o_proj", "out_proj", "down_proj", "output_linear"}
+"""Names of matrices that read what the others of their block made."""
 
 Product = Callable[[torch.Tensor], object]
 
@@ -86,21 +91,27 @@ def machine_limits(repeats: int = 5) -> Limits:
     )
 
 
-def layer_matrices(shape: str) -> list[tuple[int, int]]:
-    """``[out, in]`` of a decoder layer's matrices, those of one input merged."""
-    config = SHAPES[shape]()
-    hidden, inner = config.hidden_size, config.intermediate_size
-    dim = head_dim(config)
-    queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
-    return [(queries + 2 * keys, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner)]
+@functools.cache
+def layer_matrices(shape: str) -> tuple[tuple[int, int], ...]:
+    """``[out, in]`` of the matrices of all decoder layers in order, those of one input merged."""
+    with torch.device("meta"):
+        layers = AutoModelForCausalLM.from_config(ALL_SHAPES[shape]()).model.layers
+    found = []
+    for module in layers.modules():
+        linears = {name: linear.weight for name, linear in module.named_children() if isinstance(linear, nn.Linear)}
+        of_input = [weight for name, weight in linears.items() if name not in _LAST]
+        if of_input:
+            found.append((sum(weight.shape[0] for weight in of_input), of_input[0].shape[1]))
+        found += [(weight.shape[0], weight.shape[1]) for name, weight in linears.items() if name in _LAST]
+    return tuple(found)
 
 
 class StepTimes:
     """Seconds of a step's products, timed at ``ROWS`` sizes of all layers and of the head."""
 
     def __init__(self, shape: str, repeats: int = 3) -> None:
-        config = SHAPES[shape]()
-        layers = layer_matrices(shape) * config.num_hidden_layers
+        config = ALL_SHAPES[shape]()
+        layers = layer_matrices(shape)
         products, widths = packed_products(layers), [size[1] for size in layers]
         self.layers = [seconds_of(products, widths, rows, repeats) for rows in ROWS]
         del products
@@ -154,7 +165,7 @@ def ceiling(shape: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, action="append", help="default: all")
+    parser.add_argument("--shape", choices=ALL_SHAPES, action="append", help=f"default: {', '.join(SHAPES)}")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     args = parser.parse_args()

@@ -9,7 +9,15 @@ from typing import Any
 
 from limits import layer_matrices
 from report import markdown_table, plotter, save_plot
-from shapes import DECODE_TOKENS, OUTPUT_LENGTHS, PREFILL_PROMPT, PROMPT_LENGTHS, SHAPES, head_dim
+from shapes import (
+    ALL_SHAPES,
+    DECODE_TOKENS,
+    OUTPUT_LENGTHS,
+    PREFILL_PROMPT,
+    PROMPT_LENGTHS,
+    attention_layers,
+    head_dim,
+)
 
 DECODE, TTFT, PREFILL, OFFLINE = "decode (tok/s)", "TTFT 128 (ms)", "prefill 1024 (tok/s)", "32 requests (tok/s)"
 COLD, WARM, MEMORY = "first token, cold (s)", "first token, warm (s)", "memory (MB)"
@@ -35,29 +43,29 @@ def figures(side: Mapping[str, Any]) -> dict[str, list[float]]:
 
 def read_bytes(shape: str, bits: float, head_bits: float) -> float:
     """Bytes of matrices that one decoded token reads: the layers' and the head's, tied or not."""
-    config = SHAPES[shape]()
-    layers = config.num_hidden_layers * sum(rows * width for rows, width in layer_matrices(shape))
+    config = ALL_SHAPES[shape]()
+    layers = sum(rows * width for rows, width in layer_matrices(shape))
     return (layers * bits + config.vocab_size * config.hidden_size * head_bits) / 8
 
 
 def prefill_flops(shape: str, tokens: int) -> float:
     """Of the layers' matrix products of a prompt, and of the head's of its last token; attention's are left out."""
-    config = SHAPES[shape]()
-    layers = config.num_hidden_layers * sum(rows * width for rows, width in layer_matrices(shape))
+    config = ALL_SHAPES[shape]()
+    layers = sum(rows * width for rows, width in layer_matrices(shape))
     return 2.0 * (layers * tokens + config.vocab_size * config.hidden_size)
 
 
 def prompt_flops(shape: str, tokens: int) -> float:
-    """The same with attention's products, of its causal half."""
-    config = SHAPES[shape]()
+    """The same with attention's products, of its causal half; those of recurrences are left out."""
+    config = ALL_SHAPES[shape]()
     attention = 4 * config.num_attention_heads * head_dim(config) * tokens * (tokens + 1) / 2
-    return prefill_flops(shape, tokens) + config.num_hidden_layers * attention
+    return prefill_flops(shape, tokens) + attention_layers(config) * attention
 
 
 def cache_bytes(shape: str) -> int:
-    """Bytes of keys and values, in bf16, that decoding the 32 requests reads."""
-    config = SHAPES[shape]()
-    per_token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config)
+    """Bytes of keys and values, in bf16, that decoding the 32 requests reads; states are left out."""
+    config = ALL_SHAPES[shape]()
+    per_token = 2 * 2 * attention_layers(config) * config.num_key_value_heads * head_dim(config)
     seen = sum(prompt + n for prompt, out in zip(PROMPT_LENGTHS, OUTPUT_LENGTHS, strict=True) for n in range(1, out))
     return seen * per_token
 

@@ -93,7 +93,8 @@ PEERS = {
             "openvino-genai==2026.4.1",
             "openvino-tokenizers==2026.4.1",
             "optimum-intel==2.2.0",
-            "transformers==5.5.4",
+            # Only the exporter imports it; with newer ones it refuses Qwen3.5.
+            "transformers==5.2.0",
             "torch==2.13.0",
         ),
         {

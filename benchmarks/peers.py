@@ -45,7 +45,16 @@ from limits import ceiling, machine_limits
 from peer_figures import plot, tables
 from peer_setup import OURS, PEERS, WORKERS, Peer, PeerFailed, model_folder, python_of
 from report import conditions, save
-from shapes import DECODE_PROMPT, DECODE_TOKENS, OUTPUT_LENGTHS, PREFILL_PROMPT, PROMPT_LENGTHS, SHAPES, Prompts
+from shapes import (
+    ALL_SHAPES,
+    DECODE_PROMPT,
+    DECODE_TOKENS,
+    OUTPUT_LENGTHS,
+    PREFILL_PROMPT,
+    PROMPT_LENGTHS,
+    SHAPES,
+    Prompts,
+)
 
 PHASES = {
     "decode": ([DECODE_PROMPT], [DECODE_TOKENS]),
@@ -297,7 +306,7 @@ def finished_runs(out: Path | None) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", choices=PEERS, action="append", help="may be given more than once")
-    parser.add_argument("--shape", choices=SHAPES, action="append")
+    parser.add_argument("--shape", choices=ALL_SHAPES, action="append", help=f"--all without it: {', '.join(SHAPES)}")
     parser.add_argument("--weights", choices=VARIANTS, action="append", help="their width")
     variants = [variant for of_width in VARIANTS.values() for variant in of_width]
     parser.add_argument("--ours", choices=variants, action="append", help="default: all of the width, side by side")

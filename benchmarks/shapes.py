@@ -81,6 +81,7 @@ STATE_SHAPES: dict[str, Callable[[], Any]] = {
     ),
 }
 """Models most layers of which keep a state in place of keys and values; see ``states.py``."""
+ALL_SHAPES = {**SHAPES, **STATE_SHAPES}
 PROMPT_LENGTHS = [
     *(204, 79, 149, 224, 355, 283, 227, 391, 41, 243, 309, 274, 324, 119, 102, 504),
     *(120, 428, 346, 225, 71, 119, 206, 120, 369, 197, 57, 365, 104, 297, 436, 147),
@@ -97,10 +98,16 @@ def head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def attention_layers(config: Any) -> int:
+    """How many layers keep keys and values."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return sum(kind.endswith("attention") and kind != "linear_attention" for kind in kinds)
+
+
 def random_model(shape: str) -> PreTrainedModel:
     """A bf16 model of the shape with random weights; the head is spread so that greedy tokens vary."""
     torch.manual_seed(0)
-    config = {**SHAPES, **STATE_SHAPES}[shape]()
+    config = ALL_SHAPES[shape]()
     config.initializer_range = 0.02
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     model.generation_config.eos_token_id = None

@@ -18,7 +18,7 @@ from limits import ROWS, Limits, _between, layer_matrices, steps_of_workload
 from peer_figures import DECODE, cache_bytes, figures, pairs, plot, prefill_flops, read_bytes, tables
 from peer_setup import OURS, PEERS, WORKERS, Peer, PeerFailed
 from peers import VARIANTS, Side, Worker, compare, finished_runs
-from shapes import OUTPUT_LENGTHS, PREFILL_PROMPT, PROMPT_LENGTHS, SHAPES, weight_bytes_per_token
+from shapes import ALL_SHAPES, OUTPUT_LENGTHS, PREFILL_PROMPT, PROMPT_LENGTHS, SHAPES, weight_bytes_per_token
 from trained_model import TINY_PYDOC
 from transformers import AutoModelForCausalLM
 
@@ -42,12 +42,17 @@ def test_times_between_measured_sizes():
     assert _between(times[:3], 8) == 32
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_matrices_are_those_of_the_model(shape):
-    config = SHAPES[shape]()
     with torch.device("meta"):
-        layer = AutoModelForCausalLM.from_config(config).model.layers[0]
-    assert sum(a * b for a, b in layer_matrices(shape)) == sum(p.numel() for p in layer.parameters() if p.dim() == 2)
+        layers = AutoModelForCausalLM.from_config(ALL_SHAPES[shape]()).model.layers
+    assert sum(a * b for a, b in layer_matrices(shape)) == sum(p.numel() for p in layers.parameters() if p.dim() == 2)
+
+
+def test_matrices_that_read_one_input_are_merged():
+    assert layer_matrices("qwen3-0.6b")[:4] == ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))
+    assert layer_matrices("qwen3.5-0.8b")[:4] == ((8224, 1024), (1024, 2048), (7168, 1024), (1024, 3584))
+    assert layer_matrices("granite-4.0-h-micro, 10 layers").count((3072, 2048)) == 1
 
 
 @pytest.mark.parametrize("name", ["pagoda", "hf"])
@@ -235,11 +240,12 @@ def test_keys_and_values_that_the_requests_read():
     tokens = sum(prompt + n for prompt, out in lengths for n in range(1, out))
     assert cache_bytes("tinyllama-1.1b") == tokens * 22 * 2 * 4 * 64 * 2 == 34_640_764_928
     assert cache_bytes("qwen3-0.6b") == tokens * 28 * 2 * 8 * 128 * 2
+    assert cache_bytes("qwen3.5-0.8b") == tokens * 6 * 2 * 2 * 256 * 2
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_bytes_and_products_are_those_of_the_model(shape):
-    config = SHAPES[shape]()
+    config = ALL_SHAPES[shape]()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     # Norms are left out.
