@@ -40,6 +40,7 @@ from .model_facts import facts_of
 from .options import LLMOptions, signature_with_options, split_options
 from .runtime.autocast import without_autocast
 from .runtime.engine.engine import Engine
+from .runtime.processors import limit_threads
 from .runtime.profiling.profile import Profile
 from .runtime.program import Program
 from .runtime.requests.beam_search_params import BeamSearchParams
@@ -95,6 +96,7 @@ class LLM:
         loads = isinstance(model, str | os.PathLike)
         loading, serving, compiling = split_options(options, owns_weights=loads)
         device = resolve_device(loading.device)
+        limit_threads()
         if loading.gguf_file is not None:
             if not isinstance(model, str | os.PathLike):
                 raise ValueError(f"gguf_file={loading.gguf_file!r} names a file; pass the folder that it lies in")

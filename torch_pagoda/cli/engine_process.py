@@ -47,7 +47,9 @@ def main(fd: int) -> int:
     import typer
     from transformers.utils import logging as transformers_logging
 
+    from ..device import resolve_device
     from ..llm import LLM
+    from ..runtime.processors import bind_to_node_of
     from ..runtime.serving.engine_process.worker import Worker
     from .errors import one_line_errors
     from .frozen_objects import freeze_objects
@@ -56,6 +58,7 @@ def main(fd: int) -> int:
     transformers_logging.disable_progress_bar()
     try:
         with one_line_errors(debug=False), show_phases():
+            bind_to_node_of(resolve_device(start.options.get("device", "auto")))
             llm = LLM(start.model, start.tokenizer, **start.options)
     except typer.Exit as end:
         return end.exit_code

@@ -1,0 +1,187 @@
+"""Processors: how many threads what this process may use can run, and which lie beside a device.
+
+A container is often given the time of a few processors of a host that shows all of its own: threads for each of
+those wait for each other while the system holds them back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+_CHOSEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_BOUND = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+_HUAWEI, _ACCELERATOR = "0x19e5", "0x1200"
+_MOST_PROCESSORS = 65536
+_THREADS_AT_IMPORT = torch.get_num_threads()
+
+
+def limit_threads(root: Path = Path("/")) -> int:
+    """Lower torch's number of threads to what the control group allows, unless somebody chose a number.
+
+    ``OMP_NUM_THREADS``, ``MKL_NUM_THREADS`` and a call of ``torch.set_num_threads`` are choices.
+
+    Args:
+        root: the folder that ``proc`` and ``sys`` lie in.
+
+    Returns:
+        The number of threads from now on.
+    """
+    threads, allowed = torch.get_num_threads(), control_group_limit(root)
+    chosen = threads != _THREADS_AT_IMPORT or any(os.environ.get(name) for name in _CHOSEN)
+    if allowed is None or threads <= allowed or chosen:
+        return threads
+    fitting = max(1, int(allowed))
+    if fitting < threads:
+        log.warning(
+            "the control group allows %.1f processors: %d threads instead of %d; OMP_NUM_THREADS chooses otherwise",
+            allowed,
+            fitting,
+            threads,
+        )
+        torch.set_num_threads(fitting)
+    return fitting
+
+
+def control_group_limit(root: Path = Path("/")) -> float | None:
+    """Processors whose time this process's control group and those above it allow; None where none has a limit."""
+    limits = [
+        quota / period
+        for quota, period in (_quota(folder) for folder in _control_groups(root))
+        if quota > 0 and period > 0
+    ]
+    return min(limits, default=None)
+
+
+def _control_groups(root: Path) -> Iterator[Path]:
+    """Folders of the process's control group, of either version, and of those above it."""
+    for line in (_read(root / "proc/self/cgroup") or "0::/").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+        for count in range(len(parts), -1, -1):
+            yield top.joinpath(*parts[:count])
+
+
+def _quota(folder: Path) -> tuple[int, int]:
+    """Microseconds of processors' time in a period, and the period's; zeros or -1 where there is no limit."""
+    first, _, second = (_read(folder / "cpu.max") or "").partition(" ")
+    if not second:
+        first, second = (_read(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period"))
+    return _number(first), _number(second)
+
+
+def bind_to_node_of(device: torch.device, root: Path = Path("/")) -> tuple[int, ...]:
+    """Keep this process on the processors of the NUMA node that an Ascend device hangs on.
+
+    Whoever restricted the process before is respected: an affinity of the user's or of a control group, a binding of
+    OpenMP's threads, ``TORCH_PAGODA_CPU_BINDING=0``. Threads that run already are moved, too.
+
+    Args:
+        device: of type ``"npu"``; others are not bound to anything.
+        root: the folder that ``proc``, ``sys`` and ``dev`` lie in.
+
+    Returns:
+        The processors; none where the process was left as it was. The log says why.
+    """
+    reason, processors = "", frozenset[int]()
+    if device.type != "npu" or not hasattr(os, "sched_setaffinity"):
+        return ()
+    if os.environ.get("TORCH_PAGODA_CPU_BINDING") == "0":
+        reason = "TORCH_PAGODA_CPU_BINDING=0"
+    elif bound := next((variable for variable in _BOUND if os.environ.get(variable)), None):
+        reason = f"{bound} is set"
+    elif os.sched_getaffinity(0) != _processors_in(root / "sys/devices/system/cpu/online"):
+        reason = "the process is restricted to some processors already"
+    elif (node := node_of(device.index or 0, root)) is None:
+        reason = "the system does not say which NUMA node the device hangs on"
+    else:
+        processors = _processors_in(root / f"sys/devices/system/node/node{node}/cpulist")
+        processors &= os.sched_getaffinity(0)
+        reason = "" if processors else f"NUMA node {node} has no processors"
+    if reason:
+        log.info("not bound to a NUMA node: %s", reason)
+        return ()
+    for task in _names(root / "proc/self/task", r"\d+") or [0]:
+        try:
+            os.sched_setaffinity(task, processors)
+        except OSError as error:  # it has ended, or a sandbox forbids it
+            log.info("thread %d is not bound to NUMA node %d: %s", task, node, error)
+    log.info("bound to the %d processors of NUMA node %d", len(processors), node)
+    if torch.get_num_threads() > len(processors) and not any(os.environ.get(name) for name in _CHOSEN):
+        torch.set_num_threads(len(processors))
+    return tuple(sorted(processors))
+
+
+def node_of(index: int, root: Path = Path("/")) -> int | None:
+    """The NUMA node of an Ascend device; None where that cannot be told.
+
+    Where the devices hang on several nodes, they are taken to be numbered in the order of their PCI addresses, which
+    no hardware has confirmed.
+
+    Args:
+        index: among the devices that ``ASCEND_RT_VISIBLE_DEVICES`` names, or all.
+        root: the folder that ``sys`` and ``dev`` lie in.
+    """
+    nodes = [
+        _number(_read(folder / "numa_node") or "-1")
+        for folder in sorted((root / "sys/bus/pci/devices").glob("*"))
+        if _read(folder / "vendor") == _HUAWEI and (_read(folder / "class") or "").startswith(_ACCELERATOR)
+    ]
+    if not nodes or min(nodes) < 0:
+        return None
+    if len(set(nodes)) == 1:
+        return nodes[0]
+    visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "")
+    if visible and not re.fullmatch(r"\d{1,4}(,\d{1,4})*", visible):
+        return None
+    numbers: Sequence[int] = [int(part) for part in visible.split(",")] if visible else range(len(nodes))
+    if len(_names(root / "dev", r"davinci(\d+)")) != len(nodes) or index >= len(numbers):
+        return None
+    number = numbers[index]
+    return nodes[number] if number < len(nodes) else None
+
+
+def _processors_in(path: Path) -> frozenset[int]:
+    """Of a list such as ``0-3,8``; none where it is no such list."""
+    found: set[int] = set()
+    for part in (_read(path) or "").split(","):
+        if not (match := re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part)):
+            return frozenset()
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last >= _MOST_PROCESSORS:
+            return frozenset()
+        found.update(range(first, last + 1))
+    return frozenset(found)
+
+
+def _names(folder: Path, pattern: str) -> list[int]:
+    """Numbers in the names of a folder's entries; the whole name, or the pattern's group."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    matches = (re.fullmatch(pattern, name) for name in names)
+    return sorted(int(match[match.lastindex or 0]) for match in matches if match)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        with path.open(errors="replace") as file:
+            return file.read(4096).strip()
+    except OSError:
+        return None
+
+
+def _number(text: str) -> int:
+    return int(text) if re.fullmatch(r"-?\d{1,18}", text) else -1

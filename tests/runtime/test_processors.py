@@ -1,0 +1,212 @@
+"""Threads and processors on stand-ins of a system's files: control groups of both versions, NUMA nodes, PCI."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_pagoda.runtime import processors
+from torch_pagoda.runtime.processors import bind_to_node_of, control_group_limit, limit_threads, node_of
+
+SETTINGS = (*processors._CHOSEN, *processors._BOUND, "TORCH_PAGODA_CPU_BINDING", "ASCEND_RT_VISIBLE_DEVICES")
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def write(root: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+
+
+@pytest.mark.parametrize(
+    ("files", "allowed"),
+    [
+        ({}, None),
+        ({"sys/fs/cgroup/cpu.max": "max 100000"}, None),
+        ({"sys/fs/cgroup/cpu.max": "250000 100000"}, 2.5),
+        # A group of its own below one with less.
+        (
+            {
+                "proc/self/cgroup": "0::/pods/this",
+                "sys/fs/cgroup/pods/this/cpu.max": "800000 100000",
+                "sys/fs/cgroup/pods/cpu.max": "300000 100000",
+            },
+            3.0,
+        ),
+        # In a namespace the path is not below what is mounted.
+        ({"proc/self/cgroup": "0::/../../other", "sys/fs/cgroup/cpu.max": "50000 100000"}, 0.5),
+        (
+            {
+                "proc/self/cgroup": "9:memory:/m\n4:cpu,cpuacct:/this",
+                "sys/fs/cgroup/cpu/this/cpu.cfs_quota_us": "400000",
+                "sys/fs/cgroup/cpu/this/cpu.cfs_period_us": "100000",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            4.0,
+        ),
+        ({"sys/fs/cgroup/cpu.max": "much 100000"}, None),
+        ({"sys/fs/cgroup/cpu.max": "100000 0"}, None),
+        ({"sys/fs/cgroup/cpu.max": "9" * 5000}, None),
+    ],
+)
+def test_what_the_control_group_allows(tmp_path, files, allowed):
+    write(tmp_path, **files)
+    assert control_group_limit(tmp_path) == allowed
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Sixteen, as torch begins with on a host of that many; what is set is kept here."""
+    count = [16]
+    monkeypatch.setattr(processors, "_THREADS_AT_IMPORT", 16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: count.__setitem__(0, number))
+    return count
+
+
+@pytest.mark.parametrize(("quota", "expected"), [("250000", 2), ("50000", 1), ("1550000", 15), ("1600000", 16)])
+def test_no_more_threads_than_the_control_group_allows(tmp_path, threads, caplog, quota, expected):
+    write(tmp_path, **{"sys/fs/cgroup/cpu.max": f"{quota} 100000"})
+    with caplog.at_level(logging.WARNING):
+        assert limit_threads(tmp_path) == threads[0] == expected
+    assert ("OMP_NUM_THREADS chooses otherwise" in caplog.text) == (expected < 16)
+
+
+@pytest.mark.parametrize("chosen", ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "torch.set_num_threads"])
+def test_a_chosen_number_of_threads_stays(tmp_path, threads, monkeypatch, chosen):
+    write(tmp_path, **{"sys/fs/cgroup/cpu.max": "200000 100000"})
+    if chosen.startswith("torch"):
+        threads[0] = 12
+    else:
+        monkeypatch.setenv(chosen, "16")
+    before = threads[0]
+    assert limit_threads(tmp_path) == threads[0] == before
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch, threads):
+    """Two nodes of four processors, two devices on each; nothing of the real process is changed."""
+    files = {
+        "sys/devices/system/cpu/online": "0-7",
+        "sys/devices/system/node/node0/cpulist": "0-1,4-5",
+        "sys/devices/system/node/node1/cpulist": "2-3,6-7",
+        "proc/self/task/11/stat": "",
+        "proc/self/task/12/stat": "",
+    }
+    for number, node in enumerate((0, 0, 1, 1)):
+        folder = f"sys/bus/pci/devices/0000:{number}1:00.0"
+        files |= {f"{folder}/vendor": "0x19e5", f"{folder}/class": "0x120000", f"{folder}/numa_node": str(node)}
+        files[f"dev/davinci{number}"] = ""
+    # A network card of the same vendor, an accelerator of another.
+    files |= {
+        "sys/bus/pci/devices/0000:91:00.0/vendor": "0x19e5",
+        "sys/bus/pci/devices/0000:91:00.0/class": "0x020000",
+    }
+    files |= {
+        "sys/bus/pci/devices/0000:92:00.0/vendor": "0x10de",
+        "sys/bus/pci/devices/0000:92:00.0/class": "0x120000",
+    }
+    write(tmp_path, **files)
+    bound: dict[int, set[int]] = {}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda task: bound.get(task, set(range(8))))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda task, cpus: bound.__setitem__(task, set(cpus)))
+    return tmp_path, bound
+
+
+class Device:
+    """Stands for ``torch.device("npu:N")``, a name that torch knows only once torch_npu is loaded."""
+
+    def __init__(self, index: int | None, type: str = "npu") -> None:
+        self.index, self.type = index, type
+
+
+@pytest.mark.parametrize(("index", "processors"), [(None, (0, 1, 4, 5)), (1, (0, 1, 4, 5)), (2, (2, 3, 6, 7))])
+def test_a_process_is_bound_to_its_device_s_node(host, threads, index, processors):
+    root, bound = host
+    assert bind_to_node_of(Device(index), root) == processors
+    assert bound == {11: set(processors), 12: set(processors)}
+    assert threads == [4]
+
+
+def test_devices_are_counted_among_the_visible_ones(host, monkeypatch):
+    root, _ = host
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "3,0")
+    assert [node_of(index, root) for index in (0, 1, 2)] == [1, 0, None]
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "3,x")
+    assert node_of(0, root) is None
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "9")
+    assert node_of(0, root) is None
+
+
+def test_a_node_is_not_guessed(host):
+    """Numbers are not known where PCI devices and device files are not as many, unless all hang on one node."""
+    root, _ = host
+    (root / "dev/davinci3").unlink()
+    assert node_of(0, root) is None
+    for folder in (root / "sys/bus/pci/devices").glob("*"):
+        (folder / "numa_node").write_text("1\n")
+    assert node_of(0, root) == 1
+    (root / "sys/bus/pci/devices/0000:21:00.0/numa_node").write_text("-1\n")
+    assert node_of(0, root) is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("TORCH_PAGODA_CPU_BINDING=0", "TORCH_PAGODA_CPU_BINDING=0"),
+        ("OMP_PROC_BIND=close", "OMP_PROC_BIND is set"),
+        ("affinity", "restricted to some processors already"),
+        ("no node", "does not say which NUMA node"),
+        ("no processors", "NUMA node 0 has no processors"),
+        ("a hostile list", "NUMA node 0 has no processors"),
+    ],
+)
+def test_what_was_chosen_is_respected(host, monkeypatch, caplog, setting, reason):
+    root, bound = host
+    name, equals, value = setting.partition("=")
+    if equals:
+        monkeypatch.setenv(name, value)
+    elif setting == "affinity":
+        monkeypatch.setattr(os, "sched_getaffinity", lambda task: {0, 1})
+    elif setting == "no node":
+        (root / "sys/bus/pci/devices/0000:01:00.0/numa_node").unlink()
+    else:
+        text = "" if setting == "no processors" else "0-999999"
+        (root / "sys/devices/system/node/node0/cpulist").write_text(text)
+    with caplog.at_level(logging.INFO, processors.__name__):
+        assert bind_to_node_of(Device(0), root) == ()
+    assert bound == {} and reason in caplog.text
+
+
+def test_other_devices_bind_nothing(host):
+    root, bound = host
+    assert bind_to_node_of(torch.device("cpu"), root) == () and bound == {}
+
+
+def test_a_thread_that_has_ended_does_not_stop_the_others(host, monkeypatch):
+    root, bound = host
+
+    def set_affinity(task: int, cpus: set[int]) -> None:
+        if task == 11:
+            raise ProcessLookupError(3, "No such process")
+        bound[task] = set(cpus)
+
+    monkeypatch.setattr(os, "sched_setaffinity", set_affinity)
+    assert bind_to_node_of(Device(0), root) and list(bound) == [12]
+
+
+def test_this_system_can_be_read():
+    limit = control_group_limit()
+    assert limit is None or limit > 0
+    assert node_of(0) is None or node_of(0) >= 0
