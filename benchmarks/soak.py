@@ -2,6 +2,7 @@
 
     python benchmarks/soak.py --requests 100000              # or --minutes 60; with both, whatever ends first
     python benchmarks/soak.py --requests 500 --check-every 100
+    python benchmarks/soak.py --one-step-ahead               # as an NPU is served
 
 Requests: random tokens, half of them behind one of a few shared prefixes; random lengths, priorities, clients and
 sampling (greedy, seeded, penalties, log-probabilities, stop strings), n up to 3; some have a deadline, some are
@@ -272,7 +273,7 @@ class Soak:
         return grown
 
 
-def make_engine(program: Program, tokenizer: Tokenizer | None) -> Engine:
+def make_engine(program: Program, tokenizer: Tokenizer | None, *, one_step_ahead: bool = False) -> Engine:
     """An engine with everything on and little room."""
     return Engine(
         program,
@@ -288,6 +289,7 @@ def make_engine(program: Program, tokenizer: Tokenizer | None) -> Engine:
         preemption="auto",
         swap_space=NUM_BLOCKS // 2 * bytes_per_block(program.caches, 16),
         max_queue=MAX_QUEUE,
+        async_scheduling=one_step_ahead,
     )
 
 
@@ -326,6 +328,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=None, help="stop submitting after so long")
     parser.add_argument("--requests", type=int, default=None, help="or after so many; 100000 if neither is given")
+    parser.add_argument("--one-step-ahead", action="store_true", help="async_scheduling=True, the NPU's default")
     parser.add_argument("--check-every", type=int, default=1000, help="finished requests")
     parser.add_argument("--fault-rate", type=float, default=0.003, help="steps that fail once, and interrupted ones")
     parser.add_argument("--compare", type=float, default=0.02, help="share of greedy requests to run unbatched too")
@@ -338,7 +341,7 @@ def main() -> None:
         args.requests = 100_000
     llm = LLM(MODEL, dtype="float32", max_model_len=MAX_MODEL_LEN, num_blocks=NUM_BLOCKS, max_num_seqs=MAX_NUM_SEQS)
     failing = FailingProgram(llm.program, random.Random(args.seed + 1), args.fault_rate)
-    engine = make_engine(cast(Program, failing), llm.engine.tokenizer)
+    engine = make_engine(cast(Program, failing), llm.engine.tokenizer, one_step_ahead=args.one_step_ahead)
     soak = Soak(engine, random.Random(args.seed), Oracle(), args.compare)
     start = time.perf_counter()
     soak.run(args.requests, args.minutes, args.check_every)

@@ -41,7 +41,7 @@ def limit_threads(root: Path = Path("/")) -> int:
     fitting = max(1, int(allowed))
     if fitting < threads:
         log.warning(
-            "the control group allows %.1f processors: %d threads instead of %d; OMP_NUM_THREADS chooses otherwise",
+            "the control group allows %.1f processors; threads: %d instead of %d; OMP_NUM_THREADS chooses otherwise",
             allowed,
             fitting,
             threads,

@@ -87,16 +87,18 @@ def test_growth_leaves_the_beginning_out() -> None:
     assert growth([(1.0, 5.0)]) == 0
 
 
-def toy_soak(rate: float) -> tuple[Soak, FailingProgram, ToyOracle]:
+def toy_soak(rate: float, *, one_step_ahead: bool = False) -> tuple[Soak, FailingProgram, ToyOracle]:
     program = ToyProgram(max_model_len=MAX_MODEL_LEN, vocab_size=2048)
     failing = FailingProgram(cast(Program, program), random.Random(1), rate)
     oracle = ToyOracle(program)
-    engine = make_engine(cast(Program, failing), AutoTokenizer.from_pretrained(MODEL))
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    engine = make_engine(cast(Program, failing), tokenizer, one_step_ahead=one_step_ahead)
     return Soak(engine, random.Random(0), cast(Oracle, oracle), sampled=0.3), failing, oracle
 
 
-def test_a_short_run_finds_nothing() -> None:
-    soak, failing, oracle = toy_soak(0.02)
+@pytest.mark.parametrize("one_step_ahead", [False, True])
+def test_a_short_run_finds_nothing(one_step_ahead: bool) -> None:
+    soak, failing, oracle = toy_soak(0.02, one_step_ahead=one_step_ahead)
     soak.run(requests=250, minutes=None, check_every=50)
     soak.check_end(most_growth=1e9)
     assert soak.violations == []
@@ -104,6 +106,7 @@ def test_a_short_run_finds_nothing() -> None:
     assert oracle.num_compared > 10
     assert {"raised once", "interrupted"} <= failing.counts.keys()
     assert len(soak.pool_sizes) > 1
+    assert (soak.engine.stats().get("steps_ahead", 0) > 100) == one_step_ahead
 
 
 def test_a_run_notices_wrong_tokens_and_lost_requests() -> None:
