@@ -23,12 +23,18 @@ _LOST_CODES = {
 }
 """Codes of the runtime that say so → in words."""
 
-_CODE = re.compile(r"(?:\berr(?:or)?[ _]?code|\berror|\bret)\b(?: is)?\W{0,4}(507\d{3})\b", re.IGNORECASE)
+# "error code is 507035", "ERROR_CODE:507015", "errorCode=507901", "ret=507010".
+_CODE = re.compile(r"(?:\berr(?:or)?[ _]?code|\berror|\bret)\b(?: is)?\W{0,4}(\d{6})\b", re.IGNORECASE)
 _WORDS = re.compile(
     r"\bdevice (?:is |was |has been )?lost\b|\blost heartbeat\b|\b(?:HBM MULTI BIT ECC|UCE|HCCS LINK) ERROR\b",
     re.IGNORECASE,
 )
 _REMEDY = "look at npu-smi info and the device's log, then start the process again"
+
+
+def reported_codes(message: str) -> list[str]:
+    """Numbers of errors that CANN's runtime and torch_npu name in a message, in order."""
+    return _CODE.findall(message)
 
 
 def raise_if_lost(error: BaseException) -> None:
@@ -43,7 +49,7 @@ def lost_reason(error: BaseException) -> str | None:
         if isinstance(each, DeviceLost):
             return str(each)
         text = str(each)
-        codes = [_LOST_CODES[code] for code in _CODE.findall(text) if code in _LOST_CODES]
+        codes = [_LOST_CODES[code] for code in reported_codes(text) if code in _LOST_CODES]
         if codes or _WORDS.search(text):
             reported = " ".join(text.split())[:300]
             words = f", {codes[0]}" if codes else ""

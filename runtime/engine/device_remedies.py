@@ -10,14 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .device_error_table import OUT_OF_MEMORY, REMEDIES, Remedy
-from .device_errors import lost_reason
+from .device_errors import lost_reason, reported_codes
 
 __all__ = ["DeviceError", "explain", "explained_errors"]
 
 # Messages of CANN hold traces of many lines; what says the code stands at their start.
 _READ = 65536
-# "error code is 507035", "error code:507035", "ERROR_CODE:507015".
-_NUMBER = re.compile(r"error[ _]code(?: is)?[ :=]{1,3}(\d{6})\b", re.IGNORECASE)
 # "EI0002: ...", "EZ9999[PID: 7]", "Memory_Allocation_Failure(EL0004)".
 _MODULE = re.compile(r"(?<![A-Za-z0-9])(E[A-Z1]\d{4})(?=[\[):])")
 _NO_MEMORY = re.compile(r"\bNPU out of memory\b")
@@ -69,7 +67,7 @@ def _find(message: str) -> tuple[str, Remedy | None]:
     """
     if _NO_MEMORY.search(message):
         return "", OUT_OF_MEMORY
-    for code in (*_NUMBER.findall(message), *_MODULE.findall(message)):
+    for code in (*reported_codes(message), *_MODULE.findall(message)):
         if code in REMEDIES:
             return code, REMEDIES[code]
     return "", None
