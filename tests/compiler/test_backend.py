@@ -73,12 +73,17 @@ def test_forward_by_entry_point(name, ids, monkeypatch):
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_forward_through_inductor(ids):
+def test_forward_and_generate_through_inductor(ids):
     model = build_tiny_model("llama", num_hidden_layers=1)
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    settings["attention_mask"] = torch.ones_like(ids)
     with torch.no_grad():
         expected = model(ids).logits
         found = torch.compile(model, backend="pagoda")(ids).logits
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    continued = model.generate(ids, **settings)
+    model.compile(backend="pagoda")
+    assert torch.equal(model.generate(ids, **settings), continued)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

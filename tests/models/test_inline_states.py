@@ -29,9 +29,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Architecture → what differs from its tiny model. Prompts of 150 tokens are longer than many blocks of MiniMax."""
 STATES = {
-    "minimax": ["recurrent_state"] * 2,
+    "minimax": ["recurrent_state"],
     "zaya": ["conv_state"] * 6,
-    "inkling_text": ["conv_state"] * 16,
+    "inkling_text": ["conv_state"] * 8,
 }
 
 

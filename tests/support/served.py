@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from torch_pagoda.compiler.store.program_store import DISABLE
+from torch_pagoda.runtime.ops.native import load_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "tiny-pydoc"
@@ -22,18 +29,33 @@ FAST = ("--verify", "off", "--codegen", "none")
 """Compiling is for the tests of the compiler."""
 
 
+@cache
+def cache_folder() -> Path:
+    """A cache for all servers of this process, with its kernels: the first server stores the program that others
+    take."""
+    folder = Path(tempfile.mkdtemp(prefix="pagoda-served-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    library = load_kernels()
+    if library is not None:
+        built = Path(library._name).resolve()
+        (folder / "kernels").mkdir(mode=0o700)
+        for file in built.parent.glob(f"{built.stem}*"):
+            shutil.copy(file, folder / "kernels")
+    return folder
+
+
 class Served:
     """A server that has said that it takes requests."""
 
     def __init__(self, *options: str) -> None:
         command = [sys.executable, "-c", "from torch_pagoda.cli import main; main()", "serve", str(MODEL)]
-        env = {name: value for name, value in os.environ.items() if name != "PAGODA_API_KEY"}
+        env = {name: value for name, value in os.environ.items() if name not in ("PAGODA_API_KEY", DISABLE)}
         self.process = subprocess.Popen(
             [*command, "--port", "0", *FAST, *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**env, "OMP_NUM_THREADS": "1"},
+            env={**env, "OMP_NUM_THREADS": "1", "TORCH_PAGODA_CACHE": str(cache_folder())},
         )
         self._errors: list[str] = []
         self._reader = threading.Thread(target=self._read_errors, daemon=True)

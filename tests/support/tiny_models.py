@@ -123,6 +123,10 @@ LAYER_COUNTS = frozenset(
     | {"num_encoder_layers", "num_decoder_layers", "depth", "num_blocks"}
 )
 
+SHALLOW = frozenset("deepseek_v32 inkling_text kimi_linear minimax".split())
+"""Architectures that tests compile often, with a layer of each of their two kinds; Gemma 2 and Qwen 3.5 stand for
+models with several layers of a kind."""
+
 DEFAULTS_WHEN_NONE = frozenset({"head_dim", "num_key_value_heads"})
 """Sizes that are set even where the default configuration leaves them to be derived."""
 
@@ -158,7 +162,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "gemma4_text": {"global_head_dim": 32},
     "gemma4_unified_text": {"global_head_dim": 32},
-    # Compiled often; Gemma 2 stands for models with several layers of a kind.
+    # As those in SHALLOW, in this order.
     "gemma3_text": _A_LAYER_OF_EACH_KIND,
     "gpt_oss": _A_LAYER_OF_EACH_KIND,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -303,7 +307,7 @@ def _shrunk_arguments(default: PreTrainedConfig) -> dict[str, Any]:
     depth = next((v for n, v in current.items() if n in LAYER_COUNTS and isinstance(v, int)), None)
     per_layer = {n: v for n, v in current.items() if isinstance(v, list | tuple) and v and len(v) == depth}
     kinds = max((len(set(map(str, values))) for values in per_layer.values()), default=1)
-    layers = 4 if kinds > 1 else 2
+    layers = 4 if kinds > 1 and default.model_type not in SHALLOW else 2
     arguments: dict[str, Any] = {}
     for name, value in current.items():
         if isinstance(value, PreTrainedConfig):

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from torch_pagoda.compiler.capture.trace import Captured, capture
+from torch_pagoda.compiler.capture.trace import Captured
 from torch_pagoda.passes import PASSES, TracedGraph
+
+from shared_graphs import capture
 
 DYNAMO_PASSES = [entry for entry in PASSES if entry.stage == "dynamo"]
 VOCAB, HIDDEN, HEADS, KV_HEADS, DIM = 61, 32, 4, 2, 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -12,18 +11,23 @@ from pathlib import Path
 import pytest
 import torch
 
+import torch_pagoda as pagoda
+from torch_pagoda.compiler.store import warm_start
 from torch_pagoda.compiler.store.program_store import DISABLE
+from torch_pagoda.runtime.ops.native import load_kernels
 
 from tiny_models import build_tiny_model
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/tiny-pydoc"
-SCRIPT = """
+OPTIONS = {"codegen": "none", "max_num_seqs": 4, "max_model_len": 64}
+PROMPT = [5, 6, 7, 8]
+SCRIPT = f"""
 import json, sys
 from torch_pagoda import LLM, SamplingParams
-llm = LLM(sys.argv[1], codegen="none", max_num_seqs=4, max_model_len=64)
-out = llm.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=8, temperature=0.0))
+llm = LLM(sys.argv[1], **{OPTIONS})
+out = llm.generate([{PROMPT}], SamplingParams(max_tokens=8, temperature=0.0))
 code = [name for name in sys.modules if name.startswith("transformers.models.") and "modeling_llama" in name]
-slow = {"torch._dynamo", "sympy", "torch.distributed.tensor", "transformers.modeling_utils"}
+slow = {{"torch._dynamo", "sympy", "torch.distributed.tensor", "transformers.modeling_utils"}}
 code += sorted(slow.intersection(sys.modules))
 assert llm.tokenizer is not None
 params = llm.get_default_sampling_params()
@@ -31,12 +35,40 @@ print(json.dumps([llm.compile_report.stored, code, out[0].outputs[0].token_ids, 
 """
 
 
-def started(folder, cache):
-    environment = {k: v for k, v in os.environ.items() if k != DISABLE} | {"TORCH_PAGODA_CACHE": str(cache)}
-    command = [sys.executable, "-c", SCRIPT, str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+@pytest.fixture(autouse=True)
+def compile_once():
+    """Takes the place of the fixture that compiles without the store."""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A store of the test's own beside the kernels of this process, which is as if it had not loaded the model's
+    code."""
+    library = load_kernels()
+    assert library is not None
+    built = Path(library._name).resolve()
+    (tmp_path / "cache/kernels").mkdir(mode=0o700, parents=True)
+    for file in built.parent.glob(f"{built.stem}*"):
+        shutil.copy(file, tmp_path / "cache/kernels")
+    monkeypatch.delenv(DISABLE)
+    monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(warm_start, "model_modules_loaded", lambda names: False)
+
+
+def started(folder):
+    """What a start in this process says: whether the program was stored, tokens, two default parameters."""
+    llm = pagoda.LLM(folder, **OPTIONS)
+    (output,) = llm.generate([PROMPT], pagoda.SamplingParams(max_tokens=8, temperature=0.0))
+    params = llm.get_default_sampling_params()
+    return [llm.compile_report.stored, output.outputs[0].token_ids, params.temperature, params.top_p]
+
+
+def started_anew(folder):
+    """What a start in a process of its own says, and the slow modules that it imported."""
+    result = subprocess.run([sys.executable, "-c", SCRIPT, str(folder)], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+    stored, code, *rest = json.loads(result.stdout.splitlines()[-1])
+    return [stored, *rest], code
 
 
 @pytest.fixture(scope="module")
@@ -46,22 +78,23 @@ def model():
     return model
 
 
+def answer(model):
+    return model.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)[0, 4:].tolist()
+
+
+@pytest.mark.usefixtures("cache")
 def test_second_start_imports_no_model(model, tmp_path):
     model.save_pretrained(tmp_path / "model")
     for file in (EXAMPLE / "tokenizer.json", EXAMPLE / "tokenizer_config.json"):
         shutil.copy(file, tmp_path / "model")
-    first = started(tmp_path / "model", tmp_path / "cache")
-    second = started(tmp_path / "model", tmp_path / "cache")
-    assert (first[0], bool(first[1])) == (False, True)
-    assert (second[0], second[1]) == (True, [])
-    expected = model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=8, do_sample=False)[0, 4:].tolist()
-    assert first[2] == second[2] == expected
-    assert first[3:] == second[3:] and second[3] == 0.25
+    first = started(tmp_path / "model")
+    second, code = started_anew(tmp_path / "model")
+    assert (first[0], second[0], code) == (False, True, [])
+    assert first[1:] == second[1:] and second[1] == answer(model) and second[2] == 0.25
 
     # The same folder with another weight: its own class says what is right.
     with torch.no_grad():
         model.model.norm.weight.neg_()
     model.save_pretrained(tmp_path / "model")
-    third = started(tmp_path / "model", tmp_path / "cache")
-    expected = model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=8, do_sample=False)[0, 4:].tolist()
-    assert bool(third[1]) and third[2] == expected != second[2]
+    third = started(tmp_path / "model")
+    assert not third[0] and third[1] == answer(model) != second[1]

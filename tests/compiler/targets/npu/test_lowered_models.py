@@ -80,7 +80,7 @@ def last_layer(traced):
     return Counter(name for name in names if name != "aten.index_select")
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", MODELS, scope="module")
 def test_prefill_chunks_and_decode_are_exact(model_type):
     model, traced, report = compiled(model_type)
     assert not report.dropped_passes
@@ -93,7 +93,7 @@ def test_prefill_chunks_and_decode_are_exact(model_type):
         assert expected.largest_error(completion.token_ids, completion.logprobs) < TOLERANCE
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", MODELS, scope="module")
 def test_every_call_is_legal_and_nothing_canonical_is_left(model_type):
     _, traced, _ = compiled(model_type)
     assert illegal_calls(traced, TARGET) == []
@@ -103,7 +103,7 @@ def test_every_call_is_legal_and_nothing_canonical_is_left(model_type):
     assert all(value(n).is_contiguous() for n in caches)
 
 
-@pytest.mark.parametrize("model_type", LAYERS)
+@pytest.mark.parametrize("model_type", LAYERS, scope="module")
 def test_operators_per_layer(model_type):
     _, traced, report = compiled(model_type)
     launches, left = LAYERS[model_type]

@@ -43,14 +43,14 @@ def prompts(*lengths):
     return [torch.randint(3, 250, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
 
 
-@pytest.mark.parametrize("model_type", ALL)
+@pytest.mark.parametrize("model_type", ALL, scope="module")
 def test_prefill_chunks_and_decode_are_exact(model_type):
     model, traced = lowered(model_type)
     engine = Engine(link(traced, traced.module), block_size=16, num_blocks=64, max_num_batched_tokens=150)
     assert_served(model, engine.generate(prompts(*LENGTHS), GREEDY))
 
 
-@pytest.mark.parametrize("model_type", ALL)
+@pytest.mark.parametrize("model_type", ALL, scope="module")
 def test_every_call_is_legal_and_each_state_is_written_once(model_type):
     _, traced = lowered(model_type)
     assert illegal_calls(traced, traced.npu) == []

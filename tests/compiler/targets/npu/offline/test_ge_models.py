@@ -75,7 +75,7 @@ def launches(traced, graph):
     return found
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", MODELS, scope="module")
 def test_converts_without_copies_of_a_cache(model_type):
     traced, graph = converted(model_type)
     assert len(traced.caches) > 1
@@ -88,14 +88,14 @@ def test_converts_without_copies_of_a_cache(model_type):
         assert len(writers) == 1 and not writers[0].is_view
 
 
-@pytest.mark.parametrize("model_type", MOST_LAUNCHES)
+@pytest.mark.parametrize("model_type", MOST_LAUNCHES, scope="module")
 def test_launches_per_layer(model_type):
     found = launches(*converted(model_type))
     assert max(layer.total() for layer in found) <= MOST_LAUNCHES[model_type], found
     assert not any(layer["Transpose"] or layer["TensorMove"] for layer in found), found
 
 
-@pytest.mark.parametrize("model_type", MOST_LAUNCHES)
+@pytest.mark.parametrize("model_type", MOST_LAUNCHES, scope="module")
 def test_attributes_of_attention(model_type):
     traced, graph = converted(model_type)
     calls = [n for n in traced.graph.nodes if "infer_attention" in str(n.target)]
@@ -124,7 +124,7 @@ def test_attributes_of_attention(model_type):
     assert windows == ({3, 4} if model_type in ("gemma3_text", "gpt_oss") else windows & {3, 4})
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", MODELS, scope="module")
 def test_attributes_of_the_rest(model_type):
     traced, graph = converted(model_type)
     by_origin = {}
@@ -210,7 +210,7 @@ def test_whatever_is_emitted_passes_the_real_meta_functions(kv_heads, group, dim
     assert any(str(n.target).startswith("npu.") for n in traced.graph.nodes)
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", MODELS, scope="module")
 def test_bfloat16_numbers(model_type):
     """The lowered graph by the reference kernels is as close to the answer in float32 as transformers in bfloat16.
 

@@ -51,7 +51,7 @@ def converted(model_type):
     return traced, convert(traced.module, [value(n) for n in traced.placeholders])
 
 
-@pytest.mark.parametrize("model_type", MOST_LAUNCHES)
+@pytest.mark.parametrize("model_type", MOST_LAUNCHES, scope="module")
 def test_converts_without_copies_of_a_pool(model_type):
     traced, graph = converted(model_type)
     caches = [n.name for n in traced.placeholders if is_cache_input(n.name)]
@@ -63,7 +63,7 @@ def test_converts_without_copies_of_a_pool(model_type):
         assert len(readers) == (2 if "_state_" in name else 1), "the slots of the step are gathered, then written"
 
 
-@pytest.mark.parametrize("model_type", MOST_LAUNCHES)
+@pytest.mark.parametrize("model_type", MOST_LAUNCHES, scope="module")
 def test_launches_of_a_layer_with_state(model_type):
     traced, graph = converted(model_type)
     layers = decoder_layers(traced.graph)
@@ -73,7 +73,7 @@ def test_launches_of_a_layer_with_state(model_type):
     assert found and max(found) <= MOST_LAUNCHES[model_type], found
 
 
-@pytest.mark.parametrize("model_type", SERVED)
+@pytest.mark.parametrize("model_type", SERVED, scope="module")
 def test_the_graph_engine_route_serves_the_same(model_type):
     """What torchair converted runs operator by operator, and writes into the pools that it was given."""
     _, traced = lowered(model_type)
