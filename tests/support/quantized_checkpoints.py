@@ -236,6 +236,7 @@ class Format:
         of_experts: the matrices are parameters of experts, not weights of linear layers.
         description: kind of a weight in msModelSlim's file; "" without such a file.
         kernel: the CPU's kernel reads it as it is.
+        experts: name of the format of the matrices of experts, where that is another one with a description.
     """
 
     store: Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
@@ -243,6 +244,7 @@ class Format:
     of_experts: bool = False
     description: str = ""
     kernel: bool = True
+    experts: str = ""
 
 
 _GPTQ = {"quant_method": "gptq", "sym": False, "checkpoint_format": "gptq", "desc_act": False}
@@ -308,8 +310,10 @@ FORMATS: dict[str, Format] = {
     ),
     "mxfp4-experts": Format(_blocks, {"quant_method": "mxfp4"}, of_experts=True),
     "slim-w8a8-dynamic": Format(_slim, description="W8A8_DYNAMIC"),
+    "slim-w8a16": Format(_slim, description="W8A16"),
     "slim-w8a8-static": Format(_static, description="W8A8"),
     "slim-w4a8": Format(_slim_w4a8, description="W4A8_DYNAMIC"),
+    "slim-w4a8-experts": Format(_slim, description="W8A8_DYNAMIC", experts="slim-w4a8"),
 }
 
 
@@ -330,10 +334,11 @@ def quantize_folder(folder: Path, name: str) -> Tensors:
             stored[key] = tensor
             kinds[key] = "FLOAT"
             continue
-        parts, dense[key] = form.store(tensor.float())
+        own = FORMATS[form.experts] if form.experts and ".experts." in key else form
+        parts, dense[key] = own.store(tensor.float())
         prefix = key if form.of_experts else f"{owner}."
         stored |= {f"{prefix}{part}": value.contiguous() for part, value in parts.items()}
-        kinds |= {f"{prefix}{part}": form.description for part in parts}
+        kinds |= {f"{prefix}{part}": own.description for part in parts}
     assert dense
     if form.description:
         (folder / "model.safetensors").unlink()

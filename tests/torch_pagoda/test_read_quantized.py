@@ -21,7 +21,7 @@ from torch_pagoda.runtime.ops.stored_weight import StoredWeight, as_dense
 from tiny_models import build_tiny_model
 
 CPU = torch.device("cpu")
-MODELS = {"mxfp4-experts": "gpt_oss"}
+MODELS = {"mxfp4-experts": "gpt_oss", "slim-w4a8-experts": "qwen3_moe"}
 """Of formats that are not for every model."""
 
 
