@@ -277,10 +277,10 @@ def _link_for_npu(
 
 
 def _rounded_bits(traced: TracedGraph) -> int | None:
-    """The fewest bits that weights, or inputs of products, are rounded to, where a checkpoint does not store the
-    weights so for inputs as they are; None where none is."""
+    """The fewest bits that weights are rounded to, or, of those that a checkpoint stores so, their inputs; None where
+    none is."""
     rounded = (
-        made.quantization.bits
+        8 if made.stored else made.quantization.bits
         for made in traced.notes.quantized
         if not made.stored or made.quantization.input_bits == 8
     )

@@ -67,8 +67,8 @@ class LinkedProgram:
         linkage: as given.
         copied_weights: the module's tensors that the program holds packed copies of or computed constants from; a
             change of their values does not reach it.
-        weight_bits: the fewest that weights are rounded to, or that those have whose inputs are rounded to 8; None
-            where none is.
+        weight_bits: the fewest that weights are rounded to, or, of those that a checkpoint stores so, their inputs;
+            None where none is.
         tolerance: by how much steps that run as whole graphs may differ from their operators called one by one; None:
             what holds for the dtype of the logits.
     """
@@ -107,7 +107,7 @@ class LinkedProgram:
         self._merged = dict(linkage.merged)
         self._packable = list(linkage.packed)
         schemes = [(packed.quantization, packed.stored) for packed in self._packable if packed.quantization]
-        rounded = [scheme.bits for scheme, stored in schemes if not stored or scheme.input_bits == 8]
+        rounded = [8 if stored else scheme.bits for scheme, stored in schemes if not stored or scheme.input_bits == 8]
         self.weight_bits = min(rounded, default=None)
         self.copied_weights = [constants[name] for name in linkage.folded]
 

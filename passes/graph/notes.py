@@ -39,12 +39,14 @@ class QuantizedInputs:
             ``[E, in, out]``.
         numbers: input for the whole numbers ``[in, out]``, of experts ``[E, in, out]``: int8, or 4 bits, eight in an
             int32.
-        scales: input for the scales, ``[out]`` or ``[groups, out]``, of experts ``[E, out]``.
+        scales: input for the scales, ``[out]`` or ``[groups, out]``, of experts ``[E, out]`` or ``[E, groups, out]``;
+            of 4 bits beside inputs of 8 ``[E, 1, out]``.
         offsets: input for what is added to the numbers before they are scaled; "" for none.
         quantization: how the weight is rounded, or what stored codes are.
-        scale_dtype: of scales and offsets.
+        scale_dtype: of scales and offsets; int64 stands for the bits of float32.
         turned: see ``source``.
         stored: a quantised checkpoint stores the weight so.
+        sums: input for 8 times the sum of the weights of each output, float32 ``[E, out]``; "" for none.
     """
 
     source: str
@@ -55,11 +57,12 @@ class QuantizedInputs:
     scale_dtype: torch.dtype
     turned: bool = False
     stored: bool = False
+    sums: str = ""
 
     @property
     def made(self) -> tuple[str, ...]:
         """The inputs that linking makes."""
-        return tuple(filter(None, (self.numbers, self.scales, self.offsets)))
+        return tuple(filter(None, (self.numbers, self.scales, self.offsets, self.sums)))
 
 
 @dataclass

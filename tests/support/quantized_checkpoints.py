@@ -134,6 +134,19 @@ def _slim(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {**tensors, "weight_offset": torch.zeros(len(weight), 1)}, dense
 
 
+def _slim_w4a8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Two outputs in a byte; the sums of the weights, of what has more inputs than outputs in 16 parts of them."""
+    found = numbers_of(weight, 4, 0, dtype=torch.float32)
+    parts = 16 if weight.shape[1] > weight.shape[0] else 1
+    low, high = found.codes[::2] - 8, found.codes[1::2] - 8
+    return {
+        "weight": ((low & 15) + 16 * high).to(torch.int8),
+        "weight_scale": found.scales,
+        "weight_offset": torch.zeros_like(found.scales),
+        "scale_bias": 8 * found.dense.unflatten(1, (parts, -1)).sum(-1),
+    }, found.dense
+
+
 def _static(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     """Inputs around 7 in steps of 1/32: ``quant_bias`` is there for them."""
     tensors, _ = _bytes(weight)
@@ -223,6 +236,7 @@ class Format:
         of_experts: the matrices are parameters of experts, not weights of linear layers.
         description: kind of a weight in msModelSlim's file; "" without such a file.
         kernel: the CPU's kernel reads it as it is.
+        experts: name of the format of the matrices of experts, where that is another one with a description.
     """
 
     store: Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
@@ -230,6 +244,7 @@ class Format:
     of_experts: bool = False
     description: str = ""
     kernel: bool = True
+    experts: str = ""
 
 
 _GPTQ = {"quant_method": "gptq", "sym": False, "checkpoint_format": "gptq", "desc_act": False}
@@ -295,7 +310,10 @@ FORMATS: dict[str, Format] = {
     ),
     "mxfp4-experts": Format(_blocks, {"quant_method": "mxfp4"}, of_experts=True),
     "slim-w8a8-dynamic": Format(_slim, description="W8A8_DYNAMIC"),
+    "slim-w8a16": Format(_slim, description="W8A16"),
     "slim-w8a8-static": Format(_static, description="W8A8"),
+    "slim-w4a8": Format(_slim_w4a8, description="W4A8_DYNAMIC"),
+    "slim-w4a8-experts": Format(_slim, description="W8A8_DYNAMIC", experts="slim-w4a8"),
 }
 
 
@@ -316,10 +334,11 @@ def quantize_folder(folder: Path, name: str) -> Tensors:
             stored[key] = tensor
             kinds[key] = "FLOAT"
             continue
-        parts, dense[key] = form.store(tensor.float())
+        own = FORMATS[form.experts] if form.experts and ".experts." in key else form
+        parts, dense[key] = own.store(tensor.float())
         prefix = key if form.of_experts else f"{owner}."
         stored |= {f"{prefix}{part}": value.contiguous() for part, value in parts.items()}
-        kinds |= {f"{prefix}{part}": form.description for part in parts}
+        kinds |= {f"{prefix}{part}": own.description for part in parts}
     assert dense
     if form.description:
         (folder / "model.safetensors").unlink()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from quantized_checkpoints import quantize_folder
 from quantized_oracle import int8_linears
 from transformers import PreTrainedModel
 
+from torch_pagoda.checkpoint.loading import load_model
 from torch_pagoda.compiler.link.linker import LinkedProgram, link
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.pipeline import run_pipeline
@@ -18,6 +22,7 @@ from torch_pagoda.compiler.targets.npu.weights import prepare_weights
 from torch_pagoda.compiler.verify.self_check import Reference, compared_steps, reference_of_model
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.npu_target import NpuTarget
+from torch_pagoda.runtime.ops.stored_weight import as_dense
 
 from legal_models import build_legal_model
 from shared_graphs import capture
@@ -43,6 +48,24 @@ def quantized(
         codegen="none", target="npu", verify="off", quantization=quantization, opt_level=opt_level
     )
     return model, run_pipeline(captured, options, None, report), report
+
+
+@cache
+def stored(
+    model_type: str, name: str, dtype: torch.dtype = torch.float32, soc: str = TARGET.soc, **overrides: Any
+) -> tuple[PreTrainedModel, TracedGraph, CompileReport]:
+    """Likewise of a checkpoint in a format of ``quantized_checkpoints``, with what its weights mean as the model."""
+    model = build_legal_model(model_type, dtype=dtype, **overrides)
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        quantize_folder(Path(folder), name)
+        loaded = load_model(folder, dtype, False, torch.device("cpu"))
+    captured = capture(loaded)
+    captured.traced.npu = replace(TARGET, soc=soc)
+    report = CompileReport(model_type)
+    traced = run_pipeline(captured, CompileOptions(codegen="none", target="npu", verify="off"), None, report)
+    model.load_state_dict({key: as_dense(tensor) for key, tensor in loaded.state_dict().items()})
+    return model, traced, report
 
 
 def program_of(traced: TracedGraph) -> LinkedProgram:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
@@ -38,33 +38,46 @@ def int8_linear(
     return (product if bias is None else product + bias.double()).to(rows.dtype)
 
 
+def rounded_rows_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A linear layer that reads its inputs in 8 bits with a scale for each row, in the dtype of ``rows``."""
+    whole, unit = int8_rows(rows)
+    product = (whole @ weight.double().T) * unit
+    return (product if bias is None else product + bias.double()).to(rows.dtype)
+
+
 @contextmanager
 def inputs_of_8_bits(model: PreTrainedModel) -> Iterator[None]:
-    """Let the layers of a model, but for its head, read their inputs in 8 bits with a scale for each row for a while;
-    the weights stay what they are."""
+    """Let the layers of a model, but for its head and its routers, and every matrix of its experts read their inputs
+    in 8 bits with a scale for each row for a while; the weights stay what they are."""
+    head, forward = model.get_output_embeddings(), nn.Linear.forward
 
     def of_layer(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        whole, unit = int8_rows(x)
-        product = (whole @ layer.weight.double().T) * unit
-        return (product if layer.bias is None else product + layer.bias.double()).to(x.dtype)
+        return forward(layer, x) if layer is head else rounded_rows_linear(x, layer.weight, layer.bias)
 
-    head, forward = model.get_output_embeddings(), nn.Linear.forward
-    with mock.patch.object(nn.Linear, "forward", lambda own, x: (forward if own is head else of_layer)(own, x)):
+    with _computed(model, of_layer, rounded_rows_linear):
         yield
 
 
 @contextmanager
 def int8_linears(model: PreTrainedModel) -> Iterator[None]:
     """Let every ``nn.Linear`` of a model, and every matrix of its experts, be one of 8 bits for a while."""
+    with _computed(model, lambda layer, x: int8_linear(x, layer.weight, layer.bias), int8_linear):
+        yield
+
+
+@contextmanager
+def _computed(
+    model: PreTrainedModel,
+    of_layer: Callable[[nn.Linear, torch.Tensor], torch.Tensor],
+    of_matrix: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
+) -> Iterator[None]:
+    """Let each ``nn.Linear`` of a model be ``of_layer``, and each matrix of its experts ``of_matrix``."""
     experts = {p.untyped_storage().data_ptr() for p in model.parameters() if p.dim() == 3}
     linear, before = F.linear, getattr(model.config, "_experts_implementation", None)
 
-    def of_layer(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        return int8_linear(x, layer.weight, layer.bias)
-
     def of_expert(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         is_expert = weight.untyped_storage().data_ptr() in experts
-        return int8_linear(x, weight, bias) if is_expert else linear(x, weight, bias)
+        return (of_matrix if is_expert else linear)(x, weight, bias)
 
     if experts:
         model.config._experts_implementation = "eager"

@@ -36,20 +36,21 @@ def kernels() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A function of a format: a checkpoint in it, with ``dense`` in it, a float one of what its weights mean."""
-    made: dict[str, Path] = {}
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function of a format and a model: a checkpoint in it, with ``dense`` in it, a float one of what its weights
+    mean."""
+    made: dict[tuple[str, str], Path] = {}
 
-    def make(name: str) -> Path:
-        if name not in made:
-            made[name] = folder = tmp_path_factory.mktemp(name)
-            build_tiny_model("llama").save_pretrained(folder)
+    def make(name: str, model_type: str = "llama") -> Path:
+        if (name, model_type) not in made:
+            made[name, model_type] = folder = tmp_path_factory.mktemp(name)
+            build_tiny_model(model_type).save_pretrained(folder)
             shutil.copytree(folder, folder / "dense")
             means = quantize_folder(folder, name)
             state = load_file(folder / "dense" / "model.safetensors")
             state = {key: means.get(key, tensor).float().contiguous() for key, tensor in state.items()}
             save_file(state, folder / "dense" / "model.safetensors", metadata={"format": "pt"})
-        return made[name]
+        return made[name, model_type]
 
     return make
 
@@ -68,15 +69,24 @@ def errors(folder: Path, **options: Any) -> torch.Tensor:
     return torch.tensor(found)
 
 
-@pytest.mark.parametrize("name", ["ct-w8a8-dynamic", pytest.param("slim-w8a8-dynamic", marks=pytest.mark.slow)])
-def test_the_numbers_are_those_of_the_formula(name: str, folder: Callable[[str], Path]) -> None:
-    as_made = errors(folder(name))
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [
+        ("ct-w8a8-dynamic", "llama"),
+        ("slim-w4a8", "qwen3_moe"),
+        pytest.param("slim-w4a8", "deepseek_v3", marks=pytest.mark.slow),
+        pytest.param("slim-w4a8", "llama", marks=pytest.mark.slow),
+        pytest.param("slim-w8a8-dynamic", "llama", marks=pytest.mark.slow),
+    ],
+)
+def test_the_numbers_are_those_of_the_formula(name: str, model_type: str, folder: Callable[..., Path]) -> None:
+    as_made = errors(folder(name, model_type))
     # A number that lies between two steps falls to either side by float32's rounding: few rows have one.
     assert as_made.median() < 1e-5
     assert as_made.quantile(0.8) < 1e-3
 
 
-def test_all_bits_are_kept_on_request(folder: Callable[[str], Path]) -> None:
+def test_all_bits_are_kept_on_request(folder: Callable[..., Path]) -> None:
     kept = errors(folder("ct-w8a8-dynamic"), input_bits=16)
     assert kept.median() > 1e-3, "inputs of 16 bits have other numbers"
 
@@ -88,6 +98,7 @@ def test_all_bits_are_kept_on_request(folder: Callable[[str], Path]) -> None:
         (WeightFormat("int", 8, 0, input_bits=8), 16, Quantization(8, 0, 16)),
         (WeightFormat("int", 8, 0), None, Quantization(8, 0, 16)),
         (WeightFormat("int", 8, 128, input_bits=8), None, Quantization(8, 128, 16)),
+        (WeightFormat("int", 4, 0, input_bits=8), None, Quantization(4, 0, 8)),
         (WeightFormat("int", 4, 0, zeros=True, input_bits=8), None, Quantization(4, 0, 8, True)),
     ],
 )
@@ -103,6 +114,6 @@ def test_which_inputs_are_rounded(form: WeightFormat, bits: int | None, expected
         ({"input_bits": 16}, "this one's are not; leave it out"),
     ],
 )
-def test_what_does_not_fit(options: dict[str, Any], message: str, folder: Callable[[str], Path]) -> None:
+def test_what_does_not_fit(options: dict[str, Any], message: str, folder: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match=message):
         pagoda.LLM(folder("ct-w8a8-dynamic") / "dense", num_blocks=16, **options)

@@ -21,7 +21,7 @@ from torch_pagoda.runtime.ops.stored_weight import StoredWeight, as_dense
 from tiny_models import build_tiny_model
 
 CPU = torch.device("cpu")
-MODELS = {"mxfp4-experts": "gpt_oss"}
+MODELS = {"mxfp4-experts": "gpt_oss", "slim-w4a8-experts": "qwen3_moe"}
 """Of formats that are not for every model."""
 
 
@@ -132,6 +132,36 @@ def not_a_number(tensors: dict[str, torch.Tensor]) -> None:
     tensors[f"{LAYER}.weight"].view(torch.uint8).view(-1)[5] = 0x7F
 
 
+def exchanged(tensors: dict[str, torch.Tensor]) -> None:
+    """The first of two outputs in the high half of their byte."""
+    halves = tensors[f"{LAYER}.weight"].view(torch.uint8)
+    tensors[f"{LAYER}.weight"] = (halves >> 4 | halves << 4).view(torch.int8)
+
+
+def along_inputs(tensors: dict[str, torch.Tensor]) -> None:
+    """Two inputs in a byte in the place of two outputs."""
+    halves = tensors[f"{LAYER}.weight"].view(torch.uint8)
+    numbers = torch.stack([halves & 15, halves >> 4], 1).flatten(0, 1)
+    tensors[f"{LAYER}.weight"] = (numbers[:, ::2] | numbers[:, 1::2] << 4).view(torch.int8)
+
+
+def one_in_a_byte(tensors: dict[str, torch.Tensor]) -> None:
+    """As files without a version hold them."""
+    halves = tensors[f"{LAYER}.weight"].view(torch.uint8) ^ 0x88
+    tensors[f"{LAYER}.weight"] = torch.stack([halves & 15, halves >> 4], 1).flatten(0, 1).to(torch.int8) - 8
+
+
+def of_others(leaf: str) -> Callable[[dict[str, torch.Tensor]], object]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{LAYER}.{leaf}"] = tensors[f"{LAYER}.{leaf}"].roll(1, 0)
+
+    return change
+
+
+def in_groups(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{LAYER}.weight_scale_second"] = torch.ones(len(tensors[f"{LAYER}.weight_scale"]), 2)
+
+
 BROKEN: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], object], str]] = {
     "scales are missing": ("gptq-4-g32", without("scales"), "scales"),
     "zeros are missing": ("awq", without("qzeros"), "qzeros"),
@@ -151,6 +181,15 @@ BROKEN: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], object], str]] 
     "a weight is NaN": ("fp8-blocks", not_a_number, "weight"),
     "groups are uneven": ("gptq-4-order", uneven, "g_idx"),
     "an offset is not 0": ("slim-w8a8-dynamic", lambda t: t[f"{LAYER}.weight_offset"].fill_(1), "weight_offset"),
+    "halves of bytes are exchanged": ("slim-w4a8", exchanged, "scale_bias"),
+    "a byte holds two inputs": ("slim-w4a8", along_inputs, "weight_scale"),
+    "a byte holds one number": ("slim-w4a8", one_in_a_byte, "weight_scale"),
+    "scales are of other outputs": ("slim-w4a8", of_others("weight_scale"), "scale_bias"),
+    "sums are missing": ("slim-w4a8", without("scale_bias"), "scale_bias"),
+    "sums are NaN": ("slim-w4a8", nan_in("scale_bias"), "scale_bias"),
+    "sums are of another shape": ("slim-w4a8", cut("scale_bias"), "scale_bias"),
+    "groups have scales of their own": ("slim-w4a8", in_groups, "weight_scale_second"),
+    "an offset of W4A8 is not 0": ("slim-w4a8", lambda t: t[f"{LAYER}.weight_offset"].fill_(1), "weight_offset"),
     "an 8-bit float has no scale": ("fp8-blocks", without("weight_scale_inv"), LAYER),
 }
 
@@ -229,6 +268,8 @@ def test_bits_of_single_modules(folders: Callable[[str, str], tuple[Path, Path]]
     ("change", "word"),
     [
         ({f"{LAYER}.weight": "W8A8_MIX"}, "W8A8_MIX"),
+        ({f"{LAYER}.weight": "W4A4_DYNAMIC"}, "W4A4_DYNAMIC"),
+        ({f"{LAYER}.weight": "W4A8_DYNAMIC"}, "weight_scale"),
         ({"model.norm.weight": "W8A8_DYNAMIC"}, "model.norm.weight"),
         ({"optional": {"quarot": {"rotation_map": {"heads": "x"}}}}, "rotations"),
     ],
@@ -273,7 +314,12 @@ def test_quantized_twice(
         ("qwen3_moe", "gptq-4-g32"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("mixtral", "awq"), ("deepseek_v3", "ct-w8a8"), ("qwen3_moe", "fp8-blocks"))
+            for case in (
+                ("mixtral", "awq"),
+                ("deepseek_v3", "ct-w8a8"),
+                ("qwen3_moe", "fp8-blocks"),
+                ("qwen3_moe", "slim-w4a8"),
+            )
         ),
     ],
 )

@@ -50,7 +50,7 @@ _BY_DTYPE = "compressed-tensors or msModelSlim"
 _COMPANIONS = (
     (r"g_idx", "GPTQ"),
     (r"qweight|qzeros", "GPTQ or AWQ"),
-    (r"deq_scale|quant_bias|weight_offset", "msModelSlim"),
+    (r"deq_scale|quant_bias|weight_offset|scale_bias", "msModelSlim"),
     (r"weight_packed|weight_shape|weight_zero_point|weight_global_scale", "compressed-tensors"),
     (r"weight_scale_inv", "FP8 in blocks"),
     (r"weight_scale_2", "ModelOpt"),

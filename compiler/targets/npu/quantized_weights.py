@@ -8,6 +8,7 @@ import torch
 
 from ....passes import UnsupportedModel
 from ....passes.graph.notes import QuantizedInputs
+from ....runtime.ops.npu.grouped_quant_matmul import bits_of_float, float_of_bits
 from ....runtime.ops.npu.int4 import pack_int4, unpack_int4
 from ....runtime.ops.quantized_weight import Quantization, round_weight
 from ....runtime.ops.stored_weight import StoredWeight, as_dense
@@ -39,15 +40,24 @@ def make_inputs(weight: torch.Tensor, inputs: QuantizedInputs) -> dict[str, torc
         numbers, scales = _rounded(matrix, scheme, dtype)
         zeros = None
     numbers = numbers.transpose(0, 1)
+    kept = _of_groups(scales, scheme)
     made = {
         inputs.numbers: pack_int4(numbers) if scheme.bits == 4 else numbers.contiguous(),
-        inputs.scales: _of_groups(scales, scheme).to(dtype),
+        inputs.scales: bits_of_float(kept)[None] if dtype is torch.int64 else kept.to(dtype),
     }
     if inputs.offsets:
-        assert zeros is not None
         # The operator adds it to numbers around 0.
-        made[inputs.offsets] = _of_groups((1 << (scheme.bits - 1)) - zeros.float(), scheme).to(dtype)
+        offsets = torch.zeros_like(scales) if zeros is None else (1 << (scheme.bits - 1)) - zeros.float()
+        made[inputs.offsets] = _of_groups(offsets, scheme).to(dtype)
+    if inputs.sums:
+        made[inputs.sums] = _sums(numbers, scales)
     return made
+
+
+def _sums(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """8 times the sum of the weights of each output, float32 ``[out]``, of numbers ``[in, out]`` and scales
+    ``[out, 1]``."""
+    return (8 * numbers.sum(0, dtype=torch.int32) * scales[:, 0].double()).float()
 
 
 def _of_groups(table: torch.Tensor, scheme: Quantization) -> torch.Tensor:
@@ -67,7 +77,7 @@ def _rounded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole numbers ``[out, in]`` and scales ``[out, groups]`` as they are kept, which the numbers are right for."""
     numbers, scales = round_weight(matrix, quantization)
-    if scale_dtype is torch.float32:
+    if scale_dtype in (torch.float32, torch.int64):
         return numbers, scales
     kept = scales.to(scale_dtype)
     wide = _of_inputs(kept.float(), quantization, matrix.shape[1])
@@ -101,6 +111,8 @@ def check_inputs(weight: torch.Tensor, inputs: QuantizedInputs, made: dict[str, 
         return
     scheme = inputs.quantization
     numbers = (unpack_int4(numbers) if scheme.bits == 4 else numbers).t()
+    if scales.dtype is torch.int64:
+        scales = float_of_bits(scales)[0]
     scales = scales.t() if scheme.group_size else scales[:, None]
     offsets = made.get(inputs.offsets)
     offsets = None if offsets is None else (offsets.t() if scheme.group_size else offsets[:, None])
@@ -126,8 +138,10 @@ def check_inputs(weight: torch.Tensor, inputs: QuantizedInputs, made: dict[str, 
                 f"{wrong} entries of the weight {inputs.source!r} are wrong when it is rounded to {scheme.bits} "
                 "bits; please report it. verify='off' serves it regardless"
             )
+    if inputs.sums and not torch.equal(made[inputs.sums], _sums(numbers.t(), scales)):
+        raise UnsupportedModel(f"sums of the weight {inputs.source!r} are wrong; please report it")
 
 
 def _kept(dtype: torch.dtype) -> float:
     """What storing a number in a dtype may change of it."""
-    return _AS_STORED if dtype is torch.float32 else 2.0 * torch.finfo(dtype).eps
+    return _AS_STORED if dtype in (torch.float32, torch.int64) else 2.0 * torch.finfo(dtype).eps

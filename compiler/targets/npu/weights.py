@@ -175,7 +175,8 @@ def _takes_whole(user: fx.Node, weight: fx.Node) -> bool:
     names = [parameter.name for parameter in user.target._schema.arguments]  # type: ignore[union-attr]
     given = {**dict(zip(names, user.args, strict=False)), **user.kwargs}
     readers = [name for name, leaves in given.items() if weight in pytree.tree_leaves(leaves)]
-    return len(readers) == 1 and readers[0] in matrices
+    # Matrices that are unpacked as they are read lie in rows (CANN, aclnnGroupedMatmulV5, A16W8 and A16W4).
+    return len(readers) == 1 and readers[0] in matrices and given.get("antiquant_scale") is None
 
 
 def _packet(user: fx.Node) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from ....runtime.ops.npu.grouped_quant_matmul import MAX_INT4_INPUTS
+from ....runtime.ops.npu.int4 import PER_INT32
 from ....runtime.ops.npu.moe_gating import MAX_CHOSEN_EXPERTS, MAX_GATED_EXPERTS
 from ....runtime.ops.npu.moe_routing import MAX_EXPERTS, MAX_EXPERTS_IN_PAIRS
 from ....runtime.ops.npu.numerics import DTYPES_BY_CODE
@@ -13,6 +15,8 @@ from .call import Call
 
 MAX_GROUPS = 1024
 """Of npu_grouped_matmul."""
+A5_GROUPS = (32, 64, 128, 256)
+"""Inputs that may share a scale of matrices of 4 bits on 950."""
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
 
@@ -52,36 +56,46 @@ def grouped_matmul(call: Call) -> str:
         return "group_type must be 0, split_item 2 or 3, group_list_type 0 or 1"
     tensors = call.tensors()
     x, weight, groups = tensors["x[0]"], tensors["weight[0]"], tensors.get("group_list")
-    dtype = call.target.counted(x.dtype)
-    is_int8 = x.dtype is torch.int8
-    if is_int8 and (reason := _int8_rows(call)):
-        return reason
-    if not is_int8 and (dtype not in _HALF or call.target.counted(weight.dtype) is not dtype):
-        return f"rows of {dtype} and matrices of {weight.dtype}; both float16 or both bfloat16"
     if groups is None or groups.dtype is not torch.int64:
         return "group_list must be a tensor of int64"
     if weight.dim() != 3 or x.dim() != 2 or weight.shape[1] != x.shape[1]:
         return f"rows {tuple(x.shape)} and matrices {tuple(weight.shape)}"
-    if max(int(weight.shape[1]), int(weight.shape[2])) >= 65536:
-        return f"matrices of {tuple(weight.shape[1:])}; inner sizes below 65536"
+    inputs, outputs = int(weight.shape[1]), int(weight.shape[2]) * (PER_INT32 if weight.dtype is torch.int32 else 1)
+    if max(inputs, outputs) >= 65536:
+        return f"matrices of {(inputs, outputs)}; inner sizes below 65536"
     if groups.shape[0] > MAX_GROUPS:
         return f"{groups.shape[0]} groups; at most {MAX_GROUPS}"
-    bias = tensors.get("bias[0]")
-    if bias is not None:
-        wanted = torch.int32 if is_int8 else torch.float32 if dtype is torch.bfloat16 else torch.float16
-        if bias.dtype is not wanted:
-            return f"a bias of {bias.dtype}; {wanted} beside {x.dtype if is_int8 else dtype}"
+    return grouped_dtypes(call)
+
+
+def grouped_dtypes(call: Call) -> str:
+    """Which dtypes of rows and matrices go together, and what goes with them."""
+    tensors = call.tensors()
+    x, weight, bias = tensors["x[0]"], tensors["weight[0]"], tensors.get("bias[0]")
+    dtype = call.target.counted(x.dtype)
+    if x.dtype is torch.int8:
+        reason, wanted = _int8_rows(call), torch.float32 if weight.dtype is torch.int32 else torch.int32
+    elif dtype in _HALF and weight.dtype in (torch.int8, torch.int32):
+        reason, wanted = rounded_matrices(call), torch.float32 if dtype is torch.bfloat16 else torch.float16
+    elif dtype not in _HALF or call.target.counted(weight.dtype) is not dtype:
+        return f"rows of {dtype} and matrices of {weight.dtype}; both float16 or both bfloat16"
+    else:
+        reason, wanted = "", torch.float32 if dtype is torch.bfloat16 else torch.float16
+    if reason:
+        return reason
+    if bias is not None and bias.dtype is not wanted:
+        return f"a bias of {bias.dtype}; {wanted} beside {x.dtype if x.dtype is torch.int8 else dtype}"
     return ""
 
 
 def _int8_rows(call: Call) -> str:
-    """Rows and matrices of int8 with a scale for each output and one for each row."""
+    """Rows of int8 with a scale for each, and matrices of int8 or 4 bits with one for each output."""
     tensors = call.tensors()
     x, weight, scale, rows = (tensors.get(name) for name in ("x[0]", "weight[0]", "scale[0]", "per_token_scale[0]"))
     assert x is not None and weight is not None
     if call.target.product is Product.INFERENCE:
         return "this chip multiplies no int8 in groups"
-    if weight.dtype is not torch.int8:
+    if weight.dtype not in (torch.int8, torch.int32):
         return f"rows of torch.int8 and matrices of {weight.dtype}"
     code = call["output_dtype"]
     result = None if code is None else DTYPES_BY_CODE.get(code)
@@ -90,11 +104,69 @@ def _int8_rows(call: Call) -> str:
         return f"output_dtype is {code}, {'int8' if result is None else result}; bfloat16 (15) or float16 (5)"
     if scale is None or rows is None:
         return "scale and per_token_scale are needed"
+    if rows.dtype is not torch.float32 or rows.shape != x.shape[:1]:
+        return f"per_token_scale is {rows.dtype} {tuple(rows.shape)}; torch.float32 for each row"
+    if weight.dtype is torch.int32:
+        return int8_rows_by_4_bits(call)
     wanted = torch.bfloat16 if result is torch.bfloat16 else torch.float32
     if scale.dtype is not wanted or scale.shape != (weight.shape[0], weight.shape[2]):
         return f"scale is {scale.dtype} {tuple(scale.shape)}; {wanted} {(weight.shape[0], weight.shape[2])}"
-    if rows.dtype is not torch.float32 or rows.shape != x.shape[:1]:
-        return f"per_token_scale is {rows.dtype} {tuple(rows.shape)}; torch.float32 for each row"
+    return ""
+
+
+def int8_rows_by_4_bits(call: Call) -> str:
+    """Matrices of 4 bits beside rows of int8: CANN's aclnnGroupedMatmulV5 for A2 and A3, the table of op-plugin's
+    document for 950. Scales for all inputs of an output are what vllm-ascend gives it; CANN's document names groups
+    of 256."""
+    tensors = call.tensors()
+    weight, scale, bias = tensors["weight[0]"], tensors["scale[0]"], tensors.get("bias[0]")
+    experts, inputs, packed = map(int, weight.shape)
+    if not weight.is_contiguous():
+        return "matrices of 4 bits that are not contiguous"
+    if inputs > MAX_INT4_INPUTS:
+        return f"{inputs} inputs; at most {MAX_INT4_INPUTS} beside matrices of 4 bits"
+    if call["group_list_type"] != 1:
+        return "group_list_type must be 1 beside matrices of 4 bits"
+    sizes = (experts, 1, packed * PER_INT32)
+    if scale.dtype is not torch.int64 or tuple(scale.shape) != sizes:
+        return f"scale is {scale.dtype} {tuple(scale.shape)}; torch.int64 {sizes} beside matrices of 4 bits"
+    if bias is None or tuple(bias.shape) != (experts, packed * PER_INT32):
+        return "bias is not the sums of the weights, which matrices of 4 bits need"
+    return ""
+
+
+def rounded_matrices(call: Call) -> str:
+    """Matrices of 8 or 4 bits beside rows of floats: scales and offsets for outputs; for groups of 4 bits alone."""
+    tensors = call.tensors()
+    x, weight = tensors["x[0]"], tensors["weight[0]"]
+    scale, offset = tensors.get("antiquant_scale[0]"), tensors.get("antiquant_offset[0]")
+    product = call.target.product
+    packed = weight.dtype is torch.int32
+    if product is Product.INFERENCE:
+        return "this chip reads no rounded matrices in groups"
+    if packed and not weight.is_contiguous():
+        return "matrices of 4 bits that are not contiguous"
+    if scale is None or offset is None:
+        return "antiquant_scale and antiquant_offset are needed"
+    experts, inputs, outputs = map(int, weight.shape)
+    outputs *= PER_INT32 if packed else 1
+    if scale.dtype is not x.dtype or offset.dtype is not x.dtype:
+        return f"antiquant_scale is {scale.dtype} and antiquant_offset {offset.dtype}; both {x.dtype}"
+    groups = int(scale.shape[1]) if scale.dim() == 3 else 0
+    sizes: tuple[int, ...] = (experts, groups, outputs) if groups else (experts, outputs)
+    if tuple(scale.shape) != sizes or tuple(offset.shape) != sizes:
+        return f"antiquant_scale is {tuple(scale.shape)} and antiquant_offset {tuple(offset.shape)}; {sizes}"
+    if groups and not packed:
+        return "matrices of torch.int8 have scales for outputs alone, not for groups"
+    if groups and inputs % groups:
+        return f"{groups} groups do not divide {inputs} inputs"
+    if groups and product is Product.A5:
+        if call.target.graph_mode == "ge":
+            return "no GE graph of this chip takes scales of groups"
+        if inputs // groups not in A5_GROUPS:
+            return f"groups of {inputs // groups}; this chip takes {', '.join(map(str, A5_GROUPS))}"
+    if call["output_dtype"] is not None and DTYPES_BY_CODE.get(call["output_dtype"]) is not x.dtype:
+        return f"output_dtype is {call['output_dtype']}; that of the rows, {x.dtype}, or None"
     return ""
 
 

@@ -1,40 +1,46 @@
-"""Products of experts in int8 for Ascend, over weights that are rounded or that a quantised checkpoint stores so.
+"""Products of experts over rounded matrices for Ascend: rounded here, or stored so by a quantised checkpoint.
 
 Matches:
     rows, places, counts, _ = npu_moe_init_routing_v2(x, ids, quant_mode=-1)
     h = npu_grouped_matmul([rows], [Up], group_list=counts)              # parameters
     npu_grouped_matmul([act(h)], [Down], group_list=counts)
-Becomes:
+Becomes, where inputs are rounded to 8 bits:
     rows, places, counts, s = npu_moe_init_routing_v2(x, ids, quant_mode=1)      # int8, a scale for each row
     h = npu_grouped_matmul([rows], [Up8], scale=..., per_token_scale=[s], group_list=counts)
     q, t = npu_dynamic_quant(act(h))
     npu_grouped_matmul([q], [Down8], scale=..., per_token_scale=[t], group_list=counts)
+        of 4 bits with bias=[8 times the sums of the weights], which the operator adds for what it takes off the rows
+    or, where inputs keep 16 bits:
+    npu_grouped_matmul([rows], [Up8 or Up4], antiquant_scale=..., antiquant_offset=..., group_list=counts)
 Why it is faster:
-    Few tokens reach an expert, so that it waits for its weights: half of the bytes of bf16 take half of the time.
+    Few tokens reach an expert, so that it waits for its weights: half or a quarter of the bytes of bf16 take about as
+    much of the time.
 
 Level 0, as the rounding of linear layers. The rows of all experts fill the products: what the operators leave
-undefined behind them, where a chip has some of the experts, is never read. Experts with biases stay, since beside
-int8 a bias has to be a whole number.
+undefined behind them, where a chip has some of the experts, is never read. Beside rows of int8 experts with biases
+stay: a bias would have to be a whole number there, or lie where 4 bits have their sums.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from ...graph.fx_nodes import callee, eliminate_dead_code, value
+from ....runtime.ops.npu.int4 import PER_INT32
+from ....runtime.ops.quantized_weight import Quantization, scheme_of
+from ...graph.fx_nodes import callee, eliminate_dead_code, shape, value
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph
 from .call import Call
 from .limits import violations
 from .quantized_inputs import QuantizedInputsOf
-from .quantized_linears import DTYPE_CODES, ROWS
+from .quantized_linears import DTYPE_CODES
 from .site import Site
 
 _npu = torch.ops.npu
-_ROWS_OF_INT8 = ("int", 8, 0, False, False, 8)
 
 
 def quantize_npu_experts(traced: TracedGraph) -> PassRecord:
@@ -44,18 +50,19 @@ def quantize_npu_experts(traced: TracedGraph) -> PassRecord:
         return record
     inputs = QuantizedInputsOf(traced)
     for node in list(traced.graph.nodes):
-        if node.target is not _npu.npu_grouped_matmul.default or "scale" in node.kwargs:
+        if node.target is not _npu.npu_grouped_matmul.default or {"scale", "antiquant_scale"} & node.kwargs.keys():
             continue
         (rows,), (weight,) = node.args[0], node.args[1]  # type: ignore[misc]
         if traced.quantization is None and inputs.stored(weight) is None:
             continue
-        reason = _refusal(inputs, weight)
-        if reason:
-            record.reject(node, reason)
+        scheme = _scheme_of(inputs, weight)
+        if isinstance(scheme, str):
+            record.reject(node, scheme)
             continue
         site = Site(traced, node, record)
         with traced.before(node):
-            new = _product(site, inputs, rows, weight)
+            make = _of_int8 if scheme.input_bits == 8 else _of_weights
+            new = make(site, inputs, rows, weight, scheme)
         if new is None:
             site.leave()
             record.reject(node, "; ".join(why for _, why in site.refused))
@@ -69,28 +76,43 @@ def quantize_npu_experts(traced: TracedGraph) -> PassRecord:
     return record
 
 
-def _refusal(inputs: QuantizedInputsOf, weight: fx.Node) -> str:
+def _scheme_of(inputs: QuantizedInputsOf, weight: fx.Node) -> Quantization | str:
+    """How the matrices of experts are rounded, or stored; or why they stay floats."""
     if not inputs.is_parameter(weight):
         return "the weight is computed, not a parameter"
-    stored, asked = inputs.stored(weight), inputs.traced.quantization
-    if stored is None:
-        rows = asked is not None and (asked.bits, asked.input_bits) == (8, 8)
-        return "" if rows else "experts are rounded to 8 bits together with their inputs only"
-    form = stored.form
-    if (form.code, form.bits, form.group_size, form.zeros, form.ordered, form.input_bits) != _ROWS_OF_INT8:
-        return f"no operator for experts that are stored as {form}"
-    if inputs.traced.input_bits == 16:
-        return "experts of 8 bits take inputs of 8 bits only"
-    return "" if stored.transposed else "their scales lie along their inputs"
+    stored, scheme = inputs.stored(weight), inputs.traced.quantization
+    if stored is not None:
+        form = stored.form
+        if form.code != "int":
+            return f"no operator for experts that are stored as {form}"
+        if form.ordered:
+            return "their inputs are stored in an order of their own"
+        if not stored.transposed:
+            return "their scales lie along their inputs"
+        scheme = scheme_of(form, 16 if form.zeros else inputs.traced.input_bits)
+    assert scheme is not None
+    _, width, outputs = map(int, shape(weight))
+    if scheme.group_size >= width:
+        scheme = replace(scheme, group_size=0)
+    if scheme.bits == 4 and outputs % PER_INT32:
+        return f"{outputs} outputs of 4 bits; {PER_INT32} share an int32"
+    return scheme
 
 
-def _product(site: Site, inputs: QuantizedInputsOf, rows: fx.Node, weight: fx.Node) -> fx.Node | None:
-    """The products of int8; None where they are not legal."""
+def _of_int8(
+    site: Site, inputs: QuantizedInputsOf, rows: fx.Node, weight: fx.Node, scheme: Quantization
+) -> fx.Node | None:
+    """The products of rows of int8; None where they are not legal."""
     dtype = value(rows).dtype
     routing: Any = rows.args[0] if callee(rows) == "getitem" else None
     from_routing = routing is not None and routing.target is _npu.npu_moe_init_routing_v2.default
+    reason = ""
     if dtype not in DTYPE_CODES:
-        site.refuse("npu.npu_grouped_matmul", f"the rows are {dtype}")
+        reason = f"the rows are {dtype}"
+    elif scheme.bits == 4 and site.node.kwargs.get("bias") is not None:
+        reason = "they have a bias, in whose place matrices of 4 bits have their sums"
+    if reason:
+        site.refuse("npu.npu_grouped_matmul", reason)
         return None
     if from_routing and not _rounds(site, routing, rows):
         return None
@@ -101,14 +123,28 @@ def _product(site: Site, inputs: QuantizedInputsOf, rows: fx.Node, weight: fx.No
         if both is None:
             return None
         whole, scales = site.item(both, 0), site.item(both, 1)
-    scale_dtype = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
-    numbers, of_outputs, _ = inputs.of(weight, ROWS, scale_dtype)
     given = {name: found for name, found in site.node.kwargs.items() if name != "bias" or found is not None}
-    more = {"scale": [of_outputs], "per_token_scale": [scales], "output_dtype": DTYPE_CODES[dtype]}
-    new = site.call(_npu.npu_grouped_matmul.default, [whole], [numbers], **given, **more)
+    more = {"per_token_scale": [scales], "output_dtype": DTYPE_CODES[dtype]}
+    if scheme.bits == 4:
+        made = inputs.of(weight, scheme, torch.int64, sums=True)
+        more |= {"scale": [made.scales], "bias": [made.sums]}
+    else:
+        scale_dtype = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
+        made = inputs.of(weight, scheme, scale_dtype)
+        more |= {"scale": [made.scales]}
+    new = site.call(_npu.npu_grouped_matmul.default, [whole], [made.numbers], **{**given, **more})
     if new is None and from_routing:
         _set_rounding(site, routing, -1)
     return new
+
+
+def _of_weights(
+    site: Site, inputs: QuantizedInputsOf, rows: fx.Node, weight: fx.Node, scheme: Quantization
+) -> fx.Node | None:
+    """The products of rows of 16 bits and rounded matrices; None where they are not legal."""
+    made = inputs.of(weight, scheme, value(rows).dtype, offsets=True)
+    more = {"antiquant_scale": [made.scales], "antiquant_offset": [made.offsets]}
+    return site.call(_npu.npu_grouped_matmul.default, [rows], [made.numbers], **{**site.node.kwargs, **more})
 
 
 def _rounds(site: Site, routing: fx.Node, rows: fx.Node) -> bool:

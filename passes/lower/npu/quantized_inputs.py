@@ -21,6 +21,7 @@ class Rounded(NamedTuple):
     numbers: fx.Node
     scales: fx.Node
     offsets: fx.Node | None
+    sums: fx.Node | None = None
 
 
 class QuantizedInputsOf:
@@ -47,7 +48,14 @@ class QuantizedInputsOf:
         return found if isinstance(found, StoredWeight) else None
 
     def of(
-        self, weight: fx.Node, quantization: Quantization, scale_dtype: torch.dtype, *, turned: bool = False
+        self,
+        weight: fx.Node,
+        quantization: Quantization,
+        scale_dtype: torch.dtype,
+        *,
+        turned: bool = False,
+        offsets: bool = False,
+        sums: bool = False,
     ) -> Rounded:
         """The inputs for a weight.
 
@@ -56,13 +64,23 @@ class QuantizedInputsOf:
             quantization: how it is rounded, or stored.
             scale_dtype: of scales and offsets.
             turned: it is ``[in, out]``.
+            offsets: give it some where all are 0, too.
+            sums: see ``QuantizedInputs``.
         """
         if weight not in self._made:
-            stored = self.stored(weight) is not None
-            parts = [f"int{quantization.bits}", "scales", "offsets"][: 3 if quantization.zeros else 2]
-            names = [self._free_name(f"{part}_{weight.name}") for part in parts]
+            parts = [f"int{quantization.bits}", "scales"]
+            parts += ["offsets"] * (offsets or quantization.zeros) + ["sums"] * sums
+            names = {part: self._free_name(f"{part}_{weight.name}") for part in parts}
             made = QuantizedInputs(
-                weight.name, names[0], names[1], "".join(names[2:]), quantization, scale_dtype, turned, stored
+                weight.name,
+                names[parts[0]],
+                names["scales"],
+                names.get("offsets", ""),
+                quantization,
+                scale_dtype,
+                turned,
+                self.stored(weight) is not None,
+                names.get("sums", ""),
             )
             self._made[weight] = made
             *experts, inputs, outputs = map(int, shape(weight))
@@ -72,12 +90,14 @@ class QuantizedInputsOf:
                 self._add(made.numbers, [*experts, inputs, outputs // PER_INT32], torch.int32, weight)
             else:
                 self._add(made.numbers, [*experts, inputs, outputs], torch.int8, weight)
-            groups = [-(-inputs // quantization.group_size)] if quantization.group_size else []
-            for name in made.made[1:]:
+            groups = [-(-inputs // quantization.group_size)] if quantization.group_size else [1] * sums
+            for name in filter(None, (made.scales, made.offsets)):
                 self._add(name, [*experts, *groups, outputs], scale_dtype, weight)
+            if made.sums:
+                self._add(made.sums, [*experts, outputs], torch.float32, weight)
         made = self._made[weight]
-        offsets = self.traced.placeholder(made.offsets) if made.offsets else None
-        return Rounded(self.traced.placeholder(made.numbers), self.traced.placeholder(made.scales), offsets)
+        more = (self.traced.placeholder(name) if name else None for name in (made.offsets, made.sums))
+        return Rounded(self.traced.placeholder(made.numbers), self.traced.placeholder(made.scales), *more)
 
     def wide(self, bias: fx.Node) -> fx.Node:
         """The graph input for a bias in float32."""

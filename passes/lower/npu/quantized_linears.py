@@ -164,12 +164,12 @@ class _Products:
             if both is None:
                 return None
             self._rounded[rows] = site.item(both, 0), site.item(both, 1)
-        numbers, scales, _ = self._inputs.of(weight, scheme, torch.float32, turned=turned)
+        made = self._inputs.of(weight, scheme, torch.float32, turned=turned)
         return site.call(
             _npu.npu_quant_matmul.default,
             self._rounded[rows][0],
-            numbers,
-            scales,
+            made.numbers,
+            made.scales,
             pertoken_scale=self._rounded[rows][1],
             bias=bias,
             output_dtype=DTYPE_CODES[dtype],
@@ -186,13 +186,13 @@ class _Products:
                 site.refuse("npu.npu_weight_quant_batchmatmul", "the bias is computed, not a parameter")
                 return None
             bias = self._inputs.wide(bias)
-        numbers, scales, offsets = self._inputs.of(weight, scheme, dtype, turned=turned)
+        made = self._inputs.of(weight, scheme, dtype, turned=turned)
         return site.call(
             _npu.npu_weight_quant_batchmatmul.default,
             rows,
-            numbers,
-            scales,
-            offsets,
+            made.numbers,
+            made.scales,
+            made.offsets,
             None,
             None,
             bias,

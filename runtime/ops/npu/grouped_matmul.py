@@ -10,9 +10,13 @@ from itertools import pairwise
 
 import torch
 
+from .grouped_quant_matmul import RoundedMatrices, multiply_int8, multiply_rounded
+from .int4 import PER_INT32
 from .numerics import DTYPES_BY_CODE, refuse_given, widened
-from .quant_matmul import whole_product
 from .registration import Operator
+
+_WHOLE = (torch.int8, torch.int32)
+"""Dtypes of matrices of whole numbers; int32 holds eight of 4 bits (see ``int4``)."""
 
 
 def npu_grouped_matmul(
@@ -22,6 +26,8 @@ def npu_grouped_matmul(
     bias: Sequence[torch.Tensor] | None = None,
     scale: Sequence[torch.Tensor] | None = None,
     per_token_scale: Sequence[torch.Tensor] | None = None,
+    antiquant_scale: Sequence[torch.Tensor] | None = None,
+    antiquant_offset: Sequence[torch.Tensor] | None = None,
     group_list: torch.Tensor | None = None,
     split_item: int | None = 0,
     group_type: int | None = None,
@@ -41,8 +47,15 @@ def npu_grouped_matmul(
         split_item: 2 or 3 (one result).
         group_type: 0 (groups of rows).
         output_dtype: 5 fp16, 15 bf16, 6 fp32; None: the dtype of ``x``.
-        scale: beside int8 inputs and matrices, one ``[E, N]``: bf16 for results of bf16, else fp32.
-        per_token_scale: likewise, one fp32 ``[M]``. The bias is int32 then, added to the sums, which are exact.
+        scale: beside int8 inputs and matrices, one ``[E, N]``: bf16 for results of bf16, else fp32. Beside int8
+            inputs and matrices of 4 bits (int32 ``[E, K, N / 8]``, see ``int4``) one int64 ``[E, 1, N]`` that holds
+            the bits of fp32.
+        per_token_scale: beside int8 inputs, one fp32 ``[M]``. The sums are exact; a bias beside int8 is int32, added
+            to them. Beside 4 bits it is fp32, must be given, and stands for what the operator takes off:
+            ``((x - 8) @ w · scale + bias) · per_token_scale``; right is 8 times the sum of an output's weights.
+        antiquant_scale: beside fp16 or bf16 inputs (fp32 to compare) and matrices of 8 or 4 bits, one of the dtype of
+            ``x``: ``[E, N]``, or ``[E, groups, N]`` of 4 bits, with groups that divide K.
+        antiquant_offset: likewise, of the same shape: ``(w + offset) · scale`` is the matrix. Must be given.
 
     Returns:
         One tensor ``[M, N]``, accumulated in fp32.
@@ -51,11 +64,23 @@ def npu_grouped_matmul(
         ValueError: shapes, dtypes or groups that do not fit.
         NotImplementedError: several inputs or results, groups along K, other quantizations, activations.
     """
-    if len(x) == 1 and x[0].dtype is torch.int8:
-        given = (split_item, group_type, group_list_type, act_type)
-        return [_int8_rows(x, weight, bias, scale, per_token_scale, group_list, output_dtype, *given, others)]
-    others = {**others, "scale": scale, "per_token_scale": per_token_scale}
+    is_int8 = len(x) == 1 and x[0].dtype is torch.int8
+    whole = is_int8 or (bool(weight) and weight[0].dtype in _WHOLE)
+    if is_int8 or not whole:
+        others = {**others, "antiquant_scale": antiquant_scale, "antiquant_offset": antiquant_offset}
+    if not is_int8:
+        others = {**others, "scale": scale, "per_token_scale": per_token_scale}
     rows = _only_input(x, weight, split_item, group_type, group_list_type, act_type, others)
+    if whole:
+        if len(weight) != 1 or weight[0].dim() != 3 or rows.dim() != 2 or weight[0].shape[1] != rows.shape[1]:
+            raise ValueError(
+                f"x is {tuple(rows.shape)} and weight {[tuple(w.shape) for w in weight]}; [M, K], [E, K, N]"
+            )
+        rounded = RoundedMatrices(weight[0], _group_ends(group_list, group_list_type, len(weight[0]), len(rows)))
+        dtype = rows.dtype if not output_dtype else DTYPES_BY_CODE.get(output_dtype)
+        if is_int8:
+            return [multiply_int8(rows, rounded, scale, per_token_scale, bias, dtype)]
+        return [multiply_rounded(rows, rounded, antiquant_scale, antiquant_offset, bias, dtype)]
     matrices = list(weight[0]) if len(weight) == 1 and weight[0].dim() == 3 else list(weight)
     if rows.dim() != 2 or any(w.dim() != 2 or w.shape != (rows.shape[1], matrices[0].shape[1]) for w in matrices):
         raise ValueError(
@@ -82,49 +107,6 @@ def npu_grouped_matmul(
             if biases is not None:
                 result[start:end] += biases[group]
     return [result.to(rows.dtype if not output_dtype else DTYPES_BY_CODE[output_dtype])]
-
-
-def _int8_rows(
-    x: Sequence[torch.Tensor],
-    weight: Sequence[torch.Tensor],
-    bias: Sequence[torch.Tensor] | None,
-    scale: Sequence[torch.Tensor] | None,
-    per_token_scale: Sequence[torch.Tensor] | None,
-    group_list: torch.Tensor | None,
-    output_dtype: int | None,
-    split_item: int | None,
-    group_type: int | None,
-    group_list_type: int | None,
-    act_type: int | None,
-    others: dict[str, object],
-) -> torch.Tensor:
-    """Products of int8 with scales of outputs and rows: sums in int32, then fp32, rounded once."""
-    rows = _only_input(x, weight, split_item, group_type, group_list_type, act_type, others)
-    result = DTYPES_BY_CODE.get(output_dtype or 1)
-    if len(weight) != 1 or weight[0].dim() != 3 or rows.dim() != 2 or weight[0].shape[1] != rows.shape[1]:
-        raise ValueError(f"x is {tuple(rows.shape)} and weight {[tuple(w.shape) for w in weight]}; [M, K], [E, K, N]")
-    if result not in (torch.bfloat16, torch.float16, torch.float32) or scale is None or per_token_scale is None:
-        raise NotImplementedError(
-            f"output_dtype is {output_dtype}; the CPU kernel makes bf16, fp16 and fp32 of int8, with scale and "
-            "per_token_scale"
-        )
-    (scales,), (of_rows,), matrices = scale, per_token_scale, weight[0]
-    experts, _, outputs = matrices.shape
-    wanted = torch.bfloat16 if result is torch.bfloat16 else torch.float32
-    if scales.shape != (experts, outputs) or scales.dtype is not wanted:
-        raise ValueError(f"scale is {scales.dtype} {tuple(scales.shape)}; {wanted} {(experts, outputs)} is needed")
-    if of_rows.shape != rows.shape[:1] or of_rows.dtype is not torch.float32:
-        raise ValueError(f"per_token_scale is {of_rows.dtype} {tuple(of_rows.shape)}; fp32 [{len(rows)}] is needed")
-    if bias is not None and (bias[0].dtype is not torch.int32 or bias[0].shape != (experts, outputs)):
-        raise ValueError(f"bias is {bias[0].dtype} {tuple(bias[0].shape)}; int32 {(experts, outputs)} is needed")
-    ends = _group_ends(group_list, group_list_type, experts, len(rows))
-    found = torch.zeros(len(rows), outputs)
-    for group, (start, end) in enumerate(pairwise([0, *ends])):
-        sums = whole_product(rows[start:end], matrices[group])
-        if bias is not None:
-            sums = sums + bias[0][group]
-        found[start:end] = sums.float() * scales[group].float() * of_rows[start:end, None]
-    return found.to(result)
 
 
 def _group_ends(group_list: torch.Tensor | None, group_list_type: int | None, groups: int, rows: int) -> list[int]:
@@ -169,10 +151,11 @@ def _only_input(
     if len(x) != 1:
         raise NotImplementedError(f"x holds {len(x)} tensors; the CPU kernel of npu::npu_grouped_matmul takes one")
     rows = x[0]
-    if not (rows.is_floating_point() or rows.dtype is torch.int8) or any(w.dtype is not rows.dtype for w in weight):
+    takes = (*_WHOLE, rows.dtype) if rows.is_floating_point() else _WHOLE if rows.dtype is torch.int8 else ()
+    if any(w.dtype not in takes for w in weight):
         raise NotImplementedError(
             f"x has dtype {rows.dtype} and weight {weight[0].dtype}; the CPU kernel multiplies floats of one dtype, "
-            "and int8 by int8"
+            "and floats or int8 by int8 or, eight in an int32, 4 bits"
         )
     return rows
 
@@ -184,6 +167,8 @@ def _grouped_matmul_fake(
     bias: Sequence[torch.Tensor] | None = None,
     scale: Sequence[torch.Tensor] | None = None,
     per_token_scale: Sequence[torch.Tensor] | None = None,
+    antiquant_scale: Sequence[torch.Tensor] | None = None,
+    antiquant_offset: Sequence[torch.Tensor] | None = None,
     group_list: torch.Tensor | None = None,
     split_item: int | None = 0,
     group_type: int | None = None,
@@ -195,9 +180,12 @@ def _grouped_matmul_fake(
 ) -> list[torch.Tensor]:
     if len(x) == 1 and x[0].dtype is not torch.int8:
         others = {**others, "scale": scale, "per_token_scale": per_token_scale}
+    if not weight or weight[0].dtype not in _WHOLE:
+        others = {**others, "antiquant_scale": antiquant_scale, "antiquant_offset": antiquant_offset}
     rows = _only_input(x, weight, split_item, group_type, group_list_type, act_type, others)
     dtype = rows.dtype if not output_dtype else DTYPES_BY_CODE[output_dtype]
-    return [rows.new_empty((rows.shape[0], weight[0].shape[-1]), dtype=dtype)]
+    outputs = weight[0].shape[-1] * (PER_INT32 if weight[0].dtype is torch.int32 else 1)
+    return [rows.new_empty((rows.shape[0], outputs), dtype=dtype)]
 
 
 OPERATORS = (Operator("npu_grouped_matmul", npu_grouped_matmul, _grouped_matmul_fake),)

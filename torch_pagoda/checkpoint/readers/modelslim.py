@@ -6,23 +6,29 @@ import torch
 
 from ...runtime.ops.weight_format import WeightFormat
 from .compressed_tensors import unsigned
-from .parts import BadTensor, Quantized, scale_name
+from .parts import BadTensor, Quantized, pack_pairs, scale_name
 
 LEAVES = frozenset(
-    ("weight_scale", "weight_offset", "input_scale", "input_offset", "quant_bias", "deq_scale", "kv_cache_scale")
+    (
+        *("weight_scale", "weight_offset", "input_scale", "input_offset", "quant_bias", "deq_scale"),
+        *("scale_bias", "weight_scale_second", "weight_offset_second", "kv_cache_scale"),
+    )
 )
-BYTES = frozenset(("W8A8_DYNAMIC", "W8A16", "W8A8"))
+KINDS = frozenset(("W8A8_DYNAMIC", "W8A16", "W8A8", "W4A8_DYNAMIC"))
 """Kinds of weight that are read."""
+
+_SUM_ERROR = 1e-3
+"""Of the sum of the absolute numbers of an output, what float32 may lose while it adds them."""
 
 
 def read_modelslim(module: Quantized) -> dict[str, torch.Tensor]:
-    """The weight of ``weight`` int8 ``[out, in]``, and with static inputs its bias.
+    """The weight of ``weight`` int8 ``[out, in]``, of 4 bits ``[out / 2, in]``, and with static inputs its bias.
 
     Raises:
         BadTensor: a tensor is missing or does not fit, or it is of another kind.
     """
-    if module.kind not in BYTES:
-        kinds = ", ".join(sorted(BYTES))
+    if module.kind not in KINDS:
+        kinds = ", ".join(sorted(KINDS))
         raise BadTensor(f"{module.name + '.weight'!r} is described as {module.kind!r}; {kinds} and FLOAT are read")
     weight = module.take("weight", torch.int8, dim=2)
     if module.kind == "W8A8":
@@ -31,6 +37,8 @@ def read_modelslim(module: Quantized) -> dict[str, torch.Tensor]:
     offsets = module.tensors.get("weight_offset")
     if offsets is not None and bool((offsets != 0).any()):
         raise module.bad("weight_offset", "offsets other than 0 are not read")
+    if module.kind == "W4A8_DYNAMIC":
+        return _pairs_of_outputs(module, weight, scales) | module.rest
     return _weight(module, weight, scales) | module.rest
 
 
@@ -40,6 +48,41 @@ def _weight(module: Quantized, weight: torch.Tensor, scales: torch.Tensor) -> di
     input_bits = 8 if module.kind == "W8A8_DYNAMIC" else 0
     form = WeightFormat("int", 8, 0, scale_name(scales.dtype), input_bits=input_bits)
     return {f"{module.name}.weight": module.stored(form, unsigned(weight), scales.contiguous())}
+
+
+def _pairs_of_outputs(module: Quantized, weight: torch.Tensor, scales: torch.Tensor) -> dict[str, torch.Tensor]:
+    """``weight`` of bytes with two outputs, the first in the low half, each a number from -8 to 7."""
+    for leaf in ("weight_scale_second", "weight_offset_second"):
+        if leaf in module.tensors:
+            raise module.bad(leaf, "W4A8 in groups is not read; get the checkpoint with one scale for each output")
+    outputs, inputs = 2 * weight.shape[0], weight.shape[1]
+    if len(scales) != outputs:
+        raise module.bad("weight_scale", f"one for each of {outputs} outputs is needed, of which a byte holds two")
+    if inputs % 2:
+        raise module.bad("weight", "an even number of inputs is needed")
+    halves = weight.view(torch.uint8) ^ 0x88  # numbers around 8
+    codes = torch.stack([halves & 15, halves >> 4], 1).flatten(0, 1)
+    _check_sums(module, codes, scales)
+    form = WeightFormat("int", 4, 0, scale_name(scales.dtype), input_bits=8)
+    return {f"{module.name}.weight": module.stored(form, pack_pairs(codes), scales.contiguous())}
+
+
+def _check_sums(module: Quantized, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """Compare ``scale_bias``, 8 times the sum of the weights of each output, in equal parts of its inputs, with them.
+
+    Raises:
+        BadTensor: it is missing or says something else: the numbers lie otherwise, or the scales are of others.
+    """
+    stated = module.take("scale_bias", torch.float32, torch.bfloat16, torch.float16, dim=2)
+    (outputs, inputs), parts = codes.shape, stated.shape[1]
+    if len(stated) != outputs or not parts or inputs % parts:
+        raise module.bad("scale_bias", f"{outputs} outputs are needed, and parts that divide {inputs} inputs")
+    numbers = (codes.to(torch.int8) - 8).unflatten(1, (parts, -1))
+    unit = 8 * scales.double()
+    off = (stated.double() - numbers.sum(-1, dtype=torch.int32) * unit).abs()
+    most = _SUM_ERROR * unit.abs() * numbers.abs().sum(-1, dtype=torch.int32).clamp_min(1)
+    if not bool((off <= most).all()):
+        raise module.bad("scale_bias", "it is not 8 times the sum of the weights; the file is broken, get it again")
 
 
 def _static(module: Quantized, weight: torch.Tensor) -> dict[str, torch.Tensor]:

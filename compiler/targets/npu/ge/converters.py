@@ -1,4 +1,4 @@
-"""GE converters for NPU operators that CANN has and torchair has no converter for.
+"""GE converters for NPU operators that CANN has and torchair has no converter for, and a change to one that it has.
 
 Each is a function of the operator's arguments and ``meta_outputs`` that adds a node of CANN's own operator. Names and
 order of inputs, outputs and attributes are those of the operator's prototype (``op_graph/*_proto.h``) in CANN's
@@ -7,11 +7,15 @@ ops-nn.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+_UNSIGNED = "reads_int64_as_uint64"
+"""Attribute of the changed converter."""
 
 # operator of torch_npu → operator of CANN
 CONVERTED = {"npu_gemma_rms_norm": "GemmaRmsNorm", "npu_add_layer_norm": "AddLayerNorm"}
@@ -31,6 +35,11 @@ def register_converters() -> list[str]:
         if _get_converter(operator) is None:
             torchair.register_fx_node_ge_converter(operator)(_CONVERTERS[name])
             registered.append(name)
+    grouped = torch.ops.npu.npu_grouped_matmul.default
+    found = _get_converter(grouped)
+    if not hasattr(found, _UNSIGNED):
+        grouped._ge_converter = _of_unsigned_scales(found)  # type: ignore[attr-defined]
+        registered.append("npu_grouped_matmul")
     return registered
 
 
@@ -42,7 +51,31 @@ def registered_converters() -> Iterator[None]:
         yield
     finally:
         for name in registered:
-            del getattr(torch.ops.npu, name).default._ge_converter
+            operator = getattr(torch.ops.npu, name).default
+            if name in CONVERTED:
+                del operator._ge_converter
+            else:
+                operator._ge_converter = operator._ge_converter.__wrapped__
+
+
+def _of_unsigned_scales(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """torchair's converter of npu_grouped_matmul for scales that int64 holds, which it casts to uint64 in each step:
+    the same bits get the other name, as in its converter of npu_quant_matmul."""
+
+    @functools.wraps(convert)
+    def converted(*args: Any, scale: Any = None, **kwargs: Any) -> Any:
+        from torchair._ge_concrete_graph import ge_apis
+        from torchair.ge._ge_graph import DataType
+
+        if scale:
+            scale = [
+                ge_apis.Bitcast(table, type=DataType.DT_UINT64) if table.dtype == DataType.DT_INT64 else table
+                for table in scale
+            ]
+        return convert(*args, scale=scale, **kwargs)
+
+    setattr(converted, _UNSIGNED, True)
+    return converted
 
 
 def _gemma_rms_norm(input: Any, gamma: Any, epsilon: float = 1e-6, meta_outputs: Any = None) -> Any:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from npu_calls import illegal_calls
 from quantized_checkpoints import quantize_folder
-from quantized_graphs import int8_reference, plain_reference, program_of, quantized, row_errors_of
+from quantized_graphs import int8_reference, plain_reference, program_of, quantized, row_errors_of, stored
+from quantized_oracle import inputs_of_8_bits
 
 import torch_pagoda as pagoda
 from torch_pagoda.checkpoint.loading import load_model
@@ -15,9 +16,10 @@ from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.targets.npu import quantized_weights, weights
 from torch_pagoda.compiler.targets.npu.weights import plan_weights, prepare_weights
-from torch_pagoda.compiler.verify.self_check import WEIGHT_TOLERANCE, check
+from torch_pagoda.compiler.verify.self_check import WEIGHT_TOLERANCE, check, reference_of_model
 from torch_pagoda.passes import UnsupportedModel
 from torch_pagoda.passes.lower.npu import quantized_linears
+from torch_pagoda.runtime.ops.npu.int4 import pack_int4, unpack_int4
 from torch_pagoda.runtime.ops.quantized_weight import Quantization
 from torch_pagoda.runtime.ops.stored_weight import StoredWeight
 
@@ -241,6 +243,103 @@ def test_stored_experts_are_read_as_they_are(tmp_path):
     experts = [i for i in built.traced.notes.quantized if built.traced.constants[i.numbers].dim() == 3]
     assert len(experts) == 4 and all(i.stored and i.scale_dtype is torch.bfloat16 for i in experts)
     assert illegal_calls(built.traced, built.traced.npu) == []
+
+
+def experts_of(traced):
+    return [i for i in traced.notes.quantized if traced.placeholder(i.source).meta["example_value"].dim() == 3]
+
+
+def test_w4a8_experts_are_what_the_formula_says():
+    model, traced, report = stored("qwen3_moe", "slim-w4a8-experts")
+    record = next(record for record in report.passes if record.name == "quantise_npu_experts")
+    experts = experts_of(traced)
+    assert record.matches == len(experts) > 0 and not record.rejections, record.rejections
+    assert {i.quantization for i in experts} == {Quantization(4, 0, 8)} and all(i.sums for i in experts)
+    assert illegal_calls(traced, traced.npu) == []
+    for node in traced.graph.nodes:
+        if node.target is npu.npu_grouped_matmul.default:
+            assert {n.op for name in ("scale", "bias") for n in node.kwargs[name]} == {"placeholder"}
+            assert node.kwargs["group_list_type"] == 1
+    with inputs_of_8_bits(model):
+        reference = reference_of_model(model)
+    errors = row_errors_of(program_of(traced), reference)
+    assert errors.median() < 1e-5 and errors.quantile(0.6) < 1e-3 and errors.quantile(0.97) < 0.1
+
+
+def no_sums(tensors, inputs):
+    tensors[inputs.sums] = torch.zeros_like(tensors[inputs.sums])
+
+
+def sums_of_others(tensors, inputs):
+    tensors[inputs.sums] = tensors[inputs.sums].roll(1, -1)
+
+
+def exchanged_halves(tensors, inputs):
+    numbers = unpack_int4(tensors[inputs.numbers])
+    tensors[inputs.numbers] = pack_int4(numbers.unflatten(-1, (-1, 2)).flip(-1).flatten(-2))
+
+
+def of_other_experts(tensors, inputs):
+    tensors[inputs.numbers] = tensors[inputs.numbers].roll(1, 0)
+
+
+@pytest.mark.parametrize("mistake", [no_sums, sums_of_others, exchanged_halves, of_other_experts])
+def test_mistakes_of_w4a8_experts_are_found(mistake, monkeypatch):
+    made = quantized_weights.make_inputs
+    _, traced, _ = stored("qwen3_moe", "slim-w4a8-experts")
+
+    def wrongly(weight, inputs):
+        tensors = made(weight, inputs)
+        if inputs.sums and weight.dim() == 3:
+            mistake(tensors, inputs)
+        return tensors
+
+    monkeypatch.setattr(weights, "make_inputs", wrongly)
+    with pytest.raises(UnsupportedModel, match="are wrong"):
+        prepare_weights(traced.copy(), fractal_nz=False, release=False, check=True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "count"), [("qwen3_moe", 4), pytest.param("deepseek_v3", 2, marks=pytest.mark.slow)]
+)
+def test_w4a8_experts_are_compared_as_weights_with_inputs_of_8_bits(model_type, count, tmp_path):
+    built, report = stored_program(tmp_path, "slim-w4a8-experts", torch.bfloat16, model_type)
+    assert report.verdict.ok and report.verdict.tolerance == WEIGHT_TOLERANCE[8], "4 bits of weights are exact"
+    constants = built.traced.constants
+    made = [i for i in built.traced.notes.quantized if i.sums]
+    assert len(made) == count and {constants[i.scales].dtype for i in made} == {torch.int64}
+
+
+AWQ = pytest.param("awq", (4, 32, True), marks=pytest.mark.slow)
+SLIM = pytest.param("slim-w8a16", (8, 0, False), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("ct-w4a16", (4, 32, False)), AWQ, SLIM])
+def test_experts_that_are_stored_for_16_bits_keep_them(name, scheme):
+    model, traced, report = stored("qwen3_moe", name, moe_intermediate_size=128)
+    record = next(record for record in report.passes if record.name == "quantise_npu_experts")
+    assert record.matches == 4, record.rejections
+    assert {i.quantization for i in experts_of(traced)} == {Quantization(*scheme[:2], 16, scheme[2])}
+    assert illegal_calls(traced, traced.npu) == []
+    assert row_errors_of(program_of(traced), reference_of_model(model)).max() < 1e-3
+
+
+def test_matrices_that_are_unpacked_as_they_are_read_stay_in_rows():
+    _, traced, _ = quantized("qwen3_moe", "int8-weight-only")
+    copy = traced.copy()
+    prepare_weights(copy, fractal_nz=False, release=False)
+    plans = {plan.name: plan for plan in plan_weights(copy)}
+    numbers = [plans[inputs.numbers] for inputs in experts_of(traced)]
+    assert len(numbers) == 4 and not any(plan.fractal_nz for plan in numbers)
+
+
+@pytest.mark.slow
+def test_mxfp4_experts_are_unpacked_with_the_reason(tmp_path):
+    built, report = stored_program(tmp_path, "mxfp4-experts", torch.bfloat16, "gpt_oss")
+    record = next(record for record in report.passes if record.name == "quantise_npu_experts")
+    reasons = {rejection.reason for rejection in record.rejections}
+    assert record.matches == 0 and reasons == {"no operator for experts that are stored as e2m1/g32/bf16"}
+    assert report.verdict.ok and not [i for i in built.traced.notes.quantized if i.stored]
 
 
 @pytest.mark.slow

@@ -78,6 +78,43 @@ def test_experts_with_biases_stay_with_the_reason():
     assert nodes_of(traced, npu.npu_quant_matmul) and illegal_calls(traced, TARGET) == []
 
 
+@pytest.mark.parametrize("quantization", ["int8-weight-only", "int4-weight-only"])
+def test_experts_whose_inputs_keep_16_bits_are_five_launches(quantization):
+    _, traced, report = quantized("qwen3_moe", quantization)
+    assert record_of(report, "quantise_npu_experts").matches == 4
+    nodes = decoder_layers(traced.graph).nodes(1)
+    found = Counter(operator_name(node).removeprefix("npu.npu_") for node in nodes if launches_work(node))
+    assert [found[name] for name in EXPERTS] == [1, 2, 0, 1, 0, 1]
+    assert illegal_calls(traced, TARGET) == []
+    for routing in nodes_of(traced, npu.npu_moe_init_routing_v2):
+        assert routing.kwargs["quant_mode"] == -1
+    for node in nodes_of(traced, npu.npu_grouped_matmul):
+        (scale,), (offset,) = node.kwargs["antiquant_scale"], node.kwargs["antiquant_offset"]
+        assert {n.op for n in (scale, offset, node.args[1][0])} == {"placeholder"}, "made when linked"
+        assert "scale" not in node.kwargs
+    made = [i for i in traced.notes.quantized if traced.placeholder(i.source).meta["example_value"].dim() == 3]
+    bits = 4 if quantization.startswith("int4") else 8
+    assert {(i.quantization.bits, bool(i.offsets), i.sums) for i in made} == {(bits, True, "")}
+
+
+def test_groups_of_experts_have_scales_of_their_own():
+    _, traced, _ = quantized("qwen3_moe", "int4-weight-only", moe_intermediate_size=256)
+    shapes = {
+        tuple(node.kwargs["antiquant_scale"][0].meta["example_value"].shape)
+        for node in nodes_of(traced, npu.npu_grouped_matmul)
+    }
+    assert shapes == {(8, 4, 512), (8, 2, 512)}
+    assert illegal_calls(traced, TARGET) == []
+
+
+def test_biases_stay_beside_rounded_matrices():
+    _, traced, report = quantized("gpt_oss", "int4-weight-only", dtype=torch.bfloat16)
+    assert record_of(report, "quantise_npu_experts").matches == 4
+    biases = [node.kwargs["bias"][0] for node in nodes_of(traced, npu.npu_grouped_matmul)]
+    assert {bias.meta["example_value"].dtype for bias in biases} == {torch.float32}
+    assert illegal_calls(traced, NpuTarget(block_size=16)) == []
+
+
 def changed(change) -> tuple[TracedGraph, list[str]]:
     """A lowered graph of experts after ``change`` and the pass, and why products stayed."""
     traced = lowered("qwen3_moe")[1].copy()
@@ -140,6 +177,44 @@ def routed(**change):
     return npu.npu_moe_init_routing_v2.default, given
 
 
+def by_4_bits(**change):
+    """Rows of int8 beside matrices of 4 bits."""
+    return grouped(
+        **{
+            "weight": [torch.zeros(3, 64, 2, dtype=torch.int32)],
+            "scale": [torch.ones(3, 1, 16, dtype=torch.int64)],
+            "bias": [torch.ones(3, 16)],
+            **change,
+        }
+    )
+
+
+HALF = torch.ones(3, 16).bfloat16()
+
+
+def by_weights(**change):
+    """Rows of bf16 beside matrices of 8 bits."""
+    given = {
+        "x": [torch.zeros(5, 64).bfloat16()],
+        "weight": [torch.zeros(3, 64, 16, dtype=torch.int8)],
+        "antiquant_scale": [HALF],
+        "antiquant_offset": [HALF],
+        "group_list": torch.zeros(3, dtype=torch.int64),
+        "split_item": 3,
+        "group_type": 0,
+        "group_list_type": 1,
+        **change,
+    }
+    return npu.npu_grouped_matmul.default, given
+
+
+def in_groups(groups, **change):
+    """Rows of bf16 beside matrices of 4 bits, with so many groups of 64 inputs."""
+    table = torch.ones(3, groups, 16).bfloat16()
+    packed = torch.zeros(3, 64, 2, dtype=torch.int32)
+    return by_weights(**{"weight": [packed], "antiquant_scale": [table], "antiquant_offset": [table], **change})
+
+
 MANY = torch.empty(1025, 64, 16, dtype=torch.int8)
 
 
@@ -158,7 +233,32 @@ MANY = torch.empty(1025, 64, 16, dtype=torch.int8)
         (grouped(scale=None), "scale and per_token_scale are needed"),
         (grouped(per_token_scale=None), "scale and per_token_scale are needed"),
         (grouped(per_token_scale=[torch.ones(3)]), "per_token_scale is torch.float32 (3,)"),
-        (grouped(x=[torch.zeros(5, 64).bfloat16()]), "rows of torch.bfloat16 and matrices of torch.int8"),
+        (grouped(x=[torch.zeros(5, 64).bfloat16()]), "antiquant_scale and antiquant_offset are needed"),
+        (by_4_bits(), ""),
+        (by_4_bits(output_dtype=5), ""),
+        (by_4_bits(bias=None), "bias is not the sums of the weights"),
+        (by_4_bits(bias=[torch.ones(3, 16, dtype=torch.int32)]), "a bias of torch.int32; torch.float32"),
+        (by_4_bits(scale=[torch.ones(3, 1, 16)]), "scale is torch.float32 (3, 1, 16); torch.int64 (3, 1, 16)"),
+        (by_4_bits(scale=[torch.ones(3, 16, dtype=torch.int64)]), "scale is torch.int64 (3, 16); torch.int64 (3, 1"),
+        (by_4_bits(group_list_type=0), "group_list_type must be 1 beside matrices of 4 bits"),
+        (by_4_bits(weight=[torch.zeros(3, 2, 64, dtype=torch.int32).mT]), "not contiguous"),
+        (
+            by_4_bits(
+                x=[torch.zeros(5, 18440, dtype=torch.int8)], weight=[torch.empty(3, 18440, 2, dtype=torch.int32)]
+            ),
+            "18440 inputs; at most 18432",
+        ),
+        (by_weights(), ""),
+        (by_weights(bias=[torch.ones(3, 16)]), ""),
+        (by_weights(bias=[HALF]), "a bias of torch.bfloat16; torch.float32 beside torch.bfloat16"),
+        (by_weights(antiquant_offset=None), "antiquant_scale and antiquant_offset are needed"),
+        (by_weights(antiquant_scale=[HALF.float()]), "antiquant_scale is torch.float32"),
+        (by_weights(antiquant_scale=[HALF[:, :8]]), "antiquant_scale is (3, 8) and antiquant_offset (3, 16)"),
+        (by_weights(output_dtype=5), "output_dtype is 5; that of the rows"),
+        (in_groups(2), ""),
+        (in_groups(3), "3 groups do not divide 64 inputs"),
+        (in_groups(2, weight=[torch.zeros(3, 64, 16, dtype=torch.int8)]), "scales for outputs alone, not for groups"),
+        (in_groups(2, weight=[torch.zeros(3, 2, 64, dtype=torch.int32).mT]), "not contiguous"),
         (grouped(weight=[torch.zeros(3, 64, 16).bfloat16()]), "rows of torch.int8 and matrices of torch.bfloat16"),
         (
             grouped(
@@ -180,12 +280,35 @@ def test_limits(call, words):
 
 
 @pytest.mark.parametrize(
+    ("target", "call", "words"),
+    [
+        (NpuTarget("Ascend950PR"), by_weights(), ""),
+        (NpuTarget("Ascend950PR"), by_4_bits(), ""),
+        (NpuTarget("Ascend950PR"), in_groups(2), "no GE graph of this chip takes scales of groups"),
+        (NpuTarget("Ascend950PR", graph_mode="aclgraph"), in_groups(2), ""),
+        (NpuTarget("Ascend950PR", graph_mode="aclgraph"), in_groups(4), "groups of 16; this chip takes 32, 64"),
+        (NpuTarget("Ascend910_9382"), in_groups(4), ""),
+    ],
+)
+def test_limits_of_chips(target, call, words):
+    overload, given = call
+    found = "; ".join(violations(Call.make(overload, target, **given)))
+    assert (words in found) if words else found == ""
+
+
+@pytest.mark.parametrize(
     ("call", "words"),
     [
+        (
+            by_weights(**{n: [torch.ones(3, 16).half()] for n in ("antiquant_scale", "antiquant_offset")}),
+            "no rounded",
+        ),
         (grouped(output_dtype=5, scale=[torch.ones(3, 16)]), "this chip multiplies no int8 in groups"),
         (routed(x=torch.zeros(5, 64).half(), expert_tokens_num_type=0), "this chip rounds no rows"),
     ],
 )
 def test_limits_of_the_inference_chip(call, words):
     overload, given = call
+    if given["x"][0].dtype is torch.bfloat16:
+        given = {**given, "x": [given["x"][0].half()]}
     assert words in "; ".join(violations(Call.make(overload, NpuTarget("Ascend310P3"), **given)))

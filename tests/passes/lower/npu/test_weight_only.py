@@ -43,14 +43,6 @@ def test_biases_beside_bf16_are_widened_once_linked():
     assert illegal_calls(traced, NpuTarget(block_size=16)) == []
 
 
-def test_experts_stay_with_the_reason():
-    _, traced, report = quantized("qwen3_moe", "int4-weight-only")
-    record = next(record for record in report.passes if record.name == "quantise_npu_experts")
-    reasons = {rejection.reason for rejection in record.rejections}
-    assert reasons == {"experts are rounded to 8 bits together with their inputs only"}
-    assert illegal_calls(traced, TARGET) == []
-
-
 def call(**change):
     given = {
         "x": torch.zeros(5, 128, dtype=torch.bfloat16),

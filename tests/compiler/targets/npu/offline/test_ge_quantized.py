@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 from npu_calls import illegal_calls
+from quantized_graphs import stored
 
 from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.capture.trace import capture
@@ -22,6 +23,7 @@ from legal_models import build_legal_model
 
 pytestmark = pytest.mark.torchair
 
+_PRODUCTS = ("QuantBatchMatmulV3", "QuantBatchMatmulV4", "WeightQuantBatchMatmulV2")
 BF16, FP16 = 27, 1
 """As GE counts dtypes."""
 
@@ -103,6 +105,52 @@ def test_experts():
         assert node.inputs["weight0"].removesuffix(":0") in made and node.inputs["scale0"].removesuffix(":0") in made
     for node in graph.of_type("DequantSwigluQuant"):
         assert "group_index" in node.inputs and node.attributes["activate_left"] is True
+
+
+def check_experts(traced, graph, names):
+    """The launches of a layer's experts, and matrices, scales and sums that come straight from inputs."""
+    assert illegal_calls(traced, traced.npu) == []
+    _, second = launches(traced, graph)
+    found = {name: second[name] for name in names}
+    assert found == names and sum(found.values()) == 5, second
+    made = {name for inputs in traced.notes.quantized for name in inputs.made}
+    views = {node.name: node for node in graph.nodes if node.is_view}
+
+    def source(name):
+        while (at := name.rpartition(":")[0] or name) in views:
+            name = next(iter(views[at].inputs.values()))
+        return name.removesuffix(":0")
+
+    works = [node for node in graph.nodes if not (node.is_view or node.host)]
+    readers = {node.type for node in works if made & set(map(source, node.inputs.values()))}
+    assert readers <= {"GroupedMatmul", *_PRODUCTS}, "nothing casts, turns or copies a weight, a scale or a sum"
+    for node in graph.of_type("GroupedMatmul"):
+        read = {name: source(node.inputs[name]) for name in node.inputs}
+        assert read["weight0"] in made
+        yield node, {name for name, at in read.items() if at in made}
+
+
+@pytest.mark.parametrize("quantization", ["int8-weight-only", "int4-weight-only"])
+def test_experts_whose_inputs_keep_16_bits(quantization):
+    traced, graph = converted("qwen3_moe", quantization=quantization, moe_intermediate_size=256)
+    names = {"MoeInitRoutingV3": 1, "GroupedMatmul": 2, "SwiGlu": 1, "MoeFinalizeRoutingV2": 1}
+    for node, made in check_experts(traced, graph, names):
+        assert made == {"weight0", "antiquant_scale0", "antiquant_offset0"}
+        assert node.attributes["transpose_weight"] is False and node.attributes["group_list_type"] == 1
+
+
+@pytest.mark.parametrize("soc", ["Ascend910B3", "Ascend950PR"])
+def test_w4a8_experts(soc):
+    _, traced, _ = stored("qwen3_moe", "slim-w4a8-experts", dtype=torch.bfloat16, soc=soc)
+    graph = convert(traced.module, [value(n) for n in traced.placeholders], soc=soc)
+    swiglu = "DequantSwigluQuant" if soc == "Ascend910B3" else "SwiGlu"
+    names = {"MoeInitRoutingV3": 1, "GroupedMatmul": 2, swiglu: 1, "MoeFinalizeRoutingV2": 1}
+    for node, made in check_experts(traced, graph, names):
+        assert made == {"weight0", "scale0", "bias0"}
+        assert node.attributes["dtype"] == 1, "bfloat16, as this operator counts"
+        assert "per_token_scale" in node.inputs
+        (named,) = [n for n in graph.nodes if n.name == node.inputs["scale0"].rpartition(":")[0]]
+        assert named.type == "Bitcast", "int64 is read as uint64 where it lies"
 
 
 @pytest.mark.parametrize("soc", ["Ascend910_9382", "Ascend950PR"])
