@@ -197,7 +197,7 @@ class CompileOptions:
         if self.npu_options and target != "npu":
             raise ValueError(f"npu_options={dict(self.npu_options)!r} are for target='npu'; leave them out")
         check_options(self.npu_options, codegen, self.npu_target(device).product)
-        check_schedule(self.schedule, target, codegen)
+        check_schedule(self.schedule, target, codegen, static_decode=self.static_decode, npu_options=self.npu_options)
         return replace(self, target=target, codegen=codegen)
 
     def _no_static_decode(self) -> ValueError:

@@ -102,8 +102,8 @@ def _schedules(report: NpuReport) -> list[Section]:
 
 
 _ROUTES = (
-    "With schedule={'streams': True}, codegen='aclgraph' runs it in the captures of decode steps; dynamic graphs of "
-    "codegen='ge' ignore schedules."
+    "With schedule={'streams': True}, codegen='aclgraph' runs it in the captures of decode steps, and codegen='ge' "
+    "in the static graphs of static_decode=True; dynamic graphs ignore schedules."
 )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 KNOWN = ("streams",)
+_SINGLE_STREAM = "ge_config.enable_single_stream"
 
 
 def asked_for(schedule: Mapping[str, Any]) -> list[str]:
@@ -30,13 +31,22 @@ def asked_for(schedule: Mapping[str, Any]) -> list[str]:
     return [name for name, on in schedule.items() if on]
 
 
-def check_schedule(schedule: Mapping[str, Any], target: str, codegen: str) -> None:
+def check_schedule(
+    schedule: Mapping[str, Any],
+    target: str,
+    codegen: str,
+    *,
+    static_decode: bool = False,
+    npu_options: Mapping[str, Any] | None = None,
+) -> None:
     """Check that what a schedule asks for can run.
 
     Args:
         schedule: by name.
         target: "cpu" or "npu".
         codegen: what the lowered graph goes through.
+        static_decode: decode steps have graphs of fixed sizes on the graph engine.
+        npu_options: of the toolchain.
 
     Raises:
         ValueError: it cannot, or ``asked_for`` refuses it.
@@ -46,9 +56,15 @@ def check_schedule(schedule: Mapping[str, Any], target: str, codegen: str) -> No
     given = f"schedule={dict(schedule)!r}"
     if target != "npu":
         raise ValueError(f"{given} is for target='npu': a CPU has no second stream; leave it out")
-    if codegen == "ge":
-        raise ValueError(f"{given} is not for codegen='ge': dynamic graphs ignore schedules; use codegen='aclgraph'")
-    if codegen != "aclgraph":
+    if codegen not in ("ge", "aclgraph"):
         raise ValueError(
-            f"{given} is not for codegen={codegen!r}, which makes the calls one by one; use codegen='aclgraph'"
+            f"{given} is not for codegen={codegen!r}, which makes the calls one by one; use codegen='aclgraph', or "
+            "'ge' with static_decode=True"
         )
+    if codegen == "ge" and not static_decode:
+        raise ValueError(
+            f"{given} needs static_decode=True with codegen='ge': dynamic graphs ignore schedules; give it, or use "
+            "codegen='aclgraph'"
+        )
+    if codegen == "ge" and (npu_options or {}).get(_SINGLE_STREAM):
+        raise ValueError(f"{given} contradicts npu_options[{_SINGLE_STREAM!r}]; leave one of them out")

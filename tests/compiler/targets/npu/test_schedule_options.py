@@ -36,7 +36,12 @@ def test_names_and_values(schedule, words):
     [
         ({}, "cpu", "is for target='npu': a CPU has no second stream; leave it out"),
         ({"target": "npu"}, "cpu", "is not for codegen='none', which makes the calls one by one"),
-        ({}, "npu", "is not for codegen='ge': dynamic graphs ignore schedules"),
+        ({}, "npu", "needs static_decode=True with codegen='ge': dynamic graphs ignore schedules"),
+        (
+            {"static_decode": True, "npu_options": {"ge_config.enable_single_stream": True}},
+            "npu",
+            r"contradicts npu_options\['ge_config.enable_single_stream'\]; leave one of them out",
+        ),
         ({"codegen": "none"}, "npu", "is not for codegen='none'"),
     ],
 )
@@ -45,6 +50,13 @@ def test_where_schedules_do_not_run(options, device, words):
         CompileOptions(schedule=ON, **options).for_device(device)
     CompileOptions(schedule={"streams": False}, **options).for_device(device)
     assert CompileOptions.from_dict({"schedule": None}).schedule == {}
+
+
+def test_static_decode_graphs_run_schedules():
+    options = CompileOptions(schedule=ON, static_decode=True).for_device("npu")
+    assert options.schedule == ON and options.codegen == "ge"
+    with pytest.raises(ValueError, match="static_decode=True is not for"):
+        CompileOptions(schedule=ON, static_decode=True).for_device("cpu")
 
 
 def test_captured_graphs_run_schedules():
