@@ -22,6 +22,7 @@ from .pipeline import apply_one_by_one
 from .targets.cpu.inductor import generate_code, is_fusible
 from .targets.cpu.kernels import call_kernels
 from .targets.npu.ge.ge_route import GeGraphs
+from .targets.npu.schedule_options import asked_for
 from .verify import dump
 from .verify.drop_in_check import difference
 from .weights.merged_weights import AddedArguments, link_merged_weights
@@ -86,6 +87,11 @@ def pagoda(
         raise ValueError(
             "static_decode=True is not for backend 'pagoda', where the sizes of a step are the caller's; leave it "
             "out, or use torch_pagoda.compile or torch_pagoda.LLM"
+        )
+    if asked_for(parsed.schedule):
+        raise ValueError(
+            f"schedule={dict(parsed.schedule)!r} is not for backend 'pagoda', whose steps may be of any kind; leave "
+            "it out, or use torch_pagoda.compile or torch_pagoda.LLM"
         )
     parsed = parsed.for_device(next((x.device.type for x in example_inputs if isinstance(x, torch.Tensor)), "cpu"))
     why = _training_reason(example_inputs)

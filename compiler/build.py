@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from ..passes import TracedGraph, UnsupportedModel
+from ..passes.schedule.schedule_branches import schedule_branches
 from ..runtime.engine.device_errors import raise_if_lost
 from ..runtime.ops.stored_weight import StoredWeight
 from .capture.layer_repeat import CannotRepeat, LayerRepeat
@@ -18,6 +19,8 @@ from .capture.recurrent_modules import check_recurrent_modules
 from .capture.state_layers import check_state
 from .capture.stored_parameters import has_stored_parameters, unpack_latent_attention
 from .capture.trace import Captured, capture
+from .estimates.launch_costs import launch_costs, why_not_planned
+from .estimates.traffic import Step
 from .link.linker import LinkedProgram, link
 from .options import CompileOptions
 from .pipeline import run_pipeline
@@ -25,6 +28,8 @@ from .report import CompileReport, PhaseClock, first_line
 from .targets.cpu.inductor import generate_code, is_fusible
 from .targets.cpu.kernels import call_kernels
 from .targets.npu.routes import make_route
+from .targets.npu.schedule_options import asked_for
+from .targets.npu.socs import chip
 from .targets.npu.weights import prepare_weights
 from .tolerance import Tolerance, routes_tokens
 from .user_passes import registered_passes
@@ -33,6 +38,9 @@ from .verify.cache_restart import restart_length
 from .verify.self_check import Reference, check, reference_of_model
 
 log = logging.getLogger(__name__)
+
+PLANNED_STEP = Step(tokens=1, context=1024, rows=1)
+"""The decode step that schedules are planned for."""
 
 
 @dataclass
@@ -249,6 +257,8 @@ def _link_for_npu(
             remedy = "leave quantization out" if options.quantization else "use target='cpu'"
             raise UnsupportedModel(f"{report.model}: with quantised weights {verdict.reason}; {remedy}")
         report.verdict = verdict
+    if asked_for(options.schedule):
+        _schedule(traced, report)
     route = make_route(options.codegen, traced, eager, options.npu_options, static_decode=options.static_decode)
     if route is None:
         return linked(eager)
@@ -274,6 +284,19 @@ def _link_for_npu(
     if reference is not None:
         report.verdict = verdict
     return program
+
+
+def _schedule(traced: TracedGraph, report: CompileReport) -> None:
+    """Annotate the branches of decode steps that are for a second stream; they are planned for one sequence."""
+    assert traced.npu is not None
+    known = chip(traced.npu.soc)
+    reason = why_not_planned(known, traced.npu.soc)
+    if reason or known is None:
+        log.warning("nothing is scheduled: %s", reason)
+        return
+    record, found = schedule_branches(traced, launch_costs(traced, known, PLANNED_STEP))
+    report.passes.append(record)
+    log.info("%d branches of decode steps are for a second stream", len(found))
 
 
 def _rounded_bits(traced: TracedGraph) -> int | None:

@@ -13,6 +13,7 @@ from ..passes import PASSES, Pass
 from ..passes.graph.npu_target import DEFAULT_BLOCK_SIZE, DEFAULT_SOC, NpuTarget
 from ..runtime.ops.quantized_weight import DEFAULT_GROUP_SIZES, Quantization, check_group_size
 from .targets.npu.offline.run import is_offline
+from .targets.npu.schedule_options import asked_for, check_schedule
 from .targets.npu.toolchain_options import check_options
 from .user_passes import OPT_LEVELS, Pattern, with_user_passes
 
@@ -66,6 +67,8 @@ class CompileOptions:
         npu_options: npu only: options of the toolchain behind ``codegen``, by its own names: fields of npugraph_ex's
             ``CompilerConfig`` for "aclgraph", such as ``{"static_kernel_compile": True}``, paths in torchair's for
             "ge", such as ``{"ge_config.enable_single_stream": True}``. See ``targets.npu.toolchain_options``.
+        schedule: npu only: schedules by name, ``{"streams": True}`` to run branches of decode steps on a second
+            stream, see ``targets.npu.schedule_options``. Nothing changes but when launches run.
         patterns: rewrites of the user's own, see ``Pattern``.
     """
 
@@ -84,6 +87,7 @@ class CompileOptions:
     input_bits: int | None = None
     batch_invariant: bool = False
     npu_options: Mapping[str, Any] = field(default_factory=dict)
+    schedule: Mapping[str, bool] = field(default_factory=dict)
     patterns: Sequence[Pattern] = ()
 
     def __post_init__(self) -> None:
@@ -135,6 +139,7 @@ class CompileOptions:
             raise ValueError(
                 f"npu_options={self.npu_options!r} is not understood; give a dictionary of options by name"
             )
+        asked_for(self.schedule)  # raises for what it does not know
         for pattern in self.patterns:
             if not isinstance(pattern, Pattern):
                 raise ValueError(f"patterns holds {pattern!r}; give torch_pagoda.Pattern(search, replace, inputs)")
@@ -158,7 +163,7 @@ class CompileOptions:
         for key in options:
             if key not in known:
                 raise ValueError(f"unknown option {key!r} (given {options[key]!r}){_hint(str(key), known)}")
-        for name in ("passes", "npu_options"):
+        for name in ("passes", "npu_options", "schedule"):
             if options.get(name) is None:
                 options.pop(name, None)
         return cls(**options)
@@ -192,6 +197,7 @@ class CompileOptions:
         if self.npu_options and target != "npu":
             raise ValueError(f"npu_options={dict(self.npu_options)!r} are for target='npu'; leave them out")
         check_options(self.npu_options, codegen, self.npu_target(device).product)
+        check_schedule(self.schedule, target, codegen, static_decode=self.static_decode, npu_options=self.npu_options)
         return replace(self, target=target, codegen=codegen)
 
     def _no_static_decode(self) -> ValueError:

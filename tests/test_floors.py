@@ -27,8 +27,8 @@ FLOORS = {
         *(
             "__init__",
             "compile explain",
-            "build estimates",
-            "backend",
+            "build",
+            "backend estimates",
             "pipeline",
             "calibrate verify",
             "capture store",

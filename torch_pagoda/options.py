@@ -84,6 +84,7 @@ class ModelOptions(TypedDict, total=False):
     input_bits: int | None
     batch_invariant: bool
     npu_options: Mapping[str, Any] | None
+    schedule: Mapping[str, bool] | None
 
 
 class LLMOptions(ModelOptions, total=False):

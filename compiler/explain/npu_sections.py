@@ -101,6 +101,12 @@ def _schedules(report: NpuReport) -> list[Section]:
     return [Section(title, columns, tuple(rows), note)] if rows else []
 
 
+_ROUTES = (
+    "With schedule={'streams': True}, codegen='aclgraph' runs it in the captures of decode steps, and codegen='ge' "
+    "in the static graphs of static_decode=True; dynamic graphs ignore schedules."
+)
+
+
 def _plan(report: NpuReport) -> list[Section]:
     """What a decode step could run on a second stream; [] where that was not asked for."""
     plan = report.schedule
@@ -115,7 +121,7 @@ def _plan(report: NpuReport) -> list[Section]:
         rows.append((in_runs(each.layers), *sides, duration(each.seconds), duration(each.gain)))
     note = (
         "Predicted from shapes and published figures, with 2 µs for the least launch, of a step of "
-        f"{duration(plan.step_seconds)} in the layers that were built; not measured, and no route runs it yet."
+        f"{duration(plan.step_seconds)} in the layers that were built; not measured. {_ROUTES}"
     )
     columns = ("layers!", "second stream", "meanwhile", "alone#", "gain#")
     found = [Section(title, columns, tuple(rows), note)]

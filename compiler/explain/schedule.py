@@ -20,9 +20,6 @@ from .wording import alike, counted
 _OVERLOAD = re.compile(r"_(default|tensor|scalar|self|int)(_\d+)?\b|_\d+\b")
 """What tells nodes of one operator from each other."""
 
-_OVERLOAD = re.compile(r"_(default|tensor|scalar|self|int)(_\d+)?\b|_\d+\b")
-"""What tells nodes of one operator from each other."""
-
 
 @dataclass(frozen=True)
 class PlannedBranch:

@@ -7,7 +7,7 @@ memory as well as data: a write precedes later reads of the same memory, and fol
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,11 +65,11 @@ class Launches:
         self.nodes: list[fx.Node] = [node for node in graph.nodes if launches_work(node)]
         self.costs = {node: costs[node] for node in self.nodes}
         self._place = {node: i for i, node in enumerate(self.nodes)}
-        self._inputs, self._before = _dependencies(graph, self.nodes)
+        self._inputs, self._before = dependencies(graph, self.nodes)
 
     def inputs(self, node: fx.Node) -> list[fx.Node]:
         """The launches that a launch waits for directly, for their data or for memory, in order."""
-        return _listed(self.nodes, self._inputs[node])
+        return listed(self.nodes, self._inputs[node])
 
     def difference(self, node: fx.Node, other: fx.Node) -> list[fx.Node]:
         """What ``node`` needs, itself included, and ``other`` neither needs nor is; in order.
@@ -77,7 +77,7 @@ class Launches:
         No launch of ``difference(a, b)`` has to precede or follow one of ``difference(b, a)``: a launch that one of
         the latter needs is needed by ``b``.
         """
-        return _listed(self.nodes, self._with(node) & ~self._with(other))
+        return listed(self.nodes, self._with(node) & ~self._with(other))
 
     def needs(self, node: fx.Node, other: fx.Node) -> bool:
         """True if ``other`` has to precede ``node``."""
@@ -91,7 +91,7 @@ class Launches:
         return self._before[node] | 1 << self._place[node]
 
 
-def _listed(nodes: Sequence[fx.Node], members: int) -> list[fx.Node]:
+def listed(nodes: Sequence[fx.Node], members: int) -> list[fx.Node]:
     """The nodes whose places are bits of ``members``, in order."""
     found = []
     while members:
@@ -115,19 +115,23 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
     return [given for given in found if isinstance(given, fx.Node)]
 
 
-def _dependencies(graph: fx.Graph, nodes: Sequence[fx.Node]) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
-    """For each launch, as sets of bits, the launches that it waits for directly, and all that precede it."""
+def dependencies(graph: fx.Graph, nodes: Sequence[fx.Node]) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
+    """For each launch, as sets of bits, the launches that it waits for directly, and all that precede it.
+
+    Args:
+        graph: their graph.
+        nodes: the launches, in its order; every other call is taken for a view of its inputs.
+    """
     place = {node: i for i, node in enumerate(nodes)}
     inputs: dict[fx.Node, int] = {}
     before: dict[fx.Node, int] = {}
-    memory: dict[fx.Node, frozenset[fx.Node]] = {}  # the inputs and launches whose memory a node's tensor may be
+    memory = memory_of(graph, nodes)
     writers: dict[fx.Node, int] = defaultdict(int)
     readers: dict[fx.Node, int] = defaultdict(int)
     for node in graph.nodes:
-        read = frozenset().union(*(memory[n] for n in node.all_input_nodes))
         if node not in place:
-            memory[node] = read if node.all_input_nodes else frozenset({node})
             continue
+        read = frozenset().union(*(memory[n] for n in node.all_input_nodes))
         written = frozenset().union(*(memory[n] for n in written_nodes(node)))
         direct = 0
         for source in read:
@@ -135,12 +139,23 @@ def _dependencies(graph: fx.Graph, nodes: Sequence[fx.Node]) -> tuple[dict[fx.No
         for source in written:
             direct |= readers[source]
         inputs[node], before[node] = direct, direct
-        for earlier in _listed(nodes, direct):
+        for earlier in listed(nodes, direct):
             before[node] |= before[earlier]
         own = 1 << place[node]
         for source in read:
             readers[source] |= own
         for source in written:
             writers[source] |= own
-        memory[node] = frozenset({node}) | written
     return inputs, before
+
+
+def memory_of(graph: fx.Graph, nodes: Iterable[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:
+    """For each node the inputs and launches whose memory its tensors may be; arguments as for ``dependencies``."""
+    launches = frozenset(nodes)
+    memory: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        if node in launches:
+            memory[node] = frozenset({node}).union(*(memory[n] for n in written_nodes(node)))
+        else:
+            memory[node] = frozenset().union(*(memory[n] for n in node.all_input_nodes)) or frozenset({node})
+    return memory

@@ -3,6 +3,9 @@
 A replay runs each recorded call again on the very tensors of the capture, so that an input at another address, or a
 size or a length that was baked in, shows as a wrong result. Attention calls must get their lengths at every replay:
 on a device they wait for an event that the update of their task records.
+
+Calls on a second stream are replayed in two orders in turn: as late as events let them be, and as early. A call that
+events do not keep behind what it needs shows as a wrong result in one of them.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ class _Call:
     kwargs: Any
     out: Any
     updated: bool | None = None  # None: of no task group
+    stream: Any = None
 
     def run(self) -> None:
         assert self.updated is not False, f"{self.function} did not get the lengths of this replay"
@@ -42,6 +46,14 @@ class _Call:
                 old.copy_(new)
 
 
+@dataclass(eq=False)
+class _Mark:
+    """An event that a captured stream records or waits for."""
+
+    stream: Any
+    recorded: _Mark | None = None  # what is waited for; None: this one is recorded
+
+
 class Graph:
     """Stands for ``torch.npu.NPUGraph``."""
 
@@ -50,6 +62,7 @@ class Graph:
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
+        self.steps: list[_Call | _Mark] = []
         self.replays = 0
         self.group_from = 0
 
@@ -63,11 +76,38 @@ class Graph:
         graph, Graph._waiting = Graph._waiting, None
         if graph is not None:
             graph.replays += 1
-            for call in graph.calls:
-                call.run()
+            for step in graph.in_order(main_first=graph.replays % 2 == 1):
+                if isinstance(step, _Call):
+                    step.run()
+
+    @property
+    def side_calls(self) -> list[_Call]:
+        """Those that are not on the main stream."""
+        return [call for call in self.calls if call.stream is not _MAIN_STREAM]
+
+    def in_order(self, main_first: bool) -> list[_Call | _Mark]:
+        """What was captured in an order that streams and events allow: the main stream as early as it can, or the
+        others."""
+        queues: dict[Any, list[_Call | _Mark]] = {_MAIN_STREAM: []}
+        for step in self.steps:
+            queues.setdefault(step.stream, []).append(step)
+        streams = sorted(queues, key=lambda stream: (stream is not _MAIN_STREAM) == main_first)
+        done: list[_Call | _Mark] = []
+        recorded: set[int] = set()
+        while any(queues.values()):
+            step = next(
+                step
+                for step in (queues[stream][0] for stream in streams if queues[stream])
+                if not isinstance(step, _Mark) or step.recorded is None or id(step.recorded) in recorded
+            )
+            queues[step.stream].pop(0)
+            recorded.add(id(step))
+            done.append(step)
+        return done
 
     def reset(self) -> None:
         self.calls.clear()
+        self.steps.clear()
 
 
 class _Capture(TorchDispatchMode):
@@ -77,7 +117,10 @@ class _Capture(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.graph.calls.append(_Call(func, args, kwargs or {}, out))
+        if func.namespace != "npugraph_ex":  # events, which note themselves
+            call = _Call(func, args, kwargs or {}, out, stream=_streams[-1])
+            self.graph.calls.append(call)
+            self.graph.steps.append(call)
         return out
 
 
@@ -96,23 +139,24 @@ class _Update(TorchDispatchMode):
 class _Device:
     """Stands for the functions of ``torch.npu`` that npugraph_ex calls."""
 
-    capturing: list[Graph] = field(default_factory=list)
     updating: list[_Update] = field(default_factory=list)
 
     @contextmanager
     def graph(self, graph: Graph, **_: Any) -> Iterator[None]:
-        self.capturing.append(graph)
-        with _Capture(graph):
-            yield
-        self.capturing.pop()
+        _capturing.append(graph)
+        try:
+            with _Capture(graph):
+                yield
+        finally:
+            _capturing.pop()
         if graph.calls:
             Graph.captured.append(graph)
 
     def group_begin(self, stream: Any) -> None:
-        self.capturing[-1].group_from = len(self.capturing[-1].calls)
+        _capturing[-1].group_from = len(_capturing[-1].calls)
 
     def group_end(self, stream: Any) -> _Call:
-        graph = self.capturing[-1]
+        graph = _capturing[-1]
         (call,) = graph.calls[graph.group_from :]
         call.updated = False
         return call
@@ -137,7 +181,7 @@ class _Stream:
     def record_event(self, event: Any) -> None: ...
 
 
-class _Event:
+class _ExternalEvent:
     def record(self, stream: Any) -> None:
         Graph.run_waiting()
 
@@ -146,7 +190,33 @@ class _Event:
     def reset(self, stream: Any) -> None: ...
 
 
+class _Event:
+    def __init__(self) -> None:
+        self.last: _Mark | None = None
+
+    def record(self, stream: Any) -> None:
+        if not _capturing:
+            Graph.run_waiting()
+            return
+        self.last = _Mark(stream)
+        _capturing[-1].steps.append(self.last)
+
+    def wait(self, stream: Any) -> None:
+        if _capturing:
+            assert self.last is not None and self.last in _capturing[-1].steps, "an event of this capture"
+            _capturing[-1].steps.append(_Mark(stream, self.last))
+
+
 _MAIN_STREAM = _Stream()
+_streams = [_MAIN_STREAM]
+_capturing: list[Graph] = []
+
+
+@contextmanager
+def _on(stream: Any) -> Iterator[None]:
+    _streams.append(stream)
+    yield
+    _streams.pop()
 
 
 def _tensor_at(metadata: Any) -> torch.Tensor:
@@ -174,9 +244,9 @@ def captured_graphs() -> Iterator[list[Graph]]:
         "graph": device.graph,
         "Stream": _Stream,
         "Event": _Event,
-        "ExternalEvent": _Event,
-        "current_stream": lambda *_: _MAIN_STREAM,
-        "stream": lambda _: ExitStack(),
+        "ExternalEvent": _ExternalEvent,
+        "current_stream": lambda *_: _streams[-1],
+        "stream": _on,
         "get_stream_limit": lambda _: {"cube_core_num": 20, "vector_core_num": 40},
         "set_stream_limit": lambda *_: None,
         "synchronize": lambda: None,
@@ -204,6 +274,7 @@ def captured_graphs() -> Iterator[list[Graph]]:
         stack.enter_context(torch._functorch.config.patch(error_on_custom_op_aliasing=False))
         for name, function in functions.items():
             stack.enter_context(mock.patch.object(torch_npu.npu, name, function, create=True))
+        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: None))
         for name in ("_npu_getCheckpointState", "_npu_setCheckpointPoolState"):
             stack.enter_context(mock.patch.object(torch_npu._C, name, lambda *args: None, create=True))
         for module in (acl_graph, utils):

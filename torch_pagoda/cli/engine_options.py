@@ -81,6 +81,12 @@ NpuOptions = Annotated[
     str | None,
     typer.Option(help="Options of codegen ge or aclgraph.", metavar="JSON", rich_help_panel="Compiler"),
 ]
+Schedule = Annotated[
+    str | None,
+    typer.Option(
+        help='Schedules of decode steps on an NPU: {"streams": true}.', metavar="JSON", rich_help_panel="Compiler"
+    ),
+]
 StaticDecode = Annotated[
     bool,
     typer.Option(
@@ -125,6 +131,7 @@ def llm_options(given: Mapping[str, Any]) -> dict[str, Any]:
         "async_scheduling": False if given["no_async_scheduling"] else given["async_scheduling"] or None,
         "passes": pass_selection(given["skip_pass"], given["only_pass"]),
         "npu_options": None if given["npu_options"] is None else json_object("--npu-options", given["npu_options"]),
+        "schedule": None if given["schedule"] is None else json_object("--schedule", given["schedule"]),
     }
     return {name: values[name] for name in LLMOptions.__annotations__ if values.get(name) is not None}
 

@@ -10,6 +10,10 @@ then on replays them on the same addresses. So
 - these lists have one length, that of the most sequences and one more, to which dummy tokens can belong. Their dummy
   members beyond the dummy tokens stand for sequences without tokens.
 
+Where a schedule gives branches of decode steps to a second stream, npugraph_ex compiles the graph a second time, with
+it, and steps of few tokens are captured from there; all others from the graph without. Steps of prompts are large
+and keep the cubes busy.
+
 npugraph_ex captures at most ``capture_limit`` sizes and throws all of them away at the next one, running eagerly from
 then on. That must not happen unnoticed: a step that fits no planned size runs eagerly by our decision, and is logged.
 """
@@ -17,7 +21,7 @@ then on. That must not happen unnoticed: a step that fits no planned size runs e
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,11 +39,13 @@ from .....runtime.state_tables import CHUNK_TABLES
 from ..flat_graph import flat_graph
 from ..in_place import write_in_place
 from ..route import PlannedSize, Route, Run, ctrl_c_kept
+from ..side_branches import MOST_TOKENS, counted_branches
 from ..sizes.capture_sizes import most_padding, padded_size, plan_capture_sizes, request_mix
 from ..sizes.graph_resources import GraphNeeds, capture_budget
 from ..sizes.step_padding import StepSize, spare_blocks
 from ..warm_up_steps import fitting_shape
 from .capture_updates import keep_updates_apart
+from .side_stream import EVENTS_PER_BRANCH, new_label, use_side_stream
 
 log = logging.getLogger(__name__)
 # Inputs whose sizes depend on how a step's tokens are dealt out.
@@ -53,7 +59,8 @@ class AclGraphs(Route):
     """Runs a lowered graph by captured ACL graphs, each captured when it is first needed.
 
     Args:
-        traced: a graph lowered for ``graph_mode="aclgraph"``; its constants are linked.
+        traced: a graph lowered for ``graph_mode="aclgraph"``; its constants are linked. Its nodes may have the notes
+            of ``schedule_branches``.
         eager: runs the graph's calls one by one, for steps that are not captured.
         budget: most sizes that are captured; by default what ``capture_budget`` says.
         options: of npugraph_ex, see ``toolchain_options``.
@@ -77,7 +84,9 @@ class AclGraphs(Route):
         super().__init__(traced, eager)
         self._options = dict(options or {})
         assert traced.npu is not None
-        self.needs = GraphNeeds(_attention_calls(traced))
+        branches = counted_branches(traced.graph)
+        self.needs = GraphNeeds(_attention_calls(traced), int(branches > 0), EVENTS_PER_BRANCH * branches)
+        self._side_label = new_label() if branches else ""
         self._most, self._limit = capture_budget(traced.npu.soc, self.needs)
         if budget is not None:
             self._most, self._limit = budget, f"{budget} are asked for"
@@ -89,7 +98,7 @@ class AclGraphs(Route):
         self._refusal = _why_not_captured(traced, self.lists)
         self._length = self._width = 0
         self._caches: list[torch.Tensor] = []
-        self._graph: Run | None = None
+        self._graphs: dict[bool, Run] = {}  # with branches on a second stream, or without
         self._static: dict[tuple[int, torch.Size], torch.Tensor] = {}
         self.planned: tuple[int, ...] = ()
         self.captured: set[tuple[int, int]] = set()
@@ -145,7 +154,7 @@ class AclGraphs(Route):
         """Take notice of the caches that later calls receive; what was captured is thrown away."""
         super().bind(kv_cache)
         self._caches = [cache for pair in kv_cache for cache in pair]
-        self._graph = None
+        self._graphs.clear()
         self._static.clear()
         self.captured.clear()
 
@@ -192,12 +201,20 @@ class AclGraphs(Route):
     def _run_captured(self, args: Sequence[Any]) -> Sequence[Any]:
         """Replay a step of a planned size, or capture it."""
         fixed = self._in_place(args)
-        if self._graph is None:
-            self._graph = self._compile()
-        results = self._graph(*fixed)
+        scheduled = self.is_scheduled(fixed[self._ids_at].shape[1])
+        if scheduled not in self._graphs:
+            self._graphs[scheduled] = self._compile(scheduled)
+        results = self._graphs[scheduled](*fixed)
         if (size := self._planned_size(args)) is not None:
             self.captured.add(size)
         return results
+
+    def is_scheduled(self, tokens: int) -> bool:
+        """True if steps of so many tokens run branches on a second stream.
+
+        Those that decode steps are padded to; a step of a prompt that is as short runs as they do.
+        """
+        return bool(self._side_label) and tokens <= min(self._max_num_seqs, MOST_TOKENS)
 
     def _planned_size(self, args: Sequence[Any]) -> tuple[int, int] | None:
         """(tokens, asked rows) of a step that got its size from ``size_for``."""
@@ -217,8 +234,14 @@ class AclGraphs(Route):
             fixed[i] = place.copy_(sent(given, self.device))
         return fixed
 
-    def _compile(self) -> Run:
-        log.info("compiling for ACL graphs")
+    def _compile(self, scheduled: bool) -> Run:
+        log.info("compiling for ACL graphs%s", ", with a second stream" if scheduled else "")
+
+        def edit(gm: torch.fx.GraphModule, example_inputs: Any = None, config: Any = None) -> None:
+            write_in_place(gm, example_inputs, config)
+            if scheduled and (reason := use_side_stream(gm, self._side_label)):
+                log.warning("no branch runs on a second stream: %s", reason)
+
         flat = flat_graph(self.traced, self._length, caches=self._caches, with_sizes=True)
 
         def compile_fx(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -227,7 +250,7 @@ class AclGraphs(Route):
             npugraph_ex = torch.npu.npugraph_ex  # type: ignore[attr-defined]
             with ctrl_c_kept():
                 keep_updates_apart()
-                return npugraph_ex.compile_fx(gm, inputs, aclgraph_options(self._budget, self._options))
+                return npugraph_ex.compile_fx(gm, inputs, aclgraph_options(self._budget, self._options, edit))
 
         with tracing(TracingContext(self.traced.fake_mode)), torch.no_grad():
             run = aot_module_simplified(
@@ -240,20 +263,23 @@ class AclGraphs(Route):
         return lambda *args: run(*flat.flatten(args))
 
 
-def aclgraph_options(budget: int, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def aclgraph_options(
+    budget: int, options: Mapping[str, Any] | None = None, edit: Callable[..., None] = write_in_place
+) -> dict[str, Any]:
     """Options of npugraph_ex (torchair's repository, ``docs/zh/npugraph_ex``).
 
     - capture_limit: one above what we let it capture, so that a size that has to be captured anew is not refused.
     - clone_input off: it would copy a step's tensors to buffers of its own; they are in ours already.
     - frozen_parameter on: weights keep their addresses, so these are no part of the key of a captured graph.
     - pattern_fusion_pass off: it fuses norms with what follows to operators that nobody has held against the limits.
-    - post_grad_custom_pre_pass: see ``in_place``.
+    - post_grad_custom_pre_pass: see ``in_place`` and ``side_stream``.
     - reuse_graph_pool_in_same_fx stays on, clone_output off: the graphs of all sizes share their memory, results
       included. The logits of a step have to be used before the next one, as an engine does.
 
     Args:
         budget: sizes that are captured.
         options: others, see ``toolchain_options``.
+        edit: the pass that edits the graph before those of npugraph_ex.
     """
     return {
         **(options or {}),
@@ -261,7 +287,7 @@ def aclgraph_options(budget: int, options: Mapping[str, Any] | None = None) -> d
         "clone_input": False,
         "frozen_parameter": True,
         "pattern_fusion_pass": False,
-        "post_grad_custom_pre_pass": write_in_place,
+        "post_grad_custom_pre_pass": edit,
     }
 
 

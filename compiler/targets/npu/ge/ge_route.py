@@ -31,6 +31,7 @@ from ..offline.air_kernels import register_air_kernels
 from ..offline.run import is_offline
 from ..offline.without_device import without_device
 from ..route import PlannedSize, Route, Run, ctrl_c_kept
+from ..side_branches import MOST_TOKENS
 from ..sizes.capture_sizes import most_padding, padded_size, plan_capture_sizes
 from ..sizes.step_padding import StepSize
 from ..toolchain_options import set_ge_options
@@ -38,6 +39,7 @@ from ..warm_up_steps import StepShape, fitting_shape
 from .converters import register_converters
 from .static_decode import StaticDecode
 from .static_graph import air_attention, static_graph
+from .stream_labels import write_rows_and_label
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +59,8 @@ class GeGraphs(Route):
     CPU, operator by operator.
 
     Args:
-        traced: a graph lowered for ``graph_mode="ge"``; its constants are linked.
+        traced: a graph lowered for ``graph_mode="ge"``; its constants are linked. Its nodes may have the notes of
+            ``schedule_branches``, which graphs of fixed sizes follow, of few tokens.
         sequences_per_graph: one number of sequences is planned for so many.
         most_graphs: and no more than this.
         static_decode: give decode steps graphs of fixed sizes, as many more.
@@ -197,11 +200,19 @@ class GeGraphs(Route):
         with ctrl_c_kept():
             attention = air_attention()
         copy = static_graph(self.traced, inputs, attention)
-        run = self._compiled(copy.module, copy.values, copy.fixed, copy.fake_mode, static=True)
+        few = inputs[self.traced.input_ids].shape[1] <= MOST_TOKENS
+        run = self._compiled(copy.module, copy.values, copy.fixed, copy.fake_mode, static=True, scheduled=few)
         return lambda *args: run(*copy.flatten(args))
 
     def _compiled(
-        self, module: fx.GraphModule, values: list[Any], fixed: Iterable[int], mode: FakeTensorMode, *, static: bool
+        self,
+        module: fx.GraphModule,
+        values: list[Any],
+        fixed: Iterable[int],
+        mode: FakeTensorMode,
+        *,
+        static: bool,
+        scheduled: bool = False,
     ) -> Run:
         """A module as torchair runs it; ``fixed`` are positions of values that keep their addresses."""
         with ctrl_c_kept():
@@ -216,12 +227,18 @@ class GeGraphs(Route):
                 register_air_kernels()
             stack.enter_context(tracing(TracingContext(mode)))
             stack.enter_context(torch.no_grad())
-            config = ge_config(self._options, run_eagerly=offline, static=static)
+            config = ge_config(self._options, run_eagerly=offline, static=static, scheduled=scheduled)
             run: Run = torchair.get_npu_backend(compiler_config=config)(module, values)
         return run
 
 
-def ge_config(options: Mapping[str, Any] | None = None, *, run_eagerly: bool = False, static: bool = False) -> Any:
+def ge_config(
+    options: Mapping[str, Any] | None = None,
+    *,
+    run_eagerly: bool = False,
+    static: bool = False,
+    scheduled: bool = False,
+) -> Any:
     """Torchair's options, as far as they differ from its defaults or matter here (its documentation, "features").
 
     - mode max-autotune: through GE.
@@ -236,7 +253,7 @@ def ge_config(options: Mapping[str, Any] | None = None, *, run_eagerly: bool = F
       lengths, is looked at on the device, so that the graph need not be cut in front of it.
     - topology_sorting_strategy "StableRDFS", for the same: operators keep the order of the graph.
 
-    - post_grad_custom_pre_pass: see ``in_place``.
+    - post_grad_custom_pre_pass: see ``in_place`` and ``stream_labels``.
 
     Matrices in format FRACTAL_NZ need no option: torchair reads the format off the tensors at the first call.
 
@@ -244,13 +261,14 @@ def ge_config(options: Mapping[str, Any] | None = None, *, run_eagerly: bool = F
         options: others, by their paths, see ``toolchain_options``.
         run_eagerly: convert the graph, and run what was converted operator by operator.
         static: for a graph of fixed sizes.
+        scheduled: follow the notes of a schedule on its nodes.
     """
     import torchair
 
     config = torchair.CompilerConfig()
     set_ge_options(config, options or {})
     config.mode = "max-autotune"
-    config.post_grad_custom_pre_pass = write_rows_in_place
+    config.post_grad_custom_pre_pass = write_rows_and_label if scheduled else write_rows_in_place
     config.experimental_config.pattern_fusion_pass = False
     config.experimental_config.frozen_parameter = True
     if static:

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from ..ge.converters import registered_converters
+from ..ge.stream_labels import write_rows_and_label
 from ..in_place import write_rows_in_place
 from .ge_graph import GeGraph
 from .ge_reader import read_graph
@@ -102,7 +103,8 @@ def convert_and_keep(
             are taken as they are. Tensors must not be on the meta device.
         soc: the SoC to convert for; it chooses some operators and decides about others.
         dynamic: symbolic sizes stay symbolic and each list of integers is one host input. Otherwise the sizes of
-            ``inputs`` and the values of the integers are baked in; fake tensors must then have no symbols.
+            ``inputs`` and the values of the integers are baked in; fake tensors must then have no symbols. Notes of a
+            schedule on the nodes are followed then.
         own_converters: give torchair our converters for operators for which it has none.
         fusions: let torchair fuse operators before it converts (its ``pattern_fusion_pass``). Off, the graph keeps
             the operators that lowering chose.
@@ -121,7 +123,7 @@ def convert_and_keep(
     flat = _flatten(module, values, mode, dynamic)
     config = torchair.CompilerConfig()
     config.debug.run_eagerly = True
-    config.post_grad_custom_pre_pass = write_rows_in_place
+    config.post_grad_custom_pre_pass = write_rows_in_place if dynamic else write_rows_and_label
     config.experimental_config.pattern_fusion_pass = fusions
     with ExitStack() as stack:
         stack.enter_context(without_device(soc))

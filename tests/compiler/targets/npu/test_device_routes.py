@@ -152,7 +152,7 @@ class Replayed:
 
 def capturing(monkeypatch: pytest.MonkeyPatch, traced: TracedGraph, budget: int | None) -> tuple[AclGraphs, Replayed]:
     graph = Replayed(traced)
-    monkeypatch.setattr(AclGraphs, "_compile", lambda self: graph)
+    monkeypatch.setattr(AclGraphs, "_compile", lambda self, scheduled: graph)
     return AclGraphs(traced, traced.module, budget), graph
 
 
@@ -228,7 +228,7 @@ def test_new_caches_are_captured_anew(monkeypatch):
     assert route.captured
     program = link(traced, route)
     program.bind(allocate_kv_cache(program.caches, 4 + program.reserve(2, 8, 32), 16))
-    assert not route.captured and route._graph is None and not route._static
+    assert not route.captured and not route._graphs and not route._static
 
 
 def test_graphs_that_gather_blocks_are_not_captured(monkeypatch, caplog):

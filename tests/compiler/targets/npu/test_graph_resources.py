@@ -65,7 +65,7 @@ def at(soc: str, calls: int, monkeypatch: pytest.MonkeyPatch) -> AclGraphs:
     assert traced.npu is not None
     traced.npu = NpuTarget(soc, traced.npu.block_size, "aclgraph", traced.npu.float32_as)
     monkeypatch.setattr(aclgraph_route, "_attention_calls", lambda traced: calls)
-    monkeypatch.setattr(AclGraphs, "_compile", lambda self: self.traced.module)
+    monkeypatch.setattr(AclGraphs, "_compile", lambda self, scheduled: self.traced.module)
     return AclGraphs(traced, traced.module)
 
 

@@ -137,6 +137,7 @@ def test_what_could_run_on_a_second_stream() -> None:
     sections = npu_sections(SimpleNamespace(npu=report, layers=[]))  # type: ignore[arg-type]
     branches, stays = (section for section in sections if "stream" in section.title)
     assert len(branches.rows) == len(plan.branches) and "not measured" in branches.note
+    assert "schedule={'streams': True}" in branches.note and "codegen='aclgraph' runs it" in branches.note
     assert stays.rows == plan.refused
     assert json.loads(json.dumps(report.to_dict()))["schedule"]["step_seconds"] == plan.step_seconds
 

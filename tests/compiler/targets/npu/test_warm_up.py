@@ -90,7 +90,7 @@ class Graph:
 def captured(monkeypatch: pytest.MonkeyPatch, model_type: str = "llama", **options: Any) -> tuple[AclGraphs, Graph]:
     traced = lowered(model_type, "aclgraph", **options)[1]
     graph = Graph(traced)
-    monkeypatch.setattr(AclGraphs, "_compile", lambda self: graph)
+    monkeypatch.setattr(AclGraphs, "_compile", lambda self, scheduled: graph)
     return AclGraphs(traced, traced.module, 4), graph
 
 

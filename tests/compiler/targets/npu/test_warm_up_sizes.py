@@ -28,7 +28,7 @@ def test_real_sizes(monkeypatch, mode):
         steps.append(args[[n.name for n in traced.placeholders].index(traced.input_ids)].shape[1])
         return traced.module(*args)
 
-    monkeypatch.setattr(AclGraphs, "_compile", lambda self: graph)
+    monkeypatch.setattr(AclGraphs, "_compile", lambda self, scheduled: graph)
     monkeypatch.setattr(GeGraphs, "_compile", lambda self, length: graph)
     route = AclGraphs(traced, traced.module, 8) if mode == "aclgraph" else GeGraphs(traced)
     engine = Engine(link(traced, route), block_size=128, **LIMITS)

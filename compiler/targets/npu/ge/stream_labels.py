@@ -1,0 +1,61 @@
+"""Label the branches of a schedule with a second stream, for static graphs of the graph engine.
+
+Matches:
+    f; a1; a2; b1; b2; j(a2, b2)                     # b1 and b2 annotated, b1 reads f
+Becomes:
+    f; enter(side); b1; b2; exit(); a1; a2; j(a2, b2)
+Why it is faster:
+    see ``passes.schedule.schedule_branches``. Dynamic graphs ignore labels: they are launched operator by operator.
+
+torchair writes the label to each operator between the two. The graph engine orders streams by the edges of its graph,
+which is functional: every launch that another needs is behind an edge. So there are no events, and no control edges.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import fx
+
+from .....passes.schedule.launches import dependencies
+from ..in_place import write_rows_in_place
+from ..side_branches import NotPlaced, counted_branches, graph_launches, place_branches, put_in_order
+
+log = logging.getLogger(__name__)
+
+LABEL = "pagoda_side"
+
+
+def write_rows_and_label(gm: fx.GraphModule, example_inputs: Any = None, config: Any = None) -> None:
+    """``write_rows_in_place``, then ``label_branches``; with the arguments of a ``post_grad_custom_pre_pass``."""
+    write_rows_in_place(gm, example_inputs, config)
+    if counted_branches(gm.graph) and (reason := label_branches(gm)):
+        log.warning("no branch runs on a second stream: %s", reason)
+
+
+def label_branches(gm: fx.GraphModule) -> str:
+    """Edit ``gm``, a graph that torchair's AOTAutograd made, with notes on its nodes; "", or why it stays as it is.
+
+    Needs torchair.
+    """
+    import torchair.scope  # noqa: F401  defines the operators
+
+    graph = gm.graph
+    order = list(graph.nodes)
+    launches = graph_launches(graph)
+    try:
+        branches = place_branches(graph, launches, dependencies(graph, launches)[0])
+    except NotPlaced as error:
+        put_in_order(order)
+        return str(error)
+    for branch in branches:
+        with graph.inserting_before(branch[0]):
+            keys, values = ["_user_stream_label", "_user_stream_priority"], [LABEL, "0"]
+            graph.call_function(torch.ops.air.scope_enter.default, (keys, values))
+        with graph.inserting_before(branch[-1].next):
+            graph.call_function(torch.ops.air.scope_exit.default, ())
+    graph.lint()
+    gm.recompile()
+    return ""

@@ -1,0 +1,88 @@
+"""Schedules that users ask for: names, values, and where they run."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from lowered_models import lowered
+
+from torch_pagoda.compiler import build
+from torch_pagoda.compiler.options import CompileOptions
+from torch_pagoda.compiler.report import CompileReport
+from torch_pagoda.passes.graph.npu_target import NpuTarget
+from torch_pagoda.passes.schedule.schedule_branches import ANNOTATION
+
+ON = {"streams": True}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        ({"stream": True}, r"schedule\['stream'\] is not known; did you mean 'streams'"),
+        ({"overlap": True}, r"schedule\['overlap'\] is not known; use one of 'streams'"),
+        ({"streams": 1}, r"schedule\['streams'\]=1 is neither True nor False"),
+        (["streams"], r"schedule=\['streams'\] is not understood; give a dictionary"),
+    ],
+)
+def test_names_and_values(schedule, words):
+    with pytest.raises(ValueError, match=words):
+        CompileOptions(schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "words"),
+    [
+        ({}, "cpu", "is for target='npu': a CPU has no second stream; leave it out"),
+        ({"target": "npu"}, "cpu", "is not for codegen='none', which makes the calls one by one"),
+        ({}, "npu", "needs static_decode=True with codegen='ge': dynamic graphs ignore schedules"),
+        (
+            {"static_decode": True, "npu_options": {"ge_config.enable_single_stream": True}},
+            "npu",
+            r"contradicts npu_options\['ge_config.enable_single_stream'\]; leave one of them out",
+        ),
+        ({"codegen": "none"}, "npu", "is not for codegen='none'"),
+    ],
+)
+def test_where_schedules_do_not_run(options, device, words):
+    with pytest.raises(ValueError, match=rf"schedule=\{{'streams': True\}} {words}"):
+        CompileOptions(schedule=ON, **options).for_device(device)
+    CompileOptions(schedule={"streams": False}, **options).for_device(device)
+    assert CompileOptions.from_dict({"schedule": None}).schedule == {}
+
+
+def test_static_decode_graphs_run_schedules():
+    options = CompileOptions(schedule=ON, static_decode=True).for_device("npu")
+    assert options.schedule == ON and options.codegen == "ge"
+    with pytest.raises(ValueError, match="static_decode=True is not for"):
+        CompileOptions(schedule=ON, static_decode=True).for_device("cpu")
+
+
+def test_captured_graphs_run_schedules():
+    options = CompileOptions(schedule=ON, codegen="aclgraph").for_device("npu")
+    assert options.schedule == ON and options.codegen == "aclgraph"
+
+
+def test_what_torch_compile_says():
+    with pytest.raises(Exception, match="is not for backend 'pagoda', whose steps may be of any kind"):
+        torch.compile(torch.nn.Linear(2, 2), backend="pagoda", options={"schedule": ON})(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize(("soc", "branches"), [("Ascend910B2", 2), ("Ascend310P3", 0)])
+def test_branches_are_annotated_for_chips_with_published_figures(soc, branches, caplog):
+    traced = lowered("gpt_neox", "aclgraph")[1].copy()
+    assert traced.npu is not None
+    traced.npu = NpuTarget(soc, traced.npu.block_size, "aclgraph", traced.npu.float32_as)
+    report = CompileReport("gpt_neox")
+    with caplog.at_level(logging.WARNING, build.__name__):
+        build._schedule(traced, report)
+    named = {
+        n.meta["custom"][ANNOTATION]["branch"] for n in traced.graph.nodes if ANNOTATION in n.meta.get("custom", {})
+    }
+    assert len(named) == branches
+    if branches:
+        (record,) = report.passes
+        assert (record.name, record.matches) == ("schedule_branches", 2) and record.rejections
+    else:
+        assert not report.passes and "nothing is scheduled: of Ascend310P3 no source gives" in caplog.text
