@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ class OperatorCall:
         target: the operator.
         args, kwargs: as the call got them, weights shared with the graph and all else copied.
         expected: result number → what it has to be, of the results that something reads.
-        written: argument number → what the operator has to make of it.
+        written: argument → what the operator has to make of it.
         step: kind of step, in words.
         module: of the model, that the call belongs to; "" where none is known.
         which: "first" or "last" of its kind in the graph.
@@ -49,7 +49,7 @@ class OperatorCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     expected: dict[int, Tensor]
-    written: dict[int, Tensor]
+    written: dict[str, Tensor]
     step: str
     module: str = ""
     which: str = "first"
@@ -145,7 +145,7 @@ class Collector(fx.Interpreter):
             args=given_args,
             kwargs=given_kwargs,
             expected={i: on_device(results[i], "cpu") for i in _read(n, results) if isinstance(results[i], Tensor)},
-            written={i: on_device(args[i], "cpu") for i in _written(n.target) if i < len(args)},
+            written={name: on_device(tensor, "cpu") for name, tensor in _written(n.target, args, kwargs)},
             step=self._step,
             module=_module(n),
         )
@@ -200,8 +200,8 @@ def run_call(
         for i, expected in call.expected.items():
             name = f"result {i}" if len(results) > 1 else "result"
             _worse(difference, name, _chosen(call, i, results[i].cpu(), expected), expected)
-        for i, expected in call.written.items():
-            _worse(difference, _argument(call.target, i), args[i].cpu(), expected)
+        for name, tensor in _written(call.target, args, kwargs):
+            _worse(difference, name, tensor.cpu(), call.written[name])
         seconds = []
         for _ in range(_REPEATS):
             began = time.perf_counter()
@@ -292,12 +292,13 @@ def _read(node: fx.Node, results: Sequence[Any]) -> list[int]:
     return sorted({int(user.args[1]) for user in node.users if user.op == "call_function"})  # type: ignore[arg-type]
 
 
-def _written(target: Any) -> list[int]:
-    return [i for i, argument in enumerate(target._schema.arguments) if argument.is_write]
-
-
-def _argument(target: Any, index: int) -> str:
-    return str(target._schema.arguments[index].name)
+def _written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a call writes to, by the names of its arguments."""
+    parameters = target._schema.arguments
+    given = {**dict(zip((parameter.name for parameter in parameters), args, strict=False)), **kwargs}
+    for parameter in parameters:
+        if parameter.is_write and isinstance(given.get(parameter.name), Tensor):
+            yield parameter.name, given[parameter.name]
 
 
 def _leaves(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
