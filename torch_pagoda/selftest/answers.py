@@ -41,27 +41,32 @@ def _operator(*names: str) -> Callable[[Mapping[str, Any]], bool]:
 
 
 def _limits(outcomes: Sequence[Mapping[str, Any]]) -> str:
-    """How many are right, and the largest difference."""
+    """How many are right, and the largest difference; "" where none was run."""
+    if not outcomes:
+        return ""
     found = [outcome for outcome in outcomes if "of_limit" in outcome["found"]]
     right = sum(outcome["status"] == RIGHT for outcome in outcomes)
     worst = max((_number(outcome["found"]["of_limit"]) for outcome in found), default=0.0)
-    return f"{right} of {len(outcomes)} calls are right; the largest difference is {worst:.3g} times the limit"
+    largest = "no number was yielded where one is right" if worst == float("inf") else f"{worst:.3g} times the limit"
+    return f"{right} of {len(outcomes)} calls are right; the largest difference: {largest}"
 
 
 def _checks(outcomes: Sequence[Mapping[str, Any]]) -> str:
     checks = [check for outcome in outcomes for check in outcome["found"].get("checks", [])]
     worst = max((_number(check["error"]) for check in checks), default=0.0)
+    if not checks:
+        return ""
     limit = next((outcome["found"]["limit"] for outcome in outcomes if "limit" in outcome["found"]), None)
     of = f" of {_number(limit):.3g} standard deviations" if limit is not None else ""
-    return f"{len(checks)} passes were compared, the largest error is {worst:.3g}{of}"
+    return f"passes compared: {len(checks)}; the largest error: {worst:.3g}{of}"
 
 
 def _graphs(outcomes: Sequence[Mapping[str, Any]]) -> str:
-    return "; ".join(_graph(outcome) for outcome in outcomes)
+    return "; ".join(filter(None, map(_graph, outcomes)))
 
 
 def _graph(outcome: Mapping[str, Any]) -> str:
-    """Sizes that are right, and how long a decode step takes with it and without."""
+    """Sizes that are right, and how long a decode step takes with it and without; "" where neither is known."""
     found = outcome["found"]
     made = found.get("on", {})
     sizes = made.get("sizes", [])
@@ -75,7 +80,7 @@ def _graph(outcome: Mapping[str, Any]) -> str:
             f"a decode step takes {on:.3g} ms with it, {off:.3g} ms without: {found['times']:.2f} times as fast; "
             f"{found['same_tokens']} of {found['sequences']} sequences have the same tokens"
         )
-    return f"{outcome['item']}: {', '.join(parts)}" if parts else f"{outcome['item']}: {outcome['status']}"
+    return f"{outcome['item']}: {', '.join(parts)}" if parts else ""
 
 
 QUESTIONS = (
@@ -136,10 +141,13 @@ def answers(stages: Outcomes) -> list[dict[str, str]]:
             continue
         bad = [outcome for outcome in outcomes if outcome["status"] != RIGHT]
         ran = [outcome for outcome in outcomes if outcome["status"] != NOT_RUN]
-        text = question.says(ran) if ran else "it was not run"
+        text = question.says(ran)
         if bad:
-            text = f"{text}. {bad[0]['item']}: {bad[0]['status']}, {bad[0]['reason']}"
-        said.append({"question": question.text, "answer": text, "status": bad[0]["status"] if bad else RIGHT})
+            first = f"{bad[0]['item']}: {bad[0]['status']}, {bad[0]['reason']}"
+            text = f"{text}. The first that is not: {first}" if text else first
+        said.append(
+            {"question": question.text, "answer": text or RIGHT, "status": bad[0]["status"] if bad else RIGHT}
+        )
     return said
 
 

@@ -86,7 +86,7 @@ def _wrong(stages: Mapping[str, Sequence[Mapping[str, Any]]]) -> Section:
                 left += 1
                 continue
             rows.append((name, Styled(status, _style(status)), outcome["item"], outcome["reason"]))
-    note = f"{left} more of the same stages were not run for the same reason." if left else ""
+    note = f"{left} more, each behind such a line, were not run for the same reason." if left else ""
     return Section("Not right, in the order of the run", ("stage", "what!", "item`", "why"), tuple(rows), note)
 
 
@@ -103,8 +103,8 @@ def _operators(outcomes: Sequence[Mapping[str, Any]]) -> Section:
             (
                 Styled(name, style),
                 f"{right} of {len(group)}",
-                Styled(_short(worst.get("of_limit", 0)), style),
-                _short(worst.get("largest", 0)),
+                Styled(_short(worst.get("of_limit", "")), style),
+                _short(worst.get("largest", "")),
                 _spread(
                     [outcome["found"]["microseconds"] for outcome in group if "microseconds" in outcome["found"]]
                 ),
@@ -121,7 +121,9 @@ def _operators(outcomes: Sequence[Mapping[str, Any]]) -> Section:
 
 
 def _spread(times: Sequence[float]) -> str:
-    least, most = min(times, default=0.0), max(times, default=0.0)
+    if not times:
+        return ""
+    least, most = min(times), max(times)
     return f"{least:.0f}" if least == most else f"{least:.0f} to {most:.0f}"
 
 
