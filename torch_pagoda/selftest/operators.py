@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ..compiler import UnsupportedModel
 from ..compiler.capture.trace import Captured, capture
 from ..compiler.link.linker import link
 from ..compiler.options import CompileOptions
 from ..compiler.pipeline import run_pipeline
-from ..compiler.report import CompileReport
+from ..compiler.report import CompileReport, first_line
 from ..compiler.targets.npu.weights import plan_weights, prepare_weights
 from ..compiler.verify.operator_check import Collected, Collector, OperatorCall, run_call
 from ..compiler.verify.self_check import PlannedStep, Reference, Schedule, planned_steps
@@ -51,9 +52,14 @@ def operator_items(model: torch.nn.Module, device: Device, asked: Asked) -> Item
     captured = capture(model)
     found = Collected()
     kept: list[tuple[OperatorCall, int, bool]] = []
+    items: dict[str, Callable[[Progress], dict[str, Any]]] = {}
     for mode in reversed(GRAPH_MODES):
         into = Collected(counts={}, first=dict(found.first), last={})
-        traced = _lowered(captured, asked, device.soc, mode)
+        try:
+            traced = _lowered(captured, asked, device.soc, mode)
+        except UnsupportedModel as error:
+            items[f"lowering for {mode}"] = partial(_refused, first_line(error))
+            continue
         for name, step, arguments in _steps(traced, model):
             log.info("%s by the CPU's kernels: %s", name, mode)
             collector = Collector(traced.module, into, list(traced.constants.values()), name)
@@ -66,7 +72,6 @@ def operator_items(model: torch.nn.Module, device: Device, asked: Asked) -> Item
         )
         kept += [_with_nz(call, count, traced) for call, count in new.calls()]
         found.first.update(into.first)
-    items: dict[str, Callable[[Progress], dict[str, Any]]] = {}
     for call, count, demanded in kept:
         as_stored = dataclasses.replace(call, turned=())
         variants = [call] if demanded or not call.turned else [as_stored, call]
@@ -76,6 +81,10 @@ def operator_items(model: torch.nn.Module, device: Device, asked: Asked) -> Item
                 name, number = f"{variant.name}, {number}", number + 1
             items[name] = partial(_compare, variant, count, device)
     return items
+
+
+def _refused(reason: str, progress: Progress) -> dict[str, Any]:
+    return {"wrong": reason}
 
 
 def _lowered(captured: Captured, asked: Asked, soc: str, mode: str) -> TracedGraph:

@@ -103,6 +103,7 @@ def _run_once(stage: Stage, journal: Journal, seconds: float, show: Callable[[st
         show(stage.name, PREPARE)
         outcome = _asked(child, PREPARE, None, max(seconds, PREPARING), lambda found: None)
         items = outcome.found.pop("items", [])
+        outcome.found.pop("fatal", None)
         journal.end(stage.name, outcome)
         if outcome.status != RIGHT:
             return False

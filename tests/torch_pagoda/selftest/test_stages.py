@@ -16,6 +16,7 @@ import selftest_stand_in
 import torch
 from transformers import PreTrainedModel
 
+from torch_pagoda.compiler import UnsupportedModel
 from torch_pagoda.compiler.verify.self_check import Reference, Schedule, reference_of_model
 from torch_pagoda.selftest import comparisons as comparisons_file
 from torch_pagoda.selftest import graphs as graphs_file
@@ -105,6 +106,24 @@ def test_every_operator_of_the_graphs_is_compared(items: Callable[[Device], Item
     steps = {name.split("), ")[1].split(",")[0] for name in made}
     assert steps == {"30 tokens of 3", "31 tokens of 3", "decode of 3", "decode of 1"}
     assert any("FRACTAL_NZ" in name for name in made)
+
+
+def test_a_graph_that_cannot_be_lowered_does_not_keep_the_other_from_being_compared(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lower = operators_file._lowered
+
+    def refused(captured: Any, asked: Asked, soc: str, mode: str) -> Any:
+        if mode == "ge":
+            raise UnsupportedModel("no converter")
+        return lower(captured, asked, soc, mode)
+
+    monkeypatch.setattr(operators_file, "SCHEDULE", Schedule((5, 5, 5), (1, 1, 1), 16, decoded=1))
+    monkeypatch.setattr(operators_file, "_lowered", refused)
+    with device() as right:
+        made = operator_items(model, right, ASKED)
+        assert made["lowering for ge"](silent) == {"wrong": "no converter"}
+    assert any(name.startswith("npu_linear(") for name in made)
 
 
 def decode(items: Items) -> Items:
