@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -154,7 +154,7 @@ class Collector(fx.Interpreter):
         if signature not in into.first:
             into.first[signature] = call
         else:
-            into.last[signature] = OperatorCall(**{**vars(call), "which": "last"})
+            into.last[signature] = replace(call, which="last")
         return yielded
 
     def _kept(self, tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ class Device:
     """A device to test.
 
     Attributes:
-        torch: where tensors go.
+        torch_device: where tensors go.
         soc: name of the chip that graphs are lowered for.
         stand_in: what it is, where it is no Ascend device; every report says so first.
         running: entered around everything that runs on it.
@@ -32,7 +32,7 @@ class Device:
         facts: names and sizes of it, in words.
     """
 
-    torch: torch.device
+    torch_device: torch.device
     soc: str
     stand_in: str = ""
     running: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
@@ -67,7 +67,7 @@ def npu() -> Device:
         return most
 
     return Device(
-        torch=torch.device("npu", module.current_device()),
+        torch_device=torch.device("npu", module.current_device()),
         soc=name,
         synchronize=module.synchronize,
         peak_memory=peak,

@@ -40,7 +40,7 @@ def stage(**asked: Any) -> Items:
     given = Asked(**asked)
     device = open_device(given)
     reference = reference_of(given)
-    return graph_items(load(given, device.torch), reference, device, given)
+    return graph_items(load(given, device.torch_device), reference, device, given)
 
 
 def graph_items(model: PreTrainedModel, reference: Reference, device: Device, asked: Asked) -> Items:
@@ -164,7 +164,8 @@ def _made(side: _Side) -> dict[str, Any]:
 def _prompts(reference: Reference, asked: Asked) -> list[list[int]]:
     vocab = reference.logits[0].shape[1]
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, vocab, (asked.max_num_seqs, _PROMPT), generator=generator).tolist()  # type: ignore[no-any-return]
+    prompts: list[list[int]] = torch.randint(0, vocab, (asked.max_num_seqs, _PROMPT), generator=generator).tolist()
+    return prompts
 
 
 def _time(side: _Side, prompts: list[list[int]], device: Device) -> None:
@@ -173,7 +174,7 @@ def _time(side: _Side, prompts: list[list[int]], device: Device) -> None:
     for tokens in (1, 1 + _DECODED):
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         began = time.perf_counter()
-        outputs = device.run(lambda params=params: side.engine.generate(prompts, params))  # type: ignore[misc]
+        outputs = device.run(partial(side.engine.generate, prompts, params))
         seconds.append(time.perf_counter() - began)
     for output in outputs:
         if (error := output.outputs[0].error) is not None:

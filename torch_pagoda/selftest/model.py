@@ -71,7 +71,7 @@ def stage(**asked: Any) -> Items:
 def _device(device: Device, progress: Progress) -> dict[str, Any]:
     """Copy there and back, and a product of matrices of small integers, which is exact."""
     numbers = torch.randint(-8, 8, (256, 256), generator=torch.Generator().manual_seed(0)).to(torch.float16)
-    there = numbers.to(device.torch)
+    there = numbers.to(device.torch_device)
     wrong = "" if torch.equal(device.run(lambda: there.clone()).cpu(), numbers) else "a copy does not come back equal"
     product = device.run(lambda: there @ there).cpu().float()
     exact = (numbers.long() @ numbers.long()).float().half().float()

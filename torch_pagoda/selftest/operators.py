@@ -131,7 +131,7 @@ def _with_nz(call: OperatorCall, count: int, traced: TracedGraph) -> tuple[Opera
 
 def _compare(call: OperatorCall, count: int, device: Device, progress: Progress) -> dict[str, Any]:
     """Run a call and say what differs, as JSON has it."""
-    difference, seconds = run_call(call, device.torch, device.run)
+    difference, seconds = run_call(call, device.torch_device, device.run)
     return {
         "wrong": difference.reason,
         "operator": call.operator,

@@ -33,7 +33,7 @@ def stage(**asked: Any) -> Items:
     given = Asked(**asked)
     device = open_device(given)
     reference = reference_of(given)
-    return pass_items(load(given, device.torch), reference, device, given)
+    return pass_items(load(given, device.torch_device), reference, device, given)
 
 
 def reference_of(asked: Asked) -> Reference:
