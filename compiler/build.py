@@ -89,9 +89,17 @@ def build_program(
 
 
 def build_unpacked(
-    model: nn.Module, options: CompileOptions, *, owns_weights: bool = False, report: CompileReport | None = None
+    model: nn.Module,
+    options: CompileOptions,
+    *,
+    owns_weights: bool = False,
+    report: CompileReport | None = None,
+    reference: Reference | None = None,
 ) -> Built:
-    """The first part of ``build_program``, all but packing the weights of a CPU's program, with a definite target."""
+    """The first part of ``build_program``, all but packing the weights of a CPU's program, with a definite target.
+
+    ``reference`` is compared with, unless nothing is; by default the model itself, run on its device.
+    """
     report = CompileReport(type(model).__name__) if report is None else report
     if (config := getattr(model, "config", None)) is not None:
         check_state(type(model), config)
@@ -110,7 +118,10 @@ def build_unpacked(
     dump.begin(report.model)
     clock = PhaseClock(report.seconds)
     # The reference comes first: some models settle into their final form at the first call.
-    reference = reference_of_model(model) if options.verify != "off" else None
+    if options.verify == "off":
+        reference = None
+    elif reference is None:
+        reference = reference_of_model(model)
     clock.lap("reference")
     found = _with_few_layers(model, options, reference, report)
     if found is None:

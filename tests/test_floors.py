@@ -18,7 +18,7 @@ FLOORS = {
             "__init__",
             "async_llm generation",
             "llm",
-            "chat default_params options",
+            "chat default_params options selftest",
             "checkpoint known_program",
         ),
         "decoding device doctor model_facts",

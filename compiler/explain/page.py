@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from html import escape
 
 from .drawing import LayerGraph
@@ -31,6 +32,7 @@ dt { color: var(--dim); } dd { margin: 0; overflow-wrap: anywhere; }
 table { border-collapse: collapse; } th, td { padding: 3px 14px 3px 0; text-align: left; vertical-align: top; }
 th { font-weight: 600; border-bottom: 1px solid var(--line); color: var(--dim); }
 tbody tr:nth-child(even) { background: var(--soft); } td.number, th.number { text-align: right; white-space: nowrap; }
+td.line { white-space: nowrap; }
 td.code { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 12.5px; }
 .drawings { display: flex; gap: 20px; align-items: flex-start; overflow-x: auto; padding-bottom: 8px; }
 .drawings figure { margin: 0; padding: 10px; flex: 0 1 auto; border: 1px solid var(--line);
@@ -68,19 +70,25 @@ def page(found: Findings, layer: int | None = None) -> str:
         layer: index of the layer to draw; None for the first of those with most operators left.
     """
     parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(found.model)}: what pagoda does to it</title>",
-        f"<style>{_STYLE}{_colours()}</style></head><body>",
         f"<h1>{escape(found.model)}</h1>",
         _heading(found),
         *figures(found),
-        *(part for section in sections(found) for part in _section(section)),
+        *(part for section in sections(found) for part in section_html(section)),
         *_drawings(found, layer),
-        "</body></html>",
     ]
-    return "\n".join(parts) + "\n"
+    return document(f"{found.model}: what pagoda does to it", parts)
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """An HTML file of parts, which are HTML already."""
+    head = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title>",
+        f"<style>{_STYLE}{_colours()}</style></head><body>",
+    ]
+    return "\n".join((*head, *parts, "</body></html>")) + "\n"
 
 
 def _colours() -> str:
@@ -99,7 +107,8 @@ def _heading(found: Findings) -> str:
     return f"<dl>{items}</dl>"
 
 
-def _section(section: Section) -> list[str]:
+def section_html(section: Section) -> list[str]:
+    """A section as parts of a document."""
     parts = [f"<h2>{escape(section.title)}</h2>"]
     parts += [f"<p>{escape(text)}</p>" for text in (section.hint, section.note) if text]
     if section.columns:
@@ -109,7 +118,7 @@ def _section(section: Section) -> list[str]:
 
 def _table(section: Section) -> str:
     columns = [split_marks(column) for column in section.columns]
-    kinds = ["number" if "#" in marks else "code" if "`" in marks else "" for _, marks in columns]
+    kinds = [_kind(marks) for _, marks in columns]
     head = "".join(f'<th class="{kind}">{escape(name)}</th>' for (name, _), kind in zip(columns, kinds, strict=True))
     lines = []
     for row in section.rows:
@@ -122,6 +131,12 @@ def _table(section: Section) -> str:
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
     # A table that is wider than the page scrolls by itself; tabindex lets the keyboard do it, too.
     return f'<div class="scroll" tabindex="0">{table}</div>'
+
+
+def _kind(marks: str) -> str:
+    if "#" in marks:
+        return "number"
+    return " ".join(name for mark, name in (("`", "code"), ("!", "line")) if mark in marks)
 
 
 def _drawings(found: Findings, layer: int | None) -> list[str]:

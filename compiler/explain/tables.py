@@ -18,7 +18,7 @@ def tables(found: Findings) -> list[RenderableType]:
     """A heading and the sections that there are, in the order in which they are read."""
     parts: list[RenderableType] = [_heading(found), ""]
     for section in sections(found):
-        parts += _section(section)
+        parts += section_tables(section)
     return parts
 
 
@@ -32,7 +32,8 @@ def _heading(found: Findings) -> Table:
     return grid
 
 
-def _section(section: Section) -> list[RenderableType]:
+def section_tables(section: Section) -> list[RenderableType]:
+    """A section for a terminal."""
     table = Table(
         title=section.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )

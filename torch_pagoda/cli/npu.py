@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .errors import one_line_errors
+from .selftest import selftest
 
 app = typer.Typer(
     name="npu",
@@ -91,6 +92,9 @@ def doctor(
         console.print(rows)
         console.print("something stops serving on an NPU" if stops else "nothing was found that stops serving")
     raise typer.Exit(1 if stops else 0)
+
+
+app.command(epilog="Example:  pagoda npu selftest MODEL --out report")(selftest)
 
 
 @app.command(

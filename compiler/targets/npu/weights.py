@@ -98,7 +98,7 @@ def prepare_weights(traced: TracedGraph, *, fractal_nz: bool, release: bool, che
         old = traced.constants[plan.name]
         new = old.detach().contiguous() if plan.contiguous else old
         if plan.fractal_nz and (fractal_nz or plan.demanded):
-            new = _cast_to_nz(new)
+            new = cast_to_nz(new)
         elif plan.demanded:
             log.warning(
                 "%s stays in its format, though its operator takes FRACTAL_NZ only: %s", plan.name, plan.reason
@@ -183,7 +183,8 @@ def _packet(user: fx.Node) -> Any:
     return getattr(user.target, "overloadpacket", None) if user.op == "call_function" else None
 
 
-def _cast_to_nz(weight: torch.Tensor) -> torch.Tensor:
+def cast_to_nz(weight: torch.Tensor) -> torch.Tensor:
+    """A matrix in format FRACTAL_NZ; on a CPU as it is."""
     if weight.device.type != "npu":
         return weight
     import torch_npu

@@ -36,7 +36,7 @@ def bf16(*shape: int) -> torch.Tensor:
 
 def cast_by_copying(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in for the NPU's cast of formats, which makes another tensor."""
-    monkeypatch.setattr(weights, "_cast_to_nz", lambda weight: weight.detach().clone())
+    monkeypatch.setattr(weights, "cast_to_nz", lambda weight: weight.detach().clone())
 
 
 def linear(x, weight):

@@ -1,0 +1,156 @@
+"""The questions that only hardware answers, and what a test found about each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .journal import NOT_RUN, RIGHT
+from .supervise import PREPARE
+
+__all__ = ["QUESTIONS", "Question", "answers"]
+
+Outcomes = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Stage → its outcomes as data."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question.
+
+    Attributes:
+        text: it.
+        stage: that answers it.
+        of: chooses the outcomes that do.
+        says: makes the answer of them.
+    """
+
+    text: str
+    stage: str
+    of: Callable[[Mapping[str, Any]], bool]
+    says: Callable[[Sequence[Mapping[str, Any]]], str]
+
+
+def _named(*names: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda outcome: outcome["item"] in (PREPARE, *names)
+
+
+def _operator(*names: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda outcome: outcome["item"].partition("(")[0] in names
+
+
+def _limits(outcomes: Sequence[Mapping[str, Any]]) -> str:
+    """How many are right, and the largest difference; "" where none was run."""
+    if not outcomes:
+        return ""
+    found = [outcome for outcome in outcomes if "of_limit" in outcome["found"]]
+    right = sum(outcome["status"] == RIGHT for outcome in outcomes)
+    worst = max((_number(outcome["found"]["of_limit"]) for outcome in found), default=0.0)
+    largest = "no number was yielded where one is right" if worst == float("inf") else f"{worst:.3g} times the limit"
+    return f"{right} of {len(outcomes)} calls are right; the largest difference: {largest}"
+
+
+def _checks(outcomes: Sequence[Mapping[str, Any]]) -> str:
+    checks = [check for outcome in outcomes for check in outcome["found"].get("checks", [])]
+    worst = max((_number(check["error"]) for check in checks), default=0.0)
+    if not checks:
+        return ""
+    limit = next((outcome["found"]["limit"] for outcome in outcomes if "limit" in outcome["found"]), None)
+    of = f" of {_number(limit):.3g} standard deviations" if limit is not None else ""
+    return f"passes compared: {len(checks)}; the largest error: {worst:.3g}{of}"
+
+
+def _graphs(outcomes: Sequence[Mapping[str, Any]]) -> str:
+    return "; ".join(filter(None, map(_graph, outcomes)))
+
+
+def _graph(outcome: Mapping[str, Any]) -> str:
+    """Sizes that are right, and how long a decode step takes with it and without; "" where neither is known."""
+    found = outcome["found"]
+    made = found.get("on", {})
+    sizes = made.get("sizes", [])
+    parts = []
+    if sizes:
+        parts.append(f"{sum(not size['reason'] for size in sizes)} of {len(sizes)} sizes are right")
+    parts += made.get("limits", [])
+    if "times" in found:
+        off, on = found["off"]["milliseconds"], found["on"]["milliseconds"]
+        parts.append(
+            f"a decode step takes {on:.3g} ms with it, {off:.3g} ms without: {found['times']:.2f} times as fast; "
+            f"{found['same_tokens']} of {found['sequences']} sequences have the same tokens"
+        )
+    return f"{outcome['item']}: {', '.join(parts)}" if parts else ""
+
+
+QUESTIONS = (
+    Question(
+        "Does the device compute what each operator's CPU semantics say?",
+        "operators",
+        lambda outcome: "FRACTAL_NZ" not in outcome["item"],
+        _limits,
+    ),
+    Question(
+        "Are products right whose matrices lie in FRACTAL_NZ?",
+        "operators",
+        lambda outcome: "FRACTAL_NZ" in outcome["item"],
+        _limits,
+    ),
+    Question(
+        "Are packed weights of 4 and 8 bits read as they are meant?",
+        "operators",
+        _operator("npu_weight_quant_batchmatmul", "npu_quant_matmul"),
+        _limits,
+    ),
+    Question(
+        "Are the decays of gated delta rules right?",
+        "operators",
+        _operator("npu_chunk_gated_delta_rule"),
+        _limits,
+    ),
+    Question("Is the model right on the device, pass by pass?", "passes", _named("pass by pass"), _checks),
+    Question("Does GE compile the planned graphs, and are they right?", "graphs", _named("graph engine"), _graphs),
+    Question("Are captures right, and how many fit?", "graphs", _named("captured graphs"), _graphs),
+    Question(
+        "Are static decode graphs right, and what do they gain? Whether they are launched as a whole is seen in a "
+        "profile alone.",
+        "graphs",
+        _named("static decode graphs"),
+        _graphs,
+    ),
+    Question("Does a second stream for branches pay, and is it right?", "graphs", _named("streams"), _graphs),
+    Question("Do matrices in FRACTAL_NZ pay?", "graphs", _named("FRACTAL_NZ"), _graphs),
+    Question(
+        "Which block size is fastest?",
+        "graphs",
+        lambda outcome: outcome["item"].startswith("blocks of"),
+        _graphs,
+    ),
+    Question(
+        "What do static kernels and super kernels gain?", "graphs", _named("static kernels", "super kernels"), _graphs
+    ),
+)
+
+
+def answers(stages: Outcomes) -> list[dict[str, str]]:
+    """For each question that something was run for: it, the answer, and "right" or what became of the first outcome
+    that is not."""
+    said = []
+    for question in QUESTIONS:
+        outcomes = [outcome for outcome in stages.get(question.stage, ()) if question.of(outcome)]
+        if not outcomes:
+            continue
+        bad = [outcome for outcome in outcomes if outcome["status"] != RIGHT]
+        ran = [outcome for outcome in outcomes if outcome["status"] != NOT_RUN]
+        text = question.says(ran)
+        if bad:
+            first = f"{bad[0]['item']}: {bad[0]['status']}, {bad[0]['reason']}"
+            text = f"{text}. The first that is not: {first}" if text else first
+        said.append(
+            {"question": question.text, "answer": text or RIGHT, "status": bad[0]["status"] if bad else RIGHT}
+        )
+    return said
+
+
+def _number(number: float | str) -> float:
+    return float("inf") if isinstance(number, str) else float(number)

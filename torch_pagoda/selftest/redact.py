@@ -1,0 +1,78 @@
+"""Removal of what a report should not tell strangers: folders, the user, the host, and the name of the model.
+
+A report goes to somebody who has no device, perhaps in public. It has no prompts and no texts, since all tokens are
+drawn at random; what errors quote may hold the rest.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+__all__ = ["Redact", "redacted"]
+
+Redact = Callable[[str], str]
+
+# Folders of a path and its last part. The start of a path follows no letter: "tokens/s" and "a/b" are none.
+_PATH = re.compile(r"(?<![\w.:/\]])(?:~[\w.-]*|file:/*)?(?:/[^\s/\\'\"<>:;,()\[\]]+)+/?")
+_ADDRESS = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?::\d{1,5})?(?![\w.])")
+_MAIL = re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+")
+_SHORTEST = 3
+_COMMON = frozenset({"root", "user", "users", "home", "localhost", "host", "npu", "admin", "ubuntu"})
+"""Names that say nothing of anybody, and are words."""
+
+
+def redacted(data: Any, secrets: Mapping[str, str]) -> Any:
+    """Data of JSON with every text redacted, keys of objects as well.
+
+    Args:
+        data: it.
+        secrets: text → what stands in its place, such as the model's name; user, host and folders are known here.
+    """
+    folders = {os.path.expanduser("~"): "[home]", os.getcwd(): "[folder]"}
+    first, last = _replacer({**folders, **secrets}), _replacer(_names())
+
+    def redact(text: str) -> str:
+        text = _MAIL.sub("[mail]", first(text))
+        text = _PATH.sub(_last_part, _ADDRESS.sub("[address]", text))
+        return last(text)
+
+    return _applied(data, redact)
+
+
+def _applied(data: Any, redact: Redact) -> Any:
+    if isinstance(data, str):
+        return redact(data)
+    if isinstance(data, Mapping):
+        return {redact(str(name)): _applied(each, redact) for name, each in data.items()}
+    if isinstance(data, list | tuple):
+        return [_applied(each, redact) for each in data]
+    return data
+
+
+def _replacer(secrets: Mapping[str, str]) -> Redact:
+    """Puts other texts in the place of whole words and paths."""
+    known = sorted((text for text in secrets if len(text) >= _SHORTEST), key=len, reverse=True)
+    if not known:
+        return lambda text: text
+    pattern = re.compile("|".join(rf"(?<!\w){re.escape(text)}(?!\w)" for text in known))
+    return lambda text: pattern.sub(lambda found: secrets[found[0]], text)
+
+
+def _last_part(path: re.Match[str]) -> str:
+    return "…/" + path[0].rstrip("/").rpartition("/")[2]
+
+
+def _names() -> dict[str, str]:
+    """Names of the user and the host."""
+    found = {}
+    with suppress(KeyError, OSError):  # a user without a name
+        found[getpass.getuser()] = "[user]"
+    host = socket.gethostname()
+    found |= {host: "[host]", host.partition(".")[0]: "[host]"}
+    return {text: shown for text, shown in found.items() if text.lower() not in _COMMON}
