@@ -227,7 +227,11 @@ class Soak:
             else:
                 self.violate(f"nothing is under way, but /load says {load}")
             await asyncio.sleep(0.5)  # closed connections are noticed
-            self._sample((await client.get("/server_info")).json()["tasks"])
+            info = await client.get("/server_info")
+            if info.status_code == 200:
+                self._sample(info.json()["tasks"])
+            else:
+                self.violate(f"/server_info: {info.status_code} {info.text}")
             self._look_at_counters((await client.get("/metrics")).text)
         self.traffic.open()
 

@@ -128,6 +128,7 @@ def describe(app: FastAPI, bodies: tuple[type[BaseModel], ...]) -> None:
 @cache
 def _schemas_of(bodies: tuple[type[BaseModel], ...]) -> dict[str, Any]:
     """JSON schemas by the names of types."""
-    adapters = [(kind, "validation", TypeAdapter(kind)) for kind in (*bodies, *_ANSWERS)]
-    _, found = TypeAdapter.json_schemas(adapters, ref_template=_REF)  # type: ignore[arg-type]
+    kinds: tuple[Any, ...] = (*bodies, *_ANSWERS)
+    adapters: list[tuple[Any, Any, TypeAdapter[Any]]] = [(kind, "validation", TypeAdapter(kind)) for kind in kinds]
+    _, found = TypeAdapter.json_schemas(adapters, ref_template=_REF)
     return dict(found["$defs"])
