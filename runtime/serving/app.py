@@ -33,7 +33,7 @@ from .protocol.health import health_router
 from .protocol.message_events import anthropic_error
 from .protocol.messages import CountTokensBody, MessagesBody, messages_router
 from .protocol.models import models_router
-from .protocol.openapi import describe
+from .protocol.openapi import describe, documented
 from .protocol.responses import ResponsesBody, responses_router
 from .protocol.tokenize import DetokenizeBody, TokenizeBody, tokenize_router
 from .protocol.unserved import unserved_router
@@ -75,7 +75,10 @@ def make_app(
         *(models_router, tokenize_router, health_router),
     ):
         app.include_router(router(front))
-    app.add_api_route("/metrics", metrics_endpoint(front.metrics), include_in_schema=False, response_model=None)
+    figures = documented(
+        None, "Figures for Prometheus.", (401,), text_types=("text/plain", "application/openmetrics-text")
+    )
+    app.add_api_route("/metrics", metrics_endpoint(front.metrics), **figures)
     if settings.enable_admin:
         app.include_router(admin_router(front))
     app.include_router(unserved_router())

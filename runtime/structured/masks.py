@@ -33,24 +33,29 @@ class MaskPool:
         """
         masks = self._rows(len(states), states[0].grammar.vocabulary.num_words)
         self._compute(states, masks)
-        for state, holds, mask in zip(states, holds_eos, masks, strict=True):
+        for state, mask in zip(states, masks, strict=True):
             if state.matcher.is_error():
                 state.error = state.trouble()
                 mask[:] = 0
                 continue
             vocabulary = state.grammar.vocabulary
             if (digits := state.digits_left) is not None:
-                _narrow(mask, vocabulary.without_digits(digits))
-            if holds:
-                _narrow(mask, vocabulary.not_eos)
+                _narrow(mask[None], vocabulary.without_digits(digits))
+        # A row of zeros stays as it is.
+        if all(holds_eos):
+            _narrow(masks, states[0].grammar.vocabulary.not_eos)
+        elif any(holds_eos):
+            held = np.flatnonzero(holds_eos)
+            masks[held] = _narrow(masks[held], states[0].grammar.vocabulary.not_eos)
         return torch.from_numpy(masks.view(np.int32))
 
     def _compute(self, states: Sequence[GrammarState], masks: npt.NDArray[np.uint32]) -> None:
         threads = torch.get_num_threads()
         row_bytes = masks.shape[1] * masks.itemsize
         if len(states) == 1 or threads == 1:
-            for state, mask in zip(states, masks, strict=True):
-                state.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, row_bytes)
+            first = masks.ctypes.data
+            for i, state in enumerate(states):
+                state.matcher.unsafe_compute_mask_ptr(first + i * row_bytes, row_bytes)
             return
         if self._executor is None or self._executor[0] != threads:
             self._executor = (threads, load_llguidance().LLExecutor(num_threads=threads))
@@ -63,8 +68,8 @@ class MaskPool:
         return self._room[:count]
 
 
-def _narrow(mask: Mask, to: Mask) -> None:
-    """Leave of a mask what is in ``to``, too, or all of it if nothing is."""
-    both = mask & to
-    if both.any():
-        mask[:] = both
+def _narrow(masks: Mask, to: Mask) -> Mask:
+    """Leave of each row what is in ``to``, too, or all of it if nothing is; returns the rows."""
+    both = masks & to
+    np.copyto(masks, both, where=both.any(axis=1, keepdims=True))
+    return masks

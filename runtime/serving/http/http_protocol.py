@@ -36,6 +36,7 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
 
         _timer: asyncio.TimerHandle | None = None
         _last_timer: asyncio.TimerHandle | None = None
+        _is_lost = False
         _in_message = False
         _in_body = False
         _head_bytes = 0
@@ -55,6 +56,7 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._disarm()
+            self._is_lost = True
             if self._last_timer is not None:
                 self._last_timer.cancel()  # it would keep a connection that is gone in memory
             super().connection_lost(exc)
@@ -121,11 +123,14 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
 
         def _abort_later(self) -> None:
             """Drop the connection if its peer does not take what it has still to get; a close alone would wait."""
-            if self._last_timer is None:
+            # An answer may be complete only after its connection was lost.
+            if self._last_timer is None and not self._is_lost:
                 self._last_timer = self.loop.call_later(settings.stream_stall_timeout, self._drop)
 
         def _drop(self) -> None:
             """Reset the connection: what its peer has not taken is given up by the system, too."""
+            if self._is_lost:
+                return
             sock = self.transport.get_extra_info("socket")
             if sock is not None:
                 with suppress(OSError):

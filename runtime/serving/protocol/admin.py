@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict
 
 import msgspec
@@ -12,6 +13,7 @@ from ..engine_process.client import EngineUnavailable
 from ..generation.admission import of_unavailable
 from ..generation.front import Front
 from ..http.errors import ApiError, JsonResponse
+from .answer_schemas import ServerInfo
 from .openapi import documented
 
 
@@ -19,13 +21,14 @@ def admin_router(front: Front) -> APIRouter:
     """``GET /server_info`` and ``POST /reset_prefix_cache``."""
     router = APIRouter()
 
-    @router.get("/server_info", **documented(None, "Settings, model and figures.", (401, 503)))
+    @router.get("/server_info", **documented(None, "Settings, model and figures.", (401, 503), answer=ServerInfo))
     async def server_info() -> Response:
         front.admission.check_loaded()
         settings = asdict(front.settings)
         settings["api_keys"] = [key.name for key in front.settings.api_keys]
         engine = msgspec.structs.asdict(front.client.hello)
-        return JsonResponse({"settings": settings, "engine": engine, "stats": dict(front.client.stats)})
+        figures = {"stats": dict(front.client.stats), "tasks": len(asyncio.all_tasks())}
+        return JsonResponse({"settings": settings, "engine": engine, **figures})
 
     @router.post("/reset_prefix_cache", **documented(None, "Forget cached prompts.", (401, 415, 503, 504)))
     async def reset_prefix_cache() -> Response:

@@ -19,6 +19,7 @@ from ..generation.generate import Ask, Generation, Piece
 from ..generation.logprobs import chat_logprobs, prompt_logprobs
 from ..generation.prompts import check_room, truncated
 from ..http.errors import refuse
+from .answer_schemas import ChatCompletion, ChatEvents
 from .answers import Answer
 from .chat_request import call_grammar, may_reason, prompt_of, reasoning_ahead, tools_of
 from .fields import ChatBody
@@ -31,7 +32,10 @@ def chat_router(front: Front) -> APIRouter:
     """The route."""
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", **documented(ChatBody, "The next message of a conversation."))
+    @router.post(
+        "/v1/chat/completions",
+        **documented(ChatBody, "The next message of a conversation.", answer=ChatCompletion, events=ChatEvents),
+    )
     async def chat(request: Request) -> Response:
         return await respond(front, request, ChatBody, prepare)
 

@@ -14,6 +14,7 @@ from ..generation.generate import Ask, Generation, Piece
 from ..generation.logprobs import completion_logprobs, prompt_logprobs
 from ..generation.prompts import check_room, truncated
 from ..http.errors import refuse
+from .answer_schemas import Completion, CompletionEvents
 from .answers import Answer
 from .fields import CompletionBody
 from .generation_route import Prepared, respond
@@ -28,7 +29,15 @@ def completions_router(front: Front) -> APIRouter:
     """The route."""
     router = APIRouter()
 
-    @router.post("/v1/completions", **documented(CompletionBody, "Text that follows on a prompt, or on several."))
+    @router.post(
+        "/v1/completions",
+        **documented(
+            CompletionBody,
+            "Text that follows on a prompt, or on several.",
+            answer=Completion,
+            events=CompletionEvents,
+        ),
+    )
     async def completions(request: Request) -> Response:
         return await respond(front, request, CompletionBody, prepare)
 

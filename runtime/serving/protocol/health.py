@@ -8,6 +8,7 @@ from starlette.responses import Response
 from ..generation.admission import unavailable
 from ..generation.front import Front
 from ..http.errors import JsonResponse
+from .answer_schemas import Load, Version
 from .openapi import documented
 
 
@@ -21,7 +22,7 @@ def health_router(front: Front) -> APIRouter:
         if silence > front.settings.engine_silence:
             raise unavailable("engine_silent", f"The engine has not been heard of for {silence:.0f} s.", 10)
 
-    @router.get("/healthz", include_in_schema=False)
+    @router.get("/healthz", **documented(None, "The same as /health.", (503,)))
     @router.get("/health", **documented(None, "200 while the engine works.", (503,)))
     async def health() -> Response:
         check()
@@ -33,17 +34,17 @@ def health_router(front: Front) -> APIRouter:
         check()
         return JsonResponse({})
 
-    @router.post("/ping", include_in_schema=False)
+    @router.post("/ping", **documented(None, "The same as /health, for SageMaker.", (401, 415, 503)))
     @router.get("/ping", **documented(None, "The same as /health, for SageMaker.", (503,)))
     async def ping() -> Response:
         check()
         return JsonResponse({})
 
-    @router.get("/version", **documented(None, "Version of the server.", ()))
+    @router.get("/version", **documented(None, "Version of the server.", (), answer=Version))
     async def version() -> Response:
         return JsonResponse({"version": front.settings.version})
 
-    @router.get("/load", **documented(None, "How much is under way.", (401,)))
+    @router.get("/load", **documented(None, "How much is under way.", (401,), answer=Load))
     async def load() -> Response:
         stats = front.client.stats
         total = stats.get("blocks_total", 0)

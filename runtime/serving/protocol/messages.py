@@ -21,6 +21,7 @@ from .fields import ChatBody, RequestBody, ShortTexts
 from .generation_route import Prepared, respond
 from .message_blocks import chat_messages, chat_tool_choice, chat_tools
 from .message_events import MessageAnswer
+from .message_schemas import AnthropicError, AnthropicMessage, InputTokens, MessageEvents
 from .openapi import documented
 
 _SAME_NAME = (
@@ -72,14 +73,20 @@ def messages_router(front: Front) -> APIRouter:
 
     @router.post(
         "/v1/messages",
-        **documented(MessagesBody, "The next message of a conversation, in Anthropic's form.", form="AnthropicError"),
+        **documented(
+            MessagesBody,
+            "The next message of a conversation, in Anthropic's form.",
+            answer=AnthropicMessage,
+            events=MessageEvents,
+            error=AnthropicError,
+        ),
     )
     async def messages(request: Request) -> Response:
         return await respond(front, request, MessagesBody, prepare)
 
     @router.post(
         "/v1/messages/count_tokens",
-        **documented(CountTokensBody, "Tokens of such a conversation.", form="AnthropicError"),
+        **documented(CountTokensBody, "Tokens of such a conversation.", answer=InputTokens, error=AnthropicError),
     )
     async def count_tokens(request: Request) -> Response:
         front.admission.check_loaded()

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from ..generation.front import Front
+from .answer_schemas import Model, Models
 from .openapi import documented
 
 
@@ -32,12 +33,15 @@ def models_router(front: Front) -> APIRouter:
             },
         }
 
-    @router.get("/v1/models", **documented(None, "The model under all of its names.", (401, 503)))
+    @router.get("/v1/models", **documented(None, "The model under all of its names.", (401, 503), answer=Models))
     async def models() -> dict[str, Any]:
         front.admission.check_loaded()
         return {"object": "list", "data": [entry(name) for name in front.settings.served_model_names]}
 
-    @router.get("/v1/models/{model:path}", **documented(None, "The model under one of its names.", (401, 404, 503)))
+    @router.get(
+        "/v1/models/{model:path}",
+        **documented(None, "The model under one of its names.", (401, 404, 503), answer=Model),
+    )
     async def model(model: str) -> dict[str, Any]:
         front.admission.check_loaded()
         return entry(front.model_name(model))

@@ -1,51 +1,45 @@
-"""OpenAPI's description of routes whose bodies are read by hand."""
+"""OpenAPI's description of routes whose bodies are read, and whose answers are made, by hand."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from functools import cache
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic import BaseModel, TypeAdapter
+from starlette.responses import JSONResponse, Response
+
+from ..generation.stream import DONE
+from .answer_schemas import (
+    ChatCompletion,
+    ChatEvents,
+    Completion,
+    CompletionEvents,
+    Empty,
+    Error,
+    Load,
+    Model,
+    Models,
+    ServerInfo,
+    Tokens,
+    TokensText,
+    Version,
+)
+from .message_schemas import AnthropicError, AnthropicMessage, InputTokens, MessageEvents
+from .response_schemas import ResponseEvents, ResponseObject
 
 _REF = "#/components/schemas/{model}"
 
-_ERROR: dict[str, Any] = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": "string"},
-            },
-        }
-    },
-}
+_ANSWERS = (
+    *(Completion, CompletionEvents, ChatCompletion, ChatEvents, ResponseObject, ResponseEvents),
+    *(AnthropicMessage, MessageEvents, InputTokens, Tokens, TokensText, Models, Model),
+    *(Version, Load, ServerInfo, Empty, Error, AnthropicError),
+)
+"""Types of all answers and events."""
 
-_ANTHROPIC_ERROR: dict[str, Any] = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        },
-    },
-}
-
-_EVENT: dict[str, Any] = {
-    "type": "object",
-    "required": ["data"],
-    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
-}
+_NAMED_EVENTS = (ResponseEvents, MessageEvents)
+"""Of streams whose events have names and that end without ``[DONE]``."""
 
 _ERRORS = {
     400: "A field that cannot be served; code and param say which.",
@@ -66,7 +60,10 @@ def documented(
     summary: str,
     errors: tuple[int, ...] = tuple(_ERRORS),
     *,
-    form: Literal["Error", "AnthropicError"] = "Error",
+    answer: Any = Empty,
+    events: Any = None,
+    error: Any = Error,
+    text_types: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Keywords of a route that say what it takes and answers.
 
@@ -74,39 +71,51 @@ def documented(
         body: its fields; None: it takes none.
         summary: one sentence.
         errors: statuses that it may answer.
-        form: of their objects.
+        answer: the type of what it answers with 200.
+        events: the type of what a stream's events hold; None: it does not stream.
+        error: the type of its error objects.
+        text_types: media types of its answer where that is text and no JSON.
     """
-    error = {"application/json": {"schema": {"$ref": _REF.format(model=form)}}}
+    content: dict[str, Any] = {"application/json": {"schema": _ref(answer)}}
+    if text_types:
+        content = {kind: {"schema": {"type": "string"}} for kind in text_types}
+    if events is not None:
+        content["text/event-stream"] = {"itemSchema": _item_schema(events)}
+    streams = ", or its events with stream=true" if events is not None else ""
+    answers: dict[int, Any] = {200: {"description": f"The answer{streams}.", "content": content}}
+    for status in errors:
+        failed = {"application/json": {"schema": _ref(error)}}
+        answers[status] = {"description": _ERRORS[status], "content": failed}
     extra: dict[str, Any] = {}
-    answers: dict[int, dict[str, Any]] = {}
-    if body is not None and "stream" in body.model_fields:
-        kinds: dict[str, Any] = {"application/json": {}, "text/event-stream": {"itemSchema": _EVENT}}
-        answers[200] = {"description": "The answer, or its events with stream=true.", "content": kinds}
     if body is not None:
-        schema = {"$ref": _REF.format(model=body.__name__)}
-        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-    return {
-        "summary": summary,
-        "openapi_extra": extra,
-        "response_model": None,
-        "responses": {
-            **answers,
-            **{status: {"description": _ERRORS[status], "content": error} for status in errors},
-        },
-    }
+        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(body)}}}
+    keywords = {"summary": summary, "openapi_extra": extra, "response_model": None, "responses": answers}
+    return {**keywords, "response_class": Response if text_types else JSONResponse}
+
+
+def _ref(kind: Any) -> dict[str, str]:
+    return {"$ref": _REF.format(model=kind.__name__)}
+
+
+def _item_schema(events: Any) -> dict[str, Any]:
+    """An event of a stream as OpenAPI 3.2 describes one: an object of its fields, whose data is JSON."""
+    data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(events)}
+    if events in _NAMED_EVENTS:
+        named = {"event": {"type": "string"}, "data": data}
+        return {"type": "object", "required": ["event", "data"], "properties": named}
+    last = {"const": DONE.decode().removeprefix("data: ").strip()}
+    return {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [data, last]}}}
 
 
 def describe(app: FastAPI, bodies: tuple[type[BaseModel], ...]) -> None:
-    """Make ``app.openapi`` hold the schemas of these bodies and of errors."""
+    """Make ``app.openapi`` hold the schemas of these bodies, and of all answers and errors."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-            _, found = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
-            components = schema.setdefault("components", {}).setdefault("schemas", {})
-            components.update({**found.get("$defs", {}), "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR})
+            schema.setdefault("components", {}).setdefault("schemas", {}).update(_schemas_of(bodies))
             for name in ("HTTPValidationError", "ValidationError"):
-                components.pop(name, None)
+                schema["components"]["schemas"].pop(name, None)
             for path in schema["paths"].values():
                 for operation in path.values():
                     operation.get("responses", {}).pop("422", None)
@@ -114,3 +123,12 @@ def describe(app: FastAPI, bodies: tuple[type[BaseModel], ...]) -> None:
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way
+
+
+@cache
+def _schemas_of(bodies: tuple[type[BaseModel], ...]) -> dict[str, Any]:
+    """JSON schemas by the names of types."""
+    kinds: tuple[Any, ...] = (*bodies, *_ANSWERS)
+    adapters: list[tuple[Any, Any, TypeAdapter[Any]]] = [(kind, "validation", TypeAdapter(kind)) for kind in kinds]
+    _, found = TypeAdapter.json_schemas(adapters, ref_template=_REF)
+    return dict(found["$defs"])

@@ -20,6 +20,7 @@ from .generation_route import Prepared, respond
 from .openapi import documented
 from .response_events import ResponseAnswer
 from .response_items import chat_tool_choice, chat_tools, input_messages, response_format
+from .response_schemas import ResponseEvents, ResponseObject
 
 _SAME_NAME = (
     *("temperature", "top_p", "parallel_tool_calls", "user", "stream"),
@@ -88,7 +89,15 @@ def responses_router(front: Front) -> APIRouter:
     """The route."""
     router = APIRouter()
 
-    @router.post("/v1/responses", **documented(ResponsesBody, "The next turn of a conversation that you keep."))
+    @router.post(
+        "/v1/responses",
+        **documented(
+            ResponsesBody,
+            "The next turn of a conversation that you keep.",
+            answer=ResponseObject,
+            events=ResponseEvents,
+        ),
+    )
     async def responses(request: Request) -> Response:
         return await respond(front, request, ResponsesBody, prepare)
 

@@ -13,6 +13,7 @@ from ..generation.front import Front
 from ..generation.prompts import check_counted, checked_ids
 from ..http.errors import JsonResponse, refuse
 from ..http.json_body import read_body
+from .answer_schemas import Tokens, TokensText
 from .chat_request import prompt_of
 from .fields import Body, ChatBody
 from .openapi import documented
@@ -46,7 +47,9 @@ def tokenize_router(front: Front) -> APIRouter:
     """The routes."""
     router = APIRouter()
 
-    @router.post("/tokenize", **documented(TokenizeBody, "Token ids of a text or a conversation.", _ERRORS))
+    @router.post(
+        "/tokenize", **documented(TokenizeBody, "Token ids of a text or a conversation.", _ERRORS, answer=Tokens)
+    )
     async def tokenize(request: Request) -> Response:
         front.admission.check_loaded()
         body = await read_body(request, TokenizeBody)
@@ -72,7 +75,7 @@ def tokenize_router(front: Front) -> APIRouter:
             result["token_strs"] = front.tokenizer.convert_ids_to_tokens(token_ids)
         return JsonResponse(result)
 
-    @router.post("/detokenize", **documented(DetokenizeBody, "Text of token ids.", _ERRORS))
+    @router.post("/detokenize", **documented(DetokenizeBody, "Text of token ids.", _ERRORS, answer=TokensText))
     async def detokenize(request: Request) -> Response:
         front.admission.check_loaded()
         body = await read_body(request, DetokenizeBody)

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from torch_pagoda.runtime.serving.app import make_app
 from torch_pagoda.runtime.serving.settings import Settings
 
+from described_answers import JudgingTransport
 from fake_engine import FakeEngine
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,7 +37,10 @@ Serve = Callable[..., Any]
 
 @pytest.fixture
 def serve(engine: FakeEngine, tokenizer: Any) -> Serve:
-    """``async with serve(**settings) as client:`` a client of an application with the fake engine."""
+    """``async with serve(**settings) as client:`` a client of an application with the fake engine.
+
+    Every answer is held against the application's own OpenAPI document.
+    """
 
     @asynccontextmanager
     async def opened(**settings: Any) -> AsyncIterator[httpx.AsyncClient]:
@@ -44,7 +48,7 @@ def serve(engine: FakeEngine, tokenizer: Any) -> Serve:
         settings.setdefault("served_model_names", ("tiny", "alias"))
         extra = {name: settings.pop(name) for name in ("formats", "log") if name in settings}
         app = make_app(Settings(**settings), engine, tokenizer, **extra)
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        transport = JudgingTransport(app, httpx.ASGITransport(app, raise_app_exceptions=False))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             client.front = app.state.front  # type: ignore[attr-defined]
             yield client
