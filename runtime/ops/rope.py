@@ -52,12 +52,12 @@ def rope_reference(
     results = []
     end = start + cos.shape[-1]
     for x in inputs:
-        batch, heads, tokens, dim = x.shape
-        result = x.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
-        result[..., :start] = x[..., :start]
-        result[..., start:end] = _rotated(x[..., start:end], cos[:, None], sin[:, None], mode, round_products)
-        result[..., end:] = x[..., end:]
-        results.append(result)
+        stored = x.transpose(1, 2)
+        rotated = _rotated(stored[..., start:end], cos[:, :, None], sin[:, :, None], mode, round_products)
+        before, behind = stored[..., :start], stored[..., end:]
+        parts = [part for part in (before, rotated, behind) if part.shape[-1]]
+        whole = torch.cat(parts, -1) if len(parts) > 1 else next(iter(parts), rotated)
+        results.append(whole.contiguous().transpose(1, 2))
     return results
 
 

@@ -106,7 +106,11 @@ class Site:
         )
 
     def inline(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Insert the ATen operators that ``function`` calls; nodes stand for its tensors. Nodes that it returns."""
+        """Insert the ATen operators that ``function`` calls; nodes stand for its tensors. Nodes that it returns.
+
+        Raises:
+            ValueError: the function writes into a tensor of its own: passes take nodes for what they yield.
+        """
         nodes = _Inliner(self).run(function, args)
         self._chosen.append("aten")
         return nodes
@@ -167,6 +171,7 @@ class _Inliner(TorchDispatchMode):
         self.traced = site.traced
         self.nodes: dict[int, fx.Node] = {}
         self.kept: list[torch.Tensor] = []  # so that no id is used twice
+        self.given: set[int] = set()  # ids of the arguments
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         def enter(given: Any) -> Any:
@@ -178,12 +183,15 @@ class _Inliner(TorchDispatchMode):
             return found
 
         given = pytree.tree_map(enter, args, is_leaf=lambda x: isinstance(x, fx.Node))
+        self.given = set(self.nodes)
         with self.traced.fake_mode, torch.no_grad(), self:
             result = function(*given)
         return pytree.tree_map(lambda t: self.nodes[id(t)] if isinstance(t, torch.Tensor) else t, result)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func._schema.is_mutable and id(args[0]) not in self.given:
+            raise ValueError(f"{func} writes into a tensor that the function made; make it of its parts")
         result = func(*args, **kwargs)
         nodes_in = pytree.tree_map(self._node, (args, kwargs))
         node = self.traced.graph.call_function(func, nodes_in[0], nodes_in[1])
