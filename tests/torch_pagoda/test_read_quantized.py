@@ -182,8 +182,8 @@ BROKEN: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], object], str]] 
     "groups are uneven": ("gptq-4-order", uneven, "g_idx"),
     "an offset is not 0": ("slim-w8a8-dynamic", lambda t: t[f"{LAYER}.weight_offset"].fill_(1), "weight_offset"),
     "halves of bytes are exchanged": ("slim-w4a8", exchanged, "scale_bias"),
-    "a byte holds two inputs": ("slim-w4a8", along_inputs, "weight_scale"),
-    "a byte holds one number": ("slim-w4a8", one_in_a_byte, "weight_scale"),
+    "a byte holds two inputs": ("slim-w4a8", along_inputs, "weight"),
+    "a byte holds one number": ("slim-w4a8", one_in_a_byte, "weight"),
     "scales are of other outputs": ("slim-w4a8", of_others("weight_scale"), "scale_bias"),
     "sums are missing": ("slim-w4a8", without("scale_bias"), "scale_bias"),
     "sums are NaN": ("slim-w4a8", nan_in("scale_bias"), "scale_bias"),
@@ -215,6 +215,12 @@ def test_a_broken_tensor_is_named(
         load_model(changed(folders("llama", name)[0], tmp_path, change), "float32", False, CPU)
     message = one_line(error.value)
     assert LAYER in message and leaf in message, message
+
+
+def test_sums_may_be_rounded_to_16_bits(folders: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> None:
+    folder = changed(folders("llama", "slim-w4a8")[0], tmp_path, as_dtype("scale_bias", torch.bfloat16))
+    parameter = dict(load_model(folder, "float32", False, CPU).named_parameters())[f"{LAYER}.weight"]
+    assert isinstance(parameter, StoredWeight) and parameter.form.bits == 4
 
 
 CONTRADICTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -269,7 +275,7 @@ def test_bits_of_single_modules(folders: Callable[[str, str], tuple[Path, Path]]
     [
         ({f"{LAYER}.weight": "W8A8_MIX"}, "W8A8_MIX"),
         ({f"{LAYER}.weight": "W4A4_DYNAMIC"}, "W4A4_DYNAMIC"),
-        ({f"{LAYER}.weight": "W4A8_DYNAMIC"}, "weight_scale"),
+        ({f"{LAYER}.weight": "W4A8_DYNAMIC"}, "a byte holds numbers of two outputs"),
         ({"model.norm.weight": "W8A8_DYNAMIC"}, "model.norm.weight"),
         ({"optional": {"quarot": {"rotation_map": {"heads": "x"}}}}, "rotations"),
     ],

@@ -27,7 +27,7 @@ def asked_for(schedule: Mapping[str, Any]) -> list[str]:
             remedy = f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(map(repr, KNOWN))}"
             raise ValueError(f"schedule[{name!r}] is not known; {remedy}")
         if not isinstance(on, bool):
-            raise ValueError(f"schedule[{name!r}]={on!r} is neither True nor False")
+            raise ValueError(f"schedule[{name!r}]={on!r} is neither True nor False; give one of them")
     return [name for name, on in schedule.items() if on]
 
 

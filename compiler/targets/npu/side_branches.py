@@ -1,8 +1,8 @@
 """Branches that a schedule gives to a second stream, in a graph that AOTAutograd made of a lowered one.
 
 Notes on nodes (``passes.schedule.schedule_branches``) survive AOTAutograd; what it adds between annotated nodes has
-none. The launches of a branch are put one behind the other, behind the last launch that one of them needs: whoever
-launches them does so before the work that they run beside.
+none. The launches of a branch are put one behind the other, behind the last launch that one of them needs, so that,
+launched in this order, they come before the work that they run beside.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def place_branches(
         needs: the launches that each waits for, as ``dependencies`` has them.
 
     Raises:
-        NotPlaced: a branch has a node that is not its own in the middle, or touches memory that the graph writes. The
-            order may have changed; see ``put_in_order``.
+        NotPlaced: a branch has a node that is not its own in the middle, touches memory that the graph writes, or
+            cannot precede what needs it. The order may have changed; see ``put_in_order``.
     """
     memory = memory_of(graph, launches)
     written = frozenset().union(*(memory[place] for node in launches for place in written_nodes(node)))

@@ -65,10 +65,10 @@ def grouped_matmul(call: Call) -> str:
         return f"matrices of {(inputs, outputs)}; inner sizes below 65536"
     if groups.shape[0] > MAX_GROUPS:
         return f"{groups.shape[0]} groups; at most {MAX_GROUPS}"
-    return grouped_dtypes(call)
+    return _grouped_dtypes(call)
 
 
-def grouped_dtypes(call: Call) -> str:
+def _grouped_dtypes(call: Call) -> str:
     """Which dtypes of rows and matrices go together, and what goes with them."""
     tensors = call.tensors()
     x, weight, bias = tensors["x[0]"], tensors["weight[0]"], tensors.get("bias[0]")
@@ -76,7 +76,7 @@ def grouped_dtypes(call: Call) -> str:
     if x.dtype is torch.int8:
         reason, wanted = _int8_rows(call), torch.float32 if weight.dtype is torch.int32 else torch.int32
     elif dtype in _HALF and weight.dtype in (torch.int8, torch.int32):
-        reason, wanted = rounded_matrices(call), torch.float32 if dtype is torch.bfloat16 else torch.float16
+        reason, wanted = _rounded_matrices(call), torch.float32 if dtype is torch.bfloat16 else torch.float16
     elif dtype not in _HALF or call.target.counted(weight.dtype) is not dtype:
         return f"rows of {dtype} and matrices of {weight.dtype}; both float16 or both bfloat16"
     else:
@@ -107,14 +107,14 @@ def _int8_rows(call: Call) -> str:
     if rows.dtype is not torch.float32 or rows.shape != x.shape[:1]:
         return f"per_token_scale is {rows.dtype} {tuple(rows.shape)}; torch.float32 for each row"
     if weight.dtype is torch.int32:
-        return int8_rows_by_4_bits(call)
+        return _int8_rows_by_4_bits(call)
     wanted = torch.bfloat16 if result is torch.bfloat16 else torch.float32
     if scale.dtype is not wanted or scale.shape != (weight.shape[0], weight.shape[2]):
         return f"scale is {scale.dtype} {tuple(scale.shape)}; {wanted} {(weight.shape[0], weight.shape[2])}"
     return ""
 
 
-def int8_rows_by_4_bits(call: Call) -> str:
+def _int8_rows_by_4_bits(call: Call) -> str:
     """Matrices of 4 bits beside rows of int8: CANN's aclnnGroupedMatmulV5 for A2 and A3, the table of op-plugin's
     document for 950. Scales for all inputs of an output are what vllm-ascend gives it; CANN's document names groups
     of 256."""
@@ -135,7 +135,7 @@ def int8_rows_by_4_bits(call: Call) -> str:
     return ""
 
 
-def rounded_matrices(call: Call) -> str:
+def _rounded_matrices(call: Call) -> str:
     """Matrices of 8 or 4 bits beside rows of floats: scales and offsets for outputs; for groups of 4 bits alone."""
     tensors = call.tensors()
     x, weight = tensors["x[0]"], tensors["weight[0]"]

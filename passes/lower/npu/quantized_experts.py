@@ -23,20 +23,18 @@ stay: a bias would have to be a whole number there, or lie where 4 bits have the
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from ....runtime.ops.npu.int4 import PER_INT32
 from ....runtime.ops.quantized_weight import Quantization, scheme_of
 from ...graph.fx_nodes import callee, eliminate_dead_code, shape, value
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph
 from .call import Call
 from .limits import violations
-from .quantized_inputs import QuantizedInputsOf
+from .quantized_inputs import QuantizedInputsOf, fitting
 from .quantized_linears import DTYPE_CODES
 from .site import Site
 
@@ -92,11 +90,10 @@ def _scheme_of(inputs: QuantizedInputsOf, weight: fx.Node) -> Quantization | str
         scheme = scheme_of(form, 16 if form.zeros else inputs.traced.input_bits)
     assert scheme is not None
     _, width, outputs = map(int, shape(weight))
-    if scheme.group_size >= width:
-        scheme = replace(scheme, group_size=0)
-    if scheme.bits == 4 and outputs % PER_INT32:
-        return f"{outputs} outputs of 4 bits; {PER_INT32} share an int32"
-    return scheme
+    found = fitting(scheme, width, outputs)
+    if isinstance(found, Quantization) and found.group_size and width % found.group_size:
+        return f"groups of {found.group_size} do not divide {width} inputs, which the operator splits evenly"
+    return found
 
 
 def _of_int8(

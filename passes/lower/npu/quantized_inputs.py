@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,19 @@ from ....runtime.ops.stored_weight import StoredWeight
 from ...graph.fx_nodes import shape, value
 from ...graph.notes import QuantizedInputs
 from ...graph.traced import TracedGraph
+
+
+def fitting(scheme: Quantization, width: int, outputs: int) -> Quantization | str:
+    """The scheme for a matrix of so many inputs and outputs: groups as long as its rows are rows; or why none is.
+
+    Args:
+        scheme: as it is asked for, or stored.
+        width: inputs of the matrix.
+        outputs: of the matrix.
+    """
+    if scheme.bits == 4 and outputs % PER_INT32:
+        return f"{outputs} outputs of 4 bits; {PER_INT32} share an int32"
+    return replace(scheme, group_size=0) if scheme.group_size >= width else scheme
 
 
 class Rounded(NamedTuple):

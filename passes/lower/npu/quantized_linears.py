@@ -25,14 +25,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ....runtime.ops.npu.int4 import PER_INT32
 from ....runtime.ops.quantized_weight import Quantization, scheme_of
 from ...graph.fx_nodes import eliminate_dead_code, shape, value
 from ...graph.record import PassRecord
 from ...graph.routers import chooses_experts
 from ...graph.traced import TracedGraph
 from .linears import sizes_like
-from .quantized_inputs import QuantizedInputsOf
+from .quantized_inputs import QuantizedInputsOf, fitting
 from .site import Site
 
 _aten, _npu = torch.ops.aten, torch.ops.npu
@@ -126,11 +125,7 @@ def _scheme_of(traced: TracedGraph, inputs: QuantizedInputsOf, node: fx.Node, pr
     assert scheme is not None
     if stored is None and scheme.bits < 8 and outputs == shape(traced.output.args[0][0])[-1]:  # type: ignore[index,arg-type]
         scheme = replace(scheme, bits=8, group_size=0)  # the head: its errors go straight into the logits
-    if scheme.group_size >= width:
-        scheme = replace(scheme, group_size=0)
-    if scheme.bits == 4 and outputs % PER_INT32:
-        return f"{outputs} outputs of 4 bits; {PER_INT32} share an int32"
-    return scheme
+    return fitting(scheme, width, outputs)
 
 
 class _Products:

@@ -40,22 +40,24 @@ def npu_grouped_matmul(
     """``x[rows of group g] @ weight[g] + bias[g]`` for every group of rows.
 
     Args:
-        x: one tensor ``[M, K]``; fp16, bf16 or fp32.
-        weight: one tensor ``[E, K, N]`` or E tensors ``[K, N]``, the dtype of ``x``; transposed views are fine.
-        bias: one ``[E, N]`` or E tensors ``[N]``; fp32 for bf16, else the dtype of ``x``.
+        x: one tensor ``[M, K]``; fp16, bf16, fp32 or int8.
+        weight: one tensor ``[E, K, N]`` or E tensors ``[K, N]``, the dtype of ``x``, or whole numbers (see ``scale``
+            and ``antiquant_scale``); transposed views of floats and int8 are fine.
+        bias: one ``[E, N]`` or E tensors ``[N]``; fp32 for bf16, else the dtype of ``x``. Beside int8 by int8 it is
+            int32, added to the sums, which are exact. Beside int8 by 4 bits it is fp32, must be given, and stands for
+            what the operator takes off: ``((x - 8) @ w · scale + bias) · per_token_scale``; right is 8 times the sum
+            of an output's weights, times its scale.
+        scale: beside int8 inputs and matrices, one ``[E, N]``: bf16 for results of bf16, else fp32. Beside int8
+            inputs and matrices of 4 bits (int32 ``[E, K, N / 8]``, see ``int4``) one int64 ``[E, 1, N]`` that holds
+            the bits of fp32.
+        per_token_scale: beside int8 inputs, one fp32 ``[M]``.
+        antiquant_scale: beside fp16 or bf16 inputs (fp32 to compare) and matrices of 8 or 4 bits, one of the dtype of
+            ``x``: ``[E, N]``, or ``[E, groups, N]`` of 4 bits, with groups that divide K.
+        antiquant_offset: likewise, of the same shape: ``(w + offset) · scale`` is the matrix. Must be given.
         group_list: int64 ``[E]``: where each group ends (``group_list_type`` 0), or its rows (1). The groups fill M.
         split_item: 2 or 3 (one result).
         group_type: 0 (groups of rows).
         output_dtype: 5 fp16, 15 bf16, 6 fp32; None: the dtype of ``x``.
-        scale: beside int8 inputs and matrices, one ``[E, N]``: bf16 for results of bf16, else fp32. Beside int8
-            inputs and matrices of 4 bits (int32 ``[E, K, N / 8]``, see ``int4``) one int64 ``[E, 1, N]`` that holds
-            the bits of fp32.
-        per_token_scale: beside int8 inputs, one fp32 ``[M]``. The sums are exact; a bias beside int8 is int32, added
-            to them. Beside 4 bits it is fp32, must be given, and stands for what the operator takes off:
-            ``((x - 8) @ w · scale + bias) · per_token_scale``; right is 8 times the sum of an output's weights.
-        antiquant_scale: beside fp16 or bf16 inputs (fp32 to compare) and matrices of 8 or 4 bits, one of the dtype of
-            ``x``: ``[E, N]``, or ``[E, groups, N]`` of 4 bits, with groups that divide K.
-        antiquant_offset: likewise, of the same shape: ``(w + offset) · scale`` is the matrix. Must be given.
 
     Returns:
         One tensor ``[M, N]``, accumulated in fp32.
@@ -180,7 +182,7 @@ def _grouped_matmul_fake(
 ) -> list[torch.Tensor]:
     if len(x) == 1 and x[0].dtype is not torch.int8:
         others = {**others, "scale": scale, "per_token_scale": per_token_scale}
-    if not weight or weight[0].dtype not in _WHOLE:
+    if not weight or weight[0].dtype not in _WHOLE or x[0].dtype is torch.int8:
         others = {**others, "antiquant_scale": antiquant_scale, "antiquant_offset": antiquant_offset}
     rows = _only_input(x, weight, split_item, group_type, group_list_type, act_type, others)
     dtype = rows.dtype if not output_dtype else DTYPES_BY_CODE[output_dtype]

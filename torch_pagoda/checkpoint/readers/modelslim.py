@@ -56,10 +56,17 @@ def _pairs_of_outputs(module: Quantized, weight: torch.Tensor, scales: torch.Ten
         if leaf in module.tensors:
             raise module.bad(leaf, "W4A8 in groups is not read; get the checkpoint with one scale for each output")
     outputs, inputs = 2 * weight.shape[0], weight.shape[1]
-    if len(scales) != outputs:
-        raise module.bad("weight_scale", f"one for each of {outputs} outputs is needed, of which a byte holds two")
+    if len(scales) == weight.shape[0]:
+        raise module.bad(
+            "weight", "a byte holds numbers of two outputs, not a row for each; make the checkpoint again"
+        )
+    if module.tensors["weight_scale"].shape not in ((outputs,), (outputs, 1)):
+        raise module.bad(
+            "weight_scale",
+            f"one for each of {outputs} outputs is needed, of which a byte holds two; get the checkpoint again",
+        )
     if inputs % 2:
-        raise module.bad("weight", "an even number of inputs is needed")
+        raise module.bad("weight", "an even number of inputs is needed; get the checkpoint again")
     halves = weight.view(torch.uint8) ^ 0x88  # numbers around 8
     codes = torch.stack([halves & 15, halves >> 4], 1).flatten(0, 1)
     _check_sums(module, codes, scales)
@@ -76,11 +83,14 @@ def _check_sums(module: Quantized, codes: torch.Tensor, scales: torch.Tensor) ->
     stated = module.take("scale_bias", torch.float32, torch.bfloat16, torch.float16, dim=2)
     (outputs, inputs), parts = codes.shape, stated.shape[1]
     if len(stated) != outputs or not parts or inputs % parts:
-        raise module.bad("scale_bias", f"{outputs} outputs are needed, and parts that divide {inputs} inputs")
+        raise module.bad(
+            "scale_bias", f"{outputs} outputs are needed, and parts that divide {inputs} inputs; get it again"
+        )
     numbers = (codes.to(torch.int8) - 8).unflatten(1, (parts, -1))
     unit = 8 * scales.double()
     off = (stated.double() - numbers.sum(-1, dtype=torch.int32) * unit).abs()
-    most = _SUM_ERROR * unit.abs() * numbers.abs().sum(-1, dtype=torch.int32).clamp_min(1)
+    error = _SUM_ERROR + max(torch.finfo(dtype).eps for dtype in (stated.dtype, scales.dtype))
+    most = error * unit.abs() * numbers.abs().sum(-1, dtype=torch.int32).clamp_min(1)
     if not bool((off <= most).all()):
         raise module.bad("scale_bias", "it is not 8 times the sum of the weights; the file is broken, get it again")
 

@@ -108,11 +108,12 @@ def use_side_stream(gm: fx.GraphModule, label: str, operators: StreamOperators |
     memory = memory_of(graph, launches)
     made_here = frozenset(launches)
     for number, branch in enumerate(branches):
-        lent = [given for given in _outside(branch) if memory[given] & made_here]
-        _insert_events(graph, branch, lent, operators, label, number)
+        read_across = [given for given in _outside(branch) if memory[given] & made_here]
+        _insert_events(graph, branch, read_across, operators, label, number)
     reason = why_unordered(graph, operators, launches, needs)
     if reason:
-        for node in [node for node in reversed(graph.nodes) if node not in set(order)]:
+        kept = set(order)
+        for node in [node for node in reversed(graph.nodes) if node not in kept]:
             graph.erase_node(node)
         put_in_order(order)
         return reason
@@ -165,7 +166,7 @@ class _Streams:
         self._launched: dict[str, int] = {_MAIN: 0}  # on each stream
         self._done: dict[str, int] = {_MAIN: 0}  # when the next launch of a stream begins
         self._recorded: dict[str, int] = {}
-        self._lent: list[tuple[fx.Node, fx.Node]] = []  # a launch of another stream, and what it reads
+        self._read_across: list[tuple[fx.Node, fx.Node]] = []  # a launch of another stream, and what it reads
 
     def first_fault(self) -> str:
         """What ``why_unordered`` answers."""
@@ -173,9 +174,9 @@ class _Streams:
             fault = self._launch(node) if node in self._place else self._follow(node)
             if fault:
                 return fault
-        if self._lent:
-            reader, source = self._lent[0]
-            return f"memory of {source.name} may be given away while {reader.name} reads it"
+        if self._read_across:
+            reader, source = self._read_across[0]
+            return f"memory of {source.name} may be used again while {reader.name} reads it"
         return ""
 
     def _follow(self, node: fx.Node) -> str:
@@ -197,9 +198,9 @@ class _Streams:
         elif node.target is self._operators.keep:
             kept = self._memory[node.args[0]]  # type: ignore[index]
             done = self._done[stream]
-            self._lent = [
+            self._read_across = [
                 (reader, source)
-                for reader, source in self._lent
+                for reader, source in self._read_across
                 if source not in kept or not done >> self._place[reader] & 1
             ]
         elif node.op == "output":
@@ -220,7 +221,7 @@ class _Streams:
         self._stream_of[node] = stream
         if stream != _MAIN:
             read = frozenset().union(*(self._memory[given] for given in node.all_input_nodes))
-            self._lent += [(node, source) for source in read if self._stream_of.get(source, stream) != stream]
+            self._read_across += [(node, source) for source in read if self._stream_of.get(source, stream) != stream]
         return ""
 
 
@@ -238,7 +239,7 @@ def _events(label: str, number: int) -> tuple[str, str]:
 def _insert_events(
     graph: fx.Graph,
     branch: Sequence[fx.Node],
-    lent: Sequence[fx.Node],
+    read_across: Sequence[fx.Node],
     operators: StreamOperators,
     label: str,
     number: int,
@@ -263,5 +264,5 @@ def _insert_events(
         graph.call_function(operators.exit, ())
     with graph.inserting_before(reader):
         graph.call_function(operators.wait, (join, True))
-        for given in lent:
+        for given in read_across:
             graph.call_function(operators.keep, (given, label))

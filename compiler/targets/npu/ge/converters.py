@@ -37,7 +37,7 @@ def register_converters() -> list[str]:
             registered.append(name)
     grouped = torch.ops.npu.npu_grouped_matmul.default
     found = _get_converter(grouped)
-    if not hasattr(found, _UNSIGNED):
+    if found is not None and not hasattr(found, _UNSIGNED):
         grouped._ge_converter = _of_unsigned_scales(found)  # type: ignore[attr-defined]
         registered.append("npu_grouped_matmul")
     return registered

@@ -63,10 +63,9 @@ class GeGraphs(Route):
             ``schedule_branches``, which graphs of fixed sizes follow, of few tokens.
         sequences_per_graph: one number of sequences is planned for so many.
         most_graphs: and no more than this.
-        static_decode: give decode steps graphs of fixed sizes, as many more.
-
         eager: see ``Route``.
         options: of torchair, see ``toolchain_options``.
+        static_decode: give decode steps graphs of fixed sizes, as many more.
 
     Attributes:
         static: these; None without them.

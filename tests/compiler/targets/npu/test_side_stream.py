@@ -100,7 +100,7 @@ def test_a_graph_without_notes_stays_as_it_is():
         (wait, 1, "j_0 on the main stream may begin before b2_0 is done"),
         (wait, 2, "b1_1 on the second stream may begin before f_1 is done"),
         (wait, 3, "j_1 on the main stream may begin before b2_1 is done"),
-        (keep, 0, "memory of f_0 may be given away while b1_0 reads it"),
+        (keep, 0, "memory of f_0 may be used again while b1_0 reads it"),
     ],
 )
 def test_an_event_left_out_is_found(target, which, fault):

@@ -107,6 +107,14 @@ def test_groups_of_experts_have_scales_of_their_own():
     assert illegal_calls(traced, TARGET) == []
 
 
+def test_groups_that_do_not_divide_their_inputs_stay_floats():
+    """The operator gets no size of groups: it would split 192 inputs with two scales in the middle."""
+    _, _, report = quantized("qwen3_moe", "int4-weight-only", moe_intermediate_size=192)
+    record = record_of(report, "quantise_npu_experts")
+    reasons = {rejection.reason.partition(",")[0] for rejection in record.rejections}
+    assert record.matches == 2 and reasons == {"groups of 128 do not divide 192 inputs"}
+
+
 def test_biases_stay_beside_rounded_matrices():
     _, traced, report = quantized("gpt_oss", "int4-weight-only", dtype=torch.bfloat16)
     assert record_of(report, "quantise_npu_experts").matches == 4
