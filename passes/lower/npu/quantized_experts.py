@@ -4,13 +4,14 @@ Matches:
     rows, places, counts, _ = npu_moe_init_routing_v2(x, ids, quant_mode=-1)
     h = npu_grouped_matmul([rows], [Up], group_list=counts)              # parameters
     npu_grouped_matmul([act(h)], [Down], group_list=counts)
-Becomes, where inputs are rounded to 8 bits:
+Becomes:
+    where inputs are rounded to 8 bits
     rows, places, counts, s = npu_moe_init_routing_v2(x, ids, quant_mode=1)      # int8, a scale for each row
     h = npu_grouped_matmul([rows], [Up8], scale=..., per_token_scale=[s], group_list=counts)
     q, t = npu_dynamic_quant(act(h))
     npu_grouped_matmul([q], [Down8], scale=..., per_token_scale=[t], group_list=counts)
         of 4 bits with bias=[8 times the sums of the weights], which the operator adds for what it takes off the rows
-    or, where inputs keep 16 bits:
+    or, where inputs keep 16 bits
     npu_grouped_matmul([rows], [Up8 or Up4], antiquant_scale=..., antiquant_offset=..., group_list=counts)
 Why it is faster:
     Few tokens reach an expert, so that it waits for its weights: half or a quarter of the bytes of bf16 take about as
