@@ -167,7 +167,7 @@ def _stand_for_graphs(wrong_size: int) -> None:
 
         return run
 
-    AclGraphs._compile = graph  # type: ignore[assignment,method-assign]
+    AclGraphs._compile = lambda route, scheduled: graph(route)  # type: ignore[assignment,method-assign]
     if not is_offline():
         GeGraphs._compile = lambda route, length: graph(route)  # type: ignore[assignment,method-assign]
         GeGraphs._compile_static = lambda route, inputs: graph(route)  # type: ignore[assignment,method-assign]

@@ -27,6 +27,21 @@ def stage(kinds: list[str], folder: str = "") -> Items:
     return {kind: lambda progress, kind=kind: item(kind, progress) for kind in kinds}  # type: ignore[misc]
 
 
+def device(folder: str, model: str) -> Items:
+    """A device, and a model, whose stage can be prepared as long as ``folder`` has a file "device"; the item "lost"
+    removes it and dies."""
+    file = Path(folder, "device")
+    if not file.exists():
+        raise ValueError("there is no device")
+
+    def lose(progress: Progress) -> dict[str, Any]:
+        file.unlink()
+        return _exit(progress)
+
+    items: Items = {"device": lambda progress: {"wrong": "", "facts": {}}}
+    return {**items, "lost": lose, "model": items["device"]} if model == "a thief" else items
+
+
 def _die(progress: Progress) -> dict[str, Any]:
     print("Fatal: stack smashed in /home/somebody/driver.so", file=sys.stderr)
     os.kill(os.getpid(), signal.SIGSEGV)

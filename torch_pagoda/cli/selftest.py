@@ -85,7 +85,7 @@ def selftest(
 
 
 def run_and_write(asked: dict[str, Any], out: Path, stages: list[str] | None, timeout: float, again: bool) -> Report:
-    """Run the test, write both reports, and print what they say first."""
+    """Run the test, which writes both reports, and print what they say first."""
     from ..selftest import run_selftest
     from ..selftest.selftest import STAGES
 
@@ -93,8 +93,6 @@ def run_and_write(asked: dict[str, Any], out: Path, stages: list[str] | None, ti
     # What is under way when somebody ends this process is tried again by the next run, as with Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = run_selftest(out, asked, stages=stages or STAGES, seconds=timeout, again=again, show=progress.show)
-    report.write_json(out / "report.json")
-    report.write_html(out / "report.html")
     console = Console(highlight=False)
     console.print(Text(report.title, style="bold"))
     console.print(Text(report.first_line))

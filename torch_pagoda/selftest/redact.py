@@ -28,7 +28,7 @@ _COMMON = frozenset({"root", "user", "users", "home", "localhost", "host", "npu"
 
 
 def redacted(data: Any, secrets: Mapping[str, str]) -> Any:
-    """Data of JSON with every text redacted, keys of objects as well.
+    """Data of JSON with every text redacted; the names of fields are ours and stay.
 
     Args:
         data: it.
@@ -49,7 +49,7 @@ def _applied(data: Any, redact: Redact) -> Any:
     if isinstance(data, str):
         return redact(data)
     if isinstance(data, Mapping):
-        return {redact(str(name)): _applied(each, redact) for name, each in data.items()}
+        return {name: _applied(each, redact) for name, each in data.items()}
     if isinstance(data, list | tuple):
         return [_applied(each, redact) for each in data]
     return data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def side(milliseconds: float, *reasons: str) -> dict[str, Any]:
     return {"sizes": sizes, "limits": [], "milliseconds": milliseconds}
 
 
-def report(stand_in: str = "", **stages: list[Outcome]) -> Report:
+def report(stand_in: str = "", secrets: Mapping[str, str] = {MODEL: "[model]"}, **stages: list[Outcome]) -> Report:
     first = [
         Outcome(
             "device",
@@ -59,7 +60,7 @@ def report(stand_in: str = "", **stages: list[Outcome]) -> Report:
         "doctor": [{"status": "ok", "check": "CANN", "text": "9.1.0 in /usr/local/Ascend/cann", "remedy": ""}],
         "resumed": False,
     }
-    return make_report({"device": first, **stages}, facts=facts, secrets={MODEL: "[model]"})
+    return make_report({"device": first, **stages}, facts=facts, secrets=secrets)
 
 
 @pytest.fixture
@@ -211,9 +212,15 @@ def test_files_are_written_whole(full: Report, tmp_path: Path) -> None:
 def test_what_does_not_leave(text: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("getpass.getuser", lambda: "jane")
     monkeypatch.setattr("socket.gethostname", lambda: "box7.corp.example")
-    found = redacted({"a": [text, 3, None, {text: True}]}, {MODEL: "[model]"})
-    assert found["a"][0] == shown
-    assert list(found["a"][3]) == [found["a"][0]] and found["a"][1:3] == [3, None]
+    found = redacted({"a": [text, 3, None, {"jane": text}]}, {MODEL: "[model]"})
+    assert found == {"a": [shown, 3, None, {"jane": shown}]}, "names of fields stay"
+
+
+@pytest.mark.parametrize("name", ["model", "device", "item"])
+def test_a_model_whose_name_is_that_of_a_field(name: str) -> None:
+    made = report(secrets={name: "[model]"}, operators=[Outcome(f"reads {name}", FAILED, f"no {name}")])
+    assert made.title == "Selftest of Ascend910B3 on llama"
+    assert made.data["first_wrong"]["reason"] == "no [model]"
 
 
 def test_a_report_names_no_folder_user_host_or_model(full: Report, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,9 +166,22 @@ def test_an_operator_that_raises_says_what_the_device_said(items: Callable[[Devi
 
 def test_the_device_item() -> None:
     with device() as right:
-        found = _device(right, silent)
+        found = _device(right)
     assert found["wrong"] == "" and found["stand_in"] == "a toy" and found["facts"]["lowered for"] == "Ascend910B3"
     assert found["largest"] == 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"), [(lambda x: x * math.nan, "differs by nan"), (lambda x: x + 1, "differs by 1")]
+)
+def test_a_product_that_is_not_exact_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor], torch.Tensor], words: str
+) -> None:
+    run, count = Device.run, iter(range(2))
+    monkeypatch.setattr(Device, "run", lambda self, call: spoil(run(self, call)) if next(count) else run(self, call))
+    with device() as spoiled:
+        found = _device(spoiled)
+    assert words in found["wrong"] and json.dumps(found, allow_nan=False)
 
 
 # The model, pass by pass

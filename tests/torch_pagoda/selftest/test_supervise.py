@@ -13,7 +13,10 @@ import pytest
 
 from torch_pagoda import cli
 from torch_pagoda.device import npu_available
+from torch_pagoda.selftest import selftest as selftest_file
 from torch_pagoda.selftest.journal import CRASHED, FAILED, HUNG, NOT_RUN, RIGHT, WRONG, Journal, Outcome
+from torch_pagoda.selftest.report import Report
+from torch_pagoda.selftest.selftest import run_selftest
 from torch_pagoda.selftest.supervise import PREPARE, Stage, run_stage
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -143,6 +146,60 @@ def test_the_journal_is_for_its_owner_alone(tmp_path: Path) -> None:
     journal(tmp_path).close(finished=False)
     assert (tmp_path / "journal").stat().st_mode & 0o077 == 0
     assert json.loads((tmp_path / "journal").read_text().splitlines()[0]) == {"subject": {"subject": "a"}}
+
+
+# The whole run
+
+
+@pytest.fixture
+def selftest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
+    """Runs the first stage on a toy."""
+    monkeypatch.setitem(selftest_file._FUNCTIONS, "device", "selftest_toys:device")
+
+    def run(model: str = "a model") -> Report:
+        asked = {"model": model, "folder": str(tmp_path)}
+        return run_selftest(tmp_path / "out", asked, stages=["device"], seconds=9)
+
+    return run
+
+
+def test_a_device_that_was_not_there_is_looked_for_again(selftest: Callable[..., Report], tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match="there is no device"):
+            selftest()
+    (tmp_path / "device").touch()
+    assert selftest().is_right
+
+
+def test_a_device_that_is_lost_in_the_first_stage_is_reported(
+    selftest: Callable[..., Report], tmp_path: Path
+) -> None:
+    (tmp_path / "device").touch()
+    found = selftest("a thief").data["stages"]["device"]
+    assert [(each["item"], each["status"]) for each in found] == [
+        (PREPARE, FAILED),
+        ("device", RIGHT),
+        ("lost", CRASHED),
+        ("model", NOT_RUN),
+    ]
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_a_run_whose_report_cannot_be_made_is_gone_on_with(
+    selftest: Callable[..., Report], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "device").touch()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Report, "write_html", full)
+        with pytest.raises(OSError, match="No space left"):
+            selftest()
+    assert selftest().data["resumed"] is True
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["resumed"] is True
+    assert selftest().data["resumed"] is False, "the second has finished"
 
 
 # The command
