@@ -70,10 +70,17 @@ def _exit(progress: Progress) -> dict[str, Any]:
     os._exit(7)
 
 
+def _fork(progress: Progress) -> dict[str, Any]:
+    """It ends, and a process that holds its pipes does not."""
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(7)
+
+
 def _slow(progress: Progress) -> dict[str, Any]:
     for done in range(6):
         time.sleep(0.5)
-        progress({"done": done})
+        progress({"done": done, "doing": f"part {done}"})
     return {"wrong": ""}
 
 
@@ -99,6 +106,7 @@ _ITEMS = {
     "no memory": _no_memory,
     "die": _die,
     "exit": _exit,
+    "fork": _fork,
     "hang": _hang,
     "slow": _slow,
     "noise": _noise,

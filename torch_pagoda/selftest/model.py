@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..checkpoint.loading import load_config, load_model
+from ..compiler.options import CompileOptions
+from ..runtime.processors import limit_threads
 from .device import Device
 from .numbers import plain
 from .worker import Items
@@ -57,7 +59,8 @@ def open_device(asked: Asked) -> Device:
 
 
 def load(asked: Asked, device: torch.device) -> PreTrainedModel:
-    """The model on a device."""
+    """The model on a device, with no more threads than the control group allows."""
+    limit_threads()
     return load_model(asked.model, asked.dtype, asked.trust_remote_code, device)
 
 
@@ -65,6 +68,8 @@ def stage(**asked: Any) -> Items:
     """The first stage: what the device and the model are, and whether the device computes at all."""
     given = Asked(**asked)
     device = open_device(given)
+    options = {"block_size": given.block_size, "quantization": given.quantization, "passes": given.passes}
+    CompileOptions.from_dict({"target": "npu", "soc": device.soc, **options}).npu_target()  # raises for mistakes
     return {"device": lambda progress: _device(device), "model": lambda progress: _model(given)}
 
 

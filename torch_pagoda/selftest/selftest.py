@@ -48,7 +48,7 @@ def run_selftest(
         system: the machine.
 
     Raises:
-        ValueError: a stage that there is not, or no device, or a mistake in ``asked``.
+        ValueError: a stage that there is not, or no device, or a mistake in ``asked``, or another run in the folder.
         OSError: the folder cannot be written to.
     """
     for name in stages:
@@ -57,10 +57,8 @@ def run_selftest(
     system = System() if system is None else system
     versions = {name: version for name in _VERSIONS if (version := system.version_of(name)) is not None}
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / JOURNAL
-    if again:
-        path.unlink(missing_ok=True)
-    journal = Journal(path, {"asked": asked, "stages": list(stages), "versions": versions})
+    subject = {"asked": asked, "stages": list(stages), "versions": versions}
+    journal = Journal(folder / JOURNAL, subject, again=again)
     outcomes = {}
     finished = False
     try:
@@ -106,7 +104,7 @@ def _report(
 
 def _secrets(model: str) -> dict[str, str]:
     """Spellings of the model's name, none of which leaves."""
-    names = {model}
+    names = {model, "models--" + model.replace("/", "--")}  # the latter in the cache of the hub
     with suppress(OSError, ValueError):
         path = Path(model).expanduser()
         names |= {str(path), str(path.absolute()), str(path.resolve())}

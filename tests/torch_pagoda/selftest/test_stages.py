@@ -20,6 +20,7 @@ from torch_pagoda.compiler import UnsupportedModel
 from torch_pagoda.compiler.verify.self_check import Reference, Schedule, reference_of_model
 from torch_pagoda.selftest import comparisons as comparisons_file
 from torch_pagoda.selftest import graphs as graphs_file
+from torch_pagoda.selftest import model as model_file
 from torch_pagoda.selftest import operators as operators_file
 from torch_pagoda.selftest.comparisons import COMPARISONS, Comparison, chosen
 from torch_pagoda.selftest.device import Device
@@ -162,6 +163,27 @@ def test_an_operator_that_raises_says_what_the_device_said(items: Callable[[Devi
         run = next(run for name, run in items(bent).items() if name.startswith("npu_swiglu("))
         with pytest.raises(RuntimeError, match="NPU out of memory"):
             run(silent)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"), [({"block_size": 7}, "7"), ({"quantization": "int3"}, "int3"), ({"passes": {"x": []}}, "x")]
+)
+def test_mistakes_in_what_is_asked_are_found_in_the_first_stage(
+    monkeypatch: pytest.MonkeyPatch, mistake: dict[str, Any], words: str
+) -> None:
+    with device() as right:
+        monkeypatch.setattr(model_file, "open_device", lambda asked: right)
+        assert list(model_file.stage(model="nowhere")) == ["device", "model"]
+        with pytest.raises(ValueError, match=words):
+            model_file.stage(model="nowhere", **mistake)
+
+
+def test_stages_have_no_more_threads_than_the_control_group_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(model_file, "limit_threads", lambda: called.append("limit"))
+    monkeypatch.setattr(model_file, "load_model", lambda *_: called.append("load"))
+    model_file.load(ASKED, torch.device("cpu"))
+    assert called == ["limit", "load"]
 
 
 def test_the_device_item() -> None:
