@@ -105,7 +105,7 @@ class Soak:
         draw: decides when.
         violations: what went wrong.
         samples: one for each check.
-        kills: (seconds until streams had ended, seconds until ``/health`` was 200) of each.
+        kills: seconds until ``/health`` was 200 after each.
     """
 
     process: subprocess.Popen[str]
@@ -291,7 +291,9 @@ class Soak:
         streams = [asyncio.create_task(self.traffic.ask("/v1/completions", body)) for _ in range(8)]
         async with httpx.AsyncClient(base_url=self.url, trust_env=False) as client:
             headers = {"authorization": f"Bearer {KEY}"}
-            while (await client.get("/load", headers=headers)).json()["server_load"] < len(streams):
+            while not any(stream.done() for stream in streams):
+                if (await client.get("/load", headers=headers)).json()["server_load"] == len(streams):
+                    break
                 await asyncio.sleep(0.02)
         self.process.terminate()
         for answer in await asyncio.gather(*streams):

@@ -447,6 +447,8 @@ class Traffic:
         refused = Counter(self._refused(answer) or "served" for answer in answers)
         for how, number in refused.items():
             self.counts[f"burst: {how}"] += number
+        if failed := {how: number for how, number in refused.items() if how not in ("served", "429")}:
+            raise Wrong(f"of {count} requests at once: {failed}")
         return "burst"
 
 

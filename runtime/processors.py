@@ -26,7 +26,8 @@ _THREADS_AT_IMPORT = torch.get_num_threads()
 def limit_threads(root: Path = Path("/")) -> int:
     """Lower torch's number of threads to what the control group allows, unless somebody chose a number.
 
-    ``OMP_NUM_THREADS``, ``MKL_NUM_THREADS`` and a call of ``torch.set_num_threads`` are choices.
+    ``OMP_NUM_THREADS``, ``MKL_NUM_THREADS`` and a call of ``torch.set_num_threads`` after this module was imported
+    are choices.
 
     Args:
         root: the folder that ``proc`` and ``sys`` lie in.
@@ -118,7 +119,7 @@ def bind_to_node_of(device: torch.device, root: Path = Path("/")) -> tuple[int, 
         except OSError as error:  # it has ended, or a sandbox forbids it
             log.info("thread %d is not bound to NUMA node %d: %s", task, node, error)
     log.info("bound to the %d processors of NUMA node %d", len(processors), node)
-    if torch.get_num_threads() > len(processors) and not any(os.environ.get(name) for name in _CHOSEN):
+    if limit_threads(root) > len(processors) and not any(os.environ.get(name) for name in _CHOSEN):
         torch.set_num_threads(len(processors))
     return tuple(sorted(processors))
 

@@ -139,6 +139,13 @@ def test_a_process_is_bound_to_its_device_s_node(host, threads, index, processor
     assert threads == [4]
 
 
+def test_a_bound_process_has_no_more_threads_than_its_control_group_allows(host, threads):
+    root, _ = host
+    write(root, **{"sys/fs/cgroup/cpu.max": "200000 100000"})
+    assert bind_to_node_of(Device(0), root) and threads == [2]
+    assert limit_threads(root) == 2
+
+
 def test_devices_are_counted_among_the_visible_ones(host, monkeypatch):
     root, _ = host
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "3,0")

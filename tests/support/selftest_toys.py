@@ -27,6 +27,21 @@ def stage(kinds: list[str], folder: str = "") -> Items:
     return {kind: lambda progress, kind=kind: item(kind, progress) for kind in kinds}  # type: ignore[misc]
 
 
+def device(folder: str, model: str) -> Items:
+    """A device, and a model, whose stage can be prepared as long as ``folder`` has a file "device"; the item "lost"
+    removes it and dies."""
+    file = Path(folder, "device")
+    if not file.exists():
+        raise ValueError("there is no device")
+
+    def lose(progress: Progress) -> dict[str, Any]:
+        file.unlink()
+        return _exit(progress)
+
+    items: Items = {"device": lambda progress: {"wrong": "", "facts": {}}}
+    return {**items, "lost": lose, "model": items["device"]} if model == "a thief" else items
+
+
 def _die(progress: Progress) -> dict[str, Any]:
     print("Fatal: stack smashed in /home/somebody/driver.so", file=sys.stderr)
     os.kill(os.getpid(), signal.SIGSEGV)
@@ -55,10 +70,17 @@ def _exit(progress: Progress) -> dict[str, Any]:
     os._exit(7)
 
 
+def _fork(progress: Progress) -> dict[str, Any]:
+    """It ends, and a process that holds its pipes does not."""
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(7)
+
+
 def _slow(progress: Progress) -> dict[str, Any]:
     for done in range(6):
         time.sleep(0.5)
-        progress({"done": done})
+        progress({"done": done, "doing": f"part {done}"})
     return {"wrong": ""}
 
 
@@ -84,6 +106,7 @@ _ITEMS = {
     "no memory": _no_memory,
     "die": _die,
     "exit": _exit,
+    "fork": _fork,
     "hang": _hang,
     "slow": _slow,
     "noise": _noise,

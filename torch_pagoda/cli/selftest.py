@@ -52,12 +52,14 @@ def selftest(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Compare everything that only an NPU can show with the CPU, on a model, and time it.
+    """Compare a model on an NPU with the CPU, operator by operator and pass by pass; check planned graphs and
+    time ways to run them.
 
     Each operator of the model's graphs at its real sizes; the model, pass by pass; each planned graph of each way to
     run it, and how fast that is. An error, a hang or a lost device is noted, and the rest goes on. Where this process
-    ends, the next run goes on behind what was under way. report.json and report.html hold no folders, names or texts,
-    so that they can be sent to somebody who has no NPU.
+    ends, the next run goes on behind what was under way. report.json and report.html hold no prompts or
+    texts; folders, the user, the host and the model's name are taken out, so that they can be sent to somebody who
+    has no NPU.
 
     Run pagoda npu doctor first. Exit status: 0, 1 when something is not right, 2 for a mistake or no NPU.
     """
@@ -85,16 +87,16 @@ def selftest(
 
 
 def run_and_write(asked: dict[str, Any], out: Path, stages: list[str] | None, timeout: float, again: bool) -> Report:
-    """Run the test, write both reports, and print what they say first."""
+    """Run the test, which writes both reports, and print what they say first."""
     from ..selftest import run_selftest
     from ..selftest.selftest import STAGES
 
     progress = _Progress()
     # What is under way when somebody ends this process is tried again by the next run, as with Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, signal.default_int_handler)
     report = run_selftest(out, asked, stages=stages or STAGES, seconds=timeout, again=again, show=progress.show)
-    report.write_json(out / "report.json")
-    report.write_html(out / "report.html")
     console = Console(highlight=False)
     console.print(Text(report.title, style="bold"))
     console.print(Text(report.first_line))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .journal import NOT_RUN, RIGHT
+from .numbers import number
 from .supervise import PREPARE
 
 __all__ = ["QUESTIONS", "Question", "answers"]
@@ -40,24 +41,32 @@ def _operator(*names: str) -> Callable[[Mapping[str, Any]], bool]:
     return lambda outcome: outcome["item"].partition("(")[0] in names
 
 
+def _reads_packed_weights(outcome: Mapping[str, Any]) -> bool:
+    item = outcome["item"]
+    is_grouped = _operator("npu_grouped_matmul")(outcome) and ("int8[" in item or "int32[" in item)
+    return is_grouped or _operator("npu_weight_quant_batchmatmul", "npu_quant_matmul")(outcome)
+
+
 def _limits(outcomes: Sequence[Mapping[str, Any]]) -> str:
     """How many are right, and the largest difference; "" where none was run."""
     if not outcomes:
         return ""
-    found = [outcome for outcome in outcomes if "of_limit" in outcome["found"]]
-    right = sum(outcome["status"] == RIGHT for outcome in outcomes)
-    worst = max((_number(outcome["found"]["of_limit"]) for outcome in found), default=0.0)
-    largest = "no number was yielded where one is right" if worst == float("inf") else f"{worst:.3g} times the limit"
-    return f"{right} of {len(outcomes)} calls are right; the largest difference: {largest}"
+    found = [number(outcome["found"]["of_limit"]) for outcome in outcomes if "of_limit" in outcome["found"]]
+    right = f"{sum(outcome['status'] == RIGHT for outcome in outcomes)} of {len(outcomes)} calls are right"
+    if not found:
+        return right
+    if max(found) == float("inf"):
+        return f"{right}; a result has no number, or another shape, where one is right"
+    return f"{right}; the largest difference: {max(found):.3g} times the limit"
 
 
 def _checks(outcomes: Sequence[Mapping[str, Any]]) -> str:
     checks = [check for outcome in outcomes for check in outcome["found"].get("checks", [])]
-    worst = max((_number(check["error"]) for check in checks), default=0.0)
+    worst = max((number(check["error"]) for check in checks), default=0.0)
     if not checks:
         return ""
     limit = next((outcome["found"]["limit"] for outcome in outcomes if "limit" in outcome["found"]), None)
-    of = f" of {_number(limit):.3g} standard deviations" if limit is not None else ""
+    of = f" of {number(limit):.3g} standard deviations" if limit is not None else ""
     return f"passes compared: {len(checks)}; the largest error: {worst:.3g}{of}"
 
 
@@ -99,13 +108,13 @@ QUESTIONS = (
     Question(
         "Are packed weights of 4 and 8 bits read as they are meant?",
         "operators",
-        _operator("npu_weight_quant_batchmatmul", "npu_quant_matmul"),
+        _reads_packed_weights,
         _limits,
     ),
     Question(
         "Are the decays of gated delta rules right?",
         "operators",
-        _operator("npu_chunk_gated_delta_rule"),
+        _operator("npu_chunk_gated_delta_rule", "npu_recurrent_gated_delta_rule"),
         _limits,
     ),
     Question("Is the model right on the device, pass by pass?", "passes", _named("pass by pass"), _checks),
@@ -150,7 +159,3 @@ def answers(stages: Outcomes) -> list[dict[str, str]]:
             {"question": question.text, "answer": text or RIGHT, "status": bad[0]["status"] if bad else RIGHT}
         )
     return said
-
-
-def _number(number: float | str) -> float:
-    return float("inf") if isinstance(number, str) else float(number)

@@ -6,6 +6,7 @@ item that was begun has no end: it is what was under way, and is not tried again
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Mapping
@@ -47,22 +48,36 @@ class Journal:
         path: of the file. One that is there is gone on with, if it was begun for the same ``subject`` and not
             finished.
         subject: what is tested and how.
+        again: begin anew in any case.
 
     Attributes:
         resumed: it goes on with an earlier run.
+
+    Raises:
+        ValueError: another run writes the file.
+        OSError: it cannot be written.
     """
 
-    def __init__(self, path: Path, subject: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, subject: Mapping[str, Any], *, again: bool = False) -> None:
         self._outcomes: dict[str, dict[str, Outcome]] = {}
         self._plans: dict[str, list[str]] = {}
         subject = json.loads(json.dumps(subject))
-        lines = _lines(path)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file = os.fdopen(descriptor, "a", encoding="utf-8")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise ValueError(f"another run writes to {path.parent}; wait for it, or name another --out") from None
+        except OSError:  # a file system without locks
+            pass
+        lines = [] if again else _lines(path)
         self.resumed = bool(lines) and lines[0] == {"subject": subject} and {"finished": True} not in lines
         died = self._read(lines[1:]) if self.resumed else []
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if self.resumed else os.O_TRUNC), 0o600)
-        self._file = os.fdopen(descriptor, "a", encoding="utf-8")
-        self._file.write("\n" if self.resumed else "")  # behind a line that was cut off
-        if not self.resumed:
+        if self.resumed:
+            self._file.write("\n")  # behind a line that was cut off
+        else:
+            os.ftruncate(descriptor, 0)
             self._write(subject=subject)
         for stage, outcome in died:
             self.end(stage, outcome)

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..checkpoint.loading import load_config, load_model
+from ..compiler.options import CompileOptions
+from ..runtime.processors import limit_threads
 from .device import Device
 from .numbers import plain
-from .worker import Items, Progress
+from .worker import Items
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,7 +59,8 @@ def open_device(asked: Asked) -> Device:
 
 
 def load(asked: Asked, device: torch.device) -> PreTrainedModel:
-    """The model on a device."""
+    """The model on a device, with no more threads than the control group allows."""
+    limit_threads()
     return load_model(asked.model, asked.dtype, asked.trust_remote_code, device)
 
 
@@ -65,18 +68,20 @@ def stage(**asked: Any) -> Items:
     """The first stage: what the device and the model are, and whether the device computes at all."""
     given = Asked(**asked)
     device = open_device(given)
-    return {"device": lambda progress: _device(device, progress), "model": lambda progress: _model(given)}
+    options = {"block_size": given.block_size, "quantization": given.quantization, "passes": given.passes}
+    CompileOptions.from_dict({"target": "npu", "soc": device.soc, **options}).npu_target()  # raises for mistakes
+    return {"device": lambda progress: _device(device), "model": lambda progress: _model(given)}
 
 
-def _device(device: Device, progress: Progress) -> dict[str, Any]:
+def _device(device: Device) -> dict[str, Any]:
     """Copy there and back, and a product of matrices of small integers, which is exact."""
-    numbers = torch.randint(-8, 8, (256, 256), generator=torch.Generator().manual_seed(0)).to(torch.float16)
+    numbers = torch.randint(-2, 3, (256, 256), generator=torch.Generator().manual_seed(0)).to(torch.float16)
     there = numbers.to(device.torch_device)
     wrong = "" if torch.equal(device.run(lambda: there.clone()).cpu(), numbers) else "a copy does not come back equal"
-    product = device.run(lambda: there @ there).cpu().float()
-    exact = (numbers.long() @ numbers.long()).float().half().float()
-    largest = float((product - exact).abs().max())
-    if largest > 8:  # sums of 256 products reach 16384, where float16 has steps of 8
+    product = device.run(lambda: there @ there).cpu()
+    exact = (numbers.long() @ numbers.long()).half()
+    largest = float((product.float() - exact.float()).abs().max())
+    if not torch.equal(product, exact):  # at most 1024; float16 has every integer to 2048
         wrong = wrong or f"a product of matrices of small integers differs by {largest:.3g}"
     return {
         "wrong": wrong,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["plain"]
+__all__ = ["number", "plain"]
 
 
 def plain(number: float) -> float | str:
@@ -12,3 +12,8 @@ def plain(number: float) -> float | str:
     if math.isnan(number):
         return "nan"
     return number if math.isfinite(number) else "infinite"
+
+
+def number(plain: float | str) -> float:
+    """The number for comparisons; infinity for what is none."""
+    return float("inf") if isinstance(plain, str) else float(plain)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..compiler.explain.page import document, section_html
 from ..compiler.explain.section import Cell, Section, Styled
 from .journal import NOT_RUN, RIGHT
+from .numbers import number
 
 if TYPE_CHECKING:
     from .report import Report
@@ -97,7 +98,7 @@ def _operators(outcomes: Sequence[Mapping[str, Any]]) -> Section:
     rows = []
     for name, group in by_name.items():
         right = sum(outcome["status"] == RIGHT for outcome in group)
-        worst = max((outcome["found"] for outcome in group), key=lambda found: _number(found.get("of_limit", 0)))
+        worst = max((outcome["found"] for outcome in group), key=lambda found: number(found.get("of_limit", 0)))
         style = "" if right == len(group) else "bad"
         rows.append(
             (
@@ -215,7 +216,3 @@ def _style(status: str) -> str:
 
 def _short(number: float | str) -> str:
     return number if isinstance(number, str) else f"{number:.3g}"
-
-
-def _number(number: float | str) -> float:
-    return float("inf") if isinstance(number, str) else float(number)

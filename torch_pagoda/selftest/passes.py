@@ -74,7 +74,7 @@ def _every_pass(
         passes=asked.passes,
     )
     report = CompileReport(type(model).__name__)
-    report.checks = _Told(progress)
+    report.checks = _ReportedChecks(progress)
     refused = ""
     try:
         device.run(lambda: build_unpacked(model, options, report=report, reference=reference))
@@ -85,8 +85,8 @@ def _every_pass(
     return {"wrong": said, "checks": _as_data(report.checks), "limit": plain(reference.tolerance)}
 
 
-class _Told(list[PassCheck]):
-    """A list that says what is in it whenever something is added."""
+class _ReportedChecks(list[PassCheck]):
+    """A list that reports its checks whenever one is appended."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Removal of what a report should not tell strangers: folders, the user, the host, and the name of the model.
+"""Removal of what a report should not tell strangers: folders, addresses, the user, the host, the model's name.
 
 A report goes to somebody who has no device, perhaps in public. It has no prompts and no texts, since all tokens are
 drawn at random; what errors quote may hold the rest.
@@ -14,12 +14,15 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["Redact", "redacted"]
+__all__ = ["redacted"]
 
-Redact = Callable[[str], str]
+_Redact = Callable[[str], str]
 
 # Folders of a path and its last part. The start of a path follows no letter: "tokens/s" and "a/b" are none.
-_PATH = re.compile(r"(?<![\w.:/\]])(?:~[\w.-]*|file:/*)?(?:/[^\s/\\'\"<>:;,()\[\]]+)+/?")
+_PATH = re.compile(
+    r"(?<![\w./\]])(?!(?<=:)//)(?:\[(?:home|folder)\]|~[\w.-]*|file:/*)?(?:/[^\s/\\'\"<>:;,()\[\]]+)+/?"
+)
+_URL = re.compile(r"\b(?!file:)[a-zA-Z][\w+.-]*://[^\s'\"<>]+")
 _ADDRESS = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?::\d{1,5})?(?![\w.])")
 _MAIL = re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+")
 _SHORTEST = 3
@@ -28,7 +31,7 @@ _COMMON = frozenset({"root", "user", "users", "home", "localhost", "host", "npu"
 
 
 def redacted(data: Any, secrets: Mapping[str, str]) -> Any:
-    """Data of JSON with every text redacted, keys of objects as well.
+    """Data of JSON with every text redacted; the names of fields are ours and stay.
 
     Args:
         data: it.
@@ -38,24 +41,24 @@ def redacted(data: Any, secrets: Mapping[str, str]) -> Any:
     first, last = _replacer({**folders, **secrets}), _replacer(_names())
 
     def redact(text: str) -> str:
-        text = _MAIL.sub("[mail]", first(text))
+        text = _MAIL.sub("[mail]", first(_URL.sub("[address]", text)))
         text = _PATH.sub(_last_part, _ADDRESS.sub("[address]", text))
         return last(text)
 
     return _applied(data, redact)
 
 
-def _applied(data: Any, redact: Redact) -> Any:
+def _applied(data: Any, redact: _Redact) -> Any:
     if isinstance(data, str):
         return redact(data)
     if isinstance(data, Mapping):
-        return {redact(str(name)): _applied(each, redact) for name, each in data.items()}
+        return {name: _applied(each, redact) for name, each in data.items()}
     if isinstance(data, list | tuple):
         return [_applied(each, redact) for each in data]
     return data
 
 
-def _replacer(secrets: Mapping[str, str]) -> Redact:
+def _replacer(secrets: Mapping[str, str]) -> _Redact:
     """Puts other texts in the place of whole words and paths."""
     known = sorted((text for text in secrets if len(text) >= _SHORTEST), key=len, reverse=True)
     if not known:

@@ -1,4 +1,4 @@
-"""The report of a test: what was found, as data that JSON has and that tells nobody who ran it where."""
+"""The report of a test: what was found, as data that JSON has, redacted."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ class Report:
                 f"No Ascend device was used: {self.data['stand_in']}. Nothing in here says anything of a device, and "
                 "the times are not a device's."
             )
-        return f"Made on {self.data['device'].get('device', 'an Ascend device')}, {self.data['when']}."
+        return (
+            f"Made on {self.data['device'].get('device', 'a device that could not be opened')}, {self.data['when']}."
+        )
 
     @property
     def verdict(self) -> str:

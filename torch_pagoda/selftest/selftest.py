@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ..doctor import System, examine
-from .journal import FAILED, Journal
+from .journal import FAILED, Journal, Outcome
 from .report import Report, make_report
 from .supervise import PREPARE, Stage, run_stage
 
@@ -36,10 +36,10 @@ def run_selftest(
     show: Callable[[str, str], None] = lambda stage, item: None,
     system: System | None = None,
 ) -> Report:
-    """Run the stages and write the report.
+    """Run the stages, and write report.json and report.html.
 
     Args:
-        folder: where the journal lies; an unfinished one of the same test is gone on with.
+        folder: where the journal and the reports lie; an unfinished one of the same test is gone on with.
         asked: fields of ``model.Asked``, as JSON has them.
         stages: of ``STAGES``.
         seconds: without a word, after which an item counts as hung.
@@ -48,7 +48,7 @@ def run_selftest(
         system: the machine.
 
     Raises:
-        ValueError: a stage that there is not, or no device, or no model.
+        ValueError: a stage that there is not, or no device, or a mistake in ``asked``, or another run in the folder.
         OSError: the folder cannot be written to.
     """
     for name in stages:
@@ -57,10 +57,8 @@ def run_selftest(
     system = System() if system is None else system
     versions = {name: version for name in _VERSIONS if (version := system.version_of(name)) is not None}
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / JOURNAL
-    if again:
-        path.unlink(missing_ok=True)
-    journal = Journal(path, {"asked": asked, "stages": list(stages), "versions": versions})
+    subject = {"asked": asked, "stages": list(stages), "versions": versions}
+    journal = Journal(folder / JOURNAL, subject, again=again)
     outcomes = {}
     finished = False
     try:
@@ -69,12 +67,26 @@ def run_selftest(
                 outcomes[name] = run_stage(Stage(name, _FUNCTIONS[name], asked), journal, seconds, show)
             prepared = outcomes[STAGES[0]][0]
             if prepared.item == PREPARE:
-                if prepared.status == FAILED:
+                finished = True  # or the next run would take this failure from the journal
+                if prepared.status == FAILED and len(outcomes[STAGES[0]]) == 1:
                     raise ValueError(prepared.reason)
                 break  # there is no device to go on with
+        report = _report(outcomes, asked, versions, journal.resumed, system)
+        report.write_json(folder / "report.json")
+        report.write_html(folder / "report.html")
         finished = True
     finally:
         journal.close(finished=finished)
+    return report
+
+
+def _report(
+    outcomes: Mapping[str, Sequence[Outcome]],
+    asked: Mapping[str, Any],
+    versions: Mapping[str, str],
+    resumed: bool,
+    system: System,
+) -> Report:
     now = datetime.datetime.now(datetime.UTC)
     shown = ("dtype", "quantization", "passes", "block_size", "max_num_seqs", "max_num_batched_tokens")
     return make_report(
@@ -84,7 +96,7 @@ def run_selftest(
             "versions": versions,
             "options": {name: asked[name] for name in shown if asked.get(name)},
             "doctor": [asdict(finding) for finding in examine(system)],
-            "resumed": journal.resumed,
+            "resumed": resumed,
         },
         secrets=_secrets(str(asked["model"])),
     )
@@ -92,7 +104,7 @@ def run_selftest(
 
 def _secrets(model: str) -> dict[str, str]:
     """Spellings of the model's name, none of which leaves."""
-    names = {model}
+    names = {model, "models--" + model.replace("/", "--")}  # the latter in the cache of the hub
     with suppress(OSError, ValueError):
         path = Path(model).expanduser()
         names |= {str(path), str(path.absolute()), str(path.resolve())}

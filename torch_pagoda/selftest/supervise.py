@@ -154,6 +154,7 @@ def _asked(
             elif isinstance(answer.get("result"), dict):
                 result = dict(answer["result"])
                 wrong = str(result.pop("wrong", ""))
+                said.pop("doing", None)
                 return ended(WRONG if wrong else RIGHT, wrong, result)
             else:
                 raise _Gone(CRASHED, "its process said something that is no answer")
@@ -206,10 +207,19 @@ class _Child:
         assert self._process.stdout is not None
         until = time.monotonic() + seconds
         while b"\n" not in self._rest:
+            has_ended = self._process.poll() is not None
             left = until - time.monotonic()
-            if left <= 0 or not self._selector.select(left):
+            if left <= 0:
                 self._kill()
-                raise _Gone(HUNG, f"nothing was heard of it for {seconds:g} s; its process was killed")
+                raise _Gone(
+                    HUNG,
+                    f"nothing was heard of it for {seconds:g} s; its process was killed; raise --timeout where it "
+                    "only takes long",
+                )
+            if not self._selector.select(min(left, 1.0)):
+                if has_ended:  # a process that it forked may still hold the pipe
+                    raise _Gone(CRASHED, self._end())
+                continue
             read = os.read(self._process.stdout.fileno(), 1 << 16)
             if not read:
                 raise _Gone(CRASHED, self._end())

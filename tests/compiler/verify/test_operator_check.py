@@ -230,6 +230,21 @@ def test_of_equal_entries_either_may_be_chosen() -> None:
         assert (difference.reason == "") is is_right, index
 
 
+def test_one_of_equal_entries_cannot_be_chosen_twice() -> None:
+    call = OperatorCall(
+        target=torch.ops.aten.topk.default,
+        args=(torch.tensor([[0.5, 2.0, 2.0, 1.0]]), 2),
+        kwargs={},
+        expected={0: torch.tensor([[2.0, 2.0]]), 1: torch.tensor([[1, 2]])},
+        written={},
+        step="",
+    )
+    for indices, is_right in (([1, 2], True), ([2, 1], True), ([1, 1], False), ([2, 2], False)):
+        found = (torch.tensor([[2.0, 2.0]]), torch.tensor([indices]))
+        difference, _ = run_call(call, CPU, lambda function, found=found: found)  # type: ignore[misc]
+        assert (difference.reason == "") is is_right, indices
+
+
 def test_devices_of_arguments_are_replaced() -> None:
     call = OperatorCall(
         target=torch.ops.aten.arange.default,

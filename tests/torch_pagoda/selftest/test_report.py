@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from torch_pagoda.selftest.journal import CRASHED, FAILED, HUNG, NOT_RUN, RIGHT, WRONG, Outcome
 from torch_pagoda.selftest.redact import redacted
 from torch_pagoda.selftest.report import Report, make_report
+from torch_pagoda.selftest.selftest import _secrets
 
 EVIL = '<script>alert(1)</script>"><img src="http://example.invalid/x.png" onerror=alert(1)>'
 MODEL = "/srv/secret-models/our-new-model"
@@ -43,7 +45,12 @@ def side(milliseconds: float, *reasons: str) -> dict[str, Any]:
     return {"sizes": sizes, "limits": [], "milliseconds": milliseconds}
 
 
-def report(stand_in: str = "", **stages: list[Outcome]) -> Report:
+def report(
+    stand_in: str = "",
+    secrets: Mapping[str, str] = {MODEL: "[model]"},
+    devices: Sequence[Outcome] = (),
+    **stages: list[Outcome],
+) -> Report:
     first = [
         Outcome(
             "device",
@@ -59,7 +66,7 @@ def report(stand_in: str = "", **stages: list[Outcome]) -> Report:
         "doctor": [{"status": "ok", "check": "CANN", "text": "9.1.0 in /usr/local/Ascend/cann", "remedy": ""}],
         "resumed": False,
     }
-    return make_report({"device": first, **stages}, facts=facts, secrets={MODEL: "[model]"})
+    return make_report({"device": devices or first, **stages}, facts=facts, secrets=secrets)
 
 
 @pytest.fixture
@@ -111,7 +118,7 @@ def test_questions_are_answered(full: Report) -> None:
     computes = answers["Does the device compute what each operator's CPU semantics say?"]
     assert computes["status"] == WRONG
     assert computes["answer"].startswith(
-        "1 of 3 calls are right; the largest difference: no number was yielded where one is right. The first that is "
+        "1 of 3 calls are right; a result has no number, or another shape, where one is right. The first that is "
         "not: npu_linear(bfloat16[8, 64]), decode of 8, first: wrong, result differs by 3"
     )
     assert answers["Are products right whose matrices lie in FRACTAL_NZ?"]["status"] == RIGHT
@@ -130,6 +137,27 @@ def test_questions_are_answered(full: Report) -> None:
         in answers["Is the model right on the device, pass by pass?"]["answer"]
     )
     assert "Are the decays of gated delta rules right?" not in answers, "nothing was run for it"
+
+
+@pytest.mark.parametrize(
+    ("operator", "shapes", "question"),
+    [
+        ("npu_grouped_matmul", "int8[8, 64], int32[4, 64, 4]", "Are packed weights of 4 and 8 bits read"),
+        ("npu_grouped_matmul", "bfloat16[8, 64], bfloat16[4, 64, 32]", ""),
+        ("npu_quant_matmul", "int8[8, 64], int8[64, 32]", "Are packed weights of 4 and 8 bits read"),
+        ("npu_recurrent_gated_delta_rule", "bfloat16[8, 2, 64]", "Are the decays of gated delta rules right?"),
+    ],
+)
+def test_which_operators_answer_a_question(operator: str, shapes: str, question: str) -> None:
+    made = report(operators=[Outcome(f"{operator}({shapes}), decode of 8, first", CRASHED, "its process died")])
+    first, *others = made.data["answers"]
+    assert [each["question"].startswith(question) for each in others] == [True] * bool(question)
+    assert first["answer"].startswith("0 of 1 calls are right. The first that is not: "), "there are no differences"
+
+
+def test_a_device_that_was_not_opened_is_not_named() -> None:
+    made = report(devices=[Outcome("prepare", CRASHED, "its process died")])
+    assert made.first_line == "Made on a device that could not be opened, 2026-11-25 13:00 UTC."
 
 
 def test_a_stand_in_is_said_before_all_else() -> None:
@@ -200,6 +228,9 @@ def test_files_are_written_whole(full: Report, tmp_path: Path) -> None:
         ("File '/home/jane/venv/lib/x.py', line 3", "File '…/x.py', line 3"),
         ("see file:///home/jane/a.log", "see …/a.log"),
         ("~/models/llama is gone", "…/llama is gone"),
+        ("error:/data/acme/x.so", "error:…/x.so"),
+        (f"{Path.home()}/clients/acme/w.bin, {os.getcwd()}/a/b/c", "…/w.bin, …/c"),
+        ("see https://git.corp.example/acme/x?y=1, s3://acme/w", "see [address] [address]"),
         ("jane@mail.example sent it to 10.1.2.3:8080", "[mail] sent it to [address]"),
         ("jane on box7 failed", "[user] on [host] failed"),
         ("3384 / 65536 MiB, 12 tokens/s, npu::npu_linear", "3384 / 65536 MiB, 12 tokens/s, npu::npu_linear"),
@@ -211,9 +242,20 @@ def test_files_are_written_whole(full: Report, tmp_path: Path) -> None:
 def test_what_does_not_leave(text: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("getpass.getuser", lambda: "jane")
     monkeypatch.setattr("socket.gethostname", lambda: "box7.corp.example")
-    found = redacted({"a": [text, 3, None, {text: True}]}, {MODEL: "[model]"})
-    assert found["a"][0] == shown
-    assert list(found["a"][3]) == [found["a"][0]] and found["a"][1:3] == [3, None]
+    found = redacted({"a": [text, 3, None, {"jane": text}]}, {MODEL: "[model]"})
+    assert found == {"a": [shown, 3, None, {"jane": shown}]}, "names of fields stay"
+
+
+def test_every_spelling_of_a_model_is_taken_out(tmp_path: Path) -> None:
+    text = f"/cache/models--acme--secret-7b, acme/secret-7b, {Path.cwd()}/acme/secret-7b/w.bin"
+    assert "secret-7b" not in redacted(text, _secrets("acme/secret-7b"))
+
+
+@pytest.mark.parametrize("name", ["model", "device", "item"])
+def test_a_model_whose_name_is_that_of_a_field(name: str) -> None:
+    made = report(secrets={name: "[model]"}, operators=[Outcome(f"reads {name}", FAILED, f"no {name}")])
+    assert made.title == "Selftest of Ascend910B3 on llama"
+    assert made.data["first_wrong"]["reason"] == "no [model]"
 
 
 def test_a_report_names_no_folder_user_host_or_model(full: Report, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from torch_pagoda.compiler import UnsupportedModel
 from torch_pagoda.compiler.verify.self_check import Reference, Schedule, reference_of_model
 from torch_pagoda.selftest import comparisons as comparisons_file
 from torch_pagoda.selftest import graphs as graphs_file
+from torch_pagoda.selftest import model as model_file
 from torch_pagoda.selftest import operators as operators_file
 from torch_pagoda.selftest.comparisons import COMPARISONS, Comparison, chosen
 from torch_pagoda.selftest.device import Device
@@ -164,11 +165,45 @@ def test_an_operator_that_raises_says_what_the_device_said(items: Callable[[Devi
             run(silent)
 
 
+@pytest.mark.parametrize(
+    ("mistake", "words"), [({"block_size": 7}, "7"), ({"quantization": "int3"}, "int3"), ({"passes": {"x": []}}, "x")]
+)
+def test_mistakes_in_what_is_asked_are_found_in_the_first_stage(
+    monkeypatch: pytest.MonkeyPatch, mistake: dict[str, Any], words: str
+) -> None:
+    with device() as right:
+        monkeypatch.setattr(model_file, "open_device", lambda asked: right)
+        assert list(model_file.stage(model="nowhere")) == ["device", "model"]
+        with pytest.raises(ValueError, match=words):
+            model_file.stage(model="nowhere", **mistake)
+
+
+def test_stages_have_no_more_threads_than_the_control_group_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(model_file, "limit_threads", lambda: called.append("limit"))
+    monkeypatch.setattr(model_file, "load_model", lambda *_: called.append("load"))
+    model_file.load(ASKED, torch.device("cpu"))
+    assert called == ["limit", "load"]
+
+
 def test_the_device_item() -> None:
     with device() as right:
-        found = _device(right, silent)
+        found = _device(right)
     assert found["wrong"] == "" and found["stand_in"] == "a toy" and found["facts"]["lowered for"] == "Ascend910B3"
     assert found["largest"] == 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"), [(lambda x: x * math.nan, "differs by nan"), (lambda x: x + 1, "differs by 1")]
+)
+def test_a_product_that_is_not_exact_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor], torch.Tensor], words: str
+) -> None:
+    run, count = Device.run, iter(range(2))
+    monkeypatch.setattr(Device, "run", lambda self, call: spoil(run(self, call)) if next(count) else run(self, call))
+    with device() as spoiled:
+        found = _device(spoiled)
+    assert words in found["wrong"] and json.dumps(found, allow_nan=False)
 
 
 # The model, pass by pass

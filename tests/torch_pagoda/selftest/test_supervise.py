@@ -12,8 +12,12 @@ from pathlib import Path
 import pytest
 
 from torch_pagoda import cli
+from torch_pagoda.cli.selftest import run_and_write
 from torch_pagoda.device import npu_available
+from torch_pagoda.selftest import selftest as selftest_file
 from torch_pagoda.selftest.journal import CRASHED, FAILED, HUNG, NOT_RUN, RIGHT, WRONG, Journal, Outcome
+from torch_pagoda.selftest.report import Report
+from torch_pagoda.selftest.selftest import run_selftest
 from torch_pagoda.selftest.supervise import PREPARE, Stage, run_stage
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -48,7 +52,8 @@ def test_every_failure_is_noted_and_the_rest_goes_on(tmp_path: Path) -> None:
     memory = by_item["no memory"]
     assert memory.status == FAILED and "memory" in memory.reason and "; " in memory.reason, "with its remedy"
     assert "Tried to allocate 2.00 GiB" in memory.reason
-    assert by_item["hang"].status == HUNG and "nothing was heard of it for 3 s" in by_item["hang"].reason
+    hung = by_item["hang"]
+    assert hung.status == HUNG and "nothing was heard of it for 3 s" in hung.reason and "--timeout" in hung.reason
     assert by_item["exit"].status == CRASHED and "status 7" in by_item["exit"].reason
     assert by_item["noise"].status == RIGHT, "what libraries print is no answer"
     assert by_item["lost"].status == FAILED and "the device is lost" in by_item["lost"].reason
@@ -58,7 +63,13 @@ def test_every_failure_is_noted_and_the_rest_goes_on(tmp_path: Path) -> None:
 
 def test_what_says_something_does_not_hang(tmp_path: Path) -> None:
     (found,) = run_stage(stage("slow"), journal(tmp_path), 2)
-    assert found.status == RIGHT and found.seconds > 2 and found.found["done"] == 5
+    assert found.status == RIGHT and found.seconds > 2
+    assert found.found["done"] == 5 and "doing" not in found.found, "nothing is under way any more"
+
+
+def test_a_process_that_leaves_another_behind_has_crashed(tmp_path: Path) -> None:
+    (found,) = run_stage(stage("fork"), journal(tmp_path), 60)
+    assert found.status == CRASHED and "ended with status 7" in found.reason and found.seconds < 20
 
 
 def test_a_stage_that_cannot_be_prepared(tmp_path: Path) -> None:
@@ -104,6 +115,20 @@ def test_a_finished_run_and_another_subject_begin_anew(tmp_path: Path) -> None:
     assert not journal(tmp_path, "b").resumed
 
 
+def test_two_runs_do_not_share_a_journal(tmp_path: Path) -> None:
+    first = journal(tmp_path)
+    first.begin("toys", "right")
+    for again in (False, True):
+        with pytest.raises(ValueError, match=f"another run writes to {tmp_path}; wait for it, or name another --out"):
+            Journal(tmp_path / "journal", {"subject": "a"}, again=again)
+    first.end("toys", Outcome("right", RIGHT))
+    first.close(finished=False)
+    second = journal(tmp_path)
+    assert second.outcomes("toys") == {"right": Outcome("right", RIGHT)}, "what the first noted is left alone"
+    second.close(finished=False)
+    assert not Journal(tmp_path / "journal", {"subject": "a"}, again=True).resumed
+
+
 def test_an_item_that_the_user_stopped_is_tried_again(tmp_path: Path) -> None:
     first = journal(tmp_path)
     first.begin("toys", "right")
@@ -145,6 +170,60 @@ def test_the_journal_is_for_its_owner_alone(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "journal").read_text().splitlines()[0]) == {"subject": {"subject": "a"}}
 
 
+# The whole run
+
+
+@pytest.fixture
+def selftest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
+    """Runs the first stage on a toy."""
+    monkeypatch.setitem(selftest_file._FUNCTIONS, "device", "selftest_toys:device")
+
+    def run(model: str = "a model") -> Report:
+        asked = {"model": model, "folder": str(tmp_path)}
+        return run_selftest(tmp_path / "out", asked, stages=["device"], seconds=9)
+
+    return run
+
+
+def test_a_device_that_was_not_there_is_looked_for_again(selftest: Callable[..., Report], tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match="there is no device"):
+            selftest()
+    (tmp_path / "device").touch()
+    assert selftest().is_right
+
+
+def test_a_device_that_is_lost_in_the_first_stage_is_reported(
+    selftest: Callable[..., Report], tmp_path: Path
+) -> None:
+    (tmp_path / "device").touch()
+    found = selftest("a thief").data["stages"]["device"]
+    assert [(each["item"], each["status"]) for each in found] == [
+        (PREPARE, FAILED),
+        ("device", RIGHT),
+        ("lost", CRASHED),
+        ("model", NOT_RUN),
+    ]
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_a_run_whose_report_cannot_be_made_is_gone_on_with(
+    selftest: Callable[..., Report], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "device").touch()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Report, "write_html", full)
+        with pytest.raises(OSError, match="No space left"):
+            selftest()
+    assert selftest().data["resumed"] is True
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["resumed"] is True
+    assert selftest().data["resumed"] is False, "the second has finished"
+
+
 # The command
 
 
@@ -175,6 +254,30 @@ def test_mistakes_in_the_arguments(
     status, err = run("nowhere", "--out", tmp_path / "report", *arguments)
     assert status == 2 and words in err and err.count("\n") == 1
     assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize("by_nohup", [False, True])
+def test_a_terminal_that_goes_away_stops_the_run_as_the_user_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_nohup: bool
+) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    seen = {}
+
+    def note(*_: object, **__: object) -> None:
+        seen.update({number: signal.getsignal(number) for number in before})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch_pagoda.selftest.run_selftest", note)
+    try:
+        if by_nohup:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with pytest.raises(KeyboardInterrupt):
+            run_and_write({}, tmp_path, None, 9, again=False)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert seen[signal.SIGTERM] is signal.default_int_handler
+    assert seen[signal.SIGHUP] is (signal.SIG_IGN if by_nohup else signal.default_int_handler)
 
 
 @pytest.mark.skipif(npu_available(), reason="there is an NPU")
