@@ -141,16 +141,30 @@ class LookAheadMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.has_unfinished())
     @rule()
     def failing_step(self) -> None:
-        """The model raises once, on the device where there is one: all are computed again, each by itself, and nobody
-        ends by it."""
-        if self.engine.batcher.num_running > 1:
-            self.failure = RuntimeError("once")
+        """The model raises once in a step of several requests, on the device where there is one: all are computed
+        again, each by itself, and nobody ends by it. Whoever fails by itself does."""
+        runner = self.engine.runner
+        pack = runner.pack
+        several: list[Any] = []
+
+        def failing(scheduled: Any) -> Any:
+            if len(scheduled) > 1 and not several:
+                if self.ahead:  # or the step before it would fail
+                    self.toy_queue().synchronize_quietly()
+                several.append(scheduled)
+                self.failure = RuntimeError("once")
+            return pack(scheduled)
+
+        runner.pack = failing  # type: ignore[method-assign]
+        try:
             self.step(1)
-            if self.ahead:
-                self.toy_queue().synchronize_quietly()
-            self.failure = None
-            if self.ahead:  # it is noticed now; who fails once more by itself does end
-                self.step(1)
+        finally:
+            del runner.pack  # type: ignore[method-assign]
+        if self.ahead:
+            self.toy_queue().synchronize_quietly()
+        self.failure = None
+        if self.ahead and several:  # it is noticed now
+            self.step(1)
 
     def toy_queue(self) -> Any:
         return self.engine.runner.program.queue  # type: ignore[attr-defined]
