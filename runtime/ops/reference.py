@@ -145,12 +145,12 @@ def _position_bias(call: _Call, query_positions: torch.Tensor, num_keys: int, is
     j = torch.arange(num_keys, device=query_positions.device)[None, :]
     seen = torch.ones(i.shape[0], num_keys, dtype=torch.bool, device=j.device)
     if is_causal:
-        seen &= j <= i
+        seen = seen & (j <= i)
     if call.sliding_window > 0:
-        seen &= i - j < call.sliding_window
+        seen = seen & (i - j < call.sliding_window)
     if call.chunk > 0:
-        seen &= i // call.chunk == j // call.chunk
-    bias = torch.zeros(seen.shape, dtype=dtype, device=j.device).masked_fill_(~seen, -torch.inf)[None, None]
+        seen = seen & (i // call.chunk == j // call.chunk)
+    bias = torch.zeros(seen.shape, dtype=dtype, device=j.device).masked_fill(~seen, -torch.inf)[None, None]
     if call.alibi_slopes is not None:
         bias = bias + call.alibi_slopes.to(dtype)[None, :, None, None] * (j - i)
     return bias
@@ -159,7 +159,7 @@ def _position_bias(call: _Call, query_positions: torch.Tensor, num_keys: int, is
 def _mask_bias(attn_mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A boolean or additive mask as what it adds; the mask dtype's lowest finite value counts as -inf."""
     if attn_mask.dtype == torch.bool:
-        return torch.zeros(attn_mask.shape, dtype=dtype, device=attn_mask.device).masked_fill_(~attn_mask, -torch.inf)
+        return torch.zeros(attn_mask.shape, dtype=dtype, device=attn_mask.device).masked_fill(~attn_mask, -torch.inf)
     return attn_mask.to(dtype).masked_fill(attn_mask <= torch.finfo(attn_mask.dtype).min, -torch.inf)
 
 

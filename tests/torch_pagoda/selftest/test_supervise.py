@@ -269,8 +269,7 @@ def test_a_terminal_that_goes_away_stops_the_run_as_the_user_does(
 
     monkeypatch.setattr("torch_pagoda.selftest.run_selftest", note)
     try:
-        if by_nohup:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if by_nohup else signal.SIG_DFL)
         with pytest.raises(KeyboardInterrupt):
             run_and_write({}, tmp_path, None, 9, again=False)
     finally:
