@@ -104,11 +104,14 @@ class LookAhead:
         if not self._run_next(progressed):
             self.settle(progressed)
 
-    def settle(self, progressed: list[Submission]) -> None:
-        """Settle the step that is under way, if there is one."""
+    def settle(self, progressed: list[Submission]) -> bool:
+        """Settle the step that is under way, if there is one.
+
+        Returns:
+            False if it has failed on the device: everybody in it is to be computed anew.
+        """
         step, self._launched = self._launched, None
-        if step is not None:
-            self._settle(step, progressed)
+        return step is None or self._settle(step, progressed)
 
     def settle_if_idle(self) -> None:
         """Settle what is under way if everybody in it has ended."""
@@ -191,7 +194,9 @@ class LookAhead:
         """Compute and settle a prepared step, when the one before it is settled and as far as that leaves it."""
         core = self.core
         if self._launched is not None:
-            self.settle(progressed)
+            if not self.settle(progressed):  # who was admitted since may hold a prefix that it was to compute
+                self._compute_anew(scheduled)
+                scheduled = ()
             core.profiler.begin_step()
         left = [item for item in scheduled if self._goes_on(item)]
         if left:
@@ -244,15 +249,15 @@ class LookAhead:
         batcher.planner.in_flight = frozenset([item.request for item in step.scheduled])
         self._launched = step
 
-    def _settle(self, step: LaunchedStep, progressed: list[Submission]) -> None:
-        """Wait for a step and draw its consequences; the one after it may be under way."""
+    def _settle(self, step: LaunchedStep, progressed: list[Submission]) -> bool:
+        """Wait for a step and draw its consequences; the one after it may be under way. False if it has failed."""
         core, batcher = self.core, self.core.batcher
         try:
             columns = step.outcome.wait().T.tolist()
         except Exception as error:
             raise_if_lost(error)
             self._take_back(step, error)
-            return
+            return False
         core.profiler.mark(SAMPLE)
         now, last_end = time.perf_counter(), self._last_end
         seconds, self._last_end = now - max(step.launched, last_end), now
@@ -275,6 +280,7 @@ class LookAhead:
                 outputs.append(output)
         core.update(scheduled, outputs, progressed, was_launched=True)
         core.end_step(step.scheduled, max(step.started, last_end))
+        return True
 
     def _sample_again(self, item: ScheduledRequest, step: LaunchedStep) -> None:
         """Let the last token of a share be computed again, by a step that looks at more candidates."""
@@ -296,9 +302,12 @@ class LookAhead:
         batcher.planner.in_flight = frozenset()
         batcher.block_manager.release_held()
         batcher.block_manager.forget_prefixes()  # blocks were committed that were not computed
-        for item in (*step.scheduled, *(behind.scheduled if behind is not None else ())):
+        self._compute_anew((*step.scheduled, *(behind.scheduled if behind is not None else ())))
+
+    def _compute_anew(self, shares: Sequence[ScheduledRequest]) -> None:
+        for item in shares:
             if self._is_running(item.request):
-                batcher.compute_anew(item.request)
+                self.core.batcher.compute_anew(item.request)
 
     def _is_running(self, request: Request) -> bool:
         return request.status is RequestStatus.RUNNING and self.core.batcher.get(request.request_id) is request

@@ -374,6 +374,29 @@ def test_only_who_makes_steps_fail_ends_by_it(kind: Any, queued: bool) -> None:
     assert_idle(engine)
 
 
+def test_a_prefix_that_a_failed_step_was_to_compute_is_not_read() -> None:
+    """The third request is admitted while the step that computes its prefix is under way, into a step that has to be
+    settled at once."""
+    prefix = list(range(20, 32))
+    prompts = [prefix, [5, 6, 7], [*prefix, 40, 41]]
+    params = [greedy(), greedy(), greedy(presence_penalty=1.0)]
+    failures = [RuntimeError("once")]
+
+    def fail(ids: torch.Tensor) -> None:
+        if failures:
+            raise failures.pop()
+
+    program = ToyProgram()
+    program.before_call = fail
+    engine = make_engine(program, max_num_batched_tokens=15)
+    outputs = seen(engine.generate(prompts, params))
+    assert not failures
+    assert outputs == [
+        seen(make_engine(ahead=False).generate([prompt], [own]))[0] for prompt, own in zip(prompts, params, strict=True)
+    ]
+    assert_idle(engine)
+
+
 def test_logits_that_allow_no_choice() -> None:
     program = ToyProgram()
     expected = [program.dense_greedy(prompt, 12) for prompt in PROMPTS]

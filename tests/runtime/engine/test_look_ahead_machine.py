@@ -163,8 +163,10 @@ class LookAheadMachine(RuleBasedStateMachine):
         if self.ahead:
             self.toy_queue().synchronize_quietly()
         self.failure = None
-        if self.ahead and several:  # it is noticed now
-            self.step(1)
+        if self.ahead and several:
+            if self.engine._core.is_under_way:  # it is noticed now
+                self.step(1)
+            self.toy.mistakes = []  # what was behind it read states that were never written, and counts for nothing
 
     def toy_queue(self) -> Any:
         return self.engine.runner.program.queue  # type: ignore[attr-defined]
