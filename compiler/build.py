@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from ..passes import TracedGraph, UnsupportedModel
+from ..passes.graph.notes import fewest_bits
 from ..passes.schedule.schedule_branches import schedule_branches
 from ..runtime.engine.device_errors import raise_if_lost
 from ..runtime.ops.stored_weight import StoredWeight
@@ -257,7 +258,7 @@ def _link_for_npu(
 ) -> LinkedProgram:
     # Until now a part of the reference was compared, or weights that were not rounded yet.
     changed = bool(traced.notes.quantized) or any(isinstance(t, StoredWeight) for t in traced.constants.values())
-    bits = _rounded_bits(traced)
+    bits = fewest_bits(traced.notes.quantized)
     prepare_weights(traced, fractal_nz=options.pack_weights, release=release, check=reference is not None)
     clock.lap("pack")
     eager = call_kernels(traced)
@@ -308,14 +309,3 @@ def _schedule(traced: TracedGraph, report: CompileReport) -> None:
     record, found = schedule_branches(traced, launch_costs(traced, known, PLANNED_STEP))
     report.passes.append(record)
     log.info("%d branches of decode steps are for a second stream", len(found))
-
-
-def _rounded_bits(traced: TracedGraph) -> int | None:
-    """The fewest bits that weights are rounded to, or, of those that a checkpoint stores so, their inputs; None where
-    none is."""
-    rounded = (
-        8 if made.stored else made.quantization.bits
-        for made in traced.notes.quantized
-        if not made.stored or made.quantization.input_bits == 8
-    )
-    return min(rounded, default=None)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
+from .control_group import control_group_limit
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ def limit_threads(root: Path = Path("/")) -> int:
     Returns:
         The number of threads from now on.
     """
-    threads, allowed = torch.get_num_threads(), control_group_limit(root)
+    threads, allowed = torch.get_num_threads(), control_group_limit(lambda path: _read(root / path.lstrip("/")))
     chosen = threads != _THREADS_AT_IMPORT or any(os.environ.get(name) for name in _CHOSEN)
     if allowed is None or threads <= allowed or chosen:
         return threads
@@ -49,37 +51,6 @@ def limit_threads(root: Path = Path("/")) -> int:
         )
         torch.set_num_threads(fitting)
     return fitting
-
-
-def control_group_limit(root: Path = Path("/")) -> float | None:
-    """Processors whose time this process's control group and those above it allow; None where none has a limit."""
-    limits = [
-        quota / period
-        for quota, period in (_quota(folder) for folder in _control_groups(root))
-        if quota > 0 and period > 0
-    ]
-    return min(limits, default=None)
-
-
-def _control_groups(root: Path) -> Iterator[Path]:
-    """Folders of the process's control group, of either version, and of those above it."""
-    for line in (_read(root / "proc/self/cgroup") or "0::/").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        parts = [part for part in path.split("/") if part not in ("", ".", "..")]
-        for count in range(len(parts), -1, -1):
-            yield top.joinpath(*parts[:count])
-
-
-def _quota(folder: Path) -> tuple[int, int]:
-    """Microseconds of processors' time in a period, and the period's; zeros or -1 where there is no limit."""
-    first, _, second = (_read(folder / "cpu.max") or "").partition(" ")
-    if not second:
-        first, second = (_read(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period"))
-    return _number(first), _number(second)
 
 
 def bind_to_node_of(device: torch.device, root: Path = Path("/")) -> tuple[int, ...]:

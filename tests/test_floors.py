@@ -46,7 +46,10 @@ FLOORS = {
             "requests",
             "structured",
         ),
-        *("__init__ autocast blocks memory phases private_folder processors shown step_metadata", "state_tables"),
+        *(
+            "__init__ autocast blocks memory phases private_folder processors shown step_metadata",
+            "control_group state_tables",
+        ),
     ),
     "serving": (
         *("__init__ app server", "protocol", "generation", "http page", "settings", "monitoring"),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...passes import TracedGraph
-from ...passes.graph.notes import PackedWeight
+from ...passes.graph.notes import PackedWeight, fewest_bits
 from ...runtime.cache.cache_specs import has_state
 from ...runtime.memory import give_back_freed_memory
 from ...runtime.ops.packed_linear import pack_weight
@@ -106,9 +106,7 @@ class LinkedProgram:
         self._read = [self._at[name] for name in linkage.inputs if name in linkage.read]
         self._merged = dict(linkage.merged)
         self._packable = list(linkage.packed)
-        schemes = [(packed.quantization, packed.stored) for packed in self._packable if packed.quantization]
-        rounded = [8 if stored else scheme.bits for scheme, stored in schemes if not stored or scheme.input_bits == 8]
-        self.weight_bits = min(rounded, default=None)
+        self.weight_bits = fewest_bits(self._packable)
         self.copied_weights = [constants[name] for name in linkage.folded]
 
     def _records(self, run: Callable[..., Sequence[Any]], linkage: Linkage) -> RecordedSteps | None:

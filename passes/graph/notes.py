@@ -65,6 +65,18 @@ class QuantizedInputs:
         return tuple(filter(None, (self.numbers, self.scales, self.offsets, self.sums)))
 
 
+def fewest_bits(weights: Iterable[PackedWeight | QuantizedInputs]) -> int | None:
+    """The fewest bits that weights are rounded to, or, of those that a checkpoint stores so, their inputs; None where
+    none is."""
+    rounded = ((weight.quantization, weight.stored) for weight in weights)
+    bits = (
+        8 if stored else scheme.bits
+        for scheme, stored in rounded
+        if scheme is not None and (not stored or scheme.input_bits == 8)
+    )
+    return min(bits, default=None)
+
+
 @dataclass
 class GraphNotes:
     """Facts about one graph that do not stand in it.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torch_pagoda.runtime import processors
-from torch_pagoda.runtime.processors import bind_to_node_of, control_group_limit, limit_threads, node_of
+from torch_pagoda.runtime.processors import bind_to_node_of, limit_threads, node_of
 
 SETTINGS = (*processors._CHOSEN, *processors._BOUND, "TORCH_PAGODA_CPU_BINDING", "ASCEND_RT_VISIBLE_DEVICES")
 
@@ -26,43 +26,6 @@ def write(root: Path, **files: str) -> None:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
-
-
-@pytest.mark.parametrize(
-    ("files", "allowed"),
-    [
-        ({}, None),
-        ({"sys/fs/cgroup/cpu.max": "max 100000"}, None),
-        ({"sys/fs/cgroup/cpu.max": "250000 100000"}, 2.5),
-        # A group of its own below one with less.
-        (
-            {
-                "proc/self/cgroup": "0::/pods/this",
-                "sys/fs/cgroup/pods/this/cpu.max": "800000 100000",
-                "sys/fs/cgroup/pods/cpu.max": "300000 100000",
-            },
-            3.0,
-        ),
-        # In a namespace the path is not below what is mounted.
-        ({"proc/self/cgroup": "0::/../../other", "sys/fs/cgroup/cpu.max": "50000 100000"}, 0.5),
-        (
-            {
-                "proc/self/cgroup": "9:memory:/m\n4:cpu,cpuacct:/this",
-                "sys/fs/cgroup/cpu/this/cpu.cfs_quota_us": "400000",
-                "sys/fs/cgroup/cpu/this/cpu.cfs_period_us": "100000",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
-            },
-            4.0,
-        ),
-        ({"sys/fs/cgroup/cpu.max": "much 100000"}, None),
-        ({"sys/fs/cgroup/cpu.max": "100000 0"}, None),
-        ({"sys/fs/cgroup/cpu.max": "9" * 5000}, None),
-    ],
-)
-def test_what_the_control_group_allows(tmp_path, files, allowed):
-    write(tmp_path, **files)
-    assert control_group_limit(tmp_path) == allowed
 
 
 @pytest.fixture
@@ -214,6 +177,4 @@ def test_a_thread_that_has_ended_does_not_stop_the_others(host, monkeypatch):
 
 
 def test_this_system_can_be_read():
-    limit = control_group_limit()
-    assert limit is None or limit > 0
     assert node_of(0) is None or node_of(0) >= 0

@@ -333,3 +333,11 @@ def test_passes_that_are_chosen_run_beside_the_required_ones(
     assert ran["insert_paged_cache"] == 2 and all(ran[name] for name in chosen) and "recognise_rope" not in ran
     tokens = llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids
     assert list(tokens) == greedy_tokens(reference, [5, 6, 7], 8)
+
+
+def test_threads_are_fitted_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fitted: list[bool] = []
+    monkeypatch.setattr("torch_pagoda.llm.limit_threads", lambda: fitted.append(True))
+    with pytest.raises((OSError, ValueError)):
+        pagoda.LLM(tmp_path / "nothing")
+    assert fitted

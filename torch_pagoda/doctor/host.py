@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from ..runtime.control_group import control_group_limit
 from .finding import Finding, ok, problem, unknown
 from .system import System, plain
 
@@ -57,16 +58,10 @@ def container(system: System) -> Iterator[Finding]:
 
 def processors(system: System) -> Iterator[Finding]:
     """The control group leaves at least two processors: one for the engine's loop."""
-    quota = (system.read("/sys/fs/cgroup/cpu.max") or "").split()
-    if len(quota) != 2:
-        first = _number(system.read("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"))
-        quota = (
-            [str(first), str(_number(system.read("/sys/fs/cgroup/cpu/cpu.cfs_period_us")) or 100000)] if first else []
-        )
-    if len(quota) != 2 or not all(re.fullmatch(r"\d{1,12}", part) for part in quota) or quota[1] == "0":
+    allowed = control_group_limit(system.read)
+    if allowed is None:
         yield ok("processors", "the control group sets no limit")
         return
-    allowed = int(quota[0]) / int(quota[1])
     text = f"the control group allows {allowed:.1f}"
     if allowed < 2:
         yield problem("processors", text, "give the container at least 2: --cpus 2", stops=False)

@@ -69,6 +69,15 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """For each token of a prompt, by token ids; null for the first."""
 
 
+class Generated(TypedDict):
+    """What every answer with generated tokens begins with."""
+
+    id: str
+    created: Count
+    model: str
+    system_fingerprint: str
+
+
 class CompletionLogprobs(TypedDict):
     """Lists with an entry for each token; the first token of a prompt has no log-probability."""
 
@@ -91,14 +100,10 @@ class CompletionChoice(TypedDict):
     prompt_token_ids: NotRequired[Ids]
 
 
-class Completion(TypedDict):
+class Completion(Generated):
     """Answer of ``POST /v1/completions``."""
 
-    id: str
     object: Literal["text_completion"]
-    created: Count
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage
 
@@ -115,14 +120,10 @@ class CompletionChunkChoice(TypedDict):
     prompt_token_ids: NotRequired[Ids]
 
 
-class CompletionChunk(TypedDict):
+class CompletionChunk(Generated):
     """Event of ``POST /v1/completions``; one with the usage of all has no choices."""
 
-    id: str
     object: Literal["text_completion"]
-    created: Count
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChunkChoice]
     usage: NotRequired[Usage | UsageSoFar | None]
 
@@ -194,14 +195,10 @@ class ChatChoice(TypedDict):
     token_ids: NotRequired[Ids]
 
 
-class ChatCompletion(TypedDict):
+class ChatCompletion(Generated):
     """Answer of ``POST /v1/chat/completions``."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: Count
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: NotRequired[PromptLogprobs | None]
@@ -230,14 +227,10 @@ class ChatChunkChoice(TypedDict):
     prompt_token_ids: NotRequired[Ids]
 
 
-class ChatCompletionChunk(TypedDict):
+class ChatCompletionChunk(Generated):
     """Event of ``POST /v1/chat/completions``; one with the usage of all has no choices."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: Count
-    model: str
-    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage | UsageSoFar | None]
 

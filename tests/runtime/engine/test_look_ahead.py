@@ -392,7 +392,8 @@ def test_a_prefix_that_a_failed_step_was_to_compute_is_not_read() -> None:
     outputs = seen(engine.generate(prompts, params))
     assert not failures
     assert outputs == [
-        seen(make_engine(ahead=False).generate([prompt], [own]))[0] for prompt, own in zip(prompts, params, strict=True)
+        seen(make_engine(ahead=False).generate([prompt], [own]))[0]
+        for prompt, own in zip(prompts, params, strict=True)
     ]
     assert_idle(engine)
 

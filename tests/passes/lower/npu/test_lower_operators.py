@@ -7,6 +7,7 @@ import torch
 from aten_graphs import run_graph
 from torch.nn import functional as F
 
+from torch_pagoda.passes import PassRecord
 from torch_pagoda.passes.graph.fx_nodes import is_dynamic, shape, value
 from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.lower.npu.activations import lower_npu_activations
@@ -14,6 +15,7 @@ from torch_pagoda.passes.lower.npu.linears import lower_npu_linears
 from torch_pagoda.passes.lower.npu.norms import lower_npu_norms
 from torch_pagoda.passes.lower.npu.rope import lower_npu_rope
 from torch_pagoda.passes.lower.npu.sink_transposes import sink_transposes
+from torch_pagoda.passes.lower.npu.site import Site
 from torch_pagoda.passes.lower.npu.split_products import split_products
 from torch_pagoda.passes.recognise.linear import recognise_linear
 from torch_pagoda.passes.rewrite.remove_noops import remove_noops
@@ -377,3 +379,22 @@ def test_a_turn_stays_where_another_operand_is_turned_too():
 
     _graph, record = lowered(sink_transposes, function, X, R)
     assert record.matches == 0
+
+
+@pytest.mark.parametrize("is_its_own", [True, False])
+def test_a_formula_does_not_write_into_a_tensor_of_its_own(is_its_own):
+    """Nodes stand for what operators yield: a view that was taken before the write would go without it."""
+    graph = graph_of(lambda m, x: torch.sigmoid(x), X)
+    (node,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.sigmoid.default)
+    (x,) = node.all_input_nodes
+
+    def formula(tensor):
+        return (tensor.clone() if is_its_own else tensor).mul_(2.0)
+
+    with graph.graph.inserting_before(node):
+        site = Site(graph, node, PassRecord("formula"))
+        if is_its_own:
+            with pytest.raises(ValueError, match=r"mul_.* writes into a tensor that the function made"):
+                site.inline(formula, x)
+        else:
+            assert site.inline(formula, x).target is torch.ops.aten.mul_.Tensor
