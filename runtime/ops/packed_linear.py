@@ -8,29 +8,22 @@ weights are laid out here, in the same panels, and that kernel takes any number 
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import logging
 import struct
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from ..memory import advise_huge_pages
 from .invariant_linear import invariant_linear_cpu
 from .native import FLOAT_CODES, bind_function, kernel_function, load_kernels
+from .onednn_weight import pack_for_onednn
 from .registration import register_operator
-
-log = logging.getLogger(__name__)
+from .weight_panels import STEP, lay_out
 
 MOST_ROWS = 64
 """More go to oneDNN where it has packed the weight."""
 _SCHEMA = "packed_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor"
 _ARGUMENTS = struct.Struct("=11q")  # BlockedLinearArguments in csrc/blocked_linear.cpp
-_PANELS = (16, 32, 64)
-_STEP = 32
 
 
 def packed_linear_reference(
@@ -128,37 +121,13 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     """An ``[out, in]`` weight as :func:`packed_linear` reads it fastest; of as many bytes, but for padding.
 
     Where ``own_panel()`` is not 0, ``[out, in / 2, 2]``: the head of memory that holds panels ``[in / 2][panel][2]``,
-    see ``csrc/blocked_linear.cpp``. Elsewhere an opaque tensor in oneDNN's blocked layout. Its attribute ``blocked``
-    says where that lies and how many outputs a panel of it has; there is none where our kernel does not know the
-    layout.
+    see ``csrc/blocked_linear.cpp``. Elsewhere what :func:`pack_for_onednn` makes.
     """
     weight = weight.detach().contiguous()
     if panel := own_panel():
         outputs, pairs = weight.shape[0], -(-weight.shape[1] // 2)
         return lay_out(weight, panel).view(-1)[: outputs * pairs * 2].view(outputs, pairs, 2)
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-    address = _address(packed)
-    panel = _panel_size(weight, address, torch.ops.mkldnn._nbytes(packed)) if address else 0
-    if panel:
-        packed.blocked = (address, panel)  # type: ignore[attr-defined]
-    else:
-        log.info("a weight %s is in a layout of oneDNN's that only it can read", tuple(weight.shape))
-    return packed
-
-
-def lay_out(weight: torch.Tensor, panel: int) -> torch.Tensor:
-    """``[panels, in / 2, panel, 2]``: an ``[out, in]`` weight in panels, padded with zeros to 32 inputs."""
-    outputs, inputs = weight.shape
-    panels, pairs = -(-outputs // panel), -(-inputs // _STEP) * _STEP // 2
-    laid = weight.new_empty(panels, pairs, panel, 2)
-    advise_huge_pages(laid)
-    if (outputs, inputs) != (panels * panel, pairs * 2):
-        weight = F.pad(weight, (0, pairs * 2 - inputs, 0, panels * panel - outputs))
-    if laid.element_size() == 2 and weight.storage_offset() % 2 == 0:
-        # Two numbers that stay together are moved as one of 32 bits: in half the time.
-        laid.view(torch.int32).copy_(weight.view(torch.int32).view(panels, panel, pairs, 1).transpose(1, 2))
-        return laid
-    return laid.copy_(weight.view(panels, panel, pairs, 2).transpose(1, 2))
+    return pack_for_onednn(weight)
 
 
 def _holds_panels(weight: torch.Tensor, inputs: int, panel: int) -> bool:
@@ -166,7 +135,7 @@ def _holds_panels(weight: torch.Tensor, inputs: int, panel: int) -> bool:
     if not panel:
         return False
     outputs, pairs, two = weight.shape
-    numbers = -(-outputs // panel) * panel * -(-inputs // _STEP) * _STEP
+    numbers = -(-outputs // panel) * panel * -(-inputs // STEP) * STEP
     held = weight.untyped_storage().nbytes() // weight.element_size() - weight.storage_offset()
     return (pairs, two) == (-(-inputs // 2), 2) and held >= numbers
 
@@ -183,62 +152,6 @@ def unpack_weight(packed: torch.Tensor, inputs: int) -> torch.Tensor:
             "returned, not a copy of it"
         )
     outputs, panel = packed.shape[0], own_panel()
-    panels, pairs = -(-outputs // panel), -(-inputs // _STEP) * _STEP // 2
+    panels, pairs = -(-outputs // panel), -(-inputs // STEP) * STEP // 2
     laid = packed.as_strided((panels, panel, pairs, 2), (pairs * panel * 2, 2, panel * 2, 1))
     return laid.reshape(panels * panel, pairs * 2)[:outputs, :inputs].contiguous()
-
-
-def _panel_size(weight: torch.Tensor, address: int, size: int) -> int:
-    """Outputs of a panel of a packed weight whose layout is ``[out / panel][in / 2][panel][2]``; 0 where it is not.
-
-    Its first, middle and last panel are compared. Where these hold the same numbers in any order, nothing is learnt.
-    """
-    outputs, inputs = weight.shape
-    if weight.dtype is not torch.bfloat16:
-        return 0
-    padded = -(-inputs // _STEP) * _STEP
-    memory = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.int16)
-    found = []
-    for panel in _PANELS:
-        panels = -(-outputs // panel)
-        if panels * panel * padded * 2 > size:
-            continue
-        same = varied = True
-        for i in {0, panels // 2, panels - 1}:
-            rows = weight[i * panel : (i + 1) * panel].view(torch.int16)
-            rows = F.pad(rows, (0, padded - inputs, 0, panel - rows.shape[0]))
-            blocked = rows.view(panel, padded // 2, 2).transpose(0, 1)
-            same &= torch.equal(blocked.reshape(-1), memory[i * panel * padded :][: panel * padded])
-            varied &= not torch.equal(rows, rows.roll(1, 0)) and not torch.equal(rows, rows.roll(2, 1))
-        if same and varied:
-            found.append(panel)
-    return found[0] if len(found) == 1 else 0
-
-
-@functools.cache
-def _data_pointer() -> Any:
-    """The C function of torch that says where the elements of an opaque tensor lie; None where there is none."""
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        function = library.aoti_torch_get_data_ptr
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)]
-    return function
-
-
-def _address(packed: torch.Tensor) -> int:
-    """Where the elements of an opaque tensor lie; 0 where torch does not say."""
-    function = _data_pointer()
-    aoti: Any = getattr(torch._C, "_aoti", None)
-    if function is None or not hasattr(aoti, "unsafe_alloc_void_ptr_from_tensor"):
-        return 0
-    handle = aoti.unsafe_alloc_void_ptr_from_tensor(packed)
-    try:
-        get = ctypes.pythonapi.PyCapsule_GetPointer
-        get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-        found = ctypes.c_void_p()
-        failed = function(get(handle, None), ctypes.byref(found))
-    finally:
-        aoti.alloc_tensor_by_stealing_from_void_ptr(handle)
-    return 0 if failed else found.value or 0

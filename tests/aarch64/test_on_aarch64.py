@@ -10,7 +10,7 @@ from environment import BUILDS, ROOT, CannotEmulate, Emulated, set_up
 OPERATORS = ROOT / "tests/runtime/ops"
 QUICK = [
     OPERATORS / f"test_{name}.py"
-    for name in ("packed_linear", "quantized_linear", "float8_linear", "shared_steps", "rms_norm")
+    for name in ("packed_linear", "weight_panels", "quantized_linear", "float8_linear", "shared_steps", "rms_norm")
 ]
 OF_QUICK = (
     "(not quantized_linear or (test_the_kernel_equals_the_reference and shape2 and float32))"

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch.nn import functional as F
 
+from torch_pagoda.runtime.ops import onednn_weight
 from torch_pagoda.runtime.ops import packed_linear as module
 from torch_pagoda.runtime.ops.native import kernel_function
 from torch_pagoda.runtime.ops.packed_linear import (
     MOST_ROWS,
     can_pack,
-    lay_out,
     own_panel,
     pack_weight,
     packed_linear,
@@ -21,6 +19,7 @@ from torch_pagoda.runtime.ops.packed_linear import (
     packed_linear_reference,
     unpack_weight,
 )
+from torch_pagoda.runtime.ops.weight_panels import lay_out
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.bfloat16), reason="neither we nor oneDNN have bf16 here")
 ours = pytest.mark.skipif(not own_panel(), reason="oneDNN packs on this processor")
@@ -48,21 +47,6 @@ def close(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torc
     bound = exact.abs() * 2**-8 + terms * (weight.shape[1] + 2) * 2**-23
     assert found.dtype is torch.bfloat16
     assert ((found.double() - exact).abs() <= bound).all()
-
-
-@pytest.mark.parametrize("shape", [(48, 64), (50, 66), (5, 7)])
-@pytest.mark.parametrize("offset", [0, 1, 2])
-def test_panels_hold_pairs_of_inputs_of_one_output_each(shape: tuple[int, int], offset: int) -> None:
-    """Also of a weight that begins in the middle of 32 bits, as one of a file may."""
-    outputs, inputs = shape
-    weight = numbers(outputs * inputs + offset)[offset:].view(outputs, inputs)
-    laid = lay_out(weight, 16)
-    panels, pairs, panel, _ = laid.shape
-    assert (panel, pairs % 16) == (16, 0)
-    for n in range(panels * panel):
-        row = laid[n // panel, :, n % panel].reshape(-1)
-        expected = weight[n] if n < outputs else torch.zeros(inputs, dtype=weight.dtype)
-        assert torch.equal(row[:inputs], expected) and not row[inputs:].any()
 
 
 @pytest.mark.parametrize("panel", [16, 32, 64])
@@ -122,31 +106,8 @@ def test_weights_that_were_packed(outputs, inputs):
 
 
 @of_onednn
-def test_layout_is_found_where_there_are_tiles():
-    if "amx_bf16" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("other processors have other layouts")
-    assert pack_weight(numbers(2560, 2048)).blocked[1] == 32
-
-
-@pytest.mark.parametrize("panel", [16, 32, 64])
-def test_layout_is_looked_at(panel):
-    weight = numbers(192, 96)
-    _, memory = blocked(weight, panel)
-    size = memory.numel() * 2
-    assert module._panel_size(weight, memory.data_ptr(), size) == panel
-    memory[-1, 3, 2, 1] += 1
-    assert module._panel_size(weight, memory.data_ptr(), size) == 0
-
-
-def test_layout_that_cannot_be_told_is_not_taken():
-    weight = torch.ones(192, 96, dtype=torch.bfloat16)
-    _, memory = blocked(weight, 32)
-    assert module._panel_size(weight, memory.data_ptr(), memory.numel() * 2) == 0
-
-
-@of_onednn
 def test_without_the_layout_onednn_multiplies(monkeypatch):
-    monkeypatch.setattr(module, "_data_pointer", lambda: None)
+    monkeypatch.setattr(onednn_weight, "_function", lambda name: None)
     weight = numbers(64, 64)
     packed = pack_weight(weight)
     assert not hasattr(packed, "blocked")

@@ -332,7 +332,7 @@ native._bound_function.cache_clear()
 """
 OPERATORS = (
     "float8_linear gated_activation int8_rows layer_norm moe packed_linear paged_attention_int8 quantized_linear "
-    "rms_norm rope shared_steps"
+    "rms_norm rope shared_steps weight_panels"
 )
 OPERATOR_TESTS = [*HERE.glob("test_*_kernel.py"), *(HERE / f"test_{name}.py" for name in OPERATORS.split())]
 

@@ -1,0 +1,167 @@
+"""Weights that oneDNN multiplies with: opaque tensors in its blocked layout, and what lies in their memory.
+
+oneDNN takes several times as long for laying a weight out as its memory needs, and puts it on pages of 4 KiB. Where
+its layout for a shape is seen to be one of ours, entry by entry, the weights of that shape are laid out here, on
+huge pages, and oneDNN is told to read them there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from .weight_panels import SIZES, STEP, lay_out
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How oneDNN lays the weights of a shape out.
+
+    Attributes:
+        panel: outputs of a panel.
+        description: oneDNN's own, as bytes.
+        size: bytes of a weight.
+    """
+
+    panel: int
+    description: torch.Tensor
+    size: int
+
+
+_layouts: dict[tuple[int, int, int], _Layout] = {}
+"""Of weights of bf16; by outputs, inputs and threads."""
+
+
+def pack_for_onednn(weight: torch.Tensor) -> torch.Tensor:
+    """An opaque tensor with the elements of an ``[out, in]`` weight in oneDNN's blocked layout.
+
+    Its attribute ``blocked`` says where that lies and how many outputs a panel of it has; there is none where the
+    layout is not one of ours (``weight_panels``).
+    """
+    outputs, inputs = weight.shape
+    key = (outputs, inputs, torch.get_num_threads())
+    layout = _layouts.get(key) if weight.dtype is torch.bfloat16 else None
+    if layout is not None and (packed := _over_panels(weight, layout)) is not None:
+        return packed
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    address, size = address_of(packed), torch.ops.mkldnn._nbytes(packed)
+    panel = panel_of(weight, address, size) if address else 0
+    if not panel:
+        log.info("a weight %s is in a layout of oneDNN's that only it can read", tuple(weight.shape))
+        return packed
+    packed.blocked = (address, panel)
+    layout = _Layout(panel, torch.ops.mkldnn._get_mkldnn_serialized_md(packed), size)
+    ours = _over_panels(weight, layout)
+    if ours is None or not torch.equal(ours.memory.view(torch.int16).view(-1), _elements(address, size)):  # type: ignore[attr-defined]
+        return packed
+    _layouts[key] = layout
+    return ours
+
+
+def _over_panels(weight: torch.Tensor, layout: _Layout) -> torch.Tensor | None:
+    """The opaque tensor over a weight that is laid out here; None where torch makes none."""
+    create = _function("aoti_torch_create_tensor_from_blob_v2")
+    aoti: Any = getattr(torch._C, "_aoti", None)
+    if create is None or not hasattr(aoti, "alloc_tensor_by_stealing_from_void_ptr"):
+        return None
+    laid = lay_out(weight, layout.panel)
+    if laid.nbytes != layout.size:
+        return None
+    sizes, strides = (ctypes.c_int64 * 2)(*weight.shape), (ctypes.c_int64 * 2)(weight.shape[1], 1)
+    found = ctypes.c_void_p()
+    description = layout.description
+    failed = create(
+        ctypes.c_void_p(laid.data_ptr()),
+        ctypes.c_int64(2),
+        sizes,
+        strides,
+        ctypes.c_int64(0),
+        ctypes.c_int32(_constant("aoti_torch_dtype_bfloat16")),
+        ctypes.c_int32(_constant("aoti_torch_device_type_cpu")),
+        ctypes.c_int32(0),
+        ctypes.byref(found),
+        ctypes.c_int32(_constant("aoti_torch_layout__mkldnn")),
+        ctypes.c_void_p(description.data_ptr()),
+        ctypes.c_int64(description.numel()),
+    )
+    if failed or not found.value:
+        return None
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    packed: torch.Tensor = aoti.alloc_tensor_by_stealing_from_void_ptr(capsule(found.value, None, None))
+    packed.blocked = (laid.data_ptr(), layout.panel)  # type: ignore[attr-defined]
+    packed.memory = laid  # type: ignore[attr-defined]  # which it does not own
+    return packed
+
+
+def panel_of(weight: torch.Tensor, address: int, size: int) -> int:
+    """Outputs of a panel of a packed weight whose layout is ``[out / panel][in / 2][panel][2]``; 0 where it is not.
+
+    Its first, middle and last panel are compared. Where these hold the same numbers in any order, nothing is learnt.
+    """
+    outputs, inputs = weight.shape
+    if weight.dtype is not torch.bfloat16:
+        return 0
+    padded = -(-inputs // STEP) * STEP
+    memory = _elements(address, size)
+    found = []
+    for panel in SIZES:
+        panels = -(-outputs // panel)
+        if panels * panel * padded * 2 > size:
+            continue
+        same = varied = True
+        for i in {0, panels // 2, panels - 1}:
+            rows = weight[i * panel : (i + 1) * panel].view(torch.int16)
+            rows = F.pad(rows, (0, padded - inputs, 0, panel - rows.shape[0]))
+            blocked = rows.view(panel, padded // 2, 2).transpose(0, 1)
+            same &= torch.equal(blocked.reshape(-1), memory[i * panel * padded :][: panel * padded])
+            varied &= not torch.equal(rows, rows.roll(1, 0)) and not torch.equal(rows, rows.roll(2, 1))
+        if same and varied:
+            found.append(panel)
+    return found[0] if len(found) == 1 else 0
+
+
+def _elements(address: int, size: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.int16)
+
+
+def address_of(packed: torch.Tensor) -> int:
+    """Where the elements of an opaque tensor lie; 0 where torch does not say."""
+    get_pointer = _function("aoti_torch_get_data_ptr")
+    aoti: Any = getattr(torch._C, "_aoti", None)
+    if get_pointer is None or not hasattr(aoti, "unsafe_alloc_void_ptr_from_tensor"):
+        return 0
+    handle = aoti.unsafe_alloc_void_ptr_from_tensor(packed)
+    try:
+        get = ctypes.pythonapi.PyCapsule_GetPointer
+        get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        found = ctypes.c_void_p()
+        failed = get_pointer(ctypes.c_void_p(get(handle, None)), ctypes.byref(found))
+    finally:
+        aoti.alloc_tensor_by_stealing_from_void_ptr(handle)
+    return 0 if failed else found.value or 0
+
+
+@functools.cache
+def _function(name: str) -> Any:
+    """A C function of torch's stable interface; None where it has none of that name."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return getattr(library, name)
+    except (OSError, AttributeError):
+        return None
+
+
+@functools.cache
+def _constant(name: str) -> int:
+    """What a C function of torch's without arguments returns."""
+    return int(_function(name)())
