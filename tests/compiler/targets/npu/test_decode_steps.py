@@ -288,8 +288,10 @@ def test_captures_of_decode_steps_serve_the_same():
     route = make_route("aclgraph", traced, traced.module, decode=decode)
     assert isinstance(route, DecodeRoute)
     with captured_graphs() as graphs:
-        assert_same(served(traced, route, max_tokens=5), served(traced, traced.module, max_tokens=5), tolerance=ROUNDED)
+        assert_same(
+            served(traced, route, max_tokens=5), served(traced, traced.module, max_tokens=5), tolerance=ROUNDED
+        )
     assert graphs and {tokens for tokens, _ in route.decode.captured} <= {1, 2, 3, 4}
     for graph in graphs:
-        kernels = [call for call in graph.calls if "npu_fused_infer_attention_score" in str(call.function)]
+        kernels = [call for call in graph.calls if call.updated is not None]
         assert len(kernels) == len(traced.caches)
