@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,6 +152,17 @@ def test_codegen_none_serves_decode_steps_by_the_kernel(caplog, monkeypatch):
     assert not isinstance(program._run, DecodeCalls) and program.report.verdict.ok
     assert [name for name, _ in program.report.dropped_passes] == ["decode_attention"]
     assert "decode steps over int8 caches run by the formula" in caplog.text
+
+
+def test_caches_whose_scales_lie_otherwise_are_refused():
+    traced, _ = both()
+    program = link(traced, traced.module)
+    specs = [replace(spec, scales_by_head=False) for spec in traced.caches]
+    with pytest.raises(ValueError, match=r"key_scale is \(4, 32, 2\).*give \[num_blocks, 2, block_size\]"):
+        program.bind(allocate_kv_cache(specs, 4, 32))
+    with pytest.raises(ValueError, match="key_cache has blocks of 16 tokens"):
+        program.bind(allocate_kv_cache(traced.caches, 4, 16))
+    program.bind(allocate_kv_cache(traced.caches, 4, 32))
 
 
 class AsItIs(GeGraphs):
