@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -12,6 +13,7 @@ from torch import nn
 
 from ..passes import TracedGraph, UnsupportedModel
 from ..passes.graph.notes import fewest_bits
+from ..passes.lower.npu.decode_attention import decode_graph
 from ..passes.schedule.schedule_branches import schedule_branches
 from ..runtime.engine.device_errors import raise_if_lost
 from ..runtime.ops.stored_weight import StoredWeight
@@ -25,9 +27,10 @@ from .estimates.traffic import Step
 from .link.linker import LinkedProgram, link
 from .options import CompileOptions
 from .pipeline import run_pipeline
-from .report import CompileReport, PhaseClock, first_line
+from .report import CompileReport, PhaseClock, Verdict, first_line
 from .targets.cpu.inductor import generate_code, is_fusible
 from .targets.cpu.kernels import call_kernels
+from .targets.npu.decode_steps import DecodeCalls
 from .targets.npu.routes import make_route
 from .targets.npu.schedule_options import asked_for
 from .targets.npu.socs import chip
@@ -36,7 +39,7 @@ from .tolerance import Tolerance, routes_tokens
 from .user_passes import registered_passes
 from .verify import dump
 from .verify.cache_restart import restart_length
-from .verify.self_check import Reference, check, reference_of_model
+from .verify.self_check import Reference, check, compared_steps, judge, reference_of_model
 
 log = logging.getLogger(__name__)
 
@@ -261,7 +264,7 @@ def _link_for_npu(
     bits = fewest_bits(traced.notes.quantized)
     prepare_weights(traced, fractal_nz=options.pack_weights, release=release, check=reference is not None)
     clock.lap("pack")
-    eager = call_kernels(traced)
+    eager = calls = call_kernels(traced)
     if reference is not None and changed:
         verdict = check(linked(eager), reference, weight_bits=bits)
         clock.lap("verify")
@@ -269,11 +272,17 @@ def _link_for_npu(
             remedy = "leave quantization out" if options.quantization else "use target='cpu'"
             raise UnsupportedModel(f"{report.model}: with quantised weights {verdict.reason}; {remedy}")
         report.verdict = verdict
+    decode = _decode_graph(linked, traced, reference, report)
+    clock.lap("verify")
+    if decode is not None:
+        calls = DecodeCalls(traced, call_kernels(decode), eager)
     if asked_for(options.schedule):
-        _schedule(traced, report)
-    route = make_route(options.codegen, traced, eager, options.npu_options, static_decode=options.static_decode)
+        _schedule(traced if decode is None else decode, report)
+    route = make_route(
+        options.codegen, traced, eager, options.npu_options, static_decode=options.static_decode, decode=decode
+    )
     if route is None:
-        return linked(eager)
+        return linked(calls)
     program, reason = linked(route), ""
     report.codegen = route.name
     if reference is not None:
@@ -292,10 +301,41 @@ def _link_for_npu(
         log.warning("codegen=%r is not used: %s; the lowered graph runs call by call, slower", route.name, reason)
         report.dropped_passes.append((route.name, reason))
         report.codegen = "none"
-        return linked(eager)
+        return linked(calls)
     if reference is not None:
         report.verdict = verdict
     return program
+
+
+def _decode_graph(
+    linked: _Linked, traced: TracedGraph, reference: Reference | None, report: CompileReport
+) -> TracedGraph | None:
+    """The graph that decode steps run by in place of ``traced``, compared with it; None where there is none, or it is
+    not right."""
+    try:
+        decode = decode_graph(traced)
+        if decode is None or reference is None:
+            return decode
+        verdict = _beside_each_other(linked, traced, decode, reference)
+        if verdict.ok:
+            return decode
+        reason = f"its logits differ from the formula's by up to {verdict.error:.3g} standard deviations"
+        if math.isinf(verdict.error):
+            reason = verdict.reason
+    except ValueError as error:
+        reason = first_line(error)
+    log.warning("decode steps over int8 caches run by the formula, as all others do: %s", reason)
+    report.dropped_passes.append(("decode_attention", reason))
+    return None
+
+
+def _beside_each_other(linked: _Linked, traced: TracedGraph, decode: TracedGraph, reference: Reference) -> Verdict:
+    """Compare steps whose decoded tokens run by a graph of their own with the same by one graph for all; what int8
+    caches round, they round alike."""
+    every = call_kernels(traced)
+    programs = linked(every), linked(DecodeCalls(traced, call_kernels(decode), every))
+    steps = zip(*(compared_steps(program, reference) for program in programs), strict=True)
+    return judge(((group, found, expected) for (group, expected, _), (_, found, _) in steps), reference)
 
 
 def _schedule(traced: TracedGraph, report: CompileReport) -> None:

@@ -23,6 +23,8 @@ _CODEGEN_OF_NPU = ("ge", "aclgraph")
 _QUANTIZATIONS_OF_NPU = ("int8", "int8-weight-only", "int4-weight-only")
 TARGETS = ("auto", "cpu", "npu")
 KV_CACHE_DTYPES = ("auto", "int8")
+_FLOATS_OF_FEW_BITS = ("fp8", "float8", "e4m3", "e5m2", "fp4", "nvfp4", "mxfp")
+_CACHE_DTYPES_OF_MODELS = ("bfloat16", "float16", "float32")
 INPUT_BITS = (None, 8, 16)
 QUANTIZATIONS = ("int8", "int8-weight-only", "int4", "int4-weight-only")
 AUTO_CODEGEN_PARAMETERS = 50_000_000
@@ -105,7 +107,7 @@ class CompileOptions:
                 f"codegen={self.codegen!r} does not keep batch_invariant=True, whose order of sums generated code "
                 "does not know; leave one of them out"
             )
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        _check_kv_cache_dtype(self.kv_cache_dtype)
         if self.quantization is not None:
             _one_of("quantization", self.quantization, QUANTIZATIONS)
         if self.group_size is not None:
@@ -289,9 +291,27 @@ def installed_soc() -> str:
     return str(module.get_device_name()) if module is not None and module.is_available() else DEFAULT_SOC
 
 
-def _one_of(option: str, given: object, allowed: Sequence[str]) -> None:
+def _one_of(option: str, given: object, allowed: Sequence[Any], remedy: str = "one of them") -> None:
     if given not in allowed:
-        raise ValueError(f"{option}={given!r} is not one of {', '.join(map(repr, allowed))}; use one of them")
+        raise ValueError(f"{option}={given!r} is not one of {', '.join(map(repr, allowed))}; use {remedy}")
+
+
+def _check_kv_cache_dtype(given: object) -> None:
+    """Raise ``ValueError`` for what is no choice; names that vLLM knows are answered with what to use."""
+    name = given.lower() if isinstance(given, str) else ""
+    if name.startswith(_FLOATS_OF_FEW_BITS):
+        raise ValueError(
+            f"kv_cache_dtype={given!r} is not there: no kernel reads keys and values that are floats of 8 or 4 bits; "
+            "use 'int8', which takes a byte for each too and has a scale per token and head, or 'auto'"
+        )
+    if name in _CACHE_DTYPES_OF_MODELS:
+        raise ValueError(
+            f"kv_cache_dtype={given!r} is not one of {', '.join(map(repr, KV_CACHE_DTYPES))}; use 'auto', which "
+            f"stores what the model computes, and give the model dtype={given!r}"
+        )
+    if name.startswith("int8"):
+        _one_of("kv_cache_dtype", given, KV_CACHE_DTYPES, "'int8', which has a scale per token and head")
+    _one_of("kv_cache_dtype", given, KV_CACHE_DTYPES)
 
 
 def _hint(name: str, known: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -29,6 +29,7 @@ class CacheSpec:
         group: layers of one group share their block tables; there is one group for each length of window.
         by_token: one token's heads lie together in memory (``[num_blocks, block_size, heads, dim]`` contiguous), as
             Ascend's operators read them; else one head's tokens of a block do.
+        scales_by_head: scales are ``[num_blocks, heads, block_size]`` contiguous, as Ascend's attention reads them.
     """
 
     num_kv_heads: int
@@ -38,6 +39,7 @@ class CacheSpec:
     sliding_window: int = 0
     group: int = 0
     by_token: bool = False
+    scales_by_head: bool = False
 
     @property
     def has_scales(self) -> bool:
@@ -51,7 +53,11 @@ class CacheSpec:
         parts = tuple(CachePart(name, (heads, dim), self.dtype) for name, dim in dims.items() if dim)
         if not self.has_scales:
             return parts
-        return (*parts, *(CachePart(name, (heads,), torch.float32) for name in ("key_scale", "value_scale")))
+        scales = (
+            CachePart(name, (heads,), torch.float32, by_head=self.scales_by_head)
+            for name in ("key_scale", "value_scale")
+        )
+        return (*parts, *scales)
 
 
 @dataclass(frozen=True)
@@ -90,18 +96,27 @@ class CachePart:
     Attributes:
         name: argument of the operator that it is for.
         unit_shape: what it holds per token, or of a ``StateSpec`` per sequence; it is
-            ``[num_blocks, block_size, *unit_shape]``, or ``[num_slots, *unit_shape]``.
+            ``[num_blocks, *block_shape(block_size)]``, or ``[num_slots, *unit_shape]``.
         dtype: of its elements.
+        by_head: the tokens of a block stand behind the heads; see ``CacheSpec.scales_by_head``.
     """
 
     name: str
     unit_shape: tuple[int, ...]
     dtype: torch.dtype
+    by_head: bool = False
 
     @property
     def unit_bytes(self) -> int:
         """Bytes per token, or per sequence."""
         return math.prod(self.unit_shape) * self.dtype.itemsize
+
+    def block_shape(self, block_size: Any) -> tuple[Any, ...]:
+        """Sizes of one block of so many tokens."""
+        if not self.by_head:
+            return (block_size, *self.unit_shape)
+        heads, *dims = self.unit_shape
+        return (heads, block_size, *dims)
 
 
 def is_cache_input(name: str) -> bool:
@@ -154,7 +169,8 @@ class Program(Protocol):
     def bind(self, kv_cache: KVCache) -> None:
         """Give the program its caches: per ``CacheSpec`` a key and a value tensor, each
         ``[num_blocks, block_size, num_kv_heads, dim]`` in the entry's dtype, and with int8 their scales, each
-        ``[num_blocks, block_size, num_kv_heads]`` float32; per ``StateSpec`` one tensor ``[num_slots, *shape]``."""
+        ``[num_blocks, block_size, num_kv_heads]`` float32, or with ``scales_by_head`` ``[num_blocks, num_kv_heads,
+        block_size]``; per ``StateSpec`` one tensor ``[num_slots, *shape]``."""
 
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """Run one flat step: ids and positions ``[1, T]`` int64 → logits ``[R, vocab_size]`` of the asked rows.

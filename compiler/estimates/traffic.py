@@ -182,7 +182,8 @@ def _cached_bytes(traced: TracedGraph, node: fx.Node, cache: fx.Node, step: Step
         rows = step.tokens if target._schema.is_mutable else seen
     else:
         rows = step.tokens + seen
-    return rows * sizes.bytes(row.shape[2:], row.dtype)
+    by_head = spec is not None and spec.scales_by_head and row.dim() == 3
+    return rows * sizes.bytes(row.shape[1:2] if by_head else row.shape[2:], row.dtype)
 
 
 def _source(node: fx.Node) -> fx.Node:

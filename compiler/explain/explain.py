@@ -15,6 +15,7 @@ from torch import fx, nn
 from ...passes import PassRecord, TracedGraph, UnsupportedModel
 from ...passes.graph.fx_nodes import callee, value
 from ...passes.graph.provenance import DecoderLayers, decoder_layers, launches_work, operator_name
+from ...passes.lower.npu.decode_attention import decode_graph
 from ...runtime.cache.cache_specs import bytes_per_block, bytes_per_slot
 from ...runtime.program import is_cache_input
 from ..calibrate.recorded_grid import on_recorded_grid
@@ -142,8 +143,12 @@ def explain(
         routes = route_summaries(report.passes)
         least = estimates(after, layers, representatives, chip(soc), context)
         dtype = computed_in(after)
-        unfit = why_not_static(after)
-        plan = schedule_plan(after, representatives, chip(soc), soc, context) if schedule else None
+        decode = decode_graph(after) or after
+        if decode is not after:
+            own = estimates(decode, _layers(decode, layers), representatives, chip(soc), context)
+            least = (own[0], *least[1:])
+        unfit = why_not_static(decode)
+        plan = schedule_plan(decode, representatives, chip(soc), soc, context) if schedule else None
         explanation.npu = NpuReport(soc, chip(soc), after.npu.block_size, dtype, routes, graph, least, unfit, plan)
     return explanation
 

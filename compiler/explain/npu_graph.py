@@ -15,7 +15,8 @@ from torch import nn
 
 from ...passes import TracedGraph, UnsupportedModel
 from ...passes.graph.fx_nodes import value
-from ...passes.graph.provenance import decoder_layers
+from ...passes.graph.provenance import DecoderLayers, decoder_layers
+from ...passes.lower.npu.decode_attention import decode_graph
 from ...runtime.phases import phase
 from ...runtime.program import is_cache_input
 from ..estimates.skeleton import Skeleton, build_skeleton
@@ -71,6 +72,8 @@ class GeReport:
         schedules: when and where operators run, as far as the graph says, and how many of each do.
         decode: fields of ``GraphCounts`` of the graph, and of that of fixed sizes for decode steps; () where there is
             none.
+        other_steps: where decode steps have a graph of their own, which all of the above is about: kernels that a
+            layer launches at most in that of all other steps; None where one graph runs all.
     """
 
     unavailable: str = ""
@@ -80,6 +83,7 @@ class GeReport:
     cache_copies: tuple[str, ...] = ()
     schedules: tuple[GeSchedule, ...] = ()
     decode: tuple[dict[str, int], ...] = ()
+    other_steps: int | None = None
 
     @property
     def launches_per_layer(self) -> int | None:
@@ -129,6 +133,7 @@ def graph_engine_report(model: nn.Module, representatives: Sequence[int], option
                 passes={name: list(names) for name, names in options.passes.items()},
                 quantization=options.quantization,
                 group_size=options.group_size,
+                kv_cache_dtype=options.kv_cache_dtype,
             )
         except (RuntimeError, ValueError) as error:  # of the function itself, where it runs in this process
             return GeReport(f"the graph could not be converted: {error}")
@@ -147,7 +152,8 @@ def _report(found: Mapping[str, Any], representatives: Sequence[int]) -> GeRepor
     layers = tuple(GeLayer(tuple(sorted(of)), types) for types, of in kinds.values())
     schedules = tuple(GeSchedule(attributes, types) for attributes, types in found["schedules"])
     copies, decode = tuple(found["cache_copies"]), tuple(found["decode"])
-    return GeReport("", len(found["layers"]), layers, found["per_step"], copies, schedules, decode)
+    other = found["other_steps"]
+    return GeReport("", len(found["layers"]), layers, found["per_step"], copies, schedules, decode, other)
 
 
 def convert_configuration(
@@ -160,6 +166,7 @@ def convert_configuration(
     passes: Mapping[str, Sequence[str]],
     quantization: str | None = None,
     group_size: int | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> dict[str, Any]:
     """Build, lower and convert a model; for ``call_offline``.
 
@@ -167,12 +174,12 @@ def convert_configuration(
         folder: with its config.json.
         kind: its class, ``module:name``.
         dtype: of its weights, ``bfloat16``.
-        soc, block_size, opt_level, passes, quantization, group_size: as in ``CompileOptions``.
+        soc, block_size, opt_level, passes, quantization, group_size, kv_cache_dtype: as in ``CompileOptions``.
 
     Returns:
         ``layers``: of each decoder layer, operators with counts, in the graph's order; ``per_step``: of the rest;
         ``representatives``: as in ``Skeleton``; ``cache_copies``: names of nodes; ``schedules``: pairs of attributes
-        and operators with counts; ``decode``: as in ``GeReport``.
+        and operators with counts; ``decode`` and ``other_steps``: as in ``GeReport``.
 
     Raises:
         UnsupportedModel: it cannot be served paged.
@@ -196,6 +203,7 @@ def convert_configuration(
         block_size=block_size,
         quantization=quantization,
         group_size=group_size,
+        kv_cache_dtype=kv_cache_dtype,
     )
     config = AutoConfig.from_pretrained(folder)
     skeleton: Skeleton = build_skeleton(getattr(importlib.import_module(module), name), config, getattr(torch, dtype))
@@ -204,24 +212,34 @@ def convert_configuration(
         captured = capture(skeleton.model)
         known = decoder_layers(captured.traced.graph)
         traced = run_pipeline(captured, options, None, CompileReport(name))
-        graph = convert(traced.module, [value(node) for node in traced.placeholders], soc=soc)
+        decode = decode_graph(traced)
+        kinds = [traced] if decode is None else [decode, traced]
+        graphs = [convert(each.module, [value(node) for node in each.placeholders], soc=soc) for each in kinds]
+    counted = [_launches(each, known, graph) for each, graph in zip(kinds, graphs, strict=True)]
+    per_layer, per_step = counted[0]
+    if len(per_layer) != skeleton.depth:
+        raise UnsupportedModel(f"{name} has {skeleton.depth} layers, and {len(per_layer)} are found in its graph")
+    return {
+        "layers": [dict(types) for types in per_layer],
+        "per_step": dict(per_step),
+        "representatives": skeleton.representatives,
+        "cache_copies": [node.name for graph in graphs for node in _cache_copies(graph)],
+        "decode": _decode_graphs(kinds[0], graphs[0], soc),
+        "schedules": [(dict(schedule), dict(types)) for schedule, types in graphs[0].schedules()],
+        "other_steps": max(types.total() for types in counted[1][0]) if counted[1:] else None,
+    }
+
+
+def _launches(traced: TracedGraph, known: DecoderLayers, graph: GeGraph) -> tuple[list[Counter[str]], Counter[str]]:
+    """Operators of ``graph`` that launch a kernel, of each decoder layer of ``traced`` and of the rest."""
     layers = decoder_layers(traced.graph, known, traced.placeholder(traced.input_ids))
-    if len(layers.paths) != skeleton.depth:
-        raise UnsupportedModel(f"{name} has {skeleton.depth} layers, and {len(layers.paths)} are found in its graph")
     of = {node.name: layer for node, layer in layers.of.items()}
     per_layer: list[Counter[str]] = [Counter() for _ in layers.paths]
     per_step: Counter[str] = Counter()
     for node in graph.computing():
         layer = of.get(node.origin, -1)
         (per_step if layer < 0 else per_layer[layer])[node.type] += 1
-    return {
-        "layers": [dict(types) for types in per_layer],
-        "per_step": dict(per_step),
-        "representatives": skeleton.representatives,
-        "cache_copies": [node.name for node in _cache_copies(graph)],
-        "decode": _decode_graphs(traced, graph, soc),
-        "schedules": [(dict(schedule), dict(types)) for schedule, types in graph.schedules()],
-    }
+    return per_layer, per_step
 
 
 def _decode_graphs(traced: TracedGraph, graph: GeGraph, soc: str) -> list[dict[str, int]]:

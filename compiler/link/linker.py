@@ -157,15 +157,16 @@ class LinkedProgram:
                 if isinstance(spec, StateSpec):
                     self._args[self._at[f"{part.name}_{i}"]] = _state_tensor(i, part, tensor)
                     continue
-                if tensor.shape[2:] != part.unit_shape or tensor.dtype != part.dtype:
-                    inner = ", ".join(map(str, part.unit_shape))
+                size = tensor.shape[2 if part.by_head else 1] if tensor.dim() > 2 else 0
+                if tensor.shape[1:] != part.block_shape(size) or tensor.dtype != part.dtype:
+                    inner = ", ".join(map(str, part.block_shape("block_size")))
                     raise ValueError(
                         f"kv_cache[{i}] {part.name} is {tuple(tensor.shape)} {tensor.dtype}; "
-                        f"give [num_blocks, block_size, {inner}] {part.dtype}"
+                        f"give [num_blocks, {inner}] {part.dtype}"
                     )
-                if tensor.shape[1] != (self.block_size or tensor.shape[1]):
+                if size != (self.block_size or size):
                     raise ValueError(
-                        f"kv_cache[{i}] {part.name} has blocks of {tensor.shape[1]} tokens; the program was compiled "
+                        f"kv_cache[{i}] {part.name} has blocks of {size} tokens; the program was compiled "
                         f"for block_size={self.block_size}"
                     )
                 self._args[self._at[f"{part.name}_{i}"]] = tensor

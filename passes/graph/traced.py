@@ -291,16 +291,31 @@ class TracedGraph:
         self.caches = [self.caches[old] for old in order if old is not None]
 
     def lay_out_cache(
-        self, index: int, block_size: int, key_dim: int, value_dim: int, num_kv_heads: int | None = None
+        self,
+        index: int,
+        block_size: int,
+        key_dim: int,
+        value_dim: int,
+        num_kv_heads: int | None = None,
+        *,
+        scales_by_head: bool = False,
     ) -> None:
         """Let one token's heads lie together in a cache pair (``CacheSpec.by_token``), in blocks of a fixed size.
 
-        ``num_kv_heads`` is given where it is to be another number than so far.
+        ``num_kv_heads`` is given where it is to be another number than so far; for ``scales_by_head`` see
+        ``CacheSpec``.
         """
         given = self.caches[index]
         assert isinstance(given, CacheSpec)
         heads = given.num_kv_heads if num_kv_heads is None else num_kv_heads
-        spec = replace(given, by_token=True, num_kv_heads=heads, key_dim=key_dim, value_dim=value_dim)
+        spec = replace(
+            given,
+            by_token=True,
+            num_kv_heads=heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            scales_by_head=scales_by_head,
+        )
         self.caches[index] = spec
         device = value(self.placeholder(self.input_ids)).device
         for part in spec.parts():
@@ -308,7 +323,7 @@ class TracedGraph:
             blocks = value(node).shape[0]
             with self.fake_mode:
                 node.meta["example_value"] = torch.empty(
-                    blocks, block_size, *part.unit_shape, dtype=part.dtype, device=device
+                    blocks, *part.block_shape(block_size), dtype=part.dtype, device=device
                 )
 
     def _add_placeholder(self, name: str, example: torch.Tensor, dynamic: tuple[int, ...]) -> fx.Node:

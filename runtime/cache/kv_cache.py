@@ -124,9 +124,10 @@ def allocate_kv_cache(
         device: where they live.
 
     Returns:
-        Keys and values ``[num_blocks, block_size, num_kv_heads, dim]``, scales without the last dim. Unless the entry
-        says ``by_token`` they are views of ``[num_blocks, num_kv_heads, block_size, ...]``: one head's tokens of a
-        block lie together, as a CPU reads them. States are ``[num_slots, *shape]``.
+        Keys and values ``[num_blocks, block_size, num_kv_heads, dim]``, scales without the last dim, or where the
+        entry says ``scales_by_head`` ``[num_blocks, num_kv_heads, block_size]``. Unless it says ``by_token`` they are
+        views of ``[num_blocks, num_kv_heads, block_size, ...]``: one head's tokens of a block lie together, as a CPU
+        reads them. States are ``[num_slots, *shape]``.
         Nothing is written, so that on a CPU a page costs memory only once a token is stored in it.
 
     Raises:
@@ -139,8 +140,8 @@ def allocate_kv_cache(
 
     def pages(spec: CacheSpec, part: CachePart, count: int) -> torch.Tensor:
         heads, *dims = part.unit_shape
-        inner = (block_size, heads) if spec.by_token else (heads, block_size)
-        storage = torch.empty(count, *inner, *dims, dtype=part.dtype, device=torch.device(device))
+        inner = part.block_shape(block_size) if spec.by_token else (heads, block_size, *dims)
+        storage = torch.empty(count, *inner, dtype=part.dtype, device=torch.device(device))
         advise_huge_pages(storage)
         return storage if spec.by_token else storage.transpose(1, 2)
 

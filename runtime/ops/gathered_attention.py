@@ -13,6 +13,7 @@ def gathered_attention(
     query: torch.Tensor,
     padded_tokens: torch.Tensor,
     row_of_token: torch.Tensor,
+    scales_by_head: bool = False,
 ) -> torch.Tensor:
     """Attention of a step's queries over caches that hold its keys already.
 
@@ -25,6 +26,7 @@ def gathered_attention(
         query: ``[T, H, D]``.
         padded_tokens: ``[S, M]`` int64, as ``StepMetadata.padded_tokens``.
         row_of_token: ``[T]`` int64, as ``StepMetadata.row_of_token``.
+        scales_by_head: scales are ``[num_blocks, Hk, block_size]``.
 
     Returns:
         ``[T, H, Dv]``.
@@ -35,8 +37,9 @@ def gathered_attention(
     kv_heads, value_dim = call.value_cache.shape[2:]
     group = heads // kv_heads
     queries = query[padded_tokens].view(sequences, longest, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
-    keys = _blocks(call.key_cache, call.key_scale, block_table, query.dtype).permute(0, 2, 3, 1)
-    values = _blocks(call.value_cache, call.value_scale, block_table, query.dtype).permute(0, 2, 1, 3)
+    pairs = (call.key_cache, call.key_scale), (call.value_cache, call.value_scale)
+    keys, values = (_blocks(*pair, block_table, query.dtype, scales_by_head) for pair in pairs)
+    keys, values = keys.permute(0, 2, 3, 1), values.permute(0, 2, 1, 3)
     context = keys.shape[3]
 
     counts = call.query_start_loc[1:] - call.query_start_loc[:-1]
@@ -74,10 +77,15 @@ def gathered_attention(
 
 
 def _blocks(
-    cache: torch.Tensor, scale: torch.Tensor | None, block_table: torch.Tensor, dtype: torch.dtype
+    cache: torch.Tensor,
+    scale: torch.Tensor | None,
+    block_table: torch.Tensor,
+    dtype: torch.dtype,
+    scales_by_head: bool,
 ) -> torch.Tensor:
     """The blocks of each sequence, one after the other: ``[S, W * block_size, Hk, D]``."""
     rows = cache[block_table]
     if scale is not None:
-        rows = dequantize_rows(rows, scale[block_table], dtype)
+        scales = scale[block_table]
+        rows = dequantize_rows(rows, scales.transpose(-1, -2) if scales_by_head else scales, dtype)
     return rows.flatten(1, 2)

@@ -59,7 +59,14 @@ def test_only_keeps_what_an_option_asks_for():
         ({"verfy": "off"}, "did you mean 'verify'"),
         ({"verify": "yes"}, "verify='yes' is not one of"),
         ({"codegen": "triton"}, "codegen='triton'"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is not one of 'auto', 'int8'"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype='int4' is not one of 'auto', 'int8'"),
+        ({"kv_cache_dtype": None}, "kv_cache_dtype=None is not one of 'auto', 'int8'"),
+        ({"kv_cache_dtype": "bfloat16"}, "use 'auto', .* dtype='bfloat16'"),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "use 'int8', which has a scale per token and head"),
+        *(
+            ({"kv_cache_dtype": name}, f"kv_cache_dtype='{name}' is not there: .*use 'int8'.* or 'auto'")
+            for name in ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "fp8_per_token_head", "nvfp4", "FP8")
+        ),
         ({"quantization": "fp8"}, "quantization='fp8' is not one of 'int8'"),
         ({"quantization": "int4", "group_size": 32}, "group_size=32 is not supported"),
         ({"group_size": 64}, "give quantization too"),

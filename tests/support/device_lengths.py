@@ -29,7 +29,7 @@ def _form(target: Any, lengths: tuple[str, ...]) -> Any:
 
     def with_lists(read: Any) -> Any:
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            return target(*args, **{**kwargs, **{name: read(kwargs[name]) for name in lengths}})
+            return target(*args, **{**kwargs, **{name: read(kwargs[name]) for name in lengths if name in kwargs}})
 
         return kernel
 

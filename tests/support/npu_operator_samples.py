@@ -135,6 +135,21 @@ def _fused_attention() -> list[Sample]:
     }
     query = torch.randn(2, heads, 1, dim).bfloat16()
     samples.append(Sample("npu_fused_infer_attention_score_v2", "int8", (query, int8, int8), options))
+    cache = torch.randint(-128, 128, (4, 2 * block, kv_heads * dim), dtype=torch.int8)
+    options = {
+        "num_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "input_layout": "BSH",
+        "actual_seq_lengths_kv": [40, 9],
+        "block_table": torch.tensor([[3, 1], [0, 2]], dtype=torch.int32),
+        "block_size": 2 * block,
+        "key_antiquant_scale": torch.rand(4, kv_heads, 2 * block),
+        "value_antiquant_scale": torch.rand(4, kv_heads, 2 * block),
+        "key_antiquant_mode": 5,
+        "value_antiquant_mode": 5,
+    }
+    query = torch.randn(2, 1, heads * dim).bfloat16()
+    samples.append(Sample("npu_fused_infer_attention_score", "int8 in blocks", (query, cache, cache), options))
     options = {
         "num_query_heads": heads,
         "num_key_value_heads": kv_heads,

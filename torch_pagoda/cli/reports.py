@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .engine_options import Quantization, pass_selection
+from .engine_options import KvCacheDtype, Quantization, pass_selection
 from .errors import one_line_errors
 from .format_table import format_table
 from .phases import show_phases
@@ -61,6 +61,7 @@ def inspect(
         bool, typer.Option("--schedule", help="Show what a decode step could run on a second stream of an NPU.")
     ] = False,
     quantization: Quantization = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
     html: Annotated[Path | None, typer.Option(help="Write a page with drawings there.", metavar="FILE")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write everything as JSON there; '-': stdout.", metavar="FILE")
@@ -101,6 +102,7 @@ def inspect(
                 opt_level=opt_level,
                 passes=pass_selection(skip_pass, only_pass),
                 quantization=quantization,
+                kv_cache_dtype=kv_cache_dtype,
             )
         if html is not None:
             explanation.to_html(html, layer)

@@ -126,6 +126,12 @@ def cache_inputs(traced: TracedGraph) -> list[str]:
     return [f"{part.name}_{i}" for i, spec in enumerate(traced.caches) for part in spec.parts()]
 
 
+def readers(node: fx.Node) -> list[fx.Node]:
+    """What reads a node, or the first rows of it."""
+    rows = torch.ops.aten.slice.Tensor
+    return [reader for user in node.users for reader in (readers(user) if user.target is rows else (user,))]
+
+
 def is_constant(traced: TracedGraph, name: str) -> bool:
     """True if the placeholder receives the same tensor at every call, which is known when the graph is linked."""
     return name in traced.constants or name in traced.notes.made_when_linked

@@ -123,6 +123,14 @@ class Route(ABC):
             self._spare_blocks = max(self._spare_blocks, STATE_SLOTS)
         return self._spare_blocks
 
+    def reserve_like(self, other: Route) -> None:
+        """Have the blocks that ``other`` reserved, which are no fewer: both run steps over the same caches."""
+        self._padding_blocks, self._spare_blocks = other._padding_blocks, other._spare_blocks
+
+    def note_warm(self) -> None:
+        """Compile and capture nothing from now on."""
+        self.is_warm = True
+
     def bind(self, kv_cache: KVCache) -> None:
         """Take notice of the caches that later calls receive."""
         for spec, (first, *_) in zip(self.traced.caches, kv_cache, strict=True):

@@ -7,6 +7,7 @@ from typing import Any
 
 from ....passes import TracedGraph
 from .aclgraph.aclgraph_route import AclGraphs
+from .decode_steps import DecodeRoute
 from .ge.ge_route import GeGraphs
 from .route import Route, Run
 
@@ -18,6 +19,7 @@ def make_route(
     options: Mapping[str, Any] | None = None,
     *,
     static_decode: bool = False,
+    decode: TracedGraph | None = None,
 ) -> Route | None:
     """The way that a lowered graph with linked constants runs; None for call by call.
 
@@ -27,7 +29,12 @@ def make_route(
         eager: runs it call by call, for steps that a route does not take.
         options: of the toolchain, see ``toolchain_options``.
         static_decode: see ``GeGraphs``.
+        decode: a graph of the same inputs that decode steps are to run by, see ``decode_steps``.
     """
+    if decode is not None:
+        first = make_route(codegen, decode, eager, options, static_decode=static_decode)
+        second = make_route(codegen, traced, eager, options)
+        return None if first is None or second is None else DecodeRoute(first, second)
     if codegen == "ge":
         return GeGraphs(traced, eager=eager, options=options, static_decode=static_decode)
     if codegen == "aclgraph":

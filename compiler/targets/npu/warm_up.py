@@ -73,7 +73,7 @@ def warm_up(program: Linked, route: Route) -> list[SizeCheck]:
             note(_progress(done, len(left), time.perf_counter() - began, again=variant > 0))
             _check(program, route, size, variant, check)
     note("")
-    route.is_warm = True
+    route.note_warm()
     if made:
         kept = sum(not check.reason for check in made)
         log.info("%d of %d planned sizes are ready after %.1f s", kept, len(sizes), time.perf_counter() - started)
@@ -202,7 +202,8 @@ class Spare:
             if not spec.has_scales:
                 yield values.flatten(1), None
                 continue
-            scales = tensors[2 + j][room.first_block : last][blocks, offsets][..., None]
+            scales = tensors[2 + j][room.first_block : last]
+            scales = (scales.transpose(1, 2) if spec.scales_by_head else scales)[blocks, offsets][..., None]
             yield (values * scales).flatten(1), scales.expand_as(values).flatten(1)
 
 

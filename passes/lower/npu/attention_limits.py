@@ -12,6 +12,9 @@ from ....runtime.ops.npu.attention_limits import HEAD_DIM, LATENT_DIM, MAX_SEQUE
 from ...graph.npu_target import Product
 from .call import Call
 
+PAGED_SCALES: dict[Product, frozenset[int]] = {Product.A2: frozenset({4, 5}), Product.A3: frozenset({4, 5})}
+"""Chip → modes of scales that lie in the blocks of int8 caches (v1: ``key_antiquant_mode``; shapes
+and dtype after v2's section on one query per sequence). No document says what other chips do."""
 MASK_SIZE = 2048
 """Rows and columns of the mask that the causal and band modes read, whatever the lengths are."""
 UNLIMITED = 2147483647
@@ -107,6 +110,7 @@ def _sizes(call: Call) -> AttentionSizes:
         queries=queries,
         sequences=sequences if a.by_token else call.shape("query")[0],
         keys=None if a.by_token else keys,
+        int8=call.dtype("key") is torch.int8,
     )
 
 
@@ -204,7 +208,39 @@ def _precision(call: Call) -> str:
     return "" if found in (0, 1, 2, 3) else f"inner_precise is {found}"
 
 
+def _stored(call: Call) -> str:
+    """Keys and values of the dtype of the query, or int8 with float32 scales in their blocks."""
+    second = call.name.endswith("_v2")
+    names = [f"dequant_scale_{part}" if second else f"{part}_antiquant_scale" for part in ("key", "value")]
+    if call.dtype("key") is not torch.int8:
+        if any(call[name] is not None for name in names):
+            return f"{' and '.join(names)} are for int8 keys and values"
+        same = call.dtype("key") is call.dtype("query")
+        return "" if same else f"dtypes differ: query {call.dtype('query')}, key {call.dtype('key')}"
+    a = Attention.of(call)
+    modes = {call[f"{part}_quant_mode" if second else f"{part}_antiquant_mode"] for part in ("key", "value")}
+    known = PAGED_SCALES.get(call.target.product, frozenset())
+    if not known:
+        return f"no document says that {call.target.soc} reads int8 keys and values with scales in their blocks"
+    if call["block_table"] is None or a.by_token or _query_tokens(call, a) != 1:
+        return f"int8 keys and values in blocks, with one query per sequence, are what is known; {a.layout} is given"
+    if call["query_rope"] is not None or call["pse_shift"] is not None or call["atten_mask"] is not None:
+        return "rope, biases and masks beside int8 keys and values are not known"
+    if len(modes) != 1 or not modes <= known:
+        return f"antiquant modes {sorted(modes)} of int8 keys and values; one of {sorted(known)} for both"
+    key = call.shape("key")
+    (mode,), blocks = modes, (key[0], a.block_size)
+    expected = blocks if mode == 4 else (key[0], a.kv_heads, a.block_size)
+    for name in names:
+        tensor = call.tensor(name)
+        dtype = None if tensor is None else tensor.dtype  # never counted as another
+        if dtype is not torch.float32 or call.shape(name) != expected:
+            return f"{name} is {call.shape(name)} {dtype}; mode {mode} takes {expected} torch.float32"
+    return ""
+
+
 ATTENTION_RULES = (
+    _stored,
     _layout,
     _heads,
     _head_dims,

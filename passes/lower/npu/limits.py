@@ -35,7 +35,10 @@ Rule = Callable[[Call], str]
 """Says why a call is not legal; "" when it is, as far as the rule goes."""
 
 A2, A3, A5, INFERENCE = Product.A2, Product.A3, Product.A5, Product.INFERENCE
-DENSE_INPUTS = ("query", "key", "value", "query_rope", "key_rope", "atten_mask", "pse_shift")
+DENSE_INPUTS = (
+    *("query", "key", "value", "query_rope", "key_rope", "atten_mask", "pse_shift"),
+    *("key_antiquant_scale", "value_antiquant_scale"),
+)
 HALF = frozenset({torch.float16, torch.bfloat16})
 FLOAT = HALF | {torch.float32}
 INDEX = frozenset({torch.int32, torch.int64})
@@ -221,13 +224,13 @@ LIMITS: dict[str, Limits] = {
     "npu_fused_infer_attention_score": Limits(
         frozenset({A2, A3, A5}),
         {"query": HALF, "block_table": frozenset({torch.int32})},
-        alike=[("query", "key", "value")],
+        alike=[("key", "value")],
         rules=[*ATTENTION_RULES, dense(*DENSE_INPUTS)],
     ),
     "npu_fused_infer_attention_score_v2": Limits(
         frozenset({A2, A3, A5}),
         {"query": HALF, "block_table": frozenset({torch.int32})},
-        alike=[("query", "key", "value")],
+        alike=[("key", "value")],
         rules=[*ATTENTION_RULES, *RULES_V2, dense(*DENSE_INPUTS)],
     ),
     "npu_prompt_flash_attention": Limits(

@@ -11,8 +11,9 @@ Becomes:
 With int8 caches, which the kernel reads for one new token per sequence at most:
     q8, s = ATen operators of k and v                       # quantized, see runtime/ops/int8_rows.py
     npu_scatter_pa_kv_cache(k8, v8, key_cache, value_cache, slot_mapping, cache_mode="Norm")
-    npu_scatter_nd_update_(key_scale, [block, offset] of the slots, s)      # and value_scale
-    the formula over gathered blocks, dequantized
+    npu_scatter_nd_update_(key_scale, [block, head, offset] of the slots, s)      # and value_scale
+    the formula over gathered blocks, dequantized, with a note that decode steps can have the kernel
+    (``decode_attention``); where they cannot, scales are written at [block, offset]
 Why it is faster:
     one kernel reads the blocks where they lie. The caches stay whole graph inputs that are written once and read
     afterwards: any other use makes the graph engine copy them in every step.
@@ -36,6 +37,7 @@ from ...graph.traced import TracedGraph, UnsupportedModel
 from .attention_limits import MASK_SIZE, UNLIMITED
 from .attention_routes import Heads, routes_by_traffic
 from .call import Call
+from .decode_attention import note_decoded, why_not_decoded
 from .limits import violations
 from .sink_transposes import transposes_heads
 from .site import Site
@@ -43,6 +45,7 @@ from .site import Site
 _npu, _aten = torch.ops.npu, torch.ops.aten
 _CAUSAL, _BAND = 3, 4
 GATHERED = "gathered"
+DECODED = "gathered, by the kernel at decode"
 
 
 def lower_npu_paged_attention(traced: TracedGraph) -> PassRecord:
@@ -94,9 +97,9 @@ class _PagedAttention:
         route = self._route()
         if self.key_cache not in self.routes:
             self.routes[self.key_cache] = route
-            self._write(self._stored_heads(route))
-        if route == GATHERED:
-            rows = self._gathered()
+            self._write(self._stored_heads(route), by_head=route == DECODED)
+        if route in (GATHERED, DECODED):
+            rows = self._gathered(route)
         elif route == "BSH":
             rows = self._padded_sequences()
         else:
@@ -116,11 +119,13 @@ class _PagedAttention:
                 self.site.refuse(self._kernel_name, f"it knows no {what}")
                 return GATHERED
         if self.key_scale is not None:
-            self.site.refuse(
-                self._kernel_name,
-                "it reads paged int8 caches for one query token per sequence alone, and one graph serves prompts too",
-            )
-            return GATHERED
+            only = "it reads paged int8 caches for one query token per sequence alone"
+            reason = why_not_decoded(self.traced, self.call, self.heads)
+            if reason:
+                self.site.refuse(self._kernel_name, f"{only}, and not there either: {reason}")
+                return GATHERED
+            self.site.refuse(self._kernel_name, f"{only}: decode steps run by it, all others by the formula")
+            return DECODED
         for route in routes_by_traffic(self.heads, sinks=self.sinks is not None):
             reasons = violations(self._imagined(route))
             if not reasons:
@@ -193,16 +198,21 @@ class _PagedAttention:
             return self.site.aten(_aten.constant_pad_nd.default, rows, [0, dim - own])
         return self.site.dense(rows)
 
-    def _write(self, stored: Heads) -> None:
-        """Store the step's keys and values, once per cache: a second write would make the engine copy it."""
+    def _write(self, stored: Heads, *, by_head: bool) -> None:
+        """Store the step's keys and values, once per cache: a second write would make the engine copy it.
+
+        Scales of int8 go to ``[block, head, offset]`` if ``by_head``.
+        """
         index = cache_index(self.key_cache)
         assert index is not None
-        self.traced.lay_out_cache(index, self.site.target.block_size, stored.key_dim, stored.value_dim)
+        size = self.site.target.block_size
+        self.traced.lay_out_cache(index, size, stored.key_dim, stored.value_dim, scales_by_head=by_head)
         key, val = self._by_token(self.key, stored.key_dim), self._by_token(self.value, stored.value_dim)
         if self.key_scale is not None:
             key, key_scale = self.site.inline(quantize_rows, key)
             val, value_scale = self.site.inline(quantize_rows, val)
-            self._write_rows((self.key_scale, key_scale), (self.value_scale, value_scale))
+            heads = self.heads.kv_heads if by_head else None
+            self._write_rows((self.key_scale, key_scale), (self.value_scale, value_scale), heads=heads)
         pair = (self.key_cache, self.value_cache)
         done = self.site.call(
             _npu.npu_scatter_pa_kv_cache.default, key, val, *pair, self.slot_mapping, cache_mode="Norm"
@@ -210,8 +220,9 @@ class _PagedAttention:
         if done is None:
             self._write_rows((self.key_cache, key), (self.value_cache, val))
 
-    def _write_rows(self, *written: tuple[fx.Node | None, fx.Node]) -> None:
-        """Row by row, at (block, offset), where no operator writes both caches at once.
+    def _write_rows(self, *written: tuple[fx.Node | None, fx.Node], heads: int | None = None) -> None:
+        """Row by row, at (block, offset), where no operator writes both caches at once; with ``heads`` number by
+        number, at (block, head, offset).
 
         Padding tokens, whose slots are negative, land in slot 0 of block 0.
         """
@@ -219,7 +230,10 @@ class _PagedAttention:
         slots = self.traced.call(_aten.clamp.default, self.slot_mapping, 0)
         block = self.traced.call(_aten.div.Tensor_mode, slots, size, rounding_mode="floor")
         offset = self.traced.call(_aten.remainder.Scalar, slots, size)
-        place = self.traced.call(_aten.stack.default, [block, offset], -1)
+        if heads is None:
+            place = self.traced.call(_aten.stack.default, [block, offset], -1)
+        else:
+            place = self.site.inline(_places_by_head, block, offset, heads)
         for cache, rows in written:
             if self.site.call(_npu.npu_scatter_nd_update_.default, cache, place, rows) is None:
                 what = f"no operator of {self.site.target.soc} writes the KV cache of {self.site.node.name}: "
@@ -263,7 +277,7 @@ class _PagedAttention:
         assert results is not None, self.site.refused
         return self.site.item(results, 0)
 
-    def _gathered(self) -> fx.Node:
+    def _gathered(self, route: str) -> fx.Node:
         """``[T, H, Dv]`` by ATen operators over the blocks of each sequence, gathered."""
         out: fx.Node = self.site.inline(
             gathered_attention,
@@ -271,8 +285,18 @@ class _PagedAttention:
             self._by_token(self.query, self.heads.key_dim),
             self.traced.step_input("padded_tokens"),
             self.traced.step_input("row_of_token"),
+            route == DECODED,
         )
+        if route == DECODED and not why_not_decoded(self.traced, self.call, self.heads):
+            note_decoded(self.traced, out, self.call, self.heads)
         return out
+
+
+def _places_by_head(block: torch.Tensor, offset: torch.Tensor, heads: int) -> torch.Tensor:
+    """``[T, heads, 3]``: (block, head, offset) of each token's heads."""
+    head = torch.arange(heads, device=block.device, dtype=block.dtype)
+    places = torch.broadcast_tensors(block.unsqueeze(1), head.unsqueeze(0), offset.unsqueeze(1))
+    return torch.stack(places, -1)
 
 
 def _rotates_norms(node: fx.Node) -> bool:

@@ -373,7 +373,7 @@ def _check(call: AttentionCall, layout: Layout, kv_heads: int) -> None:
 
 
 def _check_sizes(call: AttentionCall, layout: Layout, kv_heads: int) -> None:
-    query, paged = call.query, call.block_table is not None
+    query, paged, quantized = call.query, call.block_table is not None, call.key.dtype is torch.int8
     dim = _query_dim(call)
     if not paged and call.key.dim() != query.dim():
         return  # of another layout, which the reader of keys refuses
@@ -403,11 +403,12 @@ def _check_sizes(call: AttentionCall, layout: Layout, kv_heads: int) -> None:
         rope_dim=0 if rope is None else rope.shape[-1] // (call.heads if layout.inputs == "BSH" else 1),
         sparse_mode=call.sparse_mode,
         wants_lse=call.want_lse,
-        # int8 caches have blocks of their own sizes.
-        block_size=call.block_size if paged and call.key.dtype is not torch.int8 else 0,
+        # FRACTAL_NZ caches of int8 have blocks of their own sizes.
+        block_size=call.block_size if paged and not (quantized and call.key.dim() == 5) else 0,
         queries=queries,
         sequences=len(lengths or ()) if layout.packed else batch,
         keys=None if layout.packed else keys,
+        int8=quantized,
     )
     reason = head_dims(sizes) or blocks(sizes) or extents(sizes)
     if reason:

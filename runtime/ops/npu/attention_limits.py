@@ -31,6 +31,7 @@ class AttentionSizes:
         queries: S of a layout with a batch axis; None in packed ones.
         sequences: how many there are.
         keys: that the cache of one sequence has room for; None in packed layouts.
+        int8: keys and values are int8.
     """
 
     layout: str
@@ -44,6 +45,7 @@ class AttentionSizes:
     queries: int | None
     sequences: int | None
     keys: int | None
+    int8: bool = False
 
     @property
     def packed(self) -> bool:
@@ -60,6 +62,8 @@ def head_dims(sizes: AttentionSizes) -> str:
         return f"heads of {dims} dims; multiples of 16, at most {LATENT_DIM}"
     if dim != key_dim:
         return f"heads of {dim} dims in query, {key_dim} in key"
+    if sizes.int8 and (dim % 32 or value_dim % 32):
+        return f"heads of {dims} dims; multiples of 32 in int8"
     if sizes.rope_dim:
         if sizes.rope_dim != ROPE_DIM:
             return f"query_rope has {sizes.rope_dim} dims; it must have {ROPE_DIM}"
@@ -100,10 +104,12 @@ def _latent(sizes: AttentionSizes) -> str:
 
 
 def blocks(sizes: AttentionSizes) -> str:
-    """Sizes of blocks of a paged cache of fp16 or bf16."""
+    """Sizes of blocks of a paged cache."""
     size = sizes.block_size
     if not size:
         return ""
+    if sizes.int8:
+        return "" if 32 <= size <= 512 and size % 32 == 0 else f"blocks of {size} in int8; multiples of 32 up to 512"
     if sizes.packed or LATENT_DIM in sizes.dims:
         return "" if 16 <= size <= 1024 and size % 16 == 0 else f"blocks of {size}; multiples of 16 up to 1024"
     if sizes.queries == 1:

@@ -61,6 +61,11 @@ def test_int8_is_stored_with_scales() -> None:
     assert [tuple(t.shape) for t in by_token] == [(3, 16, 2, 8), (3, 16, 2, 6), (3, 16, 2), (3, 16, 2)]
     assert by_head[2].shape == (3, 16, 2) and by_head[2].stride() == (32, 1, 16)  # one head's tokens lie together
     assert all(t.is_contiguous() for t in by_token)
+    spec = CacheSpec(2, 8, 6, torch.int8, by_token=True, scales_by_head=True)
+    ((*caches, key_scale, value_scale),) = allocate_kv_cache([spec], num_blocks=3, block_size=16)
+    assert [tuple(t.shape) for t in caches] == [(3, 16, 2, 8), (3, 16, 2, 6)]
+    assert key_scale.shape == value_scale.shape == (3, 2, 16) and key_scale.is_contiguous()
+    assert bytes_per_block([spec], 16) == bytes_per_block(specs[1:], 16)
 
 
 def test_default_is_what_the_sequences_can_use() -> None:

@@ -36,7 +36,7 @@ from .....runtime.engine.device_errors import raise_if_lost
 from .....runtime.engine.device_queue import sent
 from .....runtime.program import KVCache
 from .....runtime.state_tables import CHUNK_TABLES
-from ..flat_graph import flat_graph
+from ..flat_graph import flat_graph, readers
 from ..in_place import write_in_place
 from ..route import PlannedSize, Route, Run, ctrl_c_kept
 from ..side_branches import MOST_TOKENS, counted_branches
@@ -296,7 +296,7 @@ def _why_not_captured(traced: TracedGraph, lists: Sequence[int]) -> str:
     placeholders = traced.placeholders
     if not lists and has_state(traced.caches):
         return "the graph has no attention call, whose lists of lengths say for how many sequences it is captured"
-    tables = [user for node in placeholders if node.name == "block_table" for user in node.users]
+    tables = [user for node in placeholders if node.name == "block_table" for user in readers(node)]
     if not lists or not all(map(_gets_new_lengths, tables)):
         return "the graph gathers the blocks of its caches, as many as the longest sequence could have"
     for user in (user for i in lists for user in placeholders[i].users):

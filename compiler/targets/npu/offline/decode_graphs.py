@@ -71,8 +71,9 @@ def static_decode_graph(
     assert traced.npu is not None
     sizes = []
     for spec in traced.caches:
-        block = () if isinstance(spec, StateSpec) else (traced.npu.block_size,)
-        sizes += [torch.empty(num_blocks, *block, *part.unit_shape, device="meta") for part in spec.parts()]
+        for part in spec.parts():
+            shape = part.unit_shape if isinstance(spec, StateSpec) else part.block_shape(traced.npu.block_size)
+            sizes.append(torch.empty(num_blocks, *shape, device="meta"))
     inputs = {**decode_inputs(traced, sequences, width), **dict(zip(cache_inputs(traced), sizes, strict=True))}
     copy = static_graph(traced, inputs, air_attention())
     return convert(copy.module, copy.values, soc=soc, dynamic=False)

@@ -53,7 +53,7 @@ def test_caches_are_whole_inputs_laid_out_by_token():
     for part in graph.traced.caches[0].parts():
         node = graph.traced.placeholder(f"{part.name}_0")
         example = node.meta["example_value"]
-        assert example.is_contiguous() and tuple(example.shape[1:]) == (128, *part.unit_shape)
+        assert example.is_contiguous() and tuple(example.shape[1:]) == part.block_shape(128)
         writers = [user for user in node.users if user.target._schema.is_mutable]
         assert len(writers) == 1 and min(node.users) is writers[0]
 

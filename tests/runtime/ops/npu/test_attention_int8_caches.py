@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch_pagoda.runtime.ops.npu.attention import npu_fused_infer_attention_score, npu_fused_infer_attention_score_v2
 from torch_pagoda.runtime.ops.npu.flash_attention import npu_incre_flash_attention
 
-BATCH, HEADS, KV_HEADS, DIM, LENGTH, BLOCK, BLOCKS = 2, 4, 2, 32, 12, 8, 7
+BATCH, HEADS, KV_HEADS, DIM, LENGTH, BLOCK, BLOCKS = 2, 4, 2, 32, 44, 32, 7
 TABLE = torch.tensor([[5, 2], [0, 3]], dtype=torch.int32)
 
 
@@ -111,14 +111,16 @@ def test_stacked_scales_of_v1(mode, assert_close):
         assert_close(npu_incre_flash_attention(query, keys, values, scale_value=0.2, **arguments), wanted)
 
 
+@pytest.mark.parametrize("layout", ["BNSD", "BSH"])
 @pytest.mark.parametrize("mode", [4, 5])
-def test_paged_scales(mode, assert_close):
+def test_paged_scales(mode, layout, assert_close):
     query = torch.randn(BATCH, HEADS, 1, DIM).bfloat16()
     caches = [torch.randint(-128, 128, (BLOCKS, KV_HEADS, BLOCK, DIM), dtype=torch.int8) for _ in range(2)]
     scales = [torch.rand(BLOCKS, KV_HEADS if mode == 5 else 1, BLOCK) / 64 + 0.01 for _ in range(2)]
+    wide = layout == "BSH"
     result, _ = npu_fused_infer_attention_score_v2(
-        query,
-        *caches,
+        query.transpose(1, 2).flatten(2) if wide else query,
+        *([cache.transpose(1, 2).flatten(2).contiguous() for cache in caches] if wide else caches),
         actual_seq_kvlen=[LENGTH, LENGTH],
         block_table=TABLE,
         block_size=BLOCK,
@@ -129,13 +131,33 @@ def test_paged_scales(mode, assert_close):
         num_query_heads=HEADS,
         num_key_value_heads=KV_HEADS,
         softmax_scale=0.2,
-        input_layout="BNSD",
+        input_layout=layout,
     )
     key, value = (
         torch.stack([torch.cat(list((cache * scale[..., None])[row.long()]), 1)[:, :LENGTH] for row in TABLE])
         for cache, scale in zip(caches, scales, strict=True)
     )
+    result = result.unflatten(2, (HEADS, DIM)).transpose(1, 2) if wide else result
     assert_close(result, attention(query, key, value, 0.2))
+
+
+@pytest.mark.parametrize(("block", "dim"), [(16, 32), (544, 32), (32, 48)])
+def test_sizes_of_paged_int8_caches(block, dim):
+    caches = [torch.zeros(2, block, dim, dtype=torch.int8) for _ in range(2)]
+    scale = torch.ones(2, 1, block)
+    with pytest.raises(ValueError, match="in int8"):
+        npu_fused_infer_attention_score(
+            torch.zeros(1, 1, dim).bfloat16(),
+            *caches,
+            actual_seq_lengths_kv=[3],
+            block_table=TABLE[:1] * 0,
+            block_size=block,
+            key_antiquant_scale=scale,
+            value_antiquant_scale=scale,
+            key_antiquant_mode=5,
+            value_antiquant_mode=5,
+            input_layout="BSH",
+        )
 
 
 def test_a_fractal_nz_cache_of_int8(assert_close):

@@ -199,8 +199,8 @@ def test_int8_caches():
     zeros = torch.zeros(13, KV_HEADS, DIM, dtype=torch.int8)
     scales = {"key_antiquant_scale": torch.ones(1), "value_antiquant_scale": torch.ones(1)}
     assert_refuses("not taken in input_layout 'TND'", unpaged(key=zeros, value=zeros, **scales))
-    cache = torch.zeros(4, KV_HEADS, BLOCK, DIM, dtype=torch.int8)
-    table = {"block_table": packed()["block_table"], "block_size": BLOCK, "actual_seq_lengths_kv": [8, 5]}
+    cache = torch.zeros(4, KV_HEADS, 2 * BLOCK, DIM, dtype=torch.int8)
+    table = {"block_table": packed()["block_table"], "block_size": 2 * BLOCK, "actual_seq_lengths_kv": [8, 5]}
     npu_fused_infer_attention_score(**int8(key=cache, value=cache, **table))
     assert_refuses("only FRACTAL_NZ caches", int8(length=2, key=cache, value=cache, **table))
 

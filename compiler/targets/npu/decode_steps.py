@@ -1,0 +1,129 @@
+"""Programs of two graphs for an NPU: one for steps of one token per sequence, and one for all others.
+
+Both take the same inputs and keep the same caches (``passes.lower.npu.decode_attention``), so each step goes to the
+graph that is for it. A step that the decode graph's sizes do not take runs by the calls of the other one, which takes
+any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ....passes import TracedGraph
+from ....runtime.program import KVCache
+from ....runtime.step_metadata import StepMetadata
+from .route import PlannedSize, Route, Run
+from .sizes.step_padding import StepSize
+
+
+def is_decode_step(query_lens: Sequence[int], tokens: int) -> bool:
+    """True if each of the step's ``tokens`` is the only one of its sequence, and sequences without any stand behind
+    these."""
+    return tokens <= len(query_lens) and all(length == 1 for length in query_lens[:tokens])
+
+
+class StepKinds:
+    """Tells by a graph's inputs which kind of step they are of.
+
+    Args:
+        traced: the graph.
+    """
+
+    def __init__(self, traced: TracedGraph) -> None:
+        names = [node.name for node in traced.placeholders]
+        self._ids, self._lens = names.index(traced.input_ids), names.index("query_lens")
+
+    def is_decode(self, args: Sequence[Any]) -> bool:
+        """See ``is_decode_step``."""
+        return is_decode_step(args[self._lens], args[self._ids].shape[1])
+
+
+class DecodeCalls:
+    """A function of a graph's inputs that runs decode steps by the calls of another.
+
+    Args:
+        traced: the graph.
+        decode: runs decode steps.
+        others: runs the graph.
+    """
+
+    def __init__(self, traced: TracedGraph, decode: Run, others: Run) -> None:
+        self._kinds, self._decode, self._others = StepKinds(traced), decode, others
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        return (self._decode if self._kinds.is_decode(args) else self._others)(*args)
+
+
+class DecodeRoute(Route):
+    """Two routes: decode steps take the first, all others the second.
+
+    Args:
+        decode: of the graph for decode steps.
+        others: of the graph for any; its calls, one by one, are what both are compared with.
+    """
+
+    def __init__(self, decode: Route, others: Route) -> None:
+        super().__init__(others.traced, others.eager)
+        self.name = others.name
+        self.decode, self.others = decode, others
+        self._kinds = StepKinds(others.traced)
+        for part in self._parts:
+            part.eager_steps = self.eager_steps
+
+    @property
+    def _parts(self) -> tuple[Route, Route]:
+        return self.decode, self.others
+
+    def plan(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+        self.decode.reserve(max_num_seqs, min(max_num_seqs, max_num_batched_tokens), max_model_len)
+        self.others.reserve(max_num_seqs, max_num_batched_tokens, max_model_len)
+        self.limits = [
+            f"{kind}: {limit}"
+            for kind, part in zip(("decode steps", "other steps"), self._parts, strict=True)
+            for limit in part.limits
+        ]
+        return max(part.most_dummies for part in self._parts)
+
+    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+        reserved = super().reserve(max_num_seqs, max_num_batched_tokens, max_model_len)
+        for part in self._parts:
+            part.reserve_like(self)
+        return reserved
+
+    def bind(self, kv_cache: KVCache) -> None:
+        super().bind(kv_cache)
+        for part in self._parts:
+            part.bind(kv_cache)
+
+    def note_warm(self) -> None:
+        super().note_warm()
+        for part in self._parts:
+            part.note_warm()
+
+    def planned_sizes(self) -> list[PlannedSize]:
+        """Those of both; each is exercised by the steps that it is for."""
+        found = []
+        for part in self._parts:
+            for size in part.planned_sizes():
+                own = tuple(
+                    shape for shape in size.shapes if (shape.tokens == shape.sequences) == (part is self.decode)
+                )
+                found += [replace(size, shapes=own)] if own else []
+        return found
+
+    def size_for(self, size: StepSize) -> StepSize | None:
+        """That of a step that is none of decode alone; ``fit`` knows which one is."""
+        return self.others.size_for(size)
+
+    def fit(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor, StepMetadata]:
+        part = self.decode if is_decode_step(step.query_lens, input_ids.shape[1]) else self.others
+        return part.fit(input_ids, position_ids, step)
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        return (self.decode if self._kinds.is_decode(args) else self.others)(*args)

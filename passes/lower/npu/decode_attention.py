@@ -1,0 +1,213 @@
+"""Attention of decode steps over int8 caches for Ascend: the kernel in place of the formula over gathered blocks.
+
+Matches:
+    the formula over gathered blocks of int8 caches that ``lower_npu_paged_attention`` noted as readable, in a graph
+    whose steps have one token of each sequence and no more
+Becomes:
+    npu_fused_infer_attention_score(query, key_cache, value_cache, key_antiquant_scale=key_scale, ...)
+        query [S, 1, H·D], caches [blocks, block size, Hk·D], scales [blocks, Hk, block size], antiquant modes 5: a
+        float32 scale per token and head, in the blocks of the keys and values
+Why it is faster:
+    the formula copies every block of every sequence, widened to the model's dtype; the kernel reads the bytes where
+    they lie.
+
+The kernel takes such caches for one query per sequence alone, so prompts keep the formula: a program has the graph
+with it and, for decode steps, a copy with the kernel (``decode_graph``). Both read and write the same caches.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...graph.attention_node import PagedAttentionCall
+from ...graph.fx_nodes import cache_index, eliminate_dead_code, shape, step_field, value
+from ...graph.npu_target import NpuTarget
+from ...graph.traced import TracedGraph
+from .attention_routes import Heads
+from .call import Call
+from .limits import violations
+
+_npu, _aten = torch.ops.npu, torch.ops.aten
+_KERNEL = _npu.npu_fused_infer_attention_score.default
+SCALE_PER_TOKEN_AND_HEAD = 5
+"""The kernel's mode for scales ``[blocks, heads, block size]``."""
+ANNOTATION = "pagoda_decode_attention"
+"""Key, in ``node.meta["custom"]``, of what the kernel computes in place of a node."""
+
+
+@dataclass(frozen=True)
+class DecodeAttention:
+    """What the kernel has to know of one attention beside its tensors.
+
+    Attributes:
+        heads: of queries.
+        kv_heads: of keys and values.
+        scale: of the scores.
+    """
+
+    heads: int
+    kv_heads: int
+    scale: float
+
+
+def why_not_decoded(traced: TracedGraph, call: PagedAttentionCall, heads: Heads) -> str:
+    """The reason why the kernel cannot compute an attention over int8 caches in decode steps; "" where it can.
+
+    Args:
+        traced: the graph that the call is in, with an NPU target.
+        call: of ``pagoda::paged_attention``.
+        heads: of it.
+    """
+    if call.sliding_window:
+        return "with one query per sequence it ignores pre_tokens, and would look back beyond the window"
+    if call.sinks is not None:
+        return "sinks are for packed layouts, which take no int8 caches"
+    if call.softcap or call.chunk or call.alibi_slopes is not None:
+        return "it knows no soft cap, no ALiBi and no chunks"
+    assert traced.npu is not None
+    target, sequences = traced.npu, value(call.block_table).shape[0]
+    like, blocks = value(call.query), value(call.key_cache).shape[0]
+    with traced.fake_mode:
+        query = like.new_empty(sequences, 1, heads.heads * heads.key_dim)
+        key, val = (
+            like.new_empty(blocks, target.block_size, heads.kv_heads * dim, dtype=torch.int8)
+            for dim in (heads.key_dim, heads.value_dim)
+        )
+        scales = like.new_empty(blocks, heads.kv_heads, target.block_size, dtype=torch.float32)
+    plan = DecodeAttention(heads.heads, heads.kv_heads, call.scale)
+    kwargs = _arguments(plan, target, scales, scales, call.block_table, [1])
+    return "; ".join(violations(Call.make(_KERNEL, target, query, key, val, **kwargs)))
+
+
+def note_decoded(traced: TracedGraph, rows: fx.Node, call: PagedAttentionCall, heads: Heads) -> None:
+    """Note that the kernel can compute ``rows``, ``[T, H, Dv]`` of the formula, in decode steps.
+
+    The graph gets the inputs that the kernel reads, and that tell such steps from others.
+    """
+    for field in ("kv_lens", "query_lens"):
+        traced.step_input(field)
+    plan = DecodeAttention(heads.heads, heads.kv_heads, call.scale)
+    rows.meta["custom"] = {**(rows.meta.get("custom") or {}), ANNOTATION: asdict(plan)}
+
+
+def decode_graph(traced: TracedGraph) -> TracedGraph | None:
+    """A copy of a lowered graph for steps of one token per sequence, by the kernel where that was noted; None where
+    it was nowhere.
+
+    The copy has the same inputs. Where calls are captured, sequences without tokens may stand behind the others.
+
+    Raises:
+        ValueError: a noted formula is not as it was left.
+    """
+    noted = [node for node in traced.graph.nodes if _noted(node) is not None]
+    if not noted:
+        return None
+    found = traced.copy()
+    sites = [(node, plan) for node in found.graph.nodes if (plan := _noted(node)) is not None]
+    with found.before(sites[0][0]):
+        table = _one_row_for_each_token(found)
+    for rows, plan in sites:
+        _decode(found, rows, plan, table)
+    eliminate_dead_code(found.graph)
+    found.recompile()
+    return found
+
+
+def _noted(node: fx.Node) -> DecodeAttention | None:
+    found = (node.meta.get("custom") or {}).get(ANNOTATION)
+    return None if found is None else DecodeAttention(**found)
+
+
+def _one_row_for_each_token(traced: TracedGraph) -> fx.Node:
+    """The block table, as many rows as the step has tokens: in GE graphs no sequence is without one."""
+    table = traced.step_input("block_table")
+    if traced.npu is not None and traced.npu.graph_mode == "ge":
+        return table
+    tokens = traced.call(_aten.sym_size.int, traced.placeholder(traced.input_ids), 1)
+    return traced.call(_aten.slice.Tensor, table, 0, 0, tokens)
+
+
+def _decode(traced: TracedGraph, rows: fx.Node, plan: DecodeAttention, table: fx.Node) -> None:
+    """Put the kernel in the place of the formula that ends in ``rows``."""
+    assert traced.npu is not None
+    query, caches = _inputs_of(rows)
+    with traced.before(rows):
+        blocks = []
+        for name in ("key_cache", "value_cache"):
+            _, size, heads, dim = shape(caches[name])
+            blocks.append(traced.call(_aten.reshape.default, caches[name], [-1, int(size), int(heads) * int(dim)]))
+        width = plan.heads * int(shape(query)[2])
+        queries = traced.call(_aten.reshape.default, query, [-1, 1, width])
+        scales = caches["key_scale"], caches["value_scale"]
+        kwargs = _arguments(plan, traced.npu, *scales, table, traced.step_input("kv_lens"))
+        attended = traced.call(operator.getitem, traced.call(_KERNEL, queries, *blocks, **kwargs), 0)
+        new = traced.call(_aten.reshape.default, attended, [-1, plan.heads, int(shape(rows)[2])])
+    traced.substitute(rows, new)
+
+
+def _arguments(
+    plan: DecodeAttention, target: NpuTarget, key_scale: Any, value_scale: Any, block_table: Any, kv_lens: Any
+) -> dict[str, Any]:
+    """The kernel's arguments but query, key and value."""
+    return {
+        "actual_seq_lengths_kv": kv_lens,
+        "key_antiquant_scale": key_scale,
+        "value_antiquant_scale": value_scale,
+        "key_antiquant_mode": SCALE_PER_TOKEN_AND_HEAD,
+        "value_antiquant_mode": SCALE_PER_TOKEN_AND_HEAD,
+        "block_table": block_table,
+        "block_size": target.block_size,
+        "num_heads": plan.heads,
+        "num_key_value_heads": plan.kv_heads,
+        "scale": plan.scale,
+        "input_layout": "BSH",
+        "inner_precise": 0,
+    }
+
+
+def _inputs_of(rows: fx.Node) -> tuple[fx.Node, dict[str, fx.Node]]:
+    """What the formula that ends in ``rows`` reads: its queries ``[T, H, D]``, and keys, values and scales by name.
+
+    Passes behind the lowering may have put other nodes in the place of the queries, so they are looked up: the
+    formula gathers them, and nothing else, by ``padded_tokens``.
+
+    Raises:
+        ValueError: not one of each.
+    """
+    queries: set[fx.Node] = set()
+    caches: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
+    pending = [rows]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if cache_index(node) is not None:
+            caches.add(node)
+        elif _gathers_queries(node):
+            queries.add(node.args[0])  # type: ignore[arg-type]
+        else:
+            pending.extend(node.all_input_nodes)
+    named = {cache.name.removesuffix(f"_{cache_index(cache)}"): cache for cache in caches}
+    if (
+        len(queries) != 1
+        or len(caches) != 4
+        or set(named) != {"key_cache", "value_cache", "key_scale", "value_scale"}
+    ):
+        raise ValueError(
+            f"{rows.name} reads {sorted(map(str, queries | caches))}: not one attention over int8 caches"
+        )
+    return queries.pop(), named
+
+
+def _gathers_queries(node: fx.Node) -> bool:
+    places = node.args[1] if node.target is _aten.index.Tensor else None
+    return isinstance(places, list | tuple) and any(
+        isinstance(place, fx.Node) and step_field(place) == "padded_tokens" for place in places
+    )
