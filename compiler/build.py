@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from ..passes import TracedGraph, UnsupportedModel
-from ..passes.schedule.schedule_branches import schedule_branches
 from ..runtime.engine.device_errors import raise_if_lost
 from ..runtime.ops.stored_weight import StoredWeight
 from .capture.layer_repeat import CannotRepeat, LayerRepeat
@@ -19,8 +18,7 @@ from .capture.recurrent_modules import check_recurrent_modules
 from .capture.state_layers import check_state
 from .capture.stored_parameters import has_stored_parameters, unpack_latent_attention
 from .capture.trace import Captured, capture
-from .estimates.launch_costs import launch_costs, why_not_planned
-from .estimates.traffic import Step
+from .estimates.schedules import annotate_schedules
 from .link.linker import LinkedProgram, link
 from .options import CompileOptions
 from .pipeline import run_pipeline
@@ -29,7 +27,6 @@ from .targets.cpu.inductor import generate_code, is_fusible
 from .targets.cpu.kernels import call_kernels
 from .targets.npu.routes import make_route
 from .targets.npu.schedule_options import asked_for
-from .targets.npu.socs import chip
 from .targets.npu.weights import prepare_weights
 from .tolerance import Tolerance, routes_tokens
 from .user_passes import registered_passes
@@ -38,9 +35,6 @@ from .verify.cache_restart import restart_length
 from .verify.self_check import Reference, check, reference_of_model
 
 log = logging.getLogger(__name__)
-
-PLANNED_STEP = Step(tokens=1, context=1024, rows=1)
-"""The decode step that schedules are planned for."""
 
 
 @dataclass
@@ -268,8 +262,8 @@ def _link_for_npu(
             remedy = "leave quantization out" if options.quantization else "use target='cpu'"
             raise UnsupportedModel(f"{report.model}: with quantised weights {verdict.reason}; {remedy}")
         report.verdict = verdict
-    if asked_for(options.schedule):
-        _schedule(traced, report)
+    if asked := asked_for(options.schedule):
+        annotate_schedules(traced, asked, report)
     route = make_route(options.codegen, traced, eager, options.npu_options, static_decode=options.static_decode)
     if route is None:
         return linked(eager)
@@ -295,19 +289,6 @@ def _link_for_npu(
     if reference is not None:
         report.verdict = verdict
     return program
-
-
-def _schedule(traced: TracedGraph, report: CompileReport) -> None:
-    """Annotate the branches of decode steps that are for a second stream; they are planned for one sequence."""
-    assert traced.npu is not None
-    known = chip(traced.npu.soc)
-    reason = why_not_planned(known, traced.npu.soc)
-    if reason or known is None:
-        log.warning("nothing is scheduled: %s", reason)
-        return
-    record, found = schedule_branches(traced, launch_costs(traced, known, PLANNED_STEP))
-    report.passes.append(record)
-    log.info("%d branches of decode steps are for a second stream", len(found))
 
 
 def _rounded_bits(traced: TracedGraph) -> int | None:
