@@ -11,7 +11,7 @@ Why it is faster:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,8 +106,8 @@ def schedule_prefetch(
     """
     record = PassRecord("schedule_prefetch")
     side = {node for branch in branches for node in branch.side}
-    beside = {node for branch in branches for node in branch.main}
     order = [node for node in traced.graph.nodes if launches_work(node) and node not in side]
+    beside = {node for branch in branches for node in branch.main} - side
     found: list[Fetch] = []
     windows = list(_windows(order, costs, beside, record))
     stops = sorted({*(window.start for window in windows), *map(order.index, beside), len(order)})
@@ -184,10 +184,10 @@ class _Window:
 
 
 def _windows(
-    order: Sequence[fx.Node], costs: Mapping[fx.Node, Cost], beside: Iterable[fx.Node], record: PassRecord
+    order: Sequence[fx.Node], costs: Mapping[fx.Node, Cost], busy: Collection[fx.Node], record: PassRecord
 ) -> Iterator[_Window]:
-    """Runs of launches that leave the memory idle for long enough, each as long as it can be."""
-    busy, start = frozenset(beside), 0
+    """Runs of launches that leave the memory idle for long enough, each as long as it can be; none of ``busy``."""
+    start = 0
     while start < len(order):
         first, end = order[start], start
         while end < len(order) and not costs[order[end]].memory_bound and (order[end] in busy) == (first in busy):

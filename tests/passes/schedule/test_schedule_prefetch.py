@@ -18,15 +18,17 @@ from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.provenance import launches_work, operator_name
 from torch_pagoda.passes.schedule import schedule_prefetch as module
 from torch_pagoda.passes.schedule.launches import Cost
-from torch_pagoda.passes.schedule.schedule_branches import schedule_branches
+from torch_pagoda.passes.schedule.schedule_branches import Branch, schedule_branches
 from torch_pagoda.passes.schedule.schedule_prefetch import (
     BANDWIDTH_SHARE,
     LEAST_WINDOW,
     PREFETCH,
+    WEIGHTS,
     Fetch,
     L2Cache,
     schedule_prefetch,
     stored_bytes,
+    weight_arguments,
     whole_input,
 )
 
@@ -225,6 +227,29 @@ def test_a_window_that_is_too_short_is_not_used(monkeypatch):
     )
     monkeypatch.setattr(module, "LEAST_WINDOW", 3e-6)
     assert schedule_prefetch(traced, short, CACHE)[1]
+
+
+def test_a_branch_within_another_is_no_part_of_the_main_stream():
+    traced, costs = _graph(3)
+    _, *idle, one, two, three = (node for node in traced.graph.nodes if node.op == "call_function")
+    outer, inner = Branch(three, (two,), (*idle[:2], one), 0.0, 0.0), Branch(one, (idle[0],), (idle[1],), 0.0, 0.0)
+    assert [fetch.reader for fetch in schedule_prefetch(traced, costs, CACHE)[1]] == [one, two]
+    record, found = schedule_prefetch(traced, costs, CACHE, [outer, inner])
+    assert not found and len(record.rejections) == 2
+
+
+def test_weights_are_arguments_of_their_operators():
+    for name, arguments in WEIGHTS.items():
+        packet = name.removeprefix("npu.")
+        for form in (packet, f"{packet}_functional") if "mla" in packet else (packet,):
+            schema = getattr(torch.ops.npu, form).default._schema
+            assert [schema.arguments[place].name for place, _ in arguments] == [each for _, each in arguments]
+    graph = fx.Graph()
+    given = [graph.placeholder(name) for name in "x dq uq uk dkv".split()]
+    node = graph.call_function(torch.ops.npu.npu_mla_prolog_v3_functional.default, tuple(given))
+    assert [argument.name for _, argument in weight_arguments(node)] == ["dq", "dkv", "uq", "uk"]
+    named = graph.call_function(torch.ops.npu.npu_linear.default, (given[0],), {"weight": given[1]})
+    assert list(weight_arguments(named)) == [("weight", given[1])]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import fx
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
 from torch_pagoda import cli
@@ -147,8 +147,8 @@ def test_what_could_be_fetched_early() -> None:
     """Of sizes of Llama-3-8B, without weights."""
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
     config = LlamaConfig(**sizes, num_hidden_layers=32, vocab_size=128256, dtype="bfloat16")
-    skeleton = build_skeleton(config)
-    found = explain(skeleton.model, target="npu", soc="Ascend910B2", torchair=False, schedule=True, skeleton=skeleton)
+    skeleton = build_skeleton(LlamaForCausalLM, config)
+    found = explain(skeleton, target="npu", soc="Ascend910B2", torchair=False, schedule=True)
     assert found.npu is not None and found.npu.schedule is not None
     (fetch,) = found.npu.schedule.fetches
     assert fetch.layers == tuple(range(32)) and fetch.weight == "weight of self_attn.o_proj"
