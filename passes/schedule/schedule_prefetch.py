@@ -92,8 +92,8 @@ def schedule_prefetch(
 ) -> tuple[PassRecord, list[Fetch]]:
     """Annotate what is fetched in ``traced``; its nodes, their order and their arguments stay.
 
-    Each weight is fetched once, for the first launch that reads it. Launches of a branch, on either stream, count as
-    leaving no memory idle, and nothing is fetched for them or across them.
+    Each weight is fetched once, for the first launch that reads it. Launches of a branch, on either stream, and
+    the one that waits for both count as leaving no memory idle, and nothing is fetched for them or across them.
 
     Args:
         traced: a lowered graph.
@@ -107,7 +107,7 @@ def schedule_prefetch(
     record = PassRecord("schedule_prefetch")
     side = {node for branch in branches for node in branch.side}
     order = [node for node in traced.graph.nodes if launches_work(node) and node not in side]
-    beside = {node for branch in branches for node in branch.main} - side
+    beside = {node for branch in branches for node in (*branch.main, branch.join)} - side
     found: list[Fetch] = []
     windows = list(_windows(order, costs, beside, record))
     stops = sorted({*(window.start for window in windows), *map(order.index, beside), len(order)})

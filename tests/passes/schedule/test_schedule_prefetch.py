@@ -128,7 +128,7 @@ def test_launches_beside_a_branch_are_left_alone(model_type, count):
     assert count or any("to a branch on the second stream" in each.reason for each in record.rejections)
     costs = launch_costs(traced, SLOW, DECODE)
     _, branches = schedule_branches(traced, costs)
-    apart = {node for branch in branches for node in (*branch.side, *branch.main)}
+    apart = {node for branch in branches for node in (*branch.side, *branch.main, branch.join)}
     assert branches and len(found) == count
     for fetch in found:
         assert apart.isdisjoint((fetch.reader, *fetch.window))
