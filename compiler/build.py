@@ -14,7 +14,6 @@ from torch import nn
 from ..passes import TracedGraph, UnsupportedModel
 from ..passes.graph.notes import fewest_bits
 from ..passes.lower.npu.decode_attention import decode_graph
-from ..passes.schedule.schedule_branches import schedule_branches
 from ..runtime.engine.device_errors import raise_if_lost
 from ..runtime.ops.stored_weight import StoredWeight
 from .capture.layer_repeat import CannotRepeat, LayerRepeat
@@ -22,8 +21,7 @@ from .capture.recurrent_modules import check_recurrent_modules
 from .capture.state_layers import check_state
 from .capture.stored_parameters import has_stored_parameters, unpack_latent_attention
 from .capture.trace import Captured, capture
-from .estimates.launch_costs import launch_costs, why_not_planned
-from .estimates.traffic import Step
+from .estimates.schedules import annotate_schedules
 from .link.linker import LinkedProgram, link
 from .options import CompileOptions
 from .pipeline import run_pipeline
@@ -33,7 +31,6 @@ from .targets.cpu.kernels import call_kernels
 from .targets.npu.decode_steps import DecodeCalls
 from .targets.npu.routes import make_route
 from .targets.npu.schedule_options import asked_for
-from .targets.npu.socs import chip
 from .targets.npu.weights import prepare_weights
 from .tolerance import Tolerance, routes_tokens
 from .user_passes import registered_passes
@@ -42,9 +39,6 @@ from .verify.cache_restart import restart_length
 from .verify.self_check import Reference, check, compared_steps, judge, reference_of_model
 
 log = logging.getLogger(__name__)
-
-PLANNED_STEP = Step(tokens=1, context=1024, rows=1)
-"""The decode step that schedules are planned for."""
 
 
 @dataclass
@@ -276,8 +270,8 @@ def _link_for_npu(
     clock.lap("verify")
     if decode is not None:
         calls = DecodeCalls(traced, call_kernels(decode), eager)
-    if asked_for(options.schedule):
-        _schedule(traced if decode is None else decode, report)
+    if asked := asked_for(options.schedule):
+        annotate_schedules(traced if decode is None else decode, asked, report)
     route = make_route(
         options.codegen, traced, eager, options.npu_options, static_decode=options.static_decode, decode=decode
     )
@@ -336,16 +330,3 @@ def _beside_each_other(linked: _Linked, traced: TracedGraph, decode: TracedGraph
     programs = linked(every), linked(DecodeCalls(traced, call_kernels(decode), every))
     steps = zip(*(compared_steps(program, reference) for program in programs), strict=True)
     return judge(((group, found, expected) for (group, expected, _), (_, found, _) in steps), reference)
-
-
-def _schedule(traced: TracedGraph, report: CompileReport) -> None:
-    """Annotate the branches of decode steps that are for a second stream; they are planned for one sequence."""
-    assert traced.npu is not None
-    known = chip(traced.npu.soc)
-    reason = why_not_planned(known, traced.npu.soc)
-    if reason or known is None:
-        log.warning("nothing is scheduled: %s", reason)
-        return
-    record, found = schedule_branches(traced, launch_costs(traced, known, PLANNED_STEP))
-    report.passes.append(record)
-    log.info("%d branches of decode steps are for a second stream", len(found))

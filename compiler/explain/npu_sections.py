@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from .findings import Findings, LayerSummary
 from .npu import HALF, Estimate, NpuReport
+from .schedule import SchedulePlan
 from .section import Section
 from .wording import counted_names, duration, in_runs, quantity, size
 
@@ -107,13 +108,13 @@ def _schedules(report: NpuReport) -> list[Section]:
 
 
 _ROUTES = (
-    "With schedule={'streams': True}, codegen='aclgraph' runs it in the captures of decode steps, and codegen='ge' "
-    "in the static graphs of static_decode=True; dynamic graphs ignore schedules."
+    "With schedule={'%s': True}, codegen='aclgraph' %s in the captures of decode steps, and codegen='ge' in the "
+    "static graphs of static_decode=True; dynamic graphs ignore schedules."
 )
 
 
 def _plan(report: NpuReport) -> list[Section]:
-    """What a decode step could run on a second stream; [] where that was not asked for."""
+    """What a decode step could run on a second stream and fetch early; [] where that was not asked for."""
     plan = report.schedule
     if plan is None:
         return []
@@ -126,13 +127,37 @@ def _plan(report: NpuReport) -> list[Section]:
         rows.append((in_runs(each.layers), *sides, duration(each.seconds), duration(each.gain)))
     note = (
         "Predicted from shapes and published figures, with 2 µs for the least launch, of a step of "
-        f"{duration(plan.step_seconds)} in the layers that were built; not measured. {_ROUTES}"
+        f"{duration(plan.step_seconds)} in the layers that were built; not measured. "
+        f"{_ROUTES % ('streams', 'runs it')}"
     )
     columns = ("layers!", "second stream", "meanwhile", "alone#", "gain#")
     found = [Section(title, columns, tuple(rows), note)]
     if plan.refused:
         title = f"What stays on the main stream on {report.soc}"
         found.append(Section(title, ("where!", "why"), tuple(plan.refused)))
+    return [*found, *_fetches(report, plan)]
+
+
+def _fetches(report: NpuReport, plan: SchedulePlan) -> list[Section]:
+    """The weights that a decode step could fetch early."""
+    title = f"Weights that a decode step fetches into the L2 cache on {report.soc}"
+    if plan.unfetched:
+        return [Section(title, (), (), f"None: {plan.unfetched}.")]
+    rows = []
+    for each in plan.fetches:
+        fetched = f"{each.weight}\n{size(each.bytes)} of {size(each.of_bytes)}"
+        meanwhile = f"behind {_in_order([each.behind])}:\n{_in_order(each.window)}"
+        rows.append((in_runs(each.layers), fetched, meanwhile, duration(each.idle), duration(each.gain)))
+    note = (
+        "Predicted from shapes and published figures; not measured. A fetch is taken to get half of the bandwidth "
+        "while the memory is idle, which it is not beside branches on a second stream: with 'streams' and 'prefetch' "
+        "less is fetched. "
+        f"{_ROUTES % ('prefetch', 'fetches them')}"
+    )
+    found = [Section(title, ("layers!", "weight", "meanwhile", "idle#", "gain#"), tuple(rows), note)]
+    if plan.not_fetched:
+        title = f"What is not fetched early on {report.soc}"
+        found.append(Section(title, ("where!", "why"), tuple(plan.not_fetched)))
     return found
 
 

@@ -1,18 +1,23 @@
-"""Account of what a decode step for an NPU could run on a second stream: by shapes only, nothing is measured."""
+"""Account of what a decode step for an NPU could run on a second stream or fetch early: by shapes only, nothing is
+measured."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from ...passes import TracedGraph
+from ...passes.graph.fx_nodes import module_path
 from ...passes.graph.provenance import decoder_layers, operator_name
-from ...passes.schedule.launches import Launches
+from ...passes.graph.record import PassRecord
+from ...passes.schedule.launches import Cost, Launches
 from ...passes.schedule.schedule_branches import schedule_branches
+from ...passes.schedule.schedule_prefetch import schedule_prefetch, stored_bytes
 from ..estimates.launch_costs import launch_costs, why_not_planned
+from ..estimates.schedules import l2_cache, why_not_fetched
 from ..estimates.traffic import Step
 from ..targets.npu.socs import Chip
 from .wording import alike, counted
@@ -41,20 +46,51 @@ class PlannedBranch:
 
 
 @dataclass(frozen=True)
+class PlannedFetch:
+    """A weight of some layers, alike in all of them, that is fetched into the L2 cache before it is read.
+
+    Attributes:
+        layers: as in ``PlannedBranch``.
+        weight: the argument that it is, and the module that reads it, from its layer on.
+        bytes: that are fetched.
+        of_bytes: that the weight has.
+        behind: operator after which that begins.
+        window: operators that leave the memory idle meanwhile, in order.
+        idle: seconds for which they do.
+        gain: seconds that one layer is shorter by.
+    """
+
+    layers: tuple[int, ...]
+    weight: str
+    bytes: int
+    of_bytes: int
+    behind: str
+    window: tuple[str, ...]
+    idle: float
+    gain: float
+
+
+@dataclass(frozen=True)
 class SchedulePlan:
-    """What a decode step of one sequence could run beside what.
+    """What a decode step of one sequence could run beside what, and fetch early without that.
 
     Attributes:
         branches: for the second stream.
         refused: places where two sides meet that stay on the main stream, layers not told apart, with the reasons.
         step_seconds: of all launches one after the other, as far as the layers were built.
         unplanned: why nothing is planned; else "".
+        fetches: weights that are fetched early.
+        not_fetched: places where none is, likewise, with the reasons.
+        unfetched: why no fetch is planned; else "".
     """
 
     branches: tuple[PlannedBranch, ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
     step_seconds: float = 0.0
     unplanned: str = ""
+    fetches: tuple[PlannedFetch, ...] = ()
+    not_fetched: tuple[tuple[str, str], ...] = ()
+    unfetched: str = ""
 
 
 def schedule_plan(
@@ -74,18 +110,55 @@ def schedule_plan(
         return SchedulePlan(unplanned=reason)
     traced = traced.copy()
     costs = launch_costs(traced, chip, Step(1, context, 1))
-    record, found = schedule_branches(traced, costs)
     launches = Launches(traced.graph, costs)
-    layers = decoder_layers(traced.graph, tokens=traced.placeholder(traced.input_ids))
+    layers = decoder_layers(traced.graph, tokens=traced.placeholder(traced.input_ids)).of
+    branches, refused = _branches(traced, costs, layers, representatives)
+    seconds = launches.seconds(launches.nodes)
+    plan = SchedulePlan(branches, refused, seconds, unfetched=why_not_fetched(chip, soc))
+    if plan.unfetched:
+        return plan
+    fetches, not_fetched = _fetches(traced, costs, layers, representatives, chip)
+    return replace(plan, fetches=fetches, not_fetched=not_fetched)
+
+
+def _branches(
+    traced: TracedGraph, costs: Mapping[fx.Node, Cost], layers: Mapping[fx.Node, int], representatives: Sequence[int]
+) -> tuple[tuple[PlannedBranch, ...], tuple[tuple[str, str], ...]]:
+    record, found = schedule_branches(traced, costs)
     kinds: dict[tuple[tuple[str, ...], tuple[str, ...], float, float], list[int]] = {}
     for branch in found:
-        like = layers.of.get(branch.join, -1)
-        numbers = [number for number, layer in enumerate(representatives) if layer == like]
         key = _names(branch.side), _names(branch.main), branch.seconds, branch.gain
-        kinds.setdefault(key, []).extend(numbers)
-    branches = [PlannedBranch(tuple(sorted(numbers)), *key) for key, numbers in kinds.items()]
+        kinds.setdefault(key, []).extend(_like(branch.join, layers, representatives))
+    return tuple(PlannedBranch(tuple(sorted(numbers)), *key) for key, numbers in kinds.items()), _reasons(record)
+
+
+def _fetches(
+    traced: TracedGraph,
+    costs: Mapping[fx.Node, Cost],
+    layers: Mapping[fx.Node, int],
+    representatives: Sequence[int],
+    chip: Chip,
+) -> tuple[tuple[PlannedFetch, ...], tuple[tuple[str, str], ...]]:
+    record, found = schedule_prefetch(traced, costs, l2_cache(chip))
+    kinds: dict[tuple[str, int, int, str, tuple[str, ...], float, float], list[int]] = {}
+    for fetch in found:
+        where = f"{fetch.name} of {alike(module_path(fetch.reader)).rpartition('.*.')[2]}"
+        sizes, behind = (fetch.bytes, stored_bytes(fetch.weight)), _names([fetch.behind])[0]
+        key = where, *sizes, behind, _names(fetch.window), fetch.idle, fetch.gain
+        kinds.setdefault(key, []).extend(_like(fetch.reader, layers, representatives))
+    return tuple(PlannedFetch(tuple(sorted(numbers)), *key) for key, numbers in kinds.items()), _reasons(record)
+
+
+def _like(node: fx.Node, layers: Mapping[fx.Node, int], representatives: Sequence[int]) -> list[int]:
+    """The layers of the whole model that are like that of a node."""
+    like = layers.get(node, -1)
+    return [number for number, layer in enumerate(representatives) if layer == like]
+
+
+def _reasons(record: PassRecord) -> tuple[tuple[str, str], ...]:
+    """(where, why) of each kind of near miss."""
     refused = counted((alike(each.module), _OVERLOAD.sub("", each.reason)) for each in record.rejections)
-    return SchedulePlan(tuple(branches), tuple(pair for pair, _ in refused), launches.seconds(launches.nodes))
+    return tuple(pair for pair, _ in refused)
 
 
 def _names(nodes: Sequence[fx.Node]) -> tuple[str, ...]:

@@ -281,3 +281,19 @@ def captured_graphs() -> Iterator[list[Graph]]:
             stack.enter_context(mock.patch.object(module, "reconstruct_from_tensor_metadata", _tensor_at))
         yield Graph.captured
     kernels._destroy()
+
+
+@contextmanager
+def final_graphs() -> Iterator[list[torch.fx.Graph]]:
+    """The graphs that npugraph_ex makes code of for the duration of a block, as they are then."""
+    from npugraph_ex._acl_concrete_graph.fx2acl_converter import AclConcreteGraph
+
+    found: list[torch.fx.Graph] = []
+    write = AclConcreteGraph._codegen_fx_forward
+
+    def noted(concrete: Any, gm: torch.fx.GraphModule, *args: Any) -> Any:
+        found.append(gm.graph)
+        return write(concrete, gm, *args)
+
+    with mock.patch.object(AclConcreteGraph, "_codegen_fx_forward", noted):
+        yield found

@@ -449,6 +449,8 @@ def _quantization() -> list[Sample]:
         Sample("npu_quantize", "int32", (x, torch.rand(1), None, 3)),
         Sample("npu_format_cast", "nz", (x.half(), 29)),
         Sample("npu_format_cast", "strided", (x.transpose(0, 1), 2)),
+        Sample("npu_prefetch", "alone", (x, None, 64)),
+        Sample("npu_prefetch", "behind", (x, x + 1, 64, 32)),
     ]
 
 

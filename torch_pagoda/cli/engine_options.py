@@ -84,7 +84,9 @@ NpuOptions = Annotated[
 Schedule = Annotated[
     str | None,
     typer.Option(
-        help='Schedules of decode steps on an NPU: {"streams": true}.', metavar="JSON", rich_help_panel="Compiler"
+        help='Schedules of decode steps on an NPU: {"streams": true, "prefetch": true}.',
+        metavar="JSON",
+        rich_help_panel="Compiler",
     ),
 ]
 StaticDecode = Annotated[

@@ -58,7 +58,10 @@ def inspect(
         bool, typer.Option(help="Let the real torchair convert the graph for an NPU, where it is set up.")
     ] = True,
     schedule: Annotated[
-        bool, typer.Option("--schedule", help="Show what a decode step could run on a second stream of an NPU.")
+        bool,
+        typer.Option(
+            "--schedule", help="Show what a decode step could run on a second stream of an NPU, and fetch early."
+        ),
     ] = False,
     quantization: Quantization = None,
     kv_cache_dtype: KvCacheDtype = "auto",

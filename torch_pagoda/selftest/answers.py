@@ -128,6 +128,7 @@ QUESTIONS = (
         _graphs,
     ),
     Question("Does a second stream for branches pay, and is it right?", "graphs", _named("streams"), _graphs),
+    Question("Does it pay to fetch weights before they are read?", "graphs", _named("prefetch"), _graphs),
     Question("Do matrices in FRACTAL_NZ pay?", "graphs", _named("FRACTAL_NZ"), _graphs),
     Question(
         "Which block size is fastest?",

@@ -35,6 +35,7 @@ COMPARISONS = (
     Comparison("captured graphs", {"codegen": "none"}, _ACLGRAPH),
     Comparison("static decode graphs", {"codegen": "ge"}, {"codegen": "ge", "static_decode": True}),
     Comparison("streams", _ACLGRAPH, {**_ACLGRAPH, "schedule": {"streams": True}}),
+    Comparison("prefetch", _ACLGRAPH, {**_ACLGRAPH, "schedule": {"prefetch": True}}),
     Comparison("FRACTAL_NZ", _ACLGRAPH, {**_ACLGRAPH, "pack_weights": True}),
     Comparison("blocks of 256 tokens", _ACLGRAPH, {**_ACLGRAPH, "block_size": 256}),
     Comparison("blocks of 512 tokens", _ACLGRAPH, {**_ACLGRAPH, "block_size": 512}),

@@ -1,6 +1,8 @@
 """Schedules that users may ask for, by name.
 
 - "streams": branches of decode steps run on a second stream (``passes.schedule.schedule_branches``).
+- "prefetch": weights of decode steps are fetched into the L2 cache while launches before their reader leave the
+  memory idle (``passes.schedule.schedule_prefetch``).
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-KNOWN = ("streams",)
+KNOWN = ("streams", "prefetch")
 _SINGLE_STREAM = "ge_config.enable_single_stream"
 
 
@@ -55,7 +57,7 @@ def check_schedule(
         return
     given = f"schedule={dict(schedule)!r}"
     if target != "npu":
-        raise ValueError(f"{given} is for target='npu': a CPU has no second stream; leave it out")
+        raise ValueError(f"{given} is for target='npu': a CPU runs one launch after the other; leave it out")
     if codegen not in ("ge", "aclgraph"):
         raise ValueError(
             f"{given} is not for codegen={codegen!r}, which makes the calls one by one; use codegen='aclgraph', or "

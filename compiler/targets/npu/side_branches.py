@@ -10,36 +10,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import fx
 
 from ....passes.schedule.launches import listed, memory_of, written_nodes
 from ....passes.schedule.schedule_branches import ANNOTATION
+from .graph_launches import NotPlaced
 
 MOST_TOKENS = 256
 """Steps of more tokens run without a second stream: their products keep the cubes busy. An assumption; vLLM stops its
 own second stream for shared experts there (its pull request 28879), on another vendor's devices."""
 
 
-class NotPlaced(ValueError):
-    """A branch that cannot run on a second stream. The message says which node and why."""
-
-
 def counted_branches(graph: fx.Graph) -> int:
     """How many branches the notes on the nodes of a graph name."""
     return len(_annotated(graph))
-
-
-def graph_launches(graph: fx.Graph) -> list[fx.Node]:
-    """The calls of an ATen graph that compute or move elements, in order: no views, sizes and parts of results."""
-    return [
-        node
-        for node in graph.nodes
-        if node.op == "call_function"
-        and isinstance(node.target, torch._ops.OpOverload | torch._ops.HigherOrderOperator)
-        and not getattr(node.target, "is_view", False)
-        and not isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat)
-    ]
 
 
 def place_branches(

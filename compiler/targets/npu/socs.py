@@ -19,7 +19,8 @@ e. Press about the Atlas 300I Duo, two 310P with 408 GB/s together: https://www.
    page of the vendor was found.
 f. The section ``SoCInfo`` of these files, as people quote it: cores and L2 of 910B1, 910B2 and 910B4
    (https://github.com/huawei-csl/pto-dsl, guide to matrix products, for the latter two). Of the other chips none was
-   found.
+   found. Their section ``AICoreMemoryRates`` of 910B1 says 110 bytes a cycle for each core that reads the L2; the
+   cores of the others are of the same architecture.
 
 What no source says is None, and a chip that none names is not in the table.
 """
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 
 # Of a cube core: 16 × 16 × 16 products and as many sums.
 _FLOPS_PER_CYCLE = 2 * 16**3
+_L2_BYTES_PER_CYCLE = 110  # f
 _MIB, _GIB = 2**20, 2**30
 
 
@@ -59,6 +61,13 @@ class Chip:
     def peak(self) -> float | None:
         """Operations per second of dense products in half precision (bf16, or fp16 on 310P); None when unknown."""
         return None if self.cube_cores is None else self.cube_cores * self.frequency * _FLOPS_PER_CYCLE
+
+    @property
+    def l2_bandwidth(self) -> float | None:
+        """Bytes per second that all cube cores together read from the L2 cache; None where that is unknown."""
+        if self.l2 is None or self.cube_cores is None:
+            return None
+        return self.cube_cores * self.frequency * _L2_BYTES_PER_CYCLE
 
 
 _EXACT = (

@@ -1,6 +1,6 @@
 """Runnable CPU semantics of `npu::` operators; importing this package registers them.
 
-They are those that lowering emits, and nine more for graphs of other makers: npu_incre_flash_attention,
+They are those that lowering and schedules emit, and nine more for graphs of other makers: npu_incre_flash_attention,
 scatter_update_, npu_add_rms_norm_cast, npu_gelu_mul, npu_silu, npu_moe_compute_expert_tokens,
 npu_qkv_rms_norm_rope_cache, npu_quantize and npu_recurrent_gated_delta_rule.
 
@@ -28,6 +28,7 @@ from . import (
     moe_routing,
     norm,
     norm_rope_cache,
+    prefetch,
     quant_matmul,
     quantize,
     rope,
@@ -54,6 +55,7 @@ OPERATORS = (
     *swiglu_quant.OPERATORS,
     *weight_quant_matmul.OPERATORS,
     *gated_delta_rule.OPERATORS,
+    *prefetch.OPERATORS,
 )
 
 register(OPERATORS)

@@ -140,6 +140,7 @@ SCHEMAS = (
     "int tile_size=128, float qc_qr_scale=1., float kc_scale=1., int? token_x_dtype=None, "
     "int? weight_dq_dtype=None, int? weight_uq_qr_dtype=None, int? weight_dkv_kr_dtype=None, "
     "int? kv_cache_dtype=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "npu_prefetch(Tensor input, Tensor? dependency, int max_size, int offset=0) -> ()",
     "npu_format_cast(Tensor input, int acl_format, *, int? customize_dtype=None, int? input_dtype=None) -> Tensor",
     "npu_dynamic_quant(Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, "
     'int? dst_type=None, str quant_mode="pertoken", float dst_type_max=0.) -> (Tensor, Tensor)',

@@ -10,9 +10,9 @@ then on replays them on the same addresses. So
 - these lists have one length, that of the most sequences and one more, to which dummy tokens can belong. Their dummy
   members beyond the dummy tokens stand for sequences without tokens.
 
-Where a schedule gives branches of decode steps to a second stream, npugraph_ex compiles the graph a second time, with
-it, and steps of few tokens are captured from there; all others from the graph without. Steps of prompts are large
-and keep the cubes busy.
+Where a schedule gives branches of decode steps, or fetches of weights, to streams of their own, npugraph_ex compiles
+the graph a second time, with these, and steps of few tokens are captured from there; all others from the graph
+without. Steps of prompts are large and keep the cubes busy.
 
 npugraph_ex captures at most ``capture_limit`` sizes and throws all of them away at the next one, running eagerly from
 then on. That must not happen unnoticed: a step that fits no planned size runs eagerly by our decision, and is logged.
@@ -38,6 +38,7 @@ from .....runtime.program import KVCache
 from .....runtime.state_tables import CHUNK_TABLES
 from ..flat_graph import flat_graph, readers
 from ..in_place import write_in_place
+from ..prefetches import counted_fetches
 from ..route import PlannedSize, Route, Run, ctrl_c_kept
 from ..side_branches import MOST_TOKENS, counted_branches
 from ..sizes.capture_sizes import most_padding, padded_size, plan_capture_sizes, request_mix
@@ -45,6 +46,7 @@ from ..sizes.graph_resources import GraphNeeds, capture_budget
 from ..sizes.step_padding import StepSize, spare_blocks
 from ..warm_up_steps import fitting_shape
 from .capture_updates import keep_updates_apart
+from .prefetch_stream import use_prefetch_stream
 from .side_stream import EVENTS_PER_BRANCH, new_label, use_side_stream
 
 log = logging.getLogger(__name__)
@@ -60,7 +62,7 @@ class AclGraphs(Route):
 
     Args:
         traced: a graph lowered for ``graph_mode="aclgraph"``; its constants are linked. Its nodes may have the notes
-            of ``schedule_branches``.
+            of schedules (``passes.schedule``).
         eager: runs the graph's calls one by one, for steps that are not captured.
         budget: most sizes that are captured; by default what ``capture_budget`` says.
         options: of npugraph_ex, see ``toolchain_options``.
@@ -84,9 +86,10 @@ class AclGraphs(Route):
         super().__init__(traced, eager)
         self._options = dict(options or {})
         assert traced.npu is not None
-        branches = counted_branches(traced.graph)
-        self.needs = GraphNeeds(_attention_calls(traced), int(branches > 0), EVENTS_PER_BRANCH * branches)
-        self._side_label = new_label() if branches else ""
+        branches, fetches = counted_branches(traced.graph), counted_fetches(traced.graph)
+        streams, events = (branches > 0) + (fetches > 0), EVENTS_PER_BRANCH * branches + fetches
+        self.needs = GraphNeeds(_attention_calls(traced), streams, events)
+        self._branches, self._fetches, self._label = branches > 0, fetches > 0, new_label()
         self._most, self._limit = capture_budget(traced.npu.soc, self.needs)
         if budget is not None:
             self._most, self._limit = budget, f"{budget} are asked for"
@@ -98,7 +101,7 @@ class AclGraphs(Route):
         self._refusal = _why_not_captured(traced, self.lists)
         self._length = self._width = 0
         self._caches: list[torch.Tensor] = []
-        self._graphs: dict[bool, Run] = {}  # with branches on a second stream, or without
+        self._graphs: dict[bool, Run] = {}  # with streams of a schedule, or without
         self._static: dict[tuple[int, torch.Size], torch.Tensor] = {}
         self.planned: tuple[int, ...] = ()
         self.captured: set[tuple[int, int]] = set()
@@ -210,11 +213,11 @@ class AclGraphs(Route):
         return results
 
     def is_scheduled(self, tokens: int) -> bool:
-        """True if steps of so many tokens run branches on a second stream.
+        """True if steps of so many tokens run by a schedule.
 
         Those that decode steps are padded to; a step of a prompt that is as short runs as they do.
         """
-        return bool(self._side_label) and tokens <= min(self._max_num_seqs, MOST_TOKENS)
+        return (self._branches or self._fetches) and tokens <= min(self._max_num_seqs, MOST_TOKENS)
 
     def _planned_size(self, args: Sequence[Any]) -> tuple[int, int] | None:
         """(tokens, asked rows) of a step that got its size from ``size_for``."""
@@ -235,12 +238,14 @@ class AclGraphs(Route):
         return fixed
 
     def _compile(self, scheduled: bool) -> Run:
-        log.info("compiling for ACL graphs%s", ", with a second stream" if scheduled else "")
+        log.info("compiling for ACL graphs%s", ", with its schedule" if scheduled else "")
 
         def edit(gm: torch.fx.GraphModule, example_inputs: Any = None, config: Any = None) -> None:
             write_in_place(gm, example_inputs, config)
-            if scheduled and (reason := use_side_stream(gm, self._side_label)):
+            if scheduled and self._branches and (reason := use_side_stream(gm, f"{self._label}_side")):
                 log.warning("no branch runs on a second stream: %s", reason)
+            if scheduled and self._fetches and (reason := use_prefetch_stream(gm, f"{self._label}_fetch")):
+                log.warning("no weight is fetched before it is read: %s", reason)
 
         flat = flat_graph(self.traced, self._length, caches=self._caches, with_sizes=True)
 
@@ -272,7 +277,7 @@ def aclgraph_options(
     - clone_input off: it would copy a step's tensors to buffers of its own; they are in ours already.
     - frozen_parameter on: weights keep their addresses, so these are no part of the key of a captured graph.
     - pattern_fusion_pass off: it fuses norms with what follows to operators that nobody has held against the limits.
-    - post_grad_custom_pre_pass: see ``in_place`` and ``side_stream``.
+    - post_grad_custom_pre_pass: see ``in_place``, ``side_stream`` and ``prefetch_stream``.
     - reuse_graph_pool_in_same_fx stays on, clone_output off: the graphs of all sizes share their memory, results
       included. The logits of a step have to be used before the next one, as an engine does.
 

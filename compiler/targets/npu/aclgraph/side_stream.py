@@ -31,7 +31,8 @@ import torch
 from torch import fx
 
 from .....passes.schedule.launches import dependencies, listed, memory_of
-from ..side_branches import NotPlaced, graph_launches, place_branches, put_in_order
+from ..graph_launches import NotPlaced, graph_launches
+from ..side_branches import place_branches, put_in_order
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,11 @@ class StreamOperators:
     keep: Callable[..., Any]
     create: Callable[[str], None]
 
+    def launches(self, graph: fx.Graph) -> list[fx.Node]:
+        """The launches of a graph, without these calls."""
+        own = (self.enter, self.exit, self.record, self.wait, self.keep)
+        return [node for node in graph_launches(graph) if node.target not in own]
+
     @classmethod
     def of_npugraph_ex(cls) -> StreamOperators:
         """Those of npugraph_ex; the function that makes events is none of its public ones.
@@ -83,8 +89,8 @@ class StreamOperators:
 
 
 def new_label() -> str:
-    """The name of a stream that no other graph of this process has."""
-    return f"pagoda_side_{next(_numbers)}"
+    """The beginning of names of streams that no other graph of this process has."""
+    return f"pagoda_{next(_numbers)}"
 
 
 def use_side_stream(gm: fx.GraphModule, label: str, operators: StreamOperators | None = None) -> str:
@@ -141,8 +147,7 @@ def why_unordered(
         needs: the launches that each waited for in that graph, as ``dependencies`` has them.
     """
     if launches is None:
-        own = (operators.enter, operators.exit, operators.record, operators.wait, operators.keep)
-        launches = [node for node in graph_launches(graph) if node.target not in own]
+        launches = operators.launches(graph)
     if needs is None:
         needs, _ = dependencies(graph, launches)
     return _Streams(graph, operators, launches, needs).first_fault()

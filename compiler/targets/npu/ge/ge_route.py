@@ -37,9 +37,9 @@ from ..sizes.step_padding import StepSize
 from ..toolchain_options import set_ge_options
 from ..warm_up_steps import StepShape, fitting_shape
 from .converters import register_converters
+from .scheduled import write_rows_and_schedule
 from .static_decode import StaticDecode
 from .static_graph import air_attention, static_graph
-from .stream_labels import write_rows_and_label
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class GeGraphs(Route):
 
     Args:
         traced: a graph lowered for ``graph_mode="ge"``; its constants are linked. Its nodes may have the notes of
-            ``schedule_branches``, which graphs of fixed sizes follow, of few tokens.
+            schedules (``passes.schedule``), which graphs of fixed sizes follow, of few tokens.
         sequences_per_graph: one number of sequences is planned for so many.
         most_graphs: and no more than this.
         eager: see ``Route``.
@@ -252,7 +252,7 @@ def ge_config(
       lengths, is looked at on the device, so that the graph need not be cut in front of it.
     - topology_sorting_strategy "StableRDFS", for the same: operators keep the order of the graph.
 
-    - post_grad_custom_pre_pass: see ``in_place`` and ``stream_labels``.
+    - post_grad_custom_pre_pass: see ``in_place`` and ``scheduled``.
 
     Matrices in format FRACTAL_NZ need no option: torchair reads the format off the tensors at the first call.
 
@@ -267,7 +267,7 @@ def ge_config(
     config = torchair.CompilerConfig()
     set_ge_options(config, options or {})
     config.mode = "max-autotune"
-    config.post_grad_custom_pre_pass = write_rows_and_label if scheduled else write_rows_in_place
+    config.post_grad_custom_pre_pass = write_rows_and_schedule if scheduled else write_rows_in_place
     config.experimental_config.pattern_fusion_pass = False
     config.experimental_config.frozen_parameter = True
     if static:

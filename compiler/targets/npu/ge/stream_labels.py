@@ -13,26 +13,14 @@ which is functional: every launch that another needs is behind an edge. So there
 
 from __future__ import annotations
 
-import logging
-from typing import Any
-
 import torch
 from torch import fx
 
 from .....passes.schedule.launches import dependencies
-from ..in_place import write_rows_in_place
-from ..side_branches import NotPlaced, counted_branches, graph_launches, place_branches, put_in_order
-
-log = logging.getLogger(__name__)
+from ..graph_launches import NotPlaced, graph_launches
+from ..side_branches import place_branches, put_in_order
 
 LABEL = "pagoda_side"
-
-
-def write_rows_and_label(gm: fx.GraphModule, example_inputs: Any = None, config: Any = None) -> None:
-    """``write_rows_in_place``, then ``label_branches``; with the arguments of a ``post_grad_custom_pre_pass``."""
-    write_rows_in_place(gm, example_inputs, config)
-    if counted_branches(gm.graph) and (reason := label_branches(gm)):
-        log.warning("no branch runs on a second stream: %s", reason)
 
 
 def label_branches(gm: fx.GraphModule) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# No work on the device: inputs, constants, the graph's end.
-_NO_WORK = frozenset({"Data", "RefData", "Const", "ConstPlaceHolder", "Constant", "NetOutput", "NoOp"})
+# No kernel on the device: inputs, constants, the graph's end, fetches into the L2 cache.
+_NO_WORK = frozenset({"Data", "RefData", "Const", "ConstPlaceHolder", "Constant", "NetOutput", "NoOp", "Cmo"})
 # The same elements under another shape or type. GE runs these, on contiguous tensors, without a kernel.
 _VIEWS = frozenset(
     {
@@ -135,9 +135,9 @@ class GeGraph:
     def computing(self) -> list[GeNode]:
         """The nodes that launch a kernel.
 
-        Not counted: inputs, constants, pure views, what the host computes from shapes and integers, and what has
-        only constants as inputs, which GE's constant folding computes once. Counted: everything that moves elements,
-        ``Transpose``, ``GatherV2``, ``Cast``, ``TensorMove``, ``SplitV`` … .
+        Not counted: inputs, constants, pure views, fetches, what the host computes from shapes and integers, and what
+        has only constants as inputs, which GE's constant folding computes once. Counted: everything that moves
+        elements, ``Transpose``, ``GatherV2``, ``Cast``, ``TensorMove``, ``SplitV`` … .
         """
         folded: set[str] = set()
         found = []

@@ -15,6 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import fx
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
 from torch_pagoda import cli
@@ -140,6 +141,41 @@ def test_what_could_run_on_a_second_stream() -> None:
     assert "schedule={'streams': True}" in branches.note and "codegen='aclgraph' runs it" in branches.note
     assert stays.rows == plan.refused
     assert json.loads(json.dumps(report.to_dict()))["schedule"]["step_seconds"] == plan.step_seconds
+
+
+def test_what_could_be_fetched_early() -> None:
+    """Of sizes of Llama-3-8B, without weights."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = LlamaConfig(**sizes, num_hidden_layers=32, vocab_size=128256, dtype="bfloat16")
+    skeleton = build_skeleton(LlamaForCausalLM, config)
+    found = explain(skeleton, target="npu", soc="Ascend910B2", torchair=False, schedule=True)
+    assert found.npu is not None and found.npu.schedule is not None
+    (fetch,) = found.npu.schedule.fetches
+    assert fetch.layers == tuple(range(32)) and fetch.weight == "weight of self_attn.o_proj"
+    assert fetch.behind == "npu_linear" and fetch.window[-1] == "npu_scatter_pa_kv_cache"
+    known = chip("Ascend910B2")
+    assert known is not None and known.bandwidth is not None and known.l2_bandwidth is not None
+    assert fetch.of_bytes == 2 * 4096**2 and fetch.bytes == int(known.bandwidth * fetch.idle / 2)
+    assert fetch.gain == pytest.approx(fetch.bytes * (1 / known.bandwidth - 1 / known.l2_bandwidth))
+    assert 5e-6 < fetch.idle < 6e-6 and known.l2_bandwidth == 24 * 1.8e9 * 110
+    reasons = dict(found.npu.schedule.not_fetched)
+    assert "npu_swiglu leaves the memory idle for 1.9 µs, less than 5" in reasons["model.layers.*.mlp"]
+    sections = npu_sections(SimpleNamespace(npu=found.npu, layers=found.layers))  # type: ignore[arg-type]
+    fetches, left = (section for section in sections if "fetche" in section.title)
+    ((layers, weight, meanwhile, *_),) = fetches.rows
+    assert layers == "0-31" and weight == "weight of self_attn.o_proj\n4.56 MiB of 32 MiB"
+    assert meanwhile == "behind linear:\nrotary_mul rotary_mul scatter_pa_kv_cache"
+    assert "not measured" in fetches.note and "schedule={'prefetch': True}" in fetches.note
+    assert left.rows == found.npu.schedule.not_fetched
+    assert json.loads(json.dumps(found.npu.to_dict()))["schedule"]["fetches"][0]["bytes"] == fetch.bytes
+
+
+def test_nothing_is_fetched_on_a_chip_whose_cache_is_unknown() -> None:
+    plan = SchedulePlan(unfetched="of Ascend910B3 no source gives the size of its L2 cache")
+    report = NpuReport("Ascend910B3", None, 128, "float32", (), GeReport(), (), schedule=plan)
+    sections = npu_sections(SimpleNamespace(npu=report, layers=[]))  # type: ignore[arg-type]
+    (shown,) = (section for section in sections if "fetches" in section.title)
+    assert shown.note == "None: of Ascend910B3 no source gives the size of its L2 cache." and shown.rows == ()
 
 
 def test_no_second_stream_for_a_chip_whose_figures_are_unknown() -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 from lowered_models import lowered
 
-from torch_pagoda.compiler import build
+from torch_pagoda.compiler.estimates import schedules
+from torch_pagoda.compiler.estimates.schedules import annotate_schedules, l2_cache
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.report import CompileReport
+from torch_pagoda.compiler.targets.npu.socs import chip
+from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.schedule.schedule_branches import ANNOTATION
+from torch_pagoda.passes.schedule.schedule_prefetch import PREFETCH
 
 ON = {"streams": True}
 
@@ -21,7 +26,7 @@ ON = {"streams": True}
     ("schedule", "words"),
     [
         ({"stream": True}, r"schedule\['stream'\] is not known; did you mean 'streams'"),
-        ({"overlap": True}, r"schedule\['overlap'\] is not known; use one of 'streams'"),
+        ({"overlap": True}, r"schedule\['overlap'\] is not known; use one of 'streams', 'prefetch'"),
         ({"streams": 1}, r"schedule\['streams'\]=1 is neither True nor False"),
         (["streams"], r"schedule=\['streams'\] is not understood; give a dictionary"),
     ],
@@ -34,7 +39,7 @@ def test_names_and_values(schedule, words):
 @pytest.mark.parametrize(
     ("options", "device", "words"),
     [
-        ({}, "cpu", "is for target='npu': a CPU has no second stream; leave it out"),
+        ({}, "cpu", "is for target='npu': a CPU runs one launch after the other; leave it out"),
         ({"target": "npu"}, "cpu", "is not for codegen='none', which makes the calls one by one"),
         ({}, "npu", "needs static_decode=True with codegen='ge': dynamic graphs ignore schedules"),
         (
@@ -59,9 +64,10 @@ def test_static_decode_graphs_run_schedules():
         CompileOptions(schedule=ON, static_decode=True).for_device("cpu")
 
 
-def test_captured_graphs_run_schedules():
-    options = CompileOptions(schedule=ON, codegen="aclgraph").for_device("npu")
-    assert options.schedule == ON and options.codegen == "aclgraph"
+@pytest.mark.parametrize("schedule", [ON, {"prefetch": True}, {"streams": True, "prefetch": True}])
+def test_captured_graphs_run_schedules(schedule):
+    options = CompileOptions(schedule=schedule, codegen="aclgraph").for_device("npu")
+    assert options.schedule == schedule and options.codegen == "aclgraph"
 
 
 def test_what_torch_compile_says():
@@ -69,14 +75,18 @@ def test_what_torch_compile_says():
         torch.compile(torch.nn.Linear(2, 2), backend="pagoda", options={"schedule": ON})(torch.ones(1, 2))
 
 
-@pytest.mark.parametrize(("soc", "branches"), [("Ascend910B2", 2), ("Ascend310P3", 0)])
-def test_branches_are_annotated_for_chips_with_published_figures(soc, branches, caplog):
+def _on(soc: str) -> TracedGraph:
     traced = lowered("gpt_neox", "aclgraph")[1].copy()
     assert traced.npu is not None
     traced.npu = NpuTarget(soc, traced.npu.block_size, "aclgraph", traced.npu.float32_as)
-    report = CompileReport("gpt_neox")
-    with caplog.at_level(logging.WARNING, build.__name__):
-        build._schedule(traced, report)
+    return traced
+
+
+@pytest.mark.parametrize(("soc", "branches"), [("Ascend910B2", 2), ("Ascend310P3", 0)])
+def test_branches_are_annotated_for_chips_with_published_figures(soc, branches, caplog):
+    traced, report = _on(soc), CompileReport("gpt_neox")
+    with caplog.at_level(logging.WARNING, schedules.__name__):
+        annotate_schedules(traced, ["streams"], report)
     named = {
         n.meta["custom"][ANNOTATION]["branch"] for n in traced.graph.nodes if ANNOTATION in n.meta.get("custom", {})
     }
@@ -86,3 +96,36 @@ def test_branches_are_annotated_for_chips_with_published_figures(soc, branches, 
         assert (record.name, record.matches) == ("schedule_branches", 2) and record.rejections
     else:
         assert not report.passes and "nothing is scheduled: of Ascend310P3 no source gives" in caplog.text
+
+
+@pytest.mark.parametrize("soc", ["Ascend910B2", "Ascend910B3"])
+def test_fetches_are_planned_for_chips_whose_cache_is_known(soc, caplog, monkeypatch):
+    """Of weights of so few bytes none is waited for on these chips, so on ones with a twentieth of the bandwidth."""
+    known = chip(soc)
+    assert known is not None and known.bandwidth is not None
+    monkeypatch.setattr(schedules, "chip", lambda name: replace(known, bandwidth=known.bandwidth / 20))
+    traced, report = _on(soc), CompileReport("gpt_neox")
+    with caplog.at_level(logging.WARNING, schedules.__name__):
+        annotate_schedules(traced, ["prefetch"], report)
+    noted = [node for node in traced.graph.nodes if PREFETCH in node.meta.get("custom", {})]
+    if known.l2:
+        (record,) = report.passes
+        assert (record.name, record.matches, len(noted)) == ("schedule_prefetch", 2, 4)
+    else:
+        assert not report.passes and not noted
+        assert "no weight is fetched before it is read: of Ascend910B3 no source gives the size" in caplog.text
+        with pytest.raises(ValueError, match="no source gives the size of its L2 cache; leave schedule"):
+            l2_cache(known)
+
+
+def test_schedules_are_planned_together(monkeypatch):
+    known = chip("Ascend910B2")
+    assert known is not None and known.bandwidth is not None
+    monkeypatch.setattr(schedules, "chip", lambda name: replace(known, bandwidth=known.bandwidth / 20))
+    traced, report = _on("Ascend910B2"), CompileReport("gpt_neox")
+    annotate_schedules(traced, ["streams", "prefetch"], report)
+    # Beside the MLP of a layer its attention leaves no memory idle.
+    assert [(record.name, record.matches) for record in report.passes] == [
+        ("schedule_branches", 2),
+        ("schedule_prefetch", 0),
+    ]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 from lowered_models import LIMITS, assert_same, served
 from scheduled_models import scheduled
 from torch import fx
@@ -39,12 +37,12 @@ def test_sizes_are_planned_for_what_a_second_stream_takes():
 @pytest.mark.torchair
 @pytest.mark.parametrize("model_type", ["gpt_neox", "qwen2_moe"])
 def test_captures_run_branches_on_a_second_stream_with_the_same_numbers(model_type):
-    from captured_graphs import captured_graphs
+    from captured_graphs import captured_graphs, final_graphs
 
     traced, branches = scheduled(model_type)
     plain = scheduled(model_type, schedule=False)[0]
     route, without = AclGraphs(traced, traced.module, budget=2), AclGraphs(plain, plain.module, budget=2)
-    with captured_graphs() as graphs, _final_graphs() as final:
+    with captured_graphs() as graphs, final_graphs() as final:
         expected = served(plain, without)
         launches = [len(graph.calls) for graph in graphs]
         assert not any(graph.side_calls for graph in graphs) and not without.eager_steps
@@ -87,24 +85,3 @@ def test_a_schedule_that_events_do_not_keep_is_left_out_and_said(monkeypatch, ca
         assert_same(served(traced, route), served(traced, traced.module))
     assert not any(graph.side_calls for graph in graphs)
     assert "no branch runs on a second stream" in caplog.text and "may begin before" in caplog.text
-
-
-class _final_graphs:
-    """The graphs that npugraph_ex makes code of, as they are then."""
-
-    def __enter__(self) -> list[fx.Graph]:
-        from npugraph_ex._acl_concrete_graph.fx2acl_converter import AclConcreteGraph
-
-        found: list[fx.Graph] = []
-        write = AclConcreteGraph._codegen_fx_forward
-
-        def noted(concrete: Any, gm: torch.fx.GraphModule, *args: Any) -> Any:
-            found.append(gm.graph)
-            return write(concrete, gm, *args)
-
-        self._patch = mock.patch.object(AclConcreteGraph, "_codegen_fx_forward", noted)
-        self._patch.start()
-        return found
-
-    def __exit__(self, *_: Any) -> None:
-        self._patch.stop()

@@ -12,7 +12,7 @@ from lowered_models import assert_same, served
 from scheduled_models import scheduled
 
 import torch_pagoda as pagoda
-from torch_pagoda.compiler.targets.npu.ge import stream_labels
+from torch_pagoda.compiler.targets.npu.ge import scheduled as scheduled_graph
 from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
 from torch_pagoda.compiler.targets.npu.ge.stream_labels import LABEL, label_branches
 from torch_pagoda.compiler.targets.npu.offline.conversion import convert
@@ -76,7 +76,7 @@ def test_static_graphs_with_branches_serve_the_same(model_type):
     route = GeGraphs(traced, sequences_per_graph=4, static_decode=True)
     labelled: list[str] = []
     with mock.patch.object(
-        stream_labels, "label_branches", lambda gm: labelled.append(label_branches(gm)) or labelled[-1]
+        scheduled_graph, "label_branches", lambda gm: labelled.append(label_branches(gm)) or labelled[-1]
     ):
         found = served(traced, route)
     assert_same(found, served(traced, traced.module))
@@ -90,7 +90,7 @@ def test_an_engine_runs_its_schedule():
     params = pagoda.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     labelled: list[str] = []
     with mock.patch.object(
-        stream_labels, "label_branches", lambda gm: labelled.append(label_branches(gm)) or labelled[-1]
+        scheduled_graph, "label_branches", lambda gm: labelled.append(label_branches(gm)) or labelled[-1]
     ):
         llm = pagoda.LLM(
             model, target="npu", codegen="ge", static_decode=True, schedule={"streams": True}, verify="off", **limits

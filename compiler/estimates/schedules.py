@@ -1,0 +1,70 @@
+"""Schedules of decode steps that a user asked for, planned from shapes and a chip's published figures."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ...passes import TracedGraph
+from ...passes.schedule.schedule_branches import Branch, schedule_branches
+from ...passes.schedule.schedule_prefetch import L2Cache, schedule_prefetch
+from ..report import CompileReport
+from ..targets.npu.socs import Chip, chip
+from .launch_costs import launch_costs, why_not_planned
+from .traffic import Step
+
+log = logging.getLogger(__name__)
+
+PLANNED_STEP = Step(tokens=1, context=1024, rows=1)
+"""The decode step that schedules are planned for."""
+
+
+def annotate_schedules(traced: TracedGraph, asked: Sequence[str], report: CompileReport) -> None:
+    """Annotate ``traced`` with the schedules that are asked for; what cannot be planned is said and left out.
+
+    Args:
+        traced: a lowered graph.
+        asked: names of schedules, see ``targets.npu.schedule_options``.
+        report: gets the record of each.
+    """
+    assert traced.npu is not None
+    soc = traced.npu.soc
+    known = chip(soc)
+    reason = why_not_planned(known, soc)
+    if reason or known is None:
+        log.warning("nothing is scheduled: %s", reason)
+        return
+    costs = launch_costs(traced, known, PLANNED_STEP)
+    branches: list[Branch] = []
+    if "streams" in asked:
+        record, branches = schedule_branches(traced, costs)
+        report.passes.append(record)
+        log.info("%d branches of decode steps are for a second stream", len(branches))
+    if "prefetch" in asked:
+        reason = why_not_fetched(known, soc)
+        if reason:
+            log.warning("no weight is fetched before it is read: %s", reason)
+        else:
+            record, fetches = schedule_prefetch(traced, costs, l2_cache(known), branches)
+            report.passes.append(record)
+            log.info("%d weights are fetched before decode steps read them", len(fetches))
+
+
+def why_not_fetched(chip: Chip | None, soc: str) -> str:
+    """The reason why no fetch of a weight is planned for a chip, or ""."""
+    reason = why_not_planned(chip, soc)
+    if not reason and chip is not None and chip.l2 is None:
+        reason = f"of {soc} no source gives the size of its L2 cache"
+    return reason
+
+
+def l2_cache(chip: Chip) -> L2Cache:
+    """The L2 cache of a chip.
+
+    Raises:
+        ValueError: the chip's figures do not suffice; see ``why_not_fetched``.
+    """
+    reason = why_not_fetched(chip, chip.name)
+    if reason or chip.l2 is None or chip.l2_bandwidth is None or chip.bandwidth is None:
+        raise ValueError(f"chip: {reason}; leave schedule['prefetch'] off")
+    return L2Cache(chip.l2, chip.l2_bandwidth, chip.bandwidth)
