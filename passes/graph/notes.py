@@ -39,7 +39,7 @@ class QuantizedInputs:
             ``[E, in, out]``.
         numbers: input for the whole numbers ``[in, out]``, of experts ``[E, in, out]``: int8, or 4 bits, eight in an
             int32.
-        scales: input for the scales, ``[out]`` or ``[groups, out]``, of experts ``[E, out]`` or ``[E, groups, out]``;
+        scales: input for the scales, those of given inputs multiplied in, ``[out]`` or ``[groups, out]``, of experts ``[E, out]`` or ``[E, groups, out]``;
             of 4 bits beside inputs of 8 ``[E, 1, out]``.
         offsets: input for what is added to the numbers before they are scaled; "" for none.
         quantization: how the weight is rounded, or what stored codes are.
@@ -47,6 +47,9 @@ class QuantizedInputs:
         turned: see ``source``.
         stored: a quantised checkpoint stores the weight so.
         sums: input for 8 times the sum of the weights of each output, float32 ``[E, out]``; "" for none.
+        whole_bias: input for what is added to the sums of whole numbers, int32 ``[out]``: ``bias`` in steps of the
+            scales, less the offset of the inputs times the sum of each output's numbers; "" for none.
+        bias: the input that holds the layer's own, beside ``whole_bias``; "" for none.
     """
 
     source: str
@@ -58,11 +61,13 @@ class QuantizedInputs:
     turned: bool = False
     stored: bool = False
     sums: str = ""
+    whole_bias: str = ""
+    bias: str = ""
 
     @property
     def made(self) -> tuple[str, ...]:
         """The inputs that linking makes."""
-        return tuple(filter(None, (self.numbers, self.scales, self.offsets, self.sums)))
+        return tuple(filter(None, (self.numbers, self.scales, self.offsets, self.sums, self.whole_bias)))
 
 
 @dataclass

@@ -126,9 +126,12 @@ def _make_quantized(traced: TracedGraph, release: bool, check: bool) -> int:
         if inputs.numbers in traced.constants:
             continue
         weight = traced.constants[inputs.source]
-        made = make_inputs(weight, inputs)
+        bias = traced.constants[inputs.bias] if inputs.bias else None
+        made = make_inputs(weight, inputs, bias)
         if check:
-            check_inputs(weight, inputs, made)
+            check_inputs(weight, inputs, made, bias)
+        if inputs.bias:
+            traced.notes.fold(traced.notes.merged.get(inputs.bias, (inputs.bias,)))
         traced.constants.update(made)
         size += sum(tensor.numel() * tensor.element_size() for tensor in made.values())
         if not traced.placeholder(inputs.source).users:

@@ -25,6 +25,7 @@ from .quant_limits import (
     per_row_int8,
     quant_matmul_dtypes,
     quant_matmul_shapes,
+    quantized_by_scales,
     swiglu_of_left_half,
     weight_quant_matmul,
 )
@@ -317,10 +318,20 @@ LIMITS: dict[str, Limits] = {
     "npu_dynamic_quant": Limits(
         frozenset({A2, A3, A5}), {"input": HALF}, ranks={"input": tuple(range(2, 9))}, rules=[per_row_int8]
     ),
+    "npu_quantize": Limits(
+        frozenset({A2, A3, INFERENCE}),
+        {
+            "input": FLOAT,
+            "scales": frozenset({torch.float32, torch.bfloat16}),
+            "zero_points": frozenset({torch.int8, torch.uint8, torch.int32, torch.bfloat16}),
+        },
+        ranks={"scales": (1,), "zero_points": (1,)},
+        rules=[quantized_by_scales],
+    ),
     # The document names no 950; torchair has a branch of its own for it (QuantBatchMatmulV4).
     "npu_quant_matmul": Limits(
         frozenset({A2, A3, A5, INFERENCE}),
-        {"x1": INT8, "x2": INT8, "scale": frozenset({torch.float32, torch.bfloat16})},
+        {"x1": INT8, "x2": INT8, "scale": frozenset({torch.float32, torch.bfloat16, torch.int64})},
         ranks={"x1": (2,), "x2": (2,), "scale": (1,), "pertoken_scale": (1,), "bias": (1,)},
         rules=[quant_matmul_dtypes, quant_matmul_shapes, dense("x1")],
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -10,10 +11,13 @@ from typing import Any, TypeAlias
 import torch
 
 from ...runtime.ops.stored_weight import StoredWeight
-from ...runtime.ops.weight_format import SCALE_DTYPES, WeightFormat
+from ...runtime.ops.weight_format import SCALE_DTYPES, InputScale, WeightFormat
 
 Read: TypeAlias = "Callable[[Quantized], dict[str, torch.Tensor]]"
 """A reader: from the tensors beside a module to those that a float checkpoint would have there."""
+
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class BadTensor(ValueError):
@@ -78,6 +82,27 @@ class Quantized:
         if not bool(scales.isfinite().all()) or bool((scales == 0).any()):
             raise self.bad(leaf, "a scale in it is NaN, infinite or 0; the file is broken, get it again")
 
+    def input_scale(self, offset: str) -> InputScale:
+        """The scale and the offset of its inputs, ``input_scale`` and what that leaf holds; without that 0.
+
+        Raises:
+            BadTensor: one is missing, not one number, or none that inputs of 8 bits are rounded by.
+        """
+        scale = self.scales("input_scale", dim=None)
+        if scale.numel() != 1:
+            raise self.bad("input_scale", "one number is needed, for all inputs")
+        if float(scale) < 0:
+            raise self.bad("input_scale", f"it is {float(scale):.3g}, and scales are positive; get the file again")
+        found = self.tensors.get(offset)
+        if found is None:
+            return InputScale(float(scale))
+        if found.numel() != 1 or found.dtype is torch.bool or found.is_complex():
+            raise self.bad(offset, "one number is needed, for all inputs")
+        number = found.double().item()
+        if number not in range(-128, 128):
+            raise self.bad(offset, f"it is {number:.6g}; a whole number from -128 to 127 is needed")
+        return InputScale(float(scale), int(number))
+
     def stored(
         self,
         form: WeightFormat,
@@ -102,6 +127,11 @@ class Quantized:
         """Its bias, where it has one, under its full name."""
         bias = self.tensors.get("bias")
         return {} if bias is None else {f"{self.name}.bias": bias}
+
+
+def is_expert(name: str) -> bool:
+    """Tell whether a module is one of several experts, by its name."""
+    return _EXPERT.search(name) is not None
 
 
 def scale_name(dtype: torch.dtype) -> str:

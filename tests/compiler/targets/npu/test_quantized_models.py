@@ -204,7 +204,6 @@ STORED = {
     "gptq-4-order": (4, 32, True),
     "gptq-v2-8": (8, 32, True),
     "ct-w8a8": (8, 0, False),
-    "slim-w8a8-static": (8, 0, False),
 }
 """Format → bits, inputs that share a scale, and whether codes have zeros."""
 QUICK = ("gptq-4-order",)
