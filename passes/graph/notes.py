@@ -39,8 +39,8 @@ class QuantizedInputs:
             ``[E, in, out]``.
         numbers: input for the whole numbers ``[in, out]``, of experts ``[E, in, out]``: int8, or 4 bits, eight in an
             int32.
-        scales: input for the scales, those of given inputs multiplied in, ``[out]`` or ``[groups, out]``, of experts ``[E, out]`` or ``[E, groups, out]``;
-            of 4 bits beside inputs of 8 ``[E, 1, out]``.
+        scales: input for the scales, ``[out]`` or ``[groups, out]``, of experts ``[E, out]`` or ``[E, groups, out]``;
+            of 4 bits beside inputs of 8 ``[E, 1, out]``. Those of given inputs are multiplied in.
         offsets: input for what is added to the numbers before they are scaled; "" for none.
         quantization: how the weight is rounded, or what stored codes are.
         scale_dtype: of scales and offsets; int64 stands for the bits of float32.

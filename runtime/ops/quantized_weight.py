@@ -88,7 +88,9 @@ class Quantization:
             raise ValueError("zeros=True is not supported; floats have none of their own, and affine codes offsets")
         if self.input_scale is not None:
             if (self.bits, self.group_size, self.input_bits, self.code) != (8, 0, 8, "int"):
-                raise ValueError(f"input_scale={self.input_scale} is for 8 bits on both sides and one scale per output")
+                raise ValueError(
+                    f"input_scale={self.input_scale} is for 8 bits on both sides and one scale per output"
+                )
             check_input_scale(*self.input_scale)
         if self.group_size not in SHARED_STEPS:
             if self.code in ("e2m1", "affine"):
@@ -181,9 +183,7 @@ def unpackable(form: WeightFormat) -> str:
     return f"no kernel for groups of {form.group_size}" if odd else ""
 
 
-def scheme_of(
-    form: WeightFormat, input_bits: int | None = 16, input_scale: InputScale | None = None
-) -> Quantization:
+def scheme_of(form: WeightFormat, input_bits: int | None = 16, input_scale: InputScale | None = None) -> Quantization:
     """The scheme by which the kernel reads weights that are stored so. Their layout depends on ``form`` alone.
 
     Twice the floats of e2m1 are whole numbers from -12 to 12, which take a byte each in groups of whole steps.

@@ -22,13 +22,16 @@ SCALE_DTYPES: dict[str, torch.dtype] = {
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of the codes 0 to 7; 8 to 15 are the same with a minus."""
 
-_SPELLED = re.compile(r"(int4|int8|affine4|affine8|e2m1|e4m3)/(row|g\d+)/(f32|bf16|f16)(\+z)?(\+order)?(/x8(?:static)?)?")
+_SPELLED = re.compile(
+    r"(int4|int8|affine4|affine8|e2m1|e4m3)/(row|g\d+)/(f32|bf16|f16)(\+z)?(\+order)?(/x8(?:static)?)?"
+)
 
 
 class InputScale(NamedTuple):
     """Rounding of a layer's inputs that was settled when its weight was rounded, for all rows alike.
 
-    ``q = clamp(round(x / scale + offset), -128, 127)``, ties to even, in float32; it stands for ``(q - offset) * scale``.
+    ``q = clamp(round(x / scale + offset), -128, 127)``, ties to even, in float32; it stands for
+    ``(q - offset) * scale``.
 
     Attributes:
         scale: positive, a float32 number.
@@ -79,7 +82,9 @@ class WeightFormat:
         if self.input_bits not in (0, 8):
             raise ValueError(f"input_bits={self.input_bits} is not supported; use 8, or 0 for inputs as they are")
         if self.static_inputs and (self.code, self.bits, self.group_size, self.input_bits) != ("int", 8, 0, 8):
-            raise ValueError(f"static_inputs=True of {self.code}{self.bits} is not supported; int8 with rows has them")
+            raise ValueError(
+                f"static_inputs=True of {self.code}{self.bits} is not supported; int8 with rows has them"
+            )
         if self.zeros and self.code != "int":  # affine ones always have offsets
             raise ValueError(f"zeros of {self.code!r} codes are not supported")
 

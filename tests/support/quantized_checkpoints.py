@@ -388,7 +388,7 @@ def quantize_folder(folder: Path, name: str) -> Tensors:
 
 
 def _ranges_of_inputs(folder: Path) -> dict[str, Range]:
-    """The smallest and the largest input of each linear layer of a float model, over random tokens; 0 between them."""
+    """The smallest and the largest input of each linear layer of a float model over random tokens, and 0."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ranges: dict[str, Range] = {}
 

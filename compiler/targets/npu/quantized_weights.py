@@ -153,9 +153,7 @@ def check_inputs(
     numbers = (unpack_int4(numbers) if scheme.bits == 4 else numbers).t()
     if scales.dtype is torch.int64:
         scales = float_of_bits(scales)[0] if inputs.sums else float_of_bits(scales)
-    if inputs.whole_bias and not torch.equal(
-        made[inputs.whole_bias], _whole_bias(numbers.t(), scales, inputs, bias)
-    ):
+    if inputs.whole_bias and not torch.equal(made[inputs.whole_bias], _whole_bias(numbers.t(), scales, inputs, bias)):
         raise UnsupportedModel(
             f"the bias in whole numbers of the weight {inputs.source!r} is wrong; please report it. verify='off' "
             "serves it regardless"

@@ -19,7 +19,7 @@ from ...graph.npu_target import Product
 from .attention_limits import ATTENTION_RULES, CACHE_WRITE_RULES, PROMPT_RULES, RULES_V2
 from .call import Call
 from .latent.limits import KV_RMSNORM_ROPE_CACHE_RULES, PROLOG_ALIKE, PROLOG_RULES, TRANSPOSE_BATCHMATMUL_RULES
-from .moe_limits import chosen_experts, expert_groups, grouped_matmul, rounded_rows, routed_experts
+from .moe_limits import chosen_experts, expert_groups, gated_experts, grouped_matmul, rounded_rows, routed_experts
 from .quant_limits import (
     one_quantised_result,
     per_row_int8,
@@ -260,6 +260,12 @@ LIMITS: dict[str, Limits] = {
         ],
     ),
     "npu_grouped_matmul": Limits(frozenset({A2, A3, A5, INFERENCE}), rules=[grouped_matmul]),
+    "npu_grouped_matmul_swiglu_quant_v2": Limits(
+        frozenset({A2, A3, A5}),
+        {"x": INT8, "group_list": frozenset({torch.int64})},
+        ranks={"x": (2,), "x_scale": (1,), "group_list": (1,)},
+        rules=[gated_experts],
+    ),
     # op-plugin names A2 alone, the README of CANN's own moe_finalize_routing_v2 (ops-transformer) all of these.
     "npu_moe_finalize_routing": Limits(
         frozenset({A2, A3, A5}),

@@ -119,7 +119,9 @@ class QuantizedInputsOf:
             if made.whole_bias:
                 self._add(made.whole_bias, [outputs], torch.int32, weight)
         made = self._made[weight]
-        more = (self.traced.placeholder(name) if name else None for name in (made.offsets, made.sums, made.whole_bias))
+        more = (
+            self.traced.placeholder(name) if name else None for name in (made.offsets, made.sums, made.whole_bias)
+        )
         return Rounded(self.traced.placeholder(made.numbers), self.traced.placeholder(made.scales), *more)
 
     def wide(self, bias: fx.Node) -> fx.Node:

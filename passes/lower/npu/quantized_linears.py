@@ -181,16 +181,16 @@ class _Products:
             output_dtype=DTYPE_CODES[dtype],
         )
 
-    def of_given(
-        self, site: Site, product: Product, scheme: Quantization, input_scale: InputScale
-    ) -> fx.Node | None:
+    def of_given(self, site: Site, product: Product, scheme: Quantization, input_scale: InputScale) -> fx.Node | None:
         """The product of int8 with inputs whose rounding is given; None where it is not legal."""
         rows, weight, bias, turned = product
         dtype = value(rows).dtype
         is_half = site.target.counted(dtype) is torch.float16
         in_whole = bool(input_scale.offset) or (is_half and bias is not None)
         if dtype not in DTYPE_CODES or (in_whole and bias is not None and not self._inputs.is_parameter(bias)):
-            reason = f"the inputs are {dtype}" if dtype not in DTYPE_CODES else "the bias is computed, not a parameter"
+            reason = (
+                f"the inputs are {dtype}" if dtype not in DTYPE_CODES else "the bias is computed, not a parameter"
+            )
             site.refuse("npu.npu_quant_matmul", reason)
             return None
         if (rows, input_scale) not in self._given:

@@ -17,7 +17,7 @@ LEAVES = frozenset(
         *("k_scale", "v_scale"),
     )
 )
-"""Scales of a cache are left alone, and those of activations beside floats: they are kept in the model's own dtype."""
+"""Scales of a cache are left alone, and those of activations beside floats: both keep the model's own dtype."""
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -116,7 +116,9 @@ def _bytes(module: Quantized) -> torch.Tensor:
     _check_stated(module, 8, size, "weight")
     given = _static_inputs(module, size)
     input_bits = 8 if given or _rounds_rows(module.settings) else 0
-    form = WeightFormat("int", 8, size, scale_name(scales.dtype), zeros is not None, False, input_bits, given is not None)
+    form = WeightFormat(
+        "int", 8, size, scale_name(scales.dtype), zeros is not None, False, input_bits, given is not None
+    )
     return module.stored(form, unsigned(weight), scales, zeros, input_scale=given)
 
 
@@ -137,7 +139,9 @@ def _static_inputs(module: Quantized, size: int) -> InputScale | None:
         return None
     if not entries:
         kinds = [_kind_of_inputs(entry) for entry in stated]
-        raise module.bad("input_scale", f"its config states inputs {kinds or 'of the model'}, not static ones of 8 bits")
+        raise module.bad(
+            "input_scale", f"its config states inputs {kinds or 'of the model'}, not static ones of 8 bits"
+        )
     given = module.input_scale("input_zero_point")
     if given.offset and all(entry.get("symmetric", True) is True for entry in entries):
         raise module.bad("input_zero_point", f"it is {given.offset}, and its config states symmetric inputs")

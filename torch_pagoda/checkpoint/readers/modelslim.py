@@ -94,8 +94,8 @@ def _check_sums(module: Quantized, codes: torch.Tensor, scales: torch.Tensor) ->
 
 
 def _static(module: Quantized, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What ``(q @ W + quant_bias) * deq_scale`` says, ``q = round(x / input_scale + input_offset)``. A layer without a
-    bias of its own has one in ``quant_bias`` that the offset explains. Experts' inputs keep 16 bits."""
+    """What ``(q @ W + quant_bias) * deq_scale`` says, ``q = round(x / input_scale + input_offset)``. A layer without
+    a bias of its own has one in ``quant_bias`` that the offset explains. Experts' inputs keep 16 bits."""
     outputs = len(weight)
     if "bias" in module.tensors:
         raise module.bad("bias", "beside a quant_bias, none is needed")
@@ -141,7 +141,7 @@ def _unit(module: Quantized, outputs: int) -> torch.Tensor:
         error = _SUM_ERROR + sum(torch.finfo(dtype).eps for dtype in (of_weight.dtype, step.dtype))
         product = of_weight.double().flatten() * step.double().flatten()
         if not bool(((unit.double() - product).abs() <= error * product.abs()).all()):
-            raise module.bad("deq_scale", "it is not weight_scale times input_scale; the file is broken, get it again")
+            raise module.bad("deq_scale", "it is not weight_scale times input_scale; get the file again")
     return unit
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -34,6 +34,7 @@ class Quantized:
         settings: what the config says of the method.
         dtype: that the weight is to be shown in.
         kind: what a description says of the weight, where there is one.
+        keys: last part of the name → the whole of it, of tensors that are not named like parameters of the module.
     """
 
     name: str
@@ -41,6 +42,11 @@ class Quantized:
     settings: Mapping[str, Any]
     dtype: torch.dtype
     kind: str = ""
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+    def key(self, leaf: str) -> str:
+        """The whole name of a tensor."""
+        return self.keys.get(leaf, f"{self.name}.{leaf}")
 
     def take(self, leaf: str, *dtypes: torch.dtype, dim: int | None = None) -> torch.Tensor:
         """A tensor of the module.
@@ -51,7 +57,7 @@ class Quantized:
         tensor = self.tensors.get(leaf)
         if tensor is None:
             there = ", ".join(sorted(self.tensors))
-            raise BadTensor(f"it lacks {self.name + '.' + leaf!r} beside {there}; get the checkpoint again")
+            raise BadTensor(f"it lacks {self.key(leaf)!r} beside {there}; get the checkpoint again")
         if (dtypes and tensor.dtype not in dtypes) or (dim is not None and tensor.dim() != dim):
             wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise self.bad(leaf, f"{wanted}{f' with {dim} dims' if dim is not None else ''} is needed")
@@ -61,7 +67,7 @@ class Quantized:
         """The error for a tensor, with what it is and what is needed."""
         tensor = self.tensors[leaf]
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return BadTensor(f"{self.name + '.' + leaf!r} is {dtype} {list(tensor.shape)}; {what}")
+        return BadTensor(f"{self.key(leaf)!r} is {dtype} {list(tensor.shape)}; {what}")
 
     def scales(self, leaf: str, dim: int | None = 2) -> torch.Tensor:
         """The scales in that tensor, of a dtype that is kept.

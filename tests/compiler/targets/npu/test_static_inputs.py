@@ -64,7 +64,6 @@ CASES = [
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
             ("llama", "ct-w8a8-static-asym"),
-            ("qwen2", "ct-w8a8-static-asym"),
             ("qwen2", "ct-w8a8-static"),
             ("qwen3_moe", "slim-w8a8-static"),
         )
@@ -76,11 +75,12 @@ CASES = [
 def test_the_logits_are_those_of_the_formula(model_type, name, reference):
     _, traced, report = stored(model_type, name)
     record = next(record for record in report.passes if record.name == "quantise_npu_linears")
-    assert record.matches == 8 and {r.reason for r in record.rejections} <= {"it is a router"}, record.rejections
+    count = 4 if model_type == "qwen3_moe" else 8  # its experts have scales for each row
+    assert record.matches == count and {r.reason for r in record.rejections} <= {"it is a router"}, record.rejections
     assert illegal_calls(traced, traced.npu) == []
     products = of(traced, npu.npu_quant_matmul)
-    assert len(products) == 8 and all("pertoken_scale" not in node.kwargs for node in products)
-    assert len(of(traced, npu.npu_quantize)) == 8
+    assert len(products) == count and all("pertoken_scale" not in node.kwargs for node in products)
+    assert len(of(traced, npu.npu_quantize)) == count
     errors = row_errors_of(program_of(traced), reference(model_type, name))
     # A number that lies between two steps falls to either side by float32's rounding.
     assert errors.median() < 1e-5
@@ -90,7 +90,7 @@ def test_the_logits_are_those_of_the_formula(model_type, name, reference):
 def test_roundings_are_shared_and_read_straight():
     _, traced, _ = stored("llama", QUICK)
     for node in of(traced, npu.npu_quantize):
-        rows, scale, offset, dtype, axis, divides = node.args
+        _, scale, offset, dtype, axis, divides = node.args
         assert (scale.op, offset.op, dtype, axis, divides) == ("placeholder", "placeholder", 12, -1, True)
         assert value(scale).dtype is torch.float32 and value(offset).dtype is torch.int32
     for node in of(traced, npu.npu_quant_matmul):

@@ -188,7 +188,10 @@ WIDE = torch.empty(64, 65536, dtype=torch.int8)
         (quant_matmul(pertoken_scale=None), ""),
         (quant_matmul(pertoken_scale=None, bias=torch.ones(16, dtype=torch.int32)), ""),
         (quant_matmul(pertoken_scale=None, bias=torch.ones(16)), ""),
-        (quant_matmul(pertoken_scale=None, output_dtype=5), "scale is torch.float32 beside a result of torch.float16"),
+        (
+            quant_matmul(pertoken_scale=None, output_dtype=5),
+            "scale is torch.float32 beside a result of torch.float16",
+        ),
         (quant_matmul(pertoken_scale=None, output_dtype=5, scale=BITS), ""),
         (quant_matmul(pertoken_scale=None, scale=BITS), "scale is torch.int64 beside a result of torch.bfloat16"),
         (quant_matmul(output_dtype=5, scale=BITS), "scale is torch.int64 beside a result of torch.float16"),
