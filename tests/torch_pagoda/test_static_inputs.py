@@ -14,6 +14,7 @@ import torch
 from quantized_checkpoints import quantize_folder
 from quantized_oracle import given_inputs
 from safetensors.torch import load_file, save_file
+from stored_weights import packed_weight
 from transformers import AutoModelForCausalLM
 
 import torch_pagoda as pagoda
@@ -150,6 +151,18 @@ def test_sums_are_exact(offset: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=1e-6 * float(exact.abs().max()))
     without = exact + (offset * STEP) * codes.double().sum(1)  # what a sum is without the offset's term
     assert not offset or (quantized_linear_cpu(*given).double() - without).abs().max() > 1
+
+
+@pytest.mark.parametrize("offset", [0, -9])
+def test_codes_with_zeros_of_their_own(offset: int) -> None:
+    weight, packed, _ = packed_weight("int8/row/f32+z", 70, 130)
+    scheme = Quantization(8, 0, 8, True, input_scale=InputScale(STEP, offset))
+    x = torch.randn(9, 130)
+    whole = (x / STEP + offset).round().clamp(-128, 127).double() - offset
+    exact = (whole @ weight.dense().double().T) * STEP
+    for multiply in (quantized_linear_cpu, quantized_linear_reference):
+        found = multiply(x, packed, None, 70, *scheme.arguments()).double()
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6 * float(exact.abs().max()))
 
 
 def test_a_row_with_a_nan_is_nan() -> None:

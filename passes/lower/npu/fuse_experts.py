@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph.fx_nodes import argument, callee, eliminate_dead_code, shape, value
+from ...graph.fx_nodes import argument, callee, shape, value
 from ...graph.record import PassRecord
 from ...graph.rewrite_each import rewrite_each
 from ...graph.traced import TracedGraph
@@ -46,10 +46,7 @@ def fuse_npu_experts(traced: TracedGraph) -> PassRecord:
             return "something else reads the product, too"
         return _fuse(traced, node, product)
 
-    record = rewrite_each(traced, "fuse_npu_experts", step)
-    if record.matches:
-        eliminate_dead_code(traced.graph)
-    return record
+    return rewrite_each(traced, "fuse_npu_experts", step)
 
 
 def _gated(node: fx.Node) -> fx.Node | None:
@@ -67,9 +64,9 @@ def _gated(node: fx.Node) -> fx.Node | None:
     return whole if argument(source, 1, "dim", -1) in (-1, len(shape(whole)) - 1) else None
 
 
-def _fuse(traced: TracedGraph, node: fx.Node, product: fx.Node) -> str:
-    given: Any = product.kwargs
-    (rows,), (weight,) = product.args[0], product.args[1]  # type: ignore[misc]
+def _fuse(traced: TracedGraph, node: fx.Node, product: Any) -> str:
+    given = product.kwargs
+    (rows,), (weight,) = product.args[0], product.args[1]
     (scale,), bias = given["scale"], given.get("bias")
     if weight.op != "placeholder" or set(weight.users) != {product}:
         return "something else reads the matrices, too, which have to be in FRACTAL_NZ"
@@ -80,23 +77,25 @@ def _fuse(traced: TracedGraph, node: fx.Node, product: fx.Node) -> str:
         return "npu_grouped_matmul_swiglu_quant_v2: it takes no bias"
     assert traced.npu is not None
     with traced.before(node):
+        stands = scale
         if len(shape(scale)) == 3:
-            scale = traced.call(_aten.reshape.default, scale, [int(shape(scale)[0]), int(shape(scale)[2])])
-        args = (rows, [weight], [scale], given["per_token_scale"][0], given["group_list"])
+            stands = traced.call(_aten.reshape.default, scale, [int(shape(scale)[0]), int(shape(scale)[2])])
+        args = (rows, [weight], [stands], given["per_token_scale"][0], given["group_list"])
         reasons = violations(Call.make(_FUSED, traced.npu, *args, **more))
         if reasons:
+            if stands is not scale:
+                traced.graph.erase_node(stands)
             return f"npu_grouped_matmul_swiglu_quant_v2: {'; '.join(reasons)}"
         new = traced.call(_FUSED, *args, **more)
     node.replace_all_uses_with(new)
     traced.graph.erase_node(node)
-    for leftover in (product.users, [product]):  # its reader first
-        for dead in list(leftover):
-            _erase(traced, dead)
+    _erase(traced, product)
     _widen(traced, scale, new)
     return ""
 
 
 def _erase(traced: TracedGraph, node: fx.Node) -> None:
+    """Take a node and all that reads it out."""
     for user in list(node.users):
         _erase(traced, user)
     traced.graph.erase_node(node)

@@ -149,6 +149,7 @@ class _Products:
         self._inputs = inputs
         self._rounded: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
         self._given: dict[tuple[fx.Node, InputScale], fx.Node] = {}
+        self._biases: dict[fx.Node, fx.Node | None] = {}
         self._ordered: dict[tuple[fx.Node, bytes], fx.Node] = {}
         self._matrices: dict[fx.Node, fx.Node] = {}
 
@@ -187,10 +188,14 @@ class _Products:
         dtype = value(rows).dtype
         is_half = site.target.counted(dtype) is torch.float16
         in_whole = bool(input_scale.offset) or (is_half and bias is not None)
-        if dtype not in DTYPE_CODES or (in_whole and bias is not None and not self._inputs.is_parameter(bias)):
-            reason = (
-                f"the inputs are {dtype}" if dtype not in DTYPE_CODES else "the bias is computed, not a parameter"
-            )
+        reason = ""
+        if dtype not in DTYPE_CODES:
+            reason = f"the inputs are {dtype}"
+        elif in_whole and bias is not None and not self._inputs.is_parameter(bias):
+            reason = "the bias is computed, not a parameter"
+        elif in_whole and self._biases.setdefault(weight, bias) is not bias:
+            reason = "the weight is read beside another bias, too"
+        if reason:
             site.refuse("npu.npu_quant_matmul", reason)
             return None
         if (rows, input_scale) not in self._given:

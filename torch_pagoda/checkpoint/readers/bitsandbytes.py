@@ -84,7 +84,9 @@ def _of_4_bits(module: Quantized, leaf: str) -> torch.Tensor:
     if kind not in _TABLES or state.get("quant_type") != kind:
         raise module.bad(leaf, f"it says quant_type={state.get('quant_type')!r}; {' or '.join(_TABLES)} is read")
     _check_stated(module, leaf, 4, kind)
-    shape, block, dtype = state.get("shape"), state.get("blocksize"), _DTYPES.get(str(state.get("dtype")))
+    shape: Any = state.get("shape")
+    block: Any = state.get("blocksize")
+    dtype = _DTYPES.get(str(state.get("dtype")))
     if not _is_shape(shape) or dtype is None or not _is_block(block):
         said = {key: state.get(key) for key in ("shape", "blocksize", "dtype")}
         raise module.bad(leaf, f"it says {said}; a matrix in blocks of a power of two, of a float dtype, is needed")

@@ -10,6 +10,8 @@ from lowered_models import lowered
 from npu_calls import illegal_calls
 from quantized_graphs import TARGET, quantized, stored
 
+from torch_pagoda.compiler.estimates.flops import flops, is_int8_product
+from torch_pagoda.compiler.estimates.traffic import Step, moved
 from torch_pagoda.compiler.targets.npu.weights import plan_weights, prepare_weights
 from torch_pagoda.passes.graph.fx_nodes import value
 from torch_pagoda.passes.graph.npu_target import NpuTarget
@@ -413,3 +415,14 @@ def test_limits_of_the_inference_chip(call, words):
     if given["x"][0].dtype is torch.bfloat16:
         given = {**given, "x": [given["x"][0].half()]}
     assert words in "; ".join(violations(Call.make(overload, NpuTarget("Ascend310P3"), **given)))
+
+
+def test_the_fused_product_counts_as_the_one_that_it_stands_for():
+    model, traced, _ = quantized("qwen3_moe")
+    step, k = Step(tokens=3, context=10, rows=1), model.config.num_experts_per_tok
+    for node in nodes_of(traced, FUSED):
+        experts, inputs, outputs = value(node.args[1][0]).shape
+        assert is_int8_product(node) and flops(traced, [node], step) == 2 * 3 * k * inputs * outputs
+        read = moved(traced, [node], step).weights
+        assert read >= min(experts, 3 * k) * inputs * outputs
+        assert read < 1.1 * min(experts, 3 * k) * (inputs + 16) * outputs

@@ -118,9 +118,10 @@ def test_the_fused_product_of_one_size():
     """Graphs of decode steps have no dynamic sizes."""
 
     def step(x, weight, scale, of_rows, counts):
-        return torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2.default(
+        found = torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2.default(
             x, [weight], [scale], of_rows, counts, group_list_type=1
         )
+        return found[0], found[1]
 
     inputs = [
         torch.zeros(8, 64, dtype=torch.int8),
@@ -132,6 +133,9 @@ def test_the_fused_product_of_one_size():
     graph = convert(fx.symbolic_trace(step), inputs, dynamic=False)
     (node,) = graph.of_type("GroupedMatmulSwigluQuantV2")
     assert node.attributes["group_list_type"] == 1 and node.attributes["quant_dtype"] == 2
+    assert node.attributes["dequant_dtype"] == 0, "float32, though torchair's converter means uint8 by itself"
+    as_it_is = convert(fx.symbolic_trace(step), inputs, dynamic=False, own_converters=False)
+    assert as_it_is.of_type("GroupedMatmulSwigluQuantV2")[0].attributes["dequant_dtype"] == 4
 
 
 STATIC = {
