@@ -14,6 +14,7 @@ from .lower.cpu.quantize_linears import quantize_linears
 from .lower.cpu.stored_linears import stored_linears
 from .lower.npu.activations import lower_npu_activations
 from .lower.npu.attention import lower_npu_attention
+from .lower.npu.fuse_experts import fuse_npu_experts
 from .lower.npu.fuse_quantization import fuse_npu_quantization
 from .lower.npu.latent.attention import absorb_latent_attention
 from .lower.npu.linears import lower_npu_linears
@@ -176,6 +177,8 @@ PASSES: tuple[Pass, ...] = (
     Pass("quantise_npu_linears", quantize_npu_linears, "weights", required=False, target="npu"),
     # Needs the roundings.
     Pass("fuse_npu_quantisation", fuse_npu_quantization, "weights", level=2, required=False, target="npu"),
+    # Needs the activations that round.
+    Pass("fuse_npu_experts", fuse_npu_experts, "weights", level=2, required=False, target="npu"),
     # Rounded products are invariant already; packed ones would not be.
     Pass("make_batch_invariant", make_batch_invariant, "weights", option="batch_invariant", target="cpu"),
     Pass("pack_linears", pack_linears, "weights", required=False, option="pack_weights", target="cpu"),

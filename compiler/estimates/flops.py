@@ -16,6 +16,7 @@ from ...passes.graph.provenance import launches_work, operator_name
 from .traffic import Sizes, Step, is_weight
 
 _SPARSE_BAND = 4
+_GATED = "npu_grouped_matmul_swiglu_quant_v2"
 # They read a matrix and are no products of matrices.
 _NO_PRODUCTS = frozenset({"npu_rotary_mul"})
 _WINDOW, _CHUNK, _SELECTED = 12, 13, 17  # arguments of pagoda::paged_attention
@@ -44,7 +45,7 @@ def flops(traced: TracedGraph, nodes: Iterable[fx.Node], step: Step) -> int:
 def is_int8_product(node: fx.Node) -> bool:
     """True for a product for an NPU whose operands are both int8."""
     name = operator_name(node).rpartition(".")[2]
-    if name not in ("npu_quant_matmul", "npu_grouped_matmul"):
+    if name not in ("npu_quant_matmul", "npu_grouped_matmul", _GATED):
         return False
     left = value(pytree.tree_leaves(node.args[0])[0])
     return isinstance(left, torch.Tensor) and left.dtype is torch.int8
@@ -76,6 +77,11 @@ def _product(place: int) -> Callable[[fx.Node, Step, Sizes], int]:
         return 2 * math.prod(sizes.shape(result)) * sizes.shape(left)[-1]
 
     return formula
+
+
+def _gated_product(node: fx.Node, step: Step, sizes: Sizes) -> int:
+    """npu_grouped_matmul_swiglu_quant_v2, whose results are half as many as its product's."""
+    return 2 * _product(0)(node, step, sizes)
 
 
 def _experts(node: fx.Node, step: Step, sizes: Sizes) -> int:
@@ -144,6 +150,7 @@ _FORMULAS: dict[str, Callable[[fx.Node, Step, Sizes], int]] = {
     **dict.fromkeys(("packed_linear", "quantized_linear", "invariant_linear"), _product(0)),
     **dict.fromkeys(("npu_quant_matmul", "npu_weight_quant_batchmatmul"), _product(0)),
     **dict.fromkeys(("npu_grouped_matmul", "_grouped_mm"), _product(0)),
+    _GATED: _gated_product,
     **dict.fromkeys(("addmm", "baddbmm"), _product(1)),
     **dict.fromkeys(("moe", "quantized_moe"), _experts),
     "paged_attention": _paged,

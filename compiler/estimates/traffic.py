@@ -27,7 +27,7 @@ TOKENS = 128
 _GATHERS = frozenset({"embedding", "index", "index_select", "gather"})
 _BLOCK_SIZE = 16
 # Of each expert that a row is sent to, the matrix.
-_GROUPED = frozenset({"npu_grouped_matmul", "_grouped_mm"})
+_GROUPED = frozenset({"npu_grouped_matmul", "npu_grouped_matmul_swiglu_quant_v2", "_grouped_mm"})
 
 
 @dataclass(frozen=True)

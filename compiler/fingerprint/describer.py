@@ -154,9 +154,10 @@ class Describer:
 
     def _add_stored(self, name: str, weight: StoredWeight, orders: dict[bytes, int]) -> None:
         """A weight as a quantised checkpoint stores it; of orders only which weights share one."""
-        form, dtype, transposed, order = weight.stored_as
+        form, dtype, transposed, order, input_scale = weight.stored_as
         shared = orders.setdefault(order, len(orders))
-        self._say("StoredWeight", repr((name, str(form), dtype, tuple(weight.shape), transposed, shared)))
+        said = (name, str(form), dtype, tuple(weight.shape), transposed, shared)
+        self._say("StoredWeight", repr(said if input_scale is None else (*said, tuple(input_scale))))
 
     def _add_attention(self, config: Any) -> None:
         """The functions that transformers calls under the config's name: users register their own."""

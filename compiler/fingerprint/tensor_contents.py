@@ -50,7 +50,8 @@ def stored_digest(weight: StoredWeight) -> str:
 
     The dtype that it is shown in does not count.
     """
-    digest = hashlib.sha256(f"{weight.form}\0{tuple(weight.shape)}\0{weight.transposed}\0".encode())
+    said = (str(weight.form), tuple(weight.shape), weight.transposed, weight.input_scale)
+    digest = hashlib.sha256("".join(f"{entry}\0" for entry in said).encode())
     update_samples(digest, weight.codes.contiguous())
     for part in (weight.scales, weight.zeros, weight.order):
         digest.update(b"\0")

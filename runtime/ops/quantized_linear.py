@@ -14,13 +14,15 @@ from .int8_rows import dequantize_rows, quantize_rows
 from .native import FLOAT_CODES, kernel_function
 from .quantized_weight import CODES, PANEL, Quantization, packed_bytes, restored_weight, round_weight, unpack_weight
 from .registration import register_operator
+from .weight_format import InputScale
 
 _SCHEMA = (
     "quantized_linear(Tensor input, Tensor weight, Tensor? bias, int out_features, int bits, int group_size, "
-    "int input_bits, bool zeros=False, Tensor? order=None, str code='int') -> Tensor"
+    "int input_bits, bool zeros=False, Tensor? order=None, str code='int', float input_scale=0.0, "
+    "int input_offset=0) -> Tensor"
 )
 # Field for field the struct QuantizedLinearArguments of csrc/quantized_linear.cpp.
-_ARGUMENTS = struct.Struct("=19q")
+_ARGUMENTS = struct.Struct("=19qdq")
 _LARGEST_IN_16_BITS = 127 * 256  # 256 times a number of 8 bits and another one
 
 
@@ -35,6 +37,8 @@ def quantized_linear_reference(
     zeros: bool = False,
     order: torch.Tensor | None = None,
     code: str = "int",
+    input_scale: float = 0.0,
+    input_offset: int = 0,
 ) -> torch.Tensor:
     """``input @ weight.T + bias`` with weight and input rounded to whole numbers with scales.
 
@@ -54,6 +58,9 @@ def quantized_linear_reference(
         order: int32 ``[in]``: of column k of a packed weight, the input that it is for; None: k.
         code: of a packed weight, ``"int"``, ``"affine"`` where groups have offsets, or for floats ``"e4m3"`` or
             ``"e2m1"``.
+        input_scale: of inputs of 8 bits whose rounding is given (``InputScale``), beside one scale per output; 0: it
+            follows from them.
+        input_offset: likewise, their offset.
 
     Returns:
         ``[..., out_features]`` in the dtype of ``input``, contiguous.
@@ -61,7 +68,7 @@ def quantized_linear_reference(
     Raises:
         ValueError: bits, group size or the weight's size do not fit.
     """
-    scheme = Quantization(bits, group_size, input_bits, zeros, code)
+    scheme = _scheme(bits, group_size, input_bits, zeros, code, input_scale, input_offset)
     inputs = input.shape[-1]
     if weight.dtype is torch.uint8:
         _check_packed(weight, out_features, inputs, scheme, order)
@@ -70,13 +77,23 @@ def quantized_linear_reference(
     else:
         whole, scales = round_weight(weight, scheme)
     rows = input.float()
-    if input_bits:
+    if scheme.input_scale is not None:
+        whole_inputs = (rows / input_scale + input_offset).round().clamp(-128, 127)
+        rows = (whole_inputs - input_offset) * input_scale
+    elif input_bits:
         size = max(group_size, PANEL) if group_size else inputs
         groups = F.pad(rows, (0, -inputs % size)).unflatten(-1, (-1, size))
         rows = _rounded(groups, input_bits).flatten(-2)[..., :inputs]
     result = F.linear(rows, restored_weight(whole, scales, scheme))
     result = result if bias is None else result + bias.float()
     return result.to(input.dtype)
+
+
+def _scheme(
+    bits: int, group_size: int, input_bits: int, zeros: bool, code: str, input_scale: float, input_offset: int
+) -> Quantization:
+    given = InputScale(input_scale, input_offset) if input_scale or input_offset else None
+    return Quantization(bits, group_size, input_bits, zeros, code, given)
 
 
 def _rounded(groups: torch.Tensor, bits: int) -> torch.Tensor:
@@ -100,16 +117,18 @@ def quantized_linear_cpu(
     zeros: bool = False,
     order: torch.Tensor | None = None,
     code: str = "int",
+    input_scale: float = 0.0,
+    input_offset: int = 0,
 ) -> torch.Tensor:
     """:func:`quantized_linear_reference` by the C++ kernel for packed weights, else the reference."""
-    scheme = Quantization(bits, group_size, input_bits, zeros, code)
+    scheme = _scheme(bits, group_size, input_bits, zeros, code, input_scale, input_offset)
     if weight.dtype is torch.uint8 and _has_kernel(input):
         _check_packed(weight, out_features, input.shape[-1], scheme, order)
         result = input.new_empty((*input.shape[:-1], out_features))
         rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
         _run_kernel(result, rows, weight, bias, out_features, scheme, order)
         return result
-    given = (input, weight, bias, out_features, bits, group_size, input_bits, zeros, order, code)
+    given = (input, weight, bias, out_features, *scheme.arguments(order))
     return quantized_linear_reference(*given)
 
 
@@ -205,6 +224,7 @@ def _run_kernel(
             CODES.index(scheme.code),
             0 if starts is None else starts.data_ptr(),
             1 if starts is None else len(weight),
+            *(scheme.input_scale or (0.0, 0)),
         )
     )
 

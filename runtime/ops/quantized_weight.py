@@ -9,6 +9,7 @@ unsigned numbers around ``2^(bits - 1)``, or floats ``[32 (input / 2), 64 (outpu
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 
 from .native import FLOAT_CODES, kernel_function
 from .stored_weight import StoredWeight
-from .weight_format import E2M1, WeightFormat, unpacked_pairs, values_of
+from .weight_format import E2M1, InputScale, WeightFormat, unpacked_pairs, values_of
 
 PANEL = 64
 """Outputs of a panel, and inputs of a step; groups hold whole steps, or half of one."""
@@ -63,6 +64,7 @@ class Quantization:
         code: ``"int"``; ``"affine"`` for whole numbers in groups that share a step and have offsets, floats that are
             taken away behind the scale; ``"e2m1"`` for floats of 4 bits in groups that share a step; ``"e4m3"`` for
             floats of 8 bits, whose inputs are not rounded: ``input_bits`` is 0.
+        input_scale: of inputs of 8 bits whose rounding is given; None: it follows from them.
     """
 
     bits: int
@@ -70,6 +72,7 @@ class Quantization:
     input_bits: int
     zeros: bool = False
     code: str = "int"
+    input_scale: InputScale | None = None
 
     def __post_init__(self) -> None:
         if self.code not in CODES:
@@ -83,6 +86,12 @@ class Quantization:
             )
         if self.zeros and self.code != "int":
             raise ValueError("zeros=True is not supported; floats have none of their own, and affine codes offsets")
+        if self.input_scale is not None:
+            if (self.bits, self.group_size, self.input_bits, self.code) != (8, 0, 8, "int"):
+                raise ValueError(
+                    f"input_scale={self.input_scale} is for 8 bits on both sides and one scale per output"
+                )
+            check_input_scale(*self.input_scale)
         if self.group_size not in SHARED_STEPS:
             if self.code in ("e2m1", "affine"):
                 raise ValueError(f"group_size={self.group_size} is not supported; use 32 or 16")
@@ -95,7 +104,8 @@ class Quantization:
 
     def arguments(self, order: torch.Tensor | None = None) -> tuple[Any, ...]:
         """What ``pagoda::quantized_linear`` takes behind the number of outputs, for a weight with that order."""
-        return self.bits, self.group_size, self.input_bits, self.zeros, order, self.code
+        given = () if self.input_scale is None else tuple(self.input_scale)
+        return self.bits, self.group_size, self.input_bits, self.zeros, order, self.code, *given
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -120,6 +130,14 @@ def check_group_size(group_size: int) -> None:
         raise ValueError(
             f"group_size={group_size!r} is not supported; use a multiple of {PANEL}, or 0 for one scale per output"
         )
+
+
+def check_input_scale(scale: float, offset: int) -> None:
+    """Raise ``ValueError`` unless inputs can be rounded so."""
+    if not (0 < scale < math.inf and scale == struct.unpack("f", struct.pack("f", scale))[0]):
+        raise ValueError(f"input_scale={scale!r} is not supported; give a positive float32 number")
+    if offset not in range(-128, 128):
+        raise ValueError(f"input_offset={offset!r} is not supported; give one from -128 to 127")
 
 
 def quantize_weight(weight: torch.Tensor, scheme: Quantization) -> torch.Tensor:
@@ -165,7 +183,7 @@ def unpackable(form: WeightFormat) -> str:
     return f"no kernel for groups of {form.group_size}" if odd else ""
 
 
-def scheme_of(form: WeightFormat, input_bits: int | None = 16) -> Quantization:
+def scheme_of(form: WeightFormat, input_bits: int | None = 16, input_scale: InputScale | None = None) -> Quantization:
     """The scheme by which the kernel reads weights that are stored so. Their layout depends on ``form`` alone.
 
     Twice the floats of e2m1 are whole numbers from -12 to 12, which take a byte each in groups of whole steps.
@@ -173,7 +191,8 @@ def scheme_of(form: WeightFormat, input_bits: int | None = 16) -> Quantization:
     Args:
         form: of the weights.
         input_bits: 16, which inputs keep, or all where weights are floats of 8 bits; None: 8 where the weights were
-            made for inputs of 8 bits with a scale for each row, and have one scale for each output.
+            made for inputs of 8 bits with a scale for each row, or ``input_scale``, and have one for each output.
+        input_scale: of the inputs, where the format has it beside the weight; without it they keep 16 bits.
     """
     if form.code == "e4m3":
         return Quantization(8, form.group_size, 0, code="e4m3")
@@ -181,7 +200,9 @@ def scheme_of(form: WeightFormat, input_bits: int | None = 16) -> Quantization:
         shared = form.group_size in SHARED_STEPS
         return Quantization(4 if shared else 8, form.group_size, 16, code="e2m1" if shared else "int")
     as_made = input_bits is None and form.input_bits == 8 and not form.group_size
-    return Quantization(form.bits, form.group_size, 8 if as_made else 16, form.zeros, form.code)
+    as_made = as_made and form.static_inputs is (input_scale is not None)
+    given = input_scale if as_made else None
+    return Quantization(form.bits, form.group_size, 8 if as_made else 16, form.zeros, form.code, given)
 
 
 def pack_stored(weight: StoredWeight) -> torch.Tensor:

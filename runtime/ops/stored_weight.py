@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .weight_format import SCALE_DTYPES, WeightFormat, values_of
+from .weight_format import SCALE_DTYPES, InputScale, WeightFormat, values_of
 
 _aten = torch.ops.aten
 
@@ -35,6 +35,8 @@ class StoredWeight(torch.Tensor):
             are floats.
         order: int32 ``[in]``: of column k of the codes, the column of the weight; None: the same.
         transposed: the last two dims are exchanged.
+        input_scale: of inputs that the weight was made for, with ``form.static_inputs``; else None. It does not count
+            for what the weight means.
     """
 
     form: WeightFormat
@@ -43,6 +45,7 @@ class StoredWeight(torch.Tensor):
     zeros: torch.Tensor | None
     order: torch.Tensor | None
     transposed: bool
+    input_scale: InputScale | None
 
     @staticmethod
     def __new__(
@@ -55,6 +58,7 @@ class StoredWeight(torch.Tensor):
         *,
         dtype: torch.dtype,
         transposed: bool = False,
+        input_scale: InputScale | None = None,
     ) -> StoredWeight:
         """A weight of these parts, which are not copied.
 
@@ -63,17 +67,20 @@ class StoredWeight(torch.Tensor):
             codes, scales, zeros, order: its parts.
             dtype: that the weight is shown in.
             transposed: show it transposed.
+            input_scale: of the inputs.
 
         Raises:
             ValueError: shapes or dtypes of the parts do not fit ``form`` and each other.
         """
         check_parts(form, codes, scales, zeros, order)
+        if (input_scale is not None) != form.static_inputs:
+            raise ValueError(f"input_scale is {input_scale}, which does not fit {form}")
         sizes = [*codes.shape[:-1], codes.shape[-1] * form.per_byte]
         if transposed:
             sizes[-2:] = reversed(sizes[-2:])
         made = torch.Tensor._make_wrapper_subclass(cls, sizes, dtype=dtype, requires_grad=False)  # type: ignore[attr-defined]
         made.form, made.codes, made.scales, made.zeros, made.order = form, codes, scales, zeros, order
-        made.transposed = transposed
+        made.transposed, made.input_scale = transposed, input_scale
         return made  # type: ignore[no-any-return]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -115,6 +122,7 @@ class StoredWeight(torch.Tensor):
             "order": self.order,
             "dtype": self.dtype,
             "transposed": self.transposed,
+            "input_scale": self.input_scale,
         }
         return StoredWeight(**{**given, **parts})
 
@@ -124,10 +132,10 @@ class StoredWeight(torch.Tensor):
         return self.replaced(codes=move(self.codes), scales=move(self.scales), zeros=zeros, **parts)
 
     @property
-    def stored_as(self) -> tuple[WeightFormat, torch.dtype, bool, bytes]:
+    def stored_as(self) -> tuple[WeightFormat, torch.dtype, bool, bytes, InputScale | None]:
         """What weights must have in common to be the rows of one."""
         order = b"" if self.order is None else self.order.numpy().tobytes()
-        return self.form, self.dtype, self.transposed, order
+        return self.form, self.dtype, self.transposed, order, self.input_scale
 
     @property
     def stored_bytes(self) -> int:

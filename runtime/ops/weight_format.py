@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +22,24 @@ SCALE_DTYPES: dict[str, torch.dtype] = {
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of the codes 0 to 7; 8 to 15 are the same with a minus."""
 
-_SPELLED = re.compile(r"(int4|int8|affine4|affine8|e2m1|e4m3)/(row|g\d+)/(f32|bf16|f16)(\+z)?(\+order)?(/x8)?")
+_SPELLED = re.compile(
+    r"(int4|int8|affine4|affine8|e2m1|e4m3)/(row|g\d+)/(f32|bf16|f16)(\+z)?(\+order)?(/x8(?:static)?)?"
+)
+
+
+class InputScale(NamedTuple):
+    """Rounding of a layer's inputs that was settled when its weight was rounded, for all rows alike.
+
+    ``q = clamp(round(x / scale + offset), -128, 127)``, ties to even, in float32; it stands for
+    ``(q - offset) * scale``.
+
+    Attributes:
+        scale: positive, a float32 number.
+        offset: from -128 to 127.
+    """
+
+    scale: float
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,6 +60,7 @@ class WeightFormat:
         ordered: the columns of the codes are those of the weight in another order.
         input_bits: 8: its makers meant it for inputs of 8 bits with a scale for each row, taken as they come; 0: for
             inputs as they are.
+        static_inputs: instead of rows' own scales there is an ``InputScale`` beside the weight.
     """
 
     code: str
@@ -51,6 +70,7 @@ class WeightFormat:
     zeros: bool = False
     ordered: bool = False
     input_bits: int = 0
+    static_inputs: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in BITS.get(self.code, ()):
@@ -61,15 +81,18 @@ class WeightFormat:
             raise ValueError(f"group_size={self.group_size} is negative; use 0 for one scale per output")
         if self.input_bits not in (0, 8):
             raise ValueError(f"input_bits={self.input_bits} is not supported; use 8, or 0 for inputs as they are")
+        if self.static_inputs and (self.code, self.bits, self.group_size, self.input_bits) != ("int", 8, 0, 8):
+            raise ValueError(
+                f"static_inputs=True of {self.code}{self.bits} is not supported; int8 with rows has them"
+            )
         if self.zeros and self.code != "int":  # affine ones always have offsets
             raise ValueError(f"zeros of {self.code!r} codes are not supported")
 
     def __str__(self) -> str:
         group = f"g{self.group_size}" if self.group_size else "row"
         code = f"{self.code}{self.bits}" if self.code in ("int", "affine") else self.code
-        return (
-            f"{code}/{group}/{self.scale}{'+z' * self.zeros}{'+order' * self.ordered}{'/x8' * (self.input_bits == 8)}"
-        )
+        inputs = f"/x8{'static' * self.static_inputs}" if self.input_bits == 8 else ""
+        return f"{code}/{group}/{self.scale}{'+z' * self.zeros}{'+order' * self.ordered}{inputs}"
 
     @classmethod
     @functools.cache
@@ -86,7 +109,8 @@ class WeightFormat:
         kind = code if code in BITS else code[:-1]
         bits = BITS[code][0] if code in BITS else int(code[-1])
         size = 0 if group == "row" else int(group[1:])
-        return cls(kind, bits, size, scale, bool(zeros), bool(ordered), 8 if inputs else 0)
+        static = inputs == "/x8static"
+        return cls(kind, bits, size, scale, bool(zeros), bool(ordered), 8 if inputs else 0, static)
 
     @property
     def zero_dtype(self) -> torch.dtype | None:

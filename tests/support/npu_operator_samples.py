@@ -274,6 +274,8 @@ def _mixture_of_experts() -> list[Sample]:
     x, experts = torch.randn(5, 8), torch.stack([torch.randperm(6)[:2] for _ in range(5)]).int()
     routing = {"expert_num": 6, "active_expert_range": [0, 6], "row_idx_type": 0}
     rows = torch.randn(10, 8)
+    whole_rows = rows.mul(9).to(torch.int8)
+    pairs = torch.randint(-(1 << 31), 1 << 31, (3, 8, 2)).to(torch.int32)  # 16 outputs of 4 bits
     weights, ends = torch.randn(3, 8, 4), torch.tensor([2, 2, 10])
     grouped = {"group_list": ends, "split_item": 2, "group_type": 0, "group_list_type": 0}
     places = torch.randperm(10).int()
@@ -324,6 +326,24 @@ def _mixture_of_experts() -> list[Sample]:
                 "per_token_scale": [torch.rand(10)],
                 "output_dtype": 15,
             },
+        ),
+        Sample(
+            "npu_grouped_matmul_swiglu_quant_v2",
+            "counts",
+            (
+                whole_rows,
+                [weights.mul(9).to(torch.int8)],
+                [torch.rand(3, 4)],
+                torch.rand(10),
+                torch.tensor([2, 0, 8]),
+            ),
+            {"group_list_type": 1},
+        ),
+        Sample(
+            "npu_grouped_matmul_swiglu_quant_v2",
+            "4 bits",
+            (whole_rows, [pairs], [torch.zeros(3, 16, dtype=torch.int64)], torch.rand(10), torch.tensor([2, 2, 10])),
+            {"weight_assist_matrix": [torch.rand(3, 16)]},
         ),
         Sample("npu_moe_finalize_routing", "columns", finalize, {"drop_pad_mode": 0}),
         Sample("npu_moe_finalize_routing", "rows", (rows, None, None, None, *finalize[4:6], None, 2)),
@@ -413,6 +433,8 @@ def _quantization() -> list[Sample]:
             (whole, matrix.t().contiguous().t(), scales),
             {"pertoken_scale": rows, "output_dtype": 5, "bias": bias},
         ),
+        Sample("npu_quant_matmul", "no rows", (whole, matrix, scales), {"output_dtype": 15}),
+        Sample("npu_quant_matmul", "bits", (whole, matrix, torch.ones_like(scales).long()), {"output_dtype": 5}),
         Sample("npu_quant_matmul", "int32", (whole, matrix, scales), {"output_dtype": 3}),
         Sample("npu_quant_matmul", "int8", (whole, matrix, scales)),
         Sample("npu_weight_quant_batchmatmul", "int8", (torch.randn(5, 64).bfloat16(), matrix, scales.bfloat16())),
@@ -445,6 +467,9 @@ def _quantization() -> list[Sample]:
         Sample("npu_dynamic_quant", "smooth", (x.half(),), {"smooth_scales": torch.rand(8).half()}),
         Sample("npu_dynamic_quant", "strided", (torch.randn(3, 2, 8).transpose(0, 1),)),
         Sample("npu_quantize", "int8", (x, torch.rand(8) / 9, torch.randint(0, 5, (8,)), 1, -1, True)),
+        Sample(
+            "npu_quantize", "qint8", (x.bfloat16(), torch.rand(1), torch.ones(1, dtype=torch.int32), 12, -1, True)
+        ),
         Sample("npu_quantize", "uint8", (x, torch.rand(1, 1, 8) * 90, None, 13, -1, False)),
         Sample("npu_quantize", "int32", (x, torch.rand(1), None, 3)),
         Sample("npu_format_cast", "nz", (x.half(), 29)),

@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 Tensors = dict[str, torch.Tensor]
+Range = tuple[float, float]
 E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Of the eight outputs of a word, the one in each of its places."""
@@ -147,18 +150,34 @@ def _slim_w4a8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     }, found.dense
 
 
-def _static(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Inputs around 7 in steps of 1/32: ``quant_bias`` is there for them."""
+def _static(weight: torch.Tensor, inputs: Range, bits_of_scale: bool = False) -> tuple[Tensors, torch.Tensor]:
+    """Inputs between the numbers that they were seen to be: ``quant_bias`` is there for their offset."""
     tensors, _ = _bytes(weight)
-    codes, step, offset = tensors["weight"], torch.tensor([1 / 32]), torch.tensor([7.0])
+    codes, (low, high) = tensors["weight"], inputs
+    step = torch.tensor([(high - low) / 255])
+    offset = (-128 - low / step).round()
     unit = (tensors["weight_scale"][:, 0] * step).float()
+    whole = -offset.long() * codes.long().sum(1)
     return {
         "weight": codes,
+        "weight_scale": tensors["weight_scale"],
+        "weight_offset": torch.zeros_like(tensors["weight_scale"]),
         "input_scale": step,
         "input_offset": offset,
-        "deq_scale": unit,
-        "quant_bias": (-7 * codes.long().sum(1)).to(torch.int32),
+        "deq_scale": unit.view(torch.int32).long() if bits_of_scale else unit,
+        "quant_bias": whole.to(torch.int32),
     }, codes.float() * (unit / step)[:, None]
+
+
+def _static_bytes(weight: torch.Tensor, inputs: Range, symmetric: bool) -> tuple[Tensors, torch.Tensor]:
+    """Of compressed-tensors, whose offset is the number that stands for zero."""
+    tensors, dense = _bytes(weight)
+    low, high = inputs
+    step = torch.tensor([max(-low, high) / 127.5 if symmetric else (high - low) / 255])
+    found = {"input_scale": step}
+    if not symmetric:
+        found["input_zero_point"] = (-128 - low / step).round().to(torch.int8)
+    return tensors | found, dense
 
 
 def _e4m3(weight: torch.Tensor, high: int, wide: int, dtype: torch.dtype, leaf: str) -> tuple[Tensors, torch.Tensor]:
@@ -212,6 +231,7 @@ def _blocks(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {"_blocks": blocks, "_scales": (scales.log2() + 127).to(torch.uint8)}, dense.mT
 
 
+_STATIC = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False, "symmetric": True}
 _ROWS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 
 
@@ -236,15 +256,17 @@ class Format:
         of_experts: the matrices are parameters of experts, not weights of linear layers.
         description: kind of a weight in msModelSlim's file; "" without such a file.
         kernel: the CPU's kernel reads it as it is.
-        experts: name of the format of the matrices of experts, where that is another one with a description.
+        experts: name of the format of the matrices of experts, where that is another one.
+        calibrated: it has scales of inputs, for which ``store`` is given the smallest and the largest of them.
     """
 
-    store: Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
+    store: Callable[..., tuple[Tensors, torch.Tensor]]
     config: dict[str, Any] = field(default_factory=dict)
     of_experts: bool = False
     description: str = ""
     kernel: bool = True
     experts: str = ""
+    calibrated: bool = False
 
 
 _GPTQ = {"quant_method": "gptq", "sym": False, "checkpoint_format": "gptq", "desc_act": False}
@@ -296,6 +318,16 @@ FORMATS: dict[str, Format] = {
     "ct-w8a8-dynamic": Format(
         lambda w: _bytes(w), _ct("int-quantized", _ROWS, num_bits=8, type="int", strategy="channel")
     ),
+    "ct-w8a8-static": Format(
+        lambda w, x: _static_bytes(w, x, True),
+        _ct("int-quantized", _STATIC, num_bits=8, type="int", strategy="channel"),
+        calibrated=True,
+    ),
+    "ct-w8a8-static-asym": Format(
+        lambda w, x: _static_bytes(w, x, False),
+        _ct("int-quantized", {**_STATIC, "symmetric": False}, num_bits=8, type="int", strategy="channel"),
+        calibrated=True,
+    ),
     "ct-fp8": Format(
         lambda w: _e4m3(w, 1, 0, torch.bfloat16, "weight_scale"),
         _ct("float-quantized", num_bits=8, type="float", strategy="channel"),
@@ -311,7 +343,8 @@ FORMATS: dict[str, Format] = {
     "mxfp4-experts": Format(_blocks, {"quant_method": "mxfp4"}, of_experts=True),
     "slim-w8a8-dynamic": Format(_slim, description="W8A8_DYNAMIC"),
     "slim-w8a16": Format(_slim, description="W8A16"),
-    "slim-w8a8-static": Format(_static, description="W8A8"),
+    "slim-w8a8-static": Format(_static, description="W8A8", calibrated=True, experts="slim-w8a8-dynamic"),
+    "slim-w8a8-static-bits": Format(lambda w, x: _static(w, x, True), description="W8A8", calibrated=True),
     "slim-w4a8": Format(_slim_w4a8, description="W4A8_DYNAMIC"),
     "slim-w4a8-experts": Format(_slim, description="W8A8_DYNAMIC", experts="slim-w4a8"),
 }
@@ -325,6 +358,7 @@ def quantize_folder(folder: Path, name: str) -> Tensors:
     """
     form = FORMATS[name]
     tensors = load_file(folder / "model.safetensors")
+    ranges = _ranges_of_inputs(folder) if form.calibrated else {}
     stored: Tensors = {}
     dense: Tensors = {}
     kinds = {}
@@ -335,7 +369,8 @@ def quantize_folder(folder: Path, name: str) -> Tensors:
             kinds[key] = "FLOAT"
             continue
         own = FORMATS[form.experts] if form.experts and ".experts." in key else form
-        parts, dense[key] = own.store(tensor.float())
+        more = (ranges[owner],) if own.calibrated else ()
+        parts, dense[key] = own.store(tensor.float(), *more)
         prefix = key if form.of_experts else f"{owner}."
         stored |= {f"{prefix}{part}": value.contiguous() for part, value in parts.items()}
         kinds |= {f"{prefix}{part}": own.description for part in parts}
@@ -350,6 +385,27 @@ def quantize_folder(folder: Path, name: str) -> Tensors:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "quantization_config": form.config}))
     return dense
+
+
+def _ranges_of_inputs(folder: Path) -> dict[str, Range]:
+    """The smallest and the largest input of each linear layer of a float model over random tokens, and 0."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ranges: dict[str, Range] = {}
+
+    def watch(name: str) -> Callable[..., None]:
+        def note(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+            low, high = ranges.get(name, (0.0, 0.0))
+            ranges[name] = min(low, float(given[0].min())), max(high, float(given[0].max()))
+
+        return note
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(watch(name))
+    tokens = torch.randint(model.config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model(tokens)
+    return ranges
 
 
 def _is_quantized(form: Format, owner: str, leaf: str, tensor: torch.Tensor) -> bool:

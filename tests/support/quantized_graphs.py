@@ -52,7 +52,12 @@ def quantized(
 
 @cache
 def stored(
-    model_type: str, name: str, dtype: torch.dtype = torch.float32, soc: str = TARGET.soc, **overrides: Any
+    model_type: str,
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    soc: str = TARGET.soc,
+    graph_mode: str = "ge",
+    **overrides: Any,
 ) -> tuple[PreTrainedModel, TracedGraph, CompileReport]:
     """Likewise of a checkpoint in a format of ``quantized_checkpoints``, with what its weights mean as the model."""
     model = build_legal_model(model_type, dtype=dtype, **overrides)
@@ -61,7 +66,7 @@ def stored(
         quantize_folder(Path(folder), name)
         loaded = load_model(folder, dtype, False, torch.device("cpu"))
     captured = capture(loaded)
-    captured.traced.npu = replace(TARGET, soc=soc)
+    captured.traced.npu = replace(TARGET, soc=soc, graph_mode=graph_mode)
     report = CompileReport(model_type)
     traced = run_pipeline(captured, CompileOptions(codegen="none", target="npu", verify="off"), None, report)
     model.load_state_dict({key: as_dense(tensor) for key, tensor in loaded.state_dict().items()})

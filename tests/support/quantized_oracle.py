@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from unittest import mock
 
@@ -53,6 +53,34 @@ def inputs_of_8_bits(model: PreTrainedModel) -> Iterator[None]:
 
     def of_layer(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         return forward(layer, x) if layer is head else rounded_rows_linear(x, layer.weight, layer.bias)
+
+    with _computed(model, of_layer, rounded_rows_linear):
+        yield
+
+
+def given_rows_linear(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, offset: int
+) -> torch.Tensor:
+    """A linear layer that reads its inputs in 8 bits by a scale and an offset, in the dtype of ``rows``."""
+    whole = (rows.float() / scale + offset).round().clamp(-128, 127).double() - offset
+    product = (whole @ weight.double().T) * scale
+    return (product if bias is None else product + bias.double()).to(rows.dtype)
+
+
+@contextmanager
+def given_inputs(model: PreTrainedModel, given: Mapping[str, tuple[float, int]]) -> Iterator[None]:
+    """Let the layers of these names read their inputs by their scale and offset for a while, all other layers but the
+    head and routers with a scale for each row."""
+    head, names = model.get_output_embeddings(), {module: name for name, module in model.named_modules()}
+    forward = nn.Linear.forward
+
+    def of_layer(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        known = given.get(names[layer])
+        if layer is head:
+            return forward(layer, x)
+        if known is None:
+            return rounded_rows_linear(x, layer.weight, layer.bias)
+        return given_rows_linear(x, layer.weight, layer.bias, *known)
 
     with _computed(model, of_layer, rounded_rows_linear):
         yield

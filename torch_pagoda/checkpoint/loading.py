@@ -21,7 +21,7 @@ from .gguf.checkpoint import GgufCheckpoint, open_gguf
 from .gguf.container import BadGguf, is_gguf
 from .gguf.tokenizer import tokenizer_of
 from .quantized import DESCRIPTIONS, Method, check_loaded, check_stored, quantization_method, refusal
-from .quantized_tensors import read_quantized
+from .quantized_tensors import read_quantized, unpacked_weights, warn_of_unpacked
 from .source import check_source, first_line, one_line
 from .stored_tensors import StoredTensor, of_files, weight_files
 
@@ -158,11 +158,16 @@ def _load_quantized(
     if isinstance(output, StoredWeight) and getattr(plain, "tie_word_embeddings", False):
         plain.tie_word_embeddings = False  # the head is another matrix than the embeddings that it was made from
     model, report = _made_of(state, model_class, plain, dtype, name)
+    unpacked = unpacked_weights(method, state, stored)
     plainly = {
-        key: stored[key] for key, read in state.items() if key in stored and not isinstance(read, StoredWeight)
+        key: stored[key]
+        for key, read in state.items()
+        if key in stored and key not in unpacked and not isinstance(read, StoredWeight)
     }
     check_loaded(plainly, model, report["unexpected_keys"], name)
-    if not any(isinstance(parameter, StoredWeight) for parameter in model.parameters()):
+    if unpacked:
+        warn_of_unpacked(name, method, len(unpacked), dtype)
+    elif not any(isinstance(parameter, StoredWeight) for parameter in model.parameters()):
         raise refusal(name, method.name, f"{method.evidence}, but none of its weights is stored so")
     model.name_or_path = model.config._name_or_path = name
     try:
@@ -275,6 +280,8 @@ def checkpoint_files(source: str | os.PathLike[str], dtype: str | torch.dtype) -
         return None
     if method is None:
         return CheckpointFiles(weights, texts, resolve_dtype(dtype))
+    if method.unpacks:  # what the program reads is not in the files
+        return None
     texts["quantised by"] = method.name
 
     def read(shown: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from .gguf.container import is_gguf
-from .readers import awq, compressed_tensors, fp8, gptq, modelslim, mxfp4
+from .readers import awq, bitsandbytes, compressed_tensors, fp8, gptq, modelslim, mxfp4
 from .readers.parts import BadTensor, Read
 from .stored_tensors import StoredTensor
 
@@ -73,6 +73,7 @@ class Method:
         settings: what the config says of it.
         evidence: what says that the checkpoint is quantised.
         kinds: name of a tensor → how it is stored, where a description says so; else empty.
+        unpacks: its reader makes floats of the weights, whose codes nothing multiplies with.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Method:
     settings: Mapping[str, Any]
     evidence: str
     kinds: Mapping[str, str] = field(default_factory=dict)
+    unpacks: bool = False
 
 
 _READERS: dict[str, tuple[str, Read, Callable[[str], object]]] = {
@@ -94,6 +96,7 @@ _READERS: dict[str, tuple[str, Read, Callable[[str], object]]] = {
     "auto-round": ("AutoRound", gptq.read_gptq, gptq.LEAVES.__contains__),
     "fp8": ("FP8", fp8.read_fp8, fp8.LEAVES.__contains__),
     "mxfp4": ("MXFP4", mxfp4.read_mxfp4, mxfp4.LEAVES.fullmatch),
+    "bitsandbytes": ("bitsandbytes", bitsandbytes.read_bitsandbytes, bitsandbytes.LEAVES.fullmatch),
     "ascend": ("msModelSlim", modelslim.read_modelslim, modelslim.LEAVES.__contains__),
 }
 _SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -176,7 +179,7 @@ def _checked(method: str, settings: Mapping[str, Any], name: str, evidence: str)
                 raise BadTensor(f"its config has packing_format={packing!r}; 'auto_gptq' and 'auto_awq' are read")
     except BadTensor as error:
         raise broken(name, known, str(error)) from error
-    return Method(known, read, is_companion, settings, evidence)
+    return Method(known, read, is_companion, settings, evidence, unpacks=method == "bitsandbytes")
 
 
 def _modelslim(file: Path, name: str) -> Method:
@@ -226,7 +229,7 @@ def check_stored(tensors: Mapping[str, StoredTensor], name: str) -> None:
     """
     places: dict[str, tuple[str, str]] = {}
     for key in tensors:
-        owner, leaf = _split(key)
+        owner, leaf = split_name(key)
         places.setdefault(leaf, (owner, key))
     for pattern, method in _COMPANIONS:
         for leaf, (owner, key) in places.items():
@@ -238,11 +241,11 @@ def check_stored(tensors: Mapping[str, StoredTensor], name: str) -> None:
             is_fp8 = method == _BY_DTYPE and weight is not None and weight.is_narrow_float
             raise refusal(name, "FP8" if is_fp8 else method, f"it holds {key!r}")
     for key, tensor in tensors.items():
-        if tensor.is_narrow_float or (tensor.is_whole_number and _split(key)[1] == "weight"):
+        if tensor.is_narrow_float or (tensor.is_whole_number and split_name(key)[1] == "weight"):
             raise refusal(name, "a method that it does not name", f"{key!r} is {tensor.dtype}")
 
 
-def _split(key: str) -> tuple[str, str]:
+def split_name(key: str) -> tuple[str, str]:
     """Owner and last part of a tensor's name; what bitsandbytes hangs onto a weight belongs to the weight's owner."""
     owner, part, leaf = key.rpartition(".weight.")
     if not part:

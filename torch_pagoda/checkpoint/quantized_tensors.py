@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,9 +13,11 @@ from safetensors import SafetensorError, safe_open
 
 from ..compiler.weights.file_pages import FilePages
 from ..runtime.ops.stored_weight import StoredWeight, stored_parts
-from .quantized import Method, broken, refusal
+from .quantized import Method, broken, refusal, split_name
 from .readers.parts import BadTensor, Quantized
 from .stored_tensors import StoredTensor
+
+logger = logging.getLogger(__name__)
 
 
 def read_quantized(
@@ -34,21 +37,20 @@ def read_quantized(
         ValueError: a tensor is missing, broken, contradicts the config, or holds codes that nothing explains; it
             names it.
     """
-    owners: dict[str, list[str]] = defaultdict(list)
+    owners: dict[str, dict[str, str]] = defaultdict(dict)
     for key in tensors:
-        owner, _, leaf = key.rpartition(".")
-        owners[owner].append(leaf)
+        owner, leaf = split_name(key)
+        owners[owner][leaf] = key
     pages: FilePages | None = None
     with _opened(files, name) as read:
         for owner, leaves in owners.items():
-            prefix = f"{owner}." if owner else ""
             if not any(method.is_companion(leaf) for leaf in leaves):
-                for leaf in leaves:
-                    _check_plain(name, method, prefix + leaf, leaf, tensors[prefix + leaf])
-                    yield prefix + leaf, read(prefix + leaf)
+                for leaf, key in leaves.items():
+                    _check_plain(name, method, key, leaf, tensors[key])
+                    yield key, read(key)
                 continue
-            found = {leaf: read(prefix + leaf) for leaf in leaves}
-            kind = method.kinds.get(f"{prefix}weight", "")
+            found = {leaf: read(key) for leaf, key in leaves.items()}
+            kind = method.kinds.get(leaves.get("weight", ""), "")
             try:
                 weights = method.read(Quantized(owner, found, method.settings, dtype, kind))
             except BadTensor as error:
@@ -57,6 +59,33 @@ def read_quantized(
                 pages = FilePages(found.values())
             _drop_copied(found, weights, pages)
             yield from weights.items()
+
+
+def unpacked_weights(
+    method: Method, state: Mapping[str, torch.Tensor], tensors: Mapping[str, StoredTensor]
+) -> set[str]:
+    """Names of weights of which a reader has made floats, and whose codes have the same name in the files."""
+    if not method.unpacks:
+        return set()
+    there = {key: tensor for key, tensor in tensors.items() if key in state}
+    return {
+        key
+        for key, tensor in there.items()
+        if tuple(tensor.shape) != tuple(state[key].shape)
+        or (tensor.is_whole_number and state[key].is_floating_point())
+    }
+
+
+def warn_of_unpacked(name: str, method: Method, count: int, dtype: torch.dtype) -> None:
+    """Say that weights are served as floats."""
+    logger.warning(
+        "model=%r is quantised (%s), in codes that are not multiplied with: %d weights are unpacked to %s and take "
+        "its memory and time; pass the float checkpoint with quantization='int8' or 'int4' for less of both",
+        name,
+        method.name,
+        count,
+        str(dtype).removeprefix("torch."),
+    )
 
 
 def _drop_copied(found: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], pages: FilePages) -> None:

@@ -44,7 +44,8 @@ def _operator(*names: str) -> Callable[[Mapping[str, Any]], bool]:
 def _reads_packed_weights(outcome: Mapping[str, Any]) -> bool:
     item = outcome["item"]
     is_grouped = _operator("npu_grouped_matmul")(outcome) and ("int8[" in item or "int32[" in item)
-    return is_grouped or _operator("npu_weight_quant_batchmatmul", "npu_quant_matmul")(outcome)
+    others = ("npu_weight_quant_batchmatmul", "npu_quant_matmul", "npu_grouped_matmul_swiglu_quant_v2")
+    return is_grouped or _operator(*others)(outcome)
 
 
 def _limits(outcomes: Sequence[Mapping[str, Any]]) -> str:

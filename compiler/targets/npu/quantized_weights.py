@@ -8,8 +8,8 @@ import torch
 
 from ....passes import UnsupportedModel
 from ....passes.graph.notes import QuantizedInputs
-from ....runtime.ops.npu.grouped_quant_matmul import bits_of_float, float_of_bits
 from ....runtime.ops.npu.int4 import pack_int4, unpack_int4
+from ....runtime.ops.npu.numerics import bits_of_float, float_of_bits
 from ....runtime.ops.quantized_weight import Quantization, round_weight
 from ....runtime.ops.stored_weight import StoredWeight, as_dense
 from ....runtime.ops.weight_format import unpacked_pairs
@@ -22,12 +22,15 @@ _AS_STORED = 1e-3
 """Likewise, of the largest entry, of weights that a checkpoint stores in scales that are kept."""
 
 
-def make_inputs(weight: torch.Tensor, inputs: QuantizedInputs) -> dict[str, torch.Tensor]:
+def make_inputs(
+    weight: torch.Tensor, inputs: QuantizedInputs, bias: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
     """The tensors of ``inputs``, by name.
 
     Args:
         weight: ``[out, in]`` or what ``QuantizedInputs.source`` says, of floats or stored.
         inputs: what is to be made of it.
+        bias: ``[out]``, what ``inputs.bias`` holds.
     """
     if weight.dim() == 3:
         parts = [make_inputs(matrix, replace(inputs, turned=True)) for matrix in weight.detach().unbind(0)]
@@ -40,10 +43,12 @@ def make_inputs(weight: torch.Tensor, inputs: QuantizedInputs) -> dict[str, torc
         numbers, scales = _rounded(matrix, scheme, dtype)
         zeros = None
     numbers = numbers.transpose(0, 1)
+    if scheme.input_scale is not None:
+        scales = scales.float() * scheme.input_scale.scale
     kept = _of_groups(scales, scheme)
     made = {
         inputs.numbers: pack_int4(numbers) if scheme.bits == 4 else numbers.contiguous(),
-        inputs.scales: bits_of_float(kept)[None] if dtype is torch.int64 else kept.to(dtype),
+        inputs.scales: _bits(kept, inputs) if dtype is torch.int64 else kept.to(dtype),
     }
     if inputs.offsets:
         # The operator adds it to numbers around 0.
@@ -51,7 +56,36 @@ def make_inputs(weight: torch.Tensor, inputs: QuantizedInputs) -> dict[str, torc
         made[inputs.offsets] = _of_groups(offsets, scheme).to(dtype)
     if inputs.sums:
         made[inputs.sums] = _sums(numbers, scales)
+    if inputs.whole_bias:
+        made[inputs.whole_bias] = _whole_bias(numbers, kept, inputs, bias)
     return made
+
+
+def _bits(scales: torch.Tensor, inputs: QuantizedInputs) -> torch.Tensor:
+    """The bits of scales; beside sums ``[1, out]``."""
+    return bits_of_float(scales)[None] if inputs.sums else bits_of_float(scales)
+
+
+def _whole_bias(
+    numbers: torch.Tensor, scales: torch.Tensor, inputs: QuantizedInputs, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """See ``QuantizedInputs``; of numbers ``[in, out]`` and the scales of the results ``[out]``.
+
+    Raises:
+        UnsupportedModel: the bias is too large for it.
+    """
+    given = inputs.quantization.input_scale
+    assert given is not None
+    whole = -given.offset * numbers.sum(0, dtype=torch.int64)
+    if bias is not None:
+        whole = whole + (bias.detach().double() / scales.double()).round()
+    limits = torch.iinfo(torch.int32)
+    if not bool(((whole >= limits.min) & (whole <= limits.max)).all()):
+        raise UnsupportedModel(
+            f"the bias {inputs.bias!r} beside the weight {inputs.source!r} is no int32 in steps of its scales; "
+            "give input_bits=16"
+        )
+    return whole.to(torch.int32)
 
 
 def _sums(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -92,13 +126,19 @@ def _of_inputs(table: torch.Tensor, scheme: Quantization, inputs: int) -> torch.
     return table.repeat_interleave(scheme.group_size, 1)[:, :inputs] if scheme.group_size else table
 
 
-def check_inputs(weight: torch.Tensor, inputs: QuantizedInputs, made: dict[str, torch.Tensor]) -> None:
+def check_inputs(
+    weight: torch.Tensor,
+    inputs: QuantizedInputs,
+    made: dict[str, torch.Tensor],
+    bias: torch.Tensor | None = None,
+) -> None:
     """Compare the first and the last outputs of what was made of a weight with it.
 
     Args:
         weight: as it was.
         inputs: what was to be made of it.
         made: what ``make_inputs`` returned.
+        bias: ``[out]``, what ``inputs.bias`` holds.
 
     Raises:
         UnsupportedModel: an entry is farther off than rounding explains.
@@ -112,7 +152,14 @@ def check_inputs(weight: torch.Tensor, inputs: QuantizedInputs, made: dict[str, 
     scheme = inputs.quantization
     numbers = (unpack_int4(numbers) if scheme.bits == 4 else numbers).t()
     if scales.dtype is torch.int64:
-        scales = float_of_bits(scales)[0]
+        scales = float_of_bits(scales)[0] if inputs.sums else float_of_bits(scales)
+    if inputs.whole_bias and not torch.equal(made[inputs.whole_bias], _whole_bias(numbers.t(), scales, inputs, bias)):
+        raise UnsupportedModel(
+            f"the bias in whole numbers of the weight {inputs.source!r} is wrong; please report it. verify='off' "
+            "serves it regardless"
+        )
+    if scheme.input_scale is not None:
+        scales = scales / scheme.input_scale.scale
     scales = scales.t() if scheme.group_size else scales[:, None]
     offsets = made.get(inputs.offsets)
     offsets = None if offsets is None else (offsets.t() if scheme.group_size else offsets[:, None])

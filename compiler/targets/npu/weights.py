@@ -21,6 +21,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ....passes import TracedGraph
+from ....passes.graph.npu_target import Product
 from ....runtime.ops import npu  # noqa: F401  registers the operators
 from ....runtime.ops.stored_weight import StoredWeight
 from ...weights.merged_weights import link_merged_weights
@@ -32,15 +33,17 @@ FRACTAL_NZ = 29
 """``torch_npu.Format.FRACTAL_NZ``."""
 
 _TILES = {torch.float16: (16, 16), torch.bfloat16: (16, 16), torch.int8: (16, 32)}
+_GATED = torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2
 # Which of an operator's arguments may come in that format.
 _MATRICES = {
     torch.ops.npu.npu_linear: ("weight",),
     torch.ops.npu.npu_grouped_matmul: ("weight",),
+    _GATED: ("weight",),
     torch.ops.npu.npu_quant_matmul: ("x2",),
     torch.ops.npu.npu_mla_prolog_v3: ("weight_dq", "weight_uq_qr", "weight_dkv_kr"),
 }
-# Operators that take no other.
-_DEMANDING = (torch.ops.npu.npu_mla_prolog_v3,)
+# Operators that take no other, the second one of int8.
+_DEMANDING = (torch.ops.npu.npu_mla_prolog_v3, _GATED)
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,13 @@ def plan_weights(traced: TracedGraph) -> list[WeightPlan]:
         tensor = traced.constants.get(node.name)
         if tensor is None or not node.users:
             continue
-        reason = _why_not_nz(node, tensor)
-        demanded = any(_packet(user) in _DEMANDING and _takes_whole(user, node) for user in node.users)
+        in_rows = traced.npu is not None and traced.npu.product is Product.A5
+        in_rows = in_rows and any(_packet(user) is _GATED for user in node.users)
+        reason = "this chip reads it in rows" if in_rows else _why_not_nz(node, tensor)
+        packed_or_in_rows = in_rows or tensor.dtype is torch.int32
+        demanded = not packed_or_in_rows and any(
+            _packet(user) in _DEMANDING and _takes_whole(user, node) for user in node.users
+        )
         plans.append(WeightPlan(node.name, not tensor.is_contiguous(), not reason, reason, demanded))
     return plans
 
@@ -126,9 +134,12 @@ def _make_quantized(traced: TracedGraph, release: bool, check: bool) -> int:
         if inputs.numbers in traced.constants:
             continue
         weight = traced.constants[inputs.source]
-        made = make_inputs(weight, inputs)
+        bias = traced.constants[inputs.bias] if inputs.bias else None
+        made = make_inputs(weight, inputs, bias)
         if check:
-            check_inputs(weight, inputs, made)
+            check_inputs(weight, inputs, made, bias)
+        if inputs.bias:
+            traced.notes.fold(traced.notes.merged.get(inputs.bias, (inputs.bias,)))
         traced.constants.update(made)
         size += sum(tensor.numel() * tensor.element_size() for tensor in made.values())
         if not traced.placeholder(inputs.source).users:

@@ -5,13 +5,15 @@ Matches:
 Becomes:
     pagoda::quantized_linear(x, W, b, out, bits, group_size, 16, zeros, order)   # W is laid out when linked
     pagoda::quantized_linear(x, W, b, out, 8, 0, 8, zeros, order)                # made for inputs of 8 bits
+    pagoda::quantized_linear(x, W, b, out, 8, 0, 8, zeros, order, "int", scale, offset)     # whose rounding is given
     pagoda::quantized_linear(x, W, b, out, 8, group_size, 0, False, order, "e4m3")     # of floats of 8 bits
 Why it is faster:
     Decoding waits for weights: half or a quarter of the bytes of bf16 take about as much of its time.
 
 Level 0: the codes and scales are the checkpoint's, so that its model is served at every level. Inputs keep 16 bits,
 as the model keeps them, or all: a checkpoint whose weights alone are rounded must not lose more. Those of weights
-that were made for inputs of 8 bits are rounded to these, row by row, unless ``input_bits=16`` is asked for.
+that were made for inputs of 8 bits are rounded to these, row by row or as the checkpoint says, unless
+``input_bits=16`` is asked for.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def stored_linears(traced: TracedGraph) -> PassRecord:
             reason = f"sums of {stored.shape[-1]} products overflow"
         if reason:
             return reason
-        scheme = scheme_of(stored.form, traced.input_bits)
+        scheme = scheme_of(stored.form, traced.input_bits, stored.input_scale)
         x, bias = argument(node, 0, "input"), argument(node, 2, "bias")
         outputs = shape(argument(node, 1, "weight"))[0]
         with traced.before(node):

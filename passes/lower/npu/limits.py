@@ -19,12 +19,13 @@ from ...graph.npu_target import Product
 from .attention_limits import ATTENTION_RULES, CACHE_WRITE_RULES, PROMPT_RULES, RULES_V2
 from .call import Call
 from .latent.limits import KV_RMSNORM_ROPE_CACHE_RULES, PROLOG_ALIKE, PROLOG_RULES, TRANSPOSE_BATCHMATMUL_RULES
-from .moe_limits import chosen_experts, expert_groups, grouped_matmul, rounded_rows, routed_experts
+from .moe_limits import chosen_experts, expert_groups, gated_experts, grouped_matmul, rounded_rows, routed_experts
 from .quant_limits import (
     one_quantised_result,
     per_row_int8,
     quant_matmul_dtypes,
     quant_matmul_shapes,
+    quantized_by_scales,
     swiglu_of_left_half,
     weight_quant_matmul,
 )
@@ -262,6 +263,12 @@ LIMITS: dict[str, Limits] = {
         ],
     ),
     "npu_grouped_matmul": Limits(frozenset({A2, A3, A5, INFERENCE}), rules=[grouped_matmul]),
+    "npu_grouped_matmul_swiglu_quant_v2": Limits(
+        frozenset({A2, A3, A5}),
+        {"x": INT8, "group_list": frozenset({torch.int64})},
+        ranks={"x": (2,), "x_scale": (1,), "group_list": (1,)},
+        rules=[gated_experts],
+    ),
     # op-plugin names A2 alone, the README of CANN's own moe_finalize_routing_v2 (ops-transformer) all of these.
     "npu_moe_finalize_routing": Limits(
         frozenset({A2, A3, A5}),
@@ -320,10 +327,20 @@ LIMITS: dict[str, Limits] = {
     "npu_dynamic_quant": Limits(
         frozenset({A2, A3, A5}), {"input": HALF}, ranks={"input": tuple(range(2, 9))}, rules=[per_row_int8]
     ),
+    "npu_quantize": Limits(
+        frozenset({A2, A3, INFERENCE}),
+        {
+            "input": FLOAT,
+            "scales": frozenset({torch.float32, torch.bfloat16}),
+            "zero_points": frozenset({torch.int8, torch.uint8, torch.int32, torch.bfloat16}),
+        },
+        ranks={"scales": (1,), "zero_points": (1,)},
+        rules=[quantized_by_scales],
+    ),
     # The document names no 950; torchair has a branch of its own for it (QuantBatchMatmulV4).
     "npu_quant_matmul": Limits(
         frozenset({A2, A3, A5, INFERENCE}),
-        {"x1": INT8, "x2": INT8, "scale": frozenset({torch.float32, torch.bfloat16})},
+        {"x1": INT8, "x2": INT8, "scale": frozenset({torch.float32, torch.bfloat16, torch.int64})},
         ranks={"x1": (2,), "x2": (2,), "scale": (1,), "pertoken_scale": (1,), "bias": (1,)},
         rules=[quant_matmul_dtypes, quant_matmul_shapes, dense("x1")],
     ),

@@ -1,11 +1,17 @@
 """Limits of the operators of mixtures of experts: op-plugin docs npu_moe_gating_top_k, npu_moe_gating_top_k_softmax,
-npu_moe_init_routing_v2 and npu_grouped_matmul."""
+npu_moe_init_routing_v2, npu_grouped_matmul and npu_grouped_matmul_swiglu_quant_v2."""
 
 from __future__ import annotations
 
 import torch
 
 from ....runtime.ops.npu.grouped_quant_matmul import MAX_INT4_INPUTS
+from ....runtime.ops.npu.grouped_swiglu_quant import (
+    GATED_TILE,
+    MAX_GATED_INPUTS,
+    MAX_GATED_INT4_INPUTS,
+    MAX_GATED_OUTPUTS,
+)
 from ....runtime.ops.npu.int4 import PER_INT32
 from ....runtime.ops.npu.moe_gating import MAX_CHOSEN_EXPERTS, MAX_GATED_EXPERTS
 from ....runtime.ops.npu.moe_routing import MAX_EXPERTS, MAX_EXPERTS_IN_PAIRS
@@ -66,6 +72,62 @@ def grouped_matmul(call: Call) -> str:
     if groups.shape[0] > MAX_GROUPS:
         return f"{groups.shape[0]} groups; at most {MAX_GROUPS}"
     return _grouped_dtypes(call)
+
+
+def gated_experts(call: Call) -> str:
+    """npu_grouped_matmul_swiglu_quant_v2: rows of int8 by int8, which A2 and A3 read in FRACTAL_NZ and 950 in rows,
+    or by 4 bits, which 950 does not take. The GE converter hands on the int32 that hold these as they are."""
+    modes = {"dequant_mode": 0, "dequant_dtype": 6, "quant_mode": 0, "quant_dtype": 1}
+    for name, only in modes.items():
+        if call[name] != only:
+            return f"{name} is {call[name]}; it must be {only}"
+    given = [name for name in ("smooth_scale", "bias", "x_dtype", "weight_dtype") if call[name] is not None]
+    if given:
+        return f"{given[0]} is given"
+    tensors = call.tensors()
+    weight, scale, assist = (tensors.get(f"{name}[0]") for name in ("weight", "weight_scale", "weight_assist_matrix"))
+    if weight is None or scale is None or weight.dim() != 3 or call["group_list_type"] not in (0, 1):
+        return "weight must be [E, K, N], group_list_type 0 or 1"
+    if weight.dtype not in (torch.int8, torch.int32):
+        return f"weight is {weight.dtype}; torch.int8, or eight of 4 bits in torch.int32"
+    packed = weight.dtype is torch.int32
+    (rows, width), (experts, inputs, outputs) = call.shape("x"), map(int, weight.shape)
+    outputs *= PER_INT32 if packed else 1
+    if width != inputs or call.shape("x_scale") != (rows,) or call.shape("group_list") != (experts,):
+        return f"x is {(rows, width)}, x_scale {call.shape('x_scale')} and weight {tuple(weight.shape)}"
+    of_rows = call.tensor("x_scale")
+    if of_rows is None or of_rows.dtype is not torch.float32:
+        return "x_scale must be torch.float32"
+    most = MAX_GATED_INT4_INPUTS if packed else MAX_GATED_INPUTS
+    if experts > MAX_GROUPS or inputs > most or outputs > MAX_GATED_OUTPUTS or outputs % 2:
+        return (
+            f"{experts} matrices of {(inputs, outputs)}; at most {MAX_GROUPS} of {most} inputs and "
+            f"{MAX_GATED_OUTPUTS} outputs"
+        )
+    sizes = (experts, outputs)
+    dtypes = (torch.int64,) if packed else (torch.float32, torch.float16, torch.bfloat16)
+    if scale.dtype not in dtypes or tuple(scale.shape) != sizes:
+        return f"weight_scale is {scale.dtype} {tuple(scale.shape)}; {' or '.join(map(str, dtypes))} {sizes}"
+    if packed:
+        return _gated_int4(call, weight, assist, sizes)
+    if assist is not None:
+        return "weight_assist_matrix is for matrices of 4 bits"
+    tiles = tuple(zip((inputs, outputs), GATED_TILE, strict=True))
+    if call.target.product is not Product.A5 and any(size % tile for size, tile in tiles):
+        return f"matrices of {(inputs, outputs)}, no multiples of {GATED_TILE}: they must be in FRACTAL_NZ"
+    return ""
+
+
+def _gated_int4(call: Call, weight: torch.Tensor, assist: torch.Tensor | None, sizes: tuple[int, int]) -> str:
+    if call.target.product is Product.A5:
+        return "this chip takes no matrices of 4 bits"
+    if call.target.graph_mode == "ge":
+        return "torchair's converter does not turn int32 into 4 bits"
+    if not weight.is_contiguous():
+        return "matrices of 4 bits that are not contiguous"
+    if assist is None or assist.dtype is not torch.float32 or tuple(assist.shape) != sizes:
+        return f"weight_assist_matrix is no torch.float32 {sizes}, which matrices of 4 bits need"
+    return ""
 
 
 def _grouped_dtypes(call: Call) -> str:

@@ -8,6 +8,7 @@ import torch
 from ....runtime.ops.npu.int4 import PER_INT32
 from ....runtime.ops.npu.numerics import DTYPES_BY_CODE
 from ....runtime.ops.npu.quant_matmul import MAX_QUANT_DIM
+from ....runtime.ops.npu.quantize import QINT8
 from ....runtime.ops.npu.swiglu_quant import GROUPED_SWIGLU_MULTIPLE, MAX_GROUPED_SWIGLU
 from ....runtime.ops.npu.weight_quant_matmul import GROUP_MULTIPLE, MAX_WEIGHT_DIM
 from ...graph.npu_target import Product
@@ -23,11 +24,22 @@ def per_row_int8(call: Call) -> str:
     return "group_index needs smooth_scales" if call["group_index"] is not None else ""
 
 
+def quantized_by_scales(call: Call) -> str:
+    """npu_quantize by division: numbers of 8 bits, one scale and one offset for all or for each place of the axis."""
+    if call["div_mode"] is not True or call["dtype"] != QINT8:
+        return f"div_mode must be True, dtype qint8 ({QINT8})"
+    size = call.shape("input")[call["axis"]]
+    for name in ("scales", "zero_points"):
+        if call.tensor(name) is not None and call.shape(name) not in ((1,), (size,)):
+            return f"{name} is {call.shape(name)}; (1,) or {(size,)}"
+    return ""
+
+
 def quant_matmul_dtypes(call: Call) -> str:
     """What npu_quant_matmul takes together.
 
-    Its result is int8 unless ``output_dtype`` says otherwise. Without scales of rows a graph takes scales of fp16 and
-    int8 results as int64 only, which npu_trans_quant_param makes.
+    Its result is int8 unless ``output_dtype`` says otherwise. Without scales of rows a graph takes scales of fp16
+    results as int64 only, the bits of float32, and biases as int32.
     """
     code = call["output_dtype"]
     result = None if code is None else call.target.counted(DTYPES_BY_CODE.get(code, torch.bool))
@@ -37,11 +49,15 @@ def quant_matmul_dtypes(call: Call) -> str:
     assert scale is not None
     if scale.dtype is torch.bfloat16 and result is not torch.bfloat16:
         return f"scale is torch.bfloat16 beside a result of {result}; it must be torch.float32"
-    if rows is None:
-        return "pertoken_scale is not given"
     if call.target.product is Product.INFERENCE:
-        return "this chip takes no pertoken_scale"
-    if rows.dtype is not torch.float32:
+        return "this chip takes no pertoken_scale, and matrices in FRACTAL_NZ turned ones only"
+    wanted = torch.int64 if rows is None and result is torch.float16 else torch.float32
+    if (scale.dtype is torch.int64) is not (wanted is torch.int64):
+        return f"scale is {scale.dtype} beside a result of {result}; it must be {wanted}"
+    if rows is None:
+        if result is torch.float16 and bias is not None and bias.dtype is not torch.int32:
+            return f"bias is {bias.dtype}; torch.int32 beside a result of {result} without pertoken_scale"
+    elif rows.dtype is not torch.float32:
         return f"pertoken_scale is {rows.dtype}; it must be torch.float32"
     if bias is not None and bias.dtype not in (torch.int32, torch.float32) and bias.dtype is not result:
         return f"bias is {bias.dtype}; torch.int32, torch.float32 or {result}"

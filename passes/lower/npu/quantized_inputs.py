@@ -36,6 +36,7 @@ class Rounded(NamedTuple):
     scales: fx.Node
     offsets: fx.Node | None
     sums: fx.Node | None = None
+    whole_bias: fx.Node | None = None
 
 
 class QuantizedInputsOf:
@@ -70,6 +71,8 @@ class QuantizedInputsOf:
         turned: bool = False,
         offsets: bool = False,
         sums: bool = False,
+        bias: fx.Node | None = None,
+        whole_bias: bool = False,
     ) -> Rounded:
         """The inputs for a weight.
 
@@ -80,10 +83,12 @@ class QuantizedInputsOf:
             turned: it is ``[in, out]``.
             offsets: give it some where all are 0, too.
             sums: see ``QuantizedInputs``.
+            bias: a parameter, beside ``whole_bias``; or None.
+            whole_bias: see ``QuantizedInputs``.
         """
         if weight not in self._made:
             parts = [f"int{quantization.bits}", "scales"]
-            parts += ["offsets"] * (offsets or quantization.zeros) + ["sums"] * sums
+            parts += ["offsets"] * (offsets or quantization.zeros) + ["sums"] * sums + ["bias"] * whole_bias
             names = {part: self._free_name(f"{part}_{weight.name}") for part in parts}
             made = QuantizedInputs(
                 weight.name,
@@ -95,6 +100,8 @@ class QuantizedInputsOf:
                 turned,
                 self.stored(weight) is not None,
                 names.get("sums", ""),
+                names.get("bias", ""),
+                "" if bias is None else bias.name,
             )
             self._made[weight] = made
             *experts, inputs, outputs = map(int, shape(weight))
@@ -109,8 +116,12 @@ class QuantizedInputsOf:
                 self._add(name, [*experts, *groups, outputs], scale_dtype, weight)
             if made.sums:
                 self._add(made.sums, [*experts, outputs], torch.float32, weight)
+            if made.whole_bias:
+                self._add(made.whole_bias, [outputs], torch.int32, weight)
         made = self._made[weight]
-        more = (self.traced.placeholder(name) if name else None for name in (made.offsets, made.sums))
+        more = (
+            self.traced.placeholder(name) if name else None for name in (made.offsets, made.sums, made.whole_bias)
+        )
         return Rounded(self.traced.placeholder(made.numbers), self.traced.placeholder(made.scales), *more)
 
     def wide(self, bias: fx.Node) -> fx.Node:

@@ -5,6 +5,10 @@ Matches:
 Becomes:
     q, s = npu_dynamic_quant(x)                        # int8, a scale for each row
     npu_quant_matmul(q, W8, scales, pertoken_scale=s, bias=b, output_dtype=...)    # W8 [in, out], made when linked
+    or, where a checkpoint says how inputs are rounded,
+    q = npu_quantize(x, scale, offset, qint8, div_mode=True)
+    npu_quant_matmul(q, W8, scales * scale, bias=b, output_dtype=...)    # of fp16 with scales as int64
+        with an offset, or of fp16, b is int32: in steps of the scales, less offset times the sums of the numbers
     or, where inputs keep 16 bits,
     npu_weight_quant_batchmatmul(x, W8 or W4, scales, offsets, bias=b, antiquant_group_size=...)
 Why it is faster:
@@ -25,7 +29,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from ....runtime.ops.npu.quantize import QINT8
 from ....runtime.ops.quantized_weight import Quantization, scheme_of
+from ....runtime.ops.weight_format import InputScale
 from ...graph.fx_nodes import eliminate_dead_code, shape, value
 from ...graph.record import PassRecord
 from ...graph.routers import chooses_experts
@@ -78,8 +84,12 @@ def quantize_npu_linears(traced: TracedGraph) -> PassRecord:
             is_linear = node.target is _aten.linear.default
             if is_linear:
                 product = product._replace(rows=products.as_matrix(site, product.rows))
-            make = products.of_int8 if scheme.input_bits == 8 else products.of_weights
-            new = make(site, product, scheme)
+            if scheme.input_scale is not None:
+                new = products.of_given(site, product, scheme, scheme.input_scale)
+            elif scheme.input_bits == 8:
+                new = products.of_int8(site, product, scheme)
+            else:
+                new = products.of_weights(site, product, scheme)
             if new is not None and is_linear:
                 new = traced.call(_aten.reshape.default, new, sizes_like(traced, node, int(shape(node)[-1])))
         if new is None:
@@ -119,7 +129,7 @@ def _scheme_of(traced: TracedGraph, inputs: QuantizedInputsOf, node: fx.Node, pr
         if form.code != "int":
             return f"no operator for weights that are stored as {form}"
         whole = form.bits == 8 and not (form.zeros or form.ordered)
-        scheme = scheme_of(form, traced.input_bits if whole else 16)
+        scheme = scheme_of(form, traced.input_bits if whole else 16, stored.input_scale)
     elif chooses_experts(node):
         return "it is a router"
     assert scheme is not None
@@ -138,6 +148,8 @@ class _Products:
     def __init__(self, inputs: QuantizedInputsOf) -> None:
         self._inputs = inputs
         self._rounded: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
+        self._given: dict[tuple[fx.Node, InputScale], fx.Node] = {}
+        self._biases: dict[fx.Node, fx.Node | None] = {}
         self._ordered: dict[tuple[fx.Node, bytes], fx.Node] = {}
         self._matrices: dict[fx.Node, fx.Node] = {}
 
@@ -169,6 +181,49 @@ class _Products:
             bias=bias,
             output_dtype=DTYPE_CODES[dtype],
         )
+
+    def of_given(self, site: Site, product: Product, scheme: Quantization, input_scale: InputScale) -> fx.Node | None:
+        """The product of int8 with inputs whose rounding is given; None where it is not legal."""
+        rows, weight, bias, turned = product
+        dtype = value(rows).dtype
+        is_half = site.target.counted(dtype) is torch.float16
+        in_whole = bool(input_scale.offset) or (is_half and bias is not None)
+        reason = ""
+        if dtype not in DTYPE_CODES:
+            reason = f"the inputs are {dtype}"
+        elif in_whole and bias is not None and not self._inputs.is_parameter(bias):
+            reason = "the bias is computed, not a parameter"
+        elif in_whole and self._biases.setdefault(weight, bias) is not bias:
+            reason = "the weight is read beside another bias, too"
+        if reason:
+            site.refuse("npu.npu_quant_matmul", reason)
+            return None
+        if (rows, input_scale) not in self._given:
+            rounded = self._rounded_by(site, rows, input_scale)
+            if rounded is None:
+                return None
+            self._given[rows, input_scale] = rounded
+        kept = torch.int64 if is_half else torch.float32
+        made = self._inputs.of(weight, scheme, kept, turned=turned, bias=bias, whole_bias=in_whole)
+        return site.call(
+            _npu.npu_quant_matmul.default,
+            self._given[rows, input_scale],
+            made.numbers,
+            made.scales,
+            bias=made.whole_bias if in_whole else bias,
+            output_dtype=DTYPE_CODES[dtype],
+        )
+
+    def _rounded_by(self, site: Site, rows: fx.Node, given: InputScale) -> fx.Node | None:
+        """``rows`` in int8 by a scale and an offset; None where it is not legal."""
+        constant = site.traced.shared_constant
+        step = torch.tensor([given.scale])
+        scale = constant(f"input_scale_{int(step.view(torch.int32))}", lambda: step)
+        offset = None
+        if given.offset:
+            whole = torch.tensor([given.offset], dtype=torch.int32)
+            offset = constant(f"input_offset_{given.offset & 255}", lambda: whole)
+        return site.call(_npu.npu_quantize.default, rows, scale, offset, QINT8, -1, True)
 
     def of_weights(self, site: Site, product: Product, scheme: Quantization) -> fx.Node | None:
         """The product of 16 bits and a rounded weight; None where it is not legal."""

@@ -52,3 +52,25 @@ static inline float quantise_row_in_two(int8_t* upper, int8_t* lower, const floa
   }
   return scale;
 }
+
+// Stores n floats by a scale and an offset that are given, x = (number - offset) * scale with numbers from -128 to 127,
+// in `upper`; in two, as above, where `lower` is not null, else the offset is 0. Returns the scale, NaN for rows that
+// hold a NaN, which are stored as zeros.
+static inline float quantise_row_by(int8_t* upper, int8_t* lower, const float* from, int64_t n, float scale,
+                                    float offset) {
+  bool is_nan = false;
+  for (int64_t i = 0; i < n; ++i) is_nan |= from[i] != from[i];
+  if (is_nan) {
+    std::memset(upper, 0, n);
+    if (lower) std::memset(lower, 0, n);
+    return NAN;
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    const float whole = from[i] / scale + offset + kRounder - kRounder;
+    const int32_t number = (int32_t)((whole > 127.f ? 127.f : whole < -128.f ? -128.f : whole) - offset);
+    const int32_t high = lower ? (number + 128) >> 8 : number;
+    upper[i] = (int8_t)high;
+    if (lower) lower[i] = (int8_t)(number - 256 * high);
+  }
+  return scale;
+}

@@ -3,7 +3,8 @@
 // panels.h).
 //
 // The columns of a weight may be stored in another order, in which the inputs are read then. Inputs are rounded to 8 or
-// 16 bits with a scale per row and group, or step where groups share these, those of 16 as two rows of 8. Products and
+// 16 bits with a scale per row and group, or step where groups share these, those of 16 as two rows of 8; or to 8 with a
+// scale and an offset that are given, whose numbers have 9 bits without the offset and are two rows, too. Products and
 // their sums within a group are exact then, and groups are added in their order: a row's result depends neither on how
 // many rows there are nor on the instructions at hand. Inputs of weights that are floats of 8 bits are not rounded (see
 // float8.h).
@@ -41,8 +42,12 @@ struct QuantizedLinearArguments {
   // Each has `outputs` of the bias.
   const int64_t* starts;
   int64_t weights;
+  // Of inputs of 8 bits whose rounding is given: x = (number - input_offset) * input_scale. 0 where it follows from
+  // them.
+  double input_scale;
+  int64_t input_offset;
 };
-static_assert(sizeof(QuantizedLinearArguments) == 19 * 8, "quantized_linear.py packs 19 integers");
+static_assert(sizeof(QuantizedLinearArguments) == 21 * 8, "quantized_linear.py packs 21 numbers");
 
 namespace {
 
@@ -105,8 +110,12 @@ void round_row(const QuantizedLinearArguments& a, const Layout& layout, const In
     const int64_t begin = g * layout.group_steps * kStep;
     const int64_t count = std::min(a.inputs - begin, layout.steps_of(g) * kStep);
     float& scale = x.scales[row * layout.groups + g];
-    scale = x.parts == 1 ? quantise_row(to + begin, floats + begin, count)
-                         : quantise_row_in_two(to + begin, to + x.columns + begin, floats + begin, count);
+    if (a.input_scale != 0)
+      scale = quantise_row_by(to + begin, x.parts == 1 ? nullptr : to + x.columns + begin, floats + begin, count,
+                              (float)a.input_scale, (float)a.input_offset);
+    else
+      scale = x.parts == 1 ? quantise_row(to + begin, floats + begin, count)
+                           : quantise_row_in_two(to + begin, to + x.columns + begin, floats + begin, count);
     const auto sum_of = [&](int64_t part, int64_t first, int64_t length) {
       const int8_t* numbers = to + part * x.columns + begin + first;
       int32_t sum = 0;
@@ -423,7 +432,7 @@ extern "C" int64_t pagoda_quantized_linear(const QuantizedLinearArguments* argum
   const QuantizedLinearArguments& a = *arguments;
   if (a.rows == 0 || a.outputs == 0) return 0;
   if (a.code == kFloat8) run_float8(a);
-  else if (a.bits == 8) a.input_bits == 8 ? run<8, 1>(a) : run<8, 2>(a);
+  else if (a.bits == 8) a.input_bits == 8 && a.input_offset == 0 ? run<8, 1>(a) : run<8, 2>(a);
   else a.input_bits == 8 ? run<4, 1>(a) : run<4, 2>(a);
   return 0;
 }

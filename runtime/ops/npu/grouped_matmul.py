@@ -78,7 +78,7 @@ def npu_grouped_matmul(
             raise ValueError(
                 f"x is {tuple(rows.shape)} and weight {[tuple(w.shape) for w in weight]}; [M, K], [E, K, N]"
             )
-        rounded = RoundedMatrices(weight[0], _group_ends(group_list, group_list_type, len(weight[0]), len(rows)))
+        rounded = RoundedMatrices(weight[0], group_ends(group_list, group_list_type, len(weight[0]), len(rows)))
         dtype = rows.dtype if not output_dtype else DTYPES_BY_CODE.get(output_dtype)
         if is_int8:
             return [multiply_int8(rows, rounded, scale, per_token_scale, bias, dtype)]
@@ -100,7 +100,7 @@ def npu_grouped_matmul(
                 f"bias has shapes {[tuple(b.shape) for b in bias]} and dtype {bias[0].dtype}; it must be {wanted}, "
                 f"{matrices[0].shape[1]} entries for each of {len(matrices)} groups"
             )
-    ends = _group_ends(group_list, group_list_type, len(matrices), len(rows))
+    ends = group_ends(group_list, group_list_type, len(matrices), len(rows))
     wide = widened(rows)
     result = wide.new_zeros((len(rows), matrices[0].shape[1]))
     for group, (start, end) in enumerate(pairwise([0, *ends])):
@@ -111,7 +111,12 @@ def npu_grouped_matmul(
     return [result.to(rows.dtype if not output_dtype else DTYPES_BY_CODE[output_dtype])]
 
 
-def _group_ends(group_list: torch.Tensor | None, group_list_type: int | None, groups: int, rows: int) -> list[int]:
+def group_ends(group_list: torch.Tensor | None, group_list_type: int | None, groups: int, rows: int) -> list[int]:
+    """Where the rows of each group end.
+
+    Raises:
+        ValueError: the groups do not fill the rows.
+    """
     if group_list is None or group_list.dtype is not torch.int64 or group_list.shape != (groups,):
         raise ValueError(
             f"group_list is {group_list}; it must be int64 with an entry for each of the {groups} groups"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from .int4 import PER_INT32, unpack_int4
-from .numerics import widened
+from .numerics import float_of_bits, widened
 from .quant_matmul import whole_product
 
 MAX_INT4_INPUTS = 18432
@@ -139,14 +139,3 @@ def multiply_rounded(
         if bias is not None:
             found[at] += bias[0][group]
     return found.to(rows.dtype)
-
-
-def bits_of_float(table: torch.Tensor) -> torch.Tensor:
-    """int64 that holds the bits of float32 in its lower half, and zeros above them."""
-    return table.float().contiguous().view(torch.int32).to(torch.int64).bitwise_and(0xFFFFFFFF)
-
-
-def float_of_bits(table: torch.Tensor) -> torch.Tensor:
-    """The float32 whose bits an int64 holds in its lower half."""
-    halves = table.contiguous().view(torch.int32)
-    return halves[..., ::2].contiguous().view(torch.float32)

@@ -65,3 +65,14 @@ def refuse_given(operator: str, **arguments: object) -> None:
             raise NotImplementedError(
                 f"the CPU kernel of npu::{operator} does not implement {name}; leave it at its default"
             )
+
+
+def bits_of_float(table: torch.Tensor) -> torch.Tensor:
+    """int64 that holds the bits of float32 in its lower half, and zeros above them."""
+    return table.float().contiguous().view(torch.int32).to(torch.int64).bitwise_and(0xFFFFFFFF)
+
+
+def float_of_bits(table: torch.Tensor) -> torch.Tensor:
+    """The float32 whose bits an int64 holds in its lower half."""
+    halves = table.contiguous().view(torch.int32)
+    return halves[..., ::2].contiguous().view(torch.float32)

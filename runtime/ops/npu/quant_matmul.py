@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .numerics import DTYPES_BY_CODE, refuse_given, rounded_to_int8
+from .numerics import DTYPES_BY_CODE, float_of_bits, refuse_given, rounded_to_int8
 from .registration import Operator
 
 MAX_QUANT_DIM = 65535
@@ -32,7 +32,8 @@ def npu_quant_matmul(
     Args:
         x1: int8 ``[..., M, K]``.
         x2: int8 ``[K, N]``, or the transposed view of ``[N, K]``.
-        scale: fp32 or bf16 ``[N]`` or ``[1]``; bf16 for a bf16 result only.
+        scale: fp32 or bf16 ``[N]`` or ``[1]``; bf16 for a bf16 result only. int64 that holds the bits of fp32, for an
+            fp16 result without ``pertoken_scale``.
         offset: fp32 ``[N]`` or ``[1]``, for an int8 result.
         pertoken_scale: fp32 ``[M]``.
         bias: ``[N]``, int32: added to the sums; else behind the scales: fp32, or of the result's dtype.
@@ -43,7 +44,7 @@ def npu_quant_matmul(
 
     Raises:
         ValueError: shapes, dtypes or sizes that do not fit.
-        NotImplementedError: int4 in int32, scales as int64, groups, other result dtypes.
+        NotImplementedError: int4 in int32, groups, other result dtypes.
     """
     refuse_given("npu_quant_matmul", **others)
     result = torch.int8 if output_dtype is None else DTYPES_BY_CODE.get(output_dtype)
@@ -53,7 +54,7 @@ def npu_quant_matmul(
         sums = sums + bias
     if result is torch.int32:
         return sums
-    value = sums.float() * scale.float()
+    value = sums.float() * (float_of_bits(scale) if scale.dtype is torch.int64 else scale.float())
     if pertoken_scale is not None:
         value = value * pertoken_scale[..., None]
     if bias is not None and bias.dtype is not torch.int32:
@@ -78,16 +79,16 @@ def _check_quant_matmul(
 ) -> None:
     if result not in (*_FLOAT_RESULTS, torch.int32, torch.int8):
         raise NotImplementedError(f"output_dtype is {result}; the CPU kernel makes bf16, fp16, fp32, int32 and int8")
-    if x1.dtype is not torch.int8 or x2.dtype is not torch.int8 or scale.dtype is torch.int64:
-        raise NotImplementedError(
-            f"x1 is {x1.dtype}, x2 {x2.dtype} and scale {scale.dtype}; the CPU kernel takes int8 with float scales"
-        )
+    if x1.dtype is not torch.int8 or x2.dtype is not torch.int8:
+        raise NotImplementedError(f"x1 is {x1.dtype} and x2 {x2.dtype}; the CPU kernel takes int8")
     if x1.dim() < 2 or x2.dim() != 2 or x1.shape[-1] != x2.shape[0]:
         raise ValueError(f"x1 {tuple(x1.shape)} and x2 {tuple(x2.shape)} must be [..., M, K] and [K, N]")
     outputs = x2.shape[1]
     if max(x1.shape[-1], outputs) > MAX_QUANT_DIM:
         raise ValueError(f"x1 {tuple(x1.shape)} and x2 {tuple(x2.shape)} have last dims above {MAX_QUANT_DIM}")
-    if scale.dtype not in (torch.float32, torch.bfloat16) or scale.shape not in ((1,), (outputs,)):
+    if scale.dtype is torch.int64 and (result is not torch.float16 or pertoken_scale is not None):
+        raise ValueError(f"scale is int64 and the result {result}; it is for fp16 without pertoken_scale")
+    if scale.dtype not in (torch.float32, torch.bfloat16, torch.int64) or scale.shape not in ((1,), (outputs,)):
         raise ValueError(f"scale is {scale.dtype} {tuple(scale.shape)}; fp32 or bf16 [{outputs}] or [1] is needed")
     if scale.dtype is torch.bfloat16 and result not in (torch.bfloat16, torch.int32):
         raise ValueError(f"scale is bfloat16 and the result {result}; give it in float32")

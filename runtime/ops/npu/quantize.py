@@ -10,6 +10,8 @@ import torch
 from .numerics import DTYPES_BY_CODE, refuse_given, stored_like, widened
 from .registration import Operator
 
+QINT8 = 12
+"""As ``dtype`` of npu_quantize spells it."""
 _QUINT4X2 = 16
 _FORMATS = {2: "ND", 29: "FRACTAL_NZ"}
 _QUANTISED = (torch.int8, torch.uint8, torch.int32)

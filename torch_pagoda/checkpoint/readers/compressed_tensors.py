@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ...runtime.ops.weight_format import WeightFormat
-from .parts import BadTensor, Quantized, group_of, pack_pairs, powers_of_two, scale_name, unpack
+from ...runtime.ops.weight_format import InputScale, WeightFormat
+from .parts import BadTensor, Quantized, group_of, is_expert, pack_pairs, powers_of_two, scale_name, unpack
 
 LEAVES = frozenset(
     (
@@ -17,7 +17,7 @@ LEAVES = frozenset(
         *("k_scale", "v_scale"),
     )
 )
-"""Scales of activations and of a cache are left alone: both are kept in the model's own dtype."""
+"""Scales of a cache are left alone, and those of activations beside floats: both keep the model's own dtype."""
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -114,9 +114,40 @@ def _bytes(module: Quantized) -> torch.Tensor:
         zeros = unsigned(points)
     size = group_of(module, inputs, scales.shape[1])
     _check_stated(module, 8, size, "weight")
-    input_bits = 8 if _rounds_rows(module.settings) else 0
-    form = WeightFormat("int", 8, size, scale_name(scales.dtype), zeros is not None, input_bits=input_bits)
-    return module.stored(form, unsigned(weight), scales, zeros)
+    given = _static_inputs(module, size)
+    input_bits = 8 if given or _rounds_rows(module.settings) else 0
+    form = WeightFormat(
+        "int", 8, size, scale_name(scales.dtype), zeros is not None, False, input_bits, given is not None
+    )
+    return module.stored(form, unsigned(weight), scales, zeros, input_scale=given)
+
+
+def _static_inputs(module: Quantized, size: int) -> InputScale | None:
+    """How the inputs of int8 weights are rounded, where the config says that it is settled; None where weights have
+    groups or are experts', whose inputs keep 16 bits.
+
+    Raises:
+        BadTensor: a tensor is missing or does not fit, or the config does not explain it.
+    """
+    stated = _inputs(module.settings)
+    entries = [entry for entry in stated if _is_static(entry)]
+    if "input_scale" not in module.tensors:
+        if "input_zero_point" in module.tensors:
+            raise module.bad("input_zero_point", "there is no input_scale beside it; get the checkpoint again")
+        if entries and len(entries) == len(stated):
+            module.take("input_scale")
+        return None
+    if not entries:
+        kinds = [_kind_of_inputs(entry) for entry in stated]
+        raise module.bad(
+            "input_scale", f"its config states inputs {kinds or 'of the model'}, not static ones of 8 bits"
+        )
+    given = module.input_scale("input_zero_point")
+    if given.offset and all(entry.get("symmetric", True) is True for entry in entries):
+        raise module.bad("input_zero_point", f"it is {given.offset}, and its config states symmetric inputs")
+    if "input_zero_point" not in module.tensors and not any(entry.get("symmetric", True) for entry in entries):
+        module.take("input_zero_point")
+    return None if size or is_expert(module.name) else given
 
 
 def _of_outputs(table: torch.Tensor, outputs: int) -> torch.Tensor:
@@ -209,9 +240,7 @@ def _weights(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _rounds_rows(settings: Mapping[str, Any]) -> bool:
     """Tell whether all groups of the config ask for inputs of 8 bits, each row with the scale that it comes to."""
-    groups = settings.get("config_groups")
-    found = list(groups.values()) if isinstance(groups, Mapping) else []
-    inputs = [group.get("input_activations") for group in found if isinstance(group, Mapping)]
+    inputs = _inputs(settings)
     return bool(inputs) and all(
         isinstance(entry, Mapping)
         and (entry.get("num_bits"), entry.get("type"), entry.get("strategy")) == (8, "int", "token")
@@ -219,6 +248,24 @@ def _rounds_rows(settings: Mapping[str, Any]) -> bool:
         and entry.get("symmetric", True) is True
         for entry in inputs
     )
+
+
+def _is_static(entry: Any) -> bool:
+    """Tell whether inputs of 8 bits have a scale that is settled for all of them."""
+    stated = isinstance(entry, Mapping) and (entry.get("num_bits"), entry.get("type"), entry.get("strategy"))
+    return stated == (8, "int", "tensor") and not entry.get("dynamic")
+
+
+def _kind_of_inputs(entry: Any) -> Any:
+    kinds = ("num_bits", "type", "strategy", "dynamic")
+    return tuple(entry.get(kind) for kind in kinds) if isinstance(entry, Mapping) else entry
+
+
+def _inputs(settings: Mapping[str, Any]) -> list[Any]:
+    """What each group of the config says of inputs."""
+    groups = settings.get("config_groups")
+    found = list(groups.values()) if isinstance(groups, Mapping) else []
+    return [group.get("input_activations") for group in found if isinstance(group, Mapping)]
 
 
 def _check_stated(module: Quantized, bits: int, size: int, leaf: str) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from ...runtime.ops.weight_format import WeightFormat
 from .compressed_tensors import unsigned
-from .parts import BadTensor, Quantized, pack_pairs, scale_name
+from .parts import BadTensor, Quantized, is_expert, pack_pairs, scale_name
 
 LEAVES = frozenset(
     (
@@ -34,9 +34,7 @@ def read_modelslim(module: Quantized) -> dict[str, torch.Tensor]:
     if module.kind == "W8A8":
         return _static(module, weight)
     scales = module.scales("weight_scale", dim=None).reshape(-1, 1)
-    offsets = module.tensors.get("weight_offset")
-    if offsets is not None and bool((offsets != 0).any()):
-        raise module.bad("weight_offset", "offsets other than 0 are not read")
+    _check_offsets(module)
     if module.kind == "W4A8_DYNAMIC":
         return _pairs_of_outputs(module, weight, scales) | module.rest
     return _weight(module, weight, scales) | module.rest
@@ -96,18 +94,58 @@ def _check_sums(module: Quantized, codes: torch.Tensor, scales: torch.Tensor) ->
 
 
 def _static(module: Quantized, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What ``(q @ W + quant_bias) * deq_scale`` says of the floats that q was rounded from: ``q = x / input_scale +
-    input_offset``. A layer without a bias of its own has one in ``quant_bias`` that the offset explains."""
-    unit = module.take("deq_scale")
-    if unit.dtype is torch.int64:  # the bits of a float32
-        unit = unit.to(torch.int32).view(torch.float32)
-    step = module.scales("input_scale", dim=None).float().reshape(())
-    module.check_scales("deq_scale", unit)
-    found = _weight(module, weight, (unit.float() / step).reshape(-1, 1))
-    offset = module.take("input_offset").double().reshape(())
-    whole = module.take("quant_bias", torch.int32, dim=1).double() + offset * weight.double().sum(1)
+    """What ``(q @ W + quant_bias) * deq_scale`` says, ``q = round(x / input_scale + input_offset)``. A layer without
+    a bias of its own has one in ``quant_bias`` that the offset explains. Experts' inputs keep 16 bits."""
+    outputs = len(weight)
     if "bias" in module.tensors:
         raise module.bad("bias", "beside a quant_bias, none is needed")
+    module.take("input_offset")
+    given = module.input_scale("input_offset")
+    unit = _unit(module, outputs)
+    whole = module.take("quant_bias", torch.int32, dim=1).double()
+    if len(whole) != outputs:
+        raise module.bad("quant_bias", f"{outputs} outputs are needed")
+    whole += given.offset * weight.sum(1, dtype=torch.int64)
+    static = not is_expert(module.name)
+    form = WeightFormat("int", 8, 0, "f32", input_bits=8 * static, static_inputs=static)
+    scales = (unit / given.scale).reshape(-1, 1)
+    stored = module.stored(form, unsigned(weight), scales, input_scale=given if static else None)
+    found: dict[str, torch.Tensor] = {f"{module.name}.weight": stored}
     if bool((whole.abs() > 0.5).any()):
         found[f"{module.name}.bias"] = (whole * unit.double()).to(module.dtype)
     return found
+
+
+def _unit(module: Quantized, outputs: int) -> torch.Tensor:
+    """``deq_scale``, float32 ``[out]`` or its bits in int64, which is ``weight_scale * input_scale`` where the former
+    is there.
+
+    Raises:
+        BadTensor: it is missing, does not fit or contradicts them.
+    """
+    unit = module.take("deq_scale", torch.float32, torch.int64, dim=1)
+    if len(unit) != outputs:
+        raise module.bad("deq_scale", f"{outputs} outputs are needed")
+    if unit.dtype is torch.int64:
+        if bool(((unit >> 32) != 0).any()):
+            raise module.bad("deq_scale", "the bits of a float32 are needed in each; get the checkpoint again")
+        unit = unit.to(torch.int32).view(torch.float32)
+    module.check_scales("deq_scale", unit)
+    if bool((unit < 0).any()):
+        raise module.bad("deq_scale", "a scale in it is negative; the file is broken, get it again")
+    _check_offsets(module)
+    if "weight_scale" in module.tensors:
+        of_weight, step = module.scales("weight_scale", dim=None), module.scales("input_scale", dim=None)
+        if of_weight.numel() != outputs:
+            raise module.bad("weight_scale", f"{outputs} outputs are needed")
+        error = _SUM_ERROR + sum(torch.finfo(dtype).eps for dtype in (of_weight.dtype, step.dtype))
+        product = of_weight.double().flatten() * step.double().flatten()
+        if not bool(((unit.double() - product).abs() <= error * product.abs()).all()):
+            raise module.bad("deq_scale", "it is not weight_scale times input_scale; get the file again")
+    return unit
+
+
+def _check_offsets(module: Quantized) -> None:
+    offsets = module.tensors.get("weight_offset")
+    if offsets is not None and bool((offsets != 0).any()):
+        raise module.bad("weight_offset", "offsets other than 0 are not read")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 
 from ...runtime.ops.stored_weight import StoredWeight
-from ...runtime.ops.weight_format import SCALE_DTYPES, WeightFormat
+from ...runtime.ops.weight_format import SCALE_DTYPES, InputScale, WeightFormat
 
 Read: TypeAlias = "Callable[[Quantized], dict[str, torch.Tensor]]"
 """A reader: from the tensors beside a module to those that a float checkpoint would have there."""
+
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class BadTensor(ValueError):
@@ -30,6 +34,7 @@ class Quantized:
         settings: what the config says of the method.
         dtype: that the weight is to be shown in.
         kind: what a description says of the weight, where there is one.
+        keys: last part of the name → the whole of it, of tensors that are not named like parameters of the module.
     """
 
     name: str
@@ -37,6 +42,11 @@ class Quantized:
     settings: Mapping[str, Any]
     dtype: torch.dtype
     kind: str = ""
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+    def key(self, leaf: str) -> str:
+        """The whole name of a tensor."""
+        return self.keys.get(leaf, f"{self.name}.{leaf}")
 
     def take(self, leaf: str, *dtypes: torch.dtype, dim: int | None = None) -> torch.Tensor:
         """A tensor of the module.
@@ -47,7 +57,7 @@ class Quantized:
         tensor = self.tensors.get(leaf)
         if tensor is None:
             there = ", ".join(sorted(self.tensors))
-            raise BadTensor(f"it lacks {self.name + '.' + leaf!r} beside {there}; get the checkpoint again")
+            raise BadTensor(f"it lacks {self.key(leaf)!r} beside {there}; get the checkpoint again")
         if (dtypes and tensor.dtype not in dtypes) or (dim is not None and tensor.dim() != dim):
             wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise self.bad(leaf, f"{wanted}{f' with {dim} dims' if dim is not None else ''} is needed")
@@ -57,7 +67,7 @@ class Quantized:
         """The error for a tensor, with what it is and what is needed."""
         tensor = self.tensors[leaf]
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return BadTensor(f"{self.name + '.' + leaf!r} is {dtype} {list(tensor.shape)}; {what}")
+        return BadTensor(f"{self.key(leaf)!r} is {dtype} {list(tensor.shape)}; {what}")
 
     def scales(self, leaf: str, dim: int | None = 2) -> torch.Tensor:
         """The scales in that tensor, of a dtype that is kept.
@@ -77,6 +87,27 @@ class Quantized:
         """
         if not bool(scales.isfinite().all()) or bool((scales == 0).any()):
             raise self.bad(leaf, "a scale in it is NaN, infinite or 0; the file is broken, get it again")
+
+    def input_scale(self, offset: str) -> InputScale:
+        """The scale and the offset of its inputs, ``input_scale`` and what that leaf holds; without that 0.
+
+        Raises:
+            BadTensor: one is missing, not one number, or none that inputs of 8 bits are rounded by.
+        """
+        scale = self.scales("input_scale", dim=None)
+        if scale.numel() != 1:
+            raise self.bad("input_scale", "one number is needed, for all inputs")
+        if float(scale) < 0:
+            raise self.bad("input_scale", f"it is {float(scale):.3g}, and scales are positive; get the file again")
+        found = self.tensors.get(offset)
+        if found is None:
+            return InputScale(float(scale))
+        if found.numel() != 1 or found.dtype is torch.bool or found.is_complex():
+            raise self.bad(offset, "one number is needed, for all inputs")
+        number = found.double().item()
+        if number not in range(-128, 128):
+            raise self.bad(offset, f"it is {number:.6g}; a whole number from -128 to 127 is needed")
+        return InputScale(float(scale), int(number))
 
     def stored(
         self,
@@ -102,6 +133,11 @@ class Quantized:
         """Its bias, where it has one, under its full name."""
         bias = self.tensors.get("bias")
         return {} if bias is None else {f"{self.name}.bias": bias}
+
+
+def is_expert(name: str) -> bool:
+    """Tell whether a module is one of several experts, by its name."""
+    return _EXPERT.search(name) is not None
 
 
 def scale_name(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""GE converters for NPU operators that CANN has and torchair has no converter for, and a change to one that it has.
+"""GE converters for NPU operators that CANN has and torchair has no converter for, and changes to two that it has.
 
 Each is a function of the operator's arguments and ``meta_outputs`` that adds a node of CANN's own operator. Names and
 order of inputs, outputs and attributes are those of the operator's prototype (``op_graph/*_proto.h``) in CANN's
@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-_UNSIGNED = "reads_int64_as_uint64"
-"""Attribute of the changed converter."""
+_CHANGED = "changed_for_pagoda"
+"""Attribute of changed converters."""
+_FLOAT32 = 6
 
 # operator of torch_npu → operator of CANN
 CONVERTED = {"npu_gemma_rms_norm": "GemmaRmsNorm", "npu_add_layer_norm": "AddLayerNorm"}
@@ -35,11 +36,13 @@ def register_converters() -> list[str]:
         if _get_converter(operator) is None:
             torchair.register_fx_node_ge_converter(operator)(_CONVERTERS[name])
             registered.append(name)
-    grouped = torch.ops.npu.npu_grouped_matmul.default
-    found = _get_converter(grouped)
-    if found is not None and not hasattr(found, _UNSIGNED):
-        grouped._ge_converter = _of_unsigned_scales(found)  # type: ignore[attr-defined]
-        registered.append("npu_grouped_matmul")
+    for name, change in _CHANGES.items():
+        operator = getattr(torch.ops.npu, name).default
+        found = _get_converter(operator)
+        if found is not None and not hasattr(found, _CHANGED):
+            operator._ge_converter = change(found)
+            setattr(operator._ge_converter, _CHANGED, True)
+            registered.append(name)
     return registered
 
 
@@ -74,7 +77,17 @@ def _of_unsigned_scales(convert: Callable[..., Any]) -> Callable[..., Any]:
             ]
         return convert(*args, scale=scale, **kwargs)
 
-    setattr(converted, _UNSIGNED, True)
+    return converted
+
+
+def _of_float32(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """torchair's converter of npu_grouped_matmul_swiglu_quant_v2, which takes ``dequant_dtype`` for uint8 where it is
+    not given; the schema says float32, and graphs leave out what is the schema's."""
+
+    @functools.wraps(convert)
+    def converted(*args: Any, dequant_dtype: int = _FLOAT32, **kwargs: Any) -> Any:
+        return convert(*args, dequant_dtype=dequant_dtype, **kwargs)
+
     return converted
 
 
@@ -113,6 +126,10 @@ def _add_layer_norm(
     )
 
 
+_CHANGES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "npu_grouped_matmul": _of_unsigned_scales,
+    "npu_grouped_matmul_swiglu_quant_v2": _of_float32,
+}
 _CONVERTERS: dict[str, Callable[..., Any]] = {
     "npu_gemma_rms_norm": _gemma_rms_norm,
     "npu_add_layer_norm": _add_layer_norm,

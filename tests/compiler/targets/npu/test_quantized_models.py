@@ -112,8 +112,8 @@ def test_scales_that_are_slightly_wrong_show_beside_the_formula():
 def test_weights_are_compared_when_they_are_made(mistake, monkeypatch):
     made = quantized_weights.make_inputs
 
-    def wrongly(weight, inputs):
-        tensors = made(weight, inputs)
+    def wrongly(weight, inputs, bias=None):
+        tensors = made(weight, inputs, bias)
         if mistake == "scales of others":
             tensors[inputs.scales] = tensors[inputs.scales].roll(1)
         elif mistake == "shifted numbers":
@@ -204,7 +204,6 @@ STORED = {
     "gptq-4-order": (4, 32, True),
     "gptq-v2-8": (8, 32, True),
     "ct-w8a8": (8, 0, False),
-    "slim-w8a8-static": (8, 0, False),
 }
 """Format → bits, inputs that share a scale, and whether codes have zeros."""
 QUICK = ("gptq-4-order",)
@@ -288,8 +287,8 @@ def test_mistakes_of_w4a8_experts_are_found(mistake, monkeypatch):
     made = quantized_weights.make_inputs
     _, traced, _ = stored("qwen3_moe", "slim-w4a8-experts")
 
-    def wrongly(weight, inputs):
-        tensors = made(weight, inputs)
+    def wrongly(weight, inputs, bias=None):
+        tensors = made(weight, inputs, bias)
         if inputs.sums and weight.dim() == 3:
             mistake(tensors, inputs)
         return tensors
@@ -372,8 +371,8 @@ def test_what_no_operator_reads_is_unpacked_with_the_reason(name, tmp_path):
 def test_mistakes_of_stored_weights_are_found(mistake, tmp_path, monkeypatch):
     made = quantized_weights.make_inputs
 
-    def wrongly(weight, inputs):
-        tensors = made(weight, inputs)
+    def wrongly(weight, inputs, bias=None):
+        tensors = made(weight, inputs, bias)
         if mistake == "sign of the offsets":
             tensors[inputs.offsets] = -tensors[inputs.offsets]
         elif mistake == "scales of others":

@@ -8,12 +8,17 @@ import pytest
 import torch
 from lowered_models import lowered
 from npu_calls import illegal_calls
-from quantized_graphs import TARGET, quantized
+from quantized_graphs import TARGET, quantized, stored
 
+from torch_pagoda.compiler.estimates.flops import flops, is_int8_product
+from torch_pagoda.compiler.estimates.traffic import Step, moved
+from torch_pagoda.compiler.targets.npu.weights import plan_weights, prepare_weights
+from torch_pagoda.passes.graph.fx_nodes import value
 from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.graph.provenance import decoder_layers, launches_work, operator_name
 from torch_pagoda.passes.graph.traced import TracedGraph
 from torch_pagoda.passes.lower.npu.call import Call
+from torch_pagoda.passes.lower.npu.fuse_experts import fuse_npu_experts
 from torch_pagoda.passes.lower.npu.limits import violations
 from torch_pagoda.passes.lower.npu.quantized_experts import quantize_npu_experts
 from torch_pagoda.runtime.ops.quantized_weight import Quantization
@@ -26,7 +31,9 @@ EXPERTS = (
     "moe_finalize_routing",
     "dynamic_quant",
     "swiglu",
+    "grouped_matmul_swiglu_quant_v2",
 )
+FUSED = npu.npu_grouped_matmul_swiglu_quant_v2
 
 
 def record_of(report, name):
@@ -37,12 +44,13 @@ def nodes_of(traced, operator):
     return [node for node in traced.graph.nodes if node.target is operator.default]
 
 
-def test_experts_are_five_launches_beside_routing():
+def test_experts_are_four_launches_beside_routing():
     _, traced, report = quantized("qwen3_moe")
+    assert record_of(report, "fuse_npu_experts").matches == 2
     assert record_of(report, "quantise_npu_experts").matches == 4
     nodes = decoder_layers(traced.graph).nodes(1)
     found = Counter(operator_name(node).removeprefix("npu.npu_") for node in nodes if launches_work(node))
-    assert [found[name] for name in EXPERTS] == [1, 2, 1, 1, 1, 0]  # o_proj's rounding
+    assert [found[name] for name in EXPERTS] == [1, 1, 0, 1, 1, 0, 1]  # o_proj's rounding
     assert illegal_calls(traced, TARGET) == []
 
 
@@ -54,14 +62,101 @@ def test_the_counts_and_scales_are_those_of_the_routing():
         items = {user.args[1]: user for user in routing.users}
         assert items.keys() == {0, 1, 2, 3}
         (up,) = items[0].users
-        assert up.kwargs["per_token_scale"] == [items[3]] and up.kwargs["group_list"] is items[2]
-        assert up.kwargs["output_dtype"] == 6 and up.kwargs["group_list_type"] == 1
-        (swiglu,) = [user for user in items[2].users if user.target is npu.npu_dequant_swiglu_quant.default]
-        assert swiglu.kwargs == {"activate_left": True, "quant_mode": 1, "group_index": items[2]}
+        assert up.target is FUSED.default and up.args[3] is items[3] and up.args[4] is items[2]
+        assert up.kwargs == {"group_list_type": 1}
+        (scale,) = up.args[2]
+        assert scale.op == up.args[1][0].op == "placeholder" and value(scale).dtype is torch.float32
+        results = {user.args[1]: user for user in up.users}
+        (down,) = results[0].users
+        assert down.target is npu.npu_grouped_matmul.default and down.kwargs["per_token_scale"] == [results[1]]
+        assert down.kwargs["output_dtype"] == 6 and down.kwargs["group_list_type"] == 1
+
+
+def test_scales_of_the_fused_product_are_float32():
+    _, traced, _ = quantized("qwen3_moe", dtype=torch.bfloat16)
+    dtypes = {i.scales: i.scale_dtype for i in traced.notes.quantized}
+    for node in nodes_of(traced, FUSED):
+        assert dtypes[node.args[2][0].name] is value(node.args[2][0]).dtype is torch.float32
+    for node in nodes_of(traced, npu.npu_grouped_matmul):
+        assert dtypes[node.kwargs["scale"][0].name] is torch.bfloat16
+
+
+def five_launches(traced, report, reason):
+    """The product and its activation apart, for that reason."""
+    record = record_of(report, "fuse_npu_experts")
+    assert record.matches == 0 and not nodes_of(traced, FUSED)
+    assert {rejection.reason for rejection in record.rejections} == {reason}
+    assert len(nodes_of(traced, npu.npu_grouped_matmul)) == 4
+    assert illegal_calls(traced, traced.npu) == []
+
+
+def test_matrices_that_fit_no_tiles_stay_apart():
+    _, traced, report = quantized("qwen3_moe", moe_intermediate_size=72)
+    sizes = "matrices of (512, 144), no multiples of (16, 32): they must be in FRACTAL_NZ"
+    five_launches(traced, report, f"npu_grouped_matmul_swiglu_quant_v2: {sizes}")
+
+
+def test_more_gates_and_ups_than_it_takes_stay_apart():
+    _, traced, report = quantized("qwen3_moe", moe_intermediate_size=5152, num_experts=2, num_experts_per_tok=1)
+    sizes = "2 matrices of (512, 10304); at most 1024 of 65535 inputs and 10240 outputs"
+    five_launches(traced, report, f"npu_grouped_matmul_swiglu_quant_v2: {sizes}")
+
+
+def test_at_level_1_they_stay_apart():
+    _, traced, report = quantized("qwen3_moe", opt_level=1)
+    assert all(record.name != "fuse_npu_experts" for record in report.passes) and not nodes_of(traced, FUSED)
+
+
+def test_matrices_of_4_bits_are_fused_where_graphs_are_captured():
+    _, traced, report = stored("qwen3_moe", "slim-w4a8-experts")
+    reason = "npu_grouped_matmul_swiglu_quant_v2: torchair's converter does not turn int32 into 4 bits"
+    five_launches(traced, report, reason)
+    _, captured, report = stored("qwen3_moe", "slim-w4a8-experts", graph_mode="aclgraph")
+    assert record_of(report, "fuse_npu_experts").matches == 2 and illegal_calls(captured, captured.npu) == []
+    for node in nodes_of(captured, FUSED):
+        (weight,), (scale,), (sums,) = node.args[1], node.args[2], node.kwargs["weight_assist_matrix"]
+        assert value(weight).dtype is torch.int32 and value(scale).dtype is torch.int64
+        experts, _, packed = value(weight).shape
+        assert value(scale).shape == value(sums).shape == (experts, 8 * packed)
+
+
+def test_on_950_activations_are_fused_that_are_apart_otherwise():
+    _, traced, report = quantized("qwen3_moe", soc="Ascend950PR")
+    assert record_of(report, "fuse_npu_experts").matches == 2 and illegal_calls(traced, traced.npu) == []
+    assert not nodes_of(traced, npu.npu_dequant_swiglu_quant)
+    copy = traced.copy()
+    prepare_weights(copy, fractal_nz=True, release=False)
+    plans = {plan.name: plan for plan in plan_weights(copy)}
+    found = [plans[node.args[1][0].name] for node in nodes_of(copy, FUSED)]
+    assert [(p.fractal_nz, p.demanded, p.reason) for p in found] == [(False, False, "this chip reads it in rows")] * 2
+
+
+def test_matrices_of_the_fused_product_have_to_be_in_nz():
+    _, traced, _ = quantized("qwen3_moe")
+    copy = traced.copy()
+    prepare_weights(copy, fractal_nz=False, release=False)
+    plans = {plan.name: plan for plan in plan_weights(copy)}
+    for node in nodes_of(copy, FUSED):
+        plan = plans[node.args[1][0].name]
+        assert plan.fractal_nz and plan.demanded and not plan.reason
+
+
+def test_what_else_reads_a_product_or_its_matrices_keeps_them_apart():
+    _, traced, _ = quantized("qwen3_moe", moe_intermediate_size=72)
+    for what in ("product", "matrices"):
+        copy = traced.copy()
+        (node, _) = nodes_of(copy, npu.npu_dequant_swiglu_quant)
+        product = node.args[0].args[0]
+        with copy.before(node):
+            extra = node.args[0] if what == "product" else product.args[1][0]
+            copy.call(torch.ops.aten.neg.default, extra)
+        record = fuse_npu_experts(copy)
+        first, second = (rejection.reason for rejection in record.rejections)
+        assert f"something else reads the {what}, too" in first and "no multiples of (16, 32)" in second
 
 
 def test_sizes_that_the_grouped_activation_does_not_take_go_without_groups():
-    _, traced, _ = quantized("qwen3_moe", moe_intermediate_size=96)
+    _, traced, _ = quantized("qwen3_moe", moe_intermediate_size=72)
     found = nodes_of(traced, npu.npu_dequant_swiglu_quant)
     assert len(found) == 2 and all("group_index" not in node.kwargs for node in found)
     assert illegal_calls(traced, TARGET) == []
@@ -84,7 +179,7 @@ def test_experts_whose_inputs_keep_16_bits_are_five_launches(quantization):
     assert record_of(report, "quantise_npu_experts").matches == 4
     nodes = decoder_layers(traced.graph).nodes(1)
     found = Counter(operator_name(node).removeprefix("npu.npu_") for node in nodes if launches_work(node))
-    assert [found[name] for name in EXPERTS] == [1, 2, 0, 1, 0, 1]
+    assert [found[name] for name in EXPERTS] == [1, 2, 0, 1, 0, 1, 0]
     assert illegal_calls(traced, TARGET) == []
     for routing in nodes_of(traced, npu.npu_moe_init_routing_v2):
         assert routing.kwargs["quant_mode"] == -1
@@ -320,3 +415,14 @@ def test_limits_of_the_inference_chip(call, words):
     if given["x"][0].dtype is torch.bfloat16:
         given = {**given, "x": [given["x"][0].half()]}
     assert words in "; ".join(violations(Call.make(overload, NpuTarget("Ascend310P3"), **given)))
+
+
+def test_the_fused_product_counts_as_the_one_that_it_stands_for():
+    model, traced, _ = quantized("qwen3_moe")
+    step, k = Step(tokens=3, context=10, rows=1), model.config.num_experts_per_tok
+    node, _ = nodes_of(traced, FUSED)  # that of the last layer is for the asked rows alone
+    experts, inputs, outputs = value(node.args[1][0]).shape
+    assert is_int8_product(node) and flops(traced, [node], step) == 2 * 3 * k * inputs * outputs
+    read = moved(traced, [node], step).weights
+    assert read >= min(experts, 3 * k) * inputs * outputs
+    assert read < 1.1 * min(experts, 3 * k) * (inputs + 16) * outputs

@@ -165,6 +165,12 @@ def reasons(call, target=A2):
     return "; ".join(violations(Call.make(overload, target, **given)))
 
 
+def quantize(**change):
+    given = {"scales": torch.ones(1), "zero_points": torch.ones(1, dtype=torch.int32), "dtype": 12, "axis": -1}
+    return npu.npu_quantize.default, {"input": HALF, **given, **change}
+
+
+BITS = torch.ones(16, dtype=torch.int64)
 WIDE = torch.empty(64, 65536, dtype=torch.int8)
 
 
@@ -179,7 +185,29 @@ WIDE = torch.empty(64, 65536, dtype=torch.int8)
         (quant_matmul(output_dtype=None), "output_dtype is None, int8; bfloat16 (15) or float16 (5)"),
         (quant_matmul(output_dtype=6), "output_dtype is 6, torch.float32"),
         (quant_matmul(output_dtype=5, scale=torch.ones(16).bfloat16()), "scale is torch.bfloat16 beside a result"),
-        (quant_matmul(pertoken_scale=None), "pertoken_scale is not given"),
+        (quant_matmul(pertoken_scale=None), ""),
+        (quant_matmul(pertoken_scale=None, bias=torch.ones(16, dtype=torch.int32)), ""),
+        (quant_matmul(pertoken_scale=None, bias=torch.ones(16)), ""),
+        (
+            quant_matmul(pertoken_scale=None, output_dtype=5),
+            "scale is torch.float32 beside a result of torch.float16",
+        ),
+        (quant_matmul(pertoken_scale=None, output_dtype=5, scale=BITS), ""),
+        (quant_matmul(pertoken_scale=None, scale=BITS), "scale is torch.int64 beside a result of torch.bfloat16"),
+        (quant_matmul(output_dtype=5, scale=BITS), "scale is torch.int64 beside a result of torch.float16"),
+        (
+            quant_matmul(pertoken_scale=None, output_dtype=5, scale=BITS, bias=torch.ones(16).half()),
+            "bias is torch.float16; torch.int32 beside a result of torch.float16 without",
+        ),
+        (quantize(), ""),
+        (quantize(zero_points=None), ""),
+        (quantize(scales=torch.ones(64)), ""),
+        (quantize(div_mode=False), "div_mode must be True"),
+        (quantize(dtype=1), "dtype qint8 (12)"),
+        (quantize(scales=torch.ones(5)), "scales is (5,)"),
+        (quantize(scales=torch.ones(1, 1)), "scales has 2 dims"),
+        (quantize(scales=torch.ones(1).half()), "scales is torch.float16"),
+        (quantize(zero_points=torch.ones(1)), "zero_points is torch.float32"),
         (quant_matmul(pertoken_scale=torch.ones(5).bfloat16()), "pertoken_scale is torch.bfloat16"),
         (quant_matmul(pertoken_scale=torch.ones(16)), "pertoken_scale is (16,) beside x1 (5, 64)"),
         (quant_matmul(scale=torch.ones(64)), "scale is (64,) beside x1 (5, 64) and x2 (64, 16)"),
@@ -235,6 +263,8 @@ def test_limits(call, words):
         ("Ascend910_9382", quant_matmul(), ""),
         ("Ascend950PR", quant_matmul(), ""),
         ("Ascend310P3", quant_matmul(output_dtype=5), "takes no pertoken_scale"),
+        ("Ascend310P3", quant_matmul(output_dtype=5, pertoken_scale=None, scale=BITS), "turned ones only"),
+        ("Ascend950PR", quantize(), "Ascend950PR does not run it"),
         ("Ascend950PR", swiglu(), "Ascend950PR does not run it"),
         ("Ascend310P3", rounding(input=HALF.half()), "Ascend310P3 does not run it"),
     ],

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from torch_pagoda.runtime.ops.npu.grouped_matmul import npu_grouped_matmul
-from torch_pagoda.runtime.ops.npu.grouped_quant_matmul import MAX_INT4_INPUTS, bits_of_float, float_of_bits
+from torch_pagoda.runtime.ops.npu.grouped_quant_matmul import MAX_INT4_INPUTS
 from torch_pagoda.runtime.ops.npu.int4 import pack_int4
+from torch_pagoda.runtime.ops.npu.numerics import bits_of_float, float_of_bits
 
 COUNTS = torch.tensor([2, 0, 5])
 GROUP = torch.tensor([0, 0, 2, 2, 2, 2, 2])

@@ -74,6 +74,16 @@ def test_transposed_views_and_batches():
     assert torch.equal(stacked[0], plain)
 
 
+def test_scales_of_fp16_are_the_bits_of_float32():
+    x, w, scale, _ = call()
+    scale = scale / 1000
+    bias = torch.arange(-4, 5, dtype=torch.int32) * 100
+    bits = scale.view(torch.int32).long()
+    found = npu_quant_matmul(x, w, bits, bias=bias, output_dtype=FP16)
+    exact = (x.double() @ w.double() + bias.double()) * scale.double()
+    torch.testing.assert_close(found.double(), exact, rtol=2**-11, atol=1e-6)
+
+
 def test_without_a_dtype_the_result_is_int8():
     x, w, scale, _ = call()
     found = npu_quant_matmul(x, w, scale / 1000, offset=torch.full((1,), 3.0))
@@ -89,6 +99,8 @@ def test_without_a_dtype_the_result_is_int8():
         ({"pertoken_scale": torch.rand(9)}, r"pertoken_scale is torch.float32 \(9,\)"),
         ({"pertoken_scale": torch.rand(5).bfloat16()}, "pertoken_scale is torch.bfloat16"),
         ({"bias": torch.rand(9).bfloat16(), "output_dtype": FP16}, "bias is torch.bfloat16"),
+        ({"scale": torch.ones(9, dtype=torch.int64)}, "it is for fp16 without pertoken_scale"),
+        ({"scale": torch.ones(9, dtype=torch.int64), "output_dtype": FP16}, "it is for fp16 without pertoken_scale"),
         ({"bias": torch.rand(5)}, r"bias is torch.float32 \(5,\)"),
         ({"x2": numbers(9, 70)}, r"x1 \(5, 70\) and x2 \(9, 70\)"),
         ({"x2": numbers(70, 65536), "scale": torch.rand(1)}, "last dims above 65535"),
@@ -104,8 +116,7 @@ def test_what_does_not_fit_is_refused(change, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"x1": torch.zeros(5, 9, dtype=torch.int32)}, "takes int8 with float scales"),
-        ({"scale": torch.zeros(9, dtype=torch.int64)}, "takes int8 with float scales"),
+        ({"x1": torch.zeros(5, 9, dtype=torch.int32)}, "takes int8"),
         ({"group_sizes": [1, 1, 32]}, "group_sizes"),
         ({"output_dtype": 7}, "output_dtype is torch.float64"),
     ],

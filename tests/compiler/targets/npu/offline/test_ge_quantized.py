@@ -9,6 +9,7 @@ import pytest
 import torch
 from npu_calls import illegal_calls
 from quantized_graphs import stored
+from torch import fx
 
 from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.capture.trace import capture
@@ -93,9 +94,9 @@ def test_experts():
     traced, graph = converted("qwen3_moe", moe_intermediate_size=128)
     assert illegal_calls(traced, traced.npu) == []
     _, second = launches(traced, graph)
-    experts = ("MoeInitRoutingV3", "GroupedMatmul", "DequantSwigluQuant", "MoeFinalizeRoutingV2")
-    assert {name: second[name] for name in experts} == dict(zip(experts, (1, 2, 1, 1), strict=True)), second
-    assert sum(second[name] for name in experts) == 5
+    experts = ("MoeInitRoutingV3", "GroupedMatmulSwigluQuantV2", "GroupedMatmul", "MoeFinalizeRoutingV2")
+    assert {name: second[name] for name in experts} == dict.fromkeys(experts, 1), second
+    assert not second["DequantSwigluQuant"]
     made = {name for inputs in traced.notes.quantized for name in inputs.made}
     for node in graph.of_type("MoeInitRoutingV3"):
         assert node.attributes["quant_mode"] == 1
@@ -103,8 +104,64 @@ def test_experts():
         assert node.attributes["dtype"] == 1, "bfloat16, as this operator counts"
         assert (node.attributes["group_list_type"], node.attributes["split_item"]) == (1, 3)
         assert node.inputs["weight0"].removesuffix(":0") in made and node.inputs["scale0"].removesuffix(":0") in made
-    for node in graph.of_type("DequantSwigluQuant"):
-        assert "group_index" in node.inputs and node.attributes["activate_left"] is True
+    fused = graph.of_type("GroupedMatmulSwigluQuantV2")
+    assert len(fused) == 2
+    for node in fused:
+        modes = ("dequant_mode", "dequant_dtype", "quant_mode", "group_list_type", "transpose_weight")
+        assert [node.attributes[name] for name in modes] == [0, 0, 0, 1, False], "0: float32, as GE counts"
+        assert node.attributes["quant_dtype"] == 2, "int8"
+        assert node.inputs["weight0"].removesuffix(":0") in made
+        assert node.inputs["weight_scale0"].removesuffix(":0") in made
+
+
+def test_the_fused_product_of_one_size():
+    """Graphs of decode steps have no dynamic sizes."""
+
+    def step(x, weight, scale, of_rows, counts):
+        found = torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2.default(
+            x, [weight], [scale], of_rows, counts, group_list_type=1
+        )
+        return found[0], found[1]
+
+    inputs = [
+        torch.zeros(8, 64, dtype=torch.int8),
+        torch.zeros(2, 64, 128, dtype=torch.int8),
+        torch.ones(2, 128),
+        torch.ones(8),
+        torch.tensor([3, 5]),
+    ]
+    graph = convert(fx.symbolic_trace(step), inputs, dynamic=False)
+    (node,) = graph.of_type("GroupedMatmulSwigluQuantV2")
+    assert node.attributes["group_list_type"] == 1 and node.attributes["quant_dtype"] == 2
+    assert node.attributes["dequant_dtype"] == 0, "float32, though torchair's converter means uint8 by itself"
+    as_it_is = convert(fx.symbolic_trace(step), inputs, dynamic=False, own_converters=False)
+    assert as_it_is.of_type("GroupedMatmulSwigluQuantV2")[0].attributes["dequant_dtype"] == 4
+
+
+STATIC = {
+    "slim-w8a8-static": ({"x", "scales", "zero_points"}, "int32"),
+    "ct-w8a8-static": ({"x", "scales"}, ""),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", STATIC)
+def test_inputs_whose_rounding_is_given(name, dtype):
+    _, traced, _ = stored("llama", name, dtype=dtype)
+    graph = convert(traced.module, [value(n) for n in traced.placeholders])
+    assert illegal_calls(traced, traced.npu) == []
+    _, second = launches(traced, graph)
+    assert second["Quantize"] == second["QuantBatchMatmulV3"] == 4, second
+    assert second.total() - second["SplitV"] == 15 and not second["DynamicQuant"], second
+    made = {name for inputs in traced.notes.quantized for name in inputs.made}
+    for node in graph.of_type("QuantBatchMatmulV3"):
+        assert node.attributes["dtype"] == (BF16 if dtype is torch.bfloat16 else FP16)
+        assert node.inputs["x2"].removesuffix(":0") in made and "pertoken_scale" not in node.inputs
+        assert ("bias" in node.inputs) == name.startswith("slim")
+    for node in graph.of_type("Quantize"):
+        assert node.attributes["dtype"] == "torch.qint8" and node.inputs.keys() == STATIC[name][0]
+    caches = [n.name for n in traced.placeholders if "_cache_" in n.name]
+    assert graph.cache_copies(*caches) == []
 
 
 def check_experts(traced, graph, names):
