@@ -144,7 +144,7 @@ def test_chips_whose_documents_name_scales_in_blocks(soc, mode):
         ({"block_table": None}, "int8 keys and values in blocks"),
         ({"atten_mask": torch.empty(3, 64, dtype=torch.int8)}, "masks beside int8"),
     ],
-    ids=str,
+    ids=lambda given: given if isinstance(given, str) else " ".join(given),
 )
 def test_calls_that_no_document_names(changes, reason):
     (said,) = kernel_call(**changes)
