@@ -13,7 +13,7 @@ from torch import nn
 
 from ..passes import TracedGraph, UnsupportedModel
 from ..passes.graph.notes import fewest_bits
-from ..passes.lower.npu.decode_attention import decode_graph
+from ..passes.lower.npu.decode_attention import decode_graph_or_reason
 from ..runtime.engine.device_errors import raise_if_lost
 from ..runtime.ops.stored_weight import StoredWeight
 from .capture.layer_repeat import CannotRepeat, LayerRepeat
@@ -29,6 +29,7 @@ from .report import CompileReport, PhaseClock, Verdict, first_line
 from .targets.cpu.inductor import generate_code, is_fusible
 from .targets.cpu.kernels import call_kernels
 from .targets.npu.decode_steps import DecodeCalls
+from .targets.npu.route import Run
 from .targets.npu.routes import make_route
 from .targets.npu.schedule_options import asked_for
 from .targets.npu.weights import prepare_weights
@@ -258,7 +259,7 @@ def _link_for_npu(
     bits = fewest_bits(traced.notes.quantized)
     prepare_weights(traced, fractal_nz=options.pack_weights, release=release, check=reference is not None)
     clock.lap("pack")
-    eager = calls = call_kernels(traced)
+    eager = call_kernels(traced)
     if reference is not None and changed:
         verdict = check(linked(eager), reference, weight_bits=bits)
         clock.lap("verify")
@@ -266,17 +267,15 @@ def _link_for_npu(
             remedy = "leave quantization out" if options.quantization else "use target='cpu'"
             raise UnsupportedModel(f"{report.model}: with quantised weights {verdict.reason}; {remedy}")
         report.verdict = verdict
-    decode = _decode_graph(linked, traced, reference, report)
+    decode = _decode_calls(linked, traced, eager, reference, report)
     clock.lap("verify")
-    if decode is not None:
-        calls = DecodeCalls(traced, call_kernels(decode), eager)
     if asked := asked_for(options.schedule):
-        annotate_schedules(traced if decode is None else decode, asked, report)
+        annotate_schedules(traced if decode is None else decode.graph, asked, report)
     route = make_route(
         options.codegen, traced, eager, options.npu_options, static_decode=options.static_decode, decode=decode
     )
     if route is None:
-        return linked(calls)
+        return linked(decode or eager)
     program, reason = linked(route), ""
     report.codegen = route.name
     if reference is not None:
@@ -295,38 +294,36 @@ def _link_for_npu(
         log.warning("codegen=%r is not used: %s; the lowered graph runs call by call, slower", route.name, reason)
         report.dropped_passes.append((route.name, reason))
         report.codegen = "none"
-        return linked(calls)
+        return linked(decode or eager)
     if reference is not None:
         report.verdict = verdict
     return program
 
 
-def _decode_graph(
-    linked: _Linked, traced: TracedGraph, reference: Reference | None, report: CompileReport
-) -> TracedGraph | None:
-    """The graph that decode steps run by in place of ``traced``, compared with it; None where there is none, or it is
-    not right."""
-    try:
-        decode = decode_graph(traced)
-        if decode is None or reference is None:
-            return decode
-        verdict = _beside_each_other(linked, traced, decode, reference)
+def _decode_calls(
+    linked: _Linked, traced: TracedGraph, eager: Run, reference: Reference | None, report: CompileReport
+) -> DecodeCalls | None:
+    """The calls of the graph that decode steps run by in place of ``traced``, compared with those of that one; None
+    where there is none, or it is not right."""
+    graph, reason = decode_graph_or_reason(traced)
+    if graph is not None:
+        calls = DecodeCalls(traced, graph, call_kernels(graph), eager)
+        if reference is None:
+            return calls
+        verdict = _beside_each_other(linked(eager), linked(calls), reference)
         if verdict.ok:
-            return decode
+            return calls
         reason = f"its logits differ from the formula's by up to {verdict.error:.3g} standard deviations"
         if math.isinf(verdict.error):
             reason = verdict.reason
-    except ValueError as error:
-        reason = first_line(error)
+    if not reason:
+        return None
     log.warning("decode steps over int8 caches run by the formula, as all others do: %s", reason)
     report.dropped_passes.append(("decode_attention", reason))
     return None
 
 
-def _beside_each_other(linked: _Linked, traced: TracedGraph, decode: TracedGraph, reference: Reference) -> Verdict:
-    """Compare steps whose decoded tokens run by a graph of their own with the same by one graph for all; what int8
-    caches round, they round alike."""
-    every = call_kernels(traced)
-    programs = linked(every), linked(DecodeCalls(traced, call_kernels(decode), every))
-    steps = zip(*(compared_steps(program, reference) for program in programs), strict=True)
+def _beside_each_other(one: LinkedProgram, other: LinkedProgram, reference: Reference) -> Verdict:
+    """Compare the steps of a program with those of another that rounds what it caches alike."""
+    steps = zip(*(compared_steps(program, reference) for program in (one, other)), strict=True)
     return judge(((group, found, expected) for (group, expected, _), (_, found, _) in steps), reference)

@@ -15,7 +15,7 @@ from torch import fx, nn
 from ...passes import PassRecord, TracedGraph, UnsupportedModel
 from ...passes.graph.fx_nodes import callee, value
 from ...passes.graph.provenance import DecoderLayers, decoder_layers, launches_work, operator_name
-from ...passes.lower.npu.decode_attention import decode_graph
+from ...passes.lower.npu.decode_attention import decode_graph_or_reason
 from ...runtime.cache.cache_specs import bytes_per_block, bytes_per_slot
 from ...runtime.program import is_cache_input
 from ..calibrate.recorded_grid import on_recorded_grid
@@ -143,7 +143,7 @@ def explain(
         routes = route_summaries(report.passes)
         least = estimates(after, layers, representatives, chip(soc), context)
         dtype = computed_in(after)
-        decode = decode_graph(after) or after
+        decode = decode_graph_or_reason(after)[0] or after
         if decode is not after:
             own = estimates(decode, _layers(decode, layers), representatives, chip(soc), context)
             least = (own[0], *least[1:])

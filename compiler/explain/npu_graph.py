@@ -16,7 +16,7 @@ from torch import nn
 from ...passes import TracedGraph, UnsupportedModel
 from ...passes.graph.fx_nodes import value
 from ...passes.graph.provenance import DecoderLayers, decoder_layers
-from ...passes.lower.npu.decode_attention import decode_graph
+from ...passes.lower.npu.decode_attention import decode_graph_or_reason
 from ...runtime.phases import phase
 from ...runtime.program import is_cache_input
 from ..estimates.skeleton import Skeleton, build_skeleton
@@ -212,7 +212,7 @@ def convert_configuration(
         captured = capture(skeleton.model)
         known = decoder_layers(captured.traced.graph)
         traced = run_pipeline(captured, options, None, CompileReport(name))
-        decode = decode_graph(traced)
+        decode, _ = decode_graph_or_reason(traced)
         kinds = [traced] if decode is None else [decode, traced]
         graphs = [convert(each.module, [value(node) for node in each.placeholders], soc=soc) for each in kinds]
     counted = [_launches(each, known, graph) for each, graph in zip(kinds, graphs, strict=True)]

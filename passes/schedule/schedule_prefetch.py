@@ -44,7 +44,7 @@ WEIGHTS: Mapping[str, tuple[tuple[int, str], ...]] = {
     "npu.npu_mla_prolog_v3": ((1, "weight_dq"), (4, "weight_dkv_kr"), (2, "weight_uq_qr"), (3, "weight_uk")),
 }
 """Operator → its weights of which every byte is read, as (position, name) of arguments, in the order of reading."""
-_EXPERTS = "npu.npu_grouped_matmul"
+_EXPERTS = frozenset({"npu.npu_grouped_matmul", "npu.npu_grouped_matmul_swiglu_quant_v2"})
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,9 @@ def schedule_prefetch(
         fetched = {fetch.weight for fetch in found}
         found += _of_window(traced, window, following, costs, cache, fetched, record)
     for node in traced.graph.nodes:
-        (node.meta.get("custom") or {}).pop(PREFETCH, None)
+        custom = node.meta.get("custom") or {}
+        if PREFETCH in custom:  # copies of the graph share the dictionary
+            node.meta["custom"] = {name: noted for name, noted in custom.items() if name != PREFETCH}
     for number, fetch in enumerate(found):
         note(fetch.behind, fetch.reader, number, fetch.name, fetch.bytes, int(L2_SHARE * cache.size))
     record.matches = len(found)
@@ -250,7 +252,7 @@ def _weights(
     """The weights of a launch that waits for them, with the names of its arguments."""
     if not costs[reader].memory_bound:
         return
-    if operator_name(reader) == _EXPERTS:
+    if operator_name(reader) in _EXPERTS:
         record.reject(reader, f"{reader.name} reads those experts that tokens are sent to, known only then")
     constants = traced.constants.keys() | traced.notes.made_when_linked
     for name, given in weight_arguments(reader):

@@ -194,8 +194,8 @@ class LookAhead:
         """Compute and settle a prepared step, when the one before it is settled and as far as that leaves it."""
         core = self.core
         if self._launched is not None:
-            if not self.settle(progressed):  # who was admitted since may hold a prefix that it was to compute
-                self._compute_anew(scheduled)
+            if not self.settle(progressed):
+                self._restart(scheduled)
                 scheduled = ()
             core.profiler.begin_step()
         left = [item for item in scheduled if self._goes_on(item)]
@@ -302,12 +302,17 @@ class LookAhead:
         batcher.planner.in_flight = frozenset()
         batcher.block_manager.release_held()
         batcher.block_manager.forget_prefixes()  # blocks were committed that were not computed
-        self._compute_anew((*step.scheduled, *(behind.scheduled if behind is not None else ())))
-
-    def _compute_anew(self, shares: Sequence[ScheduledRequest]) -> None:
-        for item in shares:
+        for item in (*step.scheduled, *(behind.scheduled if behind is not None else ())):
             if self._is_running(item.request):
-                self.core.batcher.compute_anew(item.request)
+                batcher.compute_anew(item.request)
+
+    def _restart(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Let a step that was planned behind a failed one begin anew: who was admitted since may hold a prefix that
+        the failed one was to compute."""
+        batcher = self.core.batcher
+        for item in scheduled:
+            if self._is_running(item.request) and item.request not in batcher.planner.suspects:
+                batcher.restart(item.request)
 
     def _is_running(self, request: Request) -> bool:
         return request.status is RequestStatus.RUNNING and self.core.batcher.get(request.request_id) is request

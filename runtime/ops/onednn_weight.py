@@ -68,10 +68,13 @@ def pack_for_onednn(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _over_panels(weight: torch.Tensor, layout: _Layout) -> torch.Tensor | None:
-    """The opaque tensor over a weight that is laid out here; None where torch makes none."""
-    create = _function("aoti_torch_create_tensor_from_blob_v2")
+    """The opaque tensor over a weight that is laid out here; None where torch makes none.
+
+    Its attribute ``memory`` keeps that; a detached copy of the tensor does not.
+    """
+    create, delete = _function("aoti_torch_create_tensor_from_blob_v2"), _function("aoti_torch_delete_tensor_object")
     aoti: Any = getattr(torch._C, "_aoti", None)
-    if create is None or not hasattr(aoti, "alloc_tensor_by_stealing_from_void_ptr"):
+    if create is None or delete is None or not hasattr(aoti, "alloc_tensor_by_stealing_from_void_ptr"):
         return None
     laid = lay_out(weight, layout.panel)
     if laid.nbytes != layout.size:
@@ -98,6 +101,8 @@ def _over_panels(weight: torch.Tensor, layout: _Layout) -> torch.Tensor | None:
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     packed: torch.Tensor = aoti.alloc_tensor_by_stealing_from_void_ptr(capsule(found.value, None, None))
+    if packed._use_count() > 1:  # type: ignore[attr-defined]  # it was copied, not stolen
+        delete(found)
     packed.blocked = (laid.data_ptr(), layout.panel)  # type: ignore[attr-defined]
     packed.memory = laid  # type: ignore[attr-defined]  # which it does not own
     return packed
@@ -136,18 +141,16 @@ def _elements(address: int, size: int) -> torch.Tensor:
 
 def address_of(packed: torch.Tensor) -> int:
     """Where the elements of an opaque tensor lie; 0 where torch does not say."""
-    get_pointer = _function("aoti_torch_get_data_ptr")
+    get_pointer, delete = _function("aoti_torch_get_data_ptr"), _function("aoti_torch_delete_tensor_object")
     aoti: Any = getattr(torch._C, "_aoti", None)
-    if get_pointer is None or not hasattr(aoti, "unsafe_alloc_void_ptr_from_tensor"):
+    if get_pointer is None or delete is None or not hasattr(aoti, "unsafe_alloc_void_ptr_from_tensor"):
         return 0
-    handle = aoti.unsafe_alloc_void_ptr_from_tensor(packed)
-    try:
-        get = ctypes.pythonapi.PyCapsule_GetPointer
-        get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-        found = ctypes.c_void_p()
-        failed = get_pointer(ctypes.c_void_p(get(handle, None)), ctypes.byref(found))
-    finally:
-        aoti.alloc_tensor_by_stealing_from_void_ptr(handle)
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    handle = ctypes.c_void_p(get(aoti.unsafe_alloc_void_ptr_from_tensor(packed), None))
+    found = ctypes.c_void_p()
+    failed = get_pointer(handle, ctypes.byref(found))
+    delete(handle)
     return 0 if failed else found.value or 0
 
 

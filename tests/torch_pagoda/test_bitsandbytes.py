@@ -179,15 +179,34 @@ REFUSED: dict[str, tuple[str, str, Callable[[dict[str, torch.Tensor], torch.Tens
     "shape": ("nf4", "weight.quant_state.bitsandbytes__nf4", lambda a, it: state_of(a, shape=[64, -64])),
     "dtype": ("nf4", "weight.quant_state.bitsandbytes__nf4", lambda a, it: state_of(a, dtype="int8")),
     "offset": ("nf4", "weight.quant_state.bitsandbytes__nf4", lambda a, it: state_of(a, nested_offset=1e999)),
+    "offset beyond floats": (
+        *("nf4", "weight.quant_state.bitsandbytes__nf4"),
+        lambda a, it: state_of(a, nested_offset=10**400),
+    ),
+    "deep state": (
+        *("nf4", "weight.quant_state.bitsandbytes__nf4"),
+        lambda all, it: torch.full((100_000,), ord("["), dtype=torch.uint8),
+    ),
+    "weights beyond floats": (
+        *("nf4", "weight.nested_absmax"),
+        lambda all, it: torch.full_like(it, torch.finfo(torch.float32).max),
+    ),
     "not nested": ("nf4", "weight.quant_state.bitsandbytes__nf4", lambda a, it: state_of(a, nested_blocksize=None)),
     "no SCB": ("int8", "SCB", lambda all, it: None),
     "SCB NaN": ("int8", "SCB", lambda all, it: it * NAN),
     "SCB below 0": ("int8", "SCB", lambda all, it: -it),
     "SCB of others": ("int8", "SCB", lambda all, it: it[1:]),
     "columns": ("int8", "weight_format", lambda all, it: it + 2),
+    "format NaN": ("int8", "weight_format", lambda all, it: torch.tensor(torch.nan)),
+    "SCB beyond floats": ("int8", "SCB", lambda all, it: torch.full_like(it, torch.finfo(torch.float32).max)),
     "float rows": ("int8", "weight", lambda all, it: it.float()),
 }
-TOLD_BY = {"no state": "weight.absmax", "no weight": "weight", "no SCB": "weight_format"}
+TOLD_BY = {
+    "no state": "weight.absmax",
+    "no weight": "weight",
+    "no SCB": "weight_format",
+    "weights beyond floats": "weight.absmax",
+}
 """Of those that another tensor's name tells."""
 
 

@@ -240,6 +240,16 @@ REFUSED: dict[str, tuple[str, dict[str, torch.Tensor | None], str]] = {
     "unit below 0": ("slim-w8a8-static", {"deq_scale": -torch.ones(64)}, "deq_scale"),
     "wide bits": ("slim-w8a8-static", {"deq_scale": torch.full((64,), 1 << 40)}, "deq_scale"),
     "unit that contradicts": ("slim-w8a8-static", {"deq_scale": torch.ones(64)}, "deq_scale"),
+    "units that no weight has": (
+        "slim-w8a8-static",
+        {"deq_scale": torch.full((64,), 1e30), "input_scale": torch.tensor([1e-20]), "weight_scale": None},
+        "deq_scale",
+    ),
+    "units that leave nothing": (
+        "slim-w8a8-static",
+        {"deq_scale": torch.full((64,), 1e-30), "input_scale": torch.tensor([1e20]), "weight_scale": None},
+        "deq_scale",
+    ),
     "float sums": ("slim-w8a8-static", {"quant_bias": torch.ones(64)}, "quant_bias"),
     "sums of others": ("slim-w8a8-static", {"quant_bias": torch.ones(32, dtype=torch.int32)}, "quant_bias"),
     "weights with offsets": ("slim-w8a8-static", {"weight_offset": torch.ones(64, 1)}, "weight_offset"),

@@ -15,6 +15,7 @@ import torch
 from ..compiler.build import build_unpacked
 from ..compiler.options import CompileOptions
 from ..compiler.report import CompileReport
+from ..compiler.targets.npu.schedule_options import asked_for
 from ..compiler.targets.npu.toolchain_options import check_options
 from ..compiler.verify.self_check import Reference
 from ..runtime.engine.engine import Engine
@@ -56,6 +57,7 @@ class _Side:
         engine: ready, its sizes compared.
         report: of its program.
         wrong: why it is not what was asked for, or not right; "" where it is.
+        unscheduled: a line for each schedule that places nothing.
         peak: most bytes that making it took; None where nobody counts.
         steps, prompts: seconds of a decode step, and of all prompts, round by round.
         tokens: that it generated.
@@ -64,6 +66,7 @@ class _Side:
     engine: Engine
     report: CompileReport
     wrong: str
+    unscheduled: list[str]
     peak: int | None
     steps: list[float] = field(default_factory=list)
     prompts: list[float] = field(default_factory=list)
@@ -131,7 +134,19 @@ def _side(
         )
 
     engine = device.run(made)
-    return _Side(engine, report, _why_wrong(report, options.codegen), device.peak_memory())
+    unscheduled = _unscheduled(report, options)
+    return _Side(engine, report, _why_wrong(report, options.codegen), unscheduled, device.peak_memory())
+
+
+def _unscheduled(report: CompileReport, options: CompileOptions) -> list[str]:
+    """A line for each schedule that was asked for and found nothing to place: both sides are the same graph."""
+    placed = {record.name for record in report.passes if record.matches}
+    passes = {"streams": "schedule_branches", "prefetch": "schedule_prefetch"}
+    return [
+        f"schedule {name!r} places nothing in this model on {options.soc}; `pagoda inspect --schedule` says why"
+        for name in asked_for(options.schedule)
+        if passes[name] not in placed
+    ]
 
 
 def _why_wrong(report: CompileReport, codegen: str) -> str:
@@ -155,7 +170,7 @@ def _made(side: _Side) -> dict[str, Any]:
             {"name": size.name, "error": plain(size.error), "reason": size.reason, "seconds": round(size.seconds, 2)}
             for size in report.sizes
         ],
-        "limits": list(report.size_limits),
+        "limits": [*report.size_limits, *side.unscheduled],
         "seconds": {name: round(seconds, 2) for name, seconds in report.seconds.items()},
         "peak_bytes": side.peak,
     }

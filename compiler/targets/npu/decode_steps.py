@@ -1,8 +1,7 @@
 """Programs of two graphs for an NPU: one for steps of one token per sequence, and one for all others.
 
 Both take the same inputs and keep the same caches (``passes.lower.npu.decode_attention``), so each step goes to the
-graph that is for it. A step that the decode graph's sizes do not take runs by the calls of the other one, which takes
-any.
+graph that is for it. Steps of sizes of the decode graph that were found wrong run by the calls of the other one.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from ....runtime.program import KVCache
 from ....runtime.step_metadata import StepMetadata
 from .route import PlannedSize, Route, Run
 from .sizes.step_padding import StepSize
+from .warm_up_steps import StepShape
 
 
 def is_decode_step(query_lens: Sequence[int], tokens: int) -> bool:
@@ -47,15 +47,20 @@ class DecodeCalls:
 
     Args:
         traced: the graph.
-        decode: runs decode steps.
-        others: runs the graph.
+        graph: of the same inputs, for decode steps.
+        decode: runs that one.
+        others: runs ``traced``.
+
+    Attributes:
+        graph, decode: as given.
     """
 
-    def __init__(self, traced: TracedGraph, decode: Run, others: Run) -> None:
-        self._kinds, self._decode, self._others = StepKinds(traced), decode, others
+    def __init__(self, traced: TracedGraph, graph: TracedGraph, decode: Run, others: Run) -> None:
+        self.graph, self.decode = graph, decode
+        self._kinds, self._others = StepKinds(traced), others
 
     def __call__(self, *args: Any) -> Sequence[Any]:
-        return (self._decode if self._kinds.is_decode(args) else self._others)(*args)
+        return (self.decode if self._kinds.is_decode(args) else self._others)(*args)
 
 
 class DecodeRoute(Route):
@@ -63,7 +68,7 @@ class DecodeRoute(Route):
 
     Args:
         decode: of the graph for decode steps.
-        others: of the graph for any; its calls, one by one, are what both are compared with.
+        others: of the graph for any; its calls, one by one, are what the sizes of both are compared with.
     """
 
     def __init__(self, decode: Route, others: Route) -> None:
@@ -75,17 +80,18 @@ class DecodeRoute(Route):
             part.eager_steps = self.eager_steps
 
     @property
+    def limits(self) -> list[str]:
+        """Those of both."""
+        kinds = zip(("decode steps", "other steps"), self._parts, strict=True)
+        return [f"{kind}: {limit}" for kind, part in kinds for limit in part.limits]
+
+    @property
     def _parts(self) -> tuple[Route, Route]:
         return self.decode, self.others
 
     def plan(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
         self.decode.reserve(max_num_seqs, min(max_num_seqs, max_num_batched_tokens), max_model_len)
         self.others.reserve(max_num_seqs, max_num_batched_tokens, max_model_len)
-        self.limits = [
-            f"{kind}: {limit}"
-            for kind, part in zip(("decode steps", "other steps"), self._parts, strict=True)
-            for limit in part.limits
-        ]
         return max(part.most_dummies for part in self._parts)
 
     def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
@@ -108,16 +114,18 @@ class DecodeRoute(Route):
         """Those of both; each is exercised by the steps that it is for."""
         found = []
         for part in self._parts:
+            is_decode = part is self.decode
             for size in part.planned_sizes():
-                own = tuple(
-                    shape for shape in size.shapes if (shape.tokens == shape.sequences) == (part is self.decode)
-                )
-                found += [replace(size, shapes=own)] if own else []
+                own = [shape for shape in size.shapes if (shape.tokens == shape.sequences) == is_decode]
+                if is_decode and not own:  # a graph that takes any step, beside those of fixed sizes
+                    own = [StepShape(shape.sequences, shape.sequences) for shape in size.shapes]
+                if own:  # as often as was planned: the later runs have other lengths
+                    found.append(replace(size, shapes=tuple(own * (len(size.shapes) // len(own)))))
         return found
 
     def size_for(self, size: StepSize) -> StepSize | None:
-        """That of a step that is none of decode alone; ``fit`` knows which one is."""
-        return self.others.size_for(size)
+        """See ``Route``; a step with as many tokens as sequences is one of decode."""
+        return (self.decode if size.tokens == size.sequences else self.others).size_for(size)
 
     def fit(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata

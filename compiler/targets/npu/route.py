@@ -70,7 +70,6 @@ class Route(ABC):
         spare_room: blocks and slots for steps of no request, once caches are bound.
         is_warm: every planned size was compiled or captured, or left out; nothing is from now on.
         eager_steps: why steps ran operator by operator → how many.
-        limits: why fewer sizes are planned than steps could use, one line for each reason.
     """
 
     name: str
@@ -87,9 +86,14 @@ class Route(ABC):
         self.spare_room: SpareRoom | None = None
         self.is_warm = False
         self.eager_steps: Counter[str] = Counter()
-        self.limits: list[str] = []
+        self._limits: list[str] = []
         self._max_num_seqs = self._max_num_batched_tokens = self._max_model_len = 0
         self._first_spare_block = self._spare_slot = self._spare_blocks = self._padding_blocks = 0
+
+    @property
+    def limits(self) -> list[str]:
+        """Why fewer sizes are planned than steps could use, one line for each reason."""
+        return self._limits
 
     def planned_sizes(self) -> list[PlannedSize]:
         """The sizes that are planned and were not dropped, in the order of use: decode first."""

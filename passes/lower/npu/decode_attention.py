@@ -118,6 +118,14 @@ def decode_graph(traced: TracedGraph) -> TracedGraph | None:
     return found
 
 
+def decode_graph_or_reason(traced: TracedGraph) -> tuple[TracedGraph | None, str]:
+    """``decode_graph``; None and the reason where a noted formula is not as it was left."""
+    try:
+        return decode_graph(traced), ""
+    except ValueError as error:
+        return None, str(error)
+
+
 def _noted(node: fx.Node) -> DecodeAttention | None:
     found = (node.meta.get("custom") or {}).get(ANNOTATION)
     return None if found is None else DecodeAttention(**found)

@@ -124,7 +124,7 @@ class _PagedAttention:
             if reason:
                 self.site.refuse(self._kernel_name, f"{only}, and not there either: {reason}")
                 return GATHERED
-            self.site.refuse(self._kernel_name, f"{only}: decode steps run by it, all others by the formula")
+            self.site.refuse(self._kernel_name, f"{only}: decode steps can run by it, all others run by the formula")
             return DECODED
         for route in routes_by_traffic(self.heads, sinks=self.sinks is not None):
             reasons = violations(self._imagined(route))

@@ -149,7 +149,7 @@ class _Products:
         self._inputs = inputs
         self._rounded: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
         self._given: dict[tuple[fx.Node, InputScale], fx.Node] = {}
-        self._biases: dict[fx.Node, fx.Node | None] = {}
+        self._whole_biases: dict[fx.Node, tuple[bool, fx.Node | None]] = {}
         self._ordered: dict[tuple[fx.Node, bytes], fx.Node] = {}
         self._matrices: dict[fx.Node, fx.Node] = {}
 
@@ -193,7 +193,7 @@ class _Products:
             reason = f"the inputs are {dtype}"
         elif in_whole and bias is not None and not self._inputs.is_parameter(bias):
             reason = "the bias is computed, not a parameter"
-        elif in_whole and self._biases.setdefault(weight, bias) is not bias:
+        elif self._whole_biases.setdefault(weight, whole := (in_whole, bias if in_whole else None)) != whole:
             reason = "the weight is read beside another bias, too"
         if reason:
             site.refuse("npu.npu_quant_matmul", reason)

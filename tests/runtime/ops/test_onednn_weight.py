@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,16 @@ def test_memory_is_ours_and_lives_as_long_as_the_tensor() -> None:
     x = numbers(100, 2048, seed=9)
     assert torch.equal(packed_linear_reference(x, held[0]), packed_linear_reference(x, reordered(weight.neg())))
     assert others
+    memory = weakref.ref(held[0].memory)  # type: ignore[attr-defined]
+    held.clear()
+    del each
+    gc.collect()
+    assert memory() is None, "and no longer"
+
+
+def test_looking_for_the_elements_keeps_no_tensor() -> None:
+    packed = reordered(numbers(96, 64))
+    assert address_of(packed) and packed._use_count() == 1  # type: ignore[attr-defined]
 
 
 def test_a_layout_that_differs_in_one_entry_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +115,10 @@ def test_a_layout_that_differs_in_one_entry_is_left_to_onednn(monkeypatch: pytes
     assert torch.equal(packed_linear_reference(x, packed), packed_linear_reference(x, reordered(weight)))
 
 
-@pytest.mark.parametrize("missing", ["aoti_torch_create_tensor_from_blob_v2", "aoti_torch_get_data_ptr"])
+@pytest.mark.parametrize(
+    "missing",
+    ["aoti_torch_create_tensor_from_blob_v2", "aoti_torch_get_data_ptr", "aoti_torch_delete_tensor_object"],
+)
 def test_a_torch_without_the_functions(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     function = onednn_weight._function
     monkeypatch.setattr(onednn_weight, "_function", lambda name: None if name == missing else function(name))

@@ -7,7 +7,6 @@ and ``int8_vectorwise_dequant``; tables of its csrc/kernels.cu).
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,6 +33,7 @@ _TABLES = {"nf4": _NF4, "fp4": (*_FP4_SIZES, *(-size for size in _FP4_SIZES))}
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PER_127 = 7.874015748031496e-3
+_LARGEST = torch.finfo(torch.float32).max
 _AT_ONCE = 1 << 22
 """Numbers that are unpacked together."""
 
@@ -68,13 +68,14 @@ def _of_8_bits(module: Quantized) -> torch.Tensor:
         raise module.bad("SCB", f"{len(weight)} outputs are needed")
     _check_sizes(module, "SCB", sizes)
     layout = module.tensors.get("weight_format")
-    if layout is not None and (layout.numel() != 1 or int(layout) != 0):
+    if layout is not None and (layout.numel() != 1 or bool((layout != 0).any())):
         raise module.bad("weight_format", "0, rows, is read; save the checkpoint again with a newer bitsandbytes")
     dense = torch.empty(weight.shape, dtype=module.dtype)
     rows = max(1, _AT_ONCE // max(weight.shape[1], 1))
     for first in range(0, len(weight), rows):
         some = slice(first, first + rows)
         dense[some] = weight[some] * sizes[some, None] * _PER_127
+        _check_weights(module, "SCB", dense[some])
     return dense
 
 
@@ -107,6 +108,7 @@ def _of_4_bits(module: Quantized, leaf: str) -> torch.Tensor:
         numbers = both.index_select(0, codes[first // 2 : (first + at_once) // 2].int()).flatten()
         own = scales[first // block : (first + at_once) // block].repeat_interleave(block)[: numbers.numel()]
         dense[first : first + at_once] = numbers[: own.numel()] * own
+        _check_weights(module, "absmax", dense[first : first + at_once])
     return dense[:count].view(outputs, inputs)
 
 
@@ -123,7 +125,7 @@ def _scales(module: Quantized, state: Mapping[str, Any], leaf: str, blocks: int)
         _check_sizes(module, "absmax", absmax)
         return absmax
     block, offset = state["nested_blocksize"], state.get("nested_offset")
-    if not _is_block(block) or not isinstance(offset, int | float) or not math.isfinite(offset):
+    if not _is_block(block) or type(offset) not in (int, float) or not abs(offset) < _LARGEST:
         raise module.bad(leaf, f"it says nested_blocksize={block}, nested_offset={offset}; get the file again")
     if state.get("nested_dtype") != "float32":
         raise module.bad(leaf, f"it says nested_dtype={state.get('nested_dtype')!r}; 'float32' is read")
@@ -143,7 +145,7 @@ def _state(module: Quantized, leaf: str) -> Mapping[str, Any]:
     data = module.take(leaf, torch.uint8, dim=1)
     try:
         found = json.loads(bytes(data.tolist()).decode("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise module.bad(leaf, f"no JSON is in it: {error}; the file is broken, get it again") from error
     if not isinstance(found, dict):
         raise module.bad(leaf, "no object of JSON is in it; the file is broken, get it again")
@@ -154,6 +156,14 @@ def _check_sizes(module: Quantized, leaf: str, sizes: torch.Tensor, *, signed: b
     """Refuse NaN, infinities and negative sizes; 0 is that of zeros."""
     if not bool(sizes.isfinite().all()) or (not signed and bool((sizes < 0).any())):
         raise module.bad(leaf, "a number in it is NaN, infinite or negative; the file is broken, get it again")
+
+
+def _check_weights(module: Quantized, leaf: str, weights: torch.Tensor) -> None:
+    """Refuse products that no number of their dtype holds."""
+    if not bool(weights.isfinite().all()):
+        raise module.bad(
+            leaf, f"with it weights are beyond what {weights.dtype} holds; the file is broken, get it again"
+        )
 
 
 def _check_stated(module: Quantized, leaf: str, bits: int, kind: str = "") -> None:

@@ -109,6 +109,7 @@ def _static(module: Quantized, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     static = not is_expert(module.name)
     form = WeightFormat("int", 8, 0, "f32", input_bits=8 * static, static_inputs=static)
     scales = (unit / given.scale).reshape(-1, 1)
+    module.check_scales("deq_scale", scales)
     stored = module.stored(form, unsigned(weight), scales, input_scale=given if static else None)
     found: dict[str, torch.Tensor] = {f"{module.name}.weight": stored}
     if bool((whole.abs() > 0.5).any()):

@@ -70,6 +70,7 @@ class AclGraphs(Route):
     Attributes:
         planned: numbers of tokens that steps are padded to, ascending.
         needs: what each captured size occupies of the device.
+        refusal: why no size is captured; "" where some are.
         captured: sizes that have been captured, as (tokens, asked rows).
         dropped: numbers of tokens → why they are not captured, or what was is not used.
     """
@@ -98,7 +99,7 @@ class AclGraphs(Route):
         self._ids_at = names.index(traced.input_ids)
         self._rows_at = names.index("logits_rows") if "logits_rows" in names else None
         self._only_decode = any(step_field(node) in _PADDED and node.users for node in traced.placeholders)
-        self._refusal = _why_not_captured(traced, self.lists)
+        self.refusal = _why_not_captured(traced, self.lists)
         self._length = self._width = 0
         self._caches: list[torch.Tensor] = []
         self._graphs: dict[bool, Run] = {}  # with streams of a schedule, or without
@@ -109,18 +110,18 @@ class AclGraphs(Route):
 
     def plan(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
         self.dropped.clear()
-        self.limits.clear()
+        self._limits.clear()
         self._budget = self._most
         if self._budget < 1:
-            self._refusal = self._refusal or f"no size can be captured: {self._limit}"
-        if self._refusal:
-            self.limits.append(self._refusal)
+            self.refusal = self.refusal or f"no size can be captured: {self._limit}"
+        if self.refusal:
+            self._limits.append(self.refusal)
             return 0
         most = max_num_seqs if self._only_decode else max(max_num_seqs, max_num_batched_tokens)
         mix = request_mix(max_num_seqs, most)
         self.planned = plan_capture_sizes(mix, most, self._budget)
         if len(self.planned) < len(mix):
-            self.limits.append(f"{len(self.planned)} sizes of {len(mix)} steps are planned: {self._limit}")
+            self._limits.append(f"{len(self.planned)} sizes of {len(mix)} steps are planned: {self._limit}")
         self._length = max_num_seqs + 1
         padding = most_padding(self.planned)
         self._width = max(spare_blocks(max_model_len, self.block_size), spare_blocks(padding, self.block_size))
@@ -164,7 +165,7 @@ class AclGraphs(Route):
     def size_for(self, size: StepSize) -> StepSize | None:
         """The next planned number of tokens, with as many sequences as the lists have members."""
         tokens = padded_size(size.tokens, [n for n in self.planned if n not in self.dropped])
-        reason = self._refusal
+        reason = self.refusal
         if not reason and self._only_decode and size.tokens != size.sequences:
             reason = "sequences differ in length, and the graph pads them to the longest"
         if not reason and (tokens is None or size.sequences >= self._length or size.blocks > self._width):

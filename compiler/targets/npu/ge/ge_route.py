@@ -145,7 +145,9 @@ class GeGraphs(Route):
         """That of the graph for lists of ``length``; it is exercised by steps of so many sequences."""
         longest, most = self._max_model_len, self._max_num_batched_tokens
         sequences = min(sequences, most)
-        mixed = fitting_shape(min(most, sequences + PREFILLED_TOKENS), sequences, longest)
+        # Where a step takes no more tokens than sequences, one sequence less leaves two tokens to another.
+        fewer = sequences if length else max(1, min(sequences, most - 1))
+        mixed = fitting_shape(min(most, sequences + PREFILLED_TOKENS), fewer, longest)
         return PlannedSize(
             name=f"steps of {length} sequences" if length else "steps of any number of sequences",
             # Decode steps are for graphs of fixed sizes, where there are any.

@@ -22,6 +22,7 @@ from torch_pagoda.compiler.link.linker import link
 from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.targets.cpu.kernels import call_kernels
+from torch_pagoda.compiler.targets.npu import route as route_module
 from torch_pagoda.compiler.targets.npu.aclgraph.aclgraph_route import AclGraphs
 from torch_pagoda.compiler.targets.npu.decode_steps import DecodeCalls, DecodeRoute, StepKinds, is_decode_step
 from torch_pagoda.compiler.targets.npu.flat_graph import cache_inputs
@@ -64,6 +65,11 @@ def both(model_type: str = "llama", graph_mode: str = "ge", **options: Any) -> t
     return traced, decode
 
 
+def calls_of(traced: TracedGraph, decode: TracedGraph) -> DecodeCalls:
+    """The calls of both, one by one."""
+    return DecodeCalls(traced, decode, decode.module, traced.module)
+
+
 class Watched:
     """A graph that notes how many tokens each sequence of its steps had."""
 
@@ -103,7 +109,7 @@ def test_served_tokens_are_those_of_the_cpu(model_type, block_size):
     decode = decode_graph(traced)
     assert decode is not None and illegal_calls(decode, decode.npu) == illegal_calls(traced, traced.npu) == []
     one, others = Watched(decode), Watched(traced)
-    found = served(traced, DecodeCalls(traced, one, others), max_tokens=4)
+    found = served(traced, DecodeCalls(traced, decode, one, others), max_tokens=4)
     assert_same(found, served(traced, traced.module, max_tokens=4), tolerance=ROUNDED)
     canonical = rewritten(model, "cpu")
     assert_same(found, served(canonical, call_kernels(canonical), max_tokens=4), tolerance=0.05)
@@ -202,6 +208,69 @@ def test_graphs_of_both_kinds_are_planned_compared_and_used(static):
     assert not route.eager_steps
 
 
+class WithoutFixedSizes(AsItIs):
+    """One whose toolchain fails on them."""
+
+    def _compile_static(self, inputs: Any) -> Any:
+        raise RuntimeError("no room")
+
+
+def test_the_graph_for_any_step_is_there_where_fixed_sizes_fail():
+    traced, decode = both()
+    first = WithoutFixedSizes(decode, sequences_per_graph=4, static_decode=True, eager=pytest.fail)
+    route = DecodeRoute(first, AsItIs(traced, sequences_per_graph=4))
+    program = link(traced, route)
+    program.bind(allocate_kv_cache(traced.caches, 24 + program.reserve(4, 19, 200), 32))
+    reasons = {size.name: size.reason for size in warm_up(program, route)}
+    assert reasons.pop("decode steps of 4 sequences") and set(reasons.values()) == {""}
+    assert_same(served(traced, route, max_tokens=4), served(traced, traced.module, max_tokens=4), tolerance=ROUNDED)
+    assert first.steps and not route.eager_steps
+
+
+@pytest.mark.parametrize("tokens", [4, 19])
+def test_each_graph_is_compared_twice_by_steps_that_it_is_for(tokens):
+    """Also where no step has more tokens than sequences."""
+    traced, decode = both()
+    route = DecodeRoute(AsItIs(decode, eager=pytest.fail), AsItIs(traced))
+    route.reserve(4, tokens, 200)
+    for part in (route.decode, route.others):
+        sizes = [size for size in route.planned_sizes() if size.compile.func.__self__ is part]
+        assert sizes and all(len(size.shapes) == 2 for size in sizes)
+        assert all((s.tokens == s.sequences) == (part is route.decode) for size in sizes for s in size.shapes)
+
+
+def test_a_step_that_falls_back_finds_all_that_the_formula_reads_on_the_device(monkeypatch):
+    traced, decode = both()
+    on_device: dict[int, torch.Tensor] = {}
+
+    def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        copy = tensor.clone()
+        on_device[id(copy)] = copy
+        return copy
+
+    def formula(*args: Any) -> Any:
+        assert all(id(args[i]) in on_device for i in Route(traced).changing), "left on the host"
+        return traced.module(*args)
+
+    monkeypatch.setattr(route_module, "sent", sent)
+    monkeypatch.setattr(Route, "__abstractmethods__", frozenset())
+    monkeypatch.setattr(GeGraphs, "_compile", lambda self, length: [][0])
+    route = make_route("ge", traced, formula, decode=DecodeCalls(traced, decode, pytest.fail, formula))
+    program = link(traced, route)
+    program.bind(allocate_kv_cache(traced.caches, 24 + program.reserve(4, 19, 200), 32))
+    assert all(size.reason for size in warm_up(program, route))
+    assert_same(served(traced, route, max_tokens=4), served(traced, traced.module, max_tokens=4), tolerance=ROUNDED)
+    assert route.eager_steps
+
+
+def test_calls_of_the_kernel_serve_where_nothing_can_be_captured():
+    """A layer with a window gathers in decode steps, too."""
+    traced, decode = both("gemma3_text", graph_mode="aclgraph")
+    calls = calls_of(traced, decode)
+    route = make_route("aclgraph", traced, pytest.fail, decode=calls)
+    assert isinstance(route, DecodeRoute) and route.decode.refusal and route.decode.eager is calls.decode
+
+
 def _swapped(call: dict[str, Any]) -> dict[str, Any]:
     return {
         **call,
@@ -232,26 +301,27 @@ def test_a_prompt_in_the_decode_graph_is_found(monkeypatch):
     """The mutant that takes every step for a decode step."""
     traced, decode = both()
     monkeypatch.setattr(StepKinds, "is_decode", lambda self, args: True)
-    outputs = served(traced, DecodeCalls(traced, decode.module, traced.module))
+    outputs = served(traced, DecodeCalls(traced, decode, decode.module, traced.module))
     assert any(output.outputs[0].error is not None for output in outputs)
 
 
 def test_captured_sizes_have_sequences_without_tokens(monkeypatch):
     traced, decode = both(graph_mode="aclgraph")
     monkeypatch.setattr(AclGraphs, "_compile", lambda self, scheduled: self.traced.module)
-    route = make_route("aclgraph", traced, traced.module, decode=decode)
+    route = make_route("aclgraph", traced, traced.module, decode=calls_of(traced, decode))
     assert isinstance(route, DecodeRoute) and isinstance(route.decode, AclGraphs)
     assert_same(served(traced, route, max_tokens=4), served(traced, traced.module, max_tokens=4), tolerance=ROUNDED)
     assert {tokens for tokens, _ in route.decode.captured} == {1, 2, 3, 4} and not route.others.captured
     assert route.decode.planned[-1] == LIMITS["max_num_seqs"]
-    assert set(route.eager_steps) == {route.others._refusal} and "gathers the blocks" in route.others._refusal
+    assert set(route.eager_steps) == {route.others.refusal} and "gathers the blocks" in route.others.refusal
     assert any(limit.startswith("other steps: the graph gathers") for limit in route.limits)
 
 
 def test_call_by_call_is_no_route():
     traced, decode = both()
-    assert make_route("none", traced, traced.module, decode=decode) is None
-    assert isinstance(make_route("ge", traced, traced.module, static_decode=True, decode=decode), Route)
+    assert make_route("none", traced, traced.module, decode=calls_of(traced, decode)) is None
+    calls = calls_of(traced, decode)
+    assert isinstance(make_route("ge", traced, traced.module, static_decode=True, decode=calls), Route)
 
 
 @pytest.mark.torchair
@@ -285,7 +355,7 @@ def test_torchair_converts_both_kinds_of_decode_graphs(model_type):
 @pytest.mark.parametrize("static", [False, True])
 def test_ge_graphs_serve_the_same(static):
     traced, decode = both()
-    route = make_route("ge", traced, traced.module, static_decode=static, decode=decode)
+    route = make_route("ge", traced, traced.module, static_decode=static, decode=calls_of(traced, decode))
     assert isinstance(route, DecodeRoute)
     assert_same(served(traced, route, max_tokens=4), served(traced, traced.module, max_tokens=4), tolerance=ROUNDED)
     assert route.others.graphs.keys() == {0} and not route.eager_steps
@@ -297,7 +367,7 @@ def test_captures_of_decode_steps_serve_the_same():
     from captured_graphs import captured_graphs
 
     traced, decode = both(graph_mode="aclgraph")
-    route = make_route("aclgraph", traced, traced.module, decode=decode)
+    route = make_route("aclgraph", traced, traced.module, decode=calls_of(traced, decode))
     assert isinstance(route, DecodeRoute)
     with captured_graphs() as graphs:
         assert_same(
