@@ -124,8 +124,10 @@ def _scales(module: Quantized, state: Mapping[str, Any], leaf: str, blocks: int)
     if not nested:
         _check_sizes(module, "absmax", absmax)
         return absmax
-    block, offset = state["nested_blocksize"], state.get("nested_offset")
-    if not _is_block(block) or type(offset) not in (int, float) or not abs(offset) < _LARGEST:
+    block: Any = state["nested_blocksize"]
+    offset: Any = state.get("nested_offset")
+    is_float = isinstance(offset, int | float) and not isinstance(offset, bool) and abs(offset) < _LARGEST
+    if not _is_block(block) or not is_float:
         raise module.bad(leaf, f"it says nested_blocksize={block}, nested_offset={offset}; get the file again")
     if state.get("nested_dtype") != "float32":
         raise module.bad(leaf, f"it says nested_dtype={state.get('nested_dtype')!r}; 'float32' is read")
@@ -137,7 +139,7 @@ def _scales(module: Quantized, state: Mapping[str, Any], leaf: str, blocks: int)
     for name, found in (("nested_absmax", sizes), ("nested_quant_map", table)):
         _check_sizes(module, name, found, signed=name == "nested_quant_map")
     own = sizes.repeat_interleave(block)[:blocks]
-    return table[absmax.long()] * own + torch.tensor(offset, dtype=torch.float32)
+    return table[absmax.long()] * own + torch.tensor(float(offset), dtype=torch.float32)
 
 
 def _state(module: Quantized, leaf: str) -> Mapping[str, Any]:
