@@ -1,4 +1,6 @@
-"""Dataclasses as plain data, and back with every type checked: what is read from a file is not what it says it is."""
+"""Dataclasses and named tuples as plain data, and back with every type checked: what is read from a file is not what
+it says it is.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 def to_plain(item: Any) -> Any:
-    """Literals, containers and tensors; a dataclass is a dict of its fields, a device its name."""
-    if is_dataclass(item) and not isinstance(item, type):
-        return {f.name: to_plain(getattr(item, f.name)) for f in fields(item)}
+    """Literals, containers and tensors; a dataclass or a named tuple is a dict of its fields, a device its name."""
+    if not isinstance(item, type) and (names := _field_names(item)) is not None:
+        return {name: to_plain(getattr(item, name)) for name in names}
     if isinstance(item, Mapping):
         return {key: to_plain(inner) for key, inner in item.items()}
     if isinstance(item, (list, tuple)):
@@ -53,8 +55,8 @@ def from_plain(kind: Any, plain: Any, name: str) -> Any:
         if type(plain) is not torch.Tensor or plain.device.type != "cpu" or plain.layout is not torch.strided:
             raise _refusal(name, plain, kind)
         return plain
-    if is_dataclass(kind):
-        return _dataclass(kind, plain, name)
+    if (names := _field_names(kind)) is not None:
+        return _record(kind, names, plain, name)
     origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         return _one_of(arguments, plain, name)
@@ -81,19 +83,27 @@ def from_plain(kind: Any, plain: Any, name: str) -> Any:
     return plain
 
 
-def _dataclass(kind: Any, plain: Any, name: str) -> Any:
+def _field_names(kind: Any) -> frozenset[str] | None:
+    """Of a dataclass or a named tuple, or one of them; None for all else."""
+    if is_dataclass(kind):
+        return frozenset(field.name for field in fields(kind))
+    named = kind if isinstance(kind, type) else type(kind)
+    return frozenset(named._fields) if issubclass(named, tuple) and hasattr(named, "_fields") else None
+
+
+def _record(kind: Any, names: frozenset[str], plain: Any, name: str) -> Any:
     hints = typing.get_type_hints(kind)
-    wanted = {f.name for f in fields(kind)}
-    if type(plain) is not dict or plain.keys() != wanted:
-        raise ValueError(f"{name} is {_short(plain)}, no {kind.__name__} of {', '.join(sorted(wanted))}")
+    if type(plain) is not dict or plain.keys() != names:
+        raise ValueError(f"{name} is {_short(plain)}, no {kind.__name__} of {', '.join(sorted(names))}")
     return kind(**{key: from_plain(hints[key], plain[key], f"{name}.{key}") for key in plain})
 
 
 def _one_of(kinds: tuple[Any, ...], plain: Any, name: str) -> Any:
 
     def likeness(kind: Any) -> int:
-        if is_dataclass(kind) and type(plain) is dict:
-            return len(plain.keys() & {f.name for f in fields(kind)})
+        names = _field_names(kind)
+        if names is not None and type(plain) is dict:
+            return len(plain.keys() & names)
         return 0 if kind is not type(None) else -1
 
     for kind in sorted(kinds, key=likeness):  # what refuses last says why

@@ -135,6 +135,7 @@ def cache(**changes):
     return put("linkage", "caches", 0, lambda spec: {**spec, **changes})
 
 
+INT8 = {"bits": 8, "group_size": 0, "input_bits": 8, "zeros": False, "code": "int", "input_scale": None}
 REFUSED = {
     "a view that reaches too far": (
         of_weight(lambda w, sizes, strides: (w, (sizes, (strides[0] + 1, strides[1])))),
@@ -178,10 +179,24 @@ REFUSED = {
             0,
             lambda p: {
                 **p,
-                "quantization": {"bits": 3, "group_size": 0, "input_bits": 8, "zeros": False, "code": "int"},
+                "quantization": {**INT8, "bits": 3},
             },
         ),
         "bits=3",
+    ),
+    "inputs of half an offset": (
+        put(
+            *("linkage", "packed", 0),
+            lambda p: {**p, "quantization": {**INT8, "input_scale": {"scale": 0.5, "offset": 0.5}}},
+        ),
+        "input_scale.offset is 0.5, no int",
+    ),
+    "inputs of no scale": (
+        put(
+            *("linkage", "packed", 0),
+            lambda p: {**p, "quantization": {**INT8, "input_scale": {"scale": float("nan"), "offset": 0}}},
+        ),
+        "input_scale=nan",
     ),
     "what is folded of nothing": (put("linkage", "folded", ("nothing",)), "no constant"),
     "digests of nothing": (lambda d: {**d, "digests": {"x": "0"}}, "the digests are not"),
