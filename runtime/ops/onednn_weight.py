@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
-from .weight_panels import SIZES, STEP, lay_out
+from .weight_panels import SIZES, lay_out
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +28,10 @@ class _Layout:
     Attributes:
         panel: outputs of a panel.
         description: oneDNN's own, as bytes.
-        size: bytes of a weight.
     """
 
     panel: int
     description: torch.Tensor
-    size: int
 
 
 _layouts: dict[tuple[int, int, int], _Layout] = {}
@@ -47,27 +44,25 @@ def pack_for_onednn(weight: torch.Tensor) -> torch.Tensor:
     Its attribute ``blocked`` says where that lies and how many outputs a panel of it has; there is none where the
     layout is not one of ours (``weight_panels``).
     """
-    outputs, inputs = weight.shape
-    key = (outputs, inputs, torch.get_num_threads())
-    layout = _layouts.get(key) if weight.dtype is torch.bfloat16 else None
-    if layout is not None and (packed := _over_panels(weight, layout)) is not None:
-        return packed
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    key = (*weight.shape, torch.get_num_threads())
+    layout = _layouts.get(key) if weight.dtype is torch.bfloat16 else None  # type: ignore[call-overload]
+    if layout is not None and (ours := _over_panels(weight, lay_out(weight, layout.panel), layout)) is not None:
+        return ours
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     address, size = address_of(packed), torch.ops.mkldnn._nbytes(packed)
-    panel = panel_of(weight, address, size) if address else 0
-    if not panel:
+    laid = panels_in(weight, address, size) if address else None
+    if laid is None:
         log.info("a weight %s is in a layout of oneDNN's that only it can read", tuple(weight.shape))
         return packed
-    packed.blocked = (address, panel)
-    layout = _Layout(panel, torch.ops.mkldnn._get_mkldnn_serialized_md(packed), size)
-    ours = _over_panels(weight, layout)
-    if ours is None or not torch.equal(ours.memory.view(torch.int16).view(-1), _elements(address, size)):  # type: ignore[attr-defined]
+    packed.blocked = (address, laid.shape[2])  # type: ignore[attr-defined]
+    layout = _Layout(laid.shape[2], torch.ops.mkldnn._get_mkldnn_serialized_md(packed))
+    if laid.nbytes != size or (ours := _over_panels(weight, laid, layout)) is None:
         return packed
-    _layouts[key] = layout
+    _layouts[key] = layout  # type: ignore[index]
     return ours
 
 
-def _over_panels(weight: torch.Tensor, layout: _Layout) -> torch.Tensor | None:
+def _over_panels(weight: torch.Tensor, laid: torch.Tensor, layout: _Layout) -> torch.Tensor | None:
     """The opaque tensor over a weight that is laid out here; None where torch makes none.
 
     Its attribute ``memory`` keeps that; a detached copy of the tensor does not.
@@ -75,9 +70,6 @@ def _over_panels(weight: torch.Tensor, layout: _Layout) -> torch.Tensor | None:
     create, delete = _function("aoti_torch_create_tensor_from_blob_v2"), _function("aoti_torch_delete_tensor_object")
     aoti: Any = getattr(torch._C, "_aoti", None)
     if create is None or delete is None or not hasattr(aoti, "alloc_tensor_by_stealing_from_void_ptr"):
-        return None
-    laid = lay_out(weight, layout.panel)
-    if laid.nbytes != layout.size:
         return None
     sizes, strides = (ctypes.c_int64 * 2)(*weight.shape), (ctypes.c_int64 * 2)(weight.shape[1], 1)
     found = ctypes.c_void_p()
@@ -108,35 +100,29 @@ def _over_panels(weight: torch.Tensor, layout: _Layout) -> torch.Tensor | None:
     return packed
 
 
-def panel_of(weight: torch.Tensor, address: int, size: int) -> int:
-    """Outputs of a panel of a packed weight whose layout is ``[out / panel][in / 2][panel][2]``; 0 where it is not.
+def panels_in(weight: torch.Tensor, address: int, size: int) -> torch.Tensor | None:
+    """A packed weight laid out in panels as it is in memory, ``[out / panel][in / 2][panel][2]``; None where that is
+    in none of our layouts.
 
-    Its first, middle and last panel are compared. Where these hold the same numbers in any order, nothing is learnt.
+    Every entry is compared. Where the first rows would be the same in another layout, or with rows or pairs
+    exchanged, nothing is learnt.
     """
-    outputs, inputs = weight.shape
     if weight.dtype is not torch.bfloat16:
-        return 0
-    padded = -(-inputs // STEP) * STEP
-    memory = _elements(address, size)
-    found = []
-    for panel in SIZES:
-        panels = -(-outputs // panel)
-        if panels * panel * padded * 2 > size:
-            continue
-        same = varied = True
-        for i in {0, panels // 2, panels - 1}:
-            rows = weight[i * panel : (i + 1) * panel].view(torch.int16)
-            rows = F.pad(rows, (0, padded - inputs, 0, panel - rows.shape[0]))
-            blocked = rows.view(panel, padded // 2, 2).transpose(0, 1)
-            same &= torch.equal(blocked.reshape(-1), memory[i * panel * padded :][: panel * padded])
-            varied &= not torch.equal(rows, rows.roll(1, 0)) and not torch.equal(rows, rows.roll(2, 1))
-        if same and varied:
-            found.append(panel)
-    return found[0] if len(found) == 1 else 0
+        return None
+    memory = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.int16)
 
+    def is_there(laid: torch.Tensor) -> bool:
+        return laid.nbytes <= size and torch.equal(laid.view(torch.int16).view(-1), memory[: laid.numel()])
 
-def _elements(address: int, size: int) -> torch.Tensor:
-    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.int16)
+    first = weight[: max(SIZES)].view(torch.int16)
+    outputs, inputs = first.shape
+    if (outputs > 1 and torch.equal(first, first.roll(1, 0))) or (
+        inputs > 2 and torch.equal(first, first.roll(2, 1))
+    ):
+        return None
+    panels = [panel for panel in SIZES if is_there(lay_out(weight[:panel], panel))]
+    laid = lay_out(weight, panels[0]) if len(panels) == 1 else None
+    return laid if laid is not None and is_there(laid) else None
 
 
 def address_of(packed: torch.Tensor) -> int:

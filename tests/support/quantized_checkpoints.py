@@ -7,6 +7,7 @@ numbers mean, computed from the numbers before they are packed.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
+
+from tiny_models import build_tiny_model
 
 Tensors = dict[str, torch.Tensor]
 Range = tuple[float, float]
@@ -348,6 +351,17 @@ FORMATS: dict[str, Format] = {
     "slim-w4a8": Format(_slim_w4a8, description="W4A8_DYNAMIC"),
     "slim-w4a8-experts": Format(_slim, description="W8A8_DYNAMIC", experts="slim-w4a8"),
 }
+
+
+def write_beside_dense(folder: Path, name: str, model_type: str) -> Path:
+    """A tiny checkpoint in the format of that name, with ``dense`` in it, a float one of what its weights mean."""
+    build_tiny_model(model_type).save_pretrained(folder)
+    shutil.copytree(folder, folder / "dense")
+    means = quantize_folder(folder, name)
+    state = load_file(folder / "dense" / "model.safetensors")
+    state = {key: means.get(key, tensor).float().contiguous() for key, tensor in state.items()}
+    save_file(state, folder / "dense" / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def quantize_folder(folder: Path, name: str) -> Tensors:

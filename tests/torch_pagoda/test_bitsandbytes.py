@@ -133,6 +133,20 @@ def test_a_model_is_unpacked_with_a_warning(
         assert not isinstance(tensor, StoredWeight) and torch.equal(tensor, expected[key]), key
 
 
+def test_a_head_in_codes_is_not_tied(folders: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    """Whatever the config says: it is another matrix than the embeddings that it was made from."""
+    shutil.copytree(folders("nf4")[0], tmp_path / "it")
+    file, config = tmp_path / "it" / "model.safetensors", tmp_path / "it" / "config.json"
+    tensors = load_file(file)
+    codes, means = four_bits(tensors.pop("lm_head.weight"), "nf4")
+    tensors |= {f"lm_head.{leaf}": tensor for leaf, tensor in codes.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": True}))
+    model = load_model(tmp_path / "it", "float32", False, CPU)
+    assert torch.equal(model.get_output_embeddings().weight, means.float())
+    assert torch.equal(model.get_input_embeddings().weight, tensors["model.embed_tokens.weight"])
+
+
 @pytest.mark.parametrize("name", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_tokens_are_those_of_the_floats(name: str, folders: Callable[[str], tuple[Path, Path]]) -> None:
     quantized, dense = folders(name)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_checkpoints import quantize_folder
+from quantized_checkpoints import write_beside_dense
 from quantized_oracle import given_inputs
 from safetensors.torch import load_file, save_file
 from stored_weights import packed_weight
@@ -52,13 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     def make(name: str, model_type: str = "llama") -> Path:
         if (name, model_type) not in made:
-            made[name, model_type] = folder = tmp_path_factory.mktemp(name)
-            build_tiny_model(model_type).save_pretrained(folder)
-            shutil.copytree(folder, folder / "dense")
-            means = quantize_folder(folder, name)
-            state = load_file(folder / "dense" / "model.safetensors")
-            state = {key: means.get(key, tensor).float().contiguous() for key, tensor in state.items()}
-            save_file(state, folder / "dense" / "model.safetensors", metadata={"format": "pt"})
+            made[name, model_type] = write_beside_dense(tmp_path_factory.mktemp(name), name, model_type)
         return made[name, model_type]
 
     return make

@@ -154,11 +154,13 @@ def _load_quantized(
         plain = plain.get_text_config()
     dtype = wanted or getattr(plain, "dtype", None) or torch.bfloat16
     state = dict(read_quantized(name, method, files, stored, dtype))
-    output = state.get("lm_head.weight")
-    if isinstance(output, StoredWeight) and getattr(plain, "tie_word_embeddings", False):
+    unpacked = unpacked_weights(method, state, stored)
+    head = "lm_head.weight"
+    if (isinstance(state.get(head), StoredWeight) or head in unpacked) and getattr(
+        plain, "tie_word_embeddings", False
+    ):
         plain.tie_word_embeddings = False  # the head is another matrix than the embeddings that it was made from
     model, report = _made_of(state, model_class, plain, dtype, name)
-    unpacked = unpacked_weights(method, state, stored)
     plainly = {
         key: stored[key]
         for key, read in state.items()

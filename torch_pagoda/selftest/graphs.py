@@ -15,7 +15,7 @@ import torch
 from ..compiler.build import build_unpacked
 from ..compiler.options import CompileOptions
 from ..compiler.report import CompileReport
-from ..compiler.targets.npu.schedule_options import asked_for
+from ..compiler.targets.npu.schedule_options import PASSES, asked_for
 from ..compiler.targets.npu.toolchain_options import check_options
 from ..compiler.verify.self_check import Reference
 from ..runtime.engine.engine import Engine
@@ -141,11 +141,10 @@ def _side(
 def _unscheduled(report: CompileReport, options: CompileOptions) -> list[str]:
     """A line for each schedule that was asked for and found nothing to place: both sides are the same graph."""
     placed = {record.name for record in report.passes if record.matches}
-    passes = {"streams": "schedule_branches", "prefetch": "schedule_prefetch"}
     return [
         f"schedule {name!r} places nothing in this model on {options.soc}; `pagoda inspect --schedule` says why"
         for name in asked_for(options.schedule)
-        if passes[name] not in placed
+        if PASSES[name] not in placed
     ]
 
 

@@ -23,7 +23,7 @@ from .warm_up_steps import StepShape
 def is_decode_step(query_lens: Sequence[int], tokens: int) -> bool:
     """True if each of the step's ``tokens`` is the only one of its sequence, and sequences without any stand behind
     these."""
-    return tokens <= len(query_lens) and all(length == 1 for length in query_lens[:tokens])
+    return query_lens[:tokens].count(1) == tokens
 
 
 class StepKinds:

@@ -45,6 +45,11 @@ def make_inputs(
     numbers = numbers.transpose(0, 1)
     if scheme.input_scale is not None:
         scales = scales.float() * scheme.input_scale.scale
+        if not bool(scales.isfinite().all()) or bool((scales == 0).any()):
+            raise UnsupportedModel(
+                f"scales of the weight {inputs.source!r} times that of its inputs, {scheme.input_scale.scale:.3g}, "
+                "are 0 or infinite in float32; give input_bits=16"
+            )
     kept = _of_groups(scales, scheme)
     made = {
         inputs.numbers: pack_int4(numbers) if scheme.bits == 4 else numbers.contiguous(),

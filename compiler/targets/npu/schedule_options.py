@@ -11,7 +11,9 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-KNOWN = ("streams", "prefetch")
+PASSES = {"streams": "schedule_branches", "prefetch": "schedule_prefetch"}
+"""Schedule → the pass whose record says what of it was placed."""
+KNOWN = tuple(PASSES)
 _SINGLE_STREAM = "ge_config.enable_single_stream"
 
 

@@ -14,6 +14,7 @@ import torch
 from fetched_graphs import BYTES, fetching, inputs
 from lowered_models import LIMITS, assert_same, served
 from scheduled_models import prefetched, scheduled
+from stream_operators import OPERATORS, enter, record, text, wait
 from torch import fx
 
 from torch_pagoda.compiler.targets.npu.aclgraph import aclgraph_route, prefetch_stream
@@ -25,28 +26,6 @@ from torch_pagoda.compiler.targets.npu.prefetches import counted_fetches, placed
 from torch_pagoda.passes.schedule.schedule_prefetch import PREFETCH, whole_input
 
 aten, npu = torch.ops.aten, torch.ops.npu
-
-
-def enter(keys: Any, values: Any) -> None: ...
-
-
-def leave() -> None: ...
-
-
-def record(event: str, inside: bool) -> None: ...
-
-
-def wait(event: str, inside: bool) -> None: ...
-
-
-def keep(tensor: Any, label: str) -> None: ...
-
-
-OPERATORS = StreamOperators(enter, leave, record, wait, keep, lambda name: None)
-
-
-def text(graph: fx.Graph) -> list[str]:
-    return [str(node.format_node()) for node in graph.nodes]
 
 
 def named(graph: fx.Graph, name: str) -> fx.Node:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from branched_graphs import inputs, layered
+from stream_operators import OPERATORS, enter, keep, leave, record, text, wait
 from torch import fx
 from torch._functorch.aot_autograd import aot_module_simplified
 
@@ -25,28 +26,6 @@ from torch_pagoda.compiler.targets.npu.aclgraph.side_stream import (
 )
 
 aten = torch.ops.aten
-
-
-def enter(keys: Any, values: Any) -> None: ...
-
-
-def leave() -> None: ...
-
-
-def record(event: str, inside: bool) -> None: ...
-
-
-def wait(event: str, inside: bool) -> None: ...
-
-
-def keep(tensor: Any, label: str) -> None: ...
-
-
-OPERATORS = StreamOperators(enter, leave, record, wait, keep, lambda name: None)
-
-
-def text(graph: fx.Graph) -> list[str]:
-    return [str(node.format_node()) for node in graph.nodes]
 
 
 def named(graph: fx.Graph, target: Any) -> list[fx.Node]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from npu_calls import illegal_calls
@@ -19,6 +21,7 @@ from torch_pagoda.compiler.verify.self_check import WEIGHT_TOLERANCE, reference_
 from torch_pagoda.passes import UnsupportedModel
 from torch_pagoda.passes.graph.fx_nodes import value
 from torch_pagoda.runtime.ops.stored_weight import StoredWeight
+from torch_pagoda.runtime.ops.weight_format import InputScale
 
 from legal_models import build_legal_model
 
@@ -179,6 +182,17 @@ def test_a_bias_beyond_int32_is_refused():
     for name in copy.notes.merged.get(inputs.bias, (inputs.bias,)):
         copy.constants[name] = torch.full_like(copy.constants[name], 1e12)
     with pytest.raises(UnsupportedModel, match="is no int32 in steps of its scales; give input_bits=16"):
+        prepare_weights(copy, fractal_nz=False, release=False)
+
+
+def test_scales_that_vanish_beside_those_of_the_inputs_are_refused():
+    _, traced, _ = stored("llama", QUICK)
+    copy = traced.copy()
+    copy.notes.quantized[:] = [
+        replace(inputs, quantization=replace(inputs.quantization, input_scale=InputScale(2.0**-149)))
+        for inputs in copy.notes.quantized
+    ]
+    with pytest.raises(UnsupportedModel, match="are 0 or infinite in float32; give input_bits=16"):
         prepare_weights(copy, fractal_nz=False, release=False)
 
 

@@ -1,0 +1,33 @@
+"""What a selftest says of schedules that place nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from torch_pagoda.compiler.options import CompileOptions
+from torch_pagoda.compiler.report import CompileReport
+from torch_pagoda.passes import PassRecord
+from torch_pagoda.selftest.graphs import _unscheduled
+
+OPTIONS = CompileOptions(
+    target="npu", codegen="aclgraph", soc="Ascend910B3", schedule={"streams": True, "prefetch": True}
+)
+
+
+@pytest.mark.parametrize(
+    ("records", "silent"),
+    [
+        ([], ["streams", "prefetch"]),
+        ([PassRecord("schedule_branches", matches=2)], ["prefetch"]),
+        ([PassRecord("schedule_branches", matches=2), PassRecord("schedule_prefetch")], ["prefetch"]),
+        ([PassRecord("schedule_branches", matches=1), PassRecord("schedule_prefetch", matches=1)], []),
+    ],
+)
+def test_schedules_that_place_nothing_are_named(records: list[PassRecord], silent: list[str]) -> None:
+    lines = _unscheduled(CompileReport("M", passes=records), OPTIONS)
+    assert [line.split("'")[1] for line in lines] == silent
+    assert all("places nothing in this model on Ascend910B3" in line for line in lines)
+
+
+def test_what_was_not_asked_for_is_not_named() -> None:
+    assert _unscheduled(CompileReport("M"), CompileOptions(target="npu", codegen="aclgraph")) == []
