@@ -251,7 +251,7 @@ def test_lengths_that_a_replay_would_not_get():
     lens = traced.placeholder("kv_lens")
     with traced.graph.inserting_before(traced.output):
         traced.graph.call_function(torch.ops.aten.full.default, ([2], lens))
-    assert "only attention calls get those of a replay" in AclGraphs(traced, traced.module)._refusal
+    assert "only attention calls get those of a replay" in AclGraphs(traced, traced.module).refusal
 
 
 # Through torchair
