@@ -1,4 +1,7 @@
-"""A small client of completions over raw sockets: what it costs must not be taken for the server's."""
+"""A small client of completions over raw sockets: what it costs must not be taken for the server's.
+
+So what comes is only kept, with its times, while the server works, and read afterwards.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ class Answer:
     Attributes:
         status: of HTTP; 0: the connection ended before there was one.
         seconds: from sending the request, over a connection that the system has made, to the end.
+        ended: when that was, in seconds of ``time.monotonic``.
         events: when each event with a choice was read, in seconds of ``time.monotonic``.
         characters: of the text up to and with each of them.
         text: of all events.
@@ -26,6 +30,7 @@ class Answer:
 
     status: int = 0
     seconds: float = 0.0
+    ended: float = 0.0
     events: list[float] = field(default_factory=list)
     characters: list[int] = field(default_factory=list)
     text: str = ""
@@ -39,66 +44,100 @@ class Answer:
         return int(self.usage.get("completion_tokens", 0))
 
 
-async def ask(
+class Exchange(asyncio.Protocol):
+    """One request over a connection of its own; what comes is kept as it is, to be read when nothing is timed.
+
+    Args:
+        request: its bytes.
+        leave_after: close the connection after so many events.
+    """
+
+    def __init__(self, request: bytes, leave_after: int | None = None) -> None:
+        self.begin = self.end = 0.0
+        self.chunks: list[tuple[float, bytes]] = []
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._request, self._left = request, leave_after
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.begin = time.monotonic()
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.chunks.append((time.monotonic(), data))
+        if self._left is not None:
+            self._left -= data.count(b"\ndata: ")
+            if self._left <= 0:
+                self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.end = time.monotonic()
+        if not self.over.done():
+            self.over.set_result(None)
+
+
+async def exchange(
     port: int, body: dict[str, Any], path: str = "/v1/completions", *, leave_after: int | None = None
-) -> Answer:
-    """Send one request over a connection of its own and read all of its answer.
+) -> Exchange:
+    """Send one request and wait until its connection is closed.
 
     Args:
         port: of the server on this machine.
-        body: as JSON; ``stream`` says how the answer is read.
+        body: as JSON.
         path: of the route.
         leave_after: close the connection after so many events.
     """
-    answer = Answer()
     content = json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
-    begin = time.monotonic()
+    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
+    request = f"{head}content-length: {len(content)}\r\nconnection: close\r\n\r\n".encode() + content
+    loop = asyncio.get_running_loop()
+    transport, found = await loop.create_connection(lambda: Exchange(request, leave_after), "127.0.0.1", port)
     try:
-        head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
-        writer.write(f"{head}content-length: {len(content)}\r\nconnection: close\r\n\r\n".encode() + content)
-        await writer.drain()
-        status = await reader.readline()
-        answer.status = int(status.split()[1]) if status else 0
-        while (await reader.readline()).strip():
-            pass
-        if body.get("stream") and answer.status == 200:
-            await _read_events(reader, answer, leave_after)
-        else:
-            answer.body = await reader.read()
-            _read_body(answer)
-    except (ConnectionError, asyncio.IncompleteReadError):
-        pass
+        await found.over
     finally:
-        writer.close()
-    answer.seconds = time.monotonic() - begin
+        transport.close()
+    return found
+
+
+def read_answer(found: Exchange) -> Answer:
+    """Read what came. Events end with an empty line; chunks of the transfer are not told apart, since an event is one
+    line."""
+    answer = Answer(seconds=found.end - found.begin, ended=found.end)
+    content = b"".join(data for _, data in found.chunks)
+    head, _, answer.body = content.partition(b"\r\n\r\n")
+    if not head:
+        return answer
+    answer.status = int(head.split(maxsplit=2)[1])
+    if b"text/event-stream" not in head.lower():
+        _read_body(answer)
+        return answer
+    line = b""
+    for now, data in found.chunks:
+        *complete, line = (line + data).split(b"\n")
+        for text in complete:
+            if text.startswith(b"data: {"):
+                _read_event(answer, now, json.loads(text[6:]))
     return answer
 
 
-async def _read_events(reader: asyncio.StreamReader, answer: Answer, leave_after: int | None) -> None:
-    """Events end with an empty line; chunks of the transfer are not told apart, since an event is one line."""
-    while True:
-        line = await reader.readline()
-        if not line:
-            return
-        if not line.startswith(b"data: "):
-            continue
-        now = time.monotonic()
-        if line.startswith(b"data: [DONE]"):
-            return
-        event = json.loads(line[6:])
-        if "error" in event:
-            answer.finish_reason = "error"
-            continue
-        if event.get("usage"):
-            answer.usage = event["usage"]
-        for choice in event.get("choices", ()):
-            answer.events.append(now)
-            answer.text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-            answer.characters.append(len(answer.text))
-            answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-        if leave_after is not None and len(answer.events) >= leave_after:
-            return
+async def ask(
+    port: int, body: dict[str, Any], path: str = "/v1/completions", *, leave_after: int | None = None
+) -> Answer:
+    """``exchange``, and what came."""
+    return read_answer(await exchange(port, body, path, leave_after=leave_after))
+
+
+def _read_event(answer: Answer, now: float, event: dict[str, Any]) -> None:
+    if "error" in event:
+        answer.finish_reason = "error"
+        return
+    if event.get("usage"):
+        answer.usage = event["usage"]
+    for choice in event.get("choices", ()):
+        answer.events.append(now)
+        answer.text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        answer.characters.append(len(answer.text))
+        answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
 
 
 def _read_body(answer: Answer) -> None:

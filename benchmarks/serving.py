@@ -40,8 +40,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import uvloop
 from report import add_arguments, conditions, markdown_table, save
-from server_client import Answer, ask, get, metric
+from server_client import Answer, ask, exchange, get, metric, read_answer
 from serving_vllm_bench import NAME, side_by_side, vllm_serving
 from shapes import SHAPES, random_model
 
@@ -145,8 +146,8 @@ def offline(work: Work, rounds: int) -> Iterator[dict[str, float]]:
 
 
 async def run_all(port: int, bodies: Sequence[dict[str, Any]]) -> list[Answer]:
-    """All requests at once."""
-    return list(await asyncio.gather(*(ask(port, body) for body in bodies)))
+    """All requests at once; answers are read when all have come."""
+    return [read_answer(found) for found in await asyncio.gather(*(exchange(port, body) for body in bodies))]
 
 
 def throughput(work: Work, engine: str, rounds: int) -> dict[str, Any]:
@@ -160,9 +161,9 @@ def throughput(work: Work, engine: str, rounds: int) -> dict[str, Any]:
             for name in ("answer", "stream"):
                 more = {"stream": True, "stream_options": {"include_usage": True}} if name == "stream" else {}
                 bodies = [work.body(prompt, **more) for prompt in work.prompts(seed)]
-                before, begin = server.cpu_seconds(), time.perf_counter()
-                answers = asyncio.run(run_all(server.port, bodies))
-                seconds = time.perf_counter() - begin
+                before, begin = server.cpu_seconds(), time.monotonic()
+                answers = uvloop.run(run_all(server.port, bodies))
+                seconds = max(answer.ended for answer in answers) - begin
                 used = [after - b for after, b in zip(server.cpu_seconds(), before, strict=True)]
                 tokens = sum(answer.tokens for answer in answers)
                 if tokens != work.requests * work.output_tokens:
@@ -215,14 +216,14 @@ def latency(work: Work, engine: str) -> dict[str, Any]:
         port = int(line.strip().rsplit(":", 1)[1])
         try:
             stream = {"stream": True, "stream_options": {"include_usage": True}}
-            asyncio.run(run_all(port, [work.body(prompt, **stream) for prompt in work.prompts(100)]))  # warm
+            uvloop.run(run_all(port, [work.body(prompt, **stream) for prompt in work.prompts(100)]))  # warm
             first = []
             for prompt in work.prompts(101)[:20]:
                 begin = time.monotonic()
-                answer = asyncio.run(ask(port, work.body(prompt, **stream) | {"max_tokens": 1}))
+                answer = uvloop.run(ask(port, work.body(prompt, **stream) | {"max_tokens": 1}))
                 first.append(answer.events[0] - begin)
             trace.write_text("")
-            answers = asyncio.run(run_all(port, [work.body(prompt, **stream) for prompt in work.prompts(102)]))
+            answers = uvloop.run(run_all(port, [work.body(prompt, **stream) for prompt in work.prompts(102)]))
         finally:
             process.terminate()
             process.wait(60)
@@ -247,15 +248,15 @@ def overload(work: Work, engine: str) -> dict[str, Any]:
     many = Work(work.model, work.vocab_size, 640, 16, 32, tuple(_without(work.options, "--max-num-seqs")))
     with serving(many, *options) as server:
         stream = {"stream": True, "stream_options": {"include_usage": True}}
-        asyncio.run(run_all(server.port, [many.body(prompt, **stream) for prompt in many.prompts(0)[:192]]))
+        uvloop.run(run_all(server.port, [many.body(prompt, **stream) for prompt in many.prompts(0)[:192]]))
         rates, front_cpu = [], []
         for count in (192, 640):
             bodies = [many.body(prompt, **stream) for prompt in many.prompts(count)[:count]]
             before, own = server.cpu_seconds()[0], time.process_time()
-            memory, begin = server.resident_mb(), time.perf_counter()
-            answers = asyncio.run(run_all(server.port, bodies))
+            memory, begin = server.resident_mb(), time.monotonic()
+            answers = uvloop.run(run_all(server.port, bodies))
             served = [answer for answer in answers if answer.status == 200]
-            rates.append(sum(answer.tokens for answer in served) / (time.perf_counter() - begin))
+            rates.append(sum(answer.tokens for answer in served) / (max(each.ended for each in served) - begin))
             front_cpu.append(server.cpu_seconds()[0] - before)
             own = time.process_time() - own
         refused = [answer.seconds * 1e3 for answer in answers if answer.status == 429]
@@ -299,7 +300,7 @@ def leaving(work: Work, engine: str, count: int) -> dict[str, Any]:
         }
 
     with serving(work, "--engine", engine) as server:
-        return asyncio.run(run(server.port))
+        return uvloop.run(run(server.port))
 
 
 async def _leave_early(port: int, body: dict[str, Any], seconds: float) -> None:
@@ -348,7 +349,7 @@ def slow(work: Work, engine: str, count: int) -> dict[str, Any]:
         }
 
     with serving(work, "--engine", engine, "--max-queue", str(2 * count)) as server:
-        return asyncio.run(run(server))
+        return uvloop.run(run(server))
 
 
 def _percentile(values: Sequence[float], share: float) -> float:

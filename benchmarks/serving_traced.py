@@ -13,9 +13,12 @@ from torch_pagoda.runtime.serving.engine_process.wire import Step, Submit
 
 
 def watch(path: str) -> None:
-    """Append a line for each delta with text: the beginning of its prompt, its characters, and ``Step.time``."""
-    log = open(path, "a", buffering=1 << 20)  # noqa: SIM115
+    """Append a line for each delta with text: the beginning of its prompt, its characters, and ``Step.time``.
+
+    Lines are written when the engine falls idle; a step costs no more than it takes to note its numbers.
+    """
     prompts: dict[str, list[int]] = {}
+    noted: list[tuple[float, str, int]] = []
     submit, take = SocketClient.submit, SocketClient._take_step
 
     def submit_and_note(self: SocketClient, message: Submit) -> Any:
@@ -23,13 +26,14 @@ def watch(path: str) -> None:
         return submit(self, message)
 
     def take_and_note(self: SocketClient, step: Step) -> None:
-        for delta in step.deltas:
-            if delta.text:
-                row = {"prompt": json.dumps(prompts[delta.request_id]), "characters": len(delta.text)}
-                log.write(json.dumps(row | {"time": step.time}) + "\n")
-        if step.stats is not None:  # now and then, and when the engine falls idle
-            log.flush()
+        noted.extend([(step.time, delta.request_id, len(delta.text)) for delta in step.deltas if delta.text])
         take(self, step)
+        if step.stats is not None and not self._streams:
+            with open(path, "a") as log:
+                for made, request_id, characters in noted:
+                    row = {"prompt": json.dumps(prompts[request_id]), "characters": characters, "time": made}
+                    log.write(json.dumps(row) + "\n")
+            noted.clear()
 
     SocketClient.submit = submit_and_note  # type: ignore[method-assign]
     SocketClient._take_step = take_and_note  # type: ignore[method-assign]
