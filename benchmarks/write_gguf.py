@@ -1,4 +1,4 @@
-"""Writes a Llama or Qwen3 checkpoint as GGUF for llama.cpp; runs in the Python of that peer.
+"""Writes a Llama, Qwen3 or Qwen3.5 checkpoint as GGUF for llama.cpp; runs in the Python of that peer.
 
     python write_gguf.py FOLDER model.gguf                        # of a bf16 checkpoint
     python write_gguf.py model.gguf model-q4.gguf --quantize q4_0   # by llama.cpp's own quantizer
@@ -19,7 +19,11 @@ import gguf
 import llama_cpp
 import numpy as np
 
-ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+}
 FILE_TYPES = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}
 
 
@@ -45,12 +49,50 @@ def interleave_heads(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
 
 
+def add_linear_attention(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Sizes of the gated delta net.
+
+    Raises:
+        ValueError: llama.cpp wants the heads in another order than the checkpoint's.
+    """
+    key_heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if key_heads != value_heads:
+        raise ValueError(f"{key_heads} heads of keys and {value_heads} of values; only as many of both are written")
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(key_heads)
+    writer.add_ssm_time_step_rank(value_heads)
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * value_heads)
+    writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+    # Text has one position; llama.cpp asks for the share of three all the same.
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
+
+
+def as_fp32(bits: np.ndarray) -> np.ndarray:
+    """Numbers of bf16."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def of_linear_attention(name: str, bits: np.ndarray) -> tuple[str, np.ndarray]:
+    """What llama.cpp expects in place of a tensor of Qwen3.5, which writes norms as what they add to one."""
+    if name.endswith(".A_log"):
+        return name, -np.exp(as_fp32(bits))
+    if name.endswith(".dt_bias"):
+        return name.replace(".dt_bias", ".dt_proj.bias"), as_fp32(bits)
+    if name.endswith(".conv1d.weight"):
+        return name, as_fp32(bits.reshape(bits.shape[0], -1))
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        return name, as_fp32(bits) + 1
+    return name, bits
+
+
 def convert(source: Path, target: Path) -> None:
     """Write matrices as they are, in bf16, and vectors, which llama.cpp wants so, in fp32."""
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     kind, layers, heads = config["model_type"], config["num_hidden_layers"], config["num_attention_heads"]
     kv_heads = config["num_key_value_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config["rope_parameters"]
     architecture = ARCHITECTURES[kind]
     writer = gguf.GGUFWriter(target, gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
@@ -62,26 +104,29 @@ def convert(source: Path, target: Path) -> None:
     writer.add_head_count_kv(kv_heads)
     writer.add_key_length(dim)
     writer.add_value_length(dim)
-    writer.add_rope_dimension_count(dim)
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1)))
+    writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
+    if kind == "qwen3_5_text":
+        add_linear_attention(writer, config)
     names = gguf.get_tensor_name_map(architecture, layers)
     for path in sorted(source.glob("*.safetensors")):
         for name, bits in bf16_tensors(path):
             if name == "lm_head.weight" and config["tie_word_embeddings"]:
                 continue
-            new = names.get_name(name, try_suffixes=(".weight",))
-            if new is None:
-                raise ValueError(f"GGUF has no name for {name} in {kind}")
-            if bits.ndim == 1:
-                writer.add_tensor(new, (bits.astype(np.uint32) << 16).view(np.float32))
-                continue
             for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
                 if kind == "llama" and name.endswith(f"{part}.weight"):
                     bits = interleave_heads(bits, count)
-            rows = np.ascontiguousarray(bits).view(np.uint8)
+            old, values = of_linear_attention(name, bits) if kind == "qwen3_5_text" else (name, bits)
+            new = names.get_name(old, try_suffixes=(".weight", ".bias"))
+            if new is None:
+                raise ValueError(f"GGUF has no name for {name} in {kind}")
+            if values.dtype == np.float32 or values.ndim == 1:
+                writer.add_tensor(new, values if values.dtype == np.float32 else as_fp32(values))
+                continue
+            rows = np.ascontiguousarray(values).view(np.uint8)
             writer.add_tensor(new, rows, raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
