@@ -80,8 +80,9 @@ inline void multiply_rows(const float* rows, int64_t width, const RecurrenceToke
   sum_lanes_of_four(queries, by_query);
 }
 
-// Four rows decay, and get their multiples of the key. `from` may be `to`. As many rows at `next` are fetched.
-template <bool kByChannel>
+// Four rows decay, and get their multiples of the key. `from` may be `to`. As many rows at `next` are fetched, if any:
+// into the second cache, since the nearest one waits for few lines at a time.
+template <bool kByChannel, bool kFetch>
 inline void write_rows(const float* from, float* to, int64_t width, const RecurrenceToken& token,
                        const float* written, const float* next) {
   for (int64_t i = 0; i < width; i += kLanes) {
@@ -90,13 +91,13 @@ inline void write_rows(const float* from, float* to, int64_t width, const Recurr
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) {
       store(to + r * width + i, multiply_add(load(from + r * width + i) * factor, splat(written[r]), key));
-      __builtin_prefetch(next + r * width + i, 1, 3);
+      if (kFetch) __builtin_prefetch(next + r * width + i, 0, 2);
     }
   }
 }
 
 // Eight rows and one token, four at a time: the sums of the first are waited for while the others are multiplied.
-template <bool kDelta, bool kByChannel>
+template <bool kDelta, bool kByChannel, bool kFetch>
 inline void advance_rows(const float* from, float* to, int64_t width, const RecurrenceToken& token, const float* value,
                          float* out, const float* next) {
   float by_key[kRowsAtOnce] = {}, by_query[kRowsAtOnce], written[kRowsAtOnce];
@@ -108,7 +109,7 @@ inline void advance_rows(const float* from, float* to, int64_t width, const Recu
     out[r] = decay * by_query[r] + written[r] * token.key_query;
   }
   for (int64_t r = 0; r < kRowsAtOnce; r += 4)
-    write_rows<kByChannel>(from + r * width, to + r * width, width, token, written + r, next + r * width);
+    write_rows<kByChannel, kFetch>(from + r * width, to + r * width, width, token, written + r, next + r * width);
 }
 
 // Some rows of one head in one sequence.
@@ -120,7 +121,7 @@ struct RecurrencePiece {
   RecurrenceToken tokens[kRecurrenceTokens];
   float* values;   // [kRecurrenceTokens, kRecurrenceRows]
   float* results;  // likewise
-  const float* next = nullptr;  // rows that this thread comes to behind these, or null
+  const float* next = nullptr;  // as many rows that this thread comes to behind these, or null
 
   RecurrencePiece(const RecurrenceArguments& a, int64_t sequence, int64_t head, int64_t first)
       : a(a), run(run_of(a.slots, sequence, a.tokens)), head(head), first(first),
@@ -194,10 +195,12 @@ struct RecurrencePiece {
     for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
       const float* from = before + r * width;
       float* to = state + r * width;
-      const float* after = r + kRowsAtOnce < rows ? from + kRowsAtOnce * width : next ? next : from;
-      for (int64_t i = 0; i < count; ++i, from = to)
-        advance_rows<kDelta, kByChannel>(from, to, width, tokens[i], values + i * kRecurrenceRows + r,
-                                         results + i * kRecurrenceRows + r, after);
+      for (int64_t i = 0; i < count; ++i, from = to) {
+        const float* value = values + i * kRecurrenceRows + r;
+        float* out = results + i * kRecurrenceRows + r;
+        if (i == 0 && next) advance_rows<kDelta, kByChannel, true>(from, to, width, tokens[i], value, out, next + r * width);
+        else advance_rows<kDelta, kByChannel, false>(from, to, width, tokens[i], value, out, from);
+      }
     }
   }
 
@@ -240,7 +243,7 @@ RecurrencePiece piece_at(const RecurrenceArguments& a, int64_t piece) {
   return {a, sequence, head, piece % parts * kRecurrenceRows};
 }
 
-// One piece, while what is read first of the next one, or of none, is fetched.
+// One piece, while the next one, or none, is fetched.
 void recur(const RecurrenceArguments& a, int64_t piece, int64_t next) {
   static thread_local Scratch scratch;
   RecurrencePiece work = piece_at(a, piece);
