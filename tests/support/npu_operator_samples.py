@@ -437,6 +437,16 @@ def _quantization() -> list[Sample]:
         Sample("npu_quant_matmul", "bits", (whole, matrix, torch.ones_like(scales).long()), {"output_dtype": 5}),
         Sample("npu_quant_matmul", "int32", (whole, matrix, scales), {"output_dtype": 3}),
         Sample("npu_quant_matmul", "int8", (whole, matrix, scales)),
+        Sample(
+            "npu_quant_matmul",
+            "int4 in groups",
+            (
+                torch.randint(-128, 128, (5, 512), dtype=torch.int8),
+                torch.zeros(512, 2, dtype=torch.int32),
+                torch.ones(2, 16, dtype=torch.int64),
+            ),
+            {"offset": scales, "pertoken_scale": rows[:, None], "output_dtype": 15},
+        ),
         Sample("npu_weight_quant_batchmatmul", "int8", (torch.randn(5, 64).bfloat16(), matrix, scales.bfloat16())),
         Sample(
             "npu_weight_quant_batchmatmul",

@@ -23,8 +23,7 @@ from .moe_limits import chosen_experts, expert_groups, gated_experts, grouped_ma
 from .quant_limits import (
     one_quantised_result,
     per_row_int8,
-    quant_matmul_dtypes,
-    quant_matmul_shapes,
+    quant_matmul,
     quantized_by_scales,
     swiglu_of_left_half,
     weight_quant_matmul,
@@ -340,9 +339,13 @@ LIMITS: dict[str, Limits] = {
     # The document names no 950; torchair has a branch of its own for it (QuantBatchMatmulV4).
     "npu_quant_matmul": Limits(
         frozenset({A2, A3, A5, INFERENCE}),
-        {"x1": INT8, "x2": INT8, "scale": frozenset({torch.float32, torch.bfloat16, torch.int64})},
-        ranks={"x1": (2,), "x2": (2,), "scale": (1,), "pertoken_scale": (1,), "bias": (1,)},
-        rules=[quant_matmul_dtypes, quant_matmul_shapes, dense("x1")],
+        {
+            "x1": INT8,
+            "x2": frozenset({torch.int8, torch.int32}),
+            "scale": frozenset({torch.float32, torch.bfloat16, torch.int64}),
+        },
+        ranks={"x1": (2,), "x2": (2,), "scale": (1, 2), "pertoken_scale": (1, 2), "bias": (1,)},
+        rules=[quant_matmul, dense("x1")],
     ),
     "npu_weight_quant_batchmatmul": Limits(
         frozenset({A2, A3, INFERENCE}),

@@ -210,6 +210,28 @@ def test_w4a8_experts(soc):
         assert named.type == "Bitcast", "int64 is read as uint64 where it lies"
 
 
+def test_w4a8_experts_in_groups():
+    _, traced, _ = stored("qwen3_moe", "slim-w4a8-g256", dtype=torch.bfloat16, moe_intermediate_size=512)
+    graph = convert(traced.module, [value(n) for n in traced.placeholders])
+    names = {"MoeInitRoutingV3": 1, "GroupedMatmul": 2, "DequantSwigluQuant": 1, "MoeFinalizeRoutingV2": 1}
+    for node, made in check_experts(traced, graph, names):
+        assert made == {"weight0", "scale0", "bias0"} and node.attributes["group_list_type"] == 1
+        (named,) = [n for n in graph.nodes if n.name == node.inputs["scale0"].rpartition(":")[0]]
+        assert named.type == "Bitcast", "int64 is read as uint64 where it lies"
+    made = {inputs.scales: inputs for inputs in traced.notes.quantized if inputs.sums}
+    assert {value(traced.placeholder(name)).dim() for name in made} == {3}
+
+
+@pytest.mark.parametrize("size", [128, 256])
+def test_w4a8_linears_in_groups_keep_16_bits(size):
+    _, traced, _ = stored("llama", f"slim-w4a8-g{size}", dtype=torch.bfloat16, intermediate_size=512)
+    graph = convert(traced.module, [value(n) for n in traced.placeholders])
+    assert illegal_calls(traced, traced.npu) == []
+    _, second = launches(traced, graph)
+    assert second["WeightQuantBatchMatmulV2"] == 4 and second.total() - second["SplitV"] == 11, second
+    assert {n.attributes["antiquant_group_size"] for n in graph.of_type("WeightQuantBatchMatmulV2")} == {size}
+
+
 @pytest.mark.parametrize("soc", ["Ascend910_9382", "Ascend950PR"])
 def test_other_chips(soc):
     model = build_legal_model("llama", dtype=torch.bfloat16, num_hidden_layers=1)
