@@ -160,10 +160,11 @@ def _slim_w4a8(weight: torch.Tensor, size: int = 0, plain: bool = False) -> tupl
 
 
 def _static(weight: torch.Tensor, inputs: Range, bits_of_scale: bool = False) -> tuple[Tensors, torch.Tensor]:
-    """Inputs between the numbers that they were seen to be: ``quant_bias`` is there for their offset."""
+    """Inputs between the numbers that they were seen to be, their scale a bfloat16, as of models in it:
+    ``quant_bias`` is there for their offset."""
     tensors, _ = _bytes(weight)
     codes, (low, high) = tensors["weight"], inputs
-    step = torch.tensor([(high - low) / 255])
+    step = torch.tensor([(high - low) / 255]).bfloat16().float()
     offset = (-128 - low / step).round()
     unit = (tensors["weight_scale"][:, 0] * step).float()
     whole = -offset.long() * codes.long().sum(1)
@@ -381,15 +382,20 @@ def write_beside_dense(folder: Path, name: str, model_type: str) -> Path:
     return folder
 
 
-def quantize_folder(folder: Path, name: str) -> Tensors:
+def quantize_folder(folder: Path, name: str, tokens: torch.Tensor | None = None) -> Tensors:
     """Rewrite a float checkpoint in the format of that name.
+
+    Args:
+        folder: the checkpoint's.
+        name: of ``FORMATS`` or ``LARGE``.
+        tokens: int64 ``[N, L]``, of which formats with scales of inputs see these; None: random ones.
 
     Returns:
         the weights that it means, float32, by the names of the float checkpoint.
     """
     form = (FORMATS | LARGE)[name]
     tensors = load_file(folder / "model.safetensors")
-    ranges = _ranges_of_inputs(folder) if form.calibrated else {}
+    ranges = _ranges_of_inputs(folder, tokens) if form.calibrated else {}
     stored: Tensors = {}
     dense: Tensors = {}
     kinds = {}
@@ -420,8 +426,8 @@ def quantize_folder(folder: Path, name: str) -> Tensors:
     return dense
 
 
-def _ranges_of_inputs(folder: Path) -> dict[str, Range]:
-    """The smallest and the largest input of each linear layer of a float model over random tokens, and 0."""
+def _ranges_of_inputs(folder: Path, tokens: torch.Tensor | None) -> dict[str, Range]:
+    """The smallest and the largest input of each linear layer of a float model over tokens, and 0."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ranges: dict[str, Range] = {}
 
@@ -435,7 +441,8 @@ def _ranges_of_inputs(folder: Path) -> dict[str, Range]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(watch(name))
-    tokens = torch.randint(model.config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
+    if tokens is None:
+        tokens = torch.randint(model.config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         model(tokens)
     return ranges

@@ -21,6 +21,7 @@ from .call import Call
 from .latent.limits import KV_RMSNORM_ROPE_CACHE_RULES, PROLOG_ALIKE, PROLOG_RULES, TRANSPOSE_BATCHMATMUL_RULES
 from .moe_limits import chosen_experts, expert_groups, gated_experts, grouped_matmul, rounded_rows, routed_experts
 from .quant_limits import (
+    norm_by_scales,
     one_quantised_result,
     per_row_int8,
     quant_matmul,
@@ -360,6 +361,13 @@ LIMITS: dict[str, Limits] = {
         alike=[("x1", "x2", "gamma")],
         ranks={"x1": tuple(range(2, 9)), "gamma": (1,)},
         rules=[_weight_is_last_dim, one_quantised_result],
+    ),
+    "npu_add_rms_norm_quant": Limits(
+        frozenset({A2, A3, INFERENCE}),
+        {"x1": HALF},
+        alike=[("x1", "x2", "gamma")],
+        ranks={"x1": tuple(range(1, 9)), "gamma": (1,), "scales1": (1,), "zero_points1": (1,)},
+        rules=[_weight_is_last_dim, norm_by_scales],
     ),
     "npu_dequant_swiglu_quant": Limits(
         frozenset({A2, A3}),

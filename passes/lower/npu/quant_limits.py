@@ -1,5 +1,5 @@
 """Limits of the operators on rounded numbers: op-plugin docs npu_dynamic_quant, npu_quant_matmul,
-npu_weight_quant_batchmatmul, npu_add_rms_norm_dynamic_quant and npu_dequant_swiglu_quant."""
+npu_weight_quant_batchmatmul, npu_add_rms_norm_dynamic_quant, npu_add_rms_norm_quant and npu_dequant_swiglu_quant."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from ....runtime.ops.npu.weight_quant_matmul import GROUP_MULTIPLE, MAX_WEIGHT_D
 from ...graph.npu_target import Product
 from .call import Call
 
+MIN_NORM_SIZE = 32
+"""Of npu_add_rms_norm_quant on the inference chip."""
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -172,6 +174,30 @@ def one_quantised_result(call: Call) -> str:
         return f"output_mask is {mask}; [True, False]"
     given = [name for name in ("smooth_scale1", "smooth_scale2", "beta", "y_dtype") if call[name] is not None]
     return f"{given[0]} is given" if given else ""
+
+
+def norm_by_scales(call: Call) -> str:
+    """npu_add_rms_norm_quant by division, with a scale and an offset for each place of the norm and one result."""
+    if call["axis"] != -1 or call["div_mode"] is not True or call["dst_type"] not in (None, 1):
+        return "axis must be -1, div_mode True, dst_type int8"
+    given = [name for name in ("beta", "scales2", "zero_points2") if call[name] is not None]
+    if given:
+        return f"{given[0]} is given"
+    scales, size = call.tensor("scales1"), call.shape("gamma")[0]
+    assert scales is not None
+    is_half = call.dtype("x1") is torch.float16
+    wanted = {"scales1": torch.float32, "zero_points1": torch.int32} if is_half else {}
+    for name in ("scales1", "zero_points1"):
+        tensor = call.tensor(name)
+        if tensor is None:
+            continue
+        dtype = wanted.get(name, torch.bfloat16)
+        found = tensor.dtype if is_half else call.dtype(name)
+        if found is not dtype or call.shape(name) != (size,):
+            return f"{name} is {tensor.dtype} {call.shape(name)}; {dtype} {(size,)} beside {call.dtype('x1')}"
+    if call.target.product is Product.INFERENCE and (size is None or size < MIN_NORM_SIZE):
+        return f"norms of {size}; at least {MIN_NORM_SIZE} on this chip"
+    return ""
 
 
 def swiglu_of_left_half(call: Call) -> str:
