@@ -1,23 +1,30 @@
-"""What rounded weights cost in perplexity: the shipped model as it is, and calibrated by `pagoda quantize`.
+"""What rounded weights cost in perplexity: the shipped model as it is, calibrated by `pagoda quantize`, and in the
+formats of quantized checkpoints.
 
-    python benchmarks/quantized_perplexity.py [--tokens 65536] [--group-size 64] [--threads 2]
+    python benchmarks/quantized_perplexity.py [--dtype bfloat16] [--formats all] [--tokens 65536] [--group-size 64]
 
 The text is that of examples/pydoc_text.py: documents that the model was not trained on, and two samples of those that
 it was trained on: modules, and the language reference. Calibration reads the other modules that it was trained on,
-none of the measured documents. Ratios to the perplexity of the float model, in float32.
+none of the measured documents. With ``--formats`` the model is also written in formats of quantized checkpoints,
+rounded to nearest, and served as they are stored: inputs of 8 bits where a format has them, those with scales of
+their own calibrated on 16 windows of the other modules.
+
+Ratios to the perplexity of the float model in the same dtype.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
+from torch_pagoda.checkpoint.loading import load_model
 from torch_pagoda.cli import main as pagoda
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.build import build_program
@@ -26,6 +33,7 @@ from torch_pagoda.compiler.options import QUANTIZATIONS
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "examples")]
 from pydoc_text import gather_documents  # noqa: E402
+from quantized_checkpoints import FORMATS, quantize_folder  # noqa: E402
 
 from perplexity import loss_per_token  # noqa: E402
 
@@ -33,6 +41,12 @@ MODEL = ROOT / "examples" / "tiny-pydoc"
 WINDOW = 256
 PER_STEP = 16  # windows that are computed together
 MEASURED = 48  # windows of each text
+CALIBRATED_ON = 16  # windows, of formats with scales of inputs
+DISTINCT = (
+    *("ct-w4a16-row", "ct-w4a16", "awq", "ct-nvfp4", "ct-mxfp4", "ct-w8a8", "ct-w8a8-dynamic", "ct-w8a8-static"),
+    *("ct-w8a8-static-asym", "ct-fp8", "fp8-blocks", "slim-w8a8-static", "slim-w4a8", "slim-w4a8-g32"),
+)
+"""Formats of which no two store the same numbers and round their inputs alike."""
 
 
 def texts() -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -50,9 +64,9 @@ def texts() -> tuple[dict[str, torch.Tensor], list[str]]:
     return {n: torch.tensor(ids[: MEASURED * WINDOW]).view(-1, WINDOW) for n, ids in measured.items()}, others
 
 
-def losses(folder: Path, measured: dict[str, torch.Tensor], **options: object) -> dict[str, float]:
+def losses(folder: Path, dtype: str, measured: dict[str, torch.Tensor], **options: object) -> dict[str, float]:
     """Of each text, in nats per token."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_model(str(folder), dtype, False, torch.device("cpu"))
     given = CompileOptions.from_dict({"verify": "off", "codegen": "none", **options})
     program = build_program(model, given)
     return {
@@ -66,17 +80,27 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65536, help="to calibrate on")
     parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument(
+        "--formats",
+        nargs="*",
+        choices=("all", *FORMATS),
+        default=(),
+        metavar="FORMAT",
+        help=f"of quantized checkpoints, too; all: {', '.join(DISTINCT)}",
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     measured, others = texts()
-    right = losses(MODEL, measured)
+    right = losses(MODEL, options.dtype, measured)
     print(f"{'tiny-pydoc':>30} " + " ".join(f"{name:>22}" for name in measured))
-    print(f"{'perplexity, float32':>30} " + " ".join(f"{math.exp(right[name]):22.4f}" for name in measured))
+    first = " ".join(f"{math.exp(right[name]):22.4f}" for name in measured)
+    print(f"{'perplexity, ' + options.dtype:>30} {first}", flush=True)
 
-    def report(label: str, folder: Path, quantization: str, group_size: int) -> None:
-        found = losses(folder, measured, quantization=quantization, group_size=group_size)
+    def report(label: str, folder: Path, **given: object) -> None:
+        found = losses(folder, options.dtype, measured, **given)
         ratios = " ".join(f"{math.expm1(found[name] - right[name]):22.2%}" for name in measured)
-        print(f"{label + ', ' + quantization:>30} {ratios}", flush=True)
+        print(f"{label:>30} {ratios}", flush=True)
 
     with tempfile.TemporaryDirectory() as scratch:
         text, calibrated = Path(scratch, "text"), Path(scratch, "calibrated")
@@ -88,9 +112,16 @@ def main() -> None:
             if ended.code:
                 raise
         for quantization in QUANTIZATIONS:
-            report("to nearest", MODEL, quantization, options.group_size)
+            how = {"quantization": quantization, "group_size": options.group_size}
+            report(f"to nearest, {quantization}", MODEL, **how)
             if quantization.startswith("int4"):
-                report("calibrated", calibrated, quantization, options.group_size)
+                report(f"calibrated, {quantization}", calibrated, **how)
+        ids = AutoTokenizer.from_pretrained(MODEL)("\n\n".join(others), verbose=False)["input_ids"]
+        seen = torch.tensor(ids[: CALIBRATED_ON * WINDOW]).view(-1, WINDOW)
+        for name in DISTINCT if "all" in options.formats else options.formats:
+            folder = Path(shutil.copytree(MODEL, Path(scratch, name)))
+            quantize_folder(folder, name, seen)
+            report(name, folder)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class Skeleton:
         return max(self.representatives) + 1
 
 
-def build_skeleton(kind: Any, config: Any, dtype: torch.dtype | None = None) -> Skeleton:
+def build_skeleton(kind: Any, config: Any, dtype: torch.dtype | None = None, marks: Sequence[str] = ()) -> Skeleton:
     """Build a transformers model with as few layers as show every kind of its layers.
 
     All are built where a layer would be another one in a model with fewer, as where the last ones share their keys.
@@ -45,11 +45,13 @@ def build_skeleton(kind: Any, config: Any, dtype: torch.dtype | None = None) -> 
         kind: class of the model.
         config: its configuration, which is not changed.
         dtype: of its weights; None for what the configuration says, or bf16.
+        marks: of each layer of the whole model, what tells it from others beside its configuration; () for nothing.
     """
     config = copy.deepcopy(config)
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
     kinds = _kinds(kind, config)
-    representatives = _first_alike(kinds)
+    told = [f"{kind} {mark}" for kind, mark in zip(kinds, marks, strict=False)] if marks else kinds
+    representatives = _first_alike(told)
     depth = max(representatives, default=0) + 1
     if depth < len(representatives):
         few = copy.deepcopy(config)

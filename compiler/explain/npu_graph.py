@@ -26,6 +26,7 @@ from ..targets.npu.ge.static_graph import why_not_static
 from ..targets.npu.offline.ge_graph import GeGraph
 from ..targets.npu.offline.run import call_offline, is_offline
 from ..targets.npu.offline.toolchain import ToolchainError, find_toolchain
+from .stored_formats import Formats, marks_of_layers, store_as, stored_formats
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class GeReport:
 
 @phase("torchair")
 def graph_engine_report(model: nn.Module, representatives: Sequence[int], options: CompileOptions) -> GeReport:
-    """Convert a model with the real torchair; it is built anew from its configuration, without values.
+    """Convert a model with the real torchair; it is built anew from its configuration, without values, its weights in
+    the formats that a quantised checkpoint stores them in.
 
     Nothing is downloaded. Takes about half a minute, most of it in another process.
 
@@ -119,6 +121,7 @@ def graph_engine_report(model: nn.Module, representatives: Sequence[int], option
             find_toolchain()
         except ToolchainError as error:
             return GeReport(str(error))
+    formats = stored_formats(model)
     with tempfile.TemporaryDirectory(prefix="pagoda_config_") as folder:
         model.config.save_pretrained(folder)
         try:
@@ -134,6 +137,9 @@ def graph_engine_report(model: nn.Module, representatives: Sequence[int], option
                 quantization=options.quantization,
                 group_size=options.group_size,
                 kv_cache_dtype=options.kv_cache_dtype,
+                input_bits=options.input_bits,
+                formats=formats,
+                marks=marks_of_layers(model, formats),
             )
         except (RuntimeError, ValueError) as error:  # of the function itself, where it runs in this process
             return GeReport(f"the graph could not be converted: {error}")
@@ -167,6 +173,9 @@ def convert_configuration(
     quantization: str | None = None,
     group_size: int | None = None,
     kv_cache_dtype: str = "auto",
+    input_bits: int | None = None,
+    formats: Formats | None = None,
+    marks: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Build, lower and convert a model; for ``call_offline``.
 
@@ -174,7 +183,10 @@ def convert_configuration(
         folder: with its config.json.
         kind: its class, ``module:name``.
         dtype: of its weights, ``bfloat16``.
-        soc, block_size, opt_level, passes, quantization, group_size, kv_cache_dtype: as in ``CompileOptions``.
+        soc, block_size, opt_level, passes, quantization, group_size, kv_cache_dtype, input_bits: as in
+            ``CompileOptions``.
+        formats: of its stored weights.
+        marks: of each decoder layer, what tells it from others beside its configuration; () for nothing.
 
     Returns:
         ``layers``: of each decoder layer, operators with counts, in the graph's order; ``per_step``: of the rest;
@@ -204,9 +216,12 @@ def convert_configuration(
         quantization=quantization,
         group_size=group_size,
         kv_cache_dtype=kv_cache_dtype,
+        input_bits=input_bits,
     )
     config = AutoConfig.from_pretrained(folder)
-    skeleton: Skeleton = build_skeleton(getattr(importlib.import_module(module), name), config, getattr(torch, dtype))
+    built = getattr(importlib.import_module(module), name)
+    skeleton: Skeleton = build_skeleton(built, config, getattr(torch, dtype), marks)
+    store_as(skeleton.model, formats or {})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whoever asks has captured the model too, and has seen them
         captured = capture(skeleton.model)

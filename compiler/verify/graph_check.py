@@ -108,10 +108,7 @@ def check_stored(traced: TracedGraph, reference: Reference, *, alone: bool = Fal
         alone: as in ``self_check.check``.
     """
     link_merged_weights(traced)
-    constants: dict[str, Any] = {
-        name: Unpacked(tensor) if isinstance(tensor, StoredWeight) else tensor
-        for name, tensor in traced.constants.items()
-    }
+    constants = _unpacked(traced.constants)
     for name, sources in traced.notes.merged.items():
         if name not in constants:
             constants[name] = Rows([constants[source] for source in sources])
@@ -122,19 +119,33 @@ def check_stored(traced: TracedGraph, reference: Reference, *, alone: bool = Fal
 @phase("verify")
 def measure_rounding(captured: Captured, reference: Reference) -> None:
     """Let a reference of a half-precision model tolerate what that precision does to the model itself: the captured
-    graph as it is, beside the same in float32, on the model's weights.
+    graph as it is, beside the same in float32, on the model's weights. Of these some rows are unpacked or widened at
+    a time.
     """
     if reference.dtype not in HALF or not _on_cpu(captured.traced):
         return
     traced, tokens = captured.traced, reference.tokens[-1]
     traced.recompile()
-    rounded = run_alone(traced, traced.module, traced.constants, tokens)
-    exact = run_alone(traced, Float32Graph(traced.module, traced.constants), traced.constants, tokens)
+    own = _unpacked(traced.constants)
+    rounded = run_alone(traced, NodeByNode(traced.module, _kept(own)), own, tokens)
+    wide = {name: ChangedWeight(w, 1.0, 0.0) if _is_matrix(w) else w for name, w in traced.constants.items()}
+    exact = run_alone(traced, Float32Graph(traced.module, _kept(wide)), wide, tokens)
     rounding = typical(row_errors(rounded, exact).tolist(), judged_share(reference.dtype))
     deeper = 1.0 if captured.repeat is None else captured.repeat.total / captured.repeat.kept
     reference.tolerance = ROUNDINGS * rounding * math.sqrt(deeper)
     if routes_tokens(traced.graph):
         reference.share = 0.5
+
+
+def _unpacked(constants: Mapping[str, Any]) -> dict[str, Any]:
+    """Constants whose stored weights are unpacked where they are read."""
+    return {name: Unpacked(w) if isinstance(w, StoredWeight) else w for name, w in constants.items()}
+
+
+def _is_matrix(weight: Any) -> bool:
+    """True if a constant is a parameter that takes memory."""
+    is_parameter = isinstance(weight, nn.Parameter) and weight.is_floating_point() and weight.dim() > 1
+    return isinstance(weight, StoredWeight) or is_parameter
 
 
 def can_check(traced: TracedGraph) -> bool:

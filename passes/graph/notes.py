@@ -40,13 +40,14 @@ class QuantizedInputs:
         numbers: input for the whole numbers ``[in, out]``, of experts ``[E, in, out]``: int8, or 4 bits, eight in an
             int32.
         scales: input for the scales, ``[out]`` or ``[groups, out]``, of experts ``[E, out]`` or ``[E, groups, out]``;
-            of 4 bits beside inputs of 8 ``[E, 1, out]``. Those of given inputs are multiplied in.
+            of 4 bits beside inputs of 8 with groups in any case, be it one. Those of given inputs are multiplied in.
         offsets: input for what is added to the numbers before they are scaled; "" for none.
         quantization: how the weight is rounded, or what stored codes are.
         scale_dtype: of scales and offsets; int64 stands for the bits of float32.
         turned: see ``source``.
         stored: a quantised checkpoint stores the weight so.
-        sums: input for 8 times the sum of the weights of each output, float32 ``[E, out]``; "" for none.
+        sums: input for 8 times the sum of the weights of each output, float32 ``[out]``, of experts ``[E, out]``;
+            "" for none.
         whole_bias: input for what is added to the sums of whole numbers, int32 ``[out]``: ``bias`` in steps of the
             scales, less the offset of the inputs times the sum of each output's numbers; "" for none.
         bias: the input that holds the layer's own, beside ``whole_bias``; "" for none.

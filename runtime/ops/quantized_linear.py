@@ -19,10 +19,10 @@ from .weight_format import InputScale
 _SCHEMA = (
     "quantized_linear(Tensor input, Tensor weight, Tensor? bias, int out_features, int bits, int group_size, "
     "int input_bits, bool zeros=False, Tensor? order=None, str code='int', float input_scale=0.0, "
-    "int input_offset=0) -> Tensor"
+    "int input_offset=0, bool whole_rows=False) -> Tensor"
 )
 # Field for field the struct QuantizedLinearArguments of csrc/quantized_linear.cpp.
-_ARGUMENTS = struct.Struct("=19qdq")
+_ARGUMENTS = struct.Struct("=19qdqq")
 _LARGEST_IN_16_BITS = 127 * 256  # 256 times a number of 8 bits and another one
 
 
@@ -39,6 +39,7 @@ def quantized_linear_reference(
     code: str = "int",
     input_scale: float = 0.0,
     input_offset: int = 0,
+    whole_rows: bool = False,
 ) -> torch.Tensor:
     """``input @ weight.T + bias`` with weight and input rounded to whole numbers with scales.
 
@@ -61,6 +62,7 @@ def quantized_linear_reference(
         input_scale: of inputs of 8 bits whose rounding is given (``InputScale``), beside one scale per output; 0: it
             follows from them.
         input_offset: likewise, their offset.
+        whole_rows: inputs of 8 bits have one scale for a row, however many groups there are.
 
     Returns:
         ``[..., out_features]`` in the dtype of ``input``, contiguous.
@@ -68,7 +70,7 @@ def quantized_linear_reference(
     Raises:
         ValueError: bits, group size or the weight's size do not fit.
     """
-    scheme = _scheme(bits, group_size, input_bits, zeros, code, input_scale, input_offset)
+    scheme = _scheme(bits, group_size, input_bits, zeros, code, input_scale, input_offset, whole_rows)
     inputs = input.shape[-1]
     if weight.dtype is torch.uint8:
         _check_packed(weight, out_features, inputs, scheme, order)
@@ -81,7 +83,7 @@ def quantized_linear_reference(
         whole_inputs = (rows / input_scale + input_offset).round().clamp(-128, 127)
         rows = (whole_inputs - input_offset) * input_scale
     elif input_bits:
-        size = max(group_size, PANEL) if group_size else inputs
+        size = max(group_size, PANEL) if group_size and not whole_rows else inputs
         groups = F.pad(rows, (0, -inputs % size)).unflatten(-1, (-1, size))
         rows = _rounded(groups, input_bits).flatten(-2)[..., :inputs]
     result = F.linear(rows, restored_weight(whole, scales, scheme))
@@ -90,10 +92,17 @@ def quantized_linear_reference(
 
 
 def _scheme(
-    bits: int, group_size: int, input_bits: int, zeros: bool, code: str, input_scale: float, input_offset: int
+    bits: int,
+    group_size: int,
+    input_bits: int,
+    zeros: bool,
+    code: str,
+    input_scale: float,
+    input_offset: int,
+    whole_rows: bool,
 ) -> Quantization:
     given = InputScale(input_scale, input_offset) if input_scale or input_offset else None
-    return Quantization(bits, group_size, input_bits, zeros, code, given)
+    return Quantization(bits, group_size, input_bits, zeros, code, given, whole_rows)
 
 
 def _rounded(groups: torch.Tensor, bits: int) -> torch.Tensor:
@@ -119,9 +128,10 @@ def quantized_linear_cpu(
     code: str = "int",
     input_scale: float = 0.0,
     input_offset: int = 0,
+    whole_rows: bool = False,
 ) -> torch.Tensor:
     """:func:`quantized_linear_reference` by the C++ kernel for packed weights, else the reference."""
-    scheme = _scheme(bits, group_size, input_bits, zeros, code, input_scale, input_offset)
+    scheme = _scheme(bits, group_size, input_bits, zeros, code, input_scale, input_offset, whole_rows)
     if weight.dtype is torch.uint8 and _has_kernel(input):
         _check_packed(weight, out_features, input.shape[-1], scheme, order)
         result = input.new_empty((*input.shape[:-1], out_features))
@@ -225,6 +235,7 @@ def _run_kernel(
             0 if starts is None else starts.data_ptr(),
             1 if starts is None else len(weight),
             *(scheme.input_scale or (0.0, 0)),
+            int(scheme.whole_rows),
         )
     )
 

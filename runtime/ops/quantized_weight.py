@@ -65,6 +65,7 @@ class Quantization:
             taken away behind the scale; ``"e2m1"`` for floats of 4 bits in groups that share a step; ``"e4m3"`` for
             floats of 8 bits, whose inputs are not rounded: ``input_bits`` is 0.
         input_scale: of inputs of 8 bits whose rounding is given; None: it follows from them.
+        whole_rows: inputs of 8 bits have one scale for a row, however many groups there are.
     """
 
     bits: int
@@ -73,6 +74,7 @@ class Quantization:
     zeros: bool = False
     code: str = "int"
     input_scale: InputScale | None = None
+    whole_rows: bool = False
 
     def __post_init__(self) -> None:
         if self.code not in CODES:
@@ -92,6 +94,8 @@ class Quantization:
                     f"input_scale={self.input_scale} is for 8 bits on both sides and one scale per output"
                 )
             check_input_scale(*self.input_scale)
+        if self.whole_rows and (self.input_bits != 8 or not self.group_size):
+            raise ValueError("whole_rows=True is for inputs of 8 bits and weights in groups")
         if self.group_size not in SHARED_STEPS:
             if self.code in ("e2m1", "affine"):
                 raise ValueError(f"group_size={self.group_size} is not supported; use 32 or 16")
@@ -104,19 +108,22 @@ class Quantization:
 
     def arguments(self, order: torch.Tensor | None = None) -> tuple[Any, ...]:
         """What ``pagoda::quantized_linear`` takes behind the number of outputs, for a weight with that order."""
-        given = () if self.input_scale is None else tuple(self.input_scale)
+        given: tuple[Any, ...] = () if self.input_scale is None else tuple(self.input_scale)
+        if self.whole_rows:
+            given = (0.0, 0, True)
         return self.bits, self.group_size, self.input_bits, self.zeros, order, self.code, *given
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """The fields as whole numbers, for operators that take several schemes."""
-        return self.bits, self.group_size, self.input_bits, int(self.zeros), CODES.index(self.code)
+        code = CODES.index(self.code)
+        return self.bits, self.group_size, self.input_bits, int(self.zeros), code, int(self.whole_rows)
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> Quantization:
-        """The scheme whose :attr:`numbers` these are; without the last its code is ``"int"``."""
-        bits, group_size, input_bits, zeros, code = (*numbers, 0)[:5]
-        return cls(bits, group_size, input_bits, bool(zeros), CODES[code])
+        """The scheme whose :attr:`numbers` these are; those that are left out are 0."""
+        bits, group_size, input_bits, zeros, code, whole_rows = (*numbers, 0, 0)[:6]
+        return cls(bits, group_size, input_bits, bool(zeros), CODES[code], whole_rows=bool(whole_rows))
 
     @property
     def head_bytes(self) -> int:
@@ -191,7 +198,7 @@ def scheme_of(form: WeightFormat, input_bits: int | None = 16, input_scale: Inpu
     Args:
         form: of the weights.
         input_bits: 16, which inputs keep, or all where weights are floats of 8 bits; None: 8 where the weights were
-            made for inputs of 8 bits with a scale for each row, or ``input_scale``, and have one for each output.
+            made for inputs of 8 bits with a scale for each row, or ``input_scale``.
         input_scale: of the inputs, where the format has it beside the weight; without it they keep 16 bits.
     """
     if form.code == "e4m3":
@@ -199,10 +206,9 @@ def scheme_of(form: WeightFormat, input_bits: int | None = 16, input_scale: Inpu
     if form.code == "e2m1":
         shared = form.group_size in SHARED_STEPS
         return Quantization(4 if shared else 8, form.group_size, 16, code="e2m1" if shared else "int")
-    as_made = input_bits is None and form.input_bits == 8 and not form.group_size
-    as_made = as_made and form.static_inputs is (input_scale is not None)
-    given = input_scale if as_made else None
-    return Quantization(form.bits, form.group_size, 8 if as_made else 16, form.zeros, form.code, given)
+    as_made = input_bits is None and form.input_bits == 8 and form.static_inputs is (input_scale is not None)
+    given, whole_rows = (input_scale, bool(form.group_size)) if as_made else (None, False)
+    return Quantization(form.bits, form.group_size, 8 if as_made else 16, form.zeros, form.code, given, whole_rows)
 
 
 def pack_stored(weight: StoredWeight) -> torch.Tensor:

@@ -437,6 +437,16 @@ def _quantization() -> list[Sample]:
         Sample("npu_quant_matmul", "bits", (whole, matrix, torch.ones_like(scales).long()), {"output_dtype": 5}),
         Sample("npu_quant_matmul", "int32", (whole, matrix, scales), {"output_dtype": 3}),
         Sample("npu_quant_matmul", "int8", (whole, matrix, scales)),
+        Sample(
+            "npu_quant_matmul",
+            "int4 in groups",
+            (
+                torch.randint(-128, 128, (5, 512), dtype=torch.int8),
+                torch.zeros(512, 2, dtype=torch.int32),
+                torch.ones(2, 16, dtype=torch.int64),
+            ),
+            {"offset": scales, "pertoken_scale": rows[:, None], "output_dtype": 15},
+        ),
         Sample("npu_weight_quant_batchmatmul", "int8", (torch.randn(5, 64).bfloat16(), matrix, scales.bfloat16())),
         Sample(
             "npu_weight_quant_batchmatmul",
@@ -463,6 +473,9 @@ def _quantization() -> list[Sample]:
         ),
         Sample("npu_add_rms_norm_dynamic_quant", "bf16", norm, {"output_mask": [True, False]}),
         Sample("npu_add_rms_norm_dynamic_quant", "no mask", tuple(t.half() for t in norm), {"epsilon": 1e-5}),
+        Sample("npu_add_rms_norm_quant", "bf16", (*norm, torch.rand(8).bfloat16(), torch.ones(8).bfloat16())),
+        Sample("npu_add_rms_norm_quant", "fp16", (*(t.half() for t in norm), torch.rand(8), torch.ones(8).int())),
+        Sample("npu_add_rms_norm_quant", "no offset", (*norm, torch.rand(8).bfloat16(), None), {"epsilon": 1e-5}),
         Sample("npu_dynamic_quant", "plain", (x.bfloat16(),)),
         Sample("npu_dynamic_quant", "smooth", (x.half(),), {"smooth_scales": torch.rand(8).half()}),
         Sample("npu_dynamic_quant", "strided", (torch.randn(3, 2, 8).transpose(0, 1),)),

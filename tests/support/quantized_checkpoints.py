@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,24 +140,31 @@ def _slim(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {**tensors, "weight_offset": torch.zeros(len(weight), 1)}, dense
 
 
-def _slim_w4a8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Two outputs in a byte; the sums of the weights, of what has more inputs than outputs in 16 parts of them."""
-    found = numbers_of(weight, 4, 0, dtype=torch.float32)
+def _slim_w4a8(weight: torch.Tensor, size: int = 0, plain: bool = False) -> tuple[Tensors, torch.Tensor]:
+    """Two outputs in a byte; the sums of the weights, of what has more inputs than outputs in 16 parts of them; in
+    groups of ``size`` a factor of the output's scale for each. With ``plain`` a byte for a number, and no sums."""
+    found = numbers_of(weight, 4, size, dtype=torch.bfloat16 if size else torch.float32)
+    tensors = {"weight_scale": found.scales, "weight_offset": torch.zeros(len(weight), 1)}
+    if size:  # exact products: a chip takes 19 bits of them
+        of_output = found.scales.float().amax(1, keepdim=True).log2().floor().exp2() / 16
+        second = found.scales.float() / of_output
+        found = replace(found, scales=of_output * second)
+        tensors |= {"weight_scale": of_output, "weight_scale_second": second}
+        tensors["weight_offset_second"] = torch.zeros_like(second)
+    numbers = (found.codes - 8).to(torch.int8)
+    if plain:
+        return {"weight": numbers, **tensors}, found.dense
     parts = 16 if weight.shape[1] > weight.shape[0] else 1
-    low, high = found.codes[::2] - 8, found.codes[1::2] - 8
-    return {
-        "weight": ((low & 15) + 16 * high).to(torch.int8),
-        "weight_scale": found.scales,
-        "weight_offset": torch.zeros_like(found.scales),
-        "scale_bias": 8 * found.dense.unflatten(1, (parts, -1)).sum(-1),
-    }, found.dense
+    tensors["scale_bias"] = 8 * found.dense.unflatten(1, (parts, -1)).sum(-1)
+    return {"weight": (numbers[::2] & 15) + 16 * numbers[1::2], **tensors}, found.dense
 
 
 def _static(weight: torch.Tensor, inputs: Range, bits_of_scale: bool = False) -> tuple[Tensors, torch.Tensor]:
-    """Inputs between the numbers that they were seen to be: ``quant_bias`` is there for their offset."""
+    """Inputs between the numbers that they were seen to be, their scale a bfloat16, as of models in it:
+    ``quant_bias`` is there for their offset."""
     tensors, _ = _bytes(weight)
     codes, (low, high) = tensors["weight"], inputs
-    step = torch.tensor([(high - low) / 255])
+    step = torch.tensor([(high - low) / 255]).bfloat16().float()
     offset = (-128 - low / step).round()
     unit = (tensors["weight_scale"][:, 0] * step).float()
     whole = -offset.long() * codes.long().sum(1)
@@ -261,6 +268,7 @@ class Format:
         kernel: the CPU's kernel reads it as it is.
         experts: name of the format of the matrices of experts, where that is another one.
         calibrated: it has scales of inputs, for which ``store`` is given the smallest and the largest of them.
+        group_size: that msModelSlim's file states; 0 for none.
     """
 
     store: Callable[..., tuple[Tensors, torch.Tensor]]
@@ -270,6 +278,11 @@ class Format:
     kernel: bool = True
     experts: str = ""
     calibrated: bool = False
+    group_size: int = 0
+
+
+def _slim_in_groups(size: int, **more: Any) -> Format:
+    return Format(lambda w: _slim_w4a8(w, size, **more), description="W4A8_DYNAMIC", group_size=size)
 
 
 _GPTQ = {"quant_method": "gptq", "sym": False, "checkpoint_format": "gptq", "desc_act": False}
@@ -350,7 +363,12 @@ FORMATS: dict[str, Format] = {
     "slim-w8a8-static-bits": Format(lambda w, x: _static(w, x, True), description="W8A8", calibrated=True),
     "slim-w4a8": Format(_slim_w4a8, description="W4A8_DYNAMIC"),
     "slim-w4a8-experts": Format(_slim, description="W8A8_DYNAMIC", experts="slim-w4a8"),
+    "slim-w4a8-g32": _slim_in_groups(32),
+    "slim-w4a8-g32-plain": _slim_in_groups(32, plain=True),
 }
+
+LARGE: dict[str, Format] = {f"slim-w4a8-g{size}": _slim_in_groups(size) for size in (128, 256)}
+"""Formats of models whose layers have as many inputs as a group, or a multiple."""
 
 
 def write_beside_dense(folder: Path, name: str, model_type: str) -> Path:
@@ -364,15 +382,20 @@ def write_beside_dense(folder: Path, name: str, model_type: str) -> Path:
     return folder
 
 
-def quantize_folder(folder: Path, name: str) -> Tensors:
+def quantize_folder(folder: Path, name: str, tokens: torch.Tensor | None = None) -> Tensors:
     """Rewrite a float checkpoint in the format of that name.
+
+    Args:
+        folder: the checkpoint's.
+        name: of ``FORMATS`` or ``LARGE``.
+        tokens: int64 ``[N, L]``, of which formats with scales of inputs see these; None: random ones.
 
     Returns:
         the weights that it means, float32, by the names of the float checkpoint.
     """
-    form = FORMATS[name]
+    form = (FORMATS | LARGE)[name]
     tensors = load_file(folder / "model.safetensors")
-    ranges = _ranges_of_inputs(folder) if form.calibrated else {}
+    ranges = _ranges_of_inputs(folder, tokens) if form.calibrated else {}
     stored: Tensors = {}
     dense: Tensors = {}
     kinds = {}
@@ -393,6 +416,8 @@ def quantize_folder(folder: Path, name: str) -> Tensors:
         (folder / "model.safetensors").unlink()
         save_file(stored, folder / "quant_model_weights.safetensors", metadata={"format": "pt"})
         description = {"model_quant_type": form.description, "version": "1.0.0", **kinds}
+        if form.group_size:
+            description["group_size"] = form.group_size
         (folder / "quant_model_description.json").write_text(json.dumps(description))
     else:
         save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
@@ -401,8 +426,8 @@ def quantize_folder(folder: Path, name: str) -> Tensors:
     return dense
 
 
-def _ranges_of_inputs(folder: Path) -> dict[str, Range]:
-    """The smallest and the largest input of each linear layer of a float model over random tokens, and 0."""
+def _ranges_of_inputs(folder: Path, tokens: torch.Tensor | None) -> dict[str, Range]:
+    """The smallest and the largest input of each linear layer of a float model over tokens, and 0."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ranges: dict[str, Range] = {}
 
@@ -416,7 +441,8 @@ def _ranges_of_inputs(folder: Path) -> dict[str, Range]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(watch(name))
-    tokens = torch.randint(model.config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
+    if tokens is None:
+        tokens = torch.randint(model.config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         model(tokens)
     return ranges

@@ -57,6 +57,7 @@ def stored(
     dtype: torch.dtype = torch.float32,
     soc: str = TARGET.soc,
     graph_mode: str = "ge",
+    input_bits: int | None = None,
     **overrides: Any,
 ) -> tuple[PreTrainedModel, TracedGraph, CompileReport]:
     """Likewise of a checkpoint in a format of ``quantized_checkpoints``, with what its weights mean as the model."""
@@ -68,7 +69,8 @@ def stored(
     captured = capture(loaded)
     captured.traced.npu = replace(TARGET, soc=soc, graph_mode=graph_mode)
     report = CompileReport(model_type)
-    traced = run_pipeline(captured, CompileOptions(codegen="none", target="npu", verify="off"), None, report)
+    options = CompileOptions(codegen="none", target="npu", verify="off", input_bits=input_bits)
+    traced = run_pipeline(captured, options, None, report)
     model.load_state_dict({key: as_dense(tensor) for key, tensor in loaded.state_dict().items()})
     return model, traced, report
 

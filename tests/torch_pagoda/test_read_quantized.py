@@ -151,6 +151,15 @@ def one_in_a_byte(tensors: dict[str, torch.Tensor]) -> None:
     tensors[f"{LAYER}.weight"] = torch.stack([halves & 15, halves >> 4], 1).flatten(0, 1).to(torch.int8) - 8
 
 
+def in_groups_of(size: int) -> Callable[[dict[str, torch.Tensor]], object]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        second = tensors[f"{LAYER}.weight_scale_second"]
+        inputs = tensors[f"{LAYER}.weight"].shape[1]
+        tensors[f"{LAYER}.weight_scale_second"] = second.repeat_interleave(inputs // size // second.shape[1], 1)
+
+    return change
+
+
 def of_others(leaf: str) -> Callable[[dict[str, torch.Tensor]], object]:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors[f"{LAYER}.{leaf}"] = tensors[f"{LAYER}.{leaf}"].roll(1, 0)
@@ -159,7 +168,22 @@ def of_others(leaf: str) -> Callable[[dict[str, torch.Tensor]], object]:
 
 
 def in_groups(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{LAYER}.weight_scale_second"] = torch.ones(len(tensors[f"{LAYER}.weight_scale"]), 2)
+    """Scales of groups that the sums do not know of."""
+    tensors[f"{LAYER}.weight_scale_second"] = torch.full((len(tensors[f"{LAYER}.weight_scale"]), 2), 1.5)
+
+
+def uneven_groups(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{LAYER}.weight_scale_second"] = torch.ones(len(tensors[f"{LAYER}.weight_scale"]), 3)
+
+
+def tiny_scales(tensors: dict[str, torch.Tensor]) -> None:
+    """Whose products vanish in float32."""
+    tensors[f"{LAYER}.weight_scale"].fill_(1e-30)
+    tensors[f"{LAYER}.weight_scale_second"].fill_(1e-30)
+
+
+def exchanged_groups(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{LAYER}.weight_scale_second"] = tensors[f"{LAYER}.weight_scale_second"].flip(1).contiguous()
 
 
 BROKEN: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], object], str]] = {
@@ -183,13 +207,32 @@ BROKEN: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], object], str]] 
     "an offset is not 0": ("slim-w8a8-dynamic", lambda t: t[f"{LAYER}.weight_offset"].fill_(1), "weight_offset"),
     "halves of bytes are exchanged": ("slim-w4a8", exchanged, "scale_bias"),
     "a byte holds two inputs": ("slim-w4a8", along_inputs, "weight"),
-    "a byte holds one number": ("slim-w4a8", one_in_a_byte, "weight"),
+    "a byte holds more than 4 bits": ("slim-w4a8-g32-plain", lambda t: t[f"{LAYER}.weight"].fill_(8), "weight"),
     "scales are of other outputs": ("slim-w4a8", of_others("weight_scale"), "scale_bias"),
     "sums are missing": ("slim-w4a8", without("scale_bias"), "scale_bias"),
     "sums are NaN": ("slim-w4a8", nan_in("scale_bias"), "scale_bias"),
     "sums are of another shape": ("slim-w4a8", cut("scale_bias"), "scale_bias"),
-    "groups have scales of their own": ("slim-w4a8", in_groups, "weight_scale_second"),
+    "groups have scales that the sums do not": ("slim-w4a8", in_groups, "scale_bias"),
     "an offset of W4A8 is not 0": ("slim-w4a8", lambda t: t[f"{LAYER}.weight_offset"].fill_(1), "weight_offset"),
+    "scales of groups are missing": ("slim-w4a8-g32", without("weight_scale_second"), "weight_scale_second"),
+    "scales of groups are of another shape": ("slim-w4a8-g32", cut("weight_scale_second"), "weight_scale_second"),
+    "groups do not divide the inputs": ("slim-w4a8-g32", uneven_groups, "weight_scale_second"),
+    "groups are of another size": ("slim-w4a8-g32", in_groups_of(16), "weight_scale_second"),
+    "groups are exchanged": ("slim-w4a8-g32", exchanged_groups, "scale_bias"),
+    "a scale of a group is 0": ("slim-w4a8-g32", zero_in("weight_scale_second"), "weight_scale_second"),
+    "a scale of a group is NaN": ("slim-w4a8-g32-plain", nan_in("weight_scale_second"), "weight_scale_second"),
+    "scales of groups are integers": (
+        "slim-w4a8-g32",
+        as_dtype("weight_scale_second", torch.int32),
+        "weight_scale_second",
+    ),
+    "products of scales vanish": ("slim-w4a8-g32-plain", tiny_scales, "weight_scale_second"),
+    "an offset of a group is not 0": (
+        "slim-w4a8-g32",
+        lambda t: t[f"{LAYER}.weight_offset_second"].fill_(1),
+        "weight_offset_second",
+    ),
+    "sums of groups are missing": ("slim-w4a8-g32", without("scale_bias"), "scale_bias"),
     "an 8-bit float has no scale": ("fp8-blocks", without("weight_scale_inv"), LAYER),
 }
 
@@ -215,6 +258,19 @@ def test_a_broken_tensor_is_named(
         load_model(changed(folders("llama", name)[0], tmp_path, change), "float32", False, CPU)
     message = one_line(error.value)
     assert LAYER in message and leaf in message, message
+
+
+@pytest.mark.parametrize("group_size", [0, 32])
+def test_a_byte_may_hold_one_number(
+    folders: Callable[[str, str], tuple[Path, Path]], group_size: int, tmp_path: Path
+) -> None:
+    """As files without a version hold them; the sums are compared where they are there."""
+    name = "slim-w4a8-g32" if group_size else "slim-w4a8"
+    expected = dict(load_model(folders("llama", name)[0], "float32", False, CPU).named_parameters())
+    folder = changed(folders("llama", name)[0], tmp_path, one_in_a_byte)
+    found = dict(load_model(folder, "float32", False, CPU).named_parameters())[f"{LAYER}.weight"]
+    assert isinstance(found, StoredWeight) and found.form.group_size == group_size
+    assert torch.equal(found.dense(), as_dense(expected[f"{LAYER}.weight"]))
 
 
 def test_sums_may_be_rounded_to_16_bits(folders: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> None:

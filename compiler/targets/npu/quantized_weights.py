@@ -20,6 +20,8 @@ _MOST_OFF = {8: 0.51, 4: 2.2}
 """Scales by which an entry may be off: half of one, and where that loses less in all, what 4 bits cut off."""
 _AS_STORED = 1e-3
 """Likewise, of the largest entry, of weights that a checkpoint stores in scales that are kept."""
+_CUT_BITS = 13
+"""Of float32, which chips do not read of scales of groups."""
 
 
 def make_inputs(
@@ -50,6 +52,8 @@ def make_inputs(
                 f"scales of the weight {inputs.source!r} times that of its inputs, {scheme.input_scale.scale:.3g}, "
                 "are 0 or infinite in float32; give input_bits=16"
             )
+    if inputs.sums and scheme.group_size:
+        scales = _in_19_bits(scales, inputs.source)
     kept = _of_groups(scales, scheme)
     made = {
         inputs.numbers: pack_int4(numbers) if scheme.bits == 4 else numbers.contiguous(),
@@ -60,15 +64,30 @@ def make_inputs(
         offsets = torch.zeros_like(scales) if zeros is None else (1 << (scheme.bits - 1)) - zeros.float()
         made[inputs.offsets] = _of_groups(offsets, scheme).to(dtype)
     if inputs.sums:
-        made[inputs.sums] = _sums(numbers, scales)
+        made[inputs.sums] = _sums(numbers, kept if scheme.group_size else kept[None])
     if inputs.whole_bias:
         made[inputs.whole_bias] = _whole_bias(numbers, kept, inputs, bias)
     return made
 
 
 def _bits(scales: torch.Tensor, inputs: QuantizedInputs) -> torch.Tensor:
-    """The bits of scales; beside sums ``[1, out]``."""
-    return bits_of_float(scales)[None] if inputs.sums else bits_of_float(scales)
+    """The bits of scales; beside sums ``[groups, out]``."""
+    return bits_of_float(scales)[None] if inputs.sums and scales.dim() == 1 else bits_of_float(scales)
+
+
+def _in_19_bits(scales: torch.Tensor, source: str) -> torch.Tensor:
+    """Scales in float32 that are right in their upper 19 bits, where chips cut those of groups off (op-plugin, doc
+    ``torch_npu-npu_trans_quant_param.md``); ties to even.
+
+    Raises:
+        UnsupportedModel: one is 0 or infinite then.
+    """
+    bits = scales.float().contiguous().view(torch.int32)
+    odd = (bits >> _CUT_BITS) & 1
+    kept = ((bits + odd + (1 << (_CUT_BITS - 1)) - 1) & -(1 << _CUT_BITS)).view(torch.float32)
+    if not bool(kept.isfinite().all()) or bool((kept == 0).any()):
+        raise UnsupportedModel(f"scales of the weight {source!r} are 0 or infinite in 19 bits; give input_bits=16")
+    return kept
 
 
 def _whole_bias(
@@ -95,8 +114,9 @@ def _whole_bias(
 
 def _sums(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """8 times the sum of the weights of each output, float32 ``[out]``, of numbers ``[in, out]`` and scales
-    ``[out, 1]``."""
-    return (8 * numbers.sum(0, dtype=torch.int32) * scales[:, 0].double()).float()
+    ``[groups, out]``."""
+    of_groups = numbers.unflatten(0, (len(scales), -1)).sum(1, dtype=torch.int32)
+    return (8 * of_groups * scales.double()).sum(0).float()
 
 
 def _of_groups(table: torch.Tensor, scheme: Quantization) -> torch.Tensor:
@@ -157,7 +177,8 @@ def check_inputs(
     scheme = inputs.quantization
     numbers = (unpack_int4(numbers) if scheme.bits == 4 else numbers).t()
     if scales.dtype is torch.int64:
-        scales = float_of_bits(scales)[0] if inputs.sums else float_of_bits(scales)
+        scales = float_of_bits(scales)
+        scales = scales[0] if inputs.sums and not scheme.group_size else scales
     if inputs.whole_bias and not torch.equal(made[inputs.whole_bias], _whole_bias(numbers.t(), scales, inputs, bias)):
         raise UnsupportedModel(
             f"the bias in whole numbers of the weight {inputs.source!r} is wrong; please report it. verify='off' "
@@ -191,7 +212,7 @@ def check_inputs(
                 "bits; please report it. verify='off' serves it regardless"
             )
     if inputs.sums and not torch.allclose(
-        made[inputs.sums], _sums(numbers.t(), scales), rtol=0, atol=0, equal_nan=True
+        made[inputs.sums], _sums(numbers.t(), scales.t()), rtol=0, atol=0, equal_nan=True
     ):
         raise UnsupportedModel(
             f"sums of the weight {inputs.source!r} are wrong; please report it. verify='off' serves it regardless"

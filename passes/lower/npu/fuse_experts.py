@@ -6,7 +6,8 @@ Matches:
     h = npu_grouped_matmul([rows], [Up8 or Up4], scale=[S], per_token_scale=[s], group_list=counts)    # rows of int8
     q, t = npu_dequant_swiglu_quant(h, activate_left=True, quant_mode=1), or npu_dynamic_quant(npu_swiglu(h))
 Becomes:
-    q, t = npu_grouped_matmul_swiglu_quant_v2(rows, [Up8], [S], s, counts)       # of 4 bits with their sums beside
+    q, t = npu_grouped_matmul_swiglu_quant_v2(rows, [Up8], [S], s, counts)       # of 4 bits with their sums beside,
+                                                                                 # and dequant_mode=1 for groups
 Why it is faster:
     one launch in place of two or three, and gate and up are not written in 16 bits and read again.
 
@@ -78,7 +79,9 @@ def _fuse(traced: TracedGraph, node: fx.Node, product: Any) -> str:
     assert traced.npu is not None
     with traced.before(node):
         stands = scale
-        if len(shape(scale)) == 3:
+        if len(shape(scale)) == 3 and int(shape(scale)[1]) > 1:
+            more["dequant_mode"] = 1
+        elif len(shape(scale)) == 3:
             stands = traced.call(_aten.reshape.default, scale, [int(shape(scale)[0]), int(shape(scale)[2])])
         args = (rows, [weight], [stands], given["per_token_scale"][0], given["group_list"])
         reasons = violations(Call.make(_FUSED, traced.npu, *args, **more))

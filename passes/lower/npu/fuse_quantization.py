@@ -6,14 +6,17 @@ Matches:
     y, _, x = npu_add_rms_norm(a, b, gamma)            # all that reads y is the rounding
     npu_dynamic_quant(y)
     npu_dynamic_quant(npu_swiglu(x))                   # likewise
+    npu_quantize(y, scale, offset, qint8, -1, True)    # of such a norm
 Becomes:
     npu_add_rms_norm_dynamic_quant(a, b, gamma, output_mask=[True, False])
     npu_dequant_swiglu_quant(x, activate_left=True, quant_mode=1)
+    npu_add_rms_norm_quant(a, b, gamma, scales, offsets)     # the same for every place
 Why it is faster:
     one launch in place of two, and the numbers are not written in 16 bits and read again.
 
 A norm that a router reads too stays: the fused operator does not yield it. The fused operators round the exact
-numbers, the others those that were rounded to 16 bits.
+numbers, the others those that were rounded to 16 bits. Beside bfloat16 scales are bfloat16: others would move every
+step of the rounding, so that norms stay whose scale is no such number.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....runtime.ops.npu.quantize import QINT8
 from ...graph.data_movement import RESHAPES
-from ...graph.fx_nodes import argument, callee, shape
+from ...graph.fx_nodes import argument, callee, shape, value
 from ...graph.record import PassRecord
 from ...graph.rewrite_each import rewrite_each
 from ...graph.traced import TracedGraph
@@ -39,7 +43,8 @@ def fuse_npu_quantization(traced: TracedGraph) -> PassRecord:
     """Let norms and gated activations round their results where nothing else reads these."""
 
     def step(node: fx.Node) -> str | None:
-        if node.target is not _npu.npu_dynamic_quant.default or node.kwargs:
+        by_scale = node.target is _npu.npu_quantize.default and node.args[3:] == (QINT8, -1, True)
+        if not by_scale and (node.target is not _npu.npu_dynamic_quant.default or node.kwargs):
             return None
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -48,8 +53,10 @@ def fuse_npu_quantization(traced: TracedGraph) -> PassRecord:
             source = source.args[0]  # type: ignore[assignment]
             shared = shared or len(source.users) > 1
         if callee(source) == "getitem" and source.args[0].target is _npu.npu_add_rms_norm.default:  # type: ignore[union-attr]
-            return "something else reads the norm, too" if shared else _fuse_norm(traced, node, source)
-        if source.target is _npu.npu_swiglu.default:
+            if shared:
+                return "something else reads the norm, too"
+            return _fuse_norm_by_scale(traced, node, source) if by_scale else _fuse_norm(traced, node, source)
+        if not by_scale and source.target is _npu.npu_swiglu.default:
             return "something else reads the activation, too" if shared else _fuse_swiglu(traced, node, source)
         return None
 
@@ -58,23 +65,67 @@ def fuse_npu_quantization(traced: TracedGraph) -> PassRecord:
 
 def _fuse_norm(traced: TracedGraph, rounding: fx.Node, normed: fx.Node) -> str:
     norm: Any = normed.args[0]
-    if normed.args[1] != 0:
-        return "it is the sum that is rounded"
-    others = [user for user in norm.users if user is not normed]
-    if any(user.args[1] != 2 for user in others):
-        return "something else reads the statistics of the norm"
+    reason = _reads_more(normed)
     given = {"epsilon": argument(norm, 3, "epsilon", 1e-6), "output_mask": [True, False]}
     overload = _npu.npu_add_rms_norm_dynamic_quant.default
-    reason = _illegal(traced, overload, *norm.args[:3], **given)
+    reason = reason or _illegal(traced, overload, *norm.args[:3], **given)
     if reason:
         return reason
-    with traced.before(norm):
-        results = traced.call(overload, *norm.args[:3], **given)
-        total = traced.call(operator.getitem, results, 2)
-    for user in others:
-        traced.substitute(user, total)
+    results = _in_place_of_norm(traced, normed, overload, *norm.args[:3], **given)
     _replace_roundings(traced, rounding, results, 3)
     return ""
+
+
+def _fuse_norm_by_scale(traced: TracedGraph, rounding: fx.Node, normed: fx.Node) -> str:
+    norm: Any = normed.args[0]
+    gamma, dtype = norm.args[2], value(norm.args[0]).dtype
+    assert traced.npu is not None
+    is_half = traced.npu.counted(dtype) is torch.float16
+    tables: list[tuple[str, torch.Tensor] | None] = []
+    for node, kept in zip(rounding.args[1:3], (torch.float32, torch.int32), strict=True):
+        if node is None:
+            tables.append(None)
+            continue
+        number = traced.constants[node.name]  # type: ignore[union-attr]
+        table = number.to(kept if is_half else dtype).expand(int(shape(gamma)[0])).contiguous()
+        if table[0].double() != number.double():
+            return f"npu_add_rms_norm_quant: the scale {float(number):.9g} is no {dtype}, which it takes"
+        tables.append((f"{node.name}_of_{len(table)}", table))  # type: ignore[union-attr]
+    given = {"epsilon": argument(norm, 3, "epsilon", 1e-6)}
+    overload = _npu.npu_add_rms_norm_quant.default
+    spread = [None if table is None else table[1] for table in tables]
+    reason = _reads_more(normed) or _illegal(traced, overload, *norm.args[:3], *spread, **given)
+    if reason:
+        return reason
+    inputs = [None if table is None else traced.shared_constant(table[0], table[1].clone) for table in tables]
+    results = _in_place_of_norm(traced, normed, overload, *norm.args[:3], *inputs, **given)
+    with traced.before(rounding):
+        item = traced.call(operator.getitem, results, 0)
+        if len(shape(item)) != len(shape(rounding)):
+            item = traced.call(_aten.reshape.default, item, [-1, int(shape(rounding)[-1])])
+    traced.substitute(rounding, item)
+    return ""
+
+
+def _reads_more(normed: fx.Node) -> str:
+    """Why a norm cannot become one that yields rounded numbers and the sum alone; "" where it can."""
+    if normed.args[1] != 0:
+        return "it is the sum that is rounded"
+    others = [user for user in normed.args[0].users if user is not normed]  # type: ignore[union-attr]
+    return "something else reads the statistics of the norm" if any(user.args[1] != 2 for user in others) else ""
+
+
+def _in_place_of_norm(
+    traced: TracedGraph, normed: fx.Node, overload: torch._ops.OpOverload, *args: Any, **kwargs: Any
+) -> fx.Node:
+    """Call an operator in front of a norm, and let its third result stand for the norm's sum."""
+    norm: Any = normed.args[0]
+    with traced.before(norm):
+        results = traced.call(overload, *args, **kwargs)
+        total = traced.call(operator.getitem, results, 2)
+    for user in [user for user in norm.users if user is not normed]:
+        traced.substitute(user, total)
+    return results
 
 
 def _fuse_swiglu(traced: TracedGraph, rounding: fx.Node, activation: fx.Node) -> str:

@@ -21,10 +21,10 @@ from .call import Call
 from .latent.limits import KV_RMSNORM_ROPE_CACHE_RULES, PROLOG_ALIKE, PROLOG_RULES, TRANSPOSE_BATCHMATMUL_RULES
 from .moe_limits import chosen_experts, expert_groups, gated_experts, grouped_matmul, rounded_rows, routed_experts
 from .quant_limits import (
+    norm_by_scales,
     one_quantised_result,
     per_row_int8,
-    quant_matmul_dtypes,
-    quant_matmul_shapes,
+    quant_matmul,
     quantized_by_scales,
     swiglu_of_left_half,
     weight_quant_matmul,
@@ -340,9 +340,13 @@ LIMITS: dict[str, Limits] = {
     # The document names no 950; torchair has a branch of its own for it (QuantBatchMatmulV4).
     "npu_quant_matmul": Limits(
         frozenset({A2, A3, A5, INFERENCE}),
-        {"x1": INT8, "x2": INT8, "scale": frozenset({torch.float32, torch.bfloat16, torch.int64})},
-        ranks={"x1": (2,), "x2": (2,), "scale": (1,), "pertoken_scale": (1,), "bias": (1,)},
-        rules=[quant_matmul_dtypes, quant_matmul_shapes, dense("x1")],
+        {
+            "x1": INT8,
+            "x2": frozenset({torch.int8, torch.int32}),
+            "scale": frozenset({torch.float32, torch.bfloat16, torch.int64}),
+        },
+        ranks={"x1": (2,), "x2": (2,), "scale": (1, 2), "pertoken_scale": (1, 2), "bias": (1,)},
+        rules=[quant_matmul, dense("x1")],
     ),
     "npu_weight_quant_batchmatmul": Limits(
         frozenset({A2, A3, INFERENCE}),
@@ -357,6 +361,13 @@ LIMITS: dict[str, Limits] = {
         alike=[("x1", "x2", "gamma")],
         ranks={"x1": tuple(range(2, 9)), "gamma": (1,)},
         rules=[_weight_is_last_dim, one_quantised_result],
+    ),
+    "npu_add_rms_norm_quant": Limits(
+        frozenset({A2, A3, INFERENCE}),
+        {"x1": HALF},
+        alike=[("x1", "x2", "gamma")],
+        ranks={"x1": tuple(range(1, 9)), "gamma": (1,), "scales1": (1,), "zero_points1": (1,)},
+        rules=[_weight_is_last_dim, norm_by_scales],
     ),
     "npu_dequant_swiglu_quant": Limits(
         frozenset({A2, A3}),

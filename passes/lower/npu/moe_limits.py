@@ -16,6 +16,7 @@ from ....runtime.ops.npu.int4 import PER_INT32
 from ....runtime.ops.npu.moe_gating import MAX_CHOSEN_EXPERTS, MAX_GATED_EXPERTS
 from ....runtime.ops.npu.moe_routing import MAX_EXPERTS, MAX_EXPERTS_IN_PAIRS
 from ....runtime.ops.npu.numerics import DTYPES_BY_CODE
+from ....runtime.ops.npu.quant_matmul import INT4_GROUP
 from ...graph.npu_target import Product
 from .call import Call
 
@@ -77,7 +78,7 @@ def grouped_matmul(call: Call) -> str:
 def gated_experts(call: Call) -> str:
     """npu_grouped_matmul_swiglu_quant_v2: rows of int8 by int8, which A2 and A3 read in FRACTAL_NZ and 950 in rows,
     or by 4 bits, which 950 does not take. The GE converter hands on the int32 that hold these as they are."""
-    modes = {"dequant_mode": 0, "dequant_dtype": 6, "quant_mode": 0, "quant_dtype": 1}
+    modes = {"dequant_dtype": 6, "quant_mode": 0, "quant_dtype": 1}
     for name, only in modes.items():
         if call[name] != only:
             return f"{name} is {call[name]}; it must be {only}"
@@ -104,12 +105,15 @@ def gated_experts(call: Call) -> str:
             f"{experts} matrices of {(inputs, outputs)}; at most {MAX_GROUPS} of {most} inputs and "
             f"{MAX_GATED_OUTPUTS} outputs"
         )
-    sizes = (experts, outputs)
+    if call["dequant_mode"] != (1 if packed and scale.dim() == 3 else 0):
+        return f"dequant_mode is {call['dequant_mode']}; 1 where groups of 4 bits have scales, else 0"
+    in_groups = call["dequant_mode"] == 1
+    sizes = (experts, *([inputs // INT4_GROUP] if in_groups else []), outputs)
     dtypes = (torch.int64,) if packed else (torch.float32, torch.float16, torch.bfloat16)
-    if scale.dtype not in dtypes or tuple(scale.shape) != sizes:
+    if scale.dtype not in dtypes or tuple(scale.shape) != sizes or (in_groups and inputs % INT4_GROUP):
         return f"weight_scale is {scale.dtype} {tuple(scale.shape)}; {' or '.join(map(str, dtypes))} {sizes}"
     if packed:
-        return _gated_int4(call, weight, assist, sizes)
+        return _gated_int4(call, weight, assist, (experts, outputs))
     if assist is not None:
         return "weight_assist_matrix is for matrices of 4 bits"
     tiles = tuple(zip((inputs, outputs), GATED_TILE, strict=True))
@@ -178,8 +182,8 @@ def _int8_rows(call: Call) -> str:
 
 def _int8_rows_by_4_bits(call: Call) -> str:
     """Matrices of 4 bits beside rows of int8: CANN's aclnnGroupedMatmulV5 for A2 and A3, the table of op-plugin's
-    document for 950. Scales for all inputs of an output are what vllm-ascend gives it; CANN's document names groups
-    of 256."""
+    document for 950. Scales for all inputs of an output are what vllm-ascend gives it; those of groups of 256 are in
+    CANN's document alone."""
     tensors = call.tensors()
     weight, scale, bias = tensors["weight[0]"], tensors["scale[0]"], tensors.get("bias[0]")
     experts, inputs, packed = map(int, weight.shape)
@@ -189,7 +193,12 @@ def _int8_rows_by_4_bits(call: Call) -> str:
         return f"{inputs} inputs; at most {MAX_INT4_INPUTS} beside matrices of 4 bits"
     if call["group_list_type"] != 1:
         return "group_list_type must be 1 beside matrices of 4 bits"
-    sizes = (experts, 1, packed * PER_INT32)
+    groups = int(scale.shape[1]) if scale.dim() == 3 else 1
+    if groups > 1 and call.target.product is Product.A5:
+        return "this chip takes no scales of groups beside rows of int8"
+    if groups > 1 and inputs != groups * INT4_GROUP:
+        return f"{groups} groups of {inputs} inputs; beside rows of int8 {INT4_GROUP} share a scale"
+    sizes = (experts, groups, packed * PER_INT32)
     if scale.dtype is not torch.int64 or tuple(scale.shape) != sizes:
         return f"scale is {scale.dtype} {tuple(scale.shape)}; torch.int64 {sizes} beside matrices of 4 bits"
     if bias is None or tuple(bias.shape) != (experts, packed * PER_INT32):

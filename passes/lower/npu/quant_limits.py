@@ -1,5 +1,5 @@
 """Limits of the operators on rounded numbers: op-plugin docs npu_dynamic_quant, npu_quant_matmul,
-npu_weight_quant_batchmatmul, npu_add_rms_norm_dynamic_quant and npu_dequant_swiglu_quant."""
+npu_weight_quant_batchmatmul, npu_add_rms_norm_dynamic_quant, npu_add_rms_norm_quant and npu_dequant_swiglu_quant."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import torch
 
 from ....runtime.ops.npu.int4 import PER_INT32
 from ....runtime.ops.npu.numerics import DTYPES_BY_CODE
-from ....runtime.ops.npu.quant_matmul import MAX_QUANT_DIM
+from ....runtime.ops.npu.quant_matmul import INT4_GROUP, INT4_INPUTS_BELOW, MAX_QUANT_DIM
 from ....runtime.ops.npu.quantize import QINT8
 from ....runtime.ops.npu.swiglu_quant import GROUPED_SWIGLU_MULTIPLE, MAX_GROUPED_SWIGLU
 from ....runtime.ops.npu.weight_quant_matmul import GROUP_MULTIPLE, MAX_WEIGHT_DIM
 from ...graph.npu_target import Product
 from .call import Call
 
+MIN_NORM_SIZE = 32
+"""Of npu_add_rms_norm_quant on the inference chip."""
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -35,7 +37,54 @@ def quantized_by_scales(call: Call) -> str:
     return ""
 
 
-def quant_matmul_dtypes(call: Call) -> str:
+def quant_matmul(call: Call) -> str:
+    """npu_quant_matmul by matrices of 8 bits, or of 4 in int32."""
+    weight = call.tensor("x2")
+    assert weight is not None
+    if weight.dtype is torch.int32:
+        return _quant_matmul_int4(call, weight)
+    given = {name: call.tensor(name) for name in ("scale", "pertoken_scale")}
+    ranks = {name: tensor.dim() for name, tensor in given.items() if tensor is not None}
+    if set(ranks.values()) != {1}:
+        return f"ranks of scales are {ranks}; 1 beside matrices of 8 bits"
+    return _quant_matmul_dtypes(call) or _quant_matmul_shapes(call)
+
+
+def _quant_matmul_int4(call: Call, weight: torch.Tensor) -> str:
+    """Rows of int8 by 4 bits in groups: the K-G form of CANN's aclnnQuantMatmulV5 on A2 and A3.
+
+    The GE converter makes QuantBatchMatmulV3 of every product on these chips; the form is one of V4.
+    """
+    if call.target.product not in (Product.A2, Product.A3):
+        return "this chip multiplies no int8 by 4 bits"
+    if call.target.graph_mode == "ge":
+        return "torchair makes QuantBatchMatmulV3 of it, which has no form of int8 by 4 bits"
+    code = call["output_dtype"]
+    if code is None or call.target.counted(DTYPES_BY_CODE.get(code, torch.bool)) not in _HALF:
+        return f"output_dtype is {code}; bfloat16 (15) or float16 (5) beside matrices of 4 bits"
+    (rows, width), (inputs, packed) = call.shape("x1"), call.shape("x2")
+    if inputs is None or packed is None or width != inputs or not weight.is_contiguous():
+        return f"x1 is {(rows, width)} and x2 {(inputs, packed)}; [M, K] and [K, N / 8] without gaps"
+    outputs = packed * PER_INT32
+    if inputs % INT4_GROUP or inputs >= INT4_INPUTS_BELOW or outputs > MAX_QUANT_DIM:
+        return (
+            f"a matrix of {(inputs, outputs)}; a multiple of {INT4_GROUP} inputs below {INT4_INPUTS_BELOW}, and at "
+            f"most {MAX_QUANT_DIM} outputs"
+        )
+    wanted = {
+        "scale": (torch.int64, (inputs // INT4_GROUP, outputs)),
+        "offset": (torch.float32, (outputs,)),
+        "pertoken_scale": (torch.float32, (rows, 1)),
+    }
+    for name, (dtype, sizes) in wanted.items():
+        tensor = call.tensor(name)
+        if tensor is None or tensor.dtype is not dtype or call.shape(name) != sizes:
+            found = None if tensor is None else f"{tensor.dtype} {call.shape(name)}"
+            return f"{name} is {found}; {dtype} {sizes} beside matrices of 4 bits in groups of {INT4_GROUP}"
+    return "there is no bias beside matrices of 4 bits" if call["bias"] is not None else ""
+
+
+def _quant_matmul_dtypes(call: Call) -> str:
     """What npu_quant_matmul takes together.
 
     Its result is int8 unless ``output_dtype`` says otherwise. Without scales of rows a graph takes scales of fp16
@@ -64,7 +113,7 @@ def quant_matmul_dtypes(call: Call) -> str:
     return "offset is for results of int8" if call["offset"] is not None else ""
 
 
-def quant_matmul_shapes(call: Call) -> str:
+def _quant_matmul_shapes(call: Call) -> str:
     """``[M, K]`` by ``[K, N]``, or the transposed view of ``[N, K]``; last dims up to 65535."""
     x1, x2 = call.shape("x1"), call.shape("x2")
     outputs = x2[1]
@@ -125,6 +174,30 @@ def one_quantised_result(call: Call) -> str:
         return f"output_mask is {mask}; [True, False]"
     given = [name for name in ("smooth_scale1", "smooth_scale2", "beta", "y_dtype") if call[name] is not None]
     return f"{given[0]} is given" if given else ""
+
+
+def norm_by_scales(call: Call) -> str:
+    """npu_add_rms_norm_quant by division, with a scale and an offset for each place of the norm and one result."""
+    if call["axis"] != -1 or call["div_mode"] is not True or call["dst_type"] not in (None, 1):
+        return "axis must be -1, div_mode True, dst_type int8"
+    given = [name for name in ("beta", "scales2", "zero_points2") if call[name] is not None]
+    if given:
+        return f"{given[0]} is given"
+    scales, size = call.tensor("scales1"), call.shape("gamma")[0]
+    assert scales is not None
+    is_half = call.dtype("x1") is torch.float16
+    wanted = {"scales1": torch.float32, "zero_points1": torch.int32} if is_half else {}
+    for name in ("scales1", "zero_points1"):
+        tensor = call.tensor(name)
+        if tensor is None:
+            continue
+        dtype = wanted.get(name, torch.bfloat16)
+        found = tensor.dtype if is_half else call.dtype(name)
+        if found is not dtype or call.shape(name) != (size,):
+            return f"{name} is {tensor.dtype} {call.shape(name)}; {dtype} {(size,)} beside {call.dtype('x1')}"
+    if call.target.product is Product.INFERENCE and (size is None or size < MIN_NORM_SIZE):
+        return f"norms of {size}; at least {MIN_NORM_SIZE} on this chip"
+    return ""
 
 
 def swiglu_of_left_half(call: Call) -> str:

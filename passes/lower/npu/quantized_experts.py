@@ -11,7 +11,7 @@ Becomes:
     q, t = npu_dynamic_quant(act(h))
     npu_grouped_matmul([q], [Down8], scale=..., per_token_scale=[t], group_list=counts)
         of 4 bits with bias=[8 times the sums of the weights], which the operator adds for what it takes off the rows
-    or, where inputs keep 16 bits
+    or, where inputs keep 16 bits, or stored matrices of 4 bits have groups that those do not take
     npu_grouped_matmul([rows], [Up8 or Up4], antiquant_scale=..., antiquant_offset=..., group_list=counts)
 Why it is faster:
     Few tokens reach an expert, so that it waits for its weights: half or a quarter of the bytes of bf16 take about as
@@ -24,6 +24,7 @@ stay: a bias would have to be a whole number there, or lie where 4 bits have the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,6 +63,11 @@ def quantize_npu_experts(traced: TracedGraph) -> PassRecord:
         with traced.before(node):
             make = _of_int8 if scheme.input_bits == 8 else _of_weights
             new = make(site, inputs, rows, weight, scheme)
+            if new is None and scheme.whole_rows:  # the weights stay what they are, and inputs keep 16 bits
+                site.retry()
+                inputs.forget(weight)
+                wide = replace(scheme, input_bits=16, whole_rows=False)
+                new = _of_weights(site, inputs, rows, weight, wide)
         if new is None:
             site.leave()
             record.reject(node, "; ".join(why for _, why in site.refused))
@@ -88,7 +94,8 @@ def _scheme_of(inputs: QuantizedInputsOf, weight: fx.Node) -> Quantization | str
             return "their inputs are stored in an order of their own"
         if not stored.transposed:
             return "their scales lie along their inputs"
-        scheme = scheme_of(form, 16 if form.zeros else inputs.traced.input_bits)
+        keeps = form.zeros or (form.bits == 8 and form.group_size)
+        scheme = scheme_of(form, 16 if keeps else inputs.traced.input_bits)
     assert scheme is not None
     _, width, outputs = map(int, shape(weight))
     found = fitting(scheme, width, outputs)

@@ -26,7 +26,7 @@ def fitting(scheme: Quantization, width: int, outputs: int) -> Quantization | st
     """
     if scheme.bits == 4 and outputs % PER_INT32:
         return f"{outputs} outputs of 4 bits; {PER_INT32} share an int32"
-    return replace(scheme, group_size=0) if scheme.group_size >= width else scheme
+    return replace(scheme, group_size=0, whole_rows=False) if scheme.group_size >= width else scheme
 
 
 class Rounded(NamedTuple):
@@ -50,6 +50,7 @@ class QuantizedInputsOf:
         self.traced = traced
         self._made: dict[fx.Node, QuantizedInputs] = {}
         self._wide: dict[str, str] = {}
+        self._names: set[str] = set()  # a graph never gives one again
 
     def is_parameter(self, weight: fx.Node) -> bool:
         """True if a weight is a graph input that always receives the same tensor."""
@@ -124,6 +125,16 @@ class QuantizedInputsOf:
         )
         return Rounded(self.traced.placeholder(made.numbers), self.traced.placeholder(made.scales), *more)
 
+    def forget(self, weight: fx.Node) -> None:
+        """Take back the inputs for a weight that nothing reads: another form of it is tried."""
+        made = self._made.get(weight)
+        nodes = [self.traced.placeholder(name) for name in made.made] if made is not None else []
+        if any(node.users for node in nodes):
+            return
+        for node in nodes:
+            self.traced.graph.erase_node(node)
+        self._made.pop(weight, None)
+
     def wide(self, bias: fx.Node) -> fx.Node:
         """The graph input for a bias in float32."""
         if value(bias).dtype is torch.float32:
@@ -158,6 +169,7 @@ class QuantizedInputsOf:
         self.traced.add_deferred_constant(name, example)
 
     def _free_name(self, name: str) -> str:
-        while any(node.name == name for node in self.traced.placeholders):
+        while name in self._names or any(node.name == name for node in self.traced.placeholders):
             name += "_"
+        self._names.add(name)
         return name

@@ -9,7 +9,10 @@ Becomes:
     q = npu_quantize(x, scale, offset, qint8, div_mode=True)
     npu_quant_matmul(q, W8, scales * scale, bias=b, output_dtype=...)    # of fp16 with scales as int64
         with an offset, or of fp16, b is int32: in steps of the scales, less offset times the sums of the numbers
-    or, where inputs keep 16 bits,
+    or, of 4 bits in groups of 256 that were made for inputs of 8,
+    npu_quant_matmul(q, W4, scales, offset=8 times the sums of the weights, pertoken_scale=s [M, 1], output_dtype=...)
+        which the operator adds for what it takes off the inputs
+    or, where inputs keep 16 bits, or those products of 4 bits are not legal,
     npu_weight_quant_batchmatmul(x, W8 or W4, scales, offsets, bias=b, antiquant_group_size=...)
 Why it is faster:
     Decoding waits for weights: half or a quarter of the bytes of bf16 take about as much of the time. Prompts wait
@@ -86,6 +89,12 @@ def quantize_npu_linears(traced: TracedGraph) -> PassRecord:
                 product = product._replace(rows=products.as_matrix(site, product.rows))
             if scheme.input_scale is not None:
                 new = products.of_given(site, product, scheme, scheme.input_scale)
+            elif scheme.input_bits == 8 and scheme.bits == 4:
+                new = products.of_int4(site, product, scheme)
+                if new is None:  # the weights stay what they are, and inputs keep 16 bits
+                    site.retry()
+                    inputs.forget(product.weight)
+                    new = products.of_weights(site, product, replace(scheme, input_bits=16, whole_rows=False))
             elif scheme.input_bits == 8:
                 new = products.of_int8(site, product, scheme)
             else:
@@ -128,7 +137,8 @@ def _scheme_of(traced: TracedGraph, inputs: QuantizedInputsOf, node: fx.Node, pr
         form = stored.form
         if form.code != "int":
             return f"no operator for weights that are stored as {form}"
-        whole = form.bits == 8 and not (form.zeros or form.ordered)
+        # Of 8 bits rows have a scale, of 4 groups beside inputs of 8.
+        whole = (form.bits == 8) != bool(form.group_size) and not (form.zeros or form.ordered)
         scheme = scheme_of(form, traced.input_bits if whole else 16, stored.input_scale)
     elif chooses_experts(node):
         return "it is a router"
@@ -148,6 +158,7 @@ class _Products:
     def __init__(self, inputs: QuantizedInputsOf) -> None:
         self._inputs = inputs
         self._rounded: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
+        self._columns: dict[fx.Node, fx.Node] = {}
         self._given: dict[tuple[fx.Node, InputScale], fx.Node] = {}
         self._whole_biases: dict[fx.Node, tuple[bool, fx.Node | None]] = {}
         self._ordered: dict[tuple[fx.Node, bytes], fx.Node] = {}
@@ -166,21 +177,52 @@ class _Products:
         if dtype not in DTYPE_CODES:
             site.refuse("npu.npu_quant_matmul", f"the inputs are {dtype}")
             return None
+        rounded = self._rounded_rows(site, rows)
+        if rounded is None:
+            return None
+        made = self._inputs.of(weight, scheme, torch.float32, turned=turned)
+        return site.call(
+            _npu.npu_quant_matmul.default,
+            rounded[0],
+            made.numbers,
+            made.scales,
+            pertoken_scale=rounded[1],
+            bias=bias,
+            output_dtype=DTYPE_CODES[dtype],
+        )
+
+    def of_int4(self, site: Site, product: Product, scheme: Quantization) -> fx.Node | None:
+        """The product of int8 and 4 bits in groups; None where it is not legal."""
+        rows, weight, bias, turned = product
+        dtype = value(rows).dtype
+        if dtype not in DTYPE_CODES or bias is not None:
+            reason = f"the inputs are {dtype}" if bias is None else "there is no bias beside matrices of 4 bits"
+            site.refuse("npu.npu_quant_matmul", reason)
+            return None
+        rounded = self._rounded_rows(site, rows)
+        if rounded is None:
+            return None
+        made = self._inputs.of(weight, scheme, torch.int64, turned=turned, sums=True)
+        if rows not in self._columns:
+            self._columns[rows] = site.traced.call(_aten.unsqueeze.default, rounded[1], -1)
+        return site.call(
+            _npu.npu_quant_matmul.default,
+            rounded[0],
+            made.numbers,
+            made.scales,
+            offset=made.sums,
+            pertoken_scale=self._columns[rows],
+            output_dtype=DTYPE_CODES[dtype],
+        )
+
+    def _rounded_rows(self, site: Site, rows: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+        """``rows`` in int8, and their scales; None where that is not legal. Once for products that share them."""
         if rows not in self._rounded:
             both = site.call(_npu.npu_dynamic_quant.default, rows)
             if both is None:
                 return None
             self._rounded[rows] = site.item(both, 0), site.item(both, 1)
-        made = self._inputs.of(weight, scheme, torch.float32, turned=turned)
-        return site.call(
-            _npu.npu_quant_matmul.default,
-            self._rounded[rows][0],
-            made.numbers,
-            made.scales,
-            pertoken_scale=self._rounded[rows][1],
-            bias=bias,
-            output_dtype=DTYPE_CODES[dtype],
-        )
+        return self._rounded[rows]
 
     def of_given(self, site: Site, product: Product, scheme: Quantization, input_scale: InputScale) -> fx.Node | None:
         """The product of int8 with inputs whose rounding is given; None where it is not legal."""

@@ -88,6 +88,10 @@ class Site:
         self.record.matches += 1
         self.keep()
 
+    def retry(self) -> None:
+        """Note that what was inserted so far is not chosen: another route is tried."""
+        self._chosen.clear()
+
     def leave(self) -> None:
         """Note that the node stays; what was inserted for it is not chosen."""
         self._chosen.clear()

@@ -3,11 +3,11 @@
 // panels.h).
 //
 // The columns of a weight may be stored in another order, in which the inputs are read then. Inputs are rounded to 8 or
-// 16 bits with a scale per row and group, or step where groups share these, those of 16 as two rows of 8; or to 8 with a
-// scale and an offset that are given, whose numbers have 9 bits without the offset and are two rows, too. Products and
-// their sums within a group are exact then, and groups are added in their order: a row's result depends neither on how
-// many rows there are nor on the instructions at hand. Inputs of weights that are floats of 8 bits are not rounded (see
-// float8.h).
+// 16 bits with a scale per row and group, or step where groups share these, those of 16 as two rows of 8; or to 8 with
+// one per row; or to 8 with a scale and an offset that are given, whose numbers have 9 bits without the offset and are
+// two rows, too. Products and their sums within a group are exact then, and groups are added in their order: a row's
+// result depends neither on how many rows there are nor on the instructions at hand. Inputs of weights that are floats
+// of 8 bits are not rounded (see float8.h).
 
 #include "fetch.h"
 #include "float8.h"
@@ -46,8 +46,9 @@ struct QuantizedLinearArguments {
   // them.
   double input_scale;
   int64_t input_offset;
+  int64_t whole_rows;  // inputs of 8 bits have one scale for a row, however many groups there are
 };
-static_assert(sizeof(QuantizedLinearArguments) == 21 * 8, "quantized_linear.py packs 21 numbers");
+static_assert(sizeof(QuantizedLinearArguments) == 22 * 8, "quantized_linear.py packs 22 numbers");
 
 namespace {
 
@@ -106,11 +107,14 @@ void round_row(const QuantizedLinearArguments& a, const Layout& layout, const In
     std::memset(to + part * x.columns + a.inputs, 0, x.columns - a.inputs);
   const int32_t zero = a.zeros ? 1 : a.code == kFloat4 ? kFloat4Zero : zero_of(a.bits);
   const int64_t heads = layout.heads;
+  const float of_row = a.whole_rows ? quantise_row(to, floats, a.inputs) : 0;
   for (int64_t g = 0; g < layout.groups; ++g) {
     const int64_t begin = g * layout.group_steps * kStep;
     const int64_t count = std::min(a.inputs - begin, layout.steps_of(g) * kStep);
     float& scale = x.scales[row * layout.groups + g];
-    if (a.input_scale != 0)
+    if (a.whole_rows)
+      scale = of_row;
+    else if (a.input_scale != 0)
       scale = quantise_row_by(to + begin, x.parts == 1 ? nullptr : to + x.columns + begin, floats + begin, count,
                               (float)a.input_scale, (float)a.input_offset);
     else

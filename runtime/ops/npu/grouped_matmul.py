@@ -48,8 +48,8 @@ def npu_grouped_matmul(
             what the operator takes off: ``((x - 8) @ w · scale + bias) · per_token_scale``; right is 8 times the sum
             of an output's weights, times its scale.
         scale: beside int8 inputs and matrices, one ``[E, N]``: bf16 for results of bf16, else fp32. Beside int8
-            inputs and matrices of 4 bits (int32 ``[E, K, N / 8]``, see ``int4``) one int64 ``[E, 1, N]`` that holds
-            the bits of fp32.
+            inputs and matrices of 4 bits (int32 ``[E, K, N / 8]``, see ``int4``) one int64 ``[E, 1, N]``, or
+            ``[E, K / 256, N]`` where 256 inputs share one, that holds the bits of fp32.
         per_token_scale: beside int8 inputs, one fp32 ``[M]``.
         antiquant_scale: beside fp16 or bf16 inputs (fp32 to compare) and matrices of 8 or 4 bits, one of the dtype of
             ``x``: ``[E, N]``, or ``[E, groups, N]`` of 4 bits, with groups that divide K.

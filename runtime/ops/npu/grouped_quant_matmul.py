@@ -13,13 +13,11 @@ import torch
 
 from .int4 import PER_INT32, unpack_int4
 from .numerics import float_of_bits, widened
-from .quant_matmul import whole_product
+from .quant_matmul import INT4_GROUP, product_of_groups, whole_product
 
 MAX_INT4_INPUTS = 18432
 """Of K beside int8 rows and matrices of 4 bits."""
 _RESULTS = (torch.bfloat16, torch.float16, torch.float32)
-_TAKEN_OFF = 8
-"""From rows of int8 in front of 4 bits: their halves are read as numbers around 0."""
 
 
 class RoundedMatrices(NamedTuple):
@@ -73,7 +71,12 @@ def multiply_int8(
         )
     (scales,), (of_rows,) = scale, per_token_scale
     experts, inputs, outputs = matrices.sizes
-    sizes: tuple[int, ...] = (experts, 1, outputs) if matrices.is_int4 else (experts, outputs)
+    sizes: tuple[int, ...] = (experts, outputs)
+    if matrices.is_int4:
+        in_groups = scales.dim() == 3 and scales.shape[1] != 1
+        if in_groups and inputs % INT4_GROUP:
+            raise ValueError(f"weight has {inputs} inputs; a multiple of {INT4_GROUP} has scales for groups")
+        sizes = (experts, inputs // INT4_GROUP if in_groups else 1, outputs)
     wanted = torch.bfloat16 if result is torch.bfloat16 else torch.float32
     wanted = torch.int64 if matrices.is_int4 else wanted
     if scales.shape != sizes or scales.dtype is not wanted:
@@ -91,8 +94,8 @@ def multiply_int8(
     for group, at, matrix in matrices.groups():
         if matrices.is_int4:
             assert bias is not None
-            sums = whole_product(rows[at].to(torch.int16) - _TAKEN_OFF, matrix)
-            found[at] = (sums.float() * float_of_bits(scales[group]) + bias[0][group]) * of_rows[at, None]
+            sums_of_groups = product_of_groups(rows[at], matrix, float_of_bits(scales[group]))
+            found[at] = (sums_of_groups + bias[0][group]) * of_rows[at, None]
             continue
         sums = whole_product(rows[at], matrix)
         if bias is not None:

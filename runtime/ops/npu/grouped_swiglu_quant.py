@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from .grouped_matmul import group_ends
 from .grouped_quant_matmul import RoundedMatrices, multiply_int8
 from .numerics import refuse_given
+from .quant_matmul import INT4_GROUP
 from .quantize import rows_to_int8
 from .registration import Operator
 
@@ -49,11 +50,12 @@ def npu_grouped_matmul_swiglu_quant_v2(
         x: int8 ``[M, K]``.
         weight: one int8 ``[E, K, N]``, on a device in FRACTAL_NZ, but on 950 in rows; or 4 bits, int32
             ``[E, K, N / 8]`` (see ``int4``). The gates are the left half of N.
-        weight_scale: one fp32, fp16 or bf16 ``[E, N]``; of 4 bits int64 that holds the bits of fp32.
+        weight_scale: one fp32, fp16 or bf16 ``[E, N]``; of 4 bits int64 that holds the bits of fp32, with
+            ``dequant_mode`` 1 ``[E, K / 256, N]``.
         x_scale: fp32 ``[M]``.
         group_list: int64 ``[E]``: where each group ends (``group_list_type`` 0), or its rows (1). The groups fill M.
         weight_assist_matrix: of 4 bits, one fp32 ``[E, N]``, the bias of npu_grouped_matmul; else None.
-        dequant_mode: 0, a scale for each output.
+        dequant_mode: 0, a scale for each output; 1, of 4 bits, for each group of 256 of its inputs.
         dequant_dtype: 6, fp32.
         quant_mode: 0, a scale for each row.
         quant_dtype: 1, int8.
@@ -63,11 +65,11 @@ def npu_grouped_matmul_swiglu_quant_v2(
 
     Raises:
         ValueError: shapes, dtypes or groups that do not fit.
-        NotImplementedError: scales of groups, floats of 8 and 4 bits, smoothing, biases.
+        NotImplementedError: floats of 8 and 4 bits, smoothing, biases.
     """
     refuse_given(
         "npu_grouped_matmul_swiglu_quant_v2",
-        dequant_mode=dequant_mode or None,
+        dequant_mode=None if dequant_mode in (0, 1) else dequant_mode,
         dequant_dtype=None if dequant_dtype == _FLOAT32 else dequant_dtype,
         quant_mode=quant_mode or None,
         quant_dtype=None if quant_dtype == _INT8 else quant_dtype,
@@ -84,18 +86,21 @@ def npu_grouped_matmul_swiglu_quant_v2(
     if x.dim() != 2 or matrix.dim() != 3 or matrix.shape[1] != x.shape[1]:
         raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(matrix.shape)}; [M, K], [E, K, N]")
     matrices = RoundedMatrices(matrix, group_ends(group_list, group_list_type, len(matrix), len(x)))
-    experts, _, outputs = matrices.sizes
+    experts, inputs, outputs = matrices.sizes
     if outputs % 2 or outputs > MAX_GATED_OUTPUTS:
         raise ValueError(f"weight has {outputs} outputs; an even number up to {MAX_GATED_OUTPUTS}")
     if (weight_assist_matrix is not None) is not matrices.is_int4:
         raise ValueError("weight_assist_matrix is for matrices of 4 bits, and they need it")
+    in_groups = dequant_mode == 1
+    if in_groups and not matrices.is_int4:
+        raise ValueError("dequant_mode is 1; it is for matrices of 4 bits")
     wanted = (torch.int64,) if matrices.is_int4 else _SCALES
-    if scales.dtype not in wanted or scales.shape != (experts, outputs):
+    sizes = (experts, *([inputs // INT4_GROUP] if in_groups else []), outputs)
+    if scales.dtype not in wanted or scales.shape != sizes:
         raise ValueError(
-            f"weight_scale is {scales.dtype} {tuple(scales.shape)}; {' or '.join(map(str, wanted))} "
-            f"{(experts, outputs)} is needed"
+            f"weight_scale is {scales.dtype} {tuple(scales.shape)}; {' or '.join(map(str, wanted))} {sizes} is needed"
         )
-    kept = scales[:, None] if matrices.is_int4 else scales.float()
+    kept = scales.float() if not matrices.is_int4 else scales if in_groups else scales[:, None]
     numbers = multiply_int8(x, matrices, [kept], [x_scale], weight_assist_matrix, torch.float32)
     gate, up = numbers.chunk(2, -1)
     return rows_to_int8(F.silu(gate) * up)

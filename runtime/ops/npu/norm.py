@@ -1,7 +1,7 @@
-"""`npu::` norms: npu_rms_norm, npu_add_rms_norm(_cast, _dynamic_quant), npu_gemma_rms_norm, npu_add_layer_norm.
+"""`npu::` norms: npu_rms_norm, npu_add_rms_norm(_cast, _dynamic_quant, _quant), gemma's, and npu_add_layer_norm.
 
 Source: op-plugin, docs `torch_npu-npu_rms_norm.md`, `…-npu_add_rms_norm.md` and
-`…-npu_add_rms_norm_dynamic_quant.md`, golden tests `test_npu_add_rms_norm(_cast, _dynamic_quant)`,
+`…-npu_add_rms_norm_(dynamic_)quant.md`, golden tests `test_npu_add_rms_norm(_cast, _dynamic_quant, _quant)`,
 `test_npu_gemma_rms_norm` and `test_npu_add_layer_norm`. The statistics have the dims of the input, 1 where ``gamma``
 has dims.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .numerics import check_floating, refuse_given, stored_like, widened
+from .numerics import check_floating, refuse_given, rounded_to_int8, stored_like, widened
 from .quantize import rows_to_int8
 from .registration import Operator
 
@@ -108,6 +108,59 @@ def npu_add_rms_norm_dynamic_quant(
     quantized, scale = rows_to_int8((normed * widened(gamma)).float())
     none = x1.new_empty(0, dtype=torch.int8), x1.new_empty(0, dtype=torch.float32)
     return quantized, none[0], total.to(x1.dtype).contiguous(), scale, none[1]
+
+
+def npu_add_rms_norm_quant(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    gamma: torch.Tensor,
+    scales1: torch.Tensor,
+    zero_points1: torch.Tensor | None,
+    beta: torch.Tensor | None = None,
+    scales2: torch.Tensor | None = None,
+    zero_points2: torch.Tensor | None = None,
+    *,
+    axis: int = -1,
+    epsilon: float = 1e-6,
+    div_mode: bool = True,
+    dst_type: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The norm of ``x1 + x2`` in int8, ``rint(y / scales1 + zero_points1)`` clamped; nothing is rounded before.
+
+    Args:
+        x1, x2: one shape and dtype.
+        gamma: the last dims of ``x1``, of its dtype.
+        scales1: the shape of ``gamma``; fp32 beside fp16, bf16 beside bf16.
+        zero_points1: likewise; int32 beside fp16, bf16 beside bf16. None: 0.
+
+    Returns:
+        ``(y1, y2, x)``: int8 like ``x1``, a second result that has no meaning without a second scale (0 here), and
+        the sum in the dtype of ``x1``.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+        NotImplementedError: a second result, a shift, another axis, products with scales, other dtypes.
+    """
+    refuse_given(
+        "npu_add_rms_norm_quant",
+        beta=beta,
+        scales2=scales2,
+        zero_points2=zero_points2,
+        axis=None if axis == -1 else axis,
+        div_mode=None if div_mode else div_mode,
+        dst_type=None if dst_type in (None, 1) else dst_type,
+    )
+    _check_sum(x1, x2)
+    _check_gamma("gamma", gamma, x1, fp32_allowed=False)
+    for name, table in (("scales1", scales1), ("zero_points1", zero_points1)):
+        if table is not None and table.shape != gamma.shape:
+            raise ValueError(f"{name} has shape {tuple(table.shape)}; it must be that of gamma, {tuple(gamma.shape)}")
+    total = widened(x1) + widened(x2)
+    value = _rms_norm(total, gamma, epsilon)[0] * widened(gamma) / widened(scales1)
+    if zero_points1 is not None:
+        value = value + widened(zero_points1)
+    none = x1.new_zeros(x1.shape, dtype=torch.int8)
+    return rounded_to_int8(value).contiguous(), none, total.to(x1.dtype).contiguous()
 
 
 def npu_add_layer_norm(
@@ -215,6 +268,13 @@ def _add_rms_norm_dynamic_quant_fake(
     return quantized, none[0], x1.new_empty(x1.shape), scale, none[1]
 
 
+def _add_rms_norm_quant_fake(
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, scales1: torch.Tensor, *_: object, **__: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    first, second = (x1.new_empty(x1.shape, dtype=torch.int8) for _ in range(2))
+    return first, second, x1.new_empty(x1.shape)
+
+
 def _add_layer_norm_fake(
     x1: torch.Tensor,
     x2: torch.Tensor,
@@ -233,5 +293,6 @@ OPERATORS = (
     Operator("npu_add_rms_norm", npu_add_rms_norm, _add_rms_norm_fake),
     Operator("npu_add_rms_norm_cast", npu_add_rms_norm_cast, _add_rms_norm_cast_fake),
     Operator("npu_add_rms_norm_dynamic_quant", npu_add_rms_norm_dynamic_quant, _add_rms_norm_dynamic_quant_fake),
+    Operator("npu_add_rms_norm_quant", npu_add_rms_norm_quant, _add_rms_norm_quant_fake),
     Operator("npu_add_layer_norm", npu_add_layer_norm, _add_layer_norm_fake),
 )

@@ -155,6 +155,9 @@ SCHEMAS = (
     "npu_add_rms_norm_dynamic_quant(Tensor x1, Tensor x2, Tensor gamma, *, Tensor? smooth_scale1=None, Tensor? "
     "smooth_scale2=None, Tensor? beta=None, float epsilon=9.9999999999999995e-07, bool[2]? output_mask=None, "
     "int? y_dtype=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "npu_add_rms_norm_quant(Tensor x1, Tensor x2, Tensor gamma, Tensor scales1, Tensor? zero_points1, Tensor? "
+    "beta=None, Tensor? scales2=None, Tensor? zero_points2=None, *, int axis=-1, float "
+    "epsilon=9.9999999999999995e-07, bool div_mode=True, int? dst_type=None) -> (Tensor, Tensor, Tensor)",
     "npu_dequant_swiglu_quant(Tensor x, *, Tensor? weight_scale=None, Tensor? activation_scale=None, Tensor? "
     "bias=None, Tensor? quant_scale=None, Tensor? quant_offset=None, Tensor? group_index=None, bool "
     "activate_left=False, int quant_mode=0, int? dst_type=None, int? round_mode=None, int? activate_dim=None, "

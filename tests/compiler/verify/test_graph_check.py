@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
+from stored_weights import stored_weight
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from torch_pagoda.compiler import CompileOptions, UnsupportedModel, options
 from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.tolerance import TOLERANCE
+from torch_pagoda.compiler.verify import float32_run
 from torch_pagoda.compiler.verify.graph_check import check_graph, measure_rounding
 from torch_pagoda.compiler.verify.self_check import check, reference_of_model
 from torch_pagoda.passes import PASSES, Pass, PassRecord
@@ -129,6 +135,58 @@ def test_rounding_is_measured_and_not_supposed():
     assert reference.tolerance == TOLERANCE[torch.bfloat16]
     measure_rounding(captured(model), reference)
     assert 0.005 < reference.tolerance < 0.25
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operators make, and the most that are alive at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak, self.known = 0, 0, weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if type(t) in (torch.Tensor, Parameter)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if type(tensor) is not torch.Tensor:
+                continue
+            storage = tensor.untyped_storage()
+            if id(storage) not in given and storage not in self.known:
+                self.known.add(storage)
+                self.alive += storage.nbytes()
+                self.peak = max(self.peak, self.alive)
+                weakref.finalize(storage, self.free, storage.nbytes())
+        return result
+
+    def free(self, size):
+        self.alive -= size
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["bfloat16", "4 bits"])
+def test_rounding_is_measured_some_rows_at_a_time(stored, monkeypatch):
+    """No matrix is widened whole: a head of 32768 tokens, whose logits are few beside it."""
+    outputs, width = 32768, 512
+    model = build_tiny_model("llama", hidden_size=width, vocab_size=outputs, tie_word_embeddings=False)
+    model = model.to(torch.bfloat16)
+    if stored:
+        weight = stored_weight("int4/g128/bf16", outputs, width)
+        weight.scales.mul_(0.02)
+        model.lm_head.weight = Parameter(weight, requires_grad=False)
+    reference = reference_of_model(model)
+    reference.tokens[-1] = reference.tokens[-1][:9]
+    found = capture(model)
+
+    def measured():
+        with LiveBytes() as live:
+            measure_rounding(found, reference)
+        return live.peak
+
+    in_float32 = outputs * width * 4
+    assert measured() < 0.5 * in_float32
+    in_parts = reference.tolerance
+    monkeypatch.setattr(float32_run, "_ROWS", 1 << 30)
+    assert measured() > in_float32, "the count sees a head that is widened whole"
+    assert in_parts == pytest.approx(reference.tolerance, rel=1e-2) and in_parts > 0
 
 
 def test_a_program_that_raises_is_not_right():

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from quantized_oracle import rounded_rows_linear
 from stored_weights import stored_weight
 from torch.nn import functional as F
 
@@ -156,6 +157,39 @@ def test_zeros_and_order_of_stored_weights(form, outputs, inputs):
         assert torch.equal(torch.cat(apart), found)
 
 
+@pytest.mark.parametrize("form", ["int4/g256/f32/x8", "int4/g128/f32/x8", "int4/g32/f16+z/x8", "int8/g128/bf16/x8"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(70, 4096), (130, 576)])
+def test_inputs_of_8_bits_have_one_scale_for_a_row(form, outputs, inputs):
+    """However many groups a weight has: against the formula in float64, and row by row against the whole batch."""
+    weight = stored_weight(form, outputs, inputs).to(torch.float32)
+    scheme = scheme_of(weight.form, None)
+    assert scheme.whole_rows and scheme.input_bits == 8
+    packed, given = pack_stored(weight), (outputs, *scheme.arguments())
+    x = torch.randn(40, inputs) * torch.logspace(-2, 1, inputs)  # so that groups by themselves had other scales
+    found = quantized_linear_cpu(x, packed, None, *given)
+    expected = rounded_rows_linear(x.double(), weight.dense(), None)
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    reference = quantized_linear_reference(x, packed, None, *given)
+    assert (reference - expected).abs().max() < 1e-5 * expected.abs().max()
+    for rows in (1, 3, 6, 7, 20):
+        apart = [quantized_linear_cpu(part, packed, None, *given) for part in x.split(rows)]
+        assert torch.equal(torch.cat(apart), found)
+    of_groups = quantized_linear_cpu(x, packed, None, *given[:-3])
+    assert (of_groups - expected).abs().max() > 1e-3 * expected.abs().max(), "a scale for each group: other numbers"
+
+
+def test_a_bad_input_spoils_its_whole_row():
+    weight = stored_weight("int4/g128/f32/x8", 64, 512).to(torch.float32)
+    given = (64, *scheme_of(weight.form, None).arguments())
+    x = torch.randn(9, 512)
+    expected = quantized_linear_cpu(x, pack_stored(weight), None, *given)
+    x[3, 500], x[5] = float("nan"), 0
+    found = quantized_linear_cpu(x, pack_stored(weight), None, *given)
+    assert found[3].isnan().all() and (found[5] == 0).all()
+    kept = [row for row in range(9) if row not in (3, 5)]
+    assert torch.equal(found[kept], expected[kept])
+
+
 @pytest.mark.parametrize("form", ["int4/g128/f16+z", "int4/g32/bf16"])
 def test_a_layout_that_is_read_otherwise_shows(form):
     """Mutants of what the kernel is told: no zeros, another group size, no order."""
@@ -229,6 +263,8 @@ def test_weights_that_are_not_rounded_yet_are_rounded_in_passing():
         ((8, 48, 8), "group_size=48"),
         ((8, -64, 8), "group_size=-64"),
         ((4, 0, 4), "input_bits=4"),
+        ((4, 128, 16, False, "int", None, True), "whole_rows=True is for inputs of 8 bits"),
+        ((4, 0, 8, False, "int", None, True), "weights in groups"),
     ],
 )
 def test_bad_schemes_are_refused(arguments, message):

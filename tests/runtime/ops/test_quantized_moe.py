@@ -90,7 +90,16 @@ def test_weights_that_are_not_rounded_yet() -> None:
     assert torch.equal(found, moe_reference(x, weights, ids, *dense))
 
 
-@pytest.mark.parametrize("scheme", [Quantization(8, 0, 8), Quantization(4, 64, 16)], ids=str)
+def test_schemes_as_numbers() -> None:
+    for scheme in (Quantization(4, 128, 8, whole_rows=True), Quantization(4, 32, 16, True), Quantization(8, 0, 8)):
+        assert Quantization.of_numbers(scheme_numbers(scheme)) == scheme
+    assert Quantization.of_numbers([4, 64, 8, 0]) == Quantization(4, 64, 8)
+
+
+SCHEMES = [Quantization(8, 0, 8), Quantization(4, 64, 16), Quantization(4, 64, 8, whole_rows=True)]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_rounded_weights(scheme: Quantization) -> None:
     """What ``quantization=`` makes of float experts."""
     up, down = torch.randn(EXPERTS, 2 * INNER, HIDDEN) * 0.1, torch.randn(EXPERTS, HIDDEN, INNER) * 0.1

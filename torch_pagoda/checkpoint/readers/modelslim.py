@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ...runtime.ops.weight_format import WeightFormat
@@ -17,12 +19,13 @@ LEAVES = frozenset(
 KINDS = frozenset(("W8A8_DYNAMIC", "W8A16", "W8A8", "W4A8_DYNAMIC"))
 """Kinds of weight that are read."""
 
+_SCALES = ("weight_scale", "weight_scale_second")
 _SUM_ERROR = 1e-3
 """Of the sum of the absolute numbers of an output, what float32 may lose while it adds them."""
 
 
 def read_modelslim(module: Quantized) -> dict[str, torch.Tensor]:
-    """The weight of ``weight`` int8 ``[out, in]``, of 4 bits ``[out / 2, in]``, and with static inputs its bias.
+    """The weight of ``weight`` int8 ``[out, in]``, of 4 bits also ``[out / 2, in]``, and with static inputs its bias.
 
     Raises:
         BadTensor: a tensor is missing or does not fit, or it is of another kind.
@@ -36,7 +39,7 @@ def read_modelslim(module: Quantized) -> dict[str, torch.Tensor]:
     scales = module.scales("weight_scale", dim=None).reshape(-1, 1)
     _check_offsets(module)
     if module.kind == "W4A8_DYNAMIC":
-        return _pairs_of_outputs(module, weight, scales) | module.rest
+        return _of_4_bits(module, weight, scales) | module.rest
     return _weight(module, weight, scales) | module.rest
 
 
@@ -48,28 +51,52 @@ def _weight(module: Quantized, weight: torch.Tensor, scales: torch.Tensor) -> di
     return {f"{module.name}.weight": module.stored(form, unsigned(weight), scales.contiguous())}
 
 
-def _pairs_of_outputs(module: Quantized, weight: torch.Tensor, scales: torch.Tensor) -> dict[str, torch.Tensor]:
-    """``weight`` of bytes with two outputs, the first in the low half, each a number from -8 to 7."""
-    for leaf in ("weight_scale_second", "weight_offset_second"):
-        if leaf in module.tensors:
-            raise module.bad(leaf, "W4A8 in groups is not read; get the checkpoint with one scale for each output")
-    outputs, inputs = 2 * weight.shape[0], weight.shape[1]
-    if len(scales) == weight.shape[0]:
-        raise module.bad(
-            "weight", "a byte holds numbers of two outputs, not a row for each; make the checkpoint again"
-        )
+def _of_4_bits(module: Quantized, weight: torch.Tensor, scales: torch.Tensor) -> dict[str, torch.Tensor]:
+    """``weight`` of numbers from -8 to 7: bytes with two outputs, the first in the low half, or, of files without a
+    version, with one. ``weight_scale_second`` holds what the scale of an output is multiplied with in each group."""
+    outputs, inputs = len(scales), weight.shape[1]
     if module.tensors["weight_scale"].shape not in ((outputs,), (outputs, 1)):
-        raise module.bad(
-            "weight_scale",
-            f"one for each of {outputs} outputs is needed, of which a byte holds two; get the checkpoint again",
-        )
+        raise module.bad("weight_scale", "one for each output is needed, of which a byte holds two; get it again")
     if inputs % 2:
         raise module.bad("weight", "an even number of inputs is needed; get the checkpoint again")
-    halves = weight.view(torch.uint8) ^ 0x88  # numbers around 8
-    codes = torch.stack([halves & 15, halves >> 4], 1).flatten(0, 1)
-    _check_sums(module, codes, scales)
-    form = WeightFormat("int", 4, 0, scale_name(scales.dtype), input_bits=8)
-    return {f"{module.name}.weight": module.stored(form, pack_pairs(codes), scales.contiguous())}
+    if len(weight) == outputs:
+        if bool(((weight < -8) | (weight > 7)).any()):
+            raise module.bad("weight", "a byte holds numbers of two outputs, or one from -8 to 7; get it again")
+        codes = (weight + 8).view(torch.uint8)
+    else:
+        halves = weight.view(torch.uint8) ^ 0x88  # numbers around 8
+        codes = torch.stack([halves & 15, halves >> 4], 1).flatten(0, 1)
+        if len(codes) != outputs:
+            raise module.bad("weight_scale", f"one for each of {len(codes)} outputs is needed; get the file again")
+    table, size = _scales_of_groups(module, scales, inputs)
+    if len(weight) != outputs or "scale_bias" in module.tensors:
+        _check_sums(module, codes, table)
+    form = WeightFormat("int", 4, size, scale_name(table.dtype), input_bits=8)
+    return {f"{module.name}.weight": module.stored(form, pack_pairs(codes), table.contiguous())}
+
+
+def _scales_of_groups(module: Quantized, scales: torch.Tensor, inputs: int) -> tuple[torch.Tensor, int]:
+    """The scales ``[out, groups]``, and how many inputs share one, 0 for all.
+
+    Raises:
+        BadTensor: those of the groups are missing, do not fit, or contradict the description.
+    """
+    stated = module.settings.get("group_size")
+    leaf = "weight_scale_second"
+    if leaf not in module.tensors and not (isinstance(stated, int) and stated > 0):
+        return scales, 0
+    second = module.scales(leaf)
+    outputs, groups = second.shape
+    if outputs != len(scales) or not groups or inputs % groups:
+        raise module.bad(
+            leaf, f"{len(scales)} outputs are needed, and groups that divide {inputs} inputs; get it again"
+        )
+    if isinstance(stated, int) and stated != inputs // groups:
+        raise module.bad(leaf, f"groups of {inputs // groups}, and the description says group_size={stated}")
+    _check_offsets(module, "weight_offset_second")
+    table = scales.float() * second.float()
+    module.check_scales(leaf, table)
+    return table, inputs // groups if groups > 1 else 0
 
 
 def _check_sums(module: Quantized, codes: torch.Tensor, scales: torch.Tensor) -> None:
@@ -84,11 +111,17 @@ def _check_sums(module: Quantized, codes: torch.Tensor, scales: torch.Tensor) ->
         raise module.bad(
             "scale_bias", f"{outputs} outputs are needed, and parts that divide {inputs} inputs; get it again"
         )
-    numbers = (codes.to(torch.int8) - 8).unflatten(1, (parts, -1))
-    unit = 8 * scales.double()
-    off = (stated.double() - numbers.sum(-1, dtype=torch.int32) * unit).abs()
-    error = _SUM_ERROR + max(torch.finfo(dtype).eps for dtype in (stated.dtype, scales.dtype))
-    most = error * unit.abs() * numbers.abs().sum(-1, dtype=torch.int32).clamp_min(1)
+    piece = math.gcd(inputs // parts, inputs // scales.shape[1])  # inputs of one part that share a scale
+    numbers = (codes.to(torch.int8) - 8).unflatten(1, (-1, piece))
+    unit = 8 * scales.double().repeat_interleave(inputs // scales.shape[1] // piece, 1)
+
+    def of_parts(sums: torch.Tensor) -> torch.Tensor:
+        return sums.unflatten(1, (parts, -1)).sum(-1)
+
+    off = (stated.double() - of_parts(numbers.sum(-1, dtype=torch.int32) * unit)).abs()
+    stored = [stated, *(module.tensors[leaf] for leaf in _SCALES if leaf in module.tensors)]
+    error = _SUM_ERROR + max(torch.finfo(tensor.dtype).eps for tensor in stored)
+    most = error * of_parts(numbers.abs().sum(-1, dtype=torch.int32).clamp_min(1) * unit.abs())
     if not bool((off <= most).all()):
         raise module.bad("scale_bias", "it is not 8 times the sum of the weights; the file is broken, get it again")
 
@@ -146,7 +179,7 @@ def _unit(module: Quantized, outputs: int) -> torch.Tensor:
     return unit
 
 
-def _check_offsets(module: Quantized) -> None:
-    offsets = module.tensors.get("weight_offset")
+def _check_offsets(module: Quantized, leaf: str = "weight_offset") -> None:
+    offsets = module.tensors.get(leaf)
     if offsets is not None and bool((offsets != 0).any()):
-        raise module.bad("weight_offset", "offsets other than 0 are not read")
+        raise module.bad(leaf, "offsets other than 0 are not read")

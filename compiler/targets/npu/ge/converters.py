@@ -19,7 +19,11 @@ _CHANGED = "changed_for_pagoda"
 _FLOAT32 = 6
 
 # operator of torch_npu → operator of CANN
-CONVERTED = {"npu_gemma_rms_norm": "GemmaRmsNorm", "npu_add_layer_norm": "AddLayerNorm"}
+CONVERTED = {
+    "npu_gemma_rms_norm": "GemmaRmsNorm",
+    "npu_add_layer_norm": "AddLayerNorm",
+    "npu_add_rms_norm_quant": "AddRmsNormQuant",
+}
 
 
 def register_converters() -> list[str]:
@@ -126,6 +130,47 @@ def _add_layer_norm(
     )
 
 
+def _add_rms_norm_quant(
+    x1: Any,
+    x2: Any,
+    gamma: Any,
+    scales1: Any,
+    zero_points1: Any,
+    beta: Any = None,
+    scales2: Any = None,
+    zero_points2: Any = None,
+    *,
+    axis: int = -1,
+    epsilon: float = 1e-6,
+    div_mode: bool = True,
+    dst_type: int | None = None,
+    meta_outputs: Any = None,
+) -> Any:
+    """AddRmsNormQuant(x1, x2, gamma, scales1, scales2?, zero_points1?, zero_points2?; axis, epsilon, div_mode) →
+    (y1, y2, x = x1 + x2).
+
+    Only newer prototypes have ``beta`` and ``dst_type``, which stay what they are without.
+    """
+    from torchair import ge
+
+    if beta is not None or dst_type not in (None, 1):
+        raise RuntimeError("npu_add_rms_norm_quant: beta and dst_type are not converted")
+    return ge.custom_op(
+        "AddRmsNormQuant",
+        inputs={
+            "x1": x1,
+            "x2": x2,
+            "gamma": gamma,
+            "scales1": scales1,
+            "scales2": scales2,
+            "zero_points1": zero_points1,
+            "zero_points2": zero_points2,
+        },
+        attrs={"axis": ge.attr.Int(axis), "epsilon": ge.attr.Float(epsilon), "div_mode": ge.attr.Bool(div_mode)},
+        outputs=["y1", "y2", "x"],
+    )
+
+
 _CHANGES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "npu_grouped_matmul": _of_unsigned_scales,
     "npu_grouped_matmul_swiglu_quant_v2": _of_float32,
@@ -133,4 +178,5 @@ _CHANGES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 _CONVERTERS: dict[str, Callable[..., Any]] = {
     "npu_gemma_rms_norm": _gemma_rms_norm,
     "npu_add_layer_norm": _add_layer_norm,
+    "npu_add_rms_norm_quant": _add_rms_norm_quant,
 }

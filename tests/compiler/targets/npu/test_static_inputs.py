@@ -83,7 +83,10 @@ def test_the_logits_are_those_of_the_formula(model_type, name, reference):
     assert illegal_calls(traced, traced.npu) == []
     products = of(traced, npu.npu_quant_matmul)
     assert len(products) == count and all("pertoken_scale" not in node.kwargs for node in products)
-    assert len(of(traced, npu.npu_quantize)) == count
+    # Norms behind a sum round by themselves; experts have a router beside them.
+    fused = 1 if model_type == "qwen3_moe" else 3
+    assert len(of(traced, npu.npu_quantize)) == count - fused
+    assert len(of(traced, npu.npu_add_rms_norm_quant)) == fused
     errors = row_errors_of(program_of(traced), reference(model_type, name))
     # A number that lies between two steps falls to either side by float32's rounding.
     assert errors.median() < 1e-5
@@ -96,11 +99,16 @@ def test_roundings_are_shared_and_read_straight():
         _, scale, offset, dtype, axis, divides = node.args
         assert (scale.op, offset.op, dtype, axis, divides) == ("placeholder", "placeholder", 12, -1, True)
         assert value(scale).dtype is torch.float32 and value(offset).dtype is torch.int32
+    for node in of(traced, npu.npu_add_rms_norm_quant):
+        gamma, scales, offsets = node.args[2:]
+        assert (scales.op, offsets.op) == ("placeholder", "placeholder")
+        assert value(scales).shape == value(offsets).shape == value(gamma).shape
     for node in of(traced, npu.npu_quant_matmul):
         bias = node.kwargs["bias"]
         assert bias.op == "placeholder" and value(bias).dtype is torch.int32
     _, plain, _ = stored("llama", "ct-w8a8-static")
     assert all(node.args[2] is None for node in of(plain, npu.npu_quantize)), "symmetric ones have no offset"
+    assert all(node.args[4] is None for node in of(plain, npu.npu_add_rms_norm_quant))
     assert all(node.kwargs["bias"] is None for node in of(plain, npu.npu_quant_matmul))
 
 
@@ -156,6 +164,47 @@ def test_what_is_made_is_compared(mistake, monkeypatch):
     _, traced, _ = stored("llama", QUICK)
     with pytest.raises(UnsupportedModel, match=r"(is|are) wrong"):
         prepare_weights(traced.copy(), fractal_nz=False, release=False, check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "fused"),
+    [
+        ("slim-w8a8-static", torch.bfloat16, 3),
+        ("ct-w8a8-static", torch.bfloat16, 0),
+        pytest.param("ct-w8a8-static", torch.float16, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_scales_that_are_no_bfloat16_are_not_rounded_again(name, dtype, fused):
+    """Beside bfloat16 the operator takes such scales alone, and beside float16 those of float32."""
+    _, traced, report = stored("llama", name, dtype=dtype)
+    record = next(record for record in report.passes if record.name == "fuse_npu_quantisation")
+    norms = of(traced, npu.npu_add_rms_norm_quant)
+    assert len(norms) == record.matches == fused
+    reasons = {rejection.reason for rejection in record.rejections}
+    assert fused or (len(reasons) > 0 and all("is no torch.bfloat16, which it takes" in reason for reason in reasons))
+    for node in norms:
+        assert value(node.args[3]).dtype is (torch.float32 if dtype is torch.float16 else dtype)
+        kept = traced.constants[node.args[3].name]
+        assert (kept == kept[0]).all() and len(kept) == value(node.args[2]).shape[0]
+    assert illegal_calls(traced, traced.npu) == []
+
+
+def other_scale(traced, node):
+    name = node.args[3].name
+    traced.constants[name] = traced.constants[name] * 1.5
+
+
+def no_offset(traced, node):
+    node.args = (*node.args[:4], None)
+
+
+@pytest.mark.parametrize("mistake", [other_scale, no_offset])
+def test_mistakes_of_norms_that_round_are_no_rounding(mistake, reference):
+    _, traced, _ = stored("llama", QUICK)
+    wrong = traced.copy()
+    for node in of(wrong, npu.npu_add_rms_norm_quant):
+        mistake(wrong, node)
+    assert row_errors_of(program_of(wrong), reference("llama", QUICK)).quantile(0.1) > 0.1
 
 
 def other_offset(node):

@@ -170,6 +170,14 @@ def quantize(**change):
     return npu.npu_quantize.default, {"input": HALF, **given, **change}
 
 
+def norm_by_scales(half=False, **change):
+    """A norm of bfloat16, or of float16, that rounds by scales."""
+    dtype, of_offset = (torch.float16, torch.int32) if half else (torch.bfloat16, torch.bfloat16)
+    given = {"x1": HALF.to(dtype), "x2": HALF.to(dtype), "gamma": torch.ones(64).to(dtype)}
+    given["scales1"] = torch.ones(64, dtype=torch.float32 if half else dtype)
+    return npu.npu_add_rms_norm_quant.default, {**given, "zero_points1": torch.ones(64).to(of_offset), **change}
+
+
 BITS = torch.ones(16, dtype=torch.int64)
 WIDE = torch.empty(64, 65536, dtype=torch.int8)
 
@@ -270,5 +278,36 @@ def test_limits(call, words):
     ],
 )
 def test_limits_of_chips(soc, call, words):
+    found = reasons(call, NpuTarget(soc))
+    assert (words in found) if words else found == ""
+
+
+SMALL = {name: torch.ones(5, 16).half() for name in ("x1", "x2")} | {"gamma": torch.ones(16).half()}
+
+
+@pytest.mark.parametrize(
+    ("soc", "call", "words"),
+    [
+        ("Ascend910B3", norm_by_scales(), ""),
+        ("Ascend910B3", norm_by_scales(half=True), ""),
+        ("Ascend910_9382", norm_by_scales(zero_points1=None), ""),
+        ("Ascend310P3", norm_by_scales(half=True), ""),
+        ("Ascend310P3", norm_by_scales(half=True, **SMALL, scales1=torch.ones(16), zero_points1=None), "at least 32"),
+        ("Ascend950PR", norm_by_scales(), "Ascend950PR does not run it"),
+        (
+            "Ascend910B3",
+            norm_by_scales(scales1=torch.ones(64)),
+            "scales1 is torch.float32 (64,); torch.bfloat16 (64,)",
+        ),
+        ("Ascend910B3", norm_by_scales(half=True, scales1=torch.ones(64).bfloat16()), "torch.float32 (64,) beside"),
+        ("Ascend910B3", norm_by_scales(zero_points1=torch.ones(64).int()), "zero_points1 is torch.int32 (64,)"),
+        ("Ascend910B3", norm_by_scales(scales1=torch.ones(1).bfloat16()), "scales1 is torch.bfloat16 (1,)"),
+        ("Ascend910B3", norm_by_scales(beta=torch.ones(64).bfloat16()), "beta is given"),
+        ("Ascend910B3", norm_by_scales(scales2=torch.ones(64).bfloat16()), "scales2 is given"),
+        ("Ascend910B3", norm_by_scales(div_mode=False), "axis must be -1, div_mode True, dst_type int8"),
+        ("Ascend910B3", norm_by_scales(gamma=torch.ones(64)), "dtypes differ"),
+    ],
+)
+def test_limits_of_norms_that_round_by_scales(soc, call, words):
     found = reasons(call, NpuTarget(soc))
     assert (words in found) if words else found == ""

@@ -27,7 +27,7 @@ SILENT_WRITERS = (
 ).split()
 # No converter in torchair, none of ours, and none that works.
 UNCONVERTED = (
-    "npu_add_rms_norm_quant npu_rms_norm_quant npu_swiglu_quant npu_gelu_mul npu_silu npu_mrope "
+    "npu_rms_norm_quant npu_swiglu_quant npu_gelu_mul npu_silu npu_mrope "
     "npu_moe_token_permute npu_top_k_top_p npu_gather_pa_kv_cache npu_scatter_pa_cache "
     "npu_advance_step_flashattn npu_format_cast npu_fusion_attention_v2 npu_fusion_attention_v3 "
     "npu_grouped_matmul_swiglu_quant npu_moe_gating_top_k_softmax_v2 npu_fused_matmul "

@@ -48,6 +48,33 @@ def test_int8_by_4_bits_in_float64(code, rtol):
     torch.testing.assert_close(found.double(), exact, rtol=rtol, atol=1e-3)
 
 
+def in_groups(inputs=4096, outputs=16):
+    """As ``by_4_bits`` with 256 inputs that share a scale, and the matrices that the numbers mean."""
+    rows, weight = numbers(-128, 128, 7, inputs), numbers(-8, 8, 3, inputs, outputs, seed=1)
+    scale = (torch.rand(3, inputs // 256, outputs) + 0.5) / 64
+    meant = weight.double() * scale.double().repeat_interleave(256, 1)
+    return rows, weight, scale, (8 * meant.sum(1)).float(), torch.rand(7) + 0.5, meant
+
+
+@pytest.mark.parametrize("inputs", [512, 4096])
+def test_int8_by_4_bits_in_groups_in_float64(inputs):
+    rows, weight, scale, sums, of_rows, meant = in_groups(inputs)
+    found = multiply(rows, pack_int4(weight), bits_of_float(scale), sums, of_rows)
+    exact = products(rows, meant) * of_rows.double()[:, None]
+    assert (found - exact).abs().max() < 2e-6 * exact.abs().max()
+    other = multiply(rows, pack_int4(weight), bits_of_float(scale.roll(1, 1)), sums, of_rows)
+    assert (other - exact).abs().max() > 0.01 * exact.abs().max(), "scales of other groups"
+
+
+def test_groups_of_other_sizes_are_refused():
+    rows, weight, scale, sums, of_rows, _ = in_groups(512)
+    with pytest.raises(ValueError, match=r"scale is torch.int64 \(3, 4, 16\); torch.int64 \(3, 2, 16\)"):
+        multiply(rows, pack_int4(weight), bits_of_float(scale.repeat_interleave(2, 1)), sums, of_rows)
+    rows, weight, scale, sums, of_rows = by_4_bits(300)
+    with pytest.raises(ValueError, match="300 inputs; a multiple of 256"):
+        multiply(rows, pack_int4(weight), bits_of_float(torch.ones(3, 2, 16)), sums, of_rows)
+
+
 @pytest.mark.parametrize(
     "mistake", ["no sums", "sums of others", "sign of the sums", "halves", "along the inputs", "rows"]
 )

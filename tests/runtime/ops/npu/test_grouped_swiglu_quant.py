@@ -91,6 +91,27 @@ def test_it_is_the_product_and_the_activation_without_their_rounding(bits: int) 
     assert not torch.equal(rounded_before[0], expected[0]), "16 bits between them are other numbers"
 
 
+def test_scales_of_groups() -> None:
+    """The product in float64, activated and rounded once, of groups of 256."""
+    given = call(4, inputs=1024)
+    scale = (torch.rand(3, 4, 64, generator=torch.Generator().manual_seed(5)) + 0.5) / 20000
+    weight = numbers(3, 1024, 64, most=8, seed=2)
+    meant = weight.double() * scale.double().repeat_interleave(256, 1)
+    sums = {"weight_assist_matrix": [(8 * meant.sum(1)).float()]}
+    given |= {"weight_scale": [bits_of_float(scale)], "dequant_mode": 1, **sums}
+    of_row = torch.repeat_interleave(torch.arange(3), torch.tensor(COUNTS))
+    whole = torch.einsum("mk,mkn->mn", given["x"].double(), meant[of_row]) * given["x_scale"].double()[:, None]
+    left, right = whole.chunk(2, -1)
+    wanted = F.silu(left) * right
+    found = npu_grouped_matmul_swiglu_quant_v2(**given)
+    torch.testing.assert_close(found[1].double(), wanted.abs().amax(-1) / 127, rtol=1e-5, atol=0)
+    assert ((dequantised(found) - wanted).abs() <= 0.501 * found[1].double()[:, None]).all()
+    other = npu_grouped_matmul_swiglu_quant_v2(**{**given, "weight_scale": [bits_of_float(scale.roll(1, 1))]})
+    assert ((dequantised(other) - wanted).abs() > 0.6 * found[1].double()[:, None]).any()
+    with pytest.raises(ValueError, match=r"weight_scale is torch.int64 \(3, 4, 64\)"):
+        npu_grouped_matmul_swiglu_quant_v2(**{**given, "dequant_mode": 0})
+
+
 def test_ends_and_counts_and_dtypes_of_scales() -> None:
     plain = npu_grouped_matmul_swiglu_quant_v2(**call())
     ends = npu_grouped_matmul_swiglu_quant_v2(**call(group_list=torch.tensor([4, 4, 11]), group_list_type=0))
@@ -128,6 +149,7 @@ def test_mistakes_are_other_numbers(change: dict[str, Any]) -> None:
         ({"weight_assist_matrix": [torch.ones(3, 64)]}, "weight_assist_matrix is for matrices of 4 bits"),
         ({"weight": [numbers(3, 48, 63)], "weight_scale": [torch.ones(3, 63)]}, "weight has 63 outputs"),
         ({"weight": [numbers(3, 48, 64)] * 2}, "weight holds 2 tensors"),
+        ({"dequant_mode": 1}, "dequant_mode is 1; it is for matrices of 4 bits"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], words: str) -> None:
@@ -144,7 +166,7 @@ def test_more_outputs_than_it_takes() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"dequant_mode": 1}, "dequant_mode"),
+        ({"dequant_mode": 2}, "dequant_mode"),
         ({"quant_dtype": 23}, "quant_dtype"),
         ({"bias": torch.ones(3, 64)}, "bias"),
         ({"smooth_scale": torch.ones(3)}, "smooth_scale"),

@@ -11,6 +11,7 @@ from torch_pagoda.runtime.ops.npu.norm import (
     npu_add_rms_norm,
     npu_add_rms_norm_cast,
     npu_add_rms_norm_dynamic_quant,
+    npu_add_rms_norm_quant,
     npu_gemma_rms_norm,
     npu_rms_norm,
 )
@@ -143,3 +144,35 @@ def test_a_second_rounded_norm_is_refused():
     for given in ({"output_mask": [True, True]}, {"smooth_scale1": x[0]}, {"beta": x[0]}, {"y_dtype": 16}):
         with pytest.raises(NotImplementedError, match=next(iter(given))):
             npu_add_rms_norm_dynamic_quant(x, x, x[0], **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("offset", [None, -7])
+def test_a_norm_that_rounds_by_scales(dtype, offset):
+    """In float64; a quarter of the numbers is clamped. Each place has a scale of its own here."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(2, 3, 512, generator=generator).to(dtype) for _ in range(2))
+    gamma, scales = ((torch.rand(512, generator=generator) + 0.5).to(dtype) for _ in range(2))
+    scales = scales.float() / 100 if dtype is torch.float16 else scales / 100
+    given = (
+        None if offset is None else torch.full((512,), offset).to(torch.int32 if dtype is torch.float16 else dtype)
+    )
+    found, other, total = npu_add_rms_norm_quant(a, b, gamma, scales, given, epsilon=1e-3)
+    wide = a.double() + b.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt() * gamma.double() / scales.double()
+    exact = (exact + (offset or 0)).clamp(-128, 127)
+    assert found.dtype is other.dtype is torch.int8 and other.shape == a.shape
+    assert ((found.double() - exact).abs() <= 0.5001).all() and (found == 127).any() and (found == -128).any()
+    assert torch.equal(total, (a.float() + b.float()).to(dtype))
+    elsewhere = npu_add_rms_norm_quant(a, b, gamma, scales.roll(1), given, epsilon=1e-3)[0]
+    assert ((elsewhere.double() - exact).abs() > 0.6).any(), "scales of other places"
+
+
+def test_other_norms_by_scales_are_refused():
+    x = torch.randn(2, 8)
+    for given in ({"beta": x[0]}, {"scales2": x[0]}, {"axis": 0}, {"div_mode": False}, {"dst_type": 292}):
+        with pytest.raises(NotImplementedError, match=next(iter(given))):
+            npu_add_rms_norm_quant(x, x, x[0], x[0], None, **given)
+    for given in ((x[0, :1], None), (x[0], x[0, :1])):
+        with pytest.raises(ValueError, match=r"has shape \(1,\); it must be that of gamma, \(8,\)"):
+            npu_add_rms_norm_quant(x, x, x[0], *given)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torch_pagoda.runtime.ops.npu.quant_matmul import npu_quant_matmul
+from torch_pagoda.runtime.ops.npu.int4 import pack_int4, unpack_int4
+from torch_pagoda.runtime.ops.npu.numerics import bits_of_float
+from torch_pagoda.runtime.ops.npu.quant_matmul import INT4_INPUTS_BELOW, npu_quant_matmul
 
 BF16, FP16, INT32, FP32 = 15, 5, 3, 6
 
@@ -89,6 +91,83 @@ def test_without_a_dtype_the_result_is_int8():
     found = npu_quant_matmul(x, w, scale / 1000, offset=torch.full((1,), 3.0))
     exact = ((x.double() @ w.double()) * (scale / 1000).double() + 3).round().clamp(-128, 127)
     assert found.dtype is torch.int8 and (found.double() - exact).abs().max() <= 1
+
+
+def by_4_bits(inputs: int = 4096, outputs: int = 24) -> dict[str, torch.Tensor | int]:
+    """Rows, numbers from -8 to 7 in groups of 256, and what the operator adds for the 8 that it takes off rows."""
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randint(-8, 8, (inputs, outputs), generator=generator, dtype=torch.int8)
+    scale = (torch.rand(inputs // 256, outputs, generator=generator) + 0.5) / 64
+    meant = weight.double() * scale.double().repeat_interleave(256, 0)
+    return {
+        "x1": numbers(5, inputs),
+        "x2": pack_int4(weight),
+        "scale": bits_of_float(scale),
+        "offset": (8 * meant.sum(0)).float(),
+        "pertoken_scale": torch.rand(5, 1, generator=generator) + 0.5,
+        "output_dtype": FP32,
+        "meant": meant,
+    }
+
+
+@pytest.mark.parametrize(("code", "rtol"), [(FP32, 2e-6), (BF16, 2**-8), (FP16, 2**-11)])
+@pytest.mark.parametrize("inputs", [256, 4096])
+def test_4_bits_in_groups_in_float64(inputs, code, rtol):
+    given = by_4_bits(inputs)
+    meant = given.pop("meant")
+    found = npu_quant_matmul(**{**given, "output_dtype": code})
+    exact = (given["x1"].double() @ meant) * given["pertoken_scale"].double()
+    assert found.shape == exact.shape == (5, 24)
+    assert ((found.double() - exact).abs() <= rtol * exact.abs().max()).all()
+
+
+def test_sums_of_a_group_are_exact():
+    """The largest group of all: float32 holds no such sum of products by itself."""
+    inputs = INT4_INPUTS_BELOW // 256 * 256
+    x, w = torch.full((1, inputs), -128, dtype=torch.int8), torch.full((inputs, 8), -8, dtype=torch.int8)
+    x[0, ::2] = -127
+    one = bits_of_float(torch.ones(inputs // 256, 8))
+    given = {"offset": torch.zeros(8), "pertoken_scale": torch.ones(1, 1), "output_dtype": FP32}
+    found = npu_quant_matmul(x, pack_int4(w), one, **given)
+    assert (found == (136 + 135) * 8 * inputs // 2).all()
+
+
+@pytest.mark.parametrize("mutant", ["no sums", "sign", "groups", "halves", "rows", "one scale"])
+def test_mistakes_beside_4_bits_give_other_numbers(mutant):
+    given = by_4_bits()
+    del given["meant"]
+    right = npu_quant_matmul(**given)
+    exchanged = unpack_int4(given["x2"]).unflatten(1, (-1, 2)).flip(2).flatten(1)
+    change = {
+        "no sums": {"offset": torch.zeros_like(given["offset"])},
+        "sign": {"offset": -given["offset"]},
+        "groups": {"scale": given["scale"].roll(1, 0)},
+        "halves": {"x2": pack_int4(exchanged)},
+        "rows": {"pertoken_scale": given["pertoken_scale"].roll(1)},
+        "one scale": {"scale": given["scale"][:1].expand_as(given["scale"])},
+    }[mutant]
+    wrong = npu_quant_matmul(**{**given, **change})
+    assert ((right - wrong).abs() > 0.01 * right.abs()).float().mean() > 0.7
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"scale": torch.ones(16, 24)}, r"scale is torch.float32 \(16, 24\); torch.int64 \(16, 24\)"),
+        ({"scale": torch.ones(32, 24, dtype=torch.int64)}, r"scale is torch.int64 \(32, 24\)"),
+        ({"offset": None}, "offset is None"),
+        ({"offset": torch.ones(4096)}, r"offset is torch.float32 \(4096,\)"),
+        ({"pertoken_scale": torch.ones(5)}, r"pertoken_scale is torch.float32 \(5,\)"),
+        ({"bias": torch.ones(24)}, "bias is given"),
+        ({"x1": numbers(5, 4095)}, "must be"),
+        ({"x1": numbers(5, 128), "x2": torch.zeros(128, 3, dtype=torch.int32)}, "a multiple of 256 below 29576"),
+    ],
+)
+def test_what_does_not_fit_beside_4_bits(change, words):
+    given = by_4_bits()
+    del given["meant"]
+    with pytest.raises(ValueError, match=words):
+        npu_quant_matmul(**{**given, **change})
 
 
 @pytest.mark.parametrize(

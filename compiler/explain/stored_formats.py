@@ -1,0 +1,80 @@
+"""The formats of a model's stored weights, for a model without values that is to be lowered as that one is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...runtime.ops.stored_weight import StoredWeight
+from ...runtime.ops.weight_format import SCALE_DTYPES, InputScale, WeightFormat
+from ..capture.layer_kinds import find_decoder_layers
+
+Formats = Mapping[str, "list[Any]"]
+"""Name of a parameter → its format, whether it is transposed, scale and offset of its inputs or None, and which of
+the model's orders its inputs have, -1 for none. Ready for ``json.dump``."""
+
+
+def stored_formats(model: nn.Module) -> dict[str, list[Any]]:
+    """The formats of the weights that a quantised checkpoint stores."""
+    orders: dict[bytes, int] = {}
+    found: dict[str, list[Any]] = {}
+    for name, weight in model.named_parameters():
+        if isinstance(weight, StoredWeight):
+            order = -1 if weight.order is None else orders.setdefault(weight.order.numpy().tobytes(), len(orders))
+            given = None if weight.input_scale is None else list(weight.input_scale)
+            found[name] = [str(weight.form), weight.transposed, given, order]
+    return found
+
+
+def marks_of_layers(model: nn.Module, formats: Formats) -> list[str]:
+    """What tells decoder layers apart by the formats of their weights; equal where they are lowered alike.
+
+    Scales of inputs count by which weights of a layer share them, and by whether they have an offset.
+    """
+    path, layers = find_decoder_layers(model)
+    marks: list[dict[str, Any]] = [{} for _ in layers]
+    shared: list[dict[Any, int]] = [{} for _ in layers]
+    for name, (form, transposed, given, order) in formats.items():
+        number, _, rest = name.removeprefix(f"{path}.").partition(".")
+        if not name.startswith(f"{path}.") or not number.isdecimal():
+            continue
+        known = shared[int(number)]
+        same = [known.setdefault(key, len(known)) for key in ((given and tuple(given)), order)]
+        marks[int(number)][rest] = form, transposed, bool(given and given[1]), same
+    return [repr(sorted(mark.items())) for mark in marks]
+
+
+def store_as(model: nn.Module, formats: Formats) -> None:
+    """Replace parameters of a model without values by stored ones; names that it does not have are left out."""
+    for name, (text, transposed, given, order) in formats.items():
+        owner, _, leaf = name.rpartition(".")
+        try:
+            module = model.get_submodule(owner)
+        except AttributeError:
+            continue  # of a layer that another one stands for
+        parameter = module._parameters.get(leaf)
+        if parameter is not None:
+            stored = _without_values(parameter, WeightFormat.parse(text), transposed, given, order)
+            module._parameters[leaf] = nn.Parameter(stored, requires_grad=False)
+
+
+def _without_values(
+    parameter: torch.Tensor, form: WeightFormat, transposed: bool, given: list[Any] | None, order: int
+) -> StoredWeight:
+    """A weight of the shape and the dtype of a parameter; memory that nobody writes to costs nothing."""
+    *lead, outputs, inputs = (parameter.mT if transposed else parameter).shape
+    groups = form.num_groups(inputs)
+    zeros = None if form.zero_dtype is None else torch.empty(*lead, outputs, groups, dtype=form.zero_dtype)
+    return StoredWeight(
+        form,
+        torch.empty(*lead, outputs, inputs // form.per_byte, dtype=torch.uint8),
+        torch.empty(*lead, outputs, groups, dtype=SCALE_DTYPES[form.scale]),
+        zeros,
+        None if order < 0 else torch.arange(inputs, dtype=torch.int32).roll(order),
+        dtype=parameter.dtype,
+        transposed=transposed,
+        input_scale=None if given is None else InputScale(*given),
+    )
