@@ -11,6 +11,7 @@ from ..in_place import write_rows_in_place
 from ..prefetches import counted_fetches
 from ..side_branches import counted_branches
 from .stream_labels import label_branches
+from .super_kernel_scopes import counted_super_kernels, mark_super_kernels
 from .weight_prefetch import fetch_weights
 
 log = logging.getLogger(__name__)
@@ -24,3 +25,5 @@ def write_rows_and_schedule(gm: fx.GraphModule, example_inputs: Any = None, conf
         log.warning("no branch runs on a second stream: %s", reason)
     if counted_fetches(gm.graph) and (reason := fetch_weights(gm)):
         log.warning("no weight is fetched before it is read: %s", reason)
+    if counted_super_kernels(gm.graph) and (reason := mark_super_kernels(gm)):
+        log.warning("no launches are fused into super kernels: %s", reason)

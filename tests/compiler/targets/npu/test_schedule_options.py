@@ -26,7 +26,7 @@ ON = {"streams": True}
     ("schedule", "words"),
     [
         ({"stream": True}, r"schedule\['stream'\] is not known; did you mean 'streams'"),
-        ({"overlap": True}, r"schedule\['overlap'\] is not known; use one of 'streams', 'prefetch'"),
+        ({"overlap": True}, r"schedule\['overlap'\] is not known; use one of 'streams', 'prefetch', 'super_kernels'"),
         ({"streams": 1}, r"schedule\['streams'\]=1 is neither True nor False"),
         (["streams"], r"schedule=\['streams'\] is not understood; give a dictionary"),
     ],
@@ -95,7 +95,9 @@ def test_branches_are_annotated_for_chips_with_published_figures(soc, branches, 
         (record,) = report.passes
         assert (record.name, record.matches) == ("schedule_branches", 2) and record.rejections
     else:
-        assert not report.passes and "nothing is scheduled: of Ascend310P3 no source gives" in caplog.text
+        assert (
+            not report.passes and "nothing is scheduled for 'streams': of Ascend310P3 no source gives" in caplog.text
+        )
 
 
 @pytest.mark.parametrize("soc", ["Ascend910B2", "Ascend910B3"])
