@@ -11,6 +11,7 @@ from ...passes.schedule.schedule_prefetch import L2Cache, schedule_prefetch
 from ...passes.schedule.schedule_super_kernels import schedule_super_kernels
 from ...passes.schedule.super_kernel_operators import SUPER_KERNEL_PRODUCTS
 from ..report import CompileReport
+from ..targets.npu.schedule_options import leave_out
 from ..targets.npu.socs import Chip, chip
 from .launch_costs import launch_costs, why_not_planned
 from .traffic import Step
@@ -27,7 +28,7 @@ def annotate_schedules(traced: TracedGraph, asked: Sequence[str], report: Compil
     Args:
         traced: a lowered graph.
         asked: names of schedules, see ``targets.npu.schedule_options``.
-        report: gets the record of each.
+        report: gets the record of each, or why it is left out.
     """
     assert traced.npu is not None
     soc = traced.npu.soc
@@ -36,13 +37,14 @@ def annotate_schedules(traced: TracedGraph, asked: Sequence[str], report: Compil
     if planned := [name for name in asked if name != "super_kernels"]:
         reason = why_not_planned(known, soc)
         if reason or known is None:
-            log.warning("nothing is scheduled for %s: %s", " and ".join(map(repr, planned)), reason)
+            for name in planned:
+                leave_out(name, reason, report.dropped_schedules)
         else:
             branches = _annotate_planned(traced, planned, known, report)
     if "super_kernels" in asked:
         reason = why_no_super_kernels(soc)
         if reason:
-            log.warning("no launches are fused into super kernels: %s", reason)
+            leave_out("super_kernels", reason, report.dropped_schedules)
         else:
             record, kernels = schedule_super_kernels(traced, branches)
             report.passes.append(record)
@@ -61,7 +63,7 @@ def _annotate_planned(traced: TracedGraph, asked: Sequence[str], known: Chip, re
     if "prefetch" in asked:
         reason = why_not_fetched(known, traced.npu.soc)
         if reason:
-            log.warning("no weight is fetched before it is read: %s", reason)
+            leave_out("prefetch", reason, report.dropped_schedules)
         else:
             record, fetches = schedule_prefetch(traced, costs, l2_cache(known), branches)
             report.passes.append(record)

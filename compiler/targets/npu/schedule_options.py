@@ -10,8 +10,11 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Mapping
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 PASSES = {
     "streams": "schedule_branches",
@@ -20,6 +23,12 @@ PASSES = {
 }
 """Schedule → the pass whose record says what of it was placed."""
 KNOWN = tuple(PASSES)
+LEFT_OUT = {
+    "streams": "no branch runs on a second stream",
+    "prefetch": "no weight is fetched before it is read",
+    "super_kernels": "no launches are fused into super kernels",
+}
+"""Schedule → what it means that it is left out."""
 _SINGLE_STREAM, _DUMP = "ge_config.enable_single_stream", "dump_config.enable_dump"
 
 
@@ -89,3 +98,10 @@ def check_schedule(
         raise ValueError(
             f"{given} contradicts npu_options[{_DUMP!r}]: of what is fused nothing is dumped; leave one of them out"
         )
+
+
+def leave_out(name: str, reason: str, dropped: dict[str, str]) -> None:
+    """Note in ``dropped`` that a schedule is left out, and log it. The first reason of each is kept."""
+    if name not in dropped:
+        log.warning("%s: %s", LEFT_OUT[name], reason)
+        dropped[name] = reason

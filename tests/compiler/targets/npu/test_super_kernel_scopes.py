@@ -14,6 +14,7 @@ from scheduled_models import fused, prefetched
 from torch import fx
 
 import torch_pagoda as pagoda
+from torch_pagoda.compiler.targets.npu import schedule_options
 from torch_pagoda.compiler.targets.npu.ge import scheduled as scheduled_graph
 from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
 from torch_pagoda.compiler.targets.npu.ge.super_kernel_scopes import OPTIONS, mark_super_kernels, placed_super_kernels
@@ -163,10 +164,11 @@ def test_an_engine_fuses_and_says_what_it_cannot(monkeypatch, caplog):
     for fails in (False, True):
         if fails:
             monkeypatch.setattr(scheduled_graph, "mark_super_kernels", lambda gm: "x is wrong")
-        with caplog.at_level(logging.WARNING, scheduled_graph.__name__):
+        with caplog.at_level(logging.WARNING, schedule_options.__name__):
             llm = pagoda.LLM(model, target="npu", verify="off", **on, **limits)
             assert [output.outputs[0].token_ids for output in llm.generate([[4, 5, 6], [7]], params)] == expected
         record = llm.compile_report.passes[-1]
         assert record.name == "schedule_super_kernels" and record.matches == 3
         assert [size.reason for size in llm.compile_report.sizes] == ["", ""]
         assert ("no launches are fused into super kernels: x is wrong" in caplog.text) == fails
+        assert llm.compile_report.dropped_schedules == ({"super_kernels": "x is wrong"} if fails else {})
