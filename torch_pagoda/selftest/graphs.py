@@ -113,7 +113,7 @@ def _with(comparison: Comparison, name: str) -> str:
 def _side(
     model: PreTrainedModel, reference: Reference, device: Device, asked: Asked, changes: Mapping[str, Any]
 ) -> _Side:
-    common = {"soc": device.soc, "quantization": asked.quantization, "passes": asked.passes}
+    common = {"soc": device.soc, **asked.options}
     options = CompileOptions.from_dict({"target": "npu", "block_size": asked.block_size, **common, **changes})
     check_options(options.npu_options, options.codegen, options.npu_target().product)
     report = CompileReport(type(model).__name__)
