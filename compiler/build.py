@@ -276,6 +276,8 @@ def _link_for_npu(
     )
     if route is None:
         return linked(decode or eager)
+    route.dropped_schedules.update(report.dropped_schedules)
+    report.dropped_schedules = route.dropped_schedules  # graphs are compiled later, too
     program, reason = linked(route), ""
     report.codegen = route.name
     if reference is not None:

@@ -70,8 +70,9 @@ class CompileOptions:
             ``CompilerConfig`` for "aclgraph", such as ``{"static_kernel_compile": True}``, paths in torchair's for
             "ge", such as ``{"ge_config.enable_single_stream": True}``. See ``targets.npu.toolchain_options``.
         schedule: npu only: schedules by name, ``{"streams": True}`` to run branches of decode steps on a second
-            stream, ``{"prefetch": True}`` to fetch their weights early, see ``targets.npu.schedule_options``. Nothing
-            changes but when launches run and what lies in the cache.
+            stream, ``{"prefetch": True}`` to fetch their weights early, ``{"super_kernels": True}`` to launch runs of
+            their operators as one, see ``targets.npu.schedule_options``. Nothing changes but when launches run and
+            what lies in the cache.
         patterns: rewrites of the user's own, see ``Pattern``.
     """
 

@@ -71,6 +71,8 @@ class CompileReport:
         attention_total: those and the ones that were left over.
         verdict: of the self-check on the finished program; None when it was off.
         dropped_passes: passes that the self-check took out, with the reason.
+        dropped_schedules: name of a schedule that was asked for and that no graph follows, or none that was compiled
+            after another could not → why.
         checks: comparisons after single passes, in order; empty unless the passes were applied one by one.
         layers_compiled: the first decoder layers, of which one stands for all others; the passes' records are of
             these. None: all layers were compiled.
@@ -88,6 +90,7 @@ class CompileReport:
     attention_total: int = 0
     verdict: Verdict | None = None
     dropped_passes: list[tuple[str, str]] = field(default_factory=list)
+    dropped_schedules: dict[str, str] = field(default_factory=dict)
     checks: list[PassCheck] = field(default_factory=list)
     layers_compiled: int | None = None
     stored: bool = False

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from ...passes import TracedGraph
 from ...passes.schedule.schedule_branches import Branch, schedule_branches
 from ...passes.schedule.schedule_prefetch import L2Cache, schedule_prefetch
+from ...passes.schedule.schedule_super_kernels import schedule_super_kernels
+from ...passes.schedule.super_kernel_operators import SUPER_KERNEL_PRODUCTS
 from ..report import CompileReport
+from ..targets.npu.schedule_options import leave_out
 from ..targets.npu.socs import Chip, chip
 from .launch_costs import launch_costs, why_not_planned
 from .traffic import Step
@@ -25,15 +28,32 @@ def annotate_schedules(traced: TracedGraph, asked: Sequence[str], report: Compil
     Args:
         traced: a lowered graph.
         asked: names of schedules, see ``targets.npu.schedule_options``.
-        report: gets the record of each.
+        report: gets the record of each, or why it is left out.
     """
     assert traced.npu is not None
     soc = traced.npu.soc
     known = chip(soc)
-    reason = why_not_planned(known, soc)
-    if reason or known is None:
-        log.warning("nothing is scheduled: %s", reason)
-        return
+    branches: list[Branch] = []
+    if planned := [name for name in asked if name != "super_kernels"]:
+        reason = why_not_planned(known, soc)
+        if reason or known is None:
+            for name in planned:
+                leave_out(name, reason, report.dropped_schedules)
+        else:
+            branches = _annotate_planned(traced, planned, known, report)
+    if "super_kernels" in asked:
+        reason = why_no_super_kernels(soc)
+        if reason:
+            leave_out("super_kernels", reason, report.dropped_schedules)
+        else:
+            record, kernels = schedule_super_kernels(traced, branches)
+            report.passes.append(record)
+            log.info("%d runs of launches of decode steps are for super kernels", len(kernels))
+
+
+def _annotate_planned(traced: TracedGraph, asked: Sequence[str], known: Chip, report: CompileReport) -> list[Branch]:
+    """Annotate with the schedules that are planned by a chip's figures; the branches."""
+    assert traced.npu is not None
     costs = launch_costs(traced, known, PLANNED_STEP)
     branches: list[Branch] = []
     if "streams" in asked:
@@ -41,13 +61,22 @@ def annotate_schedules(traced: TracedGraph, asked: Sequence[str], report: Compil
         report.passes.append(record)
         log.info("%d branches of decode steps are for a second stream", len(branches))
     if "prefetch" in asked:
-        reason = why_not_fetched(known, soc)
+        reason = why_not_fetched(known, traced.npu.soc)
         if reason:
-            log.warning("no weight is fetched before it is read: %s", reason)
+            leave_out("prefetch", reason, report.dropped_schedules)
         else:
             record, fetches = schedule_prefetch(traced, costs, l2_cache(known), branches)
             report.passes.append(record)
             log.info("%d weights are fetched before decode steps read them", len(fetches))
+    return branches
+
+
+def why_no_super_kernels(soc: str) -> str:
+    """The reason why no super kernel is planned for a SoC, or ""."""
+    if soc.startswith(tuple(product.value for product in SUPER_KERNEL_PRODUCTS)):
+        return ""
+    names = " and ".join(f"{product.value}*" for product in SUPER_KERNEL_PRODUCTS)
+    return f"super kernels are documented for {names}, and not for {soc}"
 
 
 def why_not_fetched(chip: Chip | None, soc: str) -> str:

@@ -82,7 +82,8 @@ def explain(
         context: for an NPU, tokens that the sequence of the estimated decode step has.
         torchair: for an NPU, let the real torchair convert the graph, if the offline toolchain is there
             (``pagoda npu setup``); that takes half a minute.
-        schedule: for an NPU, also plan what a decode step could run on a second stream and fetch early.
+        schedule: for an NPU, also plan what a decode step could run on a second stream, fetch early and launch as
+            one.
         **options: as in ``CompileOptions``, ``soc`` for instance. ``verify="off"`` spares the self-check, which runs
             the model.
 

@@ -96,7 +96,8 @@ class NpuReport:
         routes: by operator, what was chosen and refused.
         graph: what torchair makes of it.
         estimates: of a decode and of a prefill step.
-        schedule: what decode steps could run on a second stream and fetch early; None where it was not asked for.
+        schedule: what decode steps could run on a second stream, fetch early and launch as one; None where it was
+            not asked for.
         no_static_decode: why decode steps have no graphs of fixed sizes on the graph engine; "" where they can.
     """
 

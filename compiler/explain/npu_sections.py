@@ -114,10 +114,13 @@ _ROUTES = (
 
 
 def _plan(report: NpuReport) -> list[Section]:
-    """What a decode step could run on a second stream and fetch early; [] where that was not asked for."""
+    """What a decode step could run on a second stream, fetch early and fuse; [] where that was not asked for."""
     plan = report.schedule
-    if plan is None:
-        return []
+    return [] if plan is None else [*_branches(report, plan), *_super_kernels(report, plan)]
+
+
+def _branches(report: NpuReport, plan: SchedulePlan) -> list[Section]:
+    """The branches that a decode step could run on a second stream, and what it could fetch early."""
     title = f"Branches of a decode step for a second stream on {report.soc}"
     if plan.unplanned:
         return [Section(title, (), (), f"None: {plan.unplanned}.")]
@@ -158,6 +161,28 @@ def _fetches(report: NpuReport, plan: SchedulePlan) -> list[Section]:
     if plan.not_fetched:
         title = f"What is not fetched early on {report.soc}"
         found.append(Section(title, ("where!", "why"), tuple(plan.not_fetched)))
+    return found
+
+
+def _super_kernels(report: NpuReport, plan: SchedulePlan) -> list[Section]:
+    """The launches that a decode step could fuse."""
+    title = f"Super kernels of a decode step on {report.soc}"
+    if plan.unfused:
+        return [Section(title, (), (), f"None: {plan.unfused}.")]
+    rows = [
+        (in_runs(each.layers), _in_order(each.launches), _time(each.seconds), _time(each.beyond))
+        for each in plan.super_kernels
+    ]
+    note = (
+        "Of operators whose kernels the graph engine fuses; not measured. What the launches take beyond moving their "
+        "bytes and doing their operations, predicted with 2 µs for the least launch, is the most that fusing saves. "
+        "With schedule={'super_kernels': True}, codegen='ge' marks them in the static graphs of static_decode=True; "
+        "codegen='aclgraph' has npu_options for it."
+    )
+    found = [Section(title, ("layers!", "one after the other", "alone#", "beyond#"), tuple(rows), note)]
+    if plan.not_fused:
+        title = f"What is in no super kernel on {report.soc}"
+        found.append(Section(title, ("where!", "why"), tuple(plan.not_fused)))
     return found
 
 

@@ -1,5 +1,5 @@
-"""Account of what a decode step for an NPU could run on a second stream or fetch early: by shapes only, nothing is
-measured."""
+"""Account of what a decode step for an NPU could run on a second stream, fetch early or launch as one: by shapes
+only, nothing is measured."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from ...passes.graph.record import PassRecord
 from ...passes.schedule.launches import Cost, Launches
 from ...passes.schedule.schedule_branches import schedule_branches
 from ...passes.schedule.schedule_prefetch import schedule_prefetch, stored_bytes
+from ...passes.schedule.schedule_super_kernels import schedule_super_kernels
 from ..estimates.launch_costs import launch_costs, why_not_planned
-from ..estimates.schedules import l2_cache, why_not_fetched
+from ..estimates.schedules import l2_cache, why_no_super_kernels, why_not_fetched
 from ..estimates.traffic import Step
 from ..targets.npu.socs import Chip
 from .wording import alike, counted
@@ -71,8 +72,26 @@ class PlannedFetch:
 
 
 @dataclass(frozen=True)
+class PlannedSuperKernel:
+    """Launches of some layers, alike in all of them, that are fused.
+
+    Attributes:
+        layers: as in ``PlannedBranch``, of the first launch.
+        launches: operators, in order.
+        seconds: that they take by themselves; None where the chip's figures do not say.
+        beyond: of these, seconds that they take beyond moving their bytes and doing their operations, which is the
+            most that fusing can save.
+    """
+
+    layers: tuple[int, ...]
+    launches: tuple[str, ...]
+    seconds: float | None
+    beyond: float | None
+
+
+@dataclass(frozen=True)
 class SchedulePlan:
-    """What a decode step of one sequence could run beside what, and fetch early without that.
+    """What a decode step of one sequence could run beside what, and without that fetch early and launch as one.
 
     Attributes:
         branches: for the second stream.
@@ -82,6 +101,9 @@ class SchedulePlan:
         fetches: weights that are fetched early.
         not_fetched: places where none is, likewise, with the reasons.
         unfetched: why no fetch is planned; else "".
+        super_kernels: launches that are fused.
+        not_fused: launches that are in none, likewise, with the reasons.
+        unfused: why nothing is fused; else "".
     """
 
     branches: tuple[PlannedBranch, ...] = ()
@@ -91,6 +113,9 @@ class SchedulePlan:
     fetches: tuple[PlannedFetch, ...] = ()
     not_fetched: tuple[tuple[str, str], ...] = ()
     unfetched: str = ""
+    super_kernels: tuple[PlannedSuperKernel, ...] = ()
+    not_fused: tuple[tuple[str, str], ...] = ()
+    unfused: str = ""
 
 
 def schedule_plan(
@@ -105,20 +130,24 @@ def schedule_plan(
         soc: the chip's name.
         context: tokens in the cache, the decoded one included.
     """
+    traced = traced.copy()
+    layers = decoder_layers(traced.graph, tokens=traced.placeholder(traced.input_ids)).of
     reason = why_not_planned(chip, soc)
     if reason or chip is None:
-        return SchedulePlan(unplanned=reason)
-    traced = traced.copy()
-    costs = launch_costs(traced, chip, Step(1, context, 1))
-    launches = Launches(traced.graph, costs)
-    layers = decoder_layers(traced.graph, tokens=traced.placeholder(traced.input_ids)).of
-    branches, refused = _branches(traced, costs, layers, representatives)
-    seconds = launches.seconds(launches.nodes)
-    plan = SchedulePlan(branches, refused, seconds, unfetched=why_not_fetched(chip, soc))
-    if plan.unfetched:
-        return plan
-    fetches, not_fetched = _fetches(traced, costs, layers, representatives, chip)
-    return replace(plan, fetches=fetches, not_fetched=not_fetched)
+        plan, costs = SchedulePlan(unplanned=reason), None
+    else:
+        costs = launch_costs(traced, chip, Step(1, context, 1))
+        launches = Launches(traced.graph, costs)
+        branches, refused = _branches(traced, costs, layers, representatives)
+        seconds = launches.seconds(launches.nodes)
+        plan = SchedulePlan(branches, refused, seconds, unfetched=why_not_fetched(chip, soc))
+        if not plan.unfetched:
+            fetches, not_fetched = _fetches(traced, costs, layers, representatives, chip)
+            plan = replace(plan, fetches=fetches, not_fetched=not_fetched)
+    if unfused := why_no_super_kernels(soc):
+        return replace(plan, unfused=unfused)
+    kernels, not_fused = _super_kernels(traced, costs, layers, representatives)
+    return replace(plan, super_kernels=kernels, not_fused=not_fused)
 
 
 def _branches(
@@ -147,6 +176,26 @@ def _fetches(
         key = where, *sizes, behind, _names(fetch.window), fetch.idle, fetch.gain
         kinds.setdefault(key, []).extend(_like(fetch.reader, layers, representatives))
     return tuple(PlannedFetch(tuple(sorted(numbers)), *key) for key, numbers in kinds.items()), _reasons(record)
+
+
+def _super_kernels(
+    traced: TracedGraph,
+    costs: Mapping[fx.Node, Cost] | None,
+    layers: Mapping[fx.Node, int],
+    representatives: Sequence[int],
+) -> tuple[tuple[PlannedSuperKernel, ...], tuple[tuple[str, str], ...]]:
+    record, found = schedule_super_kernels(traced)
+    kinds: dict[tuple[tuple[str, ...], float | None, float | None], list[int]] = {}
+    for kernel in found:
+        seconds, beyond = None, None
+        if costs is not None:
+            each = [costs[node] for node in kernel.launches]
+            seconds = sum(cost.seconds for cost in each)
+            beyond = sum(cost.seconds - max(cost.memory, cost.compute) for cost in each)
+        like = _like(kernel.launches[0], layers, representatives)
+        kinds.setdefault((_names(kernel.launches), seconds, beyond), []).extend(like)
+    kernels = tuple(PlannedSuperKernel(tuple(sorted(numbers)), *key) for key, numbers in kinds.items())
+    return kernels, _reasons(record)
 
 
 def _like(node: fx.Node, layers: Mapping[fx.Node, int], representatives: Sequence[int]) -> list[int]:

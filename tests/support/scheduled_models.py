@@ -15,6 +15,7 @@ from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.record import PassRecord
 from torch_pagoda.passes.schedule.schedule_branches import Branch, schedule_branches
 from torch_pagoda.passes.schedule.schedule_prefetch import Fetch, schedule_prefetch
+from torch_pagoda.passes.schedule.schedule_super_kernels import SuperKernel, schedule_super_kernels
 
 KNOWN = chip("Ascend910B2")
 assert KNOWN is not None
@@ -40,4 +41,18 @@ def prefetched(
     costs = launch_costs(traced, SLOW, Step(1, 1024, 1))
     branches = schedule_branches(traced, costs)[1] if streams else []
     record, found = schedule_prefetch(traced, costs, l2_cache(SLOW), branches)
+    return traced, found, record
+
+
+def fused(
+    model_type: str, *, streams: bool = False, prefetch: bool = False
+) -> tuple[TracedGraph, list[SuperKernel], PassRecord]:
+    """A graph lowered for the graph engine with linked weights, the super kernels that its nodes are annotated with
+    beside the other schedules, and the record."""
+    if prefetch:
+        traced = prefetched(model_type, "ge", streams=streams)[0]
+    else:
+        traced, _ = scheduled(model_type, "ge", schedule=False)
+    branches = schedule_branches(traced, launch_costs(traced, SLOW, Step(1, 1024, 1)))[1] if streams else []
+    record, found = schedule_super_kernels(traced, branches)
     return traced, found, record

@@ -84,7 +84,7 @@ NpuOptions = Annotated[
 Schedule = Annotated[
     str | None,
     typer.Option(
-        help='Schedules of decode steps on an NPU: {"streams": true, "prefetch": true}.',
+        help='Schedules of decode steps on an NPU: {"streams": true, "prefetch": true, "super_kernels": true}.',
         metavar="JSON",
         rich_help_panel="Compiler",
     ),

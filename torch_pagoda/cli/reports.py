@@ -60,7 +60,8 @@ def inspect(
     schedule: Annotated[
         bool,
         typer.Option(
-            "--schedule", help="Show what a decode step could run on a second stream of an NPU, and fetch early."
+            "--schedule",
+            help="Show what a decode step could run on a second stream of an NPU, fetch early and launch as one.",
         ),
     ] = False,
     quantization: Quantization = None,

@@ -43,6 +43,9 @@ def selftest(
     quantization: Annotated[
         str | None, typer.Option(help="int8, int8-weight-only or int4-weight-only.", metavar="NAME")
     ] = None,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="auto, or int8, whose decode steps have a graph of their own.", metavar="NAME")
+    ] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", metavar="NAME")] = "auto",
     skip_pass: Annotated[
         list[str] | None, typer.Option(help="Leave this pass out; repeatable.", metavar="NAME")
@@ -76,6 +79,7 @@ def selftest(
             "dtype": dtype,
             "trust_remote_code": trust_remote_code,
             "quantization": quantization,
+            "kv_cache_dtype": kv_cache_dtype,
             "passes": pass_selection(skip_pass, None),
             "block_size": block_size,
             "max_num_seqs": max_num_seqs,

@@ -138,7 +138,10 @@ QUESTIONS = (
         _graphs,
     ),
     Question(
-        "What do static kernels and super kernels gain?", "graphs", _named("static kernels", "super kernels"), _graphs
+        "What do static kernels and super kernels gain, and are they right?",
+        "graphs",
+        _named("static kernels", "super kernels", "super kernels of the graph engine"),
+        _graphs,
     ),
 )
 

@@ -29,13 +29,20 @@ class Comparison:
 
 
 _ACLGRAPH = {"codegen": "aclgraph"}
+_STATIC = {"codegen": "ge", "static_decode": True}
 _STATIC_KERNELS = {"static_kernel_compile": True}
 COMPARISONS = (
     Comparison("graph engine", {"codegen": "none"}, {"codegen": "ge"}),
     Comparison("captured graphs", {"codegen": "none"}, _ACLGRAPH),
-    Comparison("static decode graphs", {"codegen": "ge"}, {"codegen": "ge", "static_decode": True}),
+    Comparison("static decode graphs", {"codegen": "ge"}, _STATIC),
     Comparison("streams", _ACLGRAPH, {**_ACLGRAPH, "schedule": {"streams": True}}),
     Comparison("prefetch", _ACLGRAPH, {**_ACLGRAPH, "schedule": {"prefetch": True}}),
+    Comparison(
+        "super kernels of the graph engine",
+        _STATIC,
+        {**_STATIC, "schedule": {"super_kernels": True}},
+        by_default=False,
+    ),
     Comparison("FRACTAL_NZ", _ACLGRAPH, {**_ACLGRAPH, "pack_weights": True}),
     Comparison("blocks of 256 tokens", _ACLGRAPH, {**_ACLGRAPH, "block_size": 256}),
     Comparison("blocks of 512 tokens", _ACLGRAPH, {**_ACLGRAPH, "block_size": 512}),

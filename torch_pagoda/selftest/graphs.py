@@ -57,7 +57,7 @@ class _Side:
         engine: ready, its sizes compared.
         report: of its program.
         wrong: why it is not what was asked for, or not right; "" where it is.
-        unscheduled: a line for each schedule that places nothing.
+        unscheduled: a line for each schedule that is left out or places nothing.
         peak: most bytes that making it took; None where nobody counts.
         steps, prompts: seconds of a decode step, and of all prompts, round by round.
         tokens: that it generated.
@@ -113,7 +113,7 @@ def _with(comparison: Comparison, name: str) -> str:
 def _side(
     model: PreTrainedModel, reference: Reference, device: Device, asked: Asked, changes: Mapping[str, Any]
 ) -> _Side:
-    common = {"soc": device.soc, "quantization": asked.quantization, "passes": asked.passes}
+    common = {"soc": device.soc, **asked.options}
     options = CompileOptions.from_dict({"target": "npu", "block_size": asked.block_size, **common, **changes})
     check_options(options.npu_options, options.codegen, options.npu_target().product)
     report = CompileReport(type(model).__name__)
@@ -139,13 +139,17 @@ def _side(
 
 
 def _unscheduled(report: CompileReport, options: CompileOptions) -> list[str]:
-    """A line for each schedule that was asked for and found nothing to place: both sides are the same graph."""
+    """A line for each schedule that was asked for and is left out, or found nothing to place: both sides are the same
+    graph."""
     placed = {record.name for record in report.passes if record.matches}
-    return [
-        f"schedule {name!r} places nothing in this model on {options.soc}; `pagoda inspect --schedule` says why"
-        for name in asked_for(options.schedule)
-        if PASSES[name] not in placed
-    ]
+    lines = []
+    for name in asked_for(options.schedule):
+        if name in report.dropped_schedules:
+            lines.append(f"schedule {name!r} is left out: {report.dropped_schedules[name]}")
+        elif PASSES[name] not in placed:
+            why = "`pagoda inspect --schedule` says why"
+            lines.append(f"schedule {name!r} places nothing in this model on {options.soc}; {why}")
+    return lines
 
 
 def _why_wrong(report: CompileReport, codegen: str) -> str:

@@ -30,7 +30,7 @@ class Asked:
         model: folder, hub id or GGUF file.
         dtype: "auto" for the checkpoint's.
         trust_remote_code: run code that comes with the checkpoint.
-        quantization, passes: see ``CompileOptions``.
+        quantization, kv_cache_dtype, passes: see ``CompileOptions``.
         block_size: tokens per block of the cache.
         max_num_seqs, max_num_batched_tokens: sizes of the engines whose graphs are compared and timed.
         comparisons: names of those to make; none for those that are made unless others are named.
@@ -42,6 +42,7 @@ class Asked:
     dtype: str = "auto"
     trust_remote_code: bool = False
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     passes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     block_size: int = 128
     max_num_seqs: int = 64
@@ -49,6 +50,15 @@ class Asked:
     comparisons: Sequence[str] = ()
     device: str = "torch_pagoda.selftest.device:npu"
     device_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How the model is compiled, in every stage."""
+        return {
+            "quantization": self.quantization,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "passes": self.passes,
+        }
 
 
 def open_device(asked: Asked) -> Device:
@@ -68,8 +78,8 @@ def stage(**asked: Any) -> Items:
     """The first stage: what the device and the model are, and whether the device computes at all."""
     given = Asked(**asked)
     device = open_device(given)
-    options = {"block_size": given.block_size, "quantization": given.quantization, "passes": given.passes}
-    CompileOptions.from_dict({"target": "npu", "soc": device.soc, **options}).npu_target()  # raises for mistakes
+    options = {"block_size": given.block_size, **given.options, "soc": device.soc}
+    CompileOptions.from_dict({"target": "npu", **options}).npu_target()  # raises for mistakes
     return {"device": lambda progress: _device(device), "model": lambda progress: _model(given)}
 
 

@@ -17,11 +17,13 @@ from ..compiler.link.linker import link
 from ..compiler.options import CompileOptions
 from ..compiler.pipeline import run_pipeline
 from ..compiler.report import CompileReport, first_line
+from ..compiler.targets.npu.decode_steps import StepKinds
 from ..compiler.targets.npu.weights import plan_weights, prepare_weights
 from ..compiler.verify.operator_check import Collected, Collector, OperatorCall, run_call
 from ..compiler.verify.self_check import PlannedStep, Reference, Schedule, planned_steps
 from ..passes import TracedGraph
 from ..passes.graph.npu_target import GRAPH_MODES, NpuTarget
+from ..passes.lower.npu.decode_attention import decode_graph_or_reason
 from .device import Device
 from .model import Asked, load, open_device
 from .numbers import plain
@@ -60,11 +62,14 @@ def operator_items(model: torch.nn.Module, device: Device, asked: Asked) -> Item
         except UnsupportedModel as error:
             items[f"lowering for {mode}"] = partial(_refused, first_line(error))
             continue
+        decode = decode_graph_or_reason(traced)[0]
         for name, step, arguments in _steps(traced, model):
             log.info("%s by the CPU's kernels: %s", name, mode)
-            collector = Collector(traced.module, into, list(traced.constants.values()), name)
+            given = arguments(step)
+            graph = traced if decode is None or not StepKinds(traced).is_decode(given) else decode
+            collector = Collector(graph.module, into, list(graph.constants.values()), name)
             with torch.inference_mode():
-                collector.run(*arguments(step))
+                collector.run(*given)
         new = Collected(
             first={s: call for s, call in into.first.items() if s not in found.first},
             last={s: call for s, call in into.last.items() if s not in found.first},
@@ -90,9 +95,7 @@ def _refused(reason: str, progress: Progress) -> dict[str, Any]:
 def _lowered(captured: Captured, asked: Asked, soc: str, mode: str) -> TracedGraph:
     """A graph that the model is lowered to, with the weights that it reads."""
     captured.traced.npu = NpuTarget(soc, asked.block_size, mode)
-    options = CompileOptions(
-        target="npu", codegen="none", verify="off", soc=soc, quantization=asked.quantization, passes=asked.passes
-    )
+    options = CompileOptions(target="npu", codegen="none", verify="off", soc=soc, **asked.options)
     traced = run_pipeline(captured, options, None, CompileReport("selftest"))
     prepare_weights(traced, fractal_nz=False, release=False)
     return traced

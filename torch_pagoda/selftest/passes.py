@@ -70,8 +70,7 @@ def _every_pass(
         verify="every-pass",
         soc=device.soc,
         block_size=asked.block_size,
-        quantization=asked.quantization,
-        passes=asked.passes,
+        **asked.options,
     )
     report = CompileReport(type(model).__name__)
     report.checks = _ReportedChecks(progress)

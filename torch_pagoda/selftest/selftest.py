@@ -88,7 +88,15 @@ def _report(
     system: System,
 ) -> Report:
     now = datetime.datetime.now(datetime.UTC)
-    shown = ("dtype", "quantization", "passes", "block_size", "max_num_seqs", "max_num_batched_tokens")
+    shown = (
+        "dtype",
+        "quantization",
+        "kv_cache_dtype",
+        "passes",
+        "block_size",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+    )
     return make_report(
         outcomes,
         facts={

@@ -70,6 +70,7 @@ class Route(ABC):
         spare_room: blocks and slots for steps of no request, once caches are bound.
         is_warm: every planned size was compiled or captured, or left out; nothing is from now on.
         eager_steps: why steps ran operator by operator → how many.
+        dropped_schedules: name of a schedule → why graphs are compiled without it from now on.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Route(ABC):
         self.spare_room: SpareRoom | None = None
         self.is_warm = False
         self.eager_steps: Counter[str] = Counter()
+        self.dropped_schedules: dict[str, str] = {}
         self._limits: list[str] = []
         self._max_num_seqs = self._max_num_batched_tokens = self._max_model_len = 0
         self._first_spare_block = self._spare_slot = self._spare_blocks = self._padding_blocks = 0

@@ -3,18 +3,33 @@
 - "streams": branches of decode steps run on a second stream (``passes.schedule.schedule_branches``).
 - "prefetch": weights of decode steps are fetched into the L2 cache while launches before their reader leave the
   memory idle (``passes.schedule.schedule_prefetch``).
+- "super_kernels": runs of operators of decode steps are fused into super kernels of the graph engine
+  (``passes.schedule.schedule_super_kernels``). Captured graphs have them by options of npugraph_ex.
 """
 
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Mapping
 from typing import Any
 
-PASSES = {"streams": "schedule_branches", "prefetch": "schedule_prefetch"}
+log = logging.getLogger(__name__)
+
+PASSES = {
+    "streams": "schedule_branches",
+    "prefetch": "schedule_prefetch",
+    "super_kernels": "schedule_super_kernels",
+}
 """Schedule → the pass whose record says what of it was placed."""
 KNOWN = tuple(PASSES)
-_SINGLE_STREAM = "ge_config.enable_single_stream"
+LEFT_OUT = {
+    "streams": "no branch runs on a second stream",
+    "prefetch": "no weight is fetched before it is read",
+    "super_kernels": "no launches are fused into super kernels",
+}
+"""Schedule → what it means that it is left out."""
+_SINGLE_STREAM, _DUMP = "ge_config.enable_single_stream", "dump_config.enable_dump"
 
 
 def asked_for(schedule: Mapping[str, Any]) -> list[str]:
@@ -55,9 +70,10 @@ def check_schedule(
     Raises:
         ValueError: it cannot, or ``asked_for`` refuses it.
     """
-    if not asked_for(schedule):
+    asked = asked_for(schedule)
+    if not asked:
         return
-    given = f"schedule={dict(schedule)!r}"
+    given, options = f"schedule={dict(schedule)!r}", npu_options or {}
     if target != "npu":
         raise ValueError(f"{given} is for target='npu': a CPU runs one launch after the other; leave it out")
     if codegen not in ("ge", "aclgraph"):
@@ -65,10 +81,27 @@ def check_schedule(
             f"{given} is not for codegen={codegen!r}, which makes the calls one by one; use codegen='aclgraph', or "
             "'ge' with static_decode=True"
         )
+    if codegen == "aclgraph" and "super_kernels" in asked:
+        raise ValueError(
+            f"{given} has scopes of 'super_kernels' for the graph engine; with codegen='aclgraph' give npu_options="
+            "{'static_kernel_compile': True, 'super_kernel_optimize': True}, which fuse what is captured"
+        )
     if codegen == "ge" and not static_decode:
         raise ValueError(
             f"{given} needs static_decode=True with codegen='ge': dynamic graphs ignore schedules; give it, or use "
             "codegen='aclgraph'"
         )
-    if codegen == "ge" and (npu_options or {}).get(_SINGLE_STREAM):
+    single = {"streams", "prefetch"}.intersection(asked)
+    if codegen == "ge" and single and options.get(_SINGLE_STREAM):
         raise ValueError(f"{given} contradicts npu_options[{_SINGLE_STREAM!r}]; leave one of them out")
+    if "super_kernels" in asked and options.get(_DUMP):
+        raise ValueError(
+            f"{given} contradicts npu_options[{_DUMP!r}]: of what is fused nothing is dumped; leave one of them out"
+        )
+
+
+def leave_out(name: str, reason: str, dropped: dict[str, str]) -> None:
+    """Note in ``dropped`` that a schedule is left out, and log it. The first reason of each is kept."""
+    if name not in dropped:
+        log.warning("%s: %s", LEFT_OUT[name], reason)
+        dropped[name] = reason

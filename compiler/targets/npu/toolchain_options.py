@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ....passes.graph.npu_target import Product
+from ....passes.schedule.super_kernel_operators import SUPER_KERNEL_PRODUCTS
 
 _BOOL = (True, False)
 
@@ -109,7 +110,6 @@ SUPER_KERNEL_OPTIONS: dict[str, dict[str, type]] = {
     },
 }
 """What these two dictionaries may hold (``torch_npu/npu/graphs.py`` of 2.13.0, ``NPUGraph._validate_options``)."""
-_SUPER_KERNEL_PRODUCTS = (Product.A2, Product.A3)
 
 
 def check_options(options: Mapping[str, Any], codegen: str, product: Product) -> None:
@@ -154,8 +154,8 @@ def _remedy(name: str, known: Mapping[str, Allowed]) -> str:
 
 def _check_super_kernels(options: Mapping[str, Any], product: Product) -> None:
     if options.get("super_kernel_optimize"):
-        if product not in _SUPER_KERNEL_PRODUCTS:
-            names = " and ".join(f"{each.value}*" for each in _SUPER_KERNEL_PRODUCTS)
+        if product not in SUPER_KERNEL_PRODUCTS:
+            names = " and ".join(f"{each.value}*" for each in SUPER_KERNEL_PRODUCTS)
             raise ValueError(
                 f"npu_options['super_kernel_optimize'] is documented for {names}, and the chip is {product.value}*; "
                 "leave it out"

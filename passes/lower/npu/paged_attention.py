@@ -9,7 +9,7 @@ Becomes:
         TND with heads padded to 128, or BSH with sequences padded to the longest, where TND does not take the heads
     or, where no form is legal (soft caps, ALiBi, chunks), the ATen operators of the formula over gathered blocks
 With int8 caches, which the kernel reads for one new token per sequence at most:
-    q8, s = ATen operators of k and v                       # quantized, see runtime/ops/int8_rows.py
+    k8, s = npu_dynamic_quant(k)                            # v likewise; or the ATen operators of its formula
     npu_scatter_pa_kv_cache(k8, v8, key_cache, value_cache, slot_mapping, cache_mode="Norm")
     npu_scatter_nd_update_(key_scale, [block, head, offset] of the slots, s)      # and value_scale
     the formula over gathered blocks, dequantized, with a note that decode steps can have the kernel
@@ -209,8 +209,8 @@ class _PagedAttention:
         self.traced.lay_out_cache(index, size, stored.key_dim, stored.value_dim, scales_by_head=by_head)
         key, val = self._by_token(self.key, stored.key_dim), self._by_token(self.value, stored.value_dim)
         if self.key_scale is not None:
-            key, key_scale = self.site.inline(quantize_rows, key)
-            val, value_scale = self.site.inline(quantize_rows, val)
+            key, key_scale = self._rounded(key)
+            val, value_scale = self._rounded(val)
             heads = self.heads.kv_heads if by_head else None
             self._write_rows((self.key_scale, key_scale), (self.value_scale, value_scale), heads=heads)
         pair = (self.key_cache, self.value_cache)
@@ -219,6 +219,19 @@ class _PagedAttention:
         )
         if done is None:
             self._write_rows((self.key_cache, key), (self.value_cache, val))
+
+    def _rounded(self, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """``[T, H, D]`` in int8, and a float32 scale ``[T, H]`` for each token and head.
+
+        The operator's scales are ``quantize_rows``'s, max / 127; on the device scales and quotients are rounded once
+        more, so that a number halfway between two integers may become either. What becomes of a row with a NaN and no
+        infinity is the device's word; with an infinity all of it comes back as NaN.
+        """
+        both = self.site.call(_npu.npu_dynamic_quant.default, rows)
+        if both is None:
+            stored, scale = self.site.inline(quantize_rows, rows)
+            return stored, scale
+        return self.site.item(both, 0), self.site.item(both, 1)
 
     def _write_rows(self, *written: tuple[fx.Node | None, fx.Node], heads: int | None = None) -> None:
         """Row by row, at (block, offset), where no operator writes both caches at once; with ``heads`` number by

@@ -34,7 +34,9 @@ def npu_dynamic_quant(
         dst_type: None or 1: int8.
 
     Returns:
-        int8 like ``input``, and fp32 scales of the shape ``input.shape[:-1]``. A row of zeros has scale 0.
+        int8 like ``input``, and fp32 scales of the shape ``input.shape[:-1]``. A row of zeros has scale 0. The
+        device's kernel multiplies by ``127 / max|x|`` and returns its inverse (CANN's ops-nn, ``dynamic_quant.h``):
+        its scales may differ in the last bits, and numbers halfway between two integers may become either.
 
     Raises:
         NotImplementedError: groups, other modes and dtypes.
@@ -58,9 +60,12 @@ def npu_dynamic_quant(
 
 
 def rows_to_int8(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows ``[..., N]`` of fp32 in int8, and their scales ``[...]``, ``max / 127``; a row of zeros has scale 0."""
+    """Rows ``[..., N]`` of fp32 in int8, and their scales ``[...]``, ``max / 127``; a row of zeros has scale 0.
+
+    A row that holds an infinity or a NaN is stored as zeros, and its scale is none that brings it back.
+    """
     scale = wide.abs().amax(-1, keepdim=True) / 127
-    quantized = torch.where(scale > 0, wide / scale, 0.0).round().clamp(-128, 127)
+    quantized = torch.where(scale > 0, wide / scale, 0.0).round().clamp(-128, 127).nan_to_num(0.0)
     return quantized.to(torch.int8), scale.squeeze(-1).contiguous()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -166,7 +168,13 @@ def test_an_operator_that_raises_says_what_the_device_said(items: Callable[[Devi
 
 
 @pytest.mark.parametrize(
-    ("mistake", "words"), [({"block_size": 7}, "7"), ({"quantization": "int3"}, "int3"), ({"passes": {"x": []}}, "x")]
+    ("mistake", "words"),
+    [
+        ({"block_size": 7}, "7"),
+        ({"quantization": "int3"}, "int3"),
+        ({"kv_cache_dtype": "int3"}, "int3"),
+        ({"passes": {"x": []}}, "x"),
+    ],
 )
 def test_mistakes_in_what_is_asked_are_found_in_the_first_stage(
     monkeypatch: pytest.MonkeyPatch, mistake: dict[str, Any], words: str
@@ -287,6 +295,43 @@ def test_a_wrong_size_is_named(
     assert next(iter(reasons)) == "decode steps of 3 tokens" and list(reasons)[-1] == "mixed steps of 16 tokens"
     assert [name for name, reason in reasons.items() if reason] == ["decode steps of 2 tokens"]
     assert found["same_tokens"] == 3, "its steps run at another size"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "static decode graphs",
+        pytest.param("FRACTAL_NZ", marks=pytest.mark.slow),
+        pytest.param("super kernels of the graph engine", marks=pytest.mark.slow),
+    ],
+)
+def test_graphs_of_fixed_sizes_and_turned_matrices_are_compared(
+    model: PreTrainedModel, reference: Reference, graphs: Callable[..., dict[str, Any]], name: str
+) -> None:
+    comparison = dataclasses.replace(chosen([name])[0], by_default=True)
+    found = graphs(model, reference, comparison)
+    assert found["wrong"] == "" and found["same_tokens"] == found["sequences"] == 3
+    expected = comparison.on["codegen"]
+    assert found["off"]["codegen"] == found["on"]["codegen"] == expected
+    sizes = [size["name"] for size in found["on"]["sizes"]]
+    assert any(each.startswith("decode steps of 3") for each in sizes)
+    assert found["on"]["limits"] == found["off"]["limits"], "what is asked for is placed"
+
+
+def test_decode_steps_over_int8_caches_are_compared_by_the_kernel_that_they_run_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llama = build_legal_model("llama", dtype=torch.bfloat16, num_hidden_layers=1)
+    asked = dataclasses.replace(ASKED, block_size=32, kv_cache_dtype="int8")
+    monkeypatch.setattr(operators_file, "SCHEDULE", Schedule((41, 9, 20), (19, 5, 6), 32, decoded=3))
+    with device() as right:
+        made = operator_items(llama, right, asked)
+        assert wrong(made) == {}
+    steps: dict[str, set[bool]] = defaultdict(set)
+    for name in made:
+        steps[name.partition("(")[0]].add("decode" in name.split("), ")[1])
+    assert steps["npu_fused_infer_attention_score"] == {True}, "prompts gather"
+    assert steps["npu_dynamic_quant"] == steps["npu_scatter_nd_update_"] == {True, False}
 
 
 def test_comparisons_are_chosen_by_name() -> None:

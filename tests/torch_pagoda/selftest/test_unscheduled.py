@@ -29,5 +29,12 @@ def test_schedules_that_place_nothing_are_named(records: list[PassRecord], silen
     assert all("places nothing in this model on Ascend910B3" in line for line in lines)
 
 
+def test_schedules_that_no_graph_can_follow_are_named() -> None:
+    report = CompileReport("M", passes=[PassRecord("schedule_branches", matches=2)])
+    report.dropped_schedules["streams"] = "x is wrong"
+    first, second = _unscheduled(report, OPTIONS)
+    assert first == "schedule 'streams' is left out: x is wrong" and "'prefetch' places nothing" in second
+
+
 def test_what_was_not_asked_for_is_not_named() -> None:
     assert _unscheduled(CompileReport("M"), CompileOptions(target="npu", codegen="aclgraph")) == []

@@ -40,6 +40,7 @@ from ..flat_graph import flat_graph, readers
 from ..in_place import write_in_place
 from ..prefetches import counted_fetches
 from ..route import PlannedSize, Route, Run, ctrl_c_kept
+from ..schedule_options import leave_out
 from ..side_branches import MOST_TOKENS, counted_branches
 from ..sizes.capture_sizes import most_padding, padded_size, plan_capture_sizes, request_mix
 from ..sizes.graph_resources import GraphNeeds, capture_budget
@@ -244,9 +245,9 @@ class AclGraphs(Route):
         def edit(gm: torch.fx.GraphModule, example_inputs: Any = None, config: Any = None) -> None:
             write_in_place(gm, example_inputs, config)
             if scheduled and self._branches and (reason := use_side_stream(gm, f"{self._label}_side")):
-                log.warning("no branch runs on a second stream: %s", reason)
+                leave_out("streams", reason, self.dropped_schedules)
             if scheduled and self._fetches and (reason := use_prefetch_stream(gm, f"{self._label}_fetch")):
-                log.warning("no weight is fetched before it is read: %s", reason)
+                leave_out("prefetch", reason, self.dropped_schedules)
 
         flat = flat_graph(self.traced, self._length, caches=self._caches, with_sizes=True)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,13 +31,14 @@ from ..offline.air_kernels import register_air_kernels
 from ..offline.run import is_offline
 from ..offline.without_device import without_device
 from ..route import PlannedSize, Route, Run, ctrl_c_kept
+from ..schedule_options import leave_out
 from ..side_branches import MOST_TOKENS
 from ..sizes.capture_sizes import most_padding, padded_size, plan_capture_sizes
 from ..sizes.step_padding import StepSize
 from ..toolchain_options import set_ge_options
 from ..warm_up_steps import StepShape, fitting_shape
 from .converters import register_converters
-from .scheduled import write_rows_and_schedule
+from .scheduled import WriteRowsAndSchedule, noted_schedules
 from .static_decode import StaticDecode
 from .static_graph import air_attention, static_graph
 
@@ -89,6 +90,9 @@ class GeGraphs(Route):
         super().__init__(traced, eager)
         self._options = dict(options or {})
         self.static = StaticDecode(traced, self._compile_static) if static_decode else None
+        if self.static is not None and self.static.refusal:
+            for name in noted_schedules(traced.graph):
+                leave_out(name, f"decode steps have no static graphs: {self.static.refusal}", self.dropped_schedules)
         self._sequences_per_graph, self._most_graphs = sequences_per_graph, most_graphs
         self.planned: tuple[int, ...] = ()
         self.graphs: dict[int, Run] = {}
@@ -202,7 +206,8 @@ class GeGraphs(Route):
             attention = air_attention()
         copy = static_graph(self.traced, inputs, attention)
         few = inputs[self.traced.input_ids].shape[1] <= MOST_TOKENS
-        run = self._compiled(copy.module, copy.values, copy.fixed, copy.fake_mode, static=True, scheduled=few)
+        edit: Callable[..., None] = WriteRowsAndSchedule(self.dropped_schedules) if few else write_rows_in_place
+        run = self._compiled(copy.module, copy.values, copy.fixed, copy.fake_mode, static=True, edit=edit)
         return lambda *args: run(*copy.flatten(args))
 
     def _compiled(
@@ -213,7 +218,7 @@ class GeGraphs(Route):
         mode: FakeTensorMode,
         *,
         static: bool,
-        scheduled: bool = False,
+        edit: Callable[..., None] = write_rows_in_place,
     ) -> Run:
         """A module as torchair runs it; ``fixed`` are positions of values that keep their addresses."""
         with ctrl_c_kept():
@@ -228,7 +233,7 @@ class GeGraphs(Route):
                 register_air_kernels()
             stack.enter_context(tracing(TracingContext(mode)))
             stack.enter_context(torch.no_grad())
-            config = ge_config(self._options, run_eagerly=offline, static=static, scheduled=scheduled)
+            config = ge_config(self._options, run_eagerly=offline, static=static, edit=edit)
             run: Run = torchair.get_npu_backend(compiler_config=config)(module, values)
         return run
 
@@ -238,7 +243,7 @@ def ge_config(
     *,
     run_eagerly: bool = False,
     static: bool = False,
-    scheduled: bool = False,
+    edit: Callable[..., None] = write_rows_in_place,
 ) -> Any:
     """Torchair's options, as far as they differ from its defaults or matter here (its documentation, "features").
 
@@ -262,14 +267,14 @@ def ge_config(
         options: others, by their paths, see ``toolchain_options``.
         run_eagerly: convert the graph, and run what was converted operator by operator.
         static: for a graph of fixed sizes.
-        scheduled: follow the notes of a schedule on its nodes.
+        edit: the pass that edits the graph before those of torchair.
     """
     import torchair
 
     config = torchair.CompilerConfig()
     set_ge_options(config, options or {})
     config.mode = "max-autotune"
-    config.post_grad_custom_pre_pass = write_rows_and_schedule if scheduled else write_rows_in_place
+    config.post_grad_custom_pre_pass = edit
     config.experimental_config.pattern_fusion_pass = False
     config.experimental_config.frozen_parameter = True
     if static:

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from ..ge.converters import registered_converters
-from ..ge.scheduled import write_rows_and_schedule
+from ..ge.scheduled import WriteRowsAndSchedule
 from ..in_place import write_rows_in_place
 from .ge_graph import GeGraph
 from .ge_reader import read_graph
@@ -123,7 +123,7 @@ def convert_and_keep(
     flat = _flatten(module, values, mode, dynamic)
     config = torchair.CompilerConfig()
     config.debug.run_eagerly = True
-    config.post_grad_custom_pre_pass = write_rows_in_place if dynamic else write_rows_and_schedule
+    config.post_grad_custom_pre_pass = write_rows_in_place if dynamic else WriteRowsAndSchedule()
     config.experimental_config.pattern_fusion_pass = fusions
     with ExitStack() as stack:
         stack.enter_context(without_device(soc))

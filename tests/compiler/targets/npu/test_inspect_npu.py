@@ -170,6 +170,41 @@ def test_what_could_be_fetched_early() -> None:
     assert json.loads(json.dumps(found.npu.to_dict()))["schedule"]["fetches"][0]["bytes"] == fetch.bytes
 
 
+@pytest.mark.parametrize("soc", ["Ascend910B2", "Ascend910_9391"])
+def test_what_could_be_a_super_kernel(soc: str) -> None:
+    model = build_legal_model("llama", dtype=torch.bfloat16)
+    found = explain(model, target="npu", soc=soc, torchair=False, schedule=True, verify="off")
+    assert found.npu is not None and found.npu.schedule is not None
+    plan = found.npu.schedule
+    assert [kernel.layers for kernel in plan.super_kernels] == [(0,), (0,), (1,)]
+    first, between, last = plan.super_kernels
+    assert first.launches == ("npu_rms_norm", "npu_linear") and between.launches[1:] == last.launches
+    for kernel in plan.super_kernels:
+        if soc == "Ascend910B2":
+            assert kernel.seconds is not None and kernel.beyond is not None
+            assert 0 < kernel.beyond <= kernel.seconds < plan.step_seconds
+            assert kernel.beyond <= len(kernel.launches) * 2e-6
+        else:
+            assert kernel.seconds is kernel.beyond is None and plan.unplanned, "of A3 no source has all figures"
+    reasons = dict(plan.not_fused)
+    assert "npu_fused_infer_attention_score is in no super kernel: its tiling is looked" in str(reasons)
+    sections = npu_sections(SimpleNamespace(npu=found.npu, layers=found.layers))  # type: ignore[arg-type]
+    kernels, left = (section for section in sections if "super kernel" in section.title.lower())
+    assert kernels.rows[0][1] == "rms_norm linear" and "not measured" in kernels.note
+    assert "schedule={'super_kernels': True}" in kernels.note
+    assert left.rows == plan.not_fused
+    (plain, *_) = json.loads(json.dumps(found.npu.to_dict()))["schedule"]["super_kernels"]
+    assert plain["launches"] == ["npu_rms_norm", "npu_linear"]
+
+
+def test_no_super_kernels_on_other_chips() -> None:
+    plan = SchedulePlan(unfused="super kernels are documented for Ascend910B* and Ascend910_93*")
+    report = NpuReport("Ascend310P3", None, 128, "float32", (), GeReport(), (), schedule=plan)
+    sections = npu_sections(SimpleNamespace(npu=report, layers=[]))  # type: ignore[arg-type]
+    (shown,) = (section for section in sections if "Super kernels" in section.title)
+    assert shown.note.startswith("None: super kernels are documented for") and shown.rows == ()
+
+
 def test_nothing_is_fetched_on_a_chip_whose_cache_is_unknown() -> None:
     plan = SchedulePlan(unfetched="of Ascend910B3 no source gives the size of its L2 cache")
     report = NpuReport("Ascend910B3", None, 128, "float32", (), GeReport(), (), schedule=plan)

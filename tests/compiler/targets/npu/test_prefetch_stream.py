@@ -17,7 +17,8 @@ from scheduled_models import prefetched, scheduled
 from stream_operators import OPERATORS, enter, record, text, wait
 from torch import fx
 
-from torch_pagoda.compiler.targets.npu.aclgraph import aclgraph_route, prefetch_stream
+from torch_pagoda.compiler.targets.npu import schedule_options
+from torch_pagoda.compiler.targets.npu.aclgraph import prefetch_stream
 from torch_pagoda.compiler.targets.npu.aclgraph.aclgraph_route import AclGraphs
 from torch_pagoda.compiler.targets.npu.aclgraph.prefetch_stream import fetch_begins, use_prefetch_stream
 from torch_pagoda.compiler.targets.npu.aclgraph.side_stream import StreamOperators, why_unordered
@@ -266,7 +267,8 @@ def test_a_fetch_that_is_not_as_planned_is_left_out_and_said(monkeypatch, caplog
     monkeypatch.setattr(prefetch_stream, "fetch_begins", lambda graph, *_: {})
     traced = prefetched("llama")[0]
     route = AclGraphs(traced, traced.module, budget=2)
-    with captured_graphs() as graphs, caplog.at_level(logging.WARNING, aclgraph_route.__name__):
+    with captured_graphs() as graphs, caplog.at_level(logging.WARNING, schedule_options.__name__):
         assert_same(served(traced, route), served(traced, traced.module))
     assert not any("npu_prefetch" in str(call.function) for graph in graphs for call in graph.calls)
     assert "no weight is fetched before it is read" in caplog.text and "begins behind nothing" in caplog.text
+    assert set(route.dropped_schedules) == {"prefetch"}

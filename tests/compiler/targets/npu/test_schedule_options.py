@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,11 +14,13 @@ from torch_pagoda.compiler.estimates import schedules
 from torch_pagoda.compiler.estimates.schedules import annotate_schedules, l2_cache
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.report import CompileReport
+from torch_pagoda.compiler.targets.npu import schedule_options
 from torch_pagoda.compiler.targets.npu.socs import chip
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.schedule.schedule_branches import ANNOTATION
 from torch_pagoda.passes.schedule.schedule_prefetch import PREFETCH
+from torch_pagoda.passes.schedule.schedule_super_kernels import SUPER_KERNEL
 
 ON = {"streams": True}
 
@@ -26,7 +29,7 @@ ON = {"streams": True}
     ("schedule", "words"),
     [
         ({"stream": True}, r"schedule\['stream'\] is not known; did you mean 'streams'"),
-        ({"overlap": True}, r"schedule\['overlap'\] is not known; use one of 'streams', 'prefetch'"),
+        ({"overlap": True}, r"schedule\['overlap'\] is not known; use one of 'streams', 'prefetch', 'super_kernels'"),
         ({"streams": 1}, r"schedule\['streams'\]=1 is neither True nor False"),
         (["streams"], r"schedule=\['streams'\] is not understood; give a dictionary"),
     ],
@@ -85,7 +88,7 @@ def _on(soc: str) -> TracedGraph:
 @pytest.mark.parametrize(("soc", "branches"), [("Ascend910B2", 2), ("Ascend310P3", 0)])
 def test_branches_are_annotated_for_chips_with_published_figures(soc, branches, caplog):
     traced, report = _on(soc), CompileReport("gpt_neox")
-    with caplog.at_level(logging.WARNING, schedules.__name__):
+    with caplog.at_level(logging.WARNING, schedule_options.__name__):
         annotate_schedules(traced, ["streams"], report)
     named = {
         n.meta["custom"][ANNOTATION]["branch"] for n in traced.graph.nodes if ANNOTATION in n.meta.get("custom", {})
@@ -95,7 +98,9 @@ def test_branches_are_annotated_for_chips_with_published_figures(soc, branches, 
         (record,) = report.passes
         assert (record.name, record.matches) == ("schedule_branches", 2) and record.rejections
     else:
-        assert not report.passes and "nothing is scheduled: of Ascend310P3 no source gives" in caplog.text
+        assert (
+            not report.passes and "no branch runs on a second stream: of Ascend310P3 no source gives" in caplog.text
+        )
 
 
 @pytest.mark.parametrize("soc", ["Ascend910B2", "Ascend910B3"])
@@ -105,7 +110,7 @@ def test_fetches_are_planned_for_chips_whose_cache_is_known(soc, caplog, monkeyp
     assert known is not None and known.bandwidth is not None
     monkeypatch.setattr(schedules, "chip", lambda name: replace(known, bandwidth=known.bandwidth / 20))
     traced, report = _on(soc), CompileReport("gpt_neox")
-    with caplog.at_level(logging.WARNING, schedules.__name__):
+    with caplog.at_level(logging.WARNING, schedule_options.__name__):
         annotate_schedules(traced, ["prefetch"], report)
     noted = [node for node in traced.graph.nodes if PREFETCH in node.meta.get("custom", {})]
     if known.l2:
@@ -129,3 +134,52 @@ def test_schedules_are_planned_together(monkeypatch):
         ("schedule_branches", 2),
         ("schedule_prefetch", 0),
     ]
+
+
+@pytest.mark.parametrize("soc", ["Ascend910B3", "Ascend910_9391", "Ascend310P3", "Ascend950PR_9589"])
+def test_super_kernels_are_for_chips_that_they_are_documented_for(soc, caplog):
+    traced, report = _on(soc), CompileReport("gpt_neox")
+    with caplog.at_level(logging.WARNING, schedule_options.__name__):
+        annotate_schedules(traced, ["super_kernels"], report)
+    noted = [node for node in traced.graph.nodes if SUPER_KERNEL in (node.meta.get("custom") or {})]
+    if "910" in soc:
+        (record,) = report.passes
+        assert record.name == "schedule_super_kernels" and record.matches and noted
+        assert not report.dropped_schedules and not caplog.text
+    else:
+        assert not report.passes and not noted
+        reason = f"super kernels are documented for Ascend910B* and Ascend910_93*, and not for {soc}"
+        assert report.dropped_schedules == {"super_kernels": reason}
+        assert f"no launches are fused into super kernels: {reason}" in caplog.text
+
+
+def test_where_super_kernels_do_not_run():
+    on = {"super_kernels": True}
+    options = CompileOptions(schedule=on, static_decode=True).for_device("npu")
+    assert options.schedule == on and options.codegen == "ge"
+    both = {"static_decode": True, "npu_options": {"ge_config.enable_single_stream": True}}
+    assert CompileOptions(schedule=on, **both).for_device("npu").schedule == on, "all of one is on one stream"
+    for given, words in (
+        ({"codegen": "aclgraph"}, "give npu_options={'static_kernel_compile': True, 'super_kernel_optimize': True}"),
+        ({}, "needs static_decode=True with codegen='ge'"),
+        (
+            {"static_decode": True, "npu_options": {"dump_config.enable_dump": True}},
+            "contradicts npu_options['dump_config.enable_dump']: of what is fused nothing is dumped",
+        ),
+        (
+            {"static_decode": True, "npu_options": both["npu_options"], "schedule": {**on, **ON}},
+            "enable_single_stream",
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            CompileOptions(**{"schedule": on, **given}).for_device("npu")
+
+
+def test_the_first_reason_is_kept_and_said_once(caplog):
+    dropped: dict[str, str] = {}
+    with caplog.at_level(logging.WARNING, schedule_options.__name__):
+        for reason in ("a", "b"):
+            schedule_options.leave_out("streams", reason, dropped)
+    assert dropped == {"streams": "a"}
+    assert [record.message for record in caplog.records] == ["no branch runs on a second stream: a"]
+    assert set(schedule_options.LEFT_OUT) == set(schedule_options.PASSES)

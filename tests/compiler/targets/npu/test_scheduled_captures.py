@@ -10,7 +10,8 @@ from lowered_models import LIMITS, assert_same, served
 from scheduled_models import scheduled
 from torch import fx
 
-from torch_pagoda.compiler.targets.npu.aclgraph import aclgraph_route, side_stream
+from torch_pagoda.compiler.targets.npu import schedule_options
+from torch_pagoda.compiler.targets.npu.aclgraph import side_stream
 from torch_pagoda.compiler.targets.npu.aclgraph.aclgraph_route import AclGraphs
 from torch_pagoda.compiler.targets.npu.aclgraph.side_stream import StreamOperators, why_unordered
 from torch_pagoda.compiler.targets.npu.sizes.graph_resources import capture_budget
@@ -81,7 +82,8 @@ def test_a_schedule_that_events_do_not_keep_is_left_out_and_said(monkeypatch, ca
     monkeypatch.setattr(side_stream, "_insert_events", without)
     traced, _ = scheduled("gpt_neox")
     route = AclGraphs(traced, traced.module, budget=2)
-    with captured_graphs() as graphs, caplog.at_level(logging.WARNING, aclgraph_route.__name__):
+    with captured_graphs() as graphs, caplog.at_level(logging.WARNING, schedule_options.__name__):
         assert_same(served(traced, route), served(traced, traced.module))
     assert not any(graph.side_calls for graph in graphs)
     assert "no branch runs on a second stream" in caplog.text and "may begin before" in caplog.text
+    assert set(route.dropped_schedules) == {"streams"}

@@ -34,6 +34,7 @@ from torch_pagoda.compiler.targets.npu.route import Run
 from torch_pagoda.compiler.targets.npu.sizes.step_padding import StepSize
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.fx_nodes import value
+from torch_pagoda.passes.schedule.schedule_super_kernels import schedule_super_kernels
 from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache
 
 from device_lengths import attention_by_tensors
@@ -202,6 +203,14 @@ def test_graphs_that_gather_blocks_are_refused(model_type, options, caplog):
     with caplog.at_level(logging.WARNING):
         GeGraphs(traced, static_decode=True)
     assert "decode steps have no static graphs: the graph gathers" in caplog.text
+
+
+def test_schedules_of_graphs_that_gather_blocks_are_left_out():
+    traced = lowered("gemma2")[1].copy()
+    assert schedule_super_kernels(traced)[1]
+    reason = f"decode steps have no static graphs: {why_not_static(traced)}"
+    assert GeGraphs(traced, static_decode=True).dropped_schedules == {"super_kernels": reason}
+    assert not GeGraphs(lowered("gemma2")[1], static_decode=True).dropped_schedules
 
 
 def test_lengths_that_something_else_reads_are_refused():

@@ -17,6 +17,7 @@ from torch import fx
 
 import torch_pagoda as pagoda
 from torch_pagoda.compiler.estimates import schedules
+from torch_pagoda.compiler.targets.npu import schedule_options
 from torch_pagoda.compiler.targets.npu.ge import scheduled as scheduled_graph
 from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
 from torch_pagoda.compiler.targets.npu.ge.weight_prefetch import fetch_begins, fetch_weights
@@ -187,10 +188,11 @@ def test_an_engine_fetches_and_says_what_it_cannot(monkeypatch, caplog):
     for fails in (False, True):
         if fails:
             monkeypatch.setattr(scheduled_graph, "fetch_weights", lambda gm: "x is wrong")
-        with caplog.at_level(logging.WARNING, scheduled_graph.__name__):
+        with caplog.at_level(logging.WARNING, schedule_options.__name__):
             llm = pagoda.LLM(model, target="npu", verify="off", **on, **limits)
             assert [output.outputs[0].token_ids for output in llm.generate([[4, 5, 6], [7]], params)] == expected
         record = llm.compile_report.passes[-1]
         assert record.name == "schedule_prefetch" and record.matches > 0
         assert [size.reason for size in llm.compile_report.sizes] == ["", ""]
         assert ("no weight is fetched before it is read: x is wrong" in caplog.text) == fails
+        assert llm.compile_report.dropped_schedules == ({"prefetch": "x is wrong"} if fails else {})

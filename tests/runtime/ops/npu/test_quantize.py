@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from torch_pagoda.runtime.ops.int8_rows import quantize_rows
 from torch_pagoda.runtime.ops.npu.quantize import npu_dynamic_quant, npu_format_cast, npu_quantize
 
 
@@ -23,6 +24,45 @@ def test_dynamic_quant(dtype, smooth):
 def test_a_row_of_zeros_stays_zero():
     quantized, scale = npu_dynamic_quant(torch.zeros(2, 8).half())
     assert (quantized == 0).all() and (scale == 0).all()
+
+
+def _as_the_device(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The arithmetic of CANN's kernel for A2 and A3, in float32."""
+    factor = 127 / x.float().abs().amax(-1, keepdim=True)
+    return (x.float() * factor).round().to(torch.int8), (1 / factor).squeeze(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [64, 128, 576])
+def test_dynamic_quant_is_the_formula_but_for_halves(dtype, size):
+    x = (torch.randn(40, 8, size, generator=torch.Generator().manual_seed(size)) * 3).to(dtype)
+    exact = x.double() * 127 / x.double().abs().amax(-1, keepdim=True)
+    halfway = (exact.abs() % 1 - 0.5).abs() < 127 * 2**-22
+    assert 0 < halfway.sum() < halfway.numel() / 50
+    for quantized, scale in (npu_dynamic_quant(x), _as_the_device(x)):
+        assert torch.equal(quantized[~halfway].double(), exact.round()[~halfway])
+        assert (quantized.double() - exact).abs().max() < 0.5 + 127 * 2**-22
+        right = x.double().abs().amax(-1) / 127
+        assert ((scale.double() - right) / right).abs().max() < 2**-22
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_keys_are_rounded_as_the_cache_of_a_cpu_rounds_them(dtype):
+    rows = torch.randn(50, 4, 128).to(dtype)
+    rows[0], rows[1, 0, 5] = 0.0, -0.0
+    rows[2, 1, ::2], rows[2, 1, 1::2] = 0.5, 127.0  # halves
+    for found, expected in zip(npu_dynamic_quant(rows), quantize_rows(rows), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_no_number_spoils_its_row_alone(bad):
+    rows = torch.randn(3, 2, 16).bfloat16()
+    rows[1, 0, 3] = bad
+    quantized, scale = npu_dynamic_quant(rows)
+    back = quantized.float() * scale[..., None]
+    assert (quantized[1, 0] == 0).all() and back[1, 0].isnan().all()
+    assert back.isnan().sum() == 16
 
 
 def test_quantize_rounds_half_to_even_and_clamps():

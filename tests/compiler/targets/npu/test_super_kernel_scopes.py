@@ -1,0 +1,174 @@
+"""Super kernels of static decode graphs, through the real torchair: attributes, edges, numbers."""
+
+from __future__ import annotations
+
+import logging
+from itertools import groupby
+from unittest import mock
+
+import pytest
+import torch
+from fetched_graphs import BYTES, MOST, SIZE, fetching, inputs
+from lowered_models import assert_same, served
+from scheduled_models import fused, prefetched
+from torch import fx
+
+import torch_pagoda as pagoda
+from torch_pagoda.compiler.targets.npu import schedule_options
+from torch_pagoda.compiler.targets.npu.ge import scheduled as scheduled_graph
+from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
+from torch_pagoda.compiler.targets.npu.ge.super_kernel_scopes import OPTIONS, mark_super_kernels, placed_super_kernels
+from torch_pagoda.compiler.targets.npu.graph_launches import NotPlaced
+from torch_pagoda.compiler.targets.npu.offline.conversion import convert
+from torch_pagoda.compiler.targets.npu.offline.decode_graphs import static_decode_graph
+from torch_pagoda.compiler.targets.npu.offline.ge_graph import GeGraph, GeNode
+from torch_pagoda.passes.graph.provenance import operator_name
+from torch_pagoda.passes.schedule.schedule_prefetch import note
+from torch_pagoda.passes.schedule.schedule_super_kernels import SUPER_KERNEL, SuperKernel
+from torch_pagoda.passes.schedule.super_kernel_operators import FUSED
+
+from legal_models import build_legal_model
+
+MODELS = ["llama", "gpt_neox", "qwen2_moe", "deepseek_v3"]
+SCOPE, GIVEN = "_super_kernel_scope", "_super_kernel_options"
+
+
+def _noted(module: fx.GraphModule, *names: str, scope: str = "s") -> fx.GraphModule:
+    for node in module.graph.nodes:
+        if node.name in names:
+            node.meta["custom"] = {**node.meta.get("custom", {}), SUPER_KERNEL: scope}
+    return module
+
+
+def _linears(*, fused: bool = True) -> fx.GraphModule:
+    """``fetching`` with three products a layer, one super kernel, and a fetch behind the first for the third."""
+    module = fetching(weights=3)
+    nodes = {node.name: node for node in module.graph.nodes}
+    for node in nodes.values():
+        node.meta.pop("custom", None)
+    for i in (0, 1):
+        note(nodes[f"m0_{i}"], nodes[f"m2_{i}"], i, "weight", BYTES, MOST)
+        if fused:
+            _noted(module, f"m0_{i}", f"m1_{i}", f"m2_{i}", scope=f"s{i}")
+    return module
+
+
+def _scope(node: GeNode) -> str:
+    return str(node.schedule.get(SCOPE, ""))
+
+
+def _check(graph: GeGraph, kernels: list[SuperKernel]) -> None:
+    """The kernels of each scope are those of the plan, fused ones, one behind the other, with the options."""
+    runs = [(scope, list(nodes)) for scope, nodes in groupby(graph.computing(), _scope)]
+    scoped = [(scope, nodes) for scope, nodes in runs if scope]
+    assert [scope for scope, _ in scoped] == [f"pagoda_{kernel.name}" for kernel in kernels]
+    for (_, nodes), kernel in zip(scoped, kernels, strict=True):
+        assert [node.type for node in nodes] == [FUSED[operator_name(each)] for each in kernel.launches]
+    for node in graph:
+        assert not _scope(node) or node.schedule == {SCOPE: _scope(node), GIVEN: OPTIONS}
+
+
+@pytest.mark.torchair
+def test_operators_of_a_super_kernel_have_a_scope_and_all_else_stays():
+    found = convert(_linears(), inputs(weights=3), dynamic=False)
+    other = convert(_linears(fused=False), inputs(weights=3), dynamic=False)
+    assert found.count("Cmo") == 2
+    scopes = [node.schedule.get(SCOPE) for node in found if node.type == "MatMul"]
+    assert scopes == [None, *["pagoda_s0"] * 3, None, *["pagoda_s1"] * 3]
+    assert all(not node.schedule for node in found if node.type in ("Cmo", "Sin", "Cos"))
+    assert [(n.name, n.type, n.inputs, n.after) for n in found] == [
+        (n.name, n.type, n.inputs, n.after) for n in other
+    ]
+    assert not convert(_linears(), inputs(weights=3)).schedules(), "dynamic graphs ignore them"
+
+
+@pytest.mark.torchair
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (("m0_0", "m2_0"), "a kernel that is not of its super kernel lies before m2_0"),
+        (("m0_0", "m0_1"), "a kernel that is not of its super kernel lies before m0_1"),
+        (("b_0", "m0_0"), "b_0 is in no super kernel: no source says"),
+    ],
+)
+def test_what_no_plan_would_note_has_no_scope(names, reason):
+    module = _noted(fetching(weights=3), *names)
+    before = [str(node.format_node()) for node in module.graph.nodes]
+    assert mark_super_kernels(module).startswith(reason)
+    assert [str(node.format_node()) for node in module.graph.nodes] == before
+
+
+def test_a_part_that_is_copied_has_no_scope():
+    module = _linears()
+    nodes = {node.name: node for node in module.graph.nodes}
+    with module.graph.inserting_before(nodes["m2_1"]):
+        part = module.graph.call_function(torch.ops.aten.slice.Tensor, (nodes["m1_1"], 0, 0, SIZE))
+    part.meta["val"] = nodes["m1_1"].meta["val"]
+    with pytest.raises(NotPlaced, match="a kernel that is not of its super kernel lies before m2_1"):
+        placed_super_kernels(module.graph)
+    part.target, part.args = torch.ops.aten.view.default, (nodes["m1_1"], [SIZE, SIZE])
+    assert [name for name, _ in placed_super_kernels(module.graph).items()] == ["s0", "s1"]
+
+
+@pytest.mark.torchair
+@pytest.mark.parametrize(
+    ("model_type", "others"),
+    [*((model_type, {}) for model_type in MODELS), ("llama", {"prefetch": True}), ("qwen2_moe", {"streams": True})],
+)
+def test_static_graphs_have_the_super_kernels_of_the_plan(model_type, others):
+    traced, kernels, _ = fused(model_type, **others)
+    graph = static_decode_graph(traced)
+    if others.get("prefetch"):
+        without = prefetched(model_type, "ge")[0]
+    else:
+        without = fused(model_type, **others)[0]
+        for node in without.graph.nodes:
+            custom = node.meta.get("custom") or {}
+            node.meta["custom"] = {name: noted for name, noted in custom.items() if name != SUPER_KERNEL}
+    plain = static_decode_graph(without)
+    assert kernels and not any(SCOPE in node.schedule for node in plain)
+    if others.get("streams"):
+        assert any("_user_stream_label" in node.schedule for node in graph)
+    else:
+        _check(graph, kernels)
+    assert [(n.name, n.type, n.inputs, n.after) for n in graph] == [
+        (n.name, n.type, n.inputs, n.after) for n in plain
+    ]
+    assert len(graph.cache_copies()) == len(plain.cache_copies())
+    assert not any(SCOPE in node.schedule for node in graph if node.type in ("Cmo", "FusedInferAttentionScore"))
+    assert not any({SCOPE, "_user_stream_label"} <= set(node.schedule) for node in graph)
+
+
+@pytest.mark.torchair
+@pytest.mark.parametrize("model_type", MODELS)
+def test_static_graphs_with_super_kernels_serve_the_same(model_type):
+    traced = fused(model_type)[0]
+    route = GeGraphs(traced, sequences_per_graph=4, static_decode=True)
+    said: list[str] = []
+    with mock.patch.object(
+        scheduled_graph, "mark_super_kernels", lambda gm: said.append(mark_super_kernels(gm)) or said[-1]
+    ):
+        found = served(traced, route)
+    assert_same(found, served(traced, traced.module))
+    assert said == [""] and set(route.static.graphs) == {4} and not route.static.dropped
+
+
+@pytest.mark.torchair
+def test_an_engine_fuses_and_says_what_it_cannot(monkeypatch, caplog):
+    model = build_legal_model("llama", dtype=torch.bfloat16)
+    limits = {"block_size": 16, "num_blocks": 24, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+    params = pagoda.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    on = {"codegen": "ge", "static_decode": True, "schedule": {"super_kernels": True}}
+    plain = pagoda.LLM(model, target="npu", codegen="none", verify="off", **limits)
+    expected = [output.outputs[0].token_ids for output in plain.generate([[4, 5, 6], [7]], params)]
+    for fails in (False, True):
+        if fails:
+            monkeypatch.setattr(scheduled_graph, "mark_super_kernels", lambda gm: "x is wrong")
+        with caplog.at_level(logging.WARNING, schedule_options.__name__):
+            llm = pagoda.LLM(model, target="npu", verify="off", **on, **limits)
+            assert [output.outputs[0].token_ids for output in llm.generate([[4, 5, 6], [7]], params)] == expected
+        record = llm.compile_report.passes[-1]
+        assert record.name == "schedule_super_kernels" and record.matches == 3
+        assert [size.reason for size in llm.compile_report.sizes] == ["", ""]
+        assert ("no launches are fused into super kernels: x is wrong" in caplog.text) == fails
+        assert llm.compile_report.dropped_schedules == ({"super_kernels": "x is wrong"} if fails else {})
