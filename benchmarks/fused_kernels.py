@@ -1,9 +1,10 @@
 """Kernels of norms, rope and activations on this machine: pagoda's against transformers' spellings.
 
 The spellings run eagerly and under inductor, whose compiled code is called as the runtime calls it: directly, without
-Dynamo's guards. Sizes are llama-1.1b's; queries, keys, gates and ups are slices of merged products. Times are the
-shortest of many calls, because others may use the machine; they hold what a call from Python costs. GB/s counts what
-is read and written once, and a decode step's few KB are in a cache.
+Dynamo's guards. Sizes are llama-1.1b's, of gated norms Qwen3.5-0.8B's and Granite 4.0 H Micro's; queries, keys, gates
+and ups are slices of merged products. Times are the shortest of many calls, because others may use the machine; they
+hold what a call from Python costs. GB/s counts what is read and written once, and a decode step's few KB are in a
+cache.
 
     python benchmarks/fused_kernels.py [--dtype bfloat16] [--threads 2] [--seconds 0.3]
 """
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 from torch_pagoda.runtime.ops import CPU_FUNCTIONS
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 2048, 32, 4, 64, 5632
+DELTA_HEADS, DELTA_DIM, SCAN_WIDTH = 16, 128, 4096
 EPS = 1e-5
 ROWS = {"decode 1": 1, "decode 32": 32, "prefill 1024": 1024}
 
@@ -39,6 +41,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     total = residual + x
     return rms_norm(total, weight), total
+
+
+def norm_then_gate(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Qwen3_5RMSNormGated."""
+    return (rms_norm(x, weight) * F.silu(gate.to(torch.float32))).to(x.dtype)
+
+
+def gate_then_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """GraniteMoeHybridRMSNormGated behind a scan, which yields float32, and the cast behind it."""
+    return rms_norm(x * F.silu(gate.to(torch.float32)), weight).to(gate.dtype)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -118,7 +130,26 @@ def cases(rows: int, dtype: torch.dtype) -> Iterator[Case]:
         weight=weight,
         bias=bias,
     )
-    widths = [heads * HEAD_DIM for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    gated_norm, width = functions["gated_rms_norm"], DELTA_HEADS * DELTA_DIM
+    heads, own = tensor(1, rows, DELTA_HEADS, DELTA_DIM), tensor(DELTA_DIM)
+    opening = tensor(1, rows, 2 * width)[..., :width].view_as(heads)
+    yield Case(
+        "norm * silu(gate)",
+        {"x": heads, "gate": opening, "weight": own},
+        norm_then_gate,
+        lambda: gated_norm(heads, opening, own, EPS, 0.0, True, "silu", False, DELTA_DIM),
+        3 * width * rows * dtype.itemsize,
+    )
+    scanned, scale = torch.randn(1, rows, SCAN_WIDTH), tensor(SCAN_WIDTH)
+    first = tensor(1, rows, 2 * SCAN_WIDTH)[..., :SCAN_WIDTH]
+    yield Case(
+        "norm(silu(gate))",
+        {"x": scanned, "gate": first, "weight": scale},
+        gate_then_norm,
+        lambda: gated_norm(scanned, first, scale, EPS, 0.0, False, "silu", True, SCAN_WIDTH),
+        SCAN_WIDTH * rows * (4 + 2 * dtype.itemsize),
+    )
+    widths = [count * HEAD_DIM for count in (HEADS, KV_HEADS, KV_HEADS)]
     query, key, _ = (
         part.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for part in tensor(1, rows, sum(widths)).split(widths, -1)
     )

@@ -32,6 +32,7 @@ from .recognise.activation import recognise_activation
 from .recognise.classify_masks import classify_masks
 from .recognise.eager_attention import recognise_eager_attention
 from .recognise.gated_activation import recognise_gated_activation
+from .recognise.gated_norm import recognise_gated_norm
 from .recognise.indexed_attention import recognise_indexed_attention
 from .recognise.layer_norm import recognise_layer_norm
 from .recognise.linear import recognise_linear
@@ -133,6 +134,8 @@ PASSES: tuple[Pass, ...] = (
     Pass("recognise_rms_norm", recognise_rms_norm, "aten", level=2, required=False),
     Pass("recognise_layer_norm", recognise_layer_norm, "aten", level=2, required=False),
     Pass("recognise_activation", recognise_activation, "aten", level=2, required=False),
+    # Needs the norms and the activations, and takes gates that would be gated activations in float32.
+    Pass("recognise_gated_norm", recognise_gated_norm, "aten", level=2, required=False, target="cpu"),
     # Needs the activations.
     Pass("recognise_gated_activation", recognise_gated_activation, "aten", level=2, required=False),
     Pass("recognise_rope", recognise_rope, "aten", level=2, required=False),

@@ -50,7 +50,7 @@ _LOOKS_FOR: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("rms_norm", ("norm",), "rms"),
     ("layer_norm", ("norm",), "layer"),
     ("rope", ("rope",), ""),
-    ("gated", ("gated_mlp",), ""),
+    ("gated_activation", ("gated_mlp",), ""),
     # A gated MLP has one too.
     ("activation", ("activation", "gated_mlp"), ""),
     ("moe", ("moe",), ""),

@@ -22,6 +22,7 @@ _KIND_OF_OPERATOR = {
     "paged_attention": "attention",
     "rms_norm": "norm",
     "add_rms_norm": "norm",
+    "gated_rms_norm": "norm",
     "layer_norm": "norm",
     "add_layer_norm": "norm",
     "rope": "rope",

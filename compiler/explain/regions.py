@@ -27,7 +27,7 @@ _PASSES_FOR = {
     "norm": "norm",
     "rope": "rope",
     "activation": "activation",
-    "gated_mlp": "gated",
+    "gated_mlp": "gated_activation",
     "attention": "attention|sdpa|mask",
     "moe": "moe",
 }

@@ -27,7 +27,9 @@ from ..graph.traced import TracedGraph
 _ELEMENTWISE = frozenset(
     "add.Tensor sub.Tensor mul.Tensor div.Tensor neg tanh sigmoid _to_copy clone activation gated_activation".split()
 )
-_ALONG_THE_LAST_DIM = frozenset("linear rms_norm add_rms_norm layer_norm add_layer_norm moe moe_gating".split())
+_ALONG_THE_LAST_DIM = frozenset(
+    "linear rms_norm add_rms_norm gated_rms_norm layer_norm add_layer_norm moe moe_gating".split()
+)
 
 
 def hoist_gather(traced: TracedGraph) -> PassRecord:

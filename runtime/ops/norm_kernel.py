@@ -37,18 +37,7 @@ def run_norm(
         weight, bias = weight.float(), bias.float()
     result = torch.empty_like(input, memory_format=torch.contiguous_format)
     total = None if residual is None else torch.empty_like(result)
-    if input.is_contiguous() and (residual is None or residual.is_contiguous()):
-        dim = input.shape[-1]
-        sizes: tuple[int, ...] = (1, 1, input.numel() // dim if dim else 0, dim)
-        strides: tuple[int, ...] = (0, 0, dim, 1)
-        residual_strides = strides
-    else:
-        if input.dim() > 4:
-            input = input.flatten(0, -2)
-            residual = None if residual is None else residual.flatten(0, -2)
-        sizes = (1, 1, 1, *input.shape)[-4:]
-        strides = (0, 0, 0, *input.stride())[-4:]
-        residual_strides = strides if residual is None else (0, 0, 0, *residual.stride())[-4:]
+    sizes, input, strides, residual, residual_strides = in_rows(input, residual)
     parameter_code = code
     if weight is not None:
         weight = weight.contiguous()
@@ -79,6 +68,23 @@ def run_norm(
     return (result,) if total is None else (result, total)
 
 
+def in_rows(
+    first: torch.Tensor, second: torch.Tensor | None
+) -> tuple[tuple[int, ...], torch.Tensor, tuple[int, ...], torch.Tensor | None, tuple[int, ...]]:
+    """What C++ reads one or two tensors of one shape by: sizes of three dims of rows and of the last dim, then each
+    tensor and its strides in elements. More dims of rows become one, which may take a copy."""
+    if first.is_contiguous() and (second is None or second.is_contiguous()):
+        dim = first.shape[-1]
+        strides: tuple[int, ...] = (0, 0, dim, 1)
+        return (1, 1, first.numel() // dim if dim else 0, dim), first, strides, second, strides
+    if first.dim() > 4:
+        first = first.flatten(0, -2)
+        second = None if second is None else second.flatten(0, -2)
+    strides = (0, 0, 0, *first.stride())[-4:]
+    second_strides = strides if second is None else (0, 0, 0, *second.stride())[-4:]
+    return (1, 1, 1, *first.shape)[-4:], first, strides, second, second_strides
+
+
 def norm_of_sum(
     norm: Callable[..., torch.Tensor], input: torch.Tensor, residual: torch.Tensor, *parameters: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +104,7 @@ def check_residual(input: torch.Tensor, residual: torch.Tensor | None) -> None:
 
 
 def check_parameter(
-    name: str, parameter: torch.Tensor | None, input: torch.Tensor, *, or_float32: bool = True
+    name: str, parameter: torch.Tensor | None, input: torch.Tensor, *, or_float32: bool = True, beside: str = "input"
 ) -> None:
     """Raise ``ValueError`` unless ``parameter`` is None or ``[D]``, in a dtype that goes with ``input``.
 
@@ -107,18 +113,19 @@ def check_parameter(
         parameter: weight or bias.
         input: ``[..., D]``; its dtype goes with itself.
         or_float32: so does float32.
+        beside: what ``input`` is called in the message.
     """
     if parameter is None:
         return
     if parameter.dim() != 1 or parameter.numel() != input.shape[-1]:
         raise ValueError(
             f"{name} has shape {tuple(parameter.shape)}; it must have one entry for each of the {input.shape[-1]} "
-            "elements of input's last dim"
+            f"elements of {beside}'s last dim"
         )
     if parameter.dtype is not input.dtype and not (or_float32 and parameter.dtype is torch.float32):
         other = "torch.float32" if or_float32 else "to torch.float32 with round_before_scale=False"
         raise ValueError(
-            f"{name} has dtype {parameter.dtype} and input {input.dtype}; convert it to {input.dtype} or {other}"
+            f"{name} has dtype {parameter.dtype} and {beside} {input.dtype}; convert it to {input.dtype} or {other}"
         )
 
 

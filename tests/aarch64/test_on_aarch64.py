@@ -10,11 +10,15 @@ from environment import BUILDS, ROOT, CannotEmulate, Emulated, set_up
 OPERATORS = ROOT / "tests/runtime/ops"
 QUICK = [
     OPERATORS / f"test_{name}.py"
-    for name in ("packed_linear", "weight_panels", "quantized_linear", "float8_linear", "shared_steps", "rms_norm")
+    for name in (
+        *("packed_linear", "weight_panels", "quantized_linear", "float8_linear", "shared_steps", "rms_norm"),
+        "gated_rms_norm",
+    )
 ]
 OF_QUICK = (
     "(not quantized_linear or (test_the_kernel_equals_the_reference and shape2 and float32))"
     " and (not float8_linear or every_code or (dense and shape1))"
+    " and (not gated_rms_norm or (test_kernel_is_the_reference and 100 and bfloat16))"
     " and (not shared_steps or every_code or (dense and shape1))"
 )
 """A minute's worth: of rounded weights, each width and layout with inputs that fill no step."""

@@ -85,6 +85,25 @@ def test_too_few_blocks(model: PreTrainedModel, program: Program, preemption: st
     assert engine.stats()["blocks_used"] == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("model_type", "overrides"),
+    [("qwen3_5_text", {}), ("kimi_linear", {}), ("mamba2", {}), ("falcon_h1", {"mamba_rms_norm": True})],
+    ids=str,
+)
+def test_a_norm_and_its_gate_are_one_operator(
+    model_type: str, overrides: dict[str, bool], dtype: torch.dtype
+) -> None:
+    """In every layer with state, and the self-check finds the logits of HF."""
+    program = build_program(build_tiny_model(model_type, dtype=dtype, **overrides), CompileOptions(codegen="none"))
+    report = program.report
+    assert report.verdict is not None and report.verdict.ok and not report.dropped_passes
+    (record,) = [record for record in report.passes if record.name == "recognise_gated_norm"]
+    states = [spec for spec in program.caches if isinstance(spec, StateSpec) and spec.name == "recurrent_state"]
+    assert record.matches == len(states)
+    assert not record.rejections
+
+
 def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
     config = tiny_config("qwen3_5")
     sizes = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}

@@ -43,8 +43,8 @@ _FUNCTIONS = {getattr(_aten, name).default: name for name in FUNCTIONS}
 _FLAGGED = {PAGED_ATTENTION, moe, quantized_moe, moe_gating}
 _OWN = frozenset(
     "paged_attention moe moe_gating invariant_linear elementwise quantized_linear quantized_moe rms_norm "
-    "add_rms_norm layer_norm add_layer_norm rope gated_activation activation causal_conv1d causal_conv1d_seq "
-    "linear_recurrence linear_recurrence_seq selective_scan selective_scan_seq".split()
+    "add_rms_norm gated_rms_norm layer_norm add_layer_norm rope gated_activation activation causal_conv1d "
+    "causal_conv1d_seq linear_recurrence linear_recurrence_seq selective_scan selective_scan_seq".split()
 )
 _MOVES = frozenset(name.partition(".")[0] for name in MOVES) | frozenset(
     "t chunk narrow contiguous embedding index index_select gather repeat flatten unflatten constant_pad_nd flip "

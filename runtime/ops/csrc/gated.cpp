@@ -1,7 +1,7 @@
 // CPU kernels of pagoda::gated_activation and pagoda::activation. The struct's Python twin is in
 // gated_activation.py.
 
-#include "rows.h"
+#include "logistic.h"
 
 struct GatedArguments {
   Rows gate;
@@ -20,28 +20,6 @@ namespace {
 enum Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kSigmoid, kQuickGelu, kClippedSwiglu };
 
 constexpr int64_t kPart = 2048;  // elements of a row that one thread does at a time
-
-inline vfloat at_most(vfloat a, float ceiling) { return a > splat(ceiling) ? splat(ceiling) : a; }  // keeps NaN
-
-// 1 + e^-x, to 1e-6; infinite for x < -89.
-inline vfloat one_plus_exp(vfloat minus_x) { return power_of_two(at_most(minus_x * kLog2E, 128.f)) + 1.f; }
-
-// a / b for b >= 1.
-template <class Format>
-inline vfloat quotient(vfloat a, vfloat b) {
-#if defined(PAGODA_AVX512)
-  if (sizeof(typename Format::element) == 2) {  // one Newton step is enough for these
-    const vfloat guess = (vfloat)_mm512_rcp14_ps((__m512)b);
-    return a * (guess * (2.f - at_most(b, 3e38f) * guess));
-  }
-#endif
-  return a / b;
-}
-
-template <class Format>
-inline vfloat logistic(vfloat x) {
-  return quotient<Format>(splat(1.f), one_plus_exp(-x));
-}
 
 // erf to 4e-7 (odd rational function, minimax on -4 .. 4, as in Eigen).
 inline vfloat error_function(vfloat x) {

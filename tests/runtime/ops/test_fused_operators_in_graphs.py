@@ -34,10 +34,14 @@ def arguments_of(name, dtype=torch.float32, tokens=5):
         ),
         "gated_activation": (product[..., :24], product[..., 24:], "clipped_swiglu", 1.7, 7.0),
         "activation": (product[..., ::2], "gelu_tanh"),
+        "gated_rms_norm": (x, product[..., 16:32], weight, 1e-5, 0.0, True, "silu", False, 8),
     }[name]
 
 
-NAMES = ["rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "rope", "gated_activation", "activation"]
+NAMES = [
+    *("rms_norm", "add_rms_norm", "gated_rms_norm", "layer_norm", "add_layer_norm", "rope"),
+    *("gated_activation", "activation"),
+]
 
 
 def flat(results):
@@ -115,6 +119,7 @@ def layer(x, residual, weight, product, cos, sin):
     mixed = (query + key).transpose(1, 2).flatten(2)
     gated = pagoda.gated_activation.default(merged[..., :16], merged[..., 16:32], "silu", 0.0, 0.0)
     plain = pagoda.activation.default(merged[..., 1:33:2], "relu2")
+    mixed = pagoda.gated_rms_norm.default(mixed, merged[..., 32:], weight, 1e-5, 0.0, True, "sigmoid", True, 4)
     normed = pagoda.layer_norm.default(mixed + gated + plain, weight, None, 1e-5)
     return pagoda.rms_norm.default(normed, weight, 1e-5, 1.0, False), total
 

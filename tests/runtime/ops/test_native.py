@@ -18,6 +18,7 @@ from torch_pagoda.runtime.ops import (
     attention,
     attention_reference,
     gated_activation,
+    gated_rms_norm,
     layer_norm,
     native,
     norm_kernel,
@@ -180,7 +181,8 @@ def test_kernels_without_newer_instructions(
     native.build_library("g++", tmp_path / "portable.so", flags)
     native.promote_openmp(Path(torch.__file__).parent)
     library = ctypes.CDLL(str(tmp_path / "portable.so"))
-    modules = (attention, paged_attention, norm_kernel, rope, gated_activation, quantized_linear, quantized_weight)
+    modules = (attention, paged_attention, norm_kernel, gated_rms_norm, rope, gated_activation)
+    modules += (quantized_linear, quantized_weight)
     for module in modules:
         monkeypatch.setattr(module, "kernel_function", lambda name: native.bind_function(library, name))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -227,6 +229,11 @@ def test_kernels_without_newer_instructions(
                 rms_norm.add_rms_norm_cpu(*arguments), rms_norm.add_rms_norm_reference(*arguments), strict=True
             ):
                 assert_rounded_alike(ours, theirs)
+        for form in ((True, "silu", True, 25), (False, "sigmoid", False, 75)):
+            for given in (x, x.float()):
+                arguments = (given, x.flip(0), weight, 1e-5, 0.0, *form)
+                ours = gated_rms_norm.gated_rms_norm_cpu(*arguments)
+                assert_rounded_alike(ours, gated_rms_norm.gated_rms_norm_reference(*arguments))
         arguments = (x, weight, weight, 1e-5)
         assert_rounded_alike(layer_norm.layer_norm_cpu(*arguments), layer_norm.layer_norm_reference(*arguments))
         for mode in ("half", "interleaved", "interleaved_to_half"):

@@ -331,8 +331,8 @@ native.load_kernels = lambda: _library
 native._bound_function.cache_clear()
 """
 OPERATORS = (
-    "float8_linear gated_activation int8_rows layer_norm moe packed_linear paged_attention_int8 quantized_linear "
-    "rms_norm rope shared_steps weight_panels"
+    "float8_linear gated_activation gated_rms_norm int8_rows layer_norm moe packed_linear paged_attention_int8 "
+    "quantized_linear rms_norm rope shared_steps weight_panels"
 )
 OPERATOR_TESTS = [*HERE.glob("test_*_kernel.py"), *(HERE / f"test_{name}.py" for name in OPERATORS.split())]
 
