@@ -31,7 +31,7 @@ from .targets.cpu.kernels import call_kernels
 from .targets.npu.decode_steps import DecodeCalls
 from .targets.npu.route import Run
 from .targets.npu.routes import make_route
-from .targets.npu.schedule_options import asked_for
+from .targets.npu.schedule_options import asked_for, leave_out
 from .targets.npu.weights import prepare_weights
 from .tolerance import Tolerance, routes_tokens
 from .user_passes import registered_passes
@@ -296,6 +296,8 @@ def _link_for_npu(
         log.warning("codegen=%r is not used: %s; the lowered graph runs call by call, slower", route.name, reason)
         report.dropped_passes.append((route.name, reason))
         report.codegen = "none"
+        for name in asked:
+            leave_out(name, f"codegen={route.name!r} is not used", report.dropped_schedules)
         return linked(decode or eager)
     if reference is not None:
         report.verdict = verdict

@@ -139,8 +139,7 @@ def _side(
 
 
 def _unscheduled(report: CompileReport, options: CompileOptions) -> list[str]:
-    """A line for each schedule that was asked for and is left out, or found nothing to place: both sides are the same
-    graph."""
+    """A line for each schedule that was asked for and is left out of a graph, or found nothing to place."""
     placed = {record.name for record in report.passes if record.matches}
     lines = []
     for name in asked_for(options.schedule):

@@ -62,7 +62,9 @@ def operator_items(model: torch.nn.Module, device: Device, asked: Asked) -> Item
         except UnsupportedModel as error:
             items[f"lowering for {mode}"] = partial(_refused, first_line(error))
             continue
-        decode = decode_graph_or_reason(traced)[0]
+        decode, reason = decode_graph_or_reason(traced)
+        if reason:
+            items[f"decode steps for {mode}"] = partial(_refused, reason)
         for name, step, arguments in _steps(traced, model):
             log.info("%s by the CPU's kernels: %s", name, mode)
             given = arguments(step)

@@ -78,6 +78,7 @@ class DecodeRoute(Route):
         self._kinds = StepKinds(others.traced)
         for part in self._parts:
             part.eager_steps = self.eager_steps
+            self.dropped_schedules.update(part.dropped_schedules)
             part.dropped_schedules = self.dropped_schedules
 
     @property

@@ -52,12 +52,15 @@ def fuse_npu_quantization(traced: TracedGraph) -> PassRecord:
         while callee(source) in RESHAPES:
             source = source.args[0]  # type: ignore[assignment]
             shared = shared or len(source.users) > 1
+        is_matrix = len(shape(node.args[0])) == 2 and str(shape(node.args[0])[-1]) == str(shape(source)[-1])
         if callee(source) == "getitem" and source.args[0].target is _npu.npu_add_rms_norm.default:  # type: ignore[union-attr]
-            if shared:
-                return "something else reads the norm, too"
+            if shared or not is_matrix:
+                return "something else reads the norm, too" if shared else "its rows are rounded in parts"
             return _fuse_norm_by_scale(traced, node, source) if by_scale else _fuse_norm(traced, node, source)
         if not by_scale and source.target is _npu.npu_swiglu.default:
-            return "something else reads the activation, too" if shared else _fuse_swiglu(traced, node, source)
+            if shared or not is_matrix:
+                return "something else reads the activation, too" if shared else "its rows are rounded in parts"
+            return _fuse_swiglu(traced, node, source)
         return None
 
     return rewrite_each(traced, "fuse_npu_quantisation", step)

@@ -244,10 +244,14 @@ class AclGraphs(Route):
 
         def edit(gm: torch.fx.GraphModule, example_inputs: Any = None, config: Any = None) -> None:
             write_in_place(gm, example_inputs, config)
-            if scheduled and self._branches and (reason := use_side_stream(gm, f"{self._label}_side")):
-                leave_out("streams", reason, self.dropped_schedules)
-            if scheduled and self._fetches and (reason := use_prefetch_stream(gm, f"{self._label}_fetch")):
-                leave_out("prefetch", reason, self.dropped_schedules)
+            if not scheduled:
+                return
+            for name, counted, place, label in (
+                ("streams", self._branches, use_side_stream, f"{self._label}_side"),
+                ("prefetch", self._fetches, use_prefetch_stream, f"{self._label}_fetch"),
+            ):
+                if counted and name not in self.dropped_schedules and (reason := place(gm, label)):
+                    leave_out(name, reason, self.dropped_schedules)
 
         flat = flat_graph(self.traced, self._length, caches=self._caches, with_sizes=True)
 

@@ -377,3 +377,12 @@ def test_captures_of_decode_steps_serve_the_same():
     for graph in graphs:
         kernels = [call for call in graph.calls if call.updated is not None]
         assert len(kernels) == len(traced.caches)
+
+
+def test_schedules_that_a_part_has_left_out_stay_in_the_report():
+    traced, decode = both()
+    parts = AsItIs(decode, eager=pytest.fail), AsItIs(traced)
+    parts[0].dropped_schedules["super_kernels"] = "decode steps have no static graphs"
+    route = DecodeRoute(*parts)
+    assert route.dropped_schedules == {"super_kernels": "decode steps have no static graphs"}
+    assert all(part.dropped_schedules is route.dropped_schedules for part in parts)

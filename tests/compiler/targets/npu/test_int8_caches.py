@@ -8,6 +8,7 @@ from lowered_models import assert_same, served
 from npu_calls import illegal_calls
 
 from torch_pagoda.compiler import CompileOptions
+from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.estimates.traffic import Step, moved
 from torch_pagoda.compiler.explain.npu import computed_in
 from torch_pagoda.compiler.pipeline import run_pipeline
@@ -43,6 +44,32 @@ def test_served_tokens_are_those_of_the_cpu(model_type):
     canonical, _ = rewritten(model, "cpu", "int8")
     found, expected = (served(graph, call_kernels(graph)) for graph in (lowered, canonical))
     assert_same(found, expected, tolerance=0.05)  # what is near the middle may be rounded the other way
+
+
+class _Gated(torch.nn.Module):
+    """A gated activation of one product."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.both = torch.nn.Linear(inputs, 2 * outputs, bias=False)
+
+    def forward(self, x):
+        gate, up = self.both(x).chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_an_activation_does_not_round_what_is_rounded_head_by_head(kv_heads):
+    model = build_legal_model("llama", num_key_value_heads=kv_heads)
+    for layer in model.model.layers:
+        projection = layer.self_attn.v_proj
+        layer.self_attn.v_proj = _Gated(projection.in_features, projection.out_features)
+    options = CompileOptions(codegen="none", target="npu", kv_cache_dtype="int8")
+    report = build_program(model.bfloat16(), options).report
+    assert report.verdict.ok and not report.dropped_passes
+    (record,) = [record for record in report.passes if record.name == "fuse_npu_quantisation"]
+    assert record.matches == 0
+    assert {rejection.reason for rejection in record.rejections} == {"its rows are rounded in parts"}
 
 
 def test_bytes_of_the_cache_are_counted_with_scales():
