@@ -223,9 +223,9 @@ class _PagedAttention:
     def _rounded(self, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
         """``[T, H, D]`` in int8, and a float32 scale ``[T, H]`` for each token and head.
 
-        The operator's scales are ``quantize_rows``'s, max / 127, where these are normal numbers; on the device scales and quotients are rounded once
-        more, so that a number halfway between two integers may become either. What becomes of a row with a NaN and no
-        infinity is the device's word; with an infinity all of it comes back as NaN.
+        The operator's scales are ``quantize_rows``'s, max / 127, where these are normal numbers; on the device scales
+        and quotients are rounded once more, so that a number halfway between two integers may become either. What
+        becomes of a row with a NaN and no infinity is the device's word; with an infinity all of it comes back as NaN.
         """
         both = self.site.call(_npu.npu_dynamic_quant.default, rows)
         if both is None:
