@@ -225,7 +225,7 @@ class _PagedAttention:
 
         The operator's scales are ``quantize_rows``'s, max / 127, where these are normal numbers; on the device scales
         and quotients are rounded once more, so that a number halfway between two integers may become either. What
-        becomes of a row with a NaN and no infinity is the device's word; with an infinity all of it comes back as NaN.
+        becomes of a row with a NaN and no infinity is the device's word; one with an infinity comes back as NaN.
         """
         both = self.site.call(_npu.npu_dynamic_quant.default, rows)
         if both is None:
