@@ -10,8 +10,8 @@ Becomes:
     npu_quant_matmul(q, W8, scales * scale, bias=b, output_dtype=...)    # of fp16 with scales as int64
         with an offset, or of fp16, b is int32: in steps of the scales, less offset times the sums of the numbers
     or, of 4 bits in groups of 256 that were made for inputs of 8,
-    npu_quant_matmul(q, W4, scales, offset=8 times the sums of the weights, pertoken_scale=s [M, 1], output_dtype=...)
-        which the operator adds for what it takes off the inputs
+    npu_quant_matmul(q, W4, scales, offset=8 times the sums of the weights, pertoken_scale=s [M, 1],
+        output_dtype=..., group_sizes=[0, 0, 256])    # the offset is added for what is taken off the inputs
     or, where inputs keep 16 bits, or those products of 4 bits are not legal,
     npu_weight_quant_batchmatmul(x, W8 or W4, scales, offsets, bias=b, antiquant_group_size=...)
 Why it is faster:
@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from ....runtime.ops.npu.quant_matmul import INT4_GROUP_SIZES
 from ....runtime.ops.npu.quantize import QINT8
 from ....runtime.ops.quantized_weight import Quantization, scheme_of
 from ....runtime.ops.weight_format import InputScale
@@ -213,6 +214,7 @@ class _Products:
             offset=made.sums,
             pertoken_scale=self._columns[rows],
             output_dtype=DTYPE_CODES[dtype],
+            group_sizes=list(INT4_GROUP_SIZES),
         )
 
     def _rounded_rows(self, site: Site, rows: fx.Node) -> tuple[fx.Node, fx.Node] | None:

@@ -83,6 +83,7 @@ def test_a_layer_of_4096_inputs():
         offset=made["sums"],
         pertoken_scale=of_rows[:, None],
         output_dtype=6,
+        group_sizes=[0, 0, 256],
     )
     kept = weight.replaced(scales=scales.t().contiguous())
     exact = rounded_rows_linear(x.double(), kept.dense(), None)

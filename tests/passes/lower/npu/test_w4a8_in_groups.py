@@ -61,7 +61,7 @@ def test_linears_in_captured_graphs_multiply_int8_by_4_bits():
         inputs, outputs = value(weight).shape[0], 8 * value(weight).shape[1]
         assert value(weight).dtype is torch.int32 and value(scale).dtype is torch.int64
         assert value(scale).shape == (inputs // 256, outputs) and value(node.kwargs["offset"]).shape == (outputs,)
-        assert value(node.kwargs["pertoken_scale"]).dim() == 2
+        assert value(node.kwargs["pertoken_scale"]).dim() == 2 and node.kwargs["group_sizes"] == [0, 0, 256]
         assert {n.op for n in (weight, scale, node.kwargs["offset"])} == {"placeholder"}, "made when linked"
 
 
@@ -135,6 +135,7 @@ def linear(**change):
         "offset": torch.ones(16),
         "pertoken_scale": torch.ones(5, 1),
         "output_dtype": 15,
+        "group_sizes": [0, 0, 256],
         **change,
     }
     return npu.npu_quant_matmul.default, given
@@ -200,6 +201,8 @@ CAPTURED = NpuTarget(graph_mode="aclgraph")
             "pertoken_scale is torch.float32 (5,); torch.float32 (5, 1)",
         ),
         (CAPTURED, linear(bias=torch.ones(16)), "there is no bias beside matrices of 4 bits"),
+        (CAPTURED, linear(group_sizes=None), "group_sizes is None; [0, 0, 256] beside matrices of 4 bits"),
+        (CAPTURED, linear(group_sizes=[1, 1, 256]), "group_sizes is [1, 1, 256]; [0, 0, 256] beside"),
         (CAPTURED, linear(x2=torch.zeros(2, 512, dtype=torch.int32).t()), "without gaps"),
         (
             CAPTURED,
