@@ -269,6 +269,7 @@ class Format:
         experts: name of the format of the matrices of experts, where that is another one.
         calibrated: it has scales of inputs, for which ``store`` is given the smallest and the largest of them.
         group_size: that msModelSlim's file states; 0 for none.
+        version: likewise; "" for none.
     """
 
     store: Callable[..., tuple[Tensors, torch.Tensor]]
@@ -279,10 +280,11 @@ class Format:
     experts: str = ""
     calibrated: bool = False
     group_size: int = 0
+    version: str = "1.0.0"
 
 
-def _slim_in_groups(size: int, **more: Any) -> Format:
-    return Format(lambda w: _slim_w4a8(w, size, **more), description="W4A8_DYNAMIC", group_size=size)
+def _slim_in_groups(size: int) -> Format:
+    return Format(lambda w: _slim_w4a8(w, size), description="W4A8_DYNAMIC", group_size=size)
 
 
 _GPTQ = {"quant_method": "gptq", "sym": False, "checkpoint_format": "gptq", "desc_act": False}
@@ -364,7 +366,7 @@ FORMATS: dict[str, Format] = {
     "slim-w4a8": Format(_slim_w4a8, description="W4A8_DYNAMIC"),
     "slim-w4a8-experts": Format(_slim, description="W8A8_DYNAMIC", experts="slim-w4a8"),
     "slim-w4a8-g32": _slim_in_groups(32),
-    "slim-w4a8-g32-plain": _slim_in_groups(32, plain=True),
+    "slim-w4a8-g32-plain": replace(_slim_in_groups(32), store=lambda w: _slim_w4a8(w, 32, plain=True), version=""),
 }
 
 LARGE: dict[str, Format] = {f"slim-w4a8-g{size}": _slim_in_groups(size) for size in (128, 256)}
@@ -415,7 +417,9 @@ def quantize_folder(folder: Path, name: str, tokens: torch.Tensor | None = None)
     if form.description:
         (folder / "model.safetensors").unlink()
         save_file(stored, folder / "quant_model_weights.safetensors", metadata={"format": "pt"})
-        description = {"model_quant_type": form.description, "version": "1.0.0", **kinds}
+        description = {"model_quant_type": form.description, **kinds}
+        if form.version:
+            description["version"] = form.version
         if form.group_size:
             description["group_size"] = form.group_size
         (folder / "quant_model_description.json").write_text(json.dumps(description))
