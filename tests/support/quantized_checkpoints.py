@@ -130,8 +130,8 @@ def _packed(weight: torch.Tensor, bits: int, size: int, **how: Any) -> tuple[Ten
     return tensors, found.dense
 
 
-def _bytes(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    found = numbers_of(weight, 8, 0, dtype=torch.float32)
+def _bytes(weight: torch.Tensor, size: int = 0) -> tuple[Tensors, torch.Tensor]:
+    found = numbers_of(weight, 8, size, dtype=torch.float32)
     return {"weight": (found.codes - 128).to(torch.int8), "weight_scale": found.scales}, found.dense
 
 
@@ -369,7 +369,13 @@ FORMATS: dict[str, Format] = {
     "slim-w4a8-g32-plain": replace(_slim_in_groups(32), store=lambda w: _slim_w4a8(w, 32, plain=True), version=""),
 }
 
-LARGE: dict[str, Format] = {f"slim-w4a8-g{size}": _slim_in_groups(size) for size in (128, 256)}
+LARGE: dict[str, Format] = {
+    **{f"slim-w4a8-g{size}": _slim_in_groups(size) for size in (128, 256)},
+    "ct-w8a8-groups": Format(
+        lambda w: _bytes(w, 64),
+        _ct("int-quantized", _ROWS, num_bits=8, type="int", strategy="group", group_size=64),
+    ),
+}
 """Formats of models whose layers have as many inputs as a group, or a multiple."""
 
 

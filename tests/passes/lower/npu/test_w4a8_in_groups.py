@@ -84,6 +84,23 @@ def test_linears_that_have_no_such_form_keep_16_bits(name, graph_mode, why):
     assert layer(traced).total() == 11
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("ct-w8a8-groups", "8 bits in groups of 64; beside rows of int8 an output has one scale"),
+        ("slim-w4a8", "4 bits with one scale for each output; beside rows of int8 groups of 256 have one"),
+    ],
+)
+def test_forms_that_keep_16_bits_say_why(name, why):
+    traced, records = graph_of("llama", name, "aclgraph", intermediate_size=512)
+    record = records["quantise_npu_linears"]
+    assert record.matches and not nodes_of(traced, npu.npu_quant_matmul)
+    assert refused(record) == {("quant_matmul", why)}
+    _, asked, report = stored("llama", name, graph_mode="aclgraph", input_bits=16, intermediate_size=512)
+    assert not refused(next(record for record in report.passes if record.name == "quantise_npu_linears"))
+    assert nodes_of(asked, npu.npu_weight_quant_batchmatmul)
+
+
 def test_a_bias_keeps_16_bits():
     traced, records = graph_of("qwen2", "slim-w4a8-g256", "aclgraph", intermediate_size=512)
     assert ("quant_matmul", "there is no bias beside matrices of 4 bits") in refused(records["quantise_npu_linears"])
