@@ -118,7 +118,8 @@ def main() -> None:
                 report(f"calibrated, {quantization}", calibrated, **how)
         ids = AutoTokenizer.from_pretrained(MODEL)("\n\n".join(others), verbose=False)["input_ids"]
         seen = torch.tensor(ids[: CALIBRATED_ON * WINDOW]).view(-1, WINDOW)
-        for name in DISTINCT if "all" in options.formats else options.formats:
+        wanted = (name for given in options.formats for name in (DISTINCT if given == "all" else (given,)))
+        for name in dict.fromkeys(wanted):
             folder = Path(shutil.copytree(MODEL, Path(scratch, name)))
             quantize_folder(folder, name, seen)
             report(name, folder)

@@ -50,7 +50,7 @@ def build_skeleton(kind: Any, config: Any, dtype: torch.dtype | None = None, mar
     config = copy.deepcopy(config)
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
     kinds = _kinds(kind, config)
-    told = [f"{kind} {mark}" for kind, mark in zip(kinds, marks, strict=False)] if marks else kinds
+    told = [f"{kind} {mark}" for kind, mark in zip(kinds, marks, strict=True)] if marks and kinds else kinds
     representatives = _first_alike(told)
     depth = max(representatives, default=0) + 1
     if depth < len(representatives):

@@ -32,7 +32,8 @@ def stored_formats(model: nn.Module) -> dict[str, list[Any]]:
 def marks_of_layers(model: nn.Module, formats: Formats) -> list[str]:
     """What tells decoder layers apart by the formats of their weights; equal where they are lowered alike.
 
-    Scales of inputs count by which weights of a layer share them, and by whether they have an offset.
+    Scales of inputs count by which weights of a layer share them, by whether they have an offset, and by whether they
+    are bfloat16 numbers, which norms that round take.
     """
     path, layers = find_decoder_layers(model)
     marks: list[dict[str, Any]] = [{} for _ in layers]
@@ -43,8 +44,19 @@ def marks_of_layers(model: nn.Module, formats: Formats) -> list[str]:
             continue
         known = shared[int(number)]
         same = [known.setdefault(key, len(known)) for key in ((given and tuple(given)), order)]
-        marks[int(number)][rest] = form, transposed, bool(given and given[1]), same
+        marks[int(number)][rest] = (
+            form,
+            transposed,
+            bool(given and given[1]),
+            bool(given) and _is_bfloat16(given[0]),
+            same,
+        )
     return [repr(sorted(mark.items())) for mark in marks]
+
+
+def _is_bfloat16(scale: float) -> bool:
+    number = torch.tensor(scale)
+    return bool(number.bfloat16().float() == number)
 
 
 def store_as(model: nn.Module, formats: Formats) -> None:

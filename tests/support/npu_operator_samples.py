@@ -445,7 +445,7 @@ def _quantization() -> list[Sample]:
                 torch.zeros(512, 2, dtype=torch.int32),
                 torch.ones(2, 16, dtype=torch.int64),
             ),
-            {"offset": scales, "pertoken_scale": rows[:, None], "output_dtype": 15},
+            {"offset": scales, "pertoken_scale": rows[:, None], "output_dtype": 15, "group_sizes": [0, 0, 256]},
         ),
         Sample("npu_weight_quant_batchmatmul", "int8", (torch.randn(5, 64).bfloat16(), matrix, scales.bfloat16())),
         Sample(

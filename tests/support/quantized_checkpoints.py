@@ -130,8 +130,8 @@ def _packed(weight: torch.Tensor, bits: int, size: int, **how: Any) -> tuple[Ten
     return tensors, found.dense
 
 
-def _bytes(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    found = numbers_of(weight, 8, 0, dtype=torch.float32)
+def _bytes(weight: torch.Tensor, size: int = 0) -> tuple[Tensors, torch.Tensor]:
+    found = numbers_of(weight, 8, size, dtype=torch.float32)
     return {"weight": (found.codes - 128).to(torch.int8), "weight_scale": found.scales}, found.dense
 
 
@@ -269,6 +269,7 @@ class Format:
         experts: name of the format of the matrices of experts, where that is another one.
         calibrated: it has scales of inputs, for which ``store`` is given the smallest and the largest of them.
         group_size: that msModelSlim's file states; 0 for none.
+        version: likewise; "" for none.
     """
 
     store: Callable[..., tuple[Tensors, torch.Tensor]]
@@ -279,10 +280,11 @@ class Format:
     experts: str = ""
     calibrated: bool = False
     group_size: int = 0
+    version: str = "1.0.0"
 
 
-def _slim_in_groups(size: int, **more: Any) -> Format:
-    return Format(lambda w: _slim_w4a8(w, size, **more), description="W4A8_DYNAMIC", group_size=size)
+def _slim_in_groups(size: int) -> Format:
+    return Format(lambda w: _slim_w4a8(w, size), description="W4A8_DYNAMIC", group_size=size)
 
 
 _GPTQ = {"quant_method": "gptq", "sym": False, "checkpoint_format": "gptq", "desc_act": False}
@@ -364,10 +366,16 @@ FORMATS: dict[str, Format] = {
     "slim-w4a8": Format(_slim_w4a8, description="W4A8_DYNAMIC"),
     "slim-w4a8-experts": Format(_slim, description="W8A8_DYNAMIC", experts="slim-w4a8"),
     "slim-w4a8-g32": _slim_in_groups(32),
-    "slim-w4a8-g32-plain": _slim_in_groups(32, plain=True),
+    "slim-w4a8-g32-plain": replace(_slim_in_groups(32), store=lambda w: _slim_w4a8(w, 32, plain=True), version=""),
 }
 
-LARGE: dict[str, Format] = {f"slim-w4a8-g{size}": _slim_in_groups(size) for size in (128, 256)}
+LARGE: dict[str, Format] = {
+    **{f"slim-w4a8-g{size}": _slim_in_groups(size) for size in (128, 256)},
+    "ct-w8a8-groups": Format(
+        lambda w: _bytes(w, 64),
+        _ct("int-quantized", _ROWS, num_bits=8, type="int", strategy="group", group_size=64),
+    ),
+}
 """Formats of models whose layers have as many inputs as a group, or a multiple."""
 
 
@@ -415,7 +423,9 @@ def quantize_folder(folder: Path, name: str, tokens: torch.Tensor | None = None)
     if form.description:
         (folder / "model.safetensors").unlink()
         save_file(stored, folder / "quant_model_weights.safetensors", metadata={"format": "pt"})
-        description = {"model_quant_type": form.description, "version": "1.0.0", **kinds}
+        description = {"model_quant_type": form.description, **kinds}
+        if form.version:
+            description["version"] = form.version
         if form.group_size:
             description["group_size"] = form.group_size
         (folder / "quant_model_description.json").write_text(json.dumps(description))

@@ -172,6 +172,24 @@ def in_groups(tensors: dict[str, torch.Tensor]) -> None:
     tensors[f"{LAYER}.weight_scale_second"] = torch.full((len(tensors[f"{LAYER}.weight_scale"]), 2), 1.5)
 
 
+def second(leaf: str, number: float) -> Callable[[dict[str, torch.Tensor]], object]:
+    """A tensor of groups, two for each output, beside a weight that has none."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{LAYER}.{leaf}"] = torch.full((len(tensors[f"{LAYER}.weight_scale"]), 2), number)
+
+    return change
+
+
+def one_in_a_byte_without_sums(tensors: dict[str, torch.Tensor]) -> None:
+    one_in_a_byte(tensors)
+    del tensors[f"{LAYER}.scale_bias"]
+
+
+def without_inputs(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{LAYER}.weight"] = tensors[f"{LAYER}.weight"][:, :0].contiguous()
+
+
 def uneven_groups(tensors: dict[str, torch.Tensor]) -> None:
     tensors[f"{LAYER}.weight_scale_second"] = torch.ones(len(tensors[f"{LAYER}.weight_scale"]), 3)
 
@@ -233,6 +251,19 @@ BROKEN: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], object], str]] 
         "weight_offset_second",
     ),
     "sums of groups are missing": ("slim-w4a8-g32", without("scale_bias"), "scale_bias"),
+    "offsets of groups are alone": ("slim-w4a8", second("weight_offset_second", 0), "weight_scale_second"),
+    "offsets other than 0 are alone": ("slim-w4a8", second("weight_offset_second", 1), "weight_scale_second"),
+    "W8A8 has scales of groups": ("slim-w8a8-dynamic", second("weight_scale_second", 2), "weight_scale_second"),
+    "W8A8 has offsets of groups": ("slim-w8a8-dynamic", second("weight_offset_second", 1), "weight_offset_second"),
+    "W8A16 has scales of groups": ("slim-w8a16", second("weight_scale_second", 2), "weight_scale_second"),
+    "static W8A8 has scales of groups": ("slim-w8a8-static", second("weight_scale_second", 2), "weight_scale_second"),
+    "static W8A8 has offsets of groups": (
+        "slim-w8a8-static",
+        second("weight_offset_second", 1),
+        "weight_offset_second",
+    ),
+    "one number in a byte without sums": ("slim-w4a8-g32", one_in_a_byte_without_sums, "scale_bias"),
+    "there are no inputs": ("slim-w4a8", without_inputs, "weight"),
     "an 8-bit float has no scale": ("fp8-blocks", without("weight_scale_inv"), LAYER),
 }
 
@@ -350,6 +381,27 @@ def test_descriptions_of_modelslim(
     with pytest.raises(ValueError, match="is quantised") as error:
         load_model(copy, "float32", False, CPU)
     assert word in one_line(error.value)
+
+
+@pytest.mark.parametrize("stated", ["32", 32.0, True, [32], 16, -1])
+@pytest.mark.parametrize("name", ["slim-w4a8", "slim-w4a8-g32", "slim-w4a8-g32-plain"])
+def test_sizes_of_groups_that_modelslim_does_not_write(
+    folders: Callable[[str, str], tuple[Path, Path]],
+    name: str,
+    stated: object,
+    tmp_path: Path,
+    one_line: Callable[[BaseException], str],
+) -> None:
+    copy = changed(folders("llama", name)[0], tmp_path, lambda tensors: None)
+    file = copy / "quant_model_description.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"group_size": stated}))
+    if name == "slim-w4a8" and stated == -1:
+        assert load_model(copy, "float32", False, CPU)
+        return
+    with pytest.raises(ValueError, match="is quantised") as error:
+        load_model(copy, "float32", False, CPU)
+    message = one_line(error.value)
+    assert "weight_scale_second" in message or f"group_size={stated!r}" in message
 
 
 def test_one_global_rotation_changes_nothing(

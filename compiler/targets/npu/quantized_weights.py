@@ -19,7 +19,9 @@ _SAMPLED = 64
 _MOST_OFF = {8: 0.51, 4: 2.2}
 """Scales by which an entry may be off: half of one, and where that loses less in all, what 4 bits cut off."""
 _AS_STORED = 1e-3
-"""Likewise, of the largest entry, of weights that a checkpoint stores in scales that are kept."""
+"""Likewise, of the entry, of weights that a checkpoint stores in scales that are kept."""
+_IN_19_BITS = 2**-11 + 1e-6
+"""Likewise, where their scales are rounded to 19 bits."""
 _CUT_BITS = 13
 """Of float32, which chips do not read of scales of groups."""
 
@@ -204,7 +206,7 @@ def check_inputs(
         if offsets is not None:
             whole = whole + _of_inputs(offsets[some].float(), scheme, width)
         off = (whole * unit - exact).abs()
-        most = exact.abs() * _kept(inputs.scale_dtype) if inputs.stored else _MOST_OFF[scheme.bits] * unit.abs()
+        most = exact.abs() * _kept(inputs) if inputs.stored else _MOST_OFF[scheme.bits] * unit.abs()
         wrong = int((off > most + 1e-30).sum())
         if wrong:
             raise UnsupportedModel(
@@ -219,6 +221,9 @@ def check_inputs(
         )
 
 
-def _kept(dtype: torch.dtype) -> float:
-    """What storing a number in a dtype may change of it."""
+def _kept(inputs: QuantizedInputs) -> float:
+    """What storing a scale as it is kept may change of it."""
+    if inputs.sums and inputs.quantization.group_size:
+        return _IN_19_BITS
+    dtype = inputs.scale_dtype
     return _AS_STORED if dtype in (torch.float32, torch.int64) else 2.0 * torch.finfo(dtype).eps

@@ -142,7 +142,11 @@ def _make_quantized(traced: TracedGraph, release: bool, check: bool) -> int:
             traced.notes.fold(traced.notes.merged.get(inputs.bias, (inputs.bias,)))
         traced.constants.update(made)
         size += sum(tensor.numel() * tensor.element_size() for tensor in made.values())
-        if not traced.placeholder(inputs.source).users:
+        waits = any(
+            other.source == inputs.source and other.numbers not in traced.constants
+            for other in traced.notes.quantized
+        )
+        if not waits and not traced.placeholder(inputs.source).users:
             _let_go(traced, inputs.source, weight, release)
     for name, source in traced.notes.widened.items():
         if name not in traced.constants:

@@ -7,7 +7,7 @@ import torch
 
 from ....runtime.ops.npu.int4 import PER_INT32
 from ....runtime.ops.npu.numerics import DTYPES_BY_CODE
-from ....runtime.ops.npu.quant_matmul import INT4_GROUP, INT4_INPUTS_BELOW, MAX_QUANT_DIM
+from ....runtime.ops.npu.quant_matmul import INT4_GROUP, INT4_GROUP_SIZES, INT4_INPUTS_BELOW, MAX_QUANT_DIM
 from ....runtime.ops.npu.quantize import QINT8
 from ....runtime.ops.npu.swiglu_quant import GROUPED_SWIGLU_MULTIPLE, MAX_GROUPED_SWIGLU
 from ....runtime.ops.npu.weight_quant_matmul import GROUP_MULTIPLE, MAX_WEIGHT_DIM
@@ -43,6 +43,8 @@ def quant_matmul(call: Call) -> str:
     assert weight is not None
     if weight.dtype is torch.int32:
         return _quant_matmul_int4(call, weight)
+    if call["group_sizes"] is not None:
+        return f"group_sizes is {call['group_sizes']}; None beside matrices of 8 bits"
     given = {name: call.tensor(name) for name in ("scale", "pertoken_scale")}
     ranks = {name: tensor.dim() for name, tensor in given.items() if tensor is not None}
     if set(ranks.values()) != {1}:
@@ -81,6 +83,9 @@ def _quant_matmul_int4(call: Call, weight: torch.Tensor) -> str:
         if tensor is None or tensor.dtype is not dtype or call.shape(name) != sizes:
             found = None if tensor is None else f"{tensor.dtype} {call.shape(name)}"
             return f"{name} is {found}; {dtype} {sizes} beside matrices of 4 bits in groups of {INT4_GROUP}"
+    sizes = call["group_sizes"]
+    if sizes is None or tuple(sizes) != INT4_GROUP_SIZES:
+        return f"group_sizes is {sizes}; {list(INT4_GROUP_SIZES)} beside matrices of 4 bits"
     return "there is no bias beside matrices of 4 bits" if call["bias"] is not None else ""
 
 

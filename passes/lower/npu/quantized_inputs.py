@@ -48,7 +48,7 @@ class QuantizedInputsOf:
 
     def __init__(self, traced: TracedGraph) -> None:
         self.traced = traced
-        self._made: dict[fx.Node, QuantizedInputs] = {}
+        self._made: dict[tuple[fx.Node, Quantization, torch.dtype], QuantizedInputs] = {}
         self._wide: dict[str, str] = {}
         self._names: set[str] = set()  # a graph never gives one again
 
@@ -87,7 +87,8 @@ class QuantizedInputsOf:
             bias: a parameter, beside ``whole_bias``; or None.
             whole_bias: see ``QuantizedInputs``.
         """
-        if weight not in self._made:
+        form = weight, quantization, scale_dtype
+        if form not in self._made:
             parts = [f"int{quantization.bits}", "scales"]
             parts += ["offsets"] * (offsets or quantization.zeros) + ["sums"] * sums + ["bias"] * whole_bias
             names = {part: self._free_name(f"{part}_{weight.name}") for part in parts}
@@ -104,7 +105,7 @@ class QuantizedInputsOf:
                 names.get("bias", ""),
                 "" if bias is None else bias.name,
             )
-            self._made[weight] = made
+            self._made[form] = made
             *experts, inputs, outputs = map(int, shape(weight))
             if not turned and not experts:
                 inputs, outputs = outputs, inputs
@@ -119,7 +120,7 @@ class QuantizedInputsOf:
                 self._add(made.sums, [*experts, outputs], torch.float32, weight)
             if made.whole_bias:
                 self._add(made.whole_bias, [outputs], torch.int32, weight)
-        made = self._made[weight]
+        made = self._made[form]
         more = (
             self.traced.placeholder(name) if name else None for name in (made.offsets, made.sums, made.whole_bias)
         )
@@ -127,13 +128,13 @@ class QuantizedInputsOf:
 
     def forget(self, weight: fx.Node) -> None:
         """Take back the inputs for a weight that nothing reads: another form of it is tried."""
-        made = self._made.get(weight)
-        nodes = [self.traced.placeholder(name) for name in made.made] if made is not None else []
-        if any(node.users for node in nodes):
-            return
-        for node in nodes:
-            self.traced.graph.erase_node(node)
-        self._made.pop(weight, None)
+        for form in [form for form in self._made if form[0] is weight]:
+            nodes = [self.traced.placeholder(name) for name in self._made[form].made]
+            if any(node.users for node in nodes):
+                continue
+            for node in nodes:
+                self.traced.graph.erase_node(node)
+            del self._made[form]
 
     def wide(self, bias: fx.Node) -> fx.Node:
         """The graph input for a bias in float32."""

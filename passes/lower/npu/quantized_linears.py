@@ -10,8 +10,8 @@ Becomes:
     npu_quant_matmul(q, W8, scales * scale, bias=b, output_dtype=...)    # of fp16 with scales as int64
         with an offset, or of fp16, b is int32: in steps of the scales, less offset times the sums of the numbers
     or, of 4 bits in groups of 256 that were made for inputs of 8,
-    npu_quant_matmul(q, W4, scales, offset=8 times the sums of the weights, pertoken_scale=s [M, 1], output_dtype=...)
-        which the operator adds for what it takes off the inputs
+    npu_quant_matmul(q, W4, scales, offset=8 times the sums of the weights, pertoken_scale=s [M, 1],
+        output_dtype=..., group_sizes=[0, 0, 256])    # the offset is added for what is taken off the inputs
     or, where inputs keep 16 bits, or those products of 4 bits are not legal,
     npu_weight_quant_batchmatmul(x, W8 or W4, scales, offsets, bias=b, antiquant_group_size=...)
 Why it is faster:
@@ -32,8 +32,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from ....runtime.ops.npu.quant_matmul import INT4_GROUP_SIZES
 from ....runtime.ops.npu.quantize import QINT8
 from ....runtime.ops.quantized_weight import Quantization, scheme_of
+from ....runtime.ops.stored_weight import StoredWeight
 from ....runtime.ops.weight_format import InputScale
 from ...graph.fx_nodes import eliminate_dead_code, shape, value
 from ...graph.record import PassRecord
@@ -83,6 +85,8 @@ def quantize_npu_linears(traced: TracedGraph) -> PassRecord:
             record.reject(node, scheme)
             continue
         site = Site(traced, node, record)
+        if scheme.input_bits == 16 and (why := _kept_bits(traced, inputs.stored(product.weight))):
+            site.refuse("npu.npu_quant_matmul", why)
         with traced.before(node):
             is_linear = node.target is _aten.linear.default
             if is_linear:
@@ -146,6 +150,21 @@ def _scheme_of(traced: TracedGraph, inputs: QuantizedInputsOf, node: fx.Node, pr
     if stored is None and scheme.bits < 8 and outputs == shape(traced.output.args[0][0])[-1]:  # type: ignore[index,arg-type]
         scheme = replace(scheme, bits=8, group_size=0)  # the head: its errors go straight into the logits
     return fitting(scheme, width, outputs)
+
+
+def _kept_bits(traced: TracedGraph, stored: StoredWeight | None) -> str:
+    """Why inputs keep 16 bits of a weight that was made for 8; "" where it was not, or where that is asked for."""
+    if stored is None or stored.form.input_bits != 8 or traced.input_bits == 16:
+        return ""
+    form = stored.form
+    if form.zeros or form.ordered:
+        what = "zeros of their own" if form.zeros else "an order of inputs"
+        return f"weights with {what}; beside rows of int8 there is none"
+    if form.bits == 8 and form.group_size:
+        return f"8 bits in groups of {form.group_size}; beside rows of int8 an output has one scale"
+    if form.bits == 4 and not form.group_size:
+        return "4 bits with one scale for each output; beside rows of int8 groups of 256 have one"
+    return ""
 
 
 class _Products:
@@ -213,6 +232,7 @@ class _Products:
             offset=made.sums,
             pertoken_scale=self._columns[rows],
             output_dtype=DTYPE_CODES[dtype],
+            group_sizes=list(INT4_GROUP_SIZES),
         )
 
     def _rounded_rows(self, site: Site, rows: fx.Node) -> tuple[fx.Node, fx.Node] | None:

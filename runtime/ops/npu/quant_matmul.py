@@ -5,6 +5,8 @@ Source: op-plugin, doc `torch_npu-npu_quant_matmul.md`; of int8 by 4 bits CANN, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .int4 import PER_INT32, unpack_int4
@@ -17,6 +19,8 @@ INT4_GROUP = 256
 """Inputs that share a scale of 4 bits beside rows of int8."""
 INT4_INPUTS_BELOW = 29576
 """Of K there."""
+INT4_GROUP_SIZES = (0, 0, INT4_GROUP)
+"""``group_sizes`` there: along M, N and K, 0 where none is said."""
 _TAKEN_OFF = 8
 """From rows of int8 in front of 4 bits: their halves are read as numbers around 0."""
 _FLOAT_RESULTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -31,6 +35,7 @@ def npu_quant_matmul(
     pertoken_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     output_dtype: int | None = None,
+    group_sizes: Sequence[int] | None = None,
     **others: object,
 ) -> torch.Tensor:
     """``(x1 @ x2 [+ bias]) · scale [· pertoken_scale] [+ bias or offset]``: sums of int8 products, exact in int32,
@@ -49,6 +54,7 @@ def npu_quant_matmul(
         pertoken_scale: fp32 ``[M]``.
         bias: ``[N]``, int32: added to the sums; else behind the scales: fp32, or of the result's dtype.
         output_dtype: 15 bf16, 5 fp16, 3 int32 (the sums), 6 fp32 (to compare); None and 1 are int8.
+        group_sizes: ``[0, 0, 256]`` beside 4 bits: without it the operator takes no scales of groups. Else None.
 
     Returns:
         ``[..., M, N]``.
@@ -58,8 +64,13 @@ def npu_quant_matmul(
         NotImplementedError: int4 by int4, groups of other sizes, other result dtypes.
     """
     refuse_given("npu_quant_matmul", **others)
+    by_4_bits = x1.dtype is torch.int8 and x2.dtype is torch.int32
+    if not by_4_bits:
+        refuse_given("npu_quant_matmul", group_sizes=group_sizes)
     result = torch.int8 if output_dtype is None else DTYPES_BY_CODE.get(output_dtype)
-    if x1.dtype is torch.int8 and x2.dtype is torch.int32:
+    if by_4_bits:
+        if group_sizes is None or tuple(group_sizes) != INT4_GROUP_SIZES:
+            raise ValueError(f"group_sizes is {group_sizes}; {list(INT4_GROUP_SIZES)} is needed beside 4 bits")
         return _multiply_int4(x1, x2, scale, offset, pertoken_scale, bias, result)
     _check_quant_matmul(x1, x2, scale, pertoken_scale, bias, result)
     sums = whole_product(x1, x2)

@@ -20,6 +20,7 @@ KINDS = frozenset(("W8A8_DYNAMIC", "W8A16", "W8A8", "W4A8_DYNAMIC"))
 """Kinds of weight that are read."""
 
 _SCALES = ("weight_scale", "weight_scale_second")
+_OF_GROUPS = ("weight_scale_second", "weight_offset_second")
 _SUM_ERROR = 1e-3
 """Of the sum of the absolute numbers of an output, what float32 may lose while it adds them."""
 
@@ -34,6 +35,9 @@ def read_modelslim(module: Quantized) -> dict[str, torch.Tensor]:
         kinds = ", ".join(sorted(KINDS))
         raise BadTensor(f"{module.name + '.weight'!r} is described as {module.kind!r}; {kinds} and FLOAT are read")
     weight = module.take("weight", torch.int8, dim=2)
+    for leaf in _OF_GROUPS:
+        if leaf in module.tensors and module.kind != "W4A8_DYNAMIC":
+            raise module.bad(leaf, f"groups are read in W4A8_DYNAMIC, and this weight is {module.kind}")
     if module.kind == "W8A8":
         return _static(module, weight)
     scales = module.scales("weight_scale", dim=None).reshape(-1, 1)
@@ -57,7 +61,7 @@ def _of_4_bits(module: Quantized, weight: torch.Tensor, scales: torch.Tensor) ->
     outputs, inputs = len(scales), weight.shape[1]
     if module.tensors["weight_scale"].shape not in ((outputs,), (outputs, 1)):
         raise module.bad("weight_scale", "one for each output is needed, of which a byte holds two; get it again")
-    if inputs % 2:
+    if not inputs or inputs % 2:
         raise module.bad("weight", "an even number of inputs is needed; get the checkpoint again")
     if len(weight) == outputs:
         if bool(((weight < -8) | (weight > 7)).any()):
@@ -69,7 +73,8 @@ def _of_4_bits(module: Quantized, weight: torch.Tensor, scales: torch.Tensor) ->
         if len(codes) != outputs:
             raise module.bad("weight_scale", f"one for each of {len(codes)} outputs is needed; get the file again")
     table, size = _scales_of_groups(module, scales, inputs)
-    if len(weight) != outputs or "scale_bias" in module.tensors:
+    with_sums = len(weight) != outputs or module.settings.get("version") is not None
+    if with_sums or "scale_bias" in module.tensors:
         _check_sums(module, codes, table)
     form = WeightFormat("int", 4, size, scale_name(table.dtype), input_bits=8)
     return {f"{module.name}.weight": module.stored(form, pack_pairs(codes), table.contiguous())}
@@ -82,8 +87,10 @@ def _scales_of_groups(module: Quantized, scales: torch.Tensor, inputs: int) -> t
         BadTensor: those of the groups are missing, do not fit, or contradict the description.
     """
     stated = module.settings.get("group_size")
+    if stated is not None and type(stated) is not int:
+        raise BadTensor(f"the description says group_size={stated!r}; a whole number is needed")
     leaf = "weight_scale_second"
-    if leaf not in module.tensors and not (isinstance(stated, int) and stated > 0):
+    if not (stated or 0) > 0 and not any(name in module.tensors for name in _OF_GROUPS):
         return scales, 0
     second = module.scales(leaf)
     outputs, groups = second.shape
@@ -91,7 +98,7 @@ def _scales_of_groups(module: Quantized, scales: torch.Tensor, inputs: int) -> t
         raise module.bad(
             leaf, f"{len(scales)} outputs are needed, and groups that divide {inputs} inputs; get it again"
         )
-    if isinstance(stated, int) and stated != inputs // groups:
+    if stated is not None and stated != inputs // groups:
         raise module.bad(leaf, f"groups of {inputs // groups}, and the description says group_size={stated}")
     _check_offsets(module, "weight_offset_second")
     table = scales.float() * second.float()

@@ -116,6 +116,15 @@ def test_scales_that_weights_share_tell_layers_apart(loaded: Callable[..., PreTr
     formats = stored_formats(model)
     first, second = marks_of_layers(model, formats)
     assert first == second, "by their structure, not by the numbers"
+    name = "model.layers.1.mlp.down_proj.weight"
+    step, offset = formats[name][2]
+    formats[name][2] = [2 * step, offset]
+    first, second = marks_of_layers(model, formats)
+    assert first == second, "both are bfloat16 numbers"
+    formats[name][2] = [step * (1 + 2**-12), offset]
+    first, second = marks_of_layers(model, formats)
+    assert first != second, "a norm rounds by the first alone"
+    formats[name][2] = [step, offset]
     formats["model.layers.1.self_attn.q_proj.weight"][2] = [0.5, 3]
     first, second = marks_of_layers(model, formats)
     assert first != second

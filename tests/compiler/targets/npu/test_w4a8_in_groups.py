@@ -11,11 +11,14 @@ from quantized_oracle import inputs_of_8_bits, rounded_rows_linear
 from stored_weights import stored_weight
 
 from torch_pagoda.compiler.targets.npu.quantized_weights import check_inputs, make_inputs
+from torch_pagoda.compiler.targets.npu.weights import prepare_weights
 from torch_pagoda.compiler.verify.self_check import check, reference_of_model
 from torch_pagoda.passes import UnsupportedModel
+from torch_pagoda.passes.graph.fx_nodes import value
 from torch_pagoda.passes.graph.notes import QuantizedInputs
+from torch_pagoda.passes.lower.npu.quantized_inputs import QuantizedInputsOf
 from torch_pagoda.runtime.ops.npu.int4 import pack_int4, unpack_int4
-from torch_pagoda.runtime.ops.npu.numerics import float_of_bits
+from torch_pagoda.runtime.ops.npu.numerics import bits_of_float, float_of_bits
 from torch_pagoda.runtime.ops.npu.quant_matmul import npu_quant_matmul
 from torch_pagoda.runtime.ops.quantized_weight import Quantization, scheme_of
 
@@ -83,6 +86,7 @@ def test_a_layer_of_4096_inputs():
         offset=made["sums"],
         pertoken_scale=of_rows[:, None],
         output_dtype=6,
+        group_sizes=[0, 0, 256],
     )
     kept = weight.replaced(scales=scales.t().contiguous())
     exact = rounded_rows_linear(x.double(), kept.dense(), None)
@@ -116,18 +120,46 @@ def exchanged_halves(made):
     made["numbers"] = pack_int4(unpack_int4(made["numbers"]).unflatten(1, (-1, 2)).flip(2).flatten(1))
 
 
-def cut_scales(made):
-    """Toward zero by a step of 19 bits, and no sums of that."""
-    made["scales"] = made["scales"] - (1 << 14)
-
-
-@pytest.mark.parametrize("mistake", [no_sums, sums_of_others, other_groups, exchanged_halves, cut_scales])
+@pytest.mark.parametrize("mistake", [no_sums, sums_of_others, other_groups, exchanged_halves])
 def test_mistakes_are_found(mistake):
     weight, inputs = stored_weight("int4/g256/f32/x8", 128, 1024).to(torch.float32), inputs_of()
     made = make_inputs(weight, inputs)
     mistake(made)
     with pytest.raises(UnsupportedModel, match="are wrong"):
         check_inputs(weight, inputs, made)
+
+
+def test_scales_that_are_cut_instead_of_rounded_are_found():
+    """The sums are those of the cut ones."""
+    weight, inputs = stored_weight("int4/g256/f32/x8", 128, 1024).to(torch.float32), inputs_of()
+    cut = float_of_bits(bits_of_float(weight.scales) & ~0x1FFF)
+    made = make_inputs(weight.replaced(scales=cut), inputs)
+    assert torch.equal(float_of_bits(made["scales"]), cut.t())
+    with pytest.raises(UnsupportedModel, match="entries of the weight 'weight' are wrong"):
+        check_inputs(weight, inputs, made)
+
+
+def test_a_form_that_something_reads_stays_beside_another():
+    """A weight of two products, the second of which takes no rows of int8."""
+    _, traced, _ = stored.__wrapped__("llama", "slim-w4a8-g256", graph_mode="aclgraph", **SIZES["llama"])
+    known = next(inputs for inputs in traced.notes.quantized if inputs.sums)
+    weight, forms = traced.placeholder(known.source), QuantizedInputsOf(traced)
+    with traced.before(traced.output):
+        first = forms.of(weight, known.quantization, torch.int64, sums=True)
+        for read in (first.numbers, first.scales, first.sums):
+            traced.call(torch.ops.aten.neg.default, read)
+        forms.forget(weight)
+        wide = replace(known.quantization, input_bits=16, whole_rows=False)
+        second = forms.of(weight, wide, torch.bfloat16)
+        for read in (second.numbers, second.scales):
+            traced.call(torch.ops.aten.neg.default, read)
+    assert value(first.scales).dtype is torch.int64 and value(second.scales).dtype is torch.bfloat16
+    assert second.offsets is None and second.sums is None
+    forms.close()
+    prepare_weights(traced, fractal_nz=False, release=True, check=True)
+    made = traced.constants
+    assert torch.equal(made[first.numbers.name], made[second.numbers.name])
+    assert torch.equal(float_of_bits(made[first.scales.name]).bfloat16(), made[second.scales.name])
 
 
 def test_scales_that_19_bits_do_not_hold():

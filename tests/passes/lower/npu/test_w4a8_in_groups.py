@@ -61,7 +61,7 @@ def test_linears_in_captured_graphs_multiply_int8_by_4_bits():
         inputs, outputs = value(weight).shape[0], 8 * value(weight).shape[1]
         assert value(weight).dtype is torch.int32 and value(scale).dtype is torch.int64
         assert value(scale).shape == (inputs // 256, outputs) and value(node.kwargs["offset"]).shape == (outputs,)
-        assert value(node.kwargs["pertoken_scale"]).dim() == 2
+        assert value(node.kwargs["pertoken_scale"]).dim() == 2 and node.kwargs["group_sizes"] == [0, 0, 256]
         assert {n.op for n in (weight, scale, node.kwargs["offset"])} == {"placeholder"}, "made when linked"
 
 
@@ -82,6 +82,23 @@ def test_linears_that_have_no_such_form_keep_16_bits(name, graph_mode, why):
     for node in nodes_of(traced, npu.npu_weight_quant_batchmatmul):
         assert node.args[7] == size and not nodes_of(traced, npu.npu_dynamic_quant)
     assert layer(traced).total() == 11
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("ct-w8a8-groups", "8 bits in groups of 64; beside rows of int8 an output has one scale"),
+        ("slim-w4a8", "4 bits with one scale for each output; beside rows of int8 groups of 256 have one"),
+    ],
+)
+def test_forms_that_keep_16_bits_say_why(name, why):
+    traced, records = graph_of("llama", name, "aclgraph", intermediate_size=512)
+    record = records["quantise_npu_linears"]
+    assert record.matches and not nodes_of(traced, npu.npu_quant_matmul)
+    assert refused(record) == {("quant_matmul", why)}
+    _, asked, report = stored("llama", name, graph_mode="aclgraph", input_bits=16, intermediate_size=512)
+    assert not refused(next(record for record in report.passes if record.name == "quantise_npu_linears"))
+    assert nodes_of(asked, npu.npu_weight_quant_batchmatmul)
 
 
 def test_a_bias_keeps_16_bits():
@@ -135,6 +152,7 @@ def linear(**change):
         "offset": torch.ones(16),
         "pertoken_scale": torch.ones(5, 1),
         "output_dtype": 15,
+        "group_sizes": [0, 0, 256],
         **change,
     }
     return npu.npu_quant_matmul.default, given
@@ -200,6 +218,8 @@ CAPTURED = NpuTarget(graph_mode="aclgraph")
             "pertoken_scale is torch.float32 (5,); torch.float32 (5, 1)",
         ),
         (CAPTURED, linear(bias=torch.ones(16)), "there is no bias beside matrices of 4 bits"),
+        (CAPTURED, linear(group_sizes=None), "group_sizes is None; [0, 0, 256] beside matrices of 4 bits"),
+        (CAPTURED, linear(group_sizes=[1, 1, 256]), "group_sizes is [1, 1, 256]; [0, 0, 256] beside"),
         (CAPTURED, linear(x2=torch.zeros(2, 512, dtype=torch.int32).t()), "without gaps"),
         (
             CAPTURED,

@@ -106,6 +106,7 @@ def by_4_bits(inputs: int = 4096, outputs: int = 24) -> dict[str, torch.Tensor |
         "offset": (8 * meant.sum(0)).float(),
         "pertoken_scale": torch.rand(5, 1, generator=generator) + 0.5,
         "output_dtype": FP32,
+        "group_sizes": [0, 0, 256],
         "meant": meant,
     }
 
@@ -127,7 +128,12 @@ def test_sums_of_a_group_are_exact():
     x, w = torch.full((1, inputs), -128, dtype=torch.int8), torch.full((inputs, 8), -8, dtype=torch.int8)
     x[0, ::2] = -127
     one = bits_of_float(torch.ones(inputs // 256, 8))
-    given = {"offset": torch.zeros(8), "pertoken_scale": torch.ones(1, 1), "output_dtype": FP32}
+    given = {
+        "offset": torch.zeros(8),
+        "pertoken_scale": torch.ones(1, 1),
+        "output_dtype": FP32,
+        "group_sizes": [0, 0, 256],
+    }
     found = npu_quant_matmul(x, pack_int4(w), one, **given)
     assert (found == (136 + 135) * 8 * inputs // 2).all()
 
@@ -159,6 +165,8 @@ def test_mistakes_beside_4_bits_give_other_numbers(mutant):
         ({"offset": torch.ones(4096)}, r"offset is torch.float32 \(4096,\)"),
         ({"pertoken_scale": torch.ones(5)}, r"pertoken_scale is torch.float32 \(5,\)"),
         ({"bias": torch.ones(24)}, "bias is given"),
+        ({"group_sizes": None}, r"group_sizes is None; \[0, 0, 256\] is needed"),
+        ({"group_sizes": [1, 1, 256]}, r"group_sizes is \[1, 1, 256\]"),
         ({"x1": numbers(5, 4095)}, "must be"),
         ({"x1": numbers(5, 128), "x2": torch.zeros(128, 3, dtype=torch.int32)}, "a multiple of 256 below 29576"),
     ],
