@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import fx
@@ -31,7 +32,7 @@ from ..graph.region import Region
 from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
 from .activation import ACTIVATION
-from .norm_region import HALF, cast_source, is_scale, rounds_elsewhere
+from .norm_region import HALF, cast_source, difference, is_scale
 from .rms_norm import RMS_NORM
 
 GATED_RMS_NORM = torch.ops.pagoda.gated_rms_norm.default
@@ -48,7 +49,6 @@ class _Gated:
         product: of the two, or of the norm and the activated gate.
         gate_first: the gate multiplies what is normed.
         chain: from the norm to the end of what belongs to it, each node read by the next one alone.
-        weight: the scale.
     """
 
     x: fx.Node
@@ -56,7 +56,6 @@ class _Gated:
     product: fx.Node
     gate_first: bool
     chain: list[fx.Node]
-    weight: fx.Node | None
 
 
 def recognise_gated_norm(traced: TracedGraph) -> PassRecord:
@@ -66,11 +65,16 @@ def recognise_gated_norm(traced: TracedGraph) -> PassRecord:
     def step(node: fx.Node) -> str | None:
         if node.op != "call_function" or node.target is not RMS_NORM or is_dynamic(shape(node)[-1]):
             return None
-        found = _gate_in_front(node) or _gate_behind(node)
-        if found is None:
-            return None
-        _replace(traced, node, found, known)
-        return ""
+        reason = None
+        for find in (_gate_in_front, _gate_behind):
+            try:
+                found = find(node)
+                if found is not None:
+                    _replace(traced, node, found, known)
+                    return ""
+            except NoMatch as why:
+                reason = str(why)
+        return reason
 
     return rewrite_each(traced, "recognise_gated_norm", step)
 
@@ -85,18 +89,18 @@ def _gate_in_front(norm: fx.Node) -> _Gated | None:
         _check_read_once(node, "the gated product")
     if value(product).dtype in HALF:
         raise NoMatch(f"the gated product is rounded to {value(product).dtype}")
-    chain, weight, _ = _follow(norm, seeks_gate=False)
-    return _Gated(operands[1], operands[0], product, True, chain, weight)
+    chain, _ = _follow(norm, seeks_gate=False)
+    return _Gated(operands[1], operands[0], product, True, chain)
 
 
 def _gate_behind(norm: fx.Node) -> _Gated | None:
-    chain, weight, product = _follow(norm, seeks_gate=True)
+    chain, product = _follow(norm, seeks_gate=True)
     operands = None if product is None else _operands(product)
     if product is None or operands is None:
         return None
     x = norm.args[0]
     assert isinstance(x, fx.Node)
-    return _Gated(x, operands[0], product, False, chain, weight)
+    return _Gated(x, operands[0], product, False, chain)
 
 
 def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -105,15 +109,19 @@ def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         return None
     a, b = product.args
     for gate, other in ((a, b), (b, a)):
-        if isinstance(gate, fx.Node) and gate.target is ACTIVATION and isinstance(other, fx.Node):
+        if (
+            isinstance(gate, fx.Node)
+            and gate.target is ACTIVATION
+            and isinstance(other, fx.Node)
+            and other is not gate
+        ):
             return gate, other
     return None
 
 
-def _follow(norm: fx.Node, *, seeks_gate: bool) -> tuple[list[fx.Node], fx.Node | None, fx.Node | None]:
-    """The nodes from a norm on that belong to it, its scale, and the product with a gate, if that is sought."""
-    chain, weight, product = [norm], norm.args[1], None
-    assert weight is None or isinstance(weight, fx.Node)
+def _follow(norm: fx.Node, *, seeks_gate: bool) -> tuple[list[fx.Node], fx.Node | None]:
+    """The nodes from a norm on that belong to it, one scale among them, and the product with a gate, if sought."""
+    chain, product = [norm], None
     while True:
         node = chain[-1]
         if seeks_gate and product is None:
@@ -121,13 +129,20 @@ def _follow(norm: fx.Node, *, seeks_gate: bool) -> tuple[list[fx.Node], fx.Node 
             if product is not None:
                 _check_read_once(node, "the norm")
         if len(node.users) != 1:
-            return chain, weight, product
+            return chain, product
         (user,) = node.users
-        scale = None if weight else _scale(user, node)
-        if user is not product and scale is None and callee(user) not in _VIEWS | {"_to_copy"}:
-            return chain, weight, product
-        weight = weight or scale
+        scales = _weight(chain) is None and _scale(user, node) is not None
+        if user is not product and not scales and callee(user) not in _VIEWS | {"_to_copy"}:
+            return chain, product
         chain.append(user)
+
+
+def _weight(chain: list[fx.Node]) -> fx.Node | None:
+    """The scale that the norm in front of a chain takes, or that a product in the chain multiplies by."""
+    own = chain[0].args[1]
+    if isinstance(own, fx.Node):
+        return own
+    return next((scale for node, user in pairwise(chain) if (scale := _scale(user, node))), None)
 
 
 def _check_read_once(node: fx.Node, what: str) -> None:
@@ -153,11 +168,13 @@ def _replace(traced: TracedGraph, norm: fx.Node, found: _Gated, known: dict[Hash
     dtype = value(_above(found.activation.args[0])[-1]).dtype
     output = _output(found, dtype)
     x, gate = _aligned(found, output)
-    rounded = any(value(node).dtype in HALF for node in found.chain[: found.chain.index(output)])
-    weight = found.weight
+    chain = found.chain[: found.chain.index(output) + 1]
+    rounded = any(value(node).dtype in HALF for node in chain[:-1])
+    weight = _weight(chain)
     if weight is not None and value(cast_source(weight)).dtype is dtype:
         weight = cast_source(weight)
     _check_operands(x, gate, weight, rounded)
+    _check_groups(shape(gate)[-1], shape(norm)[-1])
     _, own, eps, offset, _ = norm.args
     parameters = (eps, offset if own else 0.0, rounded, kind, found.gate_first, int(shape(norm)[-1]))
     inputs = list(dict.fromkeys(node for node in (x, gate, weight) if node is not None))
@@ -170,9 +187,9 @@ def _replace(traced: TracedGraph, norm: fx.Node, found: _Gated, known: dict[Hash
     region = Region(inputs, [output])
     key = (region.signature(), parameters)
     if key not in known:
-        known[key] = rounds_elsewhere(region, replacement)
+        known[key] = difference(region, replacement)
     if known[key]:
-        raise NoMatch(f"it rounds elsewhere than pagoda::gated_rms_norm: {known[key]}")
+        raise NoMatch(f"it is not pagoda::gated_rms_norm: {known[key]}")
     with traced.before(output, like=norm):
         new = traced.call(GATED_RMS_NORM, x, gate, weight, *parameters)
         if str(shape(new)) != str(shape(output)):
@@ -244,3 +261,10 @@ def _check_operands(x: fx.Node, gate: fx.Node, weight: fx.Node | None, rounded: 
         raise NoMatch(f"its scale has the shape {tuple(shape(weight))}, its rows have {width} entries")
     if value(weight).dtype is not dtype and (rounded or value(weight).dtype is not torch.float32):
         raise NoMatch(f"its scale is {value(weight).dtype}, its gate {dtype}")
+
+
+def _check_groups(width: int | torch.SymInt, size: int) -> None:
+    if is_dynamic(width):
+        raise NoMatch(f"its gate has rows of the size {width}, which varies from call to call")
+    if width % size:
+        raise NoMatch("it norms several rows of its gate together")

@@ -149,17 +149,22 @@ def check_rounding(entry: fx.Node, found: Scaled, norm: Callable[[torch.Tensor, 
     """
     if found.weight is None or value(entry).dtype not in HALF:
         return
-    why = rounds_elsewhere(Region([entry, found.weight], [found.output]), norm)
+    why = difference(Region([entry, found.weight], [found.output]), norm)
     if why:
         raise NoMatch(f"it rounds elsewhere than pagoda::rms_norm: {why}")
 
 
-def rounds_elsewhere(region: Region, norm: Callable[..., torch.Tensor]) -> str:
-    """What tells a region of one output from what is to replace it, on random numbers; "" if nothing does.
+def difference(region: Region, norm: Callable[..., torch.Tensor]) -> str:
+    """Difference between a region of one output and what is to replace it, on random numbers.
+
+    In half precision a value that is rounded elsewhere counts as one, in float32 only what rounding does not explain.
 
     Args:
         region: yields float32 or half precision.
         norm: the replacement, as a function of the region's inputs.
+
+    Returns:
+        One clause for a person, "" where the two agree.
     """
     sizes = {symbol: _SAMPLED_TOKENS for symbol in region.symbols}
     generator = torch.Generator().manual_seed(0)

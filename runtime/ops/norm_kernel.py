@@ -71,8 +71,18 @@ def run_norm(
 def in_rows(
     first: torch.Tensor, second: torch.Tensor | None
 ) -> tuple[tuple[int, ...], torch.Tensor, tuple[int, ...], torch.Tensor | None, tuple[int, ...]]:
-    """What C++ reads one or two tensors of one shape by: sizes of three dims of rows and of the last dim, then each
-    tensor and its strides in elements. More dims of rows become one, which may take a copy."""
+    """Describe one or two tensors of one shape as the kernels read them: three dims of rows and the last dim.
+
+    More dims of rows become one, which may take a copy.
+
+    Args:
+        first: ``[..., D]``.
+        second: of the same shape, or None.
+
+    Returns:
+        The four sizes; ``first``, or its copy; its four strides, in elements; ``second``, or its copy; its strides,
+        which are those of ``first`` where it is None.
+    """
     if first.is_contiguous() and (second is None or second.is_contiguous()):
         dim = first.shape[-1]
         strides: tuple[int, ...] = (0, 0, dim, 1)
