@@ -135,7 +135,15 @@ def cache(**changes):
     return put("linkage", "caches", 0, lambda spec: {**spec, **changes})
 
 
-INT8 = {"bits": 8, "group_size": 0, "input_bits": 8, "zeros": False, "code": "int", "input_scale": None}
+INT8 = {
+    "bits": 8,
+    "group_size": 0,
+    "input_bits": 8,
+    "whole_rows": False,
+    "zeros": False,
+    "code": "int",
+    "input_scale": None,
+}
 REFUSED = {
     "a view that reaches too far": (
         of_weight(lambda w, sizes, strides: (w, (sizes, (strides[0] + 1, strides[1])))),
