@@ -5,7 +5,7 @@
 
 read      GB/s of bf16 weights in oneDNN's layout, one row of input, 40 distinct matrices (5632 x 2048); or of a sum
           of as many bytes, where that is faster
-GEMM      GFLOP/s of the same with 512 rows
+GEMM      GFLOP/s of these matrices with 512 rows
 ceiling   tokens/s of the 32 requests in ``shapes.py``: the scheduler is run with a model that takes no time but for
           its matrix products, each step's timed at its number of rows. All layers have matrices of their own, so
           that none is in a cache when it is read again. Between the sizes that are timed, time is interpolated.

@@ -44,6 +44,9 @@ class Answer:
         return int(self.usage.get("completion_tokens", 0))
 
 
+_EVENT = b"\ndata: "
+
+
 class Exchange(asyncio.Protocol):
     """One request over a connection of its own; what comes is kept as it is, to be read when nothing is timed.
 
@@ -57,6 +60,7 @@ class Exchange(asyncio.Protocol):
         self.chunks: list[tuple[float, bytes]] = []
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._request, self._left = request, leave_after
+        self._tail = b""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.begin = time.monotonic()
@@ -66,7 +70,9 @@ class Exchange(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self.chunks.append((time.monotonic(), data))
         if self._left is not None:
-            self._left -= data.count(b"\ndata: ")
+            joined = self._tail + data
+            self._left -= joined.count(_EVENT)
+            self._tail = joined[1 - len(_EVENT) :]  # what a chunk cuts in two is counted with the next one
             if self._left <= 0:
                 self._transport.close()
 
@@ -104,8 +110,8 @@ def read_answer(found: Exchange) -> Answer:
     line."""
     answer = Answer(seconds=found.end - found.begin, ended=found.end)
     content = b"".join(data for _, data in found.chunks)
-    head, _, answer.body = content.partition(b"\r\n\r\n")
-    if not head:
+    head, end, answer.body = content.partition(b"\r\n\r\n")
+    if not end:
         return answer
     answer.status = int(head.split(maxsplit=2)[1])
     if b"text/event-stream" not in head.lower():

@@ -42,7 +42,7 @@ from typing import Any
 import psutil
 import uvloop
 from report import add_arguments, conditions, markdown_table, save
-from server_client import Answer, ask, exchange, get, metric, read_answer
+from server_client import Answer, Exchange, ask, exchange, get, metric, read_answer
 from serving_vllm_bench import NAME, side_by_side, vllm_serving
 from shapes import SHAPES, random_model
 
@@ -145,9 +145,14 @@ def offline(work: Work, rounds: int) -> Iterator[dict[str, float]]:
         process.wait(60)
 
 
+async def exchange_all(port: int, bodies: Sequence[dict[str, Any]]) -> list[Exchange]:
+    """All requests at once; what came is not read."""
+    return await asyncio.gather(*(exchange(port, body) for body in bodies))
+
+
 async def run_all(port: int, bodies: Sequence[dict[str, Any]]) -> list[Answer]:
     """All requests at once; answers are read when all have come."""
-    return [read_answer(found) for found in await asyncio.gather(*(exchange(port, body) for body in bodies))]
+    return [read_answer(found) for found in await exchange_all(port, bodies)]
 
 
 def throughput(work: Work, engine: str, rounds: int) -> dict[str, Any]:
@@ -167,7 +172,8 @@ def throughput(work: Work, engine: str, rounds: int) -> dict[str, Any]:
                 used = [after - b for after, b in zip(server.cpu_seconds(), before, strict=True)]
                 tokens = sum(answer.tokens for answer in answers)
                 if tokens != work.requests * work.output_tokens:
-                    raise SystemExit(f"{name}: {tokens} tokens came; {Answer()!r}")
+                    wrong = next(answer for answer in answers if answer.tokens != work.output_tokens)
+                    raise SystemExit(f"{name}: {tokens} tokens came; {wrong!r}")
                 rows[name] = (tokens / seconds, sum(used) / tokens, [part / tokens for part in used])
             if seed:  # the first round fills caches
                 for name, row in rows.items():
@@ -254,11 +260,12 @@ def overload(work: Work, engine: str) -> dict[str, Any]:
             bodies = [many.body(prompt, **stream) for prompt in many.prompts(count)[:count]]
             before, own = server.cpu_seconds()[0], time.process_time()
             memory, begin = server.resident_mb(), time.monotonic()
-            answers = uvloop.run(run_all(server.port, bodies))
+            found = uvloop.run(exchange_all(server.port, bodies))
+            own = time.process_time() - own
+            answers = [read_answer(each) for each in found]
             served = [answer for answer in answers if answer.status == 200]
             rates.append(sum(answer.tokens for answer in served) / (max(each.ended for each in served) - begin))
             front_cpu.append(server.cpu_seconds()[0] - before)
-            own = time.process_time() - own
         refused = [answer.seconds * 1e3 for answer in answers if answer.status == 429]
         return {
             "served": len(served),

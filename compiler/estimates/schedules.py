@@ -6,10 +6,11 @@ import logging
 from collections.abc import Sequence
 
 from ...passes import TracedGraph
+from ...passes.graph.npu_target import NpuTarget
 from ...passes.schedule.schedule_branches import Branch, schedule_branches
 from ...passes.schedule.schedule_prefetch import L2Cache, schedule_prefetch
 from ...passes.schedule.schedule_super_kernels import schedule_super_kernels
-from ...passes.schedule.super_kernel_operators import SUPER_KERNEL_PRODUCTS
+from ...passes.schedule.super_kernel_operators import SUPER_KERNEL_CHIPS, SUPER_KERNEL_PRODUCTS
 from ..report import CompileReport
 from ..targets.npu.schedule_options import leave_out
 from ..targets.npu.socs import Chip, chip
@@ -73,10 +74,9 @@ def _annotate_planned(traced: TracedGraph, asked: Sequence[str], known: Chip, re
 
 def why_no_super_kernels(soc: str) -> str:
     """The reason why no super kernel is planned for a SoC, or ""."""
-    if soc.startswith(tuple(product.value for product in SUPER_KERNEL_PRODUCTS)):
+    if NpuTarget(soc).product in SUPER_KERNEL_PRODUCTS:
         return ""
-    names = " and ".join(f"{product.value}*" for product in SUPER_KERNEL_PRODUCTS)
-    return f"super kernels are documented for {names}, and not for {soc}"
+    return f"super kernels are documented for {SUPER_KERNEL_CHIPS}, and not for {soc}"
 
 
 def why_not_fetched(chip: Chip | None, soc: str) -> str:

@@ -18,6 +18,7 @@ from itertools import combinations
 
 from torch import fx
 
+from ..graph.custom_notes import clear_custom_notes, put_custom_note
 from ..graph.provenance import DecoderLayers, decoder_layers
 from ..graph.record import PassRecord
 from ..graph.traced import TracedGraph
@@ -83,11 +84,10 @@ def schedule_branches(traced: TracedGraph, costs: Mapping[fx.Node, Cost]) -> tup
             taken.update(branch.side)
             break
     found.reverse()
+    clear_custom_notes(traced.graph, ANNOTATION)
     for branch in found:
         for node in branch.side:
-            custom = dict(node.meta.get("custom") or {})
-            custom[ANNOTATION] = {"stream": SIDE, "branch": branch.join.name}
-            node.meta["custom"] = custom
+            put_custom_note(node, ANNOTATION, {"stream": SIDE, "branch": branch.join.name})
     record.matches = len(found)
     return record, found
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..graph.custom_notes import clear_custom_notes, custom_note, put_custom_note
 from ..graph.fx_nodes import argument, value
 from ..graph.provenance import launches_work, operator_name
 from ..graph.record import PassRecord
@@ -115,10 +116,7 @@ def schedule_prefetch(
         following = order[window.end : next(stop for stop in stops if stop >= window.end)]
         fetched = {fetch.weight for fetch in found}
         found += _of_window(traced, window, following, costs, cache, fetched, record)
-    for node in traced.graph.nodes:
-        custom = node.meta.get("custom") or {}
-        if PREFETCH in custom:  # copies of the graph share the dictionary
-            node.meta["custom"] = {name: noted for name, noted in custom.items() if name != PREFETCH}
+    clear_custom_notes(traced.graph, PREFETCH)
     for number, fetch in enumerate(found):
         note(fetch.behind, fetch.reader, number, fetch.name, fetch.bytes, int(L2_SHARE * cache.size))
     record.matches = len(found)
@@ -137,13 +135,12 @@ def note(behind: fx.Node, reader: fx.Node, number: int, name: str, size: int, mo
         most: bytes that all fetched weights may have that are not read yet.
     """
     for node in (behind, reader):
-        custom = dict(node.meta.get("custom") or {})
-        known = custom.get(PREFETCH, {"starts": (), "reads": {}})
+        known = custom_note(node, PREFETCH) or {"starts": (), "reads": {}}
         if node is behind:
             known = {**known, "starts": (*known["starts"], number)}
         if node is reader:
             known = {**known, "reads": {**known["reads"], number: (name, size, most)}}
-        node.meta["custom"] = {**custom, PREFETCH: known}
+        put_custom_note(node, PREFETCH, known)
 
 
 def weight_arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from ..graph.custom_notes import clear_custom_notes, put_custom_note
 from ..graph.provenance import launches_work, operator_name
 from ..graph.record import PassRecord
 from ..graph.traced import TracedGraph
@@ -78,13 +79,10 @@ def schedule_super_kernels(
         if len(run) == 1:
             record.reject(run[0], f"{run[0].name} by itself is no super kernel")
     found = [SuperKernel(run[0].name, tuple(run)) for run in runs if len(run) > 1]
-    for node in traced.graph.nodes:
-        custom = node.meta.get("custom") or {}
-        if SUPER_KERNEL in custom:  # copies of the graph share the dictionary
-            node.meta["custom"] = {name: noted for name, noted in custom.items() if name != SUPER_KERNEL}
+    clear_custom_notes(traced.graph, SUPER_KERNEL)
     for kernel in found:
         for node in kernel.launches:
-            node.meta["custom"] = {**(node.meta.get("custom") or {}), SUPER_KERNEL: kernel.name}
+            put_custom_note(node, SUPER_KERNEL, kernel.name)
     record.matches = len(found)
     return record, found
 

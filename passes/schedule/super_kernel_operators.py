@@ -22,6 +22,8 @@ from ..graph.npu_target import Product
 SUPER_KERNEL_PRODUCTS = (Product.A2, Product.A3)
 """Chips that super kernels are documented for (torchair's repository, ``super_kernel_scope.md`` and
 ``superkernel.md``)."""
+SUPER_KERNEL_CHIPS = " and ".join(f"{product.value}*" for product in SUPER_KERNEL_PRODUCTS)
+"""Their names, for a message."""
 
 FUSED: Mapping[str, str] = {
     "npu.npu_linear": "MatMul",  # the graph engine makes MatMulV3 of it

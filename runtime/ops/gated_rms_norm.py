@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -77,22 +78,14 @@ def gated_rms_norm_reference(
 
 
 def gated_rms_norm_cpu(
-    input: torch.Tensor,
-    gate: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    round_before_scale: bool,
-    activation: str,
-    gate_first: bool,
-    group_size: int,
+    input: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None, *parameters: Any
 ) -> torch.Tensor:
     """:func:`gated_rms_norm_reference` by the C++ kernel, for CPU tensors; else the reference."""
     kernel = kernel_function("pagoda_gated_norm")
     codes = (FLOAT_CODES.get(input.dtype), FLOAT_CODES.get(gate.dtype))
     if kernel is None or None in codes:
-        rest = (eps, weight_offset, round_before_scale, activation, gate_first, group_size)
-        return gated_rms_norm_reference(input, gate, weight, *rest)
+        return gated_rms_norm_reference(input, gate, weight, *parameters)
+    eps, weight_offset, round_before_scale, activation, gate_first, group_size = parameters
     _check(input, gate, weight, round_before_scale, activation, group_size)
     result = torch.empty_like(gate, memory_format=torch.contiguous_format)
     sizes, gate, gate_strides, rows, input_strides = in_rows(gate, input)

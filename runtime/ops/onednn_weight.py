@@ -44,8 +44,9 @@ def pack_for_onednn(weight: torch.Tensor) -> torch.Tensor:
     Its attribute ``blocked`` says where that lies and how many outputs a panel of it has; there is none where the
     layout is not one of ours (``weight_panels``).
     """
-    key = (*weight.shape, torch.get_num_threads())
-    layout = _layouts.get(key) if weight.dtype is torch.bfloat16 else None  # type: ignore[call-overload]
+    outputs, inputs = weight.shape
+    key = outputs, inputs, torch.get_num_threads()
+    layout = _layouts.get(key) if weight.dtype is torch.bfloat16 else None
     if layout is not None and (ours := _over_panels(weight, lay_out(weight, layout.panel), layout)) is not None:
         return ours
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -58,7 +59,7 @@ def pack_for_onednn(weight: torch.Tensor) -> torch.Tensor:
     layout = _Layout(laid.shape[2], torch.ops.mkldnn._get_mkldnn_serialized_md(packed))
     if laid.nbytes != size or (ours := _over_panels(weight, laid, layout)) is None:
         return packed
-    _layouts[key] = layout  # type: ignore[index]
+    _layouts[key] = layout
     return ours
 
 

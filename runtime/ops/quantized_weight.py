@@ -197,8 +197,8 @@ def scheme_of(form: WeightFormat, input_bits: int | None = 16, input_scale: Inpu
 
     Args:
         form: of the weights.
-        input_bits: 16, which inputs keep, or all where weights are floats of 8 bits; None: 8 where the weights were
-            made for inputs of 8 bits with a scale for each row, or ``input_scale``.
+        input_bits: 16, which inputs keep, or all where weights are floats of 8 bits; 8 or None: 8 where the weights
+            were made for inputs of 8 bits with a scale for each row, or ``input_scale``.
         input_scale: of the inputs, where the format has it beside the weight; without it they keep 16 bits.
     """
     if form.code == "e4m3":
@@ -206,7 +206,7 @@ def scheme_of(form: WeightFormat, input_bits: int | None = 16, input_scale: Inpu
     if form.code == "e2m1":
         shared = form.group_size in SHARED_STEPS
         return Quantization(4 if shared else 8, form.group_size, 16, code="e2m1" if shared else "int")
-    as_made = input_bits is None and form.input_bits == 8 and form.static_inputs is (input_scale is not None)
+    as_made = input_bits != 16 and form.input_bits == 8 and form.static_inputs is (input_scale is not None)
     given, whole_rows = (input_scale, bool(form.group_size)) if as_made else (None, False)
     return Quantization(form.bits, form.group_size, 8 if as_made else 16, form.zeros, form.code, given, whole_rows)
 

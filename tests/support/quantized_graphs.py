@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from quantized_checkpoints import quantize_folder
 from quantized_oracle import int8_linears
+from torch import fx
 from transformers import PreTrainedModel
 
 from torch_pagoda.checkpoint.loading import load_model
@@ -22,12 +23,33 @@ from torch_pagoda.compiler.targets.npu.weights import prepare_weights
 from torch_pagoda.compiler.verify.self_check import Reference, compared_steps, reference_of_model
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.npu_target import NpuTarget
+from torch_pagoda.passes.graph.record import PassRecord
 from torch_pagoda.runtime.ops.stored_weight import as_dense
 
 from legal_models import build_legal_model
 from shared_graphs import capture
 
 TARGET = NpuTarget(block_size=16, float32_as=torch.bfloat16)
+ROUNDED_LLAMA = {
+    "add_rms_norm_dynamic_quant": 2,
+    "quant_matmul": 4,
+    "rotary_mul": 2,
+    "scatter_pa_kv_cache": 1,
+    "fused_infer_attention_score": 1,
+    "dynamic_quant": 1,
+    "dequant_swiglu_quant": 1,
+}
+"""Launches of a layer, but for the first, whose products are rounded."""
+
+
+def record_of(report: CompileReport, name: str) -> PassRecord:
+    """The record of a pass."""
+    return next(record for record in report.passes if record.name == name)
+
+
+def nodes_of(traced: TracedGraph, operator: Any) -> list[fx.Node]:
+    """The calls of an operator, in order."""
+    return [node for node in traced.graph.nodes if node.target is operator.default]
 
 
 @cache

@@ -88,6 +88,7 @@ def test_all_bits_are_kept_on_request(folder: Callable[..., Path]) -> None:
     ("form", "bits", "expected"),
     [
         (WeightFormat("int", 8, 0, input_bits=8), None, Quantization(8, 0, 8)),
+        (WeightFormat("int", 8, 0, input_bits=8), 8, Quantization(8, 0, 8)),
         (WeightFormat("int", 8, 0, input_bits=8), 16, Quantization(8, 0, 16)),
         (WeightFormat("int", 8, 0), None, Quantization(8, 0, 16)),
         (WeightFormat("int", 8, 128, input_bits=8), None, Quantization(8, 128, 8, whole_rows=True)),

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from ....passes.graph.custom_notes import custom_note
 from ....passes.schedule.schedule_prefetch import PREFETCH, stored_bytes, weight_arguments, whole_input
 from .graph_launches import NotPlaced, is_fetch
 
@@ -125,5 +126,5 @@ def why_misplaced(graph: fx.Graph, fetches: Sequence[PlacedFetch], begins: Mappi
 
 
 def _note(node: fx.Node) -> Mapping[str, Any]:
-    note: Mapping[str, Any] = (node.meta.get("custom") or {}).get(PREFETCH, {})
+    note: Mapping[str, Any] = custom_note(node, PREFETCH) or {}
     return note if node.op == "call_function" else {}

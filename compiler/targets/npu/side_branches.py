@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
+from ....passes.graph.custom_notes import custom_note
 from ....passes.schedule.launches import listed, memory_of, written_nodes
 from ....passes.schedule.schedule_branches import ANNOTATION
 from .graph_launches import NotPlaced
@@ -72,7 +73,7 @@ def _annotated(graph: fx.Graph) -> dict[str, list[fx.Node]]:
     """Branch → its annotated nodes, in order."""
     found: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
-        note = (node.meta.get("custom") or {}).get(ANNOTATION)
+        note = custom_note(node, ANNOTATION)
         if note is not None and node.op == "call_function":
             found.setdefault(note["branch"], []).append(node)
     return found

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ....passes.graph.npu_target import Product
-from ....passes.schedule.super_kernel_operators import SUPER_KERNEL_PRODUCTS
+from ....passes.schedule.super_kernel_operators import SUPER_KERNEL_CHIPS, SUPER_KERNEL_PRODUCTS
 
 _BOOL = (True, False)
 
@@ -155,10 +155,9 @@ def _remedy(name: str, known: Mapping[str, Allowed]) -> str:
 def _check_super_kernels(options: Mapping[str, Any], product: Product) -> None:
     if options.get("super_kernel_optimize"):
         if product not in SUPER_KERNEL_PRODUCTS:
-            names = " and ".join(f"{each.value}*" for each in SUPER_KERNEL_PRODUCTS)
             raise ValueError(
-                f"npu_options['super_kernel_optimize'] is documented for {names}, and the chip is {product.value}*; "
-                "leave it out"
+                f"npu_options['super_kernel_optimize'] is documented for {SUPER_KERNEL_CHIPS}, and the chip is "
+                f"{product.value}*; leave it out"
             )
         if not options.get("static_kernel_compile"):
             raise ValueError(

@@ -142,17 +142,18 @@ def _make_quantized(traced: TracedGraph, release: bool, check: bool) -> int:
             traced.notes.fold(traced.notes.merged.get(inputs.bias, (inputs.bias,)))
         traced.constants.update(made)
         size += sum(tensor.numel() * tensor.element_size() for tensor in made.values())
-        waits = any(
-            other.source == inputs.source and other.numbers not in traced.constants
-            for other in traced.notes.quantized
-        )
-        if not waits and not traced.placeholder(inputs.source).users:
+        if not traced.placeholder(inputs.source).users and not _waits(traced, inputs.source):
             _let_go(traced, inputs.source, weight, release)
     for name, source in traced.notes.widened.items():
         if name not in traced.constants:
             traced.constants[name] = traced.constants[source].detach().float()
             traced.notes.fold(traced.notes.merged.get(source, (source,)))
     return size
+
+
+def _waits(traced: TracedGraph, source: str) -> bool:
+    """Whether another form of a weight is still to be made."""
+    return any(each.source == source and each.numbers not in traced.constants for each in traced.notes.quantized)
 
 
 def _unpack_stored(traced: TracedGraph, release: bool) -> int:

@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from ...graph.attention_node import PagedAttentionCall
+from ...graph.custom_notes import custom_note, put_custom_note
 from ...graph.fx_nodes import cache_index, eliminate_dead_code, shape, step_field, value
 from ...graph.npu_target import NpuTarget
 from ...graph.traced import TracedGraph
@@ -92,7 +93,7 @@ def note_decoded(traced: TracedGraph, rows: fx.Node, call: PagedAttentionCall, h
     for field in ("kv_lens", "query_lens"):
         traced.step_input(field)
     plan = DecodeAttention(heads.heads, heads.kv_heads, call.scale)
-    rows.meta["custom"] = {**(rows.meta.get("custom") or {}), ANNOTATION: asdict(plan)}
+    put_custom_note(rows, ANNOTATION, asdict(plan))
 
 
 def decode_graph(traced: TracedGraph) -> TracedGraph | None:
@@ -127,7 +128,7 @@ def decode_graph_or_reason(traced: TracedGraph) -> tuple[TracedGraph | None, str
 
 
 def _noted(node: fx.Node) -> DecodeAttention | None:
-    found = (node.meta.get("custom") or {}).get(ANNOTATION)
+    found = custom_note(node, ANNOTATION)
     return None if found is None else DecodeAttention(**found)
 
 

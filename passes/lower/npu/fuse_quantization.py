@@ -53,15 +53,16 @@ def fuse_npu_quantization(traced: TracedGraph) -> PassRecord:
             source = source.args[0]  # type: ignore[assignment]
             shared = shared or len(source.users) > 1
         is_matrix = len(shape(node.args[0])) == 2 and str(shape(node.args[0])[-1]) == str(shape(source)[-1])
-        if callee(source) == "getitem" and source.args[0].target is _npu.npu_add_rms_norm.default:  # type: ignore[union-attr]
-            if shared or not is_matrix:
-                return "something else reads the norm, too" if shared else "its rows are rounded in parts"
-            return _fuse_norm_by_scale(traced, node, source) if by_scale else _fuse_norm(traced, node, source)
-        if not by_scale and source.target is _npu.npu_swiglu.default:
-            if shared or not is_matrix:
-                return "something else reads the activation, too" if shared else "its rows are rounded in parts"
+        is_norm = callee(source) == "getitem" and source.args[0].target is _npu.npu_add_rms_norm.default  # type: ignore[union-attr]
+        if not is_norm and (by_scale or source.target is not _npu.npu_swiglu.default):
+            return None
+        if shared:
+            return f"something else reads the {'norm' if is_norm else 'activation'}, too"
+        if not is_matrix:
+            return "its rows are rounded in parts"
+        if not is_norm:
             return _fuse_swiglu(traced, node, source)
-        return None
+        return (_fuse_norm_by_scale if by_scale else _fuse_norm)(traced, node, source)
 
     return rewrite_each(traced, "fuse_npu_quantisation", step)
 

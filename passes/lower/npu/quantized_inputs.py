@@ -48,7 +48,7 @@ class QuantizedInputsOf:
 
     def __init__(self, traced: TracedGraph) -> None:
         self.traced = traced
-        self._made: dict[tuple[fx.Node, Quantization, torch.dtype], QuantizedInputs] = {}
+        self._made: dict[tuple[fx.Node, Quantization, torch.dtype, bool], QuantizedInputs] = {}
         self._wide: dict[str, str] = {}
         self._names: set[str] = set()  # a graph never gives one again
 
@@ -87,7 +87,7 @@ class QuantizedInputsOf:
             bias: a parameter, beside ``whole_bias``; or None.
             whole_bias: see ``QuantizedInputs``.
         """
-        form = weight, quantization, scale_dtype
+        form = weight, quantization, scale_dtype, turned
         if form not in self._made:
             parts = [f"int{quantization.bits}", "scales"]
             parts += ["offsets"] * (offsets or quantization.zeros) + ["sums"] * sums + ["bias"] * whole_bias

@@ -35,8 +35,7 @@ from torch import fx
 from ....runtime.ops.npu.quant_matmul import INT4_GROUP_SIZES
 from ....runtime.ops.npu.quantize import QINT8
 from ....runtime.ops.quantized_weight import Quantization, scheme_of
-from ....runtime.ops.stored_weight import StoredWeight
-from ....runtime.ops.weight_format import InputScale
+from ....runtime.ops.weight_format import InputScale, WeightFormat
 from ...graph.fx_nodes import eliminate_dead_code, shape, value
 from ...graph.record import PassRecord
 from ...graph.routers import chooses_experts
@@ -85,7 +84,9 @@ def quantize_npu_linears(traced: TracedGraph) -> PassRecord:
             record.reject(node, scheme)
             continue
         site = Site(traced, node, record)
-        if scheme.input_bits == 16 and (why := _kept_bits(traced, inputs.stored(product.weight))):
+        stored = inputs.stored(product.weight)
+        made_for_8 = stored is not None and stored.form.input_bits == 8 and traced.input_bits != 16
+        if made_for_8 and (why := _why_wide(stored.form)):
             site.refuse("npu.npu_quant_matmul", why)
         with traced.before(node):
             is_linear = node.target is _aten.linear.default
@@ -141,9 +142,7 @@ def _scheme_of(traced: TracedGraph, inputs: QuantizedInputsOf, node: fx.Node, pr
         form = stored.form
         if form.code != "int":
             return f"no operator for weights that are stored as {form}"
-        # Of 8 bits rows have a scale, of 4 groups beside inputs of 8.
-        whole = (form.bits == 8) != bool(form.group_size) and not (form.zeros or form.ordered)
-        scheme = scheme_of(form, traced.input_bits if whole else 16, stored.input_scale)
+        scheme = scheme_of(form, 16 if _why_wide(form) else traced.input_bits, stored.input_scale)
     elif chooses_experts(node):
         return "it is a router"
     assert scheme is not None
@@ -152,11 +151,8 @@ def _scheme_of(traced: TracedGraph, inputs: QuantizedInputsOf, node: fx.Node, pr
     return fitting(scheme, width, outputs)
 
 
-def _kept_bits(traced: TracedGraph, stored: StoredWeight | None) -> str:
-    """Why inputs keep 16 bits of a weight that was made for 8; "" where it was not, or where that is asked for."""
-    if stored is None or stored.form.input_bits != 8 or traced.input_bits == 16:
-        return ""
-    form = stored.form
+def _why_wide(form: WeightFormat) -> str:
+    """Why no operator multiplies weights of whole numbers by rows of int8; "" where one does."""
     if form.zeros or form.ordered:
         what = "zeros of their own" if form.zeros else "an order of inputs"
         return f"weights with {what}; beside rows of int8 there is none"

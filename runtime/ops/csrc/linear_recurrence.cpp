@@ -161,7 +161,8 @@ struct RecurrencePiece {
     else if (is_as_stored()) before = stored_rows();
     else widen(run.before, at, copy, whole);
     for (int64_t t = run.begin; t < run.end; t += kRecurrenceTokens) {
-      tile(t, std::min(kRecurrenceTokens, run.end - t), before, state);
+      const int64_t count = std::min(kRecurrenceTokens, run.end - t);
+      tile(t, count, before, state, t + count < run.end ? nullptr : next);
       before = state;
     }
     if (run.after && state == copy) narrow(copy, run.after, at);
@@ -176,14 +177,16 @@ struct RecurrencePiece {
     for (int64_t r = 0; r < rows; ++r) put_floats(to, at + r * a.dim, a.slots.dtype, from + r * width, a.dim);
   }
 
-  void tile(int64_t begin, int64_t count, const float* before, float* state) {
+  void tile(int64_t begin, int64_t count, const float* before, float* state, const float* fetched) {
     for (int64_t i = 0; i < count; ++i) {
       prepare(tokens[i], begin + i);
       const int64_t at = (begin + i) * a.value_token + head * a.value_head + first * a.value_step;
       take_floats(values + i * kRecurrenceRows, kRecurrenceRows, a.value, at, a.value_dtype, rows, a.value_step);
     }
-    if (a.beta) a.by_channel ? advance<true, true>(count, before, state) : advance<true, false>(count, before, state);
-    else a.by_channel ? advance<false, true>(count, before, state) : advance<false, false>(count, before, state);
+    if (a.beta && a.by_channel) advance<true, true>(count, before, state, fetched);
+    else if (a.beta) advance<true, false>(count, before, state, fetched);
+    else if (a.by_channel) advance<false, true>(count, before, state, fetched);
+    else advance<false, false>(count, before, state, fetched);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t at = ((begin + i) * a.heads + head) * a.value_dim + first;
       put_floats(a.out, at, a.value_dtype, results + i * kRecurrenceRows, rows);
@@ -191,15 +194,18 @@ struct RecurrencePiece {
   }
 
   template <bool kDelta, bool kByChannel>
-  void advance(int64_t count, const float* before, float* state) {
+  void advance(int64_t count, const float* before, float* state, const float* fetched) {
     for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
       const float* from = before + r * width;
       float* to = state + r * width;
       for (int64_t i = 0; i < count; ++i, from = to) {
         const float* value = values + i * kRecurrenceRows + r;
         float* out = results + i * kRecurrenceRows + r;
-        if (i == 0 && next) advance_rows<kDelta, kByChannel, true>(from, to, width, tokens[i], value, out, next + r * width);
-        else advance_rows<kDelta, kByChannel, false>(from, to, width, tokens[i], value, out, from);
+        const RecurrenceToken& token = tokens[i];
+        if (i == 0 && fetched)
+          advance_rows<kDelta, kByChannel, true>(from, to, width, token, value, out, fetched + r * width);
+        else
+          advance_rows<kDelta, kByChannel, false>(from, to, width, token, value, out, from);
       }
     }
   }
@@ -243,7 +249,7 @@ RecurrencePiece piece_at(const RecurrenceArguments& a, int64_t piece) {
   return {a, sequence, head, piece % parts * kRecurrenceRows};
 }
 
-// One piece, while the next one, or none, is fetched.
+// One piece; while its last tokens pass, the next one, or none, is fetched.
 void recur(const RecurrenceArguments& a, int64_t piece, int64_t next) {
   static thread_local Scratch scratch;
   RecurrencePiece work = piece_at(a, piece);

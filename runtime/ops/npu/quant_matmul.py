@@ -106,7 +106,7 @@ def product_of_groups(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tenso
     """
     size = len(weight) // len(scales)
     lowered = x.to(torch.int16) - _TAKEN_OFF
-    found = torch.zeros(len(x), weight.shape[1])
+    found = scales.new_zeros(len(x), weight.shape[1])
     for group, table in enumerate(scales):
         at = slice(group * size, (group + 1) * size)
         found += whole_product(lowered[:, at], weight[at]).float() * table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import groupby
 from typing import Any
 
@@ -34,7 +35,7 @@ def _noted(traced: TracedGraph) -> dict[fx.Node, str]:
     return {node: name for node, name in found.items() if name}
 
 
-def _holds(traced: TracedGraph, found: list[SuperKernel], apart: set[fx.Node] = frozenset()) -> None:  # type: ignore
+def _holds(traced: TracedGraph, found: list[SuperKernel], apart: Collection[fx.Node] = ()) -> None:
     """Each super kernel is all of a run of kernels that are fused: launches and views that are copied end one."""
     kernels = [node for node in traced.graph.nodes if launches_work(node) or is_copied(node)]
     runs = groupby(kernels, lambda node: operator_name(node) in FUSED and node not in apart)

@@ -117,6 +117,9 @@ class AclGraphs(Route):
             self.refusal = self.refusal or f"no size can be captured: {self._limit}"
         if self.refusal:
             self._limits.append(self.refusal)
+            for name, counted in (("streams", self._branches), ("prefetch", self._fetches)):
+                if counted:
+                    leave_out(name, f"nothing is captured: {self.refusal}", self.dropped_schedules)
             return 0
         most = max_num_seqs if self._only_decode else max(max_num_seqs, max_num_batched_tokens)
         mix = request_mix(max_num_seqs, most)

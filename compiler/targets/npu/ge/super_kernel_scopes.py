@@ -18,6 +18,7 @@ import itertools
 import torch
 from torch import fx
 
+from .....passes.graph.custom_notes import custom_note
 from .....passes.graph.provenance import operator_name
 from .....passes.schedule.schedule_super_kernels import SUPER_KERNEL
 from .....passes.schedule.super_kernel_operators import is_copied, why_not_fused
@@ -97,5 +98,5 @@ def _without_fetches(launches: list[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _noted(node: fx.Node) -> str:
-    name: str = (node.meta.get("custom") or {}).get(SUPER_KERNEL, "")
+    name: str = custom_note(node, SUPER_KERNEL) or ""
     return name if node.op == "call_function" else ""

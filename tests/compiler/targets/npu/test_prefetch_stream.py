@@ -272,3 +272,10 @@ def test_a_fetch_that_is_not_as_planned_is_left_out_and_said(monkeypatch, caplog
     assert not any("npu_prefetch" in str(call.function) for graph in graphs for call in graph.calls)
     assert "no weight is fetched before it is read" in caplog.text and "begins behind nothing" in caplog.text
     assert set(route.dropped_schedules) == {"prefetch"}
+
+
+def test_where_nothing_is_captured_the_schedule_is_left_out():
+    traced, fetches, _ = prefetched("gemma2")
+    route = AclGraphs(traced, traced.module)
+    assert fetches and route.plan(2, 16, 64) == 0
+    assert route.dropped_schedules == {"prefetch": f"nothing is captured: {route.refusal}"}

@@ -8,12 +8,10 @@ from unittest import mock
 import pytest
 import torch
 from branched_graphs import inputs, layered
-from lowered_models import assert_same, served
-from scheduled_models import scheduled
+from scheduled_models import assert_static_graphs_serve, scheduled
 
 import torch_pagoda as pagoda
 from torch_pagoda.compiler.targets.npu.ge import scheduled as scheduled_graph
-from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
 from torch_pagoda.compiler.targets.npu.ge.stream_labels import LABEL, label_branches
 from torch_pagoda.compiler.targets.npu.offline.conversion import convert
 from torch_pagoda.compiler.targets.npu.offline.decode_graphs import static_decode_graph
@@ -72,15 +70,7 @@ def test_branches_of_static_graphs_have_a_stream_of_their_own(model_type):
 @pytest.mark.torchair
 @pytest.mark.parametrize("model_type", MODELS)
 def test_static_graphs_with_branches_serve_the_same(model_type):
-    traced = scheduled(model_type, "ge")[0]
-    route = GeGraphs(traced, sequences_per_graph=4, static_decode=True)
-    labelled: list[str] = []
-    with mock.patch.object(
-        scheduled_graph, "label_branches", lambda gm: labelled.append(label_branches(gm)) or labelled[-1]
-    ):
-        found = served(traced, route)
-    assert_same(found, served(traced, traced.module))
-    assert labelled == [""] and set(route.static.graphs) == {4} and not route.static.dropped
+    assert_static_graphs_serve(scheduled(model_type, "ge")[0], "label_branches")
 
 
 @pytest.mark.torchair

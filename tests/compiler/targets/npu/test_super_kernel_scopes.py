@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import logging
+from collections import Counter
 from itertools import groupby
-from unittest import mock
 
 import pytest
 import torch
 from fetched_graphs import BYTES, MOST, SIZE, fetching, inputs
-from lowered_models import assert_same, served
-from scheduled_models import fused, prefetched
+from scheduled_models import assert_an_engine_places, assert_static_graphs_serve, fused, prefetched
 from torch import fx
 
-import torch_pagoda as pagoda
-from torch_pagoda.compiler.targets.npu import schedule_options
-from torch_pagoda.compiler.targets.npu.ge import scheduled as scheduled_graph
-from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
 from torch_pagoda.compiler.targets.npu.ge.super_kernel_scopes import OPTIONS, mark_super_kernels, placed_super_kernels
 from torch_pagoda.compiler.targets.npu.graph_launches import NotPlaced
 from torch_pagoda.compiler.targets.npu.offline.conversion import convert
 from torch_pagoda.compiler.targets.npu.offline.decode_graphs import static_decode_graph
 from torch_pagoda.compiler.targets.npu.offline.ge_graph import GeGraph, GeNode
+from torch_pagoda.passes.graph.custom_notes import clear_custom_notes
 from torch_pagoda.passes.graph.provenance import operator_name
 from torch_pagoda.passes.schedule.schedule_prefetch import note
 from torch_pagoda.passes.schedule.schedule_super_kernels import SUPER_KERNEL, SuperKernel
 from torch_pagoda.passes.schedule.super_kernel_operators import FUSED
-
-from legal_models import build_legal_model
 
 MODELS = ["llama", "gpt_neox", "qwen2_moe", "deepseek_v3"]
 SCOPE, GIVEN = "_super_kernel_scope", "_super_kernel_options"
@@ -107,7 +100,7 @@ def test_a_part_that_is_copied_has_no_scope():
     with pytest.raises(NotPlaced, match="a kernel that is not of its super kernel lies before m2_1"):
         placed_super_kernels(module.graph)
     part.target, part.args = torch.ops.aten.view.default, (nodes["m1_1"], [SIZE, SIZE])
-    assert [name for name, _ in placed_super_kernels(module.graph).items()] == ["s0", "s1"]
+    assert list(placed_super_kernels(module.graph)) == ["s0", "s1"]
 
 
 @pytest.mark.torchair
@@ -122,13 +115,14 @@ def test_static_graphs_have_the_super_kernels_of_the_plan(model_type, others):
         without = prefetched(model_type, "ge")[0]
     else:
         without = fused(model_type, **others)[0]
-        for node in without.graph.nodes:
-            custom = node.meta.get("custom") or {}
-            node.meta["custom"] = {name: noted for name, noted in custom.items() if name != SUPER_KERNEL}
+        clear_custom_notes(without.graph, SUPER_KERNEL)
     plain = static_decode_graph(without)
     assert kernels and not any(SCOPE in node.schedule for node in plain)
     if others.get("streams"):
         assert any("_user_stream_label" in node.schedule for node in graph)
+        assert {_scope(node) for node in graph} - {""} == {f"pagoda_{kernel.name}" for kernel in kernels}
+        types = Counter(FUSED[operator_name(each)] for kernel in kernels for each in kernel.launches)
+        assert Counter(node.type for node in graph.computing() if _scope(node)) == types
     else:
         _check(graph, kernels)
     assert [(n.name, n.type, n.inputs, n.after) for n in graph] == [
@@ -142,33 +136,9 @@ def test_static_graphs_have_the_super_kernels_of_the_plan(model_type, others):
 @pytest.mark.torchair
 @pytest.mark.parametrize("model_type", MODELS)
 def test_static_graphs_with_super_kernels_serve_the_same(model_type):
-    traced = fused(model_type)[0]
-    route = GeGraphs(traced, sequences_per_graph=4, static_decode=True)
-    said: list[str] = []
-    with mock.patch.object(
-        scheduled_graph, "mark_super_kernels", lambda gm: said.append(mark_super_kernels(gm)) or said[-1]
-    ):
-        found = served(traced, route)
-    assert_same(found, served(traced, traced.module))
-    assert said == [""] and set(route.static.graphs) == {4} and not route.static.dropped
+    assert_static_graphs_serve(fused(model_type)[0], "mark_super_kernels")
 
 
 @pytest.mark.torchair
 def test_an_engine_fuses_and_says_what_it_cannot(monkeypatch, caplog):
-    model = build_legal_model("llama", dtype=torch.bfloat16)
-    limits = {"block_size": 16, "num_blocks": 24, "max_num_seqs": 2, "max_num_batched_tokens": 16}
-    params = pagoda.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    on = {"codegen": "ge", "static_decode": True, "schedule": {"super_kernels": True}}
-    plain = pagoda.LLM(model, target="npu", codegen="none", verify="off", **limits)
-    expected = [output.outputs[0].token_ids for output in plain.generate([[4, 5, 6], [7]], params)]
-    for fails in (False, True):
-        if fails:
-            monkeypatch.setattr(scheduled_graph, "mark_super_kernels", lambda gm: "x is wrong")
-        with caplog.at_level(logging.WARNING, schedule_options.__name__):
-            llm = pagoda.LLM(model, target="npu", verify="off", **on, **limits)
-            assert [output.outputs[0].token_ids for output in llm.generate([[4, 5, 6], [7]], params)] == expected
-        record = llm.compile_report.passes[-1]
-        assert record.name == "schedule_super_kernels" and record.matches == 3
-        assert [size.reason for size in llm.compile_report.sizes] == ["", ""]
-        assert ("no launches are fused into super kernels: x is wrong" in caplog.text) == fails
-        assert llm.compile_report.dropped_schedules == ({"super_kernels": "x is wrong"} if fails else {})
+    assert assert_an_engine_places("super_kernels", "mark_super_kernels", monkeypatch, caplog).matches == 3

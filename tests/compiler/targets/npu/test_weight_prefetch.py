@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections import Counter
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from fetched_graphs import BYTES, fetching, inputs
-from lowered_models import assert_same, served
-from scheduled_models import SLOW, prefetched, scheduled
+from scheduled_models import SLOW, assert_an_engine_places, assert_static_graphs_serve, prefetched, scheduled
 from torch import fx
 
-import torch_pagoda as pagoda
 from torch_pagoda.compiler.estimates import schedules
-from torch_pagoda.compiler.targets.npu import schedule_options
-from torch_pagoda.compiler.targets.npu.ge import scheduled as scheduled_graph
-from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
 from torch_pagoda.compiler.targets.npu.ge.weight_prefetch import fetch_begins, fetch_weights
 from torch_pagoda.compiler.targets.npu.graph_launches import graph_launches, is_fetch
 from torch_pagoda.compiler.targets.npu.offline.conversion import convert
 from torch_pagoda.compiler.targets.npu.offline.decode_graphs import static_decode_graph
 from torch_pagoda.compiler.targets.npu.offline.ge_graph import GeGraph
 from torch_pagoda.compiler.targets.npu.prefetches import placed_fetches, why_misplaced
-
-from legal_models import build_legal_model
 
 MODELS = ["llama", "gpt_neox", "qwen2_moe", "deepseek_v3"]
 
@@ -167,32 +158,10 @@ def test_static_graphs_fetch_the_weights_of_the_plan(model_type, streams):
     ("model_type", "streams"), [*((model_type, False) for model_type in MODELS), ("qwen2_moe", True)]
 )
 def test_static_graphs_with_fetches_serve_the_same(model_type, streams):
-    traced = prefetched(model_type, "ge", streams=streams)[0]
-    route = GeGraphs(traced, sequences_per_graph=4, static_decode=True)
-    said: list[str] = []
-    with mock.patch.object(scheduled_graph, "fetch_weights", lambda gm: said.append(fetch_weights(gm)) or said[-1]):
-        found = served(traced, route)
-    assert_same(found, served(traced, traced.module))
-    assert said == [""] and set(route.static.graphs) == {4} and not route.static.dropped
+    assert_static_graphs_serve(prefetched(model_type, "ge", streams=streams)[0], "fetch_weights")
 
 
 @pytest.mark.torchair
 def test_an_engine_fetches_and_says_what_it_cannot(monkeypatch, caplog):
     monkeypatch.setattr(schedules, "chip", lambda soc: SLOW)
-    model = build_legal_model("llama", dtype=torch.bfloat16)
-    limits = {"block_size": 16, "num_blocks": 24, "max_num_seqs": 2, "max_num_batched_tokens": 16}
-    params = pagoda.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    on = {"codegen": "ge", "static_decode": True, "schedule": {"prefetch": True}}
-    plain = pagoda.LLM(model, target="npu", codegen="none", verify="off", **limits)
-    expected = [output.outputs[0].token_ids for output in plain.generate([[4, 5, 6], [7]], params)]
-    for fails in (False, True):
-        if fails:
-            monkeypatch.setattr(scheduled_graph, "fetch_weights", lambda gm: "x is wrong")
-        with caplog.at_level(logging.WARNING, schedule_options.__name__):
-            llm = pagoda.LLM(model, target="npu", verify="off", **on, **limits)
-            assert [output.outputs[0].token_ids for output in llm.generate([[4, 5, 6], [7]], params)] == expected
-        record = llm.compile_report.passes[-1]
-        assert record.name == "schedule_prefetch" and record.matches > 0
-        assert [size.reason for size in llm.compile_report.sizes] == ["", ""]
-        assert ("no weight is fetched before it is read: x is wrong" in caplog.text) == fails
-        assert llm.compile_report.dropped_schedules == ({"prefetch": "x is wrong"} if fails else {})
+    assert assert_an_engine_places("prefetch", "fetch_weights", monkeypatch, caplog).matches > 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lowered_models import lowered
 from npu_calls import illegal_calls
-from quantized_graphs import TARGET, quantized, stored
+from quantized_graphs import TARGET, nodes_of, quantized, record_of, stored
 
 from torch_pagoda.compiler.estimates.flops import flops, is_int8_product
 from torch_pagoda.compiler.estimates.traffic import Step, moved
@@ -34,14 +34,6 @@ EXPERTS = (
     "grouped_matmul_swiglu_quant_v2",
 )
 FUSED = npu.npu_grouped_matmul_swiglu_quant_v2
-
-
-def record_of(report, name):
-    return next(record for record in report.passes if record.name == name)
-
-
-def nodes_of(traced, operator):
-    return [node for node in traced.graph.nodes if node.target is operator.default]
 
 
 def test_experts_are_four_launches_beside_routing():

@@ -123,7 +123,7 @@ def test_4_bits_in_groups_in_float64(inputs, code, rtol):
 
 
 def test_sums_of_a_group_are_exact():
-    """The largest group of all: float32 holds no such sum of products by itself."""
+    """The most inputs, and the largest numbers: half precision holds no sum of a group."""
     inputs = INT4_INPUTS_BELOW // 256 * 256
     x, w = torch.full((1, inputs), -128, dtype=torch.int8), torch.full((inputs, 8), -8, dtype=torch.int8)
     x[0, ::2] = -127
