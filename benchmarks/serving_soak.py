@@ -1,7 +1,7 @@
 """A long run of mixed traffic against ``pagoda serve``, checked as it goes; exit status 1 on any violation.
 
     python benchmarks/serving_soak.py --minutes 30 --rate 6 --out results
-    python benchmarks/serving_soak.py --minutes 2 --check-every 20 --kills 1
+    python benchmarks/serving_soak.py --minutes 2 --check-every 20 --kills 1 --fill 0
 
 A real server of the shipped tiny model, in float32, with so small a cache that running requests are preempted and
 swapped. Requests come at random moments, ``--rate`` of them per second in the mean: completions and conversations
@@ -10,6 +10,8 @@ own; JSON of a thousand schemas, regular expressions, choices and grammars at te
 called; ``/v1/responses`` and ``/v1/messages``; scored prompts; clients that leave, wait too short, send half a body
 or read byte by byte; bodies that make no sense, wrong keys, unknown models; scrapers and browsers. At every check
 there is a burst of more than may wait. In the last third of the run the engine's process is killed ``--kills`` times.
+Before the run, ``--fill`` requests of the same traffic come as fast as they are answered: the engine keeps the last
+128 kinds of steps that it recorded and the last 4,096 requests' times, which takes some thousand requests to fill.
 
 Checked at each answer: ``serving_soak_requests.py`` says what. Statuses 0 and 503, 408 where nobody was slow, and
 streams that end with an error are violations, except from a kill until the engine has recovered, and while this whole
@@ -106,6 +108,8 @@ class Soak:
         violations: what went wrong.
         samples: one for each check.
         kills: seconds until ``/health`` was 200 after each.
+        stood_still: seconds in which the machine gave this process no time.
+        num_ended: requests, of which ``num_filled`` came before the run.
     """
 
     process: subprocess.Popen[str]
@@ -117,6 +121,7 @@ class Soak:
     kills: list[float] = field(default_factory=list)
     stood_still: float = 0.0
     num_ended: int = 0
+    num_filled: int = 0
     _excused: list[tuple[float, float]] = field(default_factory=list)
     _under_way: set[asyncio.Task[None]] = field(default_factory=set)
     _counters: dict[str, float] = field(default_factory=dict)
@@ -132,13 +137,14 @@ class Soak:
         """Minutes since the start in which the machine did not stand still."""
         return (time.monotonic() - self._begin - self.stood_still) / 60
 
-    async def run(self, minutes: float, rate: float, check_every: float, kills: int) -> None:
-        """Traffic for so long, with checks and kills in it."""
+    async def run(self, minutes: float, rate: float, check_every: float, kills: int, fill: int) -> None:
+        """Traffic for so long, with checks and kills in it, behind ``fill`` requests."""
         await self.traffic.prepare()
-        self._begin = time.monotonic()
         watcher = asyncio.create_task(self._watch_the_clock())
-        kill_at = [minutes * (2 + i / kills) / 3 for i in range(kills)]
         await self.check()
+        await self._fill(fill)
+        self._begin, self.stood_still, self.num_filled = time.monotonic(), 0.0, self.num_ended
+        kill_at = [minutes * (2 + i / kills) / 3 for i in range(kills)]
         next_check = check_every / 60
         while self.minutes < minutes:
             await asyncio.sleep(self.draw.expovariate(rate))
@@ -153,6 +159,13 @@ class Soak:
                 await self.check()
         await self.check()
         watcher.cancel()
+
+    async def _fill(self, num_requests: int) -> None:
+        """So many requests, ``MOST_AT_ONCE`` at any time."""
+        for _ in range(num_requests):
+            while len(self._under_way) >= MOST_AT_ONCE:
+                await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
+            self._start(self.traffic.one())
 
     def _start(self, request: Any) -> None:
         task = asyncio.create_task(self._follow(request))
@@ -364,6 +377,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--rate", type=float, default=6, help="requests per second in the mean")
     parser.add_argument("--check-every", type=float, default=60, help="seconds")
+    parser.add_argument(
+        "--fill", type=int, default=4_000, help="requests before the run, as fast as they are answered"
+    )
     parser.add_argument("--kills", type=int, default=3, help="of the engine's process; a server starts three again")
     parser.add_argument("--most-growth", type=float, default=1.0, help="MiB per 1,000 requests")
     add_arguments(parser)
@@ -392,7 +408,7 @@ def main() -> None:
         **conditions(args.threads),
         "growth": growth,
         "figures": {
-            "requests per second": soak.num_ended / max(soak.minutes, 0.01) / 60,
+            "requests per second": (soak.num_ended - soak.num_filled) / max(soak.minutes, 0.01) / 60,
             "generated tokens": int(soak.counter("vllm:generation_tokens_total")),
             "preemptions": int(soak.counter("vllm:num_preemptions_total")),
             "disconnects": int(soak.counter("pagoda:disconnects_total")),
@@ -412,7 +428,7 @@ def main() -> None:
 
 
 async def _whole(soak: Soak, args: argparse.Namespace) -> None:
-    await soak.run(args.minutes, args.rate, args.check_every, args.kills)
+    await soak.run(args.minutes, args.rate, args.check_every, args.kills, args.fill)
     await soak.stop()
 
 
