@@ -2,7 +2,7 @@
 
     python benchmarks/serving.py                                   # examples/tiny-pydoc, the worst case for a server
     python benchmarks/serving.py --model DIR --tokens 64           # a checkpoint
-    python benchmarks/serving.py --shape tinyllama-1.1b            # random weights of that shape
+    python benchmarks/serving.py --shape tinyllama-1.1b            # random weights of that shape, and words
     python benchmarks/serving.py --engine thread --only throughput
     python benchmarks/serving.py --vllm-bench                      # instead, beside "vllm serve"; installs vLLM
 
@@ -45,6 +45,7 @@ from report import add_arguments, conditions, markdown_table, save
 from server_client import Answer, Exchange, ask, exchange, get, metric, read_answer
 from serving_vllm_bench import NAME, side_by_side, vllm_serving
 from shapes import SHAPES, random_model
+from synthetic_tokenizer import synthetic_tokenizer
 
 HERE = Path(__file__).resolve().parent
 EXAMPLE = HERE.parent / "examples" / "tiny-pydoc"
@@ -433,8 +434,7 @@ def main() -> None:
         if arguments.shape:
             model = Path(folder) / arguments.shape
             random_model(arguments.shape).save_pretrained(model)
-            for name in ("tokenizer.json", "tokenizer_config.json"):
-                (model / name).write_bytes((EXAMPLE / name).read_bytes())
+            synthetic_tokenizer(SHAPES[arguments.shape]().vocab_size).save_pretrained(model)
         vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
         length = arguments.prompt_tokens + max(arguments.tokens, 400)
         options = ("--max-num-seqs", str(arguments.requests), "--max-model-len", str(length))

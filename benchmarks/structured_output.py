@@ -13,7 +13,6 @@ import argparse
 import json
 import random
 import statistics
-import string
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES, random_model
-from transformers import PreTrainedTokenizerFast
+from synthetic_tokenizer import EOS, synthetic_tokenizer
 
 from torch_pagoda import LLM, SamplingParams
 from torch_pagoda.runtime.ops.structured import apply_bitmask_, masked_argmax
@@ -34,7 +33,6 @@ from torch_pagoda.runtime.structured.grammar import Grammar, compile_grammar
 from torch_pagoda.runtime.structured.masks import MaskPool
 from torch_pagoda.runtime.structured.vocabulary import Vocabulary, vocabulary_of
 
-EOS = 256
 PERSON = {
     "type": "object",
     "properties": {
@@ -55,32 +53,6 @@ def wide_schema(count: int) -> dict[str, Any]:
     names = [f"field_{i}" for i in range(count)]
     properties = {name: kinds[i % len(kinds)] for i, name in enumerate(names)}
     return {"type": "object", "properties": properties, "required": names[::2], "additionalProperties": False}
-
-
-def synthetic_tokenizer(size: int, seed: int = 0) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of so many tokens: bytes, ``</s>``, numbers up to 999, marks, and random words."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    rng = random.Random(seed)
-    tokens = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    words: dict[str, None] = {str(i): None for i in range(10, 1000)}
-    marks = '{}[]":,.-_/\\()<>=+*&%$#@!?;'
-    while len(tokens) + len(words) + 1 < size:
-        draw = rng.random()
-        if draw < 0.04:
-            words["".join(rng.choices(marks, k=rng.randint(2, 4)))] = None
-        elif draw < 0.08:
-            words["".join(rng.choices("ĠĊĉ", weights=[8, 2, 1], k=rng.randint(2, 12)))] = None
-        else:
-            letters = "".join(rng.choices(string.ascii_lowercase, k=rng.choices(range(2, 11), range(1, 10))[0]))
-            word = letters.capitalize() if rng.random() < 0.2 else letters
-            words["Ġ" + word if rng.random() < 0.5 else word] = None
-    vocab = {token: i if i < EOS else i + 1 for i, token in enumerate([*tokens, *words])}
-    tokenizer = Tokenizer(models.BPE(vocab={**vocab, "</s>": EOS}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 
 
 def cpu_seconds(action: Callable[[], object]) -> float:
