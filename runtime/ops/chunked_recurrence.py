@@ -8,7 +8,8 @@ Within a chunk, with decays d_i, the running sum g of their logarithms, and S th
     o_i      = S exp(g_i) q_i + Σ_{j <= i} (q_i · k_j) exp(g_i - g_j) u_j
     S'       = S exp(g_last) + Σ_j u_j (exp(g_last - g_j) k_j)ᵀ
 
-No exponent is positive. S' is linear in S, so chunks pass states on as matrices that are multiplied, by doubling: as
+No exponent is positive, and each g_i - g_j is summed by itself: a token that forgets everything has a sum in which
+the difference of two later ones would drown. S' is linear in S, so chunks pass states on as matrices that are multiplied, by doubling: as
 many rounds as ``state_tables.MOST_CHUNKED_TOKENS`` need, over links alone.
 """
 
@@ -82,23 +83,24 @@ def chunked_recurrence(
     k = chunks.present(normalised(chunks.of(key).to(wide), l2norm_eps))
     q, k = (_repeated(x.transpose(1, 2), groups) for x in (q, k))  # [C, Hv, L, N]
     v = chunks.of(value).to(wide).transpose(1, 2)  # [C, Hv, L, P]
-    g = _running_decay(chunks, log_decay, v)  # [C, Hv, L, 1], or N for 1
-    last = g[:, :, -1:]
-    keys = k * torch.exp(last - g)  # as they stand in the state behind the chunk
-    last = torch.exp(last)
+    steps = _log_decays(chunks, log_decay, v.dtype)
+    between = _sums_between(steps)
+    start_decay = torch.exp(torch.cumsum(steps, 2))  # from the chunk's start, [C, Hv, L, 1], or N for 1
+    last = start_decay[:, :, -1:]
+    keys = k * torch.exp(between[:, :, -1])  # as they stand in the state behind the chunk
     before = states_before(state, state_read).to(wide)
     if beta is None:
-        (reads,) = _decayed_products((q,), k, g)
+        (reads,) = _decayed_products((q,), k, between)
         start = _handed_on(chunks, before, last, product(v.mT, keys))
         written = v
     else:
         b = chunks.of(beta).to(wide).transpose(1, 2)[..., None]  # [C, Hv, L, 1]
-        reads, seen = _decayed_products((q, k), k, g)
-        solved = product(_inverse(seen * b, chunk_width(log_decay)), torch.cat([v * b, k * torch.exp(g) * b], -1))
+        reads, seen = _decayed_products((q, k), k, between)
+        solved = product(_inverse(seen * b, chunk_width(log_decay)), torch.cat([v * b, k * start_decay * b], -1))
         written, reading = solved[..., : v.shape[3]], solved[..., v.shape[3] :]
         start = _handed_on_as_matrices(chunks, before, last, keys, written, reading)
         written = written - product(reading, start.mT)
-    result = product(q * torch.exp(g), start.mT) + product(reads, written)
+    result = product(q * start_decay, start.mT) + product(reads, written)
 
     ends = [x.index_select(0, chunks.last) for x in (start, last, written, keys)]
     after = ends[0] * ends[1] + product(ends[2].mT, ends[3])
@@ -153,29 +155,34 @@ def _repeated(x: torch.Tensor, groups: int) -> torch.Tensor:
     return x[:, :, None].expand(-1, -1, groups, -1, -1).reshape(x.shape[0], -1, *x.shape[2:])
 
 
-def _running_decay(chunks: Chunks, log_decay: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The sum of the logarithms of a chunk's decays up to each token: ``[C, Hv, L, 1]``, or N for 1."""
+def _log_decays(chunks: Chunks, log_decay: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Logarithms of each token's decays: ``[C, Hv, L, 1]``, or N for 1; 0 behind a chunk's last token."""
     if log_decay.dim() == 1:
-        rows = log_decay.to(v.dtype).expand(*chunks.tokens.shape, -1)
+        rows = log_decay.to(dtype).expand(*chunks.tokens.shape, -1)
     else:
-        rows = chunks.of(log_decay).to(v.dtype)
+        rows = chunks.of(log_decay).to(dtype)
     rows = chunks.present(rows).transpose(1, 2)
-    return torch.cumsum(rows if rows.dim() == 4 else rows[..., None], 2)
+    return rows if rows.dim() == 4 else rows[..., None]
+
+
+def _sums_between(steps: torch.Tensor) -> torch.Tensor:
+    """Sums of ``steps``, ``[C, Hv, L, D]``, behind each token j up to each token i, which is -inf in front of it:
+    ``[C, Hv, L, L, D]``."""
+    places = torch.arange(steps.shape[2], device=steps.device)
+    row, column = places[:, None, None], places[:, None]
+    rows = steps[:, :, :, None].expand(-1, -1, -1, steps.shape[2], -1).masked_fill(row <= column, 0.0)
+    return torch.cumsum(rows, 2).masked_fill(row < column, -torch.inf)
 
 
 def _decayed_products(
-    readers: tuple[torch.Tensor, ...], k: torch.Tensor, g: torch.Tensor
+    readers: tuple[torch.Tensor, ...], k: torch.Tensor, between: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """For each of ``readers`` its products with the keys of tokens that are not later, decayed since:
     ``[C, Hv, L, L]``."""
-    width = k.shape[2]
-    places = torch.arange(width, device=k.device)
-    later = places > places[:, None]
-    if g.shape[3] == 1:
-        decay = torch.exp((g - g.mT).masked_fill(later, -torch.inf))
-        return tuple(product(x, k.mT) * decay for x in readers)
-    between = (g[:, :, :, None] - g[:, :, None]).masked_fill(later[..., None], -torch.inf)
-    keys = (torch.exp(between) * k[:, :, None]).reshape(-1, width, width, k.shape[3])  # of a token j for each i
+    width, decay = k.shape[2], torch.exp(between)
+    if decay.shape[4] == 1:
+        return tuple(product(x, k.mT) * decay[..., 0] for x in readers)
+    keys = (decay * k[:, :, None]).reshape(-1, width, width, k.shape[3])  # of a token j for each i
     rows = torch.stack(readers, -1).reshape(-1, width, k.shape[3], len(readers))
     found = product(keys, rows).reshape(*k.shape[:3], width, len(readers))
     return tuple(found[..., i] for i in range(len(readers)))
