@@ -5,6 +5,7 @@ compared with the lowered graph called as it is, in float32.
 
     pagoda npu python benchmarks/static_decode.py --only 'llama,qwen*'
     pagoda npu python benchmarks/static_decode.py --soc Ascend310P3 --markdown static.md
+    pagoda npu python benchmarks/static_decode.py --kv-cache-dtype int8
 
 Models have the sizes that the limits of the operators allow, and few layers. The exit status is 1 where a graph of
 fixed sizes has an input of unknown size, a node on the host, more launches than the other, a copy of a cache, or
@@ -64,7 +65,7 @@ class StaticRow:
         return found
 
 
-def examine(name: str, soc: str, *, serves: bool) -> StaticRow:
+def examine(name: str, soc: str, *, kv_cache_dtype: str, serves: bool) -> StaticRow:
     """Lower, convert and serve one architecture."""
     import torch
 
@@ -76,17 +77,19 @@ def examine(name: str, soc: str, *, serves: bool) -> StaticRow:
     from torch_pagoda.compiler.targets.npu.ge.static_graph import why_not_static
     from torch_pagoda.compiler.targets.npu.offline.decode_graphs import counted_decode_graphs
     from torch_pagoda.passes import UnsupportedModel
+    from torch_pagoda.passes.lower.npu.decode_attention import decode_graph
 
     from legal_models import build_legal_model
     from tiny_models import LLAMA_VARIANTS, Variant
 
     row, variant = StaticRow(name), LLAMA_VARIANTS.get(name, Variant(name, {}))
     # 310P has no bfloat16.
-    dtype = torch.float16 if soc.startswith("Ascend310P") else torch.bfloat16
+    dtype, report = torch.float16 if soc.startswith("Ascend310P") else torch.bfloat16, CompileReport(name)
     try:
         model = build_legal_model(variant.model_type, dtype=dtype, **variant.overrides)
-        options = CompileOptions(codegen="none", target="npu", verify="off", soc=soc)
-        traced = run_pipeline(capture(model), options, None, CompileReport(name))
+        options = CompileOptions(codegen="none", target="npu", verify="off", soc=soc, kv_cache_dtype=kv_cache_dtype)
+        traced = run_pipeline(capture(model), options, None, report)
+        traced = decode_graph(traced) or traced  # over int8 caches decode steps have a graph of their own
     except UnsupportedModel as error:
         row.refused = first_line(error)
         return row
@@ -94,15 +97,25 @@ def examine(name: str, soc: str, *, serves: bool) -> StaticRow:
         row.refused = f"{type(error).__name__}: {first_line(error)}"
         return row
     row.is_lowered, row.refused = True, why_not_static(traced)
-    if not row.refused:
+    if row.refused:
+        row.refused = "; ".join([row.refused, *_why_gathered(report)])
+    else:
         dynamic, static = counted_decode_graphs(traced, soc=soc)
         row.dynamic, row.static = dataclasses.asdict(dynamic), dataclasses.asdict(static)
     if not row.refused and serves:
-        row.served, (row.steps, row.error) = True, _served(variant, soc)
+        row.served, (row.steps, row.error) = True, _served(variant, soc, kv_cache_dtype)
     return row
 
 
-def _served(variant: Any, soc: str) -> tuple[int, float | None]:
+def _why_gathered(report: Any) -> list[str]:
+    """Reasons why attention does not read its caches where they lie."""
+    routes = [route for record in report.passes for route in record.routes]
+    attention = [route for route in routes if route.operator == "pagoda.paged_attention" and "aten" in route.chosen]
+    # The last route that was tried is the last way out.
+    return list(dict.fromkeys(route.refused[-1][1] for route in attention if route.refused))
+
+
+def _served(variant: Any, soc: str, kv_cache_dtype: str) -> tuple[int, float | None]:
     """Decode steps of the graph of fixed sizes, and the largest difference of a log-probability."""
     import torch
     from lowered_models import served
@@ -111,20 +124,28 @@ def _served(variant: Any, soc: str) -> tuple[int, float | None]:
     from torch_pagoda.compiler.options import CompileOptions
     from torch_pagoda.compiler.pipeline import run_pipeline
     from torch_pagoda.compiler.report import CompileReport
+    from torch_pagoda.compiler.targets.npu.decode_steps import DecodeCalls, DecodeRoute
     from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
     from torch_pagoda.passes.graph.npu_target import NpuTarget
+    from torch_pagoda.passes.lower.npu.decode_attention import decode_graph
 
     from legal_models import build_legal_model
 
     torch._dynamo.reset()
     half = torch.float16 if soc.startswith("Ascend310P") else torch.bfloat16
     captured = capture(build_legal_model(variant.model_type, **variant.overrides))
-    captured.traced.npu = NpuTarget(soc, block_size=16, float32_as=half)
-    options = CompileOptions(codegen="none", target="npu", verify="off", soc=soc)
-    traced = run_pipeline(captured, options, None, CompileReport(variant.model_type))
-    route, steps = GeGraphs(traced, most_graphs=1, static_decode=True), 0
-    assert route.static is not None
-    run = route.static.run
+    captured.traced.npu = NpuTarget(soc, block_size=16 if kv_cache_dtype == "auto" else 32, float32_as=half)
+    options = CompileOptions(codegen="none", target="npu", verify="off", soc=soc, kv_cache_dtype=kv_cache_dtype)
+    traced, steps = run_pipeline(captured, options, None, CompileReport(variant.model_type)), 0
+    decode = decode_graph(traced)
+    graphs = GeGraphs(decode or traced, most_graphs=1, static_decode=True)
+    route: Any = graphs
+    calls: Any = traced.module
+    if decode is not None:
+        route = DecodeRoute(graphs, GeGraphs(traced, most_graphs=1))
+        calls = DecodeCalls(traced, decode, decode.module, traced.module)
+    assert graphs.static is not None
+    run = graphs.static.run
 
     def counted(*args: Any) -> Any:
         nonlocal steps
@@ -132,8 +153,8 @@ def _served(variant: Any, soc: str) -> tuple[int, float | None]:
         steps += outputs is not None
         return outputs
 
-    route.static.run = counted  # type: ignore[method-assign]
-    found, expected = served(traced, route), served(traced, traced.module)
+    graphs.static.run = counted  # type: ignore[method-assign]
+    found, expected = served(traced, route), served(traced, calls)
     error = 0.0
     for output, other in zip(found, expected, strict=True):
         (a,), (b,) = output.outputs, other.outputs
@@ -145,18 +166,20 @@ def _served(variant: Any, soc: str) -> tuple[int, float | None]:
     return steps, error
 
 
-def _child(name: str, soc: str, serves: bool, answer: str) -> None:
+def _child(name: str, soc: str, kv_cache_dtype: str, serves: bool, answer: str) -> None:
     warnings.filterwarnings("ignore")
     with open(Path(answer).with_suffix(".log"), "w") as log:
         sys.stdout = sys.stderr = log
-        Path(answer).write_text(json.dumps(dataclasses.asdict(examine(name, soc, serves=serves))))
+        row = examine(name, soc, kv_cache_dtype=kv_cache_dtype, serves=serves)
+        Path(answer).write_text(json.dumps(dataclasses.asdict(row)))
 
 
-def in_a_process(name: str, soc: str, *, serves: bool, timeout: float) -> StaticRow:
+def in_a_process(name: str, soc: str, *, kv_cache_dtype: str, serves: bool, timeout: float) -> StaticRow:
     """``examine`` in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "row.json")
-        child = multiprocessing.get_context("fork").Process(target=_child, args=(name, soc, serves, str(answer)))
+        given = (name, soc, kv_cache_dtype, serves, str(answer))
+        child = multiprocessing.get_context("fork").Process(target=_child, args=given)
         child.start()
         child.join(timeout)
         if child.exitcode is None:
@@ -197,6 +220,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", help="comma-separated names or patterns, such as 'llama*,gpt2'")
     parser.add_argument("--soc", default="Ascend910B3", help="the chip (default Ascend910B3)")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", choices=("auto", "int8"), help="of keys and values (default auto)"
+    )
     parser.add_argument("--markdown", type=Path, help="write the table there")
     parser.add_argument("--no-serving", action="store_true", help="count only")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds per architecture (default 300)")
@@ -208,7 +234,13 @@ def main() -> None:
     names = selected_names(args.only)
     rows: list[StaticRow] = []
     for name in names:
-        row = in_a_process(name, args.soc, serves=not args.no_serving, timeout=args.timeout)
+        row = in_a_process(
+            name,
+            args.soc,
+            kv_cache_dtype=args.kv_cache_dtype,
+            serves=not args.no_serving,
+            timeout=args.timeout,
+        )
         rows.append(row)
         said = (
             row.refused

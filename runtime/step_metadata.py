@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .state_tables import CONVOLUTION_TABLES, STATE_TABLES, chunk_tables, convolution_tables
+from .window_blocks import WINDOW_LENS, window_lens
 
 GROUP_FIELDS = ("slot_mapping", "block_table")
 """Fields that every group of layers has its own of."""
@@ -56,8 +57,12 @@ class StepMetadata:
         g.
 
         Where all groups lie in the same blocks, ``groups`` may be empty. A table of ``state_tables`` has the number
-        of taps, or of a chunk's tokens, behind its name.
+        of taps, or of a chunk's tokens, behind its name; ``window_lens_b_w`` are the ``window_lens`` of blocks of b
+        tokens and a window of w.
         """
+        if name.startswith(WINDOW_LENS):
+            _, block_size, window = name.rsplit("_", 2)
+            return window_lens(self.kv_lens, int(window), int(block_size))
         base, _, number = name.rpartition("_")
         if base in STATE_TABLES and number.isdigit():
             return self._table(base, int(number))

@@ -142,6 +142,9 @@ def _fused(node: fx.Node, step: Step, sizes: Sizes) -> int:
     if rope is not None:
         dim += sizes.shape(rope)[-1]
     window = given["pre_tokens"] + 1 if given.get("sparse_mode") == _SPARSE_BAND else 0
+    if given.get("block_table") is not None:  # of the blocks that a window touches, or of all
+        keys = sizes.shape(given["block_table"])[1] * given["block_size"]
+        window = min(window or keys, keys)
     return 2 * heads * (dim + value_dim) * keys_seen(step, window)
 
 

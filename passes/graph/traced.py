@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ...runtime.ops.quantized_weight import Quantization
 from ...runtime.ops.stored_weight import StoredWeight
 from ...runtime.program import CacheSpec, StateSpec
+from ...runtime.window_blocks import WINDOW_LENS
 from .fx_nodes import cache_index, value
 from .notes import GraphNotes
 from .npu_target import NpuTarget
@@ -213,7 +214,7 @@ class TracedGraph:
 
         Args:
             field: its name.
-            group: which group of layers it is for, or the number of a table of ``state_tables``.
+            group: which group of layers it is for, or the number that follows its name, see ``StepMetadata.field``.
         """
         name = f"{field}_{group}" if group else field
         for node in self.placeholders:
@@ -223,7 +224,7 @@ class TracedGraph:
         tokens = value(self.placeholder(self.input_ids)).shape[1]
         with self.fake_mode:
             per_token = torch.empty((tokens,), dtype=torch.int64, device=device)
-        if field in ("query_ends", "query_lens", "kv_lens"):
+        if field in ("query_ends", "query_lens", "kv_lens") or field.startswith(WINDOW_LENS):
             return self._new_step_input(name, field, [5, 9, 10, 17, 23])
         examples: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {
             "slot_mapping": (per_token, ()),

@@ -173,7 +173,7 @@ class AttentionGraph:
             given |= {
                 f"{part.name}_0": cache for part, cache in zip(traced.caches[0].parts(), caches[0], strict=True)
             }
-            values = [given[n.name] if n.name in given else getattr(metadata, n.name) for n in traced.placeholders]
+            values = [given[n.name] if n.name in given else metadata.field(n.name) for n in traced.placeholders]
             with torch.no_grad():
                 results.append((by or traced.module)(*values)[-1])
         return results

@@ -18,6 +18,8 @@ from ....passes import TracedGraph
 from ....passes.graph.fx_nodes import value
 from ....runtime.program import is_cache_input
 
+_CHOICES = (torch.ops.aten.slice.Tensor, torch.ops.aten.gather.default)
+
 
 @dataclass(frozen=True)
 class FlatGraph:
@@ -127,9 +129,12 @@ def cache_inputs(traced: TracedGraph) -> list[str]:
 
 
 def readers(node: fx.Node) -> list[fx.Node]:
-    """What reads a node, or the first rows of it."""
-    rows = torch.ops.aten.slice.Tensor
-    return [reader for user in node.users for reader in (readers(user) if user.target is rows else (user,))]
+    """What reads a node, or entries that are chosen of it."""
+    return [
+        reader
+        for user in node.users
+        for reader in (readers(user) if user.target in _CHOICES and user.args[0] is node else (user,))
+    ]
 
 
 def is_constant(traced: TracedGraph, name: str) -> bool:

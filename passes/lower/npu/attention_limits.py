@@ -200,6 +200,15 @@ def _mask(call: Call) -> str:
         return f"a mask of its own is not for {a.layout}"
     if len(shape) == 4 and shape[1] != 1:
         return f"atten_mask is {shape}; one for all heads"
+    table = call.shape("block_table")
+    if not table or _query_tokens(call, a) != 1 or shape[-1] is None:
+        return ""
+    # The second document has masks of one row for all sequences, too, but the vendor's tiling refuses them
+    # (ops-transformer, ``incre_flash_attention_tiling_check.cpp``, ``ProcessAttenMask``).
+    if None not in (shape[0], table[0]) and shape[0] != table[0]:
+        return f"atten_mask is {shape} for {table[0]} sequences of one query; a row for each"
+    if table[1] is not None and shape[-1] < table[1] * a.block_size:
+        return f"atten_mask is {shape}; block_table has blocks of {table[1] * a.block_size} tokens"
     return ""
 
 
@@ -209,7 +218,12 @@ def _precision(call: Call) -> str:
 
 
 def _stored(call: Call) -> str:
-    """Keys and values of the dtype of the query, or int8 with float32 scales in their blocks."""
+    """Keys and values of the dtype of the query, or int8 with float32 scales in their blocks.
+
+    Documents have masks, too, where one query per sequence reads int8 in blocks, and exclude neither beside the other
+    but for FRACTAL_NZ; the vendor's kernel computes both, and tests of its tiling give both (ops-transformer,
+    ``incre_flash_attention``: ``DealAntiqBmm1ResBaseBlockPerToken``, ``case_kvAntiQuant_unflash_splitB_largeS``).
+    """
     second = call.name.endswith("_v2")
     names = [f"dequant_scale_{part}" if second else f"{part}_antiquant_scale" for part in ("key", "value")]
     if call.dtype("key") is not torch.int8:
@@ -224,8 +238,10 @@ def _stored(call: Call) -> str:
         return f"no document says that {call.target.soc} reads int8 keys and values with scales in their blocks"
     if call["block_table"] is None or a.by_token or _query_tokens(call, a) != 1:
         return f"int8 keys and values in blocks, with one query per sequence, are what is known; {a.layout} is given"
-    if call["query_rope"] is not None or call["pse_shift"] is not None or call["atten_mask"] is not None:
-        return "rope, biases and masks beside int8 keys and values are not known"
+    if call["query_rope"] is not None or call["pse_shift"] is not None:
+        return "rope and biases beside int8 keys and values are not known"
+    if a.sparse_mode not in (0, 1):
+        return f"sparse_mode is {a.sparse_mode}; it is ignored for one query per sequence: give a mask of its own"
     if len(modes) != 1 or not modes <= known:
         return f"antiquant modes {sorted(modes)} of int8 keys and values; one of {sorted(known)} for both"
     key = call.shape("key")

@@ -7,9 +7,11 @@ Becomes:
     npu_fused_infer_attention_score(query, key_cache, value_cache, key_antiquant_scale=key_scale, ...)
         query [S, 1, H·D], caches [blocks, block size, Hk·D], scales [blocks, Hk, block size], antiquant modes 5: a
         float32 scale per token and head, in the blocks of the keys and values
+With a sliding window, for which the kernel knows nothing but a mask where there is one query per sequence:
+    the same over the blocks that the window touches, whose tokens in front of it a mask hides (``window_blocks``)
 Why it is faster:
     the formula copies every block of every sequence, widened to the model's dtype; the kernel reads the bytes where
-    they lie.
+    they lie, and of a sequence that is longer than a window no more blocks than the window touches.
 
 The kernel takes such caches for one query per sequence alone, so prompts keep the formula: a program has the graph
 with it and, for decode steps, a copy with the kernel (``decode_graph``). Both read and write the same caches.
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....runtime.window_blocks import WINDOW_LENS, window_blocks
 from ...graph.attention_node import PagedAttentionCall
 from ...graph.custom_notes import custom_note, put_custom_note
 from ...graph.fx_nodes import cache_index, eliminate_dead_code, shape, step_field, value
@@ -32,6 +35,7 @@ from ...graph.traced import TracedGraph
 from .attention_routes import Heads
 from .call import Call
 from .limits import violations
+from .site import inline
 
 _npu, _aten = torch.ops.npu, torch.ops.aten
 _KERNEL = _npu.npu_fused_infer_attention_score.default
@@ -49,11 +53,33 @@ class DecodeAttention:
         heads: of queries.
         kv_heads: of keys and values.
         scale: of the scores.
+        window: tokens that a query looks back over, its own included; 0: all.
     """
 
     heads: int
     kv_heads: int
     scale: float
+    window: int
+
+    @staticmethod
+    def of(call: PagedAttentionCall, heads: Heads) -> DecodeAttention:
+        return DecodeAttention(heads.heads, heads.kv_heads, call.scale, call.sliding_window)
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Which keys each query looks at, as nodes or as what these yield.
+
+    Attributes:
+        table: ``[S, B]``, their blocks.
+        lens: the list of how many tokens of these blocks there are.
+        mask: ``[S, 1, 1, B * block size]``, true for tokens among these that the query does not see; None: it sees
+            all.
+    """
+
+    table: Any
+    lens: Any
+    mask: Any = None
 
 
 def why_not_decoded(traced: TracedGraph, call: PagedAttentionCall, heads: Heads) -> str:
@@ -64,24 +90,25 @@ def why_not_decoded(traced: TracedGraph, call: PagedAttentionCall, heads: Heads)
         call: of ``pagoda::paged_attention``.
         heads: of it.
     """
-    if call.sliding_window:
-        return "with one query per sequence it ignores pre_tokens, and would look back beyond the window"
     if call.sinks is not None:
         return "sinks are for packed layouts, which take no int8 caches"
     if call.softcap or call.chunk or call.alibi_slopes is not None:
         return "it knows no soft cap, no ALiBi and no chunks"
     assert traced.npu is not None
-    target, sequences = traced.npu, value(call.block_table).shape[0]
-    like, blocks = value(call.query), value(call.key_cache).shape[0]
+    target, table = traced.npu, value(call.block_table)
+    sequences, like, blocks = table.shape[0], value(call.query), value(call.key_cache).shape[0]
     with traced.fake_mode:
+        keys = _Keys(table, [1])
+        if call.sliding_window:
+            part, mask = window_blocks(table, value(call.seq_lens), call.sliding_window, target.block_size)
+            keys = _Keys(part, [1], mask)
         query = like.new_empty(sequences, 1, heads.heads * heads.key_dim)
         key, val = (
             like.new_empty(blocks, target.block_size, heads.kv_heads * dim, dtype=torch.int8)
             for dim in (heads.key_dim, heads.value_dim)
         )
         scales = like.new_empty(blocks, heads.kv_heads, target.block_size, dtype=torch.float32)
-    plan = DecodeAttention(heads.heads, heads.kv_heads, call.scale)
-    kwargs = _arguments(plan, target, scales, scales, call.block_table, [1])
+    kwargs = _arguments(DecodeAttention.of(call, heads), target, scales, scales, keys)
     return "; ".join(violations(Call.make(_KERNEL, target, query, key, val, **kwargs)))
 
 
@@ -90,9 +117,9 @@ def note_decoded(traced: TracedGraph, rows: fx.Node, call: PagedAttentionCall, h
 
     The graph gets the inputs that the kernel reads, and that tell such steps from others.
     """
-    for field in ("kv_lens", "query_lens"):
-        traced.step_input(field)
-    plan = DecodeAttention(heads.heads, heads.kv_heads, call.scale)
+    plan = DecodeAttention.of(call, heads)
+    traced.step_input("query_lens")
+    _lens(traced, plan.window)
     put_custom_note(rows, ANNOTATION, asdict(plan))
 
 
@@ -110,10 +137,10 @@ def decode_graph(traced: TracedGraph) -> TracedGraph | None:
         return None
     found = traced.copy()
     sites = [(node, plan) for node in found.graph.nodes if (plan := _noted(node)) is not None]
-    with found.before(sites[0][0]):
-        table = _one_row_for_each_token(found)
+    with found.before(sites[0][0], like=found.placeholder(found.input_ids)):
+        keys = {window: _keys(found, window) for window in dict.fromkeys(plan.window for _, plan in sites)}
     for rows, plan in sites:
-        _decode(found, rows, plan, table)
+        _decode(found, rows, plan, keys[plan.window])
     eliminate_dead_code(found.graph)
     found.recompile()
     return found
@@ -132,16 +159,33 @@ def _noted(node: fx.Node) -> DecodeAttention | None:
     return None if found is None else DecodeAttention(**found)
 
 
-def _one_row_for_each_token(traced: TracedGraph) -> fx.Node:
-    """The block table, as many rows as the step has tokens: in GE graphs no sequence is without one."""
-    table = traced.step_input("block_table")
+def _keys(traced: TracedGraph, window: int) -> _Keys:
+    """What layers with such a window look at."""
+    assert traced.npu is not None
+    table = _one_row_for_each_token(traced, "block_table")
+    if not window:
+        return _Keys(table, _lens(traced, window))
+    seq_lens = _one_row_for_each_token(traced, "seq_lens")
+    part, mask = inline(traced, window_blocks, table, seq_lens, window, traced.npu.block_size)
+    return _Keys(part, _lens(traced, window), mask)
+
+
+def _lens(traced: TracedGraph, window: int) -> fx.Node:
+    """The list of how many tokens there are of the blocks that a sequence's last query looks at."""
+    assert traced.npu is not None
+    return traced.step_input(f"{WINDOW_LENS}_{traced.npu.block_size}" if window else "kv_lens", window)
+
+
+def _one_row_for_each_token(traced: TracedGraph, field: str) -> fx.Node:
+    """A field of the step, as many rows as the step has tokens: in GE graphs no sequence is without one."""
+    rows = traced.step_input(field)
     if traced.npu is not None and traced.npu.graph_mode == "ge":
-        return table
+        return rows
     tokens = traced.call(_aten.sym_size.int, traced.placeholder(traced.input_ids), 1)
-    return traced.call(_aten.slice.Tensor, table, 0, 0, tokens)
+    return traced.call(_aten.slice.Tensor, rows, 0, 0, tokens)
 
 
-def _decode(traced: TracedGraph, rows: fx.Node, plan: DecodeAttention, table: fx.Node) -> None:
+def _decode(traced: TracedGraph, rows: fx.Node, plan: DecodeAttention, keys: _Keys) -> None:
     """Put the kernel in the place of the formula that ends in ``rows``."""
     assert traced.npu is not None
     query, caches = _inputs_of(rows)
@@ -152,24 +196,24 @@ def _decode(traced: TracedGraph, rows: fx.Node, plan: DecodeAttention, table: fx
             blocks.append(traced.call(_aten.reshape.default, caches[name], [-1, int(size), int(heads) * int(dim)]))
         width = plan.heads * int(shape(query)[2])
         queries = traced.call(_aten.reshape.default, query, [-1, 1, width])
-        scales = caches["key_scale"], caches["value_scale"]
-        kwargs = _arguments(plan, traced.npu, *scales, table, traced.step_input("kv_lens"))
+        kwargs = _arguments(plan, traced.npu, caches["key_scale"], caches["value_scale"], keys)
         attended = traced.call(operator.getitem, traced.call(_KERNEL, queries, *blocks, **kwargs), 0)
         new = traced.call(_aten.reshape.default, attended, [-1, plan.heads, int(shape(rows)[2])])
     traced.substitute(rows, new)
 
 
 def _arguments(
-    plan: DecodeAttention, target: NpuTarget, key_scale: Any, value_scale: Any, block_table: Any, kv_lens: Any
+    plan: DecodeAttention, target: NpuTarget, key_scale: Any, value_scale: Any, keys: _Keys
 ) -> dict[str, Any]:
     """The kernel's arguments but query, key and value."""
     return {
-        "actual_seq_lengths_kv": kv_lens,
+        "atten_mask": keys.mask,
+        "actual_seq_lengths_kv": keys.lens,
         "key_antiquant_scale": key_scale,
         "value_antiquant_scale": value_scale,
         "key_antiquant_mode": SCALE_PER_TOKEN_AND_HEAD,
         "value_antiquant_mode": SCALE_PER_TOKEN_AND_HEAD,
-        "block_table": block_table,
+        "block_table": keys.table,
         "block_size": target.block_size,
         "num_heads": plan.heads,
         "num_key_value_heads": plan.kv_heads,

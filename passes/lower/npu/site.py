@@ -115,7 +115,7 @@ class Site:
         Raises:
             ValueError: the function writes into a tensor of its own: passes take nodes for what they yield.
         """
-        nodes = _Inliner(self).run(function, args)
+        nodes = inline(self.traced, function, *args)
         self._chosen.append("aten")
         return nodes
 
@@ -167,12 +167,17 @@ def lower_each(traced: TracedGraph, name: str, lowerings: Mapping[Any, Lowering]
     return record
 
 
-class _Inliner(TorchDispatchMode):
-    """Records the ATen calls that a function makes on fake tensors as nodes in front of a site's node."""
+def inline(traced: TracedGraph, function: Callable[..., Any], *args: Any) -> Any:
+    """As ``Site.inline``, at the graph's insertion point."""
+    return _Inliner(traced).run(function, args)
 
-    def __init__(self, site: Site) -> None:
+
+class _Inliner(TorchDispatchMode):
+    """Records the ATen calls that a function makes on fake tensors as nodes at a graph's insertion point."""
+
+    def __init__(self, traced: TracedGraph) -> None:
         super().__init__()
-        self.traced = site.traced
+        self.traced = traced
         self.nodes: dict[int, fx.Node] = {}
         self.kept: list[torch.Tensor] = []  # so that no id is used twice
         self.given: set[int] = set()  # ids of the arguments

@@ -200,7 +200,7 @@ class AclGraphs(Route):
             return self._run_captured(args)
         try:
             return self._run_captured(args)
-        except RuntimeError as error:  # no streams or memory left for another capture
+        except Exception as error:  # no streams or memory left for another capture, or npugraph_ex cannot compile
             raise_if_lost(error)
             log.warning("capturing a step of %d tokens fails, no more sizes are captured: %s", size[0], error)
             self._budget = len(self.captured)

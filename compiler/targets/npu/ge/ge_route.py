@@ -24,7 +24,9 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .....passes import TracedGraph
+from .....runtime.engine.device_errors import raise_if_lost
 from .....runtime.program import KVCache
+from ....report import first_line
 from ..flat_graph import flat_graph
 from ..in_place import write_rows_in_place
 from ..offline.air_kernels import register_air_kernels
@@ -97,6 +99,7 @@ class GeGraphs(Route):
         self.planned: tuple[int, ...] = ()
         self.graphs: dict[int, Run] = {}
         self.dropped: dict[int, str] = {}
+        self._has_run: set[int] = set()
 
     def plan(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
         self.dropped.clear()
@@ -143,7 +146,7 @@ class GeGraphs(Route):
 
     def _run_static(self, sequences: int, args: Sequence[Any]) -> Sequence[Any]:
         assert self.static is not None
-        return self.static.graph(sequences)(*self.on_device(args))
+        return self.static.run_graph(sequences, self.on_device(args))
 
     def _planned_size(self, length: int, sequences: int) -> PlannedSize:
         """That of the graph for lists of ``length``; it is exercised by steps of so many sequences."""
@@ -157,7 +160,7 @@ class GeGraphs(Route):
             # Decode steps are for graphs of fixed sizes, where there are any.
             shapes=(mixed, mixed) if self._static_sizes() else (StepShape(sequences, sequences), mixed),
             compile=partial(self._graph, length),
-            run=lambda args: self._graph(length)(*self.on_device(args)),
+            run=partial(self._run, length),
             drop=partial(self._drop, length),
         )
 
@@ -188,7 +191,19 @@ class GeGraphs(Route):
         if self.is_warm and length not in self.graphs:
             self.note_eager(f"no graph for {length} sequences is planned")
             return self.run_by_operator(args)
-        return self._graph(length)(*self.on_device(args))
+        try:
+            return self._run(length, args)
+        except Exception as error:  # GE may refuse what torchair converted, at the first step
+            raise_if_lost(error)
+            if length in self._has_run:
+                raise
+            self._drop(length, f"it fails: {first_line(error)}")
+        return self(*args)
+
+    def _run(self, length: int, args: Sequence[Any]) -> Sequence[Any]:
+        outputs = self._graph(length)(*self.on_device(args))
+        self._has_run.add(length)
+        return outputs
 
     def _graph(self, length: int) -> Run:
         if length not in self.graphs:

@@ -15,6 +15,7 @@ import torch
 
 from .....passes import TracedGraph
 from .....runtime.cache.cache_specs import has_state
+from .....runtime.engine.device_errors import raise_if_lost
 from .....runtime.program import KVCache
 from .....runtime.step_metadata import StepMetadata
 from ....report import first_line
@@ -124,14 +125,19 @@ class StaticDecode:
     def run(self, sequences: int, args: Sequence[Any]) -> Sequence[Any] | None:
         """The outputs of the graph for so many sequences; None where it turns out not to compile, and is dropped."""
         try:
-            outputs = self.graph(sequences)(*args)
+            return self.run_graph(sequences, args)
         except Exception as error:
+            raise_if_lost(error)
             if sequences in self._has_run:
                 raise
             reason = first_line(error)
             log.warning("the static decode graph for %d sequences is not used: %s", sequences, reason)
             self.drop(sequences, reason)
             return None
+
+    def run_graph(self, sequences: int, args: Sequence[Any]) -> Sequence[Any]:
+        """The outputs of the graph for so many sequences, whatever it raises."""
+        outputs = self.graph(sequences)(*args)
         self._has_run.add(sequences)
         return outputs
 

@@ -101,7 +101,11 @@ def test_steps_of_one_token_per_sequence_are_told_from_others(lens, tokens, deco
 
 
 @pytest.mark.parametrize(
-    ("model_type", "block_size"), [("llama", 32), ("llama", 128), ("qwen2", 64), ("qwen3", 32), ("mixtral", 32)]
+    ("model_type", "block_size"),
+    [
+        *[("llama", 32), ("llama", 128), ("qwen2", 64), ("qwen3", 32), ("mixtral", 32)],
+        *[("mistral", 32), ("gemma3_text", 32), ("cohere2", 64)],  # windows, of all layers or of some
+    ],
 )
 def test_served_tokens_are_those_of_the_cpu(model_type, block_size):
     model = build_legal_model(model_type)
@@ -190,9 +194,10 @@ class AsItIs(GeGraphs):
         return self._note(lambda *args: copy.module(*copy.flatten(args)))
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("static", [False, True])
-def test_graphs_of_both_kinds_are_planned_compared_and_used(static):
-    traced, decode = both()
+def test_graphs_of_both_kinds_are_planned_compared_and_used(static, model_type):
+    traced, decode = both(model_type)
     first = AsItIs(decode, sequences_per_graph=2, static_decode=static, eager=traced.module)
     route = DecodeRoute(first, AsItIs(traced, sequences_per_graph=2))
     assert why_not_static(decode) == "" and "gathers the blocks" in why_not_static(traced)
@@ -264,8 +269,8 @@ def test_a_step_that_falls_back_finds_all_that_the_formula_reads_on_the_device(m
 
 
 def test_calls_of_the_kernel_serve_where_nothing_can_be_captured():
-    """A layer with a window gathers in decode steps, too."""
-    traced, decode = both("gemma3_text", graph_mode="aclgraph")
+    """A layer with chunks gathers in decode steps, too."""
+    traced, decode = both("llama4_text", graph_mode="aclgraph")
     calls = calls_of(traced, decode)
     route = make_route("aclgraph", traced, pytest.fail, decode=calls)
     assert isinstance(route, DecodeRoute) and route.decode.refusal and route.decode.eager is calls.decode
@@ -305,8 +310,9 @@ def test_a_prompt_in_the_decode_graph_is_found(monkeypatch):
     assert any(output.outputs[0].error is not None for output in outputs)
 
 
-def test_captured_sizes_have_sequences_without_tokens(monkeypatch):
-    traced, decode = both(graph_mode="aclgraph")
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_captured_sizes_have_sequences_without_tokens(monkeypatch, model_type):
+    traced, decode = both(model_type, graph_mode="aclgraph")
     monkeypatch.setattr(AclGraphs, "_compile", lambda self, scheduled: self.traced.module)
     route = make_route("aclgraph", traced, traced.module, decode=calls_of(traced, decode))
     assert isinstance(route, DecodeRoute) and isinstance(route.decode, AclGraphs)
@@ -325,7 +331,7 @@ def test_call_by_call_is_no_route():
 
 
 @pytest.mark.torchair
-@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma3_text"])
 def test_torchair_converts_both_kinds_of_decode_graphs(model_type):
     model = build_legal_model(model_type, dtype=torch.bfloat16)
     traced = rewritten(model)
@@ -341,6 +347,10 @@ def test_torchair_converts_both_kinds_of_decode_graphs(model_type):
         assert node.attributes["input_layout"] == "BSH"
         assert node.inputs["key_antiquant_scale"] == f"key_scale_{index}:0"
         assert node.inputs["value_antiquant_scale"] == f"value_scale_{index}:0"
+        window = decode.caches[index].sliding_window
+        lens = f"window_lens_32_{window}" if window else "kv_lens"
+        assert node.inputs["actual_seq_lengths_kv"].startswith(lens)
+        assert bool(node.inputs.get("atten_mask")) == bool(window) != (node.inputs["block_table"] == "block_table:0")
     for name in caches:
         writers = [n for n in graph if name + ":0" in n.inputs.values() and n.in_place]
         assert len(writers) == 1 and not writers[0].is_view
@@ -352,9 +362,10 @@ def test_torchair_converts_both_kinds_of_decode_graphs(model_type):
 
 
 @pytest.mark.torchair
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("static", [False, True])
-def test_ge_graphs_serve_the_same(static):
-    traced, decode = both()
+def test_ge_graphs_serve_the_same(static, model_type):
+    traced, decode = both(model_type)
     route = make_route("ge", traced, traced.module, static_decode=static, decode=calls_of(traced, decode))
     assert isinstance(route, DecodeRoute)
     assert_same(served(traced, route, max_tokens=4), served(traced, traced.module, max_tokens=4), tolerance=ROUNDED)
@@ -363,10 +374,11 @@ def test_ge_graphs_serve_the_same(static):
 
 
 @pytest.mark.torchair
-def test_captures_of_decode_steps_serve_the_same():
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_captures_of_decode_steps_serve_the_same(model_type):
     from captured_graphs import captured_graphs
 
-    traced, decode = both(graph_mode="aclgraph")
+    traced, decode = both(model_type, graph_mode="aclgraph")
     route = make_route("aclgraph", traced, traced.module, decode=calls_of(traced, decode))
     assert isinstance(route, DecodeRoute)
     with captured_graphs() as graphs:

@@ -205,20 +205,22 @@ def test_without_streams_nothing_is_captured(monkeypatch, caplog):
     assert graph.calls == 0 and "no size can be captured: 0 are asked for" in caplog.text
 
 
-def test_a_capture_that_fails_leaves_the_others(monkeypatch, caplog):
+@pytest.mark.parametrize("kind", [RuntimeError, AssertionError])
+def test_a_capture_that_fails_leaves_the_others(monkeypatch, caplog, kind):
     traced = ready("llama", "aclgraph")
     route, _ = capturing(monkeypatch, traced, 3)
-    run = Replayed.__call__
+    run, attempts = Replayed.__call__, []
 
     def scarce(self, *args):
         if len(self.addresses) >= 1 and args[route._ids_at].shape[1] == 4:
-            raise RuntimeError("The resources are insufficient")
+            attempts.append(len(self.addresses))
+            raise kind("The resources are insufficient")
         return run(self, *args)
 
     monkeypatch.setattr(Replayed, "__call__", scarce)
     assert_same(served(traced, route, npu_warmup="lazy"), served(traced, traced.module))
     assert "capturing a step of 4 tokens fails" in caplog.text and "resources are insufficient" in caplog.text
-    assert route.captured and route.eager_steps
+    assert route.captured and route.eager_steps and len(attempts) == 1
 
 
 def test_new_caches_are_captured_anew(monkeypatch):

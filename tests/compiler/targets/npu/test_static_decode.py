@@ -159,21 +159,33 @@ def test_graphs_are_of_the_caches_as_bound():
     assert isinstance(blocks, torch.SymInt) and blocks.node.expr.is_Symbol, "the graph is left alone"
 
 
-def test_a_graph_that_does_not_compile_is_left_out_by_name(caplog):
+@pytest.mark.parametrize("way", ["full", "lazy"])
+@pytest.mark.parametrize("fails", ["compile", "first step"])
+def test_a_graph_that_does_not_compile_is_left_out_by_name(caplog, way, fails):
+    """GE compiles what torchair converted when it first runs."""
     traced = lowered()[1]
     route = AsItIs(traced, sequences_per_graph=2)
-    make = route._compile_static
+    make, attempts = route._compile_static, []
+
+    def no_room(*_):
+        attempts.append(4)
+        raise RuntimeError("no room on the device\nand more")
 
     def scarce(inputs):
-        if inputs[traced.input_ids].shape[1] == 4:
-            raise RuntimeError("no room on the device\nand more")
-        return make(inputs)
+        if inputs[traced.input_ids].shape[1] != 4:
+            return make(inputs)
+        return no_room if fails == "first step" else no_room()
 
     route.static._compile = scarce
     with caplog.at_level(logging.WARNING):
-        assert_same(served(traced, route), served(traced, traced.module))
-    assert route.static.dropped == {4: "it fails: no room on the device"} and set(route.steps) <= {2}
-    assert "decode steps of 4 sequences do not run as a whole graph: it fails: no room on the device" in caplog.text
+        assert_same(served(traced, route, npu_warmup=way), served(traced, traced.module))
+    assert set(route.static.graphs) <= {2} == set(route.steps) and attempts == [4]
+    said = {
+        "full": "decode steps of 4 sequences do not run as a whole graph: it fails: no room on the device",
+        "lazy": "the static decode graph for 4 sequences is not used: no room on the device",
+    }[way]
+    assert said.endswith(route.static.dropped[4])
+    assert [record.getMessage() for record in caplog.records if "no room" in record.getMessage()] == [said]
 
 
 def test_errors_of_a_graph_that_has_run_are_raised():

@@ -338,6 +338,57 @@ def test_a_capture_that_raises_half_way_leaves_the_others(monkeypatch, caplog):
     assert attempts == [2], "what is broken is not asked again"
 
 
+REFUSED = "E40021: Failed to compile Op [FusedInferAttentionScore]"
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, graphs: dict[int, Graph]) -> list[Any]:
+    """Let the graph for 4 sequences fail in steps: torchair converts it, and GE compiles it when it first runs. The
+    arguments of these steps."""
+    right, attempts = Graph.__call__, []
+
+    def run(self: Graph, *args: Any) -> Any:
+        if self is graphs.get(4):
+            attempts.append(args)
+            raise RuntimeError(f"{REFUSED}\nat line 1")
+        return right(self, *args)
+
+    monkeypatch.setattr(Graph, "__call__", run)
+    return attempts
+
+
+@pytest.mark.parametrize("way", ["full", "lazy"])
+def test_a_graph_that_ge_refuses_behind_torchair_is_dropped_and_said_once(monkeypatch, caplog, way):
+    route, graphs = compiled(monkeypatch)
+    attempts = refusing(monkeypatch, graphs)
+    with caplog.at_level(logging.WARNING):
+        engine = engine_of(route, npu_warmup=way)
+        assert_same(complete(engine), served(route.traced, route.traced.module))
+    assert len(attempts) == 1 and route.dropped == {4: f"it fails: {REFUSED}"}
+    assert 2 in route.graphs and 4 not in route.graphs
+    said = [record.getMessage() for record in caplog.records if REFUSED in record.getMessage()]
+    by_operator = (
+        "not every step runs as a whole graph, some run operator by operator: "
+        f"the graph for 4 sequences was dropped: it fails: {REFUSED}"
+    )
+    if way == "full":
+        assert outcomes(engine) == {"steps of 4 sequences": f"it fails: {REFUSED}", "steps of 2 sequences": ""}
+        assert said.pop(0) == f"steps of 4 sequences do not run as a whole graph: it fails: {REFUSED}"
+    assert said == [by_operator]
+    assert route.eager_steps[f"the graph for 4 sequences was dropped: it fails: {REFUSED}"] > 1
+
+
+@pytest.mark.parametrize("way", ["full", "lazy"])
+def test_errors_of_graphs_that_have_run_are_raised(monkeypatch, way):
+    route, graphs = compiled(monkeypatch)
+    engine = engine_of(route, npu_warmup=way)
+    complete(engine)
+    attempts = refusing(monkeypatch, graphs)
+    complete(engine)  # which computes a step that failed in parts
+    with pytest.raises(RuntimeError, match=REFUSED[:6]):
+        route(*attempts[0])
+    assert not route.dropped and 4 in route.graphs
+
+
 def test_a_lost_device_ends_the_start(monkeypatch):
     route, graph = captured(monkeypatch)
 

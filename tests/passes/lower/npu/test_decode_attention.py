@@ -11,13 +11,17 @@ import torch
 from torch import fx
 
 from torch_pagoda.compiler.targets.npu.decode_steps import DecodeCalls
+from torch_pagoda.passes import TracedGraph
+from torch_pagoda.passes.graph.fx_nodes import shape
 from torch_pagoda.passes.graph.npu_target import NpuTarget
+from torch_pagoda.passes.lower.npu import decode_attention
 from torch_pagoda.passes.lower.npu.attention_routes import Heads
 from torch_pagoda.passes.lower.npu.call import Call
 from torch_pagoda.passes.lower.npu.decode_attention import decode_graph
 from torch_pagoda.passes.lower.npu.limits import violations
 from torch_pagoda.passes.lower.npu.paged_attention import lower_npu_paged_attention
 from torch_pagoda.passes.rewrite.share_subexpressions import share_subexpressions
+from torch_pagoda.runtime.window_blocks import window_blocks
 
 from npu_graphs import AttentionGraph, assert_legal, operators, refusals
 
@@ -80,7 +84,6 @@ def test_layers_that_share_a_cache_all_run_by_the_kernel():
 @pytest.mark.parametrize(
     ("shape", "options", "reason"),
     [
-        ((4, 2, 128), {"sliding_window": 8}, "it ignores pre_tokens, and would look back beyond the window"),
         ((4, 2, 128), {"sinks": True}, "sinks are for packed layouts, which take no int8 caches"),
         ((4, 2, 128), {"softcap": 20.0}, "it knows no soft cap"),
         ((4, 2, 128), {"alibi": True}, "it knows no ALiBi"),
@@ -98,6 +101,121 @@ def test_other_attention_keeps_the_formula_and_the_layout_of_scales(shape, optio
     assert reason in said
     assert decode_graph(graph.traced) is None
     assert not graph.traced.caches[0].scales_by_head and "kv_lens" not in graph.traced.step_inputs
+
+
+# Sliding windows
+
+
+LONG = [[195, 90, 1], [1, 1, 1], [70, 0, 30], [1, 1, 1], [1, 0, 1], [0, 1, 0]]
+"""Steps whose sequences pass the windows below by blocks, by less, and not at all."""
+
+
+def windowed(window: int, block_size: int, mode: str = "ge", **options: Any) -> tuple[AttentionGraph, TracedGraph]:
+    graph, said = lowered(4, 2, 128, at=target(block_size, graph_mode=mode), sliding_window=window, **options)
+    assert "decode steps can run by it" in said
+    decode = decode_graph(graph.traced)
+    assert decode is not None
+    graph.traced.recompile()
+    return graph, decode
+
+
+def right_of(window: int, block_size: int) -> list[torch.Tensor]:
+    graph = AttentionGraph(
+        *(4, 2, 128),
+        cache_dtype=torch.int8,
+        target=target(block_size),
+        dtype=torch.float32,
+        sliding_window=window,
+    )
+    return graph.run(LONG)
+
+
+def run_both(graph: AttentionGraph, decode: TracedGraph, run: Callable[..., Any] | None = None) -> list[torch.Tensor]:
+    calls = DecodeCalls(graph.traced, decode, run or decode.module, graph.traced.module)
+    return graph.run(LONG, by=calls)
+
+
+@pytest.mark.parametrize("mode", ["ge", "aclgraph"])
+@pytest.mark.parametrize(
+    ("window", "block_size"), [(1, 32), (8, 64), (32, 32), (33, 32), (65, 64), (128, 128), (250, 96), (4096, 128)]
+)
+def test_windows(window, block_size, mode):
+    graph, decode = windowed(window, block_size, mode)
+    assert_legal(decode)
+    (node,) = (node for node in decode.graph.nodes if node.target is KERNEL)
+    assert int(shape(node.kwargs["block_table"])[1]) == -(-(window - 1) // block_size) + 1
+    for found, expected in zip(run_both(graph, decode), right_of(window, block_size), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_layers_with_one_window_share_their_blocks_and_their_mask():
+    _, decode = windowed(40, 32, calls=3)
+    kernels = [node for node in decode.graph.nodes if node.target is KERNEL]
+    assert len(kernels) == 3
+    for name in ("block_table", "atten_mask", "actual_seq_lengths_kv"):
+        assert len({node.kwargs[name] for node in kernels}) == 1
+    assert operators(decode).count("aten.gather") == 1
+
+
+def test_blocks_that_the_window_has_passed_are_not_read():
+    """They may be another sequence's, and their table entries none."""
+    window, size = 40, 32
+    graph, decode = windowed(window, size)
+    names = [node.name for node in decode.placeholders]
+    passed = []
+
+    def run(*args: Any) -> Any:
+        table, lens = args[names.index("block_table")], args[names.index("seq_lens")]
+        for row, length in zip(table, lens.tolist(), strict=True):
+            row[: max(0, length - window) // size] = -1
+            row[-(-length // size) :] = -1
+        passed.append(int((table[:, 0] < 0).sum()))
+        return decode.module(*args)
+
+    for found, expected in zip(run_both(graph, decode, run), right_of(window, size), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert len(passed) == 4 and max(passed) == 2
+
+
+def _bent(change: Callable[..., Any]) -> Callable[..., Any]:
+    """``window_blocks`` with what it returns changed."""
+
+    def bent(table: Any, lens: Any, window: int, block_size: int) -> Any:
+        return change(table, lens, window, block_size, *window_blocks(table, lens, window, block_size))
+
+    return bent
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table, lens, window, size, part, hidden: (part, torch.zeros_like(hidden)),
+        lambda table, lens, window, size, part, hidden: window_blocks(table, lens, window + 1, size),
+        lambda table, lens, window, size, part, hidden: window_blocks(table, lens, window - 1, size),
+        lambda table, lens, window, size, part, hidden: (table[:, : part.shape[1]], hidden),
+        lambda table, lens, window, size, part, hidden: (part, hidden.flip(3)),
+        lambda table, lens, window, size, part, hidden: (part, ~hidden),
+    ],
+    ids=["hides nothing", "a token more", "a token less", "the first blocks", "hides the last", "hides the window"],
+)
+def test_mutants_of_windows_are_seen(monkeypatch, change):
+    monkeypatch.setattr(decode_attention, "window_blocks", _bent(change))
+    graph, decode = windowed(40, 32)
+    found, expected = run_both(graph, decode), right_of(40, 32)
+    wrong = [
+        not torch.allclose(a, b, atol=1e-4, rtol=1e-4, equal_nan=True) for a, b in zip(found, expected, strict=True)
+    ]
+    assert any(wrong[step] for step in (1, 3, 4, 5)) and not wrong[0] and not wrong[2]
+
+
+def test_mutant_lengths_of_whole_sequences(monkeypatch):
+    monkeypatch.setattr(decode_attention, "_lens", lambda traced, window: traced.step_input("kv_lens"))
+    graph, decode = windowed(40, 32)
+    with pytest.raises(ValueError, match="actual_seq_lengths_kv"):
+        run_both(graph, decode)
+
+
+# Limits
 
 
 def kernel_call(soc: str = "Ascend910B3", mode: int = 5, **changes: Any) -> list[str]:
@@ -126,6 +244,7 @@ def kernel_call(soc: str = "Ascend910B3", mode: int = 5, **changes: Any) -> list
 @pytest.mark.parametrize("mode", [4, 5])
 def test_chips_whose_documents_name_scales_in_blocks(soc, mode):
     assert kernel_call(soc, mode) == []
+    assert kernel_call(soc, mode, atten_mask=torch.empty(3, 1, 1, 64, dtype=torch.bool)) == []
 
 
 @pytest.mark.parametrize(
@@ -142,7 +261,14 @@ def test_chips_whose_documents_name_scales_in_blocks(soc, mode):
         ({"key_antiquant_scale": None}, "key_antiquant_scale is"),
         ({"query": torch.empty(3, 2, 512, dtype=torch.bfloat16)}, "with one query per sequence"),
         ({"block_table": None}, "int8 keys and values in blocks"),
-        ({"atten_mask": torch.empty(3, 64, dtype=torch.int8)}, "masks beside int8"),
+        ({"atten_mask": torch.empty(3, 1, 1, 63, dtype=torch.bool)}, "block_table has blocks of 64 tokens"),
+        ({"atten_mask": torch.empty(1, 1, 1, 64, dtype=torch.bool)}, "for 3 sequences of one query; a row for each"),
+        ({"atten_mask": torch.empty(3, 1, 1, 64)}, "must be bool, int8 or uint8"),
+        (
+            {"atten_mask": torch.empty(2048, 2048, dtype=torch.int8), "sparse_mode": 4},
+            "sparse_mode is 4; it is ignored",
+        ),
+        ({"pse_shift": torch.empty(3, 4, 1, 64, dtype=torch.bfloat16)}, "biases beside int8"),
     ],
     ids=lambda given: given if isinstance(given, str) else " ".join(given),
 )
