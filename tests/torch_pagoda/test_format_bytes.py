@@ -85,7 +85,7 @@ def test_an_npu_multiplies_whole_numbers_as_they_are_stored(
 
 @pytest.mark.parametrize(("name", "served"), [("ct-w4a16", "as stored"), ("ct-w8a8-g32", "unpacked")])
 def test_so_it_does_with_experts(run: Run, tmp_path: Path, name: str, served: str) -> None:
-    build_legal_model("qwen3_moe", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    build_legal_model("qwen3_moe", dtype=torch.bfloat16, moe_intermediate_size=64).save_pretrained(tmp_path)
     quantize_folder(tmp_path, name)
     file = tmp_path / "report.json"
     status, _, err = run("inspect", tmp_path, "--target", "npu", "--verify", "off", "--no-torchair", "--json", file)
