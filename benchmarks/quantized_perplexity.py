@@ -95,7 +95,7 @@ def in_format(
     model = load_model(str(stored), dtype, False, torch.device("cpu"))
     theirs = {
         kind: {
-            n: loss_of_transformers(means, getattr(torch, kind), model, windows) for n, windows in measured.items()
+            n: loss_of_transformers(means, getattr(torch, kind), windows, model) for n, windows in measured.items()
         }
         for kind in dict.fromkeys((dtype, "float32"))
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -53,16 +54,16 @@ def loss_per_token(program: Program, windows: torch.Tensor, chunk: int = 32, blo
 
 
 @torch.inference_mode()
-def loss_of_transformers(folder: Path, dtype: torch.dtype, stored: nn.Module, windows: torch.Tensor) -> float:
-    """The same of transformers over what a quantised checkpoint means, its inputs read as that was made for.
+def loss_of_transformers(folder: Path, dtype: torch.dtype, windows: torch.Tensor, stored: nn.Module | None) -> float:
+    """The same of transformers over what a quantised checkpoint means.
 
     Args:
         folder: a float checkpoint.
         dtype: that it is loaded in.
-        stored: the same model over the quantised checkpoint.
         windows: as above.
+        stored: the same model over the quantised checkpoint, as which inputs are read; None: as they are.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    with inputs_as_made(model, stored):
+    with nullcontext() if stored is None else inputs_as_made(model, stored):
         logits = torch.cat([model(input_ids=part, use_cache=False).logits for part in windows.split(8)])
     return float(F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), windows[:, 1:].flatten()))
