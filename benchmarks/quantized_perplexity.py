@@ -9,7 +9,8 @@ none of the measured documents. With ``--formats`` the model is also written in 
 rounded to nearest, and served as they are stored: inputs of 8 bits where a format has them, those with scales of
 their own calibrated on 16 windows of the other modules.
 
-Ratios to the perplexity of the float model in the same dtype.
+Ratios to the perplexity of the float model in the same dtype. Of a format also the ratio to that of transformers over
+the weights that it means, with inputs of 8 bits where it has them, and in bfloat16 what that dtype does to both.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from torch_pagoda.compiler.options import QUANTIZATIONS
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "examples")]
 from pydoc_text import gather_documents  # noqa: E402
-from quantized_checkpoints import FORMATS, quantize_folder  # noqa: E402
+from quantized_checkpoints import FORMATS, quantize_folder, write_means  # noqa: E402
 
-from perplexity import loss_per_token  # noqa: E402
+from perplexity import loss_of_transformers, loss_per_token  # noqa: E402
 
 MODEL = ROOT / "examples" / "tiny-pydoc"
 WINDOW = 256
@@ -75,6 +76,37 @@ def losses(folder: Path, dtype: str, measured: dict[str, torch.Tensor], **option
     }
 
 
+def in_format(
+    name: str, folder: Path, dtype: str, measured: dict[str, torch.Tensor], seen: torch.Tensor
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """The losses of the model in a format, and by dtype those of transformers over what its weights mean.
+
+    Args:
+        name: of the format.
+        folder: for checkpoints; there is none yet.
+        dtype: that the model is served in.
+        measured: windows by text.
+        seen: windows that scales of inputs are calibrated on.
+    """
+    stored, means = folder / "stored", folder / "means"
+    for copy in (stored, means):
+        shutil.copytree(MODEL, copy)
+    write_means(means, quantize_folder(stored, name, seen))
+    model = load_model(str(stored), dtype, False, torch.device("cpu"))
+    theirs = {
+        kind: {
+            n: loss_of_transformers(means, getattr(torch, kind), windows, model) for n, windows in measured.items()
+        }
+        for kind in dict.fromkeys((dtype, "float32"))
+    }
+    return losses(stored, dtype, measured), theirs
+
+
+def print_ratios(label: str, found: dict[str, float], beside: dict[str, float], digits: int = 4) -> None:
+    ratios = " ".join(f"{math.expm1(found[name] - beside[name]):22.{digits}%}" for name in found)
+    print(f"{label:>30} {ratios}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=65536, help="to calibrate on")
@@ -98,9 +130,7 @@ def main() -> None:
     print(f"{'perplexity, ' + options.dtype:>30} {first}", flush=True)
 
     def report(label: str, folder: Path, **given: object) -> None:
-        found = losses(folder, options.dtype, measured, **given)
-        ratios = " ".join(f"{math.expm1(found[name] - right[name]):22.2%}" for name in measured)
-        print(f"{label:>30} {ratios}", flush=True)
+        print_ratios(label, losses(folder, options.dtype, measured, **given), right, 2)
 
     with tempfile.TemporaryDirectory() as scratch:
         text, calibrated = Path(scratch, "text"), Path(scratch, "calibrated")
@@ -120,9 +150,12 @@ def main() -> None:
         seen = torch.tensor(ids[: CALIBRATED_ON * WINDOW]).view(-1, WINDOW)
         wanted = (name for given in options.formats for name in (DISTINCT if given == "all" else (given,)))
         for name in dict.fromkeys(wanted):
-            folder = Path(shutil.copytree(MODEL, Path(scratch, name)))
-            quantize_folder(folder, name, seen)
-            report(name, folder)
+            found, theirs = in_format(name, Path(scratch, name), options.dtype, measured, seen)
+            print_ratios(name, found, right, 2)
+            print_ratios("beside transformers", found, theirs[options.dtype])
+            if options.dtype != "float32":
+                print_ratios("beside it in float32", found, theirs["float32"])
+                print_ratios("transformers beside that", theirs[options.dtype], theirs["float32"])
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from shapes import SHAPES
 from transformers import AutoModelForCausalLM
+from write_w4a16 import packed, quantization_config
 
-GROUP = 128
 MIB = 2**20
 
 
@@ -46,23 +46,11 @@ def write(folder: Path, config: Any) -> int:
         if "embed" in name or "lm_head" in name:
             tensors[name] = weight.bfloat16()
             continue
-        groups = weight.unflatten(-1, (-1, GROUP))
-        scales = (groups.abs().amax(-1) / 7.5).bfloat16()
-        codes = ((groups / scales.float()[..., None]).round() + 8).clamp(0, 15).flatten(-2).to(torch.uint8)
         owner = name.removesuffix(".weight")
-        tensors[f"{owner}.weight_packed"] = (codes[:, ::2] | codes[:, 1::2] << 4).contiguous().view(torch.int32)
-        tensors[f"{owner}.weight_scale"] = scales
-        tensors[f"{owner}.weight_shape"] = torch.tensor(like.shape)
+        tensors |= {f"{owner}.{leaf}": part for leaf, part in packed(weight).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     said = json.loads(config.to_json_string()) | {"architectures": [type(model).__name__], "dtype": "bfloat16"}
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
-    said["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
-        "ignore": ["lm_head"],
-    }
+    said["quantization_config"] = quantization_config()
     (folder / "config.json").write_text(json.dumps(said))
     return (folder / "model.safetensors").stat().st_size
 

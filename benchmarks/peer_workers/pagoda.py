@@ -12,7 +12,8 @@ from torch_pagoda import LLM, SamplingParams
 
 def load(args: argparse.Namespace) -> Generate:
     torch.set_num_threads(args.threads)
-    quantization = None if args.weights == "bf16" else args.weights
+    as_it_is = args.weights == "bf16" or args.weights.endswith("-stored")
+    quantization = None if as_it_is else args.weights
     llm = LLM(args.model, max_num_seqs=32, max_model_len=args.max_model_len, quantization=quantization)
 
     def generate(prompts: list[list[int]], outputs: list[int]) -> list[int]:

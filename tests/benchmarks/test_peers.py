@@ -112,7 +112,7 @@ def test_what_cannot_be_installed_fails_with_the_last_words(tmp_path):
 def test_every_width_of_ours_is_one_that_the_worker_takes():
     variants = [variant for of_width in VARIANTS.values() for variant in of_width]
     assert variants == list(OURS.formats)
-    assert set(variants) == {"bf16", *QUANTIZATIONS}
+    assert set(variants) == {"bf16", "int4-stored", *QUANTIZATIONS}
     assert {width for peer in PEERS.values() for width in peer.formats} == set(variants)
 
 

@@ -1,8 +1,15 @@
-"""How well a paged program predicts text: the measure of what rounding its cache costs."""
+"""How well a paged program and transformers predict text: the measure of what rounding costs."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
+
 import torch
+from quantized_oracle import inputs_as_made
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
 from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache
 from torch_pagoda.runtime.program import Program
@@ -42,5 +49,21 @@ def loss_per_token(program: Program, windows: torch.Tensor, chunk: int = 32, blo
         logits = program(windows[:, first:end].reshape(1, -1), positions.repeat(1, count), step)
         logits = logits.float().view(count, len(positions), -1)[:, : length - 1 - first]
         targets = windows[:, first + 1 : end + 1]
-        total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
+        total += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
     return total / (count * (length - 1))
+
+
+@torch.inference_mode()
+def loss_of_transformers(folder: Path, dtype: torch.dtype, windows: torch.Tensor, stored: nn.Module | None) -> float:
+    """The same of transformers over what a quantised checkpoint means.
+
+    Args:
+        folder: a float checkpoint.
+        dtype: that it is loaded in.
+        windows: as above.
+        stored: the same model over the quantised checkpoint, as which inputs are read; None: as they are.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    with nullcontext() if stored is None else inputs_as_made(model, stored):
+        logits = torch.cat([model(input_ids=part, use_cache=False).logits for part in windows.split(8)])
+    return float(F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), windows[:, 1:].flatten()))

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from torch_pagoda.runtime.ops.stored_weight import StoredWeight
+
 
 def int8_weight(weight: torch.Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole numbers ``[out, in]`` and scales ``[out, 1]``, float64: ``max|w| / 127`` of a row, rounded to a dtype."""
@@ -83,6 +85,26 @@ def given_inputs(model: PreTrainedModel, given: Mapping[str, tuple[float, int]])
         return given_rows_linear(x, layer.weight, layer.bias, *known)
 
     with _computed(model, of_layer, rounded_rows_linear):
+        yield
+
+
+@contextmanager
+def inputs_as_made(model: PreTrainedModel, stored: nn.Module) -> Iterator[None]:
+    """Let the linear layers of a float model read their inputs, for a while, as the weights of the same model over a
+    quantised checkpoint were made for: as they are, in 8 bits with a scale for each row, or by a given scale."""
+    names = {module: name for name, module in model.named_modules()}
+    weights = dict(stored.named_parameters())
+    forward = nn.Linear.forward
+
+    def of_layer(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        weight = weights.get(f"{names[layer]}.weight")
+        if not isinstance(weight, StoredWeight) or weight.form.input_bits != 8:
+            return forward(layer, x)
+        if weight.input_scale is None:
+            return rounded_rows_linear(x, layer.weight, layer.bias)
+        return given_rows_linear(x, layer.weight, layer.bias, *weight.input_scale)
+
+    with _computed(model, of_layer, F.linear):
         yield
 
 

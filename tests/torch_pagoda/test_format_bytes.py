@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch_pagoda.checkpoint.format_bytes import formats_of_files, served_change
 from torch_pagoda.checkpoint.loading import load_config
 from torch_pagoda.runtime.ops.stored_weight import StoredWeight
 
+from legal_models import build_legal_model
 from tiny_models import build_tiny_model
 
 Run = Callable[..., tuple[int, str, str]]
@@ -79,6 +81,23 @@ def test_an_npu_multiplies_whole_numbers_as_they_are_stored(
     assert status == 0, err
     formats = [one for one in json.loads(file.read_text())["formats"] if one["served"] != "float"]
     assert {one["served"] for one in formats} == {served} and sum(one["weights"] for one in formats) == 14
+
+
+@pytest.mark.parametrize(("name", "served"), [("ct-w4a16", "as stored"), ("ct-w8a8-g32", "unpacked")])
+def test_so_it_does_with_experts(run: Run, tmp_path: Path, name: str, served: str) -> None:
+    build_legal_model("qwen3_moe", dtype=torch.bfloat16, moe_intermediate_size=64).save_pretrained(tmp_path)
+    quantize_folder(tmp_path, name)
+    file = tmp_path / "report.json"
+    status, _, err = run("inspect", tmp_path, "--target", "npu", "--verify", "off", "--no-torchair", "--json", file)
+    assert status == 0, err
+    said = json.loads(file.read_text())
+    (experts,) = (entry for entry in said["passes"] if entry["name"] == "quantise_npu_experts")
+    assert experts["matches"] == (4 if served == "as stored" else 0)
+    counts = Counter[str]()
+    for one in said["formats"]:
+        counts[one["served"]] += one["weights"]
+    # Of each of two layers q, k, v and o, and what its experts are fused to.
+    assert counts[served] == (12 if served == "as stored" else 4) and counts["as stored"] >= 8, counts
 
 
 def test_plan_counts_what_is_served(run: Run, folders: Callable[[str], Path]) -> None:

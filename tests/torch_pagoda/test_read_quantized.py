@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_checkpoints import FORMATS, QUICK, quantize_folder
+from quantized_checkpoints import FORMATS, QUICK, quantize_folder, write_means
 from safetensors.torch import load_file, save_file
+from stored_matrices import words
 from transformers import AutoModelForCausalLM
 
 import torch_pagoda as pagoda
+from torch_pagoda.checkpoint.format_bytes import formats_of
 from torch_pagoda.checkpoint.loading import load_model
 from torch_pagoda.runtime.ops.stored_weight import StoredWeight, as_dense
 
@@ -36,22 +38,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tu
             model = build_tiny_model(model_type)
             model.save_pretrained(folder / "dense")
             shutil.copytree(folder / "dense", folder / "quantized")
-            dense = quantize_folder(folder / "quantized", name)
-            state = {key: dense.get(key, tensor) for key, tensor in _saved(folder / "dense").items()}
-            _save(folder / "dense", state)
+            write_means(folder / "dense", quantize_folder(folder / "quantized", name))
             made[model_type, name] = folder / "quantized", folder / "dense"
         return made[model_type, name]
 
     return make
-
-
-def _saved(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def _save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    tensors = {key: tensor.float().contiguous() for key, tensor in tensors.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def check_tokens(llm: pagoda.LLM, dense: Path) -> None:
@@ -75,6 +66,8 @@ def test_every_weight_is_what_the_numbers_mean(folders: Callable[[str, str], tup
     assert sum(isinstance(parameter, StoredWeight) for parameter in found.values()) >= 2
     for key, parameter in found.items():
         assert torch.equal(as_dense(parameter), expected[key]), key
+    served = {one.served for one in formats_of(found.items(), torch.float32)}
+    assert served - {"float"} == {"as stored" if FORMATS[name].kernel else "unpacked"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in FORMATS])
@@ -313,6 +306,7 @@ def test_sums_may_be_rounded_to_16_bits(folders: Callable[[str, str], tuple[Path
 CONTRADICTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "an unknown version": ("gptq-4-g32", {"checkpoint_format": "gptq_v3"}, "gptq_v3"),
     "another form of AWQ": ("awq", {"version": "gemv"}, "gemv"),
+    "a form of AWQ for one kernel": ("awq", {"version": "marlin"}, "marlin"),
     "an unknown packing": ("autoround-awq", {"packing_format": "auto_round:llm"}, "auto_round:llm"),
     "a packing like a known one": ("autoround-gptq", {"packing_format": "auto_round:gptq"}, "auto_round:gptq"),
     "no packing": ("autoround-gptq", {"packing_format": None}, "packing_format=None"),
@@ -344,6 +338,16 @@ def test_a_config_that_contradicts_the_tensors(
     with pytest.raises(ValueError, match="is quantised") as error:
         load_model(copy, "float32", False, CPU)
     assert word in one_line(error.value)
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+def test_other_bits_of_compressed_tensors(
+    folders: Callable[[str, str], tuple[Path, Path]], bits: int, tmp_path: Path
+) -> None:
+    codes = words(torch.arange(64 * 64).view(64, 64) % (1 << bits), bits)
+    copy = changed(folders("llama", "ct-w4a16")[0], tmp_path, lambda t: t.update({f"{LAYER}.weight_packed": codes}))
+    with pytest.raises(ValueError, match=rf"{LAYER}\.weight_packed.* inputs of 4 or 8 bits are needed"):
+        load_model(copy, "float32", False, CPU)
 
 
 def test_bits_of_single_modules(folders: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> None:

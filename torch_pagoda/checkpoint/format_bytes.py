@@ -12,6 +12,7 @@ import torch
 
 from ..runtime.ops.quantized_weight import packed_bytes, scheme_of, unpackable
 from ..runtime.ops.stored_weight import StoredWeight
+from ..runtime.ops.weight_format import WeightFormat
 from .gguf.checkpoint import GgufCheckpoint, open_gguf
 from .gguf.container import GgufTensor, is_gguf
 from .loading import quantized_tensors
@@ -107,8 +108,7 @@ def _of_gguf(name: str, tensor: GgufTensor, dtype: torch.dtype, target: str, *, 
         return FormatBytes(_layer(name), kind.name, "float", 1, tensor.nbytes, floats, floats)
     is_table = name == "model.embed_tokens.weight"
     in_experts = _EXPERTS.search(name) is not None
-    # As passes/lower/npu takes them.
-    floats_on_npu = target == "npu" and (in_experts or form is None or form.code != "int")
+    floats_on_npu = target == "npu" and form is not None and _floats_on_npu(form, in_experts)
     if form is None or (is_table and not tied) or unpackable(form) or floats_on_npu:
         return FormatBytes(_layer(name), kind.name, "unpacked", 1, tensor.nbytes, floats, floats)
     *lead, outputs, inputs = tensor.shape
@@ -129,8 +129,8 @@ def _of_weight(
     form = tensor.form
     in_experts = _EXPERTS.search(name) is not None
     unpacks = unpacks or bool(unpackable(form)) or (form.ordered and in_experts)
-    if target == "npu":  # as passes/lower/npu takes them; the limits of operators may leave more of them floats
-        unpacks = unpacks or form.code != "int" or (in_experts and form.input_bits != 8)
+    if target == "npu":
+        unpacks = unpacks or _floats_on_npu(form, in_experts)
     if unpacks:
         return FormatBytes(layer, str(form), "unpacked", 1, tensor.stored_bytes, floats, floats)
     *lead, outputs, _ = tensor.codes.shape
@@ -142,6 +142,11 @@ def _of_weight(
         size += tensor.order.nbytes
     served = "as stored" if scheme.bits == form.bits else f"as int{scheme.bits}"
     return FormatBytes(layer, str(form), served, 1, tensor.stored_bytes, size, floats)
+
+
+def _floats_on_npu(form: WeightFormat, in_experts: bool) -> bool:
+    """As passes/lower/npu takes weights; the limits of operators may leave more of them floats."""
+    return form.code != "int" or (in_experts and form.bits == 8 and form.group_size > 0)
 
 
 def _sum(first: FormatBytes, second: FormatBytes) -> FormatBytes:

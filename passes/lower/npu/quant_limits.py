@@ -55,12 +55,13 @@ def quant_matmul(call: Call) -> str:
 def _quant_matmul_int4(call: Call, weight: torch.Tensor) -> str:
     """Rows of int8 by 4 bits in groups: the K-G form of CANN's aclnnQuantMatmulV5 on A2 and A3.
 
-    The GE converter makes QuantBatchMatmulV3 of every product on these chips; the form is one of V4.
+    The form is one of QuantBatchMatmulV4; torchair makes V3 of every product on these chips, which has no attribute
+    for groups, and hands on the int32 that hold 4 bits beside int8 as they are.
     """
     if call.target.product not in (Product.A2, Product.A3):
         return "this chip multiplies no int8 by 4 bits"
     if call.target.graph_mode == "ge":
-        return "torchair makes QuantBatchMatmulV3 of it, which has no form of int8 by 4 bits"
+        return "torchair makes QuantBatchMatmulV3 of it, with int32 for 4 bits and without group_sizes"
     code = call["output_dtype"]
     if code is None or call.target.counted(DTYPES_BY_CODE.get(code, torch.bool)) not in _HALF:
         return f"output_dtype is {code}; bfloat16 (15) or float16 (5) beside matrices of 4 bits"

@@ -11,7 +11,7 @@ Becomes:
     q, t = npu_dynamic_quant(act(h))
     npu_grouped_matmul([q], [Down8], scale=..., per_token_scale=[t], group_list=counts)
         of 4 bits with bias=[8 times the sums of the weights], which the operator adds for what it takes off the rows
-    or, where inputs keep 16 bits, or stored matrices of 4 bits have groups that those do not take
+    or, where inputs keep 16 bits, or stored matrices have zeros, or groups that those do not take
     npu_grouped_matmul([rows], [Up8 or Up4], antiquant_scale=..., antiquant_offset=..., group_list=counts)
 Why it is faster:
     Few tokens reach an expert, so that it waits for its weights: half or a quarter of the bytes of bf16 take about as
@@ -36,7 +36,7 @@ from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph
 from .call import Call
 from .limits import violations
-from .quantized_inputs import QuantizedInputsOf, fitting
+from .quantized_inputs import QuantizedInputsOf, fitting, why_wide
 from .quantized_linears import DTYPE_CODES
 from .site import Site
 
@@ -60,6 +60,9 @@ def quantize_npu_experts(traced: TracedGraph) -> PassRecord:
             record.reject(node, scheme)
             continue
         site = Site(traced, node, record)
+        form = inputs.made_for_8_bits(weight)
+        if form is not None and (why := why_wide(form)):
+            site.refuse("npu.npu_grouped_matmul", why)
         with traced.before(node):
             make = _of_int8 if scheme.input_bits == 8 else _of_weights
             new = make(site, inputs, rows, weight, scheme)
@@ -94,8 +97,7 @@ def _scheme_of(inputs: QuantizedInputsOf, weight: fx.Node) -> Quantization | str
             return "their inputs are stored in an order of their own"
         if not stored.transposed:
             return "their scales lie along their inputs"
-        keeps = form.zeros or (form.bits == 8 and form.group_size)
-        scheme = scheme_of(form, 16 if keeps else inputs.traced.input_bits)
+        scheme = scheme_of(form, 16 if why_wide(form) else inputs.traced.input_bits)
     assert scheme is not None
     _, width, outputs = map(int, shape(weight))
     found = fitting(scheme, width, outputs)

@@ -11,6 +11,7 @@ from torch import fx
 from ....runtime.ops.npu.int4 import PER_INT32
 from ....runtime.ops.quantized_weight import Quantization
 from ....runtime.ops.stored_weight import StoredWeight
+from ....runtime.ops.weight_format import WeightFormat
 from ...graph.fx_nodes import shape, value
 from ...graph.notes import QuantizedInputs
 from ...graph.traced import TracedGraph
@@ -27,6 +28,16 @@ def fitting(scheme: Quantization, width: int, outputs: int) -> Quantization | st
     if scheme.bits == 4 and outputs % PER_INT32:
         return f"{outputs} outputs of 4 bits; {PER_INT32} share an int32"
     return replace(scheme, group_size=0, whole_rows=False) if scheme.group_size >= width else scheme
+
+
+def why_wide(form: WeightFormat) -> str:
+    """Why no operator multiplies whole numbers that are stored so by rows of int8; "" where one may."""
+    if form.zeros or form.ordered:
+        what = "zeros of their own" if form.zeros else "an order of inputs"
+        return f"weights with {what}; beside rows of int8 there is none"
+    if form.bits == 8 and form.group_size:
+        return f"8 bits in groups of {form.group_size}; beside rows of int8 an output has one scale"
+    return ""
 
 
 class Rounded(NamedTuple):
@@ -62,6 +73,12 @@ class QuantizedInputsOf:
         sources = self.traced.notes.merged.get(weight.name, (weight.name,))
         found = self.traced.constants.get(sources[0])
         return found if isinstance(found, StoredWeight) else None
+
+    def made_for_8_bits(self, weight: fx.Node) -> WeightFormat | None:
+        """The format of a weight that is stored for inputs of 8 bits, unless they are asked to keep 16; else None."""
+        stored = self.stored(weight)
+        as_made = stored is not None and stored.form.input_bits == 8 and self.traced.input_bits != 16
+        return stored.form if stored is not None and as_made else None
 
     def of(
         self,

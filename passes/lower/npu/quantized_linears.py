@@ -41,7 +41,7 @@ from ...graph.record import PassRecord
 from ...graph.routers import chooses_experts
 from ...graph.traced import TracedGraph
 from .linears import sizes_like
-from .quantized_inputs import QuantizedInputsOf, fitting
+from .quantized_inputs import QuantizedInputsOf, fitting, why_wide
 from .site import Site
 
 _aten, _npu = torch.ops.aten, torch.ops.npu
@@ -84,9 +84,8 @@ def quantize_npu_linears(traced: TracedGraph) -> PassRecord:
             record.reject(node, scheme)
             continue
         site = Site(traced, node, record)
-        stored = inputs.stored(product.weight)
-        made_for_8 = stored is not None and stored.form.input_bits == 8 and traced.input_bits != 16
-        if made_for_8 and (why := _why_wide(stored.form)):
+        form = inputs.made_for_8_bits(product.weight)
+        if form is not None and (why := _why_wide(form)):
             site.refuse("npu.npu_quant_matmul", why)
         with traced.before(node):
             is_linear = node.target is _aten.linear.default
@@ -152,15 +151,9 @@ def _scheme_of(traced: TracedGraph, inputs: QuantizedInputsOf, node: fx.Node, pr
 
 
 def _why_wide(form: WeightFormat) -> str:
-    """Why no operator multiplies weights of whole numbers by rows of int8; "" where one does."""
-    if form.zeros or form.ordered:
-        what = "zeros of their own" if form.zeros else "an order of inputs"
-        return f"weights with {what}; beside rows of int8 there is none"
-    if form.bits == 8 and form.group_size:
-        return f"8 bits in groups of {form.group_size}; beside rows of int8 an output has one scale"
-    if form.bits == 4 and not form.group_size:
-        return "4 bits with one scale for each output; beside rows of int8 groups of 256 have one"
-    return ""
+    """As ``why_wide`` says, of linear layers."""
+    in_rows = "4 bits with one scale for each output; beside rows of int8 groups of 256 have one"
+    return why_wide(form) or (in_rows if form.bits == 4 and not form.group_size else "")
 
 
 class _Products:

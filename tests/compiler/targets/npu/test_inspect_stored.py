@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from torch_pagoda.checkpoint.loading import load_model
 from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.estimates.skeleton import Skeleton, build_skeleton
-from torch_pagoda.compiler.explain import npu_graph
+from torch_pagoda.compiler.explain import explain, npu_graph
+from torch_pagoda.compiler.explain.npu_sections import npu_sections
 from torch_pagoda.compiler.explain.stored_formats import marks_of_layers, store_as, stored_formats
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.pipeline import run_pipeline
@@ -128,6 +129,15 @@ def test_scales_that_weights_share_tell_layers_apart(loaded: Callable[..., PreTr
     formats["model.layers.1.self_attn.q_proj.weight"][2] = [0.5, 3]
     first, second = marks_of_layers(model, formats)
     assert first != second
+
+
+def test_inputs_that_keep_16_bits_are_among_the_refused_routes(loaded: Callable[..., PreTrainedModel]) -> None:
+    found = explain(loaded("qwen3_moe", "ct-w8a8-dynamic-asym"), target="npu", torchair=False, verify="off")
+    (section,) = (section for section in npu_sections(found) if section.title.startswith("Better routes"))
+    said = dict(section.rows)
+    why = "weights with zeros of their own; beside rows of int8 there is none"
+    assert said["npu_grouped_matmul"].splitlines() == [f"npu_grouped_matmul: {why}", "in model.layers.*.mlp.experts"]
+    assert said["npu_linear"].startswith(f"npu_quant_matmul: {why}\nin model.layers.*")
 
 
 @pytest.mark.torchair

@@ -311,10 +311,12 @@ def test_w4a8_experts_are_compared_as_weights_with_inputs_of_8_bits(model_type, 
 
 AWQ = pytest.param("awq", (4, 32, True), marks=pytest.mark.slow)
 SLIM = pytest.param("slim-w8a16", (8, 0, False), marks=pytest.mark.slow)
+ZEROS = ("ct-w8a8-dynamic-asym", (8, 0, True))
+"""For 8 bits of inputs, which no operator takes beside zeros."""
 
 
-@pytest.mark.parametrize(("name", "scheme"), [("ct-w4a16", (4, 32, False)), AWQ, SLIM])
-def test_experts_that_are_stored_for_16_bits_keep_them(name, scheme):
+@pytest.mark.parametrize(("name", "scheme"), [("ct-w4a16", (4, 32, False)), AWQ, SLIM, ZEROS])
+def test_experts_that_no_rows_of_int8_fit_keep_16_bits(name, scheme):
     model, traced, report = stored("qwen3_moe", name, moe_intermediate_size=128)
     record = next(record for record in report.passes if record.name == "quantise_npu_experts")
     assert record.matches == 4, record.rejections

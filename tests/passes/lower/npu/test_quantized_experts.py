@@ -165,6 +165,31 @@ def test_experts_with_biases_stay_with_the_reason():
     assert nodes_of(traced, npu.npu_quant_matmul) and illegal_calls(traced, TARGET) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "why", "more"),
+    [
+        ("ct-w8a8-dynamic-asym", "weights with zeros of their own; beside rows of int8 there is none", ""),
+        (
+            "ct-w8a8-g32",
+            "8 bits in groups of 32; beside rows of int8 an output has one scale",
+            "matrices of torch.int8 have scales for outputs alone, not for groups",
+        ),
+    ],
+)
+def test_experts_that_were_made_for_rows_of_int8_say_why_they_have_none(name, why, more):
+    """``more``: why they are products of floats then."""
+    _, _, report = stored("qwen3_moe", name, moe_intermediate_size=64)
+    record = record_of(report, "quantise_npu_experts")
+    assert (record.matches, len(record.rejections)) == ((0, 4) if more else (4, 0))
+    reasons = ("npu.npu_grouped_matmul", why), ("npu.npu_grouped_matmul", more)
+    assert {route.refused for route in record.routes} == {reasons if more else reasons[:1]}
+    assert all(rejection.reason == f"{why}; {more}" for rejection in record.rejections)
+    assert {route.module.rpartition(".")[2] for route in record.routes} == {"experts"}
+    _, _, asked = stored("qwen3_moe", name, input_bits=16, moe_intermediate_size=64)
+    said = {reason for route in record_of(asked, "quantise_npu_experts").routes for _, reason in route.refused}
+    assert said == ({more} if more else set()), "nobody asks why"
+
+
 @pytest.mark.parametrize("quantization", ["int8-weight-only", "int4-weight-only"])
 def test_experts_whose_inputs_keep_16_bits_are_five_launches(quantization):
     _, traced, report = quantized("qwen3_moe", quantization)

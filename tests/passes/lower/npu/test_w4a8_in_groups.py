@@ -56,7 +56,7 @@ def test_linears_in_captured_graphs_multiply_int8_by_4_bits():
 @pytest.mark.parametrize(
     ("name", "graph_mode", "why"),
     [
-        ("slim-w4a8-g256", "ge", "torchair makes QuantBatchMatmulV3 of it, which has no form of int8 by 4 bits"),
+        ("slim-w4a8-g256", "ge", "QuantBatchMatmulV3 of it, with int32 for 4 bits and without group_sizes"),
         ("slim-w4a8-g128", "aclgraph", "beside matrices of 4 bits in groups of 256"),
     ],
 )

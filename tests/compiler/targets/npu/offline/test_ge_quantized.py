@@ -238,6 +238,22 @@ def test_w4a8_linears_in_groups_keep_16_bits(size):
     assert {n.attributes["antiquant_group_size"] for n in graph.of_type("WeightQuantBatchMatmulV2")} == {size}
 
 
+def test_why_graphs_have_no_product_of_int8_by_4_bits():
+    """Torchair drops the groups, and hands 4 bits on as the int32 that hold them."""
+
+    def product(x, weight, scale, offset, rows):
+        given = {"offset": offset, "pertoken_scale": rows, "output_dtype": 15, "group_sizes": [0, 0, 256]}
+        return torch.ops.npu.npu_quant_matmul(x, weight, scale, **given)
+
+    sizes = {"x": ((5, 512), torch.int8), "weight": ((512, 2), torch.int32), "scale": ((2, 16), torch.int64)}
+    sizes |= {"offset": ((16,), torch.float32), "rows": ((5, 1), torch.float32)}
+    inputs = [torch.ones(size, dtype=dtype) for size, dtype in sizes.values()]
+    graph = convert(fx.symbolic_trace(product), inputs, dynamic=False)
+    (node,) = graph.of_type("QuantBatchMatmulV3")
+    assert node.attributes.keys() == {"dtype", "transpose_x1", "transpose_x2"}
+    assert node.inputs["x2"] == "weight:0" and not graph.of_type("Bitcast")
+
+
 @pytest.mark.parametrize("soc", ["Ascend910_9382", "Ascend950PR"])
 def test_other_chips(soc):
     model = build_legal_model("llama", dtype=torch.bfloat16, num_hidden_layers=1)
