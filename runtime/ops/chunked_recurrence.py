@@ -9,8 +9,8 @@ Within a chunk, with decays d_i, the running sum g of their logarithms, and S th
     S'       = S exp(g_last) + Σ_j u_j (exp(g_last - g_j) k_j)ᵀ
 
 No exponent is positive, and each g_i - g_j is summed by itself: a token that forgets everything has a sum in which
-the difference of two later ones would drown. S' is linear in S, so chunks pass states on as matrices that are multiplied, by doubling: as
-many rounds as ``state_tables.MOST_CHUNKED_TOKENS`` need, over links alone.
+the difference of two later ones would drown. S' is linear in S, so chunks pass states on as matrices that are
+multiplied, by doubling: as many rounds as ``state_tables.MOST_CHUNKED_TOKENS`` need, over links alone.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ class ToyProgram:
         max_model_len: positions.
         vocab_size: of the logits.
         windows: sliding window of each layer, 0 for none; layers with different ones are groups.
+        dtype: of weights and caches. In float64 no batch mate changes a bit of the logits, which are float32.
 
     Attributes:
         steps: per call (tokens, sequences, asked rows).
@@ -28,17 +29,21 @@ class ToyProgram:
     """
 
     def __init__(
-        self, max_model_len: int | None = 128, vocab_size: int = VOCAB, windows: Sequence[int] = (0,) * LAYERS
+        self,
+        max_model_len: int | None = 128,
+        vocab_size: int = VOCAB,
+        windows: Sequence[int] = (0,) * LAYERS,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         width = HEADS * DIM
         generator = torch.Generator().manual_seed(0)
 
         def weight(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
+            return torch.randn(*shape, generator=generator).to(dtype) * shape[-1] ** -0.5
 
         kinds = list(dict.fromkeys(windows))
         self.caches = [
-            CacheSpec(KV_HEADS, DIM, DIM, torch.float32, sliding_window=window, group=kinds.index(window))
+            CacheSpec(KV_HEADS, DIM, DIM, dtype, sliding_window=window, group=kinds.index(window))
             for window in windows
         ]
         self.vocab_size = vocab_size
@@ -92,7 +97,7 @@ class ToyProgram:
                 0.0,
             )
 
-        logits = self._forward(tokens, position_ids[0], attend)[step.logits_rows]
+        logits = self._forward(tokens, position_ids[0], attend)[step.logits_rows].float()
         if self.change_logits is not None:
             logits = self.change_logits(logits, tokens[step.logits_rows])
         return logits

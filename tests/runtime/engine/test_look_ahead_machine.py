@@ -31,8 +31,8 @@ PARAMS: dict[str, dict[str, Any]] = {
     "scored": {"temperature": 0, "prompt_logprobs": 0},
 }
 PROGRAMS: dict[str, Any] = {
-    "full": ToyProgram,
-    "windows": lambda: ToyProgram(windows=(0, 6)),
+    "full": lambda: ToyProgram(dtype=torch.float64),
+    "windows": lambda: ToyProgram(windows=(0, 6), dtype=torch.float64),
     "hybrid": ToyStateProgram,
     "state": lambda: ToyStateProgram(with_kv=False),
 }
