@@ -48,7 +48,7 @@ FLOORS = {
         ),
         *(
             "__init__ autocast blocks memory phases private_folder processors shown step_metadata",
-            "control_group state_tables",
+            "control_group state_tables window_blocks",
         ),
     ),
     "serving": (
