@@ -290,7 +290,7 @@ def _link_for_npu(
             raise_if_lost(error)
             reason = f"it fails: {first_line(error)}"
         else:
-            reason = verdict.reason
+            reason = verdict.reason or route.failure
         clock.lap("codegen")
     if reason:
         log.warning("codegen=%r is not used: %s; the lowered graph runs call by call, slower", route.name, reason)

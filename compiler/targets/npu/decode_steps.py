@@ -88,6 +88,10 @@ class DecodeRoute(Route):
         return [f"{kind}: {limit}" for kind, part in kinds for limit in part.limits]
 
     @property
+    def failure(self) -> str:
+        return self.decode.failure or self.others.failure
+
+    @property
     def _parts(self) -> tuple[Route, Route]:
         return self.decode, self.others
 

@@ -97,6 +97,12 @@ class Route(ABC):
         """Why fewer sizes are planned than steps could use, one line for each reason."""
         return self._limits
 
+    @property
+    def failure(self) -> str:
+        """Why a step that was to run as a whole graph ran operator by operator, as no graph for it could be made; ""
+        where each could, or others can."""
+        return ""
+
     def planned_sizes(self) -> list[PlannedSize]:
         """The sizes that are planned and were not dropped, in the order of use: decode first."""
         return []

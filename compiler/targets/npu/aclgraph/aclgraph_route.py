@@ -36,6 +36,7 @@ from .....runtime.engine.device_errors import raise_if_lost
 from .....runtime.engine.device_queue import sent
 from .....runtime.program import KVCache
 from .....runtime.state_tables import CHUNK_TABLES
+from ....report import first_line
 from ..flat_graph import flat_graph, readers
 from ..in_place import write_in_place
 from ..prefetches import counted_fetches
@@ -108,11 +109,16 @@ class AclGraphs(Route):
         self.planned: tuple[int, ...] = ()
         self.captured: set[tuple[int, int]] = set()
         self.dropped: dict[int, str] = {}
+        self._failure = ""
+
+    @property
+    def failure(self) -> str:
+        return "" if self.captured else self._failure
 
     def plan(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
         self.dropped.clear()
         self._limits.clear()
-        self._budget = self._most
+        self._budget, self._failure = self._most, ""
         if self._budget < 1:
             self.refusal = self.refusal or f"no size can be captured: {self._limit}"
         if self.refusal:
@@ -193,7 +199,7 @@ class AclGraphs(Route):
             self.note_eager(
                 f"steps of {size[0]} tokens that ask for {size[1]} rows are not captured"
                 if self.is_warm
-                else f"{self._budget} sizes are captured already"
+                else self._failure or f"{self._budget} sizes are captured already"
             )
             return self.run_by_operator(args)
         if size in self.captured:
@@ -203,7 +209,9 @@ class AclGraphs(Route):
         except Exception as error:  # no streams or memory left for another capture, or npugraph_ex cannot compile
             raise_if_lost(error)
             log.warning("capturing a step of %d tokens fails, no more sizes are captured: %s", size[0], error)
-            self._budget = len(self.captured)
+            self._budget, self._failure = len(self.captured), f"it fails: {first_line(error)}"
+            if has_state(self.traced.caches):  # which the step may have written over
+                raise
             return self.run_by_operator(args)
 
     def _run_captured(self, args: Sequence[Any]) -> Sequence[Any]:

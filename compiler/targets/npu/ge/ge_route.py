@@ -24,9 +24,8 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .....passes import TracedGraph
-from .....runtime.engine.device_errors import raise_if_lost
+from .....runtime.cache.cache_specs import has_state
 from .....runtime.program import KVCache
-from ....report import first_line
 from ..flat_graph import flat_graph
 from ..in_place import write_rows_in_place
 from ..offline.air_kernels import register_air_kernels
@@ -40,6 +39,7 @@ from ..sizes.step_padding import StepSize
 from ..toolchain_options import set_ge_options
 from ..warm_up_steps import StepShape, fitting_shape
 from .converters import register_converters
+from .first_runs import FirstRuns
 from .scheduled import WriteRowsAndSchedule, noted_schedules
 from .static_decode import StaticDecode
 from .static_graph import air_attention, static_graph
@@ -99,7 +99,11 @@ class GeGraphs(Route):
         self.planned: tuple[int, ...] = ()
         self.graphs: dict[int, Run] = {}
         self.dropped: dict[int, str] = {}
-        self._has_run: set[int] = set()
+        self._first_runs = FirstRuns(self._drop, writes_state=has_state(traced.caches))
+
+    @property
+    def failure(self) -> str:
+        return next(iter(self.dropped.values()), "")
 
     def plan(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
         self.dropped.clear()
@@ -167,6 +171,7 @@ class GeGraphs(Route):
     def _drop(self, length: int, reason: str) -> None:
         self.dropped[length] = reason
         self.graphs.pop(length, None)
+        self._first_runs.forget(length)
 
     def size_for(self, size: StepSize) -> StepSize | None:
         """The next planned number of sequences; each dummy one has a token."""
@@ -191,19 +196,11 @@ class GeGraphs(Route):
         if self.is_warm and length not in self.graphs:
             self.note_eager(f"no graph for {length} sequences is planned")
             return self.run_by_operator(args)
-        try:
-            return self._run(length, args)
-        except Exception as error:  # GE may refuse what torchair converted, at the first step
-            raise_if_lost(error)
-            if length in self._has_run:
-                raise
-            self._drop(length, f"it fails: {first_line(error)}")
-        return self(*args)
+        outputs = self._first_runs.attempt(length, self._graph, self.on_device(args))
+        return self(*args) if outputs is None else outputs
 
     def _run(self, length: int, args: Sequence[Any]) -> Sequence[Any]:
-        outputs = self._graph(length)(*self.on_device(args))
-        self._has_run.add(length)
-        return outputs
+        return self._first_runs.run(length, self._graph, self.on_device(args))
 
     def _graph(self, length: int) -> Run:
         if length not in self.graphs:

@@ -15,14 +15,13 @@ import torch
 
 from .....passes import TracedGraph
 from .....runtime.cache.cache_specs import has_state
-from .....runtime.engine.device_errors import raise_if_lost
 from .....runtime.program import KVCache
 from .....runtime.step_metadata import StepMetadata
-from ....report import first_line
 from ..flat_graph import cache_inputs, list_inputs
 from ..route import Run
 from ..sizes.capture_sizes import most_padding, padded_size
 from ..sizes.step_padding import StepSize, spare_blocks
+from .first_runs import FirstRuns
 from .static_graph import why_not_static
 
 log = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ class StaticDecode:
         self._at = {node.name: i for i, node in enumerate(traced.placeholders) if node.users}
         self._shapes: dict[int, list[tuple[int, torch.Size]]] = {}
         self._caches: list[torch.Tensor] = []
-        self._has_run: set[int] = set()
+        self._first_runs = FirstRuns(self._leave_out, writes_state=has_state(traced.caches))
         if self.refusal:
             log.warning("decode steps have no static graphs: %s", self.refusal)
 
@@ -124,32 +123,26 @@ class StaticDecode:
 
     def run(self, sequences: int, args: Sequence[Any]) -> Sequence[Any] | None:
         """The outputs of the graph for so many sequences; None where it turns out not to compile, and is dropped."""
-        try:
-            return self.run_graph(sequences, args)
-        except Exception as error:
-            raise_if_lost(error)
-            if sequences in self._has_run:
-                raise
-            reason = first_line(error)
-            log.warning("the static decode graph for %d sequences is not used: %s", sequences, reason)
-            self.drop(sequences, reason)
-            return None
+        return self._first_runs.attempt(sequences, self.graph, args)
 
     def run_graph(self, sequences: int, args: Sequence[Any]) -> Sequence[Any]:
         """The outputs of the graph for so many sequences, whatever it raises."""
-        outputs = self.graph(sequences)(*args)
-        self._has_run.add(sequences)
-        return outputs
+        return self._first_runs.run(sequences, self.graph, args)
+
+    def _leave_out(self, sequences: int, reason: str) -> None:
+        log.warning("the static decode graph for %d sequences is not used: %s", sequences, reason)
+        self.drop(sequences, reason)
 
     def drop(self, sequences: int, reason: str) -> None:
         """Do not use the graph for so many sequences; whoever finds the reason says so."""
         self.dropped[sequences] = reason
         self.graphs.pop(sequences, None)
+        self._first_runs.forget(sequences)
 
     def _forget(self) -> None:
         self.graphs.clear()
         self.dropped.clear()
-        self._has_run.clear()
+        self._first_runs.clear()
 
 
 def decode_inputs(traced: TracedGraph, sequences: int, width: int) -> dict[str, torch.Tensor]:

@@ -313,6 +313,22 @@ def test_an_engine_through_torchair():
 
 
 @pytest.mark.torchair
+@pytest.mark.parametrize("fails", ["torchair", "GE"])
+def test_a_model_that_no_graph_runs_is_said_to_run_without_one(monkeypatch, fails):
+    """torchair has no converter for an operator; or GE refuses at the first step what torchair made."""
+    from legal_models import build_legal_model
+
+    def refuse(*_):
+        raise RuntimeError("E40021: no such operator\nat line 1")
+
+    monkeypatch.setattr(GeGraphs, "_compile", refuse if fails == "torchair" else lambda *_: refuse)
+    llm = pagoda.LLM(build_legal_model("llama"), target="npu", codegen="ge", block_size=16, num_blocks=12)
+    report = llm.compile_report
+    assert report.codegen == "none"
+    assert report.dropped_passes == [("ge", "it fails: E40021: no such operator")]
+
+
+@pytest.mark.torchair
 @pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "qwen3_moe"])
 def test_captured_graphs_serve_the_same(model_type):
     from npugraph_ex._acl_concrete_graph.acl_graph import AclGraph
