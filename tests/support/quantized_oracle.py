@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -47,19 +48,6 @@ def rounded_rows_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Te
     return (product if bias is None else product + bias.double()).to(rows.dtype)
 
 
-@contextmanager
-def inputs_of_8_bits(model: PreTrainedModel) -> Iterator[None]:
-    """Let the layers of a model, but for its head and its routers, and every matrix of its experts read their inputs
-    in 8 bits with a scale for each row for a while; the weights stay what they are."""
-    head, forward = model.get_output_embeddings(), nn.Linear.forward
-
-    def of_layer(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        return forward(layer, x) if layer is head else rounded_rows_linear(x, layer.weight, layer.bias)
-
-    with _computed(model, of_layer, rounded_rows_linear):
-        yield
-
-
 def given_rows_linear(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, offset: int
 ) -> torch.Tensor:
@@ -69,43 +57,55 @@ def given_rows_linear(
     return (product if bias is None else product + bias.double()).to(rows.dtype)
 
 
+_OWN_SCALES = "a scale for each row"
+
+
 @contextmanager
-def given_inputs(model: PreTrainedModel, given: Mapping[str, tuple[float, int]]) -> Iterator[None]:
+def _inputs_read(model: PreTrainedModel, how: Callable[[nn.Linear, str], Any], of_experts: Any) -> Iterator[None]:
+    """Let the layers of a model read their inputs, for a while, as ``how`` says of a layer and its name: None, as
+    they are; ``_OWN_SCALES``; or a scale and an offset."""
+    names, forward = {module: name for name, module in model.named_modules()}, nn.Linear.forward
+
+    def of_layer(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        given = how(layer, names[layer])
+        if given is None:
+            return forward(layer, x)
+        if given == _OWN_SCALES:
+            return rounded_rows_linear(x, layer.weight, layer.bias)
+        return given_rows_linear(x, layer.weight, layer.bias, *given)
+
+    with _computed(model, of_layer, of_experts):
+        yield
+
+
+def inputs_of_8_bits(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Let the layers of a model, but for its head and its routers, and every matrix of its experts read their inputs
+    in 8 bits with a scale for each row for a while; the weights stay what they are."""
+    return given_inputs(model, {})
+
+
+def given_inputs(model: PreTrainedModel, given: Mapping[str, tuple[float, int]]) -> AbstractContextManager[None]:
     """Let the layers of these names read their inputs by their scale and offset for a while, all other layers but the
     head and routers with a scale for each row."""
-    head, names = model.get_output_embeddings(), {module: name for name, module in model.named_modules()}
-    forward = nn.Linear.forward
-
-    def of_layer(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        known = given.get(names[layer])
-        if layer is head:
-            return forward(layer, x)
-        if known is None:
-            return rounded_rows_linear(x, layer.weight, layer.bias)
-        return given_rows_linear(x, layer.weight, layer.bias, *known)
-
-    with _computed(model, of_layer, rounded_rows_linear):
-        yield
+    head = model.get_output_embeddings()
+    return _inputs_read(
+        model, lambda layer, name: None if layer is head else given.get(name, _OWN_SCALES), rounded_rows_linear
+    )
 
 
-@contextmanager
-def inputs_as_made(model: PreTrainedModel, stored: nn.Module) -> Iterator[None]:
+def inputs_as_made(model: PreTrainedModel, stored: nn.Module) -> AbstractContextManager[None]:
     """Let the linear layers of a float model read their inputs, for a while, as the weights of the same model over a
-    quantised checkpoint were made for: as they are, in 8 bits with a scale for each row, or by a given scale."""
-    names = {module: name for name, module in model.named_modules()}
+    quantised checkpoint were made for: as they are, in 8 bits with a scale for each row, or by a given scale; experts
+    as they are."""
     weights = dict(stored.named_parameters())
-    forward = nn.Linear.forward
 
-    def of_layer(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        weight = weights.get(f"{names[layer]}.weight")
+    def how(_: nn.Linear, name: str) -> Any:
+        weight = weights.get(f"{name}.weight")
         if not isinstance(weight, StoredWeight) or weight.form.input_bits != 8:
-            return forward(layer, x)
-        if weight.input_scale is None:
-            return rounded_rows_linear(x, layer.weight, layer.bias)
-        return given_rows_linear(x, layer.weight, layer.bias, *weight.input_scale)
+            return None
+        return _OWN_SCALES if weight.input_scale is None else weight.input_scale
 
-    with _computed(model, of_layer, F.linear):
-        yield
+    return _inputs_read(model, how, F.linear)
 
 
 @contextmanager

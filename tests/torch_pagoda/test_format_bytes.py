@@ -114,6 +114,10 @@ def test_plan_counts_what_is_served(run: Run, folders: Callable[[str], Path]) ->
     change = said["ct-w4a16"]["weight_bytes"] - said["float"]["weight_bytes"]
     assert change < 0 and change == sum(f["served_bytes"] - f["float_bytes"] for f in said["ct-w4a16"]["formats"])
     assert {f["form"] for f in said["ct-w4a16"]["formats"]} >= {"int4/g32/bf16"}
+    on_npu = run("plan", folders("ct-mxfp4"), *options, "--target", "npu", "--json")
+    assert on_npu[0] == 0, on_npu[2]
+    served = {one["served"] for one in json.loads(on_npu[1])["formats"]}
+    assert served == {"float", "unpacked"}, "no operator of Ascend reads them"
     status, out, err = run("plan", folders("ct-w4a16"), *options)
     assert status == 0 and "0-1" in out and "int4/g32/bf16" in out, err
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import chain
+from pathlib import Path
 
 from gguf_files import KINDS
 from page_text import PAGES, section
@@ -37,8 +38,8 @@ ROWS = {
 }
 """Beginning of a row of docs/quantization.md → formats that prove it: ``test_read_quantized`` reads each of
 ``FORMATS`` and asks that it is served as stored, or unpacked where its groups are of another size."""
-OTHERS = {"bitsandbytes `nf4`, `fp4`": "test_bitsandbytes", "GGUF": "test_gguf_models"}
-"""Beginning of other rows → the tests that prove them."""
+OTHERS = {"bitsandbytes `nf4`, `fp4`": "test_bitsandbytes.py", "GGUF": "test_gguf_models.py"}
+"""Beginning of other rows → the tests that prove them, beside this file."""
 BITS = re.compile(r"(\d+) bits a weight")
 
 
@@ -55,6 +56,7 @@ def test_every_row_has_formats_and_every_format_a_row() -> None:
         assert known in OTHERS or served.startswith("as stored"), name
     assert len([name for name, *_ in rows() if not name.startswith("GGUF")]) == len(ROWS) + 1
     assert sorted(chain(*ROWS.values())) == sorted(FORMATS | LARGE)
+    assert all(Path(__file__).with_name(name).is_file() for name in OTHERS.values())
 
 
 def test_readme_counts_the_formats() -> None:

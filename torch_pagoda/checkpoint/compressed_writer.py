@@ -88,7 +88,7 @@ def write_compressed(model: PreTrainedModel, out: Path, weights: Mapping[str, Gr
     size = next(iter(weights.values())).group_size
     per_row = all(weight.scales.shape[1] == 1 for weight in weights.values())
     config = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = _config(0 if per_row else size, sorted(floats | {"lm_head"}))
+    config["quantization_config"] = quantization_config(0 if per_row else size, sorted(floats | {"lm_head"}))
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -107,7 +107,7 @@ def packed(weight: GridWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     }
 
 
-def _config(group_size: int, ignore: list[str]) -> dict[str, Any]:
+def quantization_config(group_size: int, ignore: list[str]) -> dict[str, Any]:
     """The entry in config.json; a ``group_size`` of 0: a scale for each output."""
     weights = {
         "num_bits": _BITS,

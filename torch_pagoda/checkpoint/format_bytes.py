@@ -159,24 +159,26 @@ def _sum(first: FormatBytes, second: FormatBytes) -> FormatBytes:
     )
 
 
-def formats_of_files(name: str, config: Any, dtype: torch.dtype) -> list[FormatBytes] | None:
+def formats_of_files(name: str, config: Any, dtype: torch.dtype, *, target: str = "cpu") -> list[FormatBytes] | None:
     """The formats of a quantised checkpoint, whose tensors are read one after the other; None for a float one.
 
     Args:
         name: folder, hub id or GGUF file.
         config: the checkpoint's.
         dtype: of the model.
+        target: "cpu" or "npu", which takes fewer formats as they are stored.
 
     Raises:
         ValueError: it is quantised, and its weights are not there or cannot be read.
     """
     if is_gguf(name):
-        formats = formats_of_gguf(open_gguf(name), dtype)
+        formats = formats_of_gguf(open_gguf(name), dtype, target=target)
         return formats if any(one.served != "float" for one in formats) else None
     tensors = quantized_tensors(name, config, dtype)
     if tensors is None:
         return None
-    return formats_of(tensors, dtype, tied=getattr(config.get_text_config(), "tie_word_embeddings", False))
+    tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
+    return formats_of(tensors, dtype, tied=tied, target=target)
 
 
 def served_change(formats: Iterable[FormatBytes]) -> int:

@@ -96,7 +96,7 @@ def plan(
         options = CompileOptions(target=target, kv_cache_dtype=kv_cache_dtype).for_device(resolve_device("auto").type)
         kind, config, name = _kind_and_config(model)
         wanted = resolve_dtype(dtype)
-        formats = _formats(name, config, wanted)
+        formats = _formats(name, config, wanted, options.target)
         needs = requirements(kind, without_quantization(config), wanted, options)
         if formats is not None:
             needs = replace(needs, weight_bytes=needs.weight_bytes + served_change(formats))
@@ -149,14 +149,14 @@ def _kind_and_config(model: str) -> tuple[Any, Any, str]:
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, name
 
 
-def _formats(name: str, config: Any, dtype: torch.dtype | None) -> list[FormatBytes] | None:
+def _formats(name: str, config: Any, dtype: torch.dtype | None, target: str) -> list[FormatBytes] | None:
     """The formats of a quantised checkpoint; None for a float one."""
     import torch
 
     from ..checkpoint.format_bytes import formats_of_files
 
     stated = getattr(config.get_text_config(), "dtype", None)
-    return formats_of_files(name, config, dtype or stated or torch.bfloat16)
+    return formats_of_files(name, config, dtype or stated or torch.bfloat16, target=target)
 
 
 def _default_block_size(target: str) -> int:

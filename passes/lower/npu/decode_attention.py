@@ -62,8 +62,11 @@ class DecodeAttention:
     window: int
 
     @staticmethod
-    def of(call: PagedAttentionCall, heads: Heads) -> DecodeAttention:
-        return DecodeAttention(heads.heads, heads.kv_heads, call.scale, call.sliding_window)
+    def of(traced: TracedGraph, call: PagedAttentionCall, heads: Heads) -> DecodeAttention:
+        """Without the window that no sequence is longer than."""
+        longest = traced.max_positions
+        window = call.sliding_window if longest is None or longest > call.sliding_window else 0
+        return DecodeAttention(heads.heads, heads.kv_heads, call.scale, window)
 
 
 @dataclass(frozen=True)
@@ -98,9 +101,9 @@ def why_not_decoded(traced: TracedGraph, call: PagedAttentionCall, heads: Heads)
     target, table = traced.npu, value(call.block_table)
     sequences, like, blocks = table.shape[0], value(call.query), value(call.key_cache).shape[0]
     with traced.fake_mode:
-        keys = _Keys(table, [1])
-        if call.sliding_window:
-            part, mask = window_blocks(table, value(call.seq_lens), call.sliding_window, target.block_size)
+        keys, plan = _Keys(table, [1]), DecodeAttention.of(traced, call, heads)
+        if plan.window:
+            part, mask = window_blocks(table, value(call.seq_lens), plan.window, target.block_size)
             keys = _Keys(part, [1], mask)
         query = like.new_empty(sequences, 1, heads.heads * heads.key_dim)
         key, val = (
@@ -108,7 +111,7 @@ def why_not_decoded(traced: TracedGraph, call: PagedAttentionCall, heads: Heads)
             for dim in (heads.key_dim, heads.value_dim)
         )
         scales = like.new_empty(blocks, heads.kv_heads, target.block_size, dtype=torch.float32)
-    kwargs = _arguments(DecodeAttention.of(call, heads), target, scales, scales, keys)
+    kwargs = _arguments(plan, target, scales, scales, keys)
     return "; ".join(violations(Call.make(_KERNEL, target, query, key, val, **kwargs)))
 
 
@@ -117,7 +120,7 @@ def note_decoded(traced: TracedGraph, rows: fx.Node, call: PagedAttentionCall, h
 
     The graph gets the inputs that the kernel reads, and that tell such steps from others.
     """
-    plan = DecodeAttention.of(call, heads)
+    plan = DecodeAttention.of(traced, call, heads)
     traced.step_input("query_lens")
     _lens(traced, plan.window)
     put_custom_note(rows, ANNOTATION, asdict(plan))

@@ -67,6 +67,9 @@ def _packed(module: Quantized) -> torch.Tensor:
     if len(shape) != 2 or shape[0] != words.shape[0] or shape[1] <= 0:
         raise module.bad("weight_shape", f"it says {shape} where weight_packed has {words.shape[0]} rows")
     outputs, inputs = shape
+    stated = {entry.get("num_bits") for entry in _weights(module.settings)}
+    if other := sorted(stated - {None, 4, 8}, key=str):
+        raise module.bad("weight_packed", f"its config states {other} bits, and 4 and 8 are read")
     bits = next((b for b in (4, 8) if -(-inputs * b // 32) == words.shape[1]), 0)
     if not bits:
         raise module.bad("weight_packed", f"{inputs} inputs of 4 or 8 bits are needed")

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import fx
 
+from torch_pagoda.compiler.estimates.flops import flops
+from torch_pagoda.compiler.estimates.traffic import Step
 from torch_pagoda.compiler.targets.npu.decode_steps import DecodeCalls
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.fx_nodes import shape
@@ -133,6 +135,27 @@ def right_of(window: int, block_size: int) -> list[torch.Tensor]:
 def run_both(graph: AttentionGraph, decode: TracedGraph, run: Callable[..., Any] | None = None) -> list[torch.Tensor]:
     calls = DecodeCalls(graph.traced, decode, run or decode.module, graph.traced.module)
     return graph.run(LONG, by=calls)
+
+
+@pytest.mark.parametrize(("context", "keys"), [(100, 100), (4000, 5 * 32)])
+def test_work_is_counted_for_the_blocks_that_a_window_touches(context, keys):
+    _, decode = windowed(128, 32)
+    (node,) = (node for node in decode.graph.nodes if node.target is KERNEL)
+    assert flops(decode, [node], Step(1, context, 1)) == 2 * 4 * (128 + 128) * keys
+
+
+@pytest.mark.parametrize(("longest", "has_mask"), [(None, True), (4097, True), (4096, False), (2048, False)])
+def test_a_window_that_no_sequence_passes_is_none(longest, has_mask):
+    graph = AttentionGraph(
+        4, 2, 128, cache_dtype=torch.int8, target=target(), dtype=torch.float32, sliding_window=4096
+    )
+    graph.traced.max_positions = longest
+    lower_npu_paged_attention(graph.traced)
+    decode = decode_graph(graph.traced)
+    assert decode is not None
+    (node,) = (node for node in decode.graph.nodes if node.target is KERNEL)
+    assert (node.kwargs["atten_mask"] is not None) == has_mask
+    assert has_mask or node.kwargs["block_table"] is decode.placeholder("block_table")
 
 
 @pytest.mark.parametrize("mode", ["ge", "aclgraph"])
