@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from shapes import ALL_SHAPES, OUTPUT_LENGTHS, PROMPT_LENGTHS, SHAPES, Prompts
+from shapes import OUTPUT_LENGTHS, PROMPT_LENGTHS, SHAPES, WHOLE_SHAPES, Prompts
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -99,7 +99,7 @@ def machine_limits(repeats: int = 5) -> Limits:
 def layer_matrices(shape: str) -> tuple[tuple[int, int], ...]:
     """``[out, in]`` of the matrices of all decoder layers in order, those of one input merged."""
     with torch.device("meta"):
-        layers = AutoModelForCausalLM.from_config(ALL_SHAPES[shape]()).model.layers
+        layers = AutoModelForCausalLM.from_config(WHOLE_SHAPES[shape]()).model.layers
     found = []
     for module in layers.modules():
         linears = {name: linear.weight for name, linear in module.named_children() if isinstance(linear, nn.Linear)}
@@ -114,7 +114,7 @@ class StepTimes:
     """Seconds of a step's products, timed at ``ROWS`` sizes of all layers and of the head."""
 
     def __init__(self, shape: str, repeats: int = 3) -> None:
-        config = ALL_SHAPES[shape]()
+        config = WHOLE_SHAPES[shape]()
         layers = layer_matrices(shape)
         products, widths = packed_products(layers), [size[1] for size in layers]
         self.layers = [seconds_of(products, widths, rows, repeats) for rows in ROWS]
@@ -169,7 +169,7 @@ def ceiling(shape: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=ALL_SHAPES, action="append", help=f"default: {', '.join(SHAPES)}")
+    parser.add_argument("--shape", choices=WHOLE_SHAPES, action="append", help=f"default: {', '.join(SHAPES)}")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     args = parser.parse_args()

@@ -12,6 +12,7 @@ from report import markdown_table, plotter, save_plot
 from shapes import (
     ALL_SHAPES,
     DECODE_TOKENS,
+    EXPERT_SHAPES,
     OUTPUT_LENGTHS,
     PREFILL_PROMPT,
     PROMPT_LENGTHS,
@@ -71,7 +72,12 @@ def cache_bytes(shape: str) -> int:
 
 
 def fractions(run: Mapping[str, Any], label: str) -> dict[str, float]:
-    """Of the limits that were measured in the same run: what one side reaches by decoding, prefill, 32 requests."""
+    """Of the limits that were measured in the same run: what one side reaches by decoding, prefill, 32 requests.
+
+    None of a model with experts.
+    """
+    if run["shape"] in EXPERT_SHAPES:
+        return {}
     side = run["sides"][label]
     median = {figure: statistics.median(found) for figure, found in figures(side).items() if found}
     limits = run.get("limits", [])

@@ -18,6 +18,7 @@ from environments import CommandFailed, run
 from safetensors.torch import load_file, save_file
 from shapes import random_model
 from transformers import AutoTokenizer
+from write_mxfp4 import write_mxfp4
 from write_w4a16 import GROUP, rounded
 
 from torch_pagoda.checkpoint.compressed_writer import quantization_config
@@ -38,7 +39,7 @@ class Format:
 
     Attributes:
         model: suffix of the model's folder.
-        bits: of a weight of the layers, its share of the scales included.
+        bits: of a weight of the layers, its share of the scales included; of those with experts, of attention's.
         head_bits: of a weight of the head.
     """
 
@@ -79,6 +80,7 @@ OURS = Peer(
         "int4": _INT4,
         "int4-weight-only": _INT4,
         "int4-stored": Format("w4a16", 4 + 32 / 128),  # scales are widened
+        "mxfp4-stored": Format("mxfp4"),
     },
 )
 _OPENVINO_INT8, _OPENVINO_INT4 = Format("openvino-int8", 8, 8), Format("openvino-int4", 4 + 16 / 128, 8)
@@ -119,6 +121,7 @@ PEERS = {
             "int8": Format("gguf-q8_0", 8.5, 8.5),
             # The head is Q6_K.
             "int4": Format("gguf-q4_0", 4.5, 210 * 8 / 256),
+            "mxfp4-stored": Format("gguf-mxfp4"),
         },
         # GCC 12 takes the AMX tiles' configuration for a dead store: its _tile_loadconfig says that it reads 8 bytes.
         environment={
@@ -159,18 +162,23 @@ def model_folder(shape: str, peer: Peer, python: Path, weights: str) -> Path:
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     print(f"writing {folder}", flush=True)
-    if kind == "bf16":
-        random_model(shape).save_pretrained(folder)
+    if kind in ("bf16", "mxfp4"):
+        model = random_model(shape)
+        if kind == "bf16":
+            model.save_pretrained(folder)
+        else:
+            write_mxfp4(model, folder)
         # Nobody looks at texts, but some do not start without a tokenizer.
         AutoTokenizer.from_pretrained(ROOT / "examples" / "tiny-pydoc").save_pretrained(folder)
     else:
-        source = model_folder(shape, OURS, Path(sys.executable), "bf16")
+        stored = "mxfp4-stored" if kind == "gguf-mxfp4" else "bf16"
+        source = model_folder(shape, OURS, Path(sys.executable), stored)
         log = folder.with_name(f"{folder.name}.log")
         if kind == "w8a8":
             _write_w8a8(source, folder)
         elif kind == "w4a16":
             _write_w4a16(source, folder)
-        elif kind == "gguf-bf16":
+        elif kind in ("gguf-bf16", "gguf-mxfp4"):
             run([python, HERE / "write_gguf.py", source, folder / "model.gguf"], log)
         elif kind.startswith("gguf-"):
             source = model_folder(shape, peer, python, "bf16") / "model.gguf"

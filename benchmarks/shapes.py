@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    GptOssConfig,
     GraniteMoeHybridConfig,
     LlamaConfig,
     PreTrainedModel,
@@ -81,7 +82,13 @@ STATE_SHAPES: dict[str, Callable[[], Any]] = {
     ),
 }
 """Models most layers of which keep a state in place of keys and values; see ``states.py``."""
-ALL_SHAPES = {**SHAPES, **STATE_SHAPES}
+EXPERT_SHAPES: dict[str, Callable[[], Any]] = {
+    "gpt-oss-20b, 4 layers": lambda: GptOssConfig(num_hidden_layers=4, tie_word_embeddings=False),
+}
+"""Models whose layers choose among experts: what a token reads of them is not told by their matrices."""
+WHOLE_SHAPES = {**SHAPES, **STATE_SHAPES}
+"""Models each token of which reads all matrices."""
+ALL_SHAPES = {**WHOLE_SHAPES, **EXPERT_SHAPES}
 PROMPT_LENGTHS = [
     *(204, 79, 149, 224, 355, 283, 227, 391, 41, 243, 309, 274, 324, 119, 102, 504),
     *(120, 428, 346, 225, 71, 119, 206, 120, 369, 197, 57, 365, 104, 297, 436, 147),
@@ -109,7 +116,7 @@ def random_model(shape: str) -> PreTrainedModel:
     torch.manual_seed(0)
     config = ALL_SHAPES[shape]()
     config.initializer_range = 0.02
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval().requires_grad_(False)

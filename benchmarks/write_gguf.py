@@ -1,6 +1,6 @@
-"""Writes a Llama, Qwen3 or Qwen3.5 checkpoint as GGUF for llama.cpp; runs in the Python of that peer.
+"""Writes a Llama, Qwen3, Qwen3.5 or gpt-oss checkpoint as GGUF for llama.cpp; runs in the Python of that peer.
 
-    python write_gguf.py FOLDER model.gguf                        # of a bf16 checkpoint
+    python write_gguf.py FOLDER model.gguf                        # of a bf16 checkpoint; of gpt-oss, experts in MXFP4
     python write_gguf.py model.gguf model-q4.gguf --quantize q4_0   # by llama.cpp's own quantizer
 
 The file has no tokenizer: token ids go in and come out.
@@ -23,12 +23,16 @@ ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
+DTYPES = {"BF16": "<u2", "U8": "u1"}
 FILE_TYPES = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}
 
 
-def bf16_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Names and bits (uint16) of the tensors in a safetensors file: a header's length, the header as JSON, the data.
+def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and values of the tensors in a safetensors file, of bf16 the bits as uint16.
+
+    The file: a header's length, the header as JSON, the data.
 
     Source: https://huggingface.co/docs/safetensors
     """
@@ -37,10 +41,10 @@ def bf16_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     for name, entry in json.loads(data[8 : 8 + length].tobytes()).items():
         if name == "__metadata__":
             continue
-        if entry["dtype"] != "BF16":
-            raise ValueError(f"{name} is {entry['dtype']}; only BF16 is written")
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{name} is {entry['dtype']}; only {' and '.join(DTYPES)} are written")
         begin, end = (8 + length + offset for offset in entry["data_offsets"])
-        yield name, data[begin:end].view("<u2").reshape(entry["shape"])
+        yield name, data[begin:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 
 def interleave_heads(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -86,8 +90,49 @@ def of_linear_attention(name: str, bits: np.ndarray) -> tuple[str, np.ndarray]:
     return name, bits
 
 
+def add_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Sizes of gpt-oss's experts and windows, and its positions' YaRN."""
+    rope = config["rope_parameters"]
+    writer.add_expert_count(config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def mxfp4_blocks(blocks: np.ndarray, exponents: np.ndarray) -> np.ndarray:
+    """Rows ``[experts, out, in / 32 · 17]`` of llama.cpp, of blocks ``[experts, out, in / 32, 16]`` and their scales.
+
+    A byte of a block holds neighbours in the checkpoint, and numbers that lie 16 apart for llama.cpp.
+    """
+    codes = np.stack((blocks & 15, blocks >> 4), -1).reshape(*blocks.shape[:-1], 2, 16)
+    packed = codes[..., 0, :] | codes[..., 1, :] << 4
+    return np.concatenate((exponents[..., None], packed), -1).reshape(*blocks.shape[:2], -1)
+
+
+def of_gpt_oss(tensors: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """What llama.cpp expects in place of the tensors of gpt-oss, whose gates and ups take turns."""
+    for name, values in tensors.items():
+        if name.endswith("_scales"):
+            continue
+        if name.endswith("_blocks"):
+            owner = name.removesuffix("_blocks")
+            name, values = f"{owner}.weight", mxfp4_blocks(values, tensors[f"{owner}_scales"])
+        elif name.endswith("_proj_bias"):
+            name, values = name.replace("_proj_bias", "_proj.bias"), as_fp32(values)
+        elif name.endswith(("router.weight", "sinks")):
+            name, values = name.replace("sinks", "sinks.weight"), as_fp32(values)
+        if ".gate_up_proj." in name:
+            for i, part in enumerate((".gate_proj.", ".up_proj.")):
+                yield name.replace(".gate_up_proj.", part), np.ascontiguousarray(values[:, i::2])
+        else:
+            yield name, values
+
+
 def convert(source: Path, target: Path) -> None:
-    """Write matrices as they are, in bf16, and vectors, which llama.cpp wants so, in fp32."""
+    """Write matrices as they are, in bf16 or MXFP4, and vectors, which llama.cpp wants so, in fp32."""
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     kind, layers, heads = config["model_type"], config["num_hidden_layers"], config["num_attention_heads"]
     kv_heads = config["num_key_value_heads"]
@@ -111,9 +156,12 @@ def convert(source: Path, target: Path) -> None:
     writer.add_tokenizer_model("none")
     if kind == "qwen3_5_text":
         add_linear_attention(writer, config)
+    if kind == "gpt_oss":
+        add_experts(writer, config)
     names = gguf.get_tensor_name_map(architecture, layers)
     for path in sorted(source.glob("*.safetensors")):
-        for name, bits in bf16_tensors(path):
+        tensors = read_tensors(path)
+        for name, bits in of_gpt_oss(dict(tensors)) if kind == "gpt_oss" else tensors:
             if name == "lm_head.weight" and config["tie_word_embeddings"]:
                 continue
             for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
@@ -126,8 +174,9 @@ def convert(source: Path, target: Path) -> None:
             if values.dtype == np.float32 or values.ndim == 1:
                 writer.add_tensor(new, values if values.dtype == np.float32 else as_fp32(values))
                 continue
-            rows = np.ascontiguousarray(values).view(np.uint8)
-            writer.add_tensor(new, rows, raw_dtype=gguf.GGMLQuantizationType.BF16)
+            is_mxfp4 = values.dtype == np.uint8
+            stored = gguf.GGMLQuantizationType.MXFP4 if is_mxfp4 else gguf.GGMLQuantizationType.BF16
+            writer.add_tensor(new, np.ascontiguousarray(values).view(np.uint8), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -25,6 +25,7 @@ from .lower.npu.quantized_experts import quantize_npu_experts
 from .lower.npu.quantized_linears import quantize_npu_linears
 from .lower.npu.rope import lower_npu_rope
 from .lower.npu.sink_transposes import sink_transposes
+from .lower.npu.spell_out_complex import spell_out_complex
 from .lower.npu.spell_out_leftovers import spell_out_leftovers
 from .lower.npu.split_products import split_products
 from .lower.npu.states import lower_npu_states
@@ -166,6 +167,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("lower_npu_states", lower_npu_states, "aten", target="npu"),
     Pass("lower_npu_linears", lower_npu_linears, "aten", target="npu"),
     Pass("split_products", split_products, "aten", target="npu"),
+    Pass("spell_out_complex", spell_out_complex, "aten", required=False, target="npu"),
     Pass("spell_out_leftovers", spell_out_leftovers, "aten", target="npu"),
     # Once more: every layer has made its own layout of the rotary tables.
     Pass(

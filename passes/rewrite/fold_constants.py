@@ -1,4 +1,4 @@
-"""Compute once what depends on parameters, buffers and literals alone.
+"""Compute once what depends on parameters, buffers and literals alone; tensors that are literals are graph inputs then.
 
 Matches:
     y = f(W, ...)                          # f without side effects and without randomness, the size of y known
@@ -63,7 +63,7 @@ def fold_constants(traced: TracedGraph) -> PassRecord:
 
 
 def _constants(traced: TracedGraph) -> set[fx.Node]:
-    """Parameters, buffers and what is computed from them, the same at every step."""
+    """Parameters, buffers, literals and what is computed from them, the same at every step."""
     written = {storage_key(n) for node in traced.graph.nodes if (n := mutated_argument(node)) is not None}
     found: set[fx.Node] = set()
     for node in traced.graph.nodes:
@@ -71,6 +71,8 @@ def _constants(traced: TracedGraph) -> set[fx.Node]:
             continue
         if node.op == "placeholder":
             same = node.name in traced.constants
+        elif node.op == "get_attr":
+            same = is_tensor(node)
         else:
             same = (
                 node.op == "call_function"
@@ -85,13 +87,13 @@ def _constants(traced: TracedGraph) -> set[fx.Node]:
 
 
 def _results(constants: set[fx.Node]) -> list[fx.Node]:
-    """Those that take work and that something else reads, as they are or through views."""
+    """Literals and those that take work, where something else reads them, as they are or through views."""
     results: set[fx.Node] = set()
     for node in constants:
         if any(user not in constants for user in node.users):
             while node.op == "call_function" and not launches_work(node) and node.all_input_nodes:
                 node = node.all_input_nodes[0]
-            if launches_work(node):
+            if launches_work(node) or node.op == "get_attr":
                 results.add(node)
     return sorted(results)
 

@@ -41,6 +41,20 @@ def paged_graph(function, x):
 
 
 @pytest.mark.parametrize(
+    "function", [lambda m, x: x * torch.tensor(0.95), lambda m, x: x + torch.tensor([1, 2]).sum()]
+)
+def test_literal_tensors_become_inputs(function):
+    x = torch.randn(2, 5, 6)
+    graph = paged_graph(function, x)
+    assert [node.op for node in graph.graph.nodes].count("get_attr") == 1
+    before = run_graph(graph, x)
+    assert fold_constants(graph).matches == 1
+    assert "get_attr" not in {node.op for node in graph.graph.nodes} and len(operators(graph)) == 1
+    assert torch.equal(run_graph(graph, x), before)
+    assert fold_constants(graph).matches == 0
+
+
+@pytest.mark.parametrize(
     ("function", "left"),
     [
         (lambda m, x: x * F.softplus(m.weight), ["mul.Tensor"]),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -57,12 +58,18 @@ def rewritten(model: Any, target: str = "npu", graph_mode: str = "ge", block_siz
     return run_pipeline(captured, options, None, CompileReport(""))
 
 
-def both(model_type: str = "llama", graph_mode: str = "ge", **options: Any) -> tuple[TracedGraph, TracedGraph]:
-    """The graph for all steps, and that for decode steps."""
-    traced = rewritten(build_legal_model(model_type), graph_mode=graph_mode, **options)
+@cache
+def _both(model_type: str, graph_mode: str) -> tuple[TracedGraph, TracedGraph]:
+    traced = rewritten(build_legal_model(model_type), graph_mode=graph_mode)
     decode = decode_graph(traced)
     assert decode is not None
     return traced, decode
+
+
+def both(model_type: str = "llama", graph_mode: str = "ge") -> tuple[TracedGraph, TracedGraph]:
+    """The graph for all steps, and that for decode steps; copies of what is made once per process."""
+    traced, decode = _both(model_type, graph_mode)
+    return traced.copy(), decode.copy()
 
 
 def calls_of(traced: TracedGraph, decode: TracedGraph) -> DecodeCalls:

@@ -8,7 +8,7 @@ from aten_graphs import run_graph
 from torch.nn import functional as F
 
 from torch_pagoda.passes import PassRecord
-from torch_pagoda.passes.graph.fx_nodes import is_dynamic, shape, value
+from torch_pagoda.passes.graph.fx_nodes import is_dynamic, is_tensor, shape, value
 from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.lower.npu.activations import lower_npu_activations
 from torch_pagoda.passes.lower.npu.linears import lower_npu_linears
@@ -16,6 +16,7 @@ from torch_pagoda.passes.lower.npu.norms import lower_npu_norms
 from torch_pagoda.passes.lower.npu.rope import lower_npu_rope
 from torch_pagoda.passes.lower.npu.sink_transposes import sink_transposes
 from torch_pagoda.passes.lower.npu.site import Site
+from torch_pagoda.passes.lower.npu.spell_out_complex import spell_out_complex
 from torch_pagoda.passes.lower.npu.split_products import split_products
 from torch_pagoda.passes.recognise.linear import recognise_linear
 from torch_pagoda.passes.rewrite.remove_noops import remove_noops
@@ -379,6 +380,48 @@ def test_a_turn_stays_where_another_operand_is_turned_too():
 
     _graph, record = lowered(sink_transposes, function, X, R)
     assert record.matches == 0
+
+
+ANGLES = torch.linspace(-40, 40, 2 * 5 * 32).view(2, 5, 32)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda z: z.select(-1, 0) + 2 * z.select(-1, 1),
+        lambda z: z[..., -1] - 3 * z.select(z.dim() - 1, -2),
+        lambda z: z.flatten(-2),
+        lambda z: z.select(-1, 1) * z.flatten(-2)[..., :32],
+    ],
+)
+@pytest.mark.parametrize(
+    "rearranged",
+    [
+        lambda z: z,
+        lambda z: z.unsqueeze(1).expand(-1, 3, -1, -1),
+        lambda z: z.transpose(1, 2).contiguous().transpose(1, 2)[:, 1:].view(2, -1, 32),
+    ],
+)
+def test_complex_numbers_are_pairs_of_real_ones(read, rearranged):
+    def function(m, x):
+        turned = torch.polar(x.abs() + 0.5, x)
+        return read(torch.view_as_real(rearranged(turned)))
+
+    graph, record = lowered(spell_out_complex, function, ANGLES)
+    assert record.matches == 1
+    assert not [node for node in graph.graph.nodes if is_tensor(node) and value(node).is_complex()]
+    assert "aten.select" not in operators(graph)
+
+
+def test_complex_numbers_that_are_multiplied_stay():
+    def function(m, x):
+        turned = torch.polar(torch.ones_like(x), x)
+        return torch.view_as_real(turned * turned).flatten(-2) + torch.view_as_real(turned).flatten(-2)
+
+    graph = graph_of(function, ANGLES)
+    record = spell_out_complex(graph)
+    assert record.matches == 0
+    assert [rejection.reason for rejection in record.rejections] == ["mul (mul.Tensor) reads complex numbers"]
 
 
 @pytest.mark.parametrize("is_its_own", [True, False])
