@@ -1,4 +1,4 @@
-"""Compute once what depends on parameters, buffers and literals alone; tensors that are literals are graph inputs then.
+"""Compute once what depends on parameters, buffers and literals alone; literal tensors become graph inputs.
 
 Matches:
     y = f(W, ...)                          # f without side effects and without randomness, the size of y known
