@@ -2,18 +2,21 @@
 
 Matches:
     any pagoda:: operator that is left
-    aten.softplus, for the graph engine
+    aten.softplus and aten.std, for the graph engine
 Becomes:
     the ATen operators of its formula
 Why:
-    the operators of ours have kernels for CPUs alone, and torchair does not convert softplus.
+    the operators of ours have kernels for CPUs alone; torchair does not convert softplus, and reads sizes on the
+    host for std, which graphs of fixed sizes cannot do.
 
 Level 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,6 +55,7 @@ def spell_out_leftovers(traced: TracedGraph) -> PassRecord:
     formulas = dict(_FORMULAS)
     if traced.npu is not None and traced.npu.graph_mode == "ge":
         formulas[torch.ops.aten.softplus.default] = softplus_reference
+        formulas[torch.ops.aten.std.correction] = std_reference
     return lower_each(
         traced, "spell_out_leftovers", {operator: _decomposed(formula) for operator, formula in formulas.items()}
     )
@@ -64,5 +68,16 @@ def softplus_reference(x: torch.Tensor, beta: float = 1.0, threshold: float = 20
     return torch.where(scaled > threshold, wide, torch.log1p(torch.exp(scaled)) / beta).to(x.dtype)
 
 
+def std_reference(
+    x: torch.Tensor, dim: Sequence[int] | None = None, correction: float | None = None, keepdim: bool = False
+) -> torch.Tensor:
+    """``aten.std`` by its formula, in float32 at least."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    dims = list(dim or range(x.dim()))
+    count = math.prod(x.shape[d] for d in dims)
+    squares = (wide - wide.mean(dims, keepdim=True)).square().sum(dims, keepdim=keepdim)
+    return (squares / (count - (1 if correction is None else correction))).sqrt().to(x.dtype)
+
+
 def _decomposed(formula: Callable[..., Any]) -> Lowering:
-    return lambda site, *args: site.inline(formula, *args)
+    return lambda site, *args: site.inline(partial(formula, **site.node.kwargs), *args)

@@ -17,6 +17,7 @@ from torch_pagoda.passes.lower.npu.rope import lower_npu_rope
 from torch_pagoda.passes.lower.npu.sink_transposes import sink_transposes
 from torch_pagoda.passes.lower.npu.site import Site
 from torch_pagoda.passes.lower.npu.spell_out_complex import spell_out_complex
+from torch_pagoda.passes.lower.npu.spell_out_leftovers import spell_out_leftovers
 from torch_pagoda.passes.lower.npu.split_products import split_products
 from torch_pagoda.passes.recognise.linear import recognise_linear
 from torch_pagoda.passes.rewrite.remove_noops import remove_noops
@@ -380,6 +381,18 @@ def test_a_turn_stays_where_another_operand_is_turned_too():
 
     _graph, record = lowered(sink_transposes, function, X, R)
     assert record.matches == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("given", [{}, {"dim": -1}, {"dim": -1, "correction": 0, "keepdim": True}, {"dim": [0, 2]}])
+def test_deviations_are_spelled_out_for_the_graph_engine(given, dtype):
+    def function(m, x):
+        return x - x.std(**given).view(-1)[0]
+
+    graph, record = lowered(spell_out_leftovers, function, X.to(dtype), target=NpuTarget(graph_mode="ge"))
+    assert record.matches == 1 and "aten.std" not in operators(graph)
+    graph = graph_of(function, X.to(dtype), target=NpuTarget(graph_mode="aclgraph"))
+    assert spell_out_leftovers(graph).matches == 0
 
 
 ANGLES = torch.linspace(-40, 40, 2 * 5 * 32).view(2, 5, 32)
