@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .weight_panels import SIZES, lay_out
+from .weight_panels import SIZES, lay_out, lay_out_rows
 
 log = logging.getLogger(__name__)
 
@@ -38,17 +38,19 @@ _layouts: dict[tuple[int, int, int], _Layout] = {}
 """Of weights of bf16; by outputs, inputs and threads."""
 
 
-def pack_for_onednn(weight: torch.Tensor) -> torch.Tensor:
-    """An opaque tensor with the elements of an ``[out, in]`` weight in oneDNN's blocked layout.
+def pack_for_onednn(*weights: torch.Tensor) -> torch.Tensor:
+    """An opaque tensor with the elements of an ``[out, in]`` weight in oneDNN's blocked layout. Several are the rows
+    of one, one after the other.
 
     Its attribute ``blocked`` says where that lies and how many outputs a panel of it has; there is none where the
     layout is not one of ours (``weight_panels``).
     """
-    outputs, inputs = weight.shape
-    key = outputs, inputs, torch.get_num_threads()
-    layout = _layouts.get(key) if weight.dtype is torch.bfloat16 else None
-    if layout is not None and (ours := _over_panels(weight, lay_out(weight, layout.panel), layout)) is not None:
+    sizes = sum(map(len, weights)), weights[0].shape[1]
+    key = *sizes, torch.get_num_threads()
+    layout = _layouts.get(key) if weights[0].dtype is torch.bfloat16 else None
+    if layout is not None and (ours := _over_panels(sizes, lay_out_rows(weights, layout.panel), layout)) is not None:
         return ours
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     address, size = address_of(packed), torch.ops.mkldnn._nbytes(packed)
     laid = panels_in(weight, address, size) if address else None
@@ -57,14 +59,14 @@ def pack_for_onednn(weight: torch.Tensor) -> torch.Tensor:
         return packed
     packed.blocked = (address, laid.shape[2])  # type: ignore[attr-defined]
     layout = _Layout(laid.shape[2], torch.ops.mkldnn._get_mkldnn_serialized_md(packed))
-    if laid.nbytes != size or (ours := _over_panels(weight, laid, layout)) is None:
+    if laid.nbytes != size or (ours := _over_panels(sizes, laid, layout)) is None:
         return packed
     _layouts[key] = layout
     return ours
 
 
-def _over_panels(weight: torch.Tensor, laid: torch.Tensor, layout: _Layout) -> torch.Tensor | None:
-    """The opaque tensor over a weight that is laid out here; None where torch makes none.
+def _over_panels(sizes: tuple[int, int], laid: torch.Tensor, layout: _Layout) -> torch.Tensor | None:
+    """The opaque ``[out, in]`` tensor over a weight that is laid out here; None where torch makes none.
 
     Its attribute ``memory`` keeps that; a detached copy of the tensor does not.
     """
@@ -72,13 +74,13 @@ def _over_panels(weight: torch.Tensor, laid: torch.Tensor, layout: _Layout) -> t
     aoti: Any = getattr(torch._C, "_aoti", None)
     if create is None or delete is None or not hasattr(aoti, "alloc_tensor_by_stealing_from_void_ptr"):
         return None
-    sizes, strides = (ctypes.c_int64 * 2)(*weight.shape), (ctypes.c_int64 * 2)(weight.shape[1], 1)
+    strides = (ctypes.c_int64 * 2)(sizes[1], 1)
     found = ctypes.c_void_p()
     description = layout.description
     failed = create(
         ctypes.c_void_p(laid.data_ptr()),
         ctypes.c_int64(2),
-        sizes,
+        (ctypes.c_int64 * 2)(*sizes),
         strides,
         ctypes.c_int64(0),
         ctypes.c_int32(_constant("aoti_torch_dtype_bfloat16")),

@@ -69,6 +69,14 @@ def test_products_are_those_of_onednns_own_weight(outputs: int, inputs: int) -> 
             assert torch.equal(packed_linear_reference(x, packed), expected)
 
 
+@pytest.mark.parametrize("counts", [(2048, 256, 256), (1000, 24)])
+def test_rows_of_several_weights_are_those_of_one(counts: tuple[int, ...]) -> None:
+    for seed in (0, 1):
+        weight, x = numbers(sum(counts), 96, seed=seed), numbers(100, 96, seed=2)
+        expected = packed_linear_reference(x, reordered(weight))
+        assert torch.equal(packed_linear_reference(x, pack_for_onednn(*weight.split(counts))), expected)
+
+
 def test_memory_is_ours_and_lives_as_long_as_the_tensor() -> None:
     weight = numbers(2560, 2048)
     packed = [pack_for_onednn(weight), pack_for_onednn(weight.neg())]
