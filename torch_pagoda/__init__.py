@@ -34,7 +34,10 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(home, __name__), name)
+    from .runtime.garbage_collection import collection_paused
+
+    with collection_paused():
+        value = getattr(import_module(home, __name__), name)
     globals()[name] = value
     return value
 

@@ -40,6 +40,7 @@ from .model_facts import facts_of
 from .options import LLMOptions, signature_with_options, split_options
 from .runtime.autocast import without_autocast
 from .runtime.engine.engine import Engine
+from .runtime.garbage_collection import collection_paused
 from .runtime.processors import limit_threads
 from .runtime.profiling.profile import Profile
 from .runtime.program import Program
@@ -87,6 +88,7 @@ class LLM:
         TypeError, ValueError: an argument that cannot be served, in one line that says what to do.
     """
 
+    @collection_paused()
     def __init__(
         self,
         model: str | os.PathLike[str] | PreTrainedModel,

@@ -225,10 +225,11 @@ class LinkedProgram:
         pages = FilePages(tensor for tensor in merged if tensor is not None)
         for packed in self._packable:
             i, sources = self._at[packed.name], [self._args[self._at[name]] for name in packed.sources]
-            whole = self._args[i]
-            if whole is None:  # rows of a merged one that were not merged yet
+            whole = self._args[i]  # None for rows that were not merged yet, as those of plain matrices need not be
+            if whole is None and (packed.quantization or not _are_matrices(sources)):
                 whole = merge_rows(sources, pages)
-            self._args[i] = _packed(whole, packed)
+            read = sources if whole is None else [whole, *sources]
+            self._args[i] = pack_weight(*sources) if whole is None else _packed(whole, packed)
             if check and packed.quantization is not None:
                 _check(whole, self._args[i], packed)
             size += self._args[i].numel() * self._args[i].element_size()
@@ -236,7 +237,7 @@ class LinkedProgram:
             if not release:
                 self.copied_weights += sources
                 continue
-            for tensor in (whole, *sources):
+            for tensor in read:
                 if any(self._args[j] is tensor for j in self._read):
                     continue
                 if isinstance(tensor, StoredWeight):
@@ -339,6 +340,11 @@ def _state_tensor(index: int, part: CachePart, tensor: torch.Tensor) -> torch.Te
             f"give [num_slots, {inner}] {part.dtype}"
         )
     return tensor
+
+
+def _are_matrices(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all hold ``[out, in]`` numbers."""
+    return not any(isinstance(tensor, StoredWeight) or tensor.dim() != 2 for tensor in tensors)
 
 
 def _packed(weight: torch.Tensor, packed: PackedWeight) -> torch.Tensor:

@@ -19,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...passes.graph.fx_nodes import callee, mutated_argument, storage_key, value
 from ..tolerance import HALF
 
-_ROWS = 1 << 12
+_AT_ONCE = 2 << 20
+"""Bytes in float32 of a weight that is made some rows at a time: what is larger leaves the caches before it is read,
+and its memory goes back to the system, which clears it for the next rows."""
 _COMPARES_DTYPES = frozenset({"conv1d"})
 """Functions that refuse tensors of different dtypes before a dispatch mode sees them."""
 _Runs: TypeAlias = "Sequence[dict[fx.Node, Any]]"
@@ -199,10 +201,10 @@ def _multiply(node: fx.Node, runs: _Runs, widens: bool) -> bool:
     bias = bias.make() if isinstance(bias, Deferred) else bias
     if widens:
         joined, bias = _wide(joined), _wide(bias)
-    parts = []
-    for first in range(0, made.num_rows, _ROWS):
-        at = slice(first, first + _ROWS)
-        part = made.rows(at) if made.num_rows > _ROWS else made.make()
+    parts, count = [], max(1, _AT_ONCE // (4 * joined.shape[-1]))
+    for first in range(0, made.num_rows, count):
+        at = slice(first, first + count)
+        part = made.rows(at) if made.num_rows > count else made.make()
         parts.append(torch.nn.functional.linear(joined, part, None if bias is None else bias[at]))
     product = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
     for values, rows, own in zip(runs, given, product.split([r.shape[:-1].numel() for r in given]), strict=True):

@@ -10,20 +10,24 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .weight_panels import SIZES, lay_out
+from .invariant_linear import invariant_linear_cpu, invariant_linear_reference
+from .native import load_kernels
+from .weight_panels import SIZES, lay_out, lay_out_rows
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """How oneDNN lays the weights of a shape out.
+class Layout:
+    """How oneDNN lays weights of bf16 of a shape out.
 
     Attributes:
         panel: outputs of a panel.
@@ -34,21 +38,54 @@ class _Layout:
     description: torch.Tensor
 
 
-_layouts: dict[tuple[int, int, int], _Layout] = {}
-"""Of weights of bf16; by outputs, inputs and threads."""
+Shape = tuple[int, int, int]
+"""Outputs, inputs, and threads that multiply."""
+
+_layouts: dict[Shape, Layout] = {}
+_told: dict[Shape, Layout] = {}
+"""What another process found; each is tried before it is taken."""
 
 
-def pack_for_onednn(weight: torch.Tensor) -> torch.Tensor:
-    """An opaque tensor with the elements of an ``[out, in]`` weight in oneDNN's blocked layout.
+def known_layouts() -> dict[Shape, Layout]:
+    """The layouts that this process has found, for others with the same processor, torch and ``onednn_settings``."""
+    return dict(_layouts)
+
+
+def tell_layouts(layouts: Mapping[Shape, Layout]) -> None:
+    """Take what another process found: laying the first weight of a shape out here needs no look at oneDNN's then.
+
+    Raises:
+        ValueError: an entry is no layout.
+    """
+    for shape, layout in layouts.items():
+        description = layout.description
+        if layout.panel not in SIZES or description.dtype is not torch.uint8 or description.dim() != 1:
+            raise ValueError(f"the layout of weights {shape} has panels of {layout.panel}, or no description")
+    _told.update(layouts)
+
+
+def onednn_settings() -> dict[str, str]:
+    """The environment variables that oneDNN reads."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(("ONEDNN_", "DNNL_"))}
+
+
+def pack_for_onednn(*weights: torch.Tensor) -> torch.Tensor:
+    """An opaque tensor with the elements of an ``[out, in]`` weight in oneDNN's blocked layout. Several are the rows
+    of one, one after the other.
 
     Its attribute ``blocked`` says where that lies and how many outputs a panel of it has; there is none where the
     layout is not one of ours (``weight_panels``).
     """
-    outputs, inputs = weight.shape
+    outputs, inputs = sizes = sum(map(len, weights)), weights[0].shape[1]
     key = outputs, inputs, torch.get_num_threads()
-    layout = _layouts.get(key) if weight.dtype is torch.bfloat16 else None
-    if layout is not None and (ours := _over_panels(weight, lay_out(weight, layout.panel), layout)) is not None:
-        return ours
+    layout = _layout_of(key, weights[0])
+    if layout is not None and (ours := _over_panels(sizes, lay_out_rows(weights, layout.panel), layout)) is not None:
+        if key in _layouts or _is_read_right(ours, weights):
+            _layouts[key] = layout
+            return ours
+        log.warning("oneDNN reads weights %s in another layout than it did in an earlier process", sizes)
+        del _told[key]
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     address, size = address_of(packed), torch.ops.mkldnn._nbytes(packed)
     laid = panels_in(weight, address, size) if address else None
@@ -56,15 +93,34 @@ def pack_for_onednn(weight: torch.Tensor) -> torch.Tensor:
         log.info("a weight %s is in a layout of oneDNN's that only it can read", tuple(weight.shape))
         return packed
     packed.blocked = (address, laid.shape[2])  # type: ignore[attr-defined]
-    layout = _Layout(laid.shape[2], torch.ops.mkldnn._get_mkldnn_serialized_md(packed))
-    if laid.nbytes != size or (ours := _over_panels(weight, laid, layout)) is None:
+    layout = Layout(laid.shape[2], torch.ops.mkldnn._get_mkldnn_serialized_md(packed))
+    if laid.nbytes != size or (ours := _over_panels(sizes, laid, layout)) is None:
         return packed
     _layouts[key] = layout
     return ours
 
 
-def _over_panels(weight: torch.Tensor, laid: torch.Tensor, layout: _Layout) -> torch.Tensor | None:
-    """The opaque tensor over a weight that is laid out here; None where torch makes none.
+def _layout_of(key: Shape, weight: torch.Tensor) -> Layout | None:
+    """What is known of a shape, or was told and can be tried with a weight that begins so."""
+    if weight.dtype is not torch.bfloat16:
+        return None
+    return _layouts.get(key) or (_told.get(key) if _shows_places(weight) else None)
+
+
+def _is_read_right(packed: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+    """Whether oneDNN's products with a weight that is laid out here are those with its rows."""
+    if torch.ops.mkldnn._nbytes(packed) != packed.memory.nbytes:  # type: ignore[attr-defined]
+        return False
+    x = torch.randn(2, packed.shape[1], generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    found = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "").float()
+    multiply = invariant_linear_reference if load_kernels() is None else invariant_linear_cpu
+    expected = torch.cat([multiply(x, rows) for rows in weights], dim=1).float()
+    allowed = 2**-6 * (expected.abs() + expected.square().mean().sqrt())  # roundings, and sums in another order
+    return bool(((found - expected).abs() <= allowed).all())
+
+
+def _over_panels(sizes: tuple[int, int], laid: torch.Tensor, layout: Layout) -> torch.Tensor | None:
+    """The opaque ``[out, in]`` tensor over a weight that is laid out here; None where torch makes none.
 
     Its attribute ``memory`` keeps that; a detached copy of the tensor does not.
     """
@@ -72,13 +128,13 @@ def _over_panels(weight: torch.Tensor, laid: torch.Tensor, layout: _Layout) -> t
     aoti: Any = getattr(torch._C, "_aoti", None)
     if create is None or delete is None or not hasattr(aoti, "alloc_tensor_by_stealing_from_void_ptr"):
         return None
-    sizes, strides = (ctypes.c_int64 * 2)(*weight.shape), (ctypes.c_int64 * 2)(weight.shape[1], 1)
+    strides = (ctypes.c_int64 * 2)(sizes[1], 1)
     found = ctypes.c_void_p()
     description = layout.description
     failed = create(
         ctypes.c_void_p(laid.data_ptr()),
         ctypes.c_int64(2),
-        sizes,
+        (ctypes.c_int64 * 2)(*sizes),
         strides,
         ctypes.c_int64(0),
         ctypes.c_int32(_constant("aoti_torch_dtype_bfloat16")),
@@ -108,22 +164,24 @@ def panels_in(weight: torch.Tensor, address: int, size: int) -> torch.Tensor | N
     Every entry is compared. Where the first rows would be the same in another layout, or with rows or pairs
     exchanged, nothing is learnt.
     """
-    if weight.dtype is not torch.bfloat16:
+    if weight.dtype is not torch.bfloat16 or not _shows_places(weight):
         return None
     memory = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.int16)
 
     def is_there(laid: torch.Tensor) -> bool:
         return laid.nbytes <= size and torch.equal(laid.view(torch.int16).view(-1), memory[: laid.numel()])
 
-    first = weight[: max(SIZES)].view(torch.int16)
-    outputs, inputs = first.shape
-    if (outputs > 1 and torch.equal(first, first.roll(1, 0))) or (
-        inputs > 2 and torch.equal(first, first.roll(2, 1))
-    ):
-        return None
     panels = [panel for panel in SIZES if is_there(lay_out(weight[:panel], panel))]
     laid = lay_out(weight, panels[0]) if len(panels) == 1 else None
     return laid if laid is not None and is_there(laid) else None
+
+
+def _shows_places(weight: torch.Tensor) -> bool:
+    """Whether the first rows of a weight would be others with rows or pairs of inputs exchanged."""
+    first = weight[: max(SIZES)].view(torch.int16)
+    outputs, inputs = first.shape
+    rows_alike = outputs > 1 and torch.equal(first, first.roll(1, 0))
+    return not rows_alike and not (inputs > 2 and torch.equal(first, first.roll(2, 1)))
 
 
 def address_of(packed: torch.Tensor) -> int:

@@ -18,7 +18,7 @@ from .invariant_linear import invariant_linear_cpu
 from .native import FLOAT_CODES, bind_function, kernel_function, load_kernels
 from .onednn_weight import pack_for_onednn
 from .registration import register_operator
-from .weight_panels import STEP, lay_out
+from .weight_panels import STEP, lay_out_rows
 
 MOST_ROWS = 64
 """More go to oneDNN where it has packed the weight."""
@@ -117,17 +117,18 @@ def can_pack(dtype: torch.dtype) -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """An ``[out, in]`` weight as :func:`packed_linear` reads it fastest; of as many bytes, but for padding.
+def pack_weight(*weights: torch.Tensor) -> torch.Tensor:
+    """An ``[out, in]`` weight as :func:`packed_linear` reads it fastest; of as many bytes, but for padding. Several
+    are the rows of one, one after the other.
 
     Where ``own_panel()`` is not 0, ``[out, in / 2, 2]``: the head of memory that holds panels ``[in / 2][panel][2]``,
     see ``csrc/blocked_linear.cpp``. Elsewhere what :func:`pack_for_onednn` makes.
     """
-    weight = weight.detach().contiguous()
+    rows = [weight.detach().contiguous() for weight in weights]
     if panel := own_panel():
-        outputs, pairs = weight.shape[0], -(-weight.shape[1] // 2)
-        return lay_out(weight, panel).view(-1)[: outputs * pairs * 2].view(outputs, pairs, 2)
-    return pack_for_onednn(weight)
+        outputs, pairs = sum(map(len, rows)), -(-rows[0].shape[1] // 2)
+        return lay_out_rows(rows, panel).view(-1)[: outputs * pairs * 2].view(outputs, pairs, 2)
+    return pack_for_onednn(*rows)
 
 
 def _holds_panels(weight: torch.Tensor, inputs: int, panel: int) -> bool:

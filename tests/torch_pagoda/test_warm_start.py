@@ -1,4 +1,5 @@
-"""A second start from a folder, in a process of its own: neither transformers' models nor Dynamo are imported."""
+"""A second start from a folder, in a process of its own: neither transformers' models nor Dynamo are imported, and no
+garbage is looked for."""
 
 from __future__ import annotations
 
@@ -22,13 +23,17 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples/tiny-pydoc"
 OPTIONS = {"codegen": "none", "max_num_seqs": 4, "max_model_len": 64}
 PROMPT = [5, 6, 7, 8]
 SCRIPT = f"""
-import json, sys
+import gc, json, sys
+import torch
+collections = []
+gc.callbacks.append(lambda phase, info: collections.append(phase))
 from torch_pagoda import LLM, SamplingParams
 llm = LLM(sys.argv[1], **{OPTIONS})
+gc.callbacks.clear()
 out = llm.generate([{PROMPT}], SamplingParams(max_tokens=8, temperature=0.0))
 code = [name for name in sys.modules if name.startswith("transformers.models.") and "modeling_llama" in name]
 slow = {{"torch._dynamo", "sympy", "torch.distributed.tensor", "transformers.modeling_utils"}}
-code += sorted(slow.intersection(sys.modules))
+code += sorted(slow.intersection(sys.modules)) + collections
 assert llm.tokenizer is not None
 params = llm.get_default_sampling_params()
 print(json.dumps([llm.compile_report.stored, code, out[0].outputs[0].token_ids, params.temperature, params.top_p]))
@@ -64,7 +69,7 @@ def started(folder):
 
 
 def started_anew(folder):
-    """What a start in a process of its own says, and the slow modules that it imported."""
+    """What a start in a process of its own says, and what was slow: modules that it imported, and collections."""
     result = subprocess.run([sys.executable, "-c", SCRIPT, str(folder)], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     stored, code, *rest = json.loads(result.stdout.splitlines()[-1])

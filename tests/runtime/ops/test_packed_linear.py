@@ -105,6 +105,11 @@ def test_weights_that_were_packed(outputs, inputs):
         close(packed_linear(x, packed, None), x, weight)
 
 
+def test_rows_of_several_weights_are_those_of_one():
+    weight, x = numbers(192, 64), numbers(3, 64, seed=1)
+    close(packed_linear(x, pack_weight(*weight.split((128, 30, 34))), None), x, weight)
+
+
 @of_onednn
 def test_without_the_layout_onednn_multiplies(monkeypatch):
     monkeypatch.setattr(onednn_weight, "_function", lambda name: None)

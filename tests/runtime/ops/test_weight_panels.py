@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torch_pagoda.runtime.ops import weight_panels
-from torch_pagoda.runtime.ops.weight_panels import lay_out
+from torch_pagoda.runtime.ops.weight_panels import lay_out, lay_out_rows
 
 
 def numbers(count: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -39,6 +39,14 @@ def test_panels_hold_pairs_of_inputs_of_one_output_each(shape: tuple[int, int], 
 def test_rows_may_lie_apart(dtype: torch.dtype) -> None:
     weight = numbers(40 * 200, dtype).view(40, 200)[:, 3:80]
     assert torch.equal(lay_out(weight, 16), lay_out(weight.contiguous(), 16))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("counts", [(64, 32, 32), (32, 40), (40, 32), (5, 7, 90), (96,)])
+def test_rows_of_several_weights_are_those_of_one(counts: tuple[int, ...]) -> None:
+    """Also where a panel holds rows of two of them."""
+    weight = numbers(sum(counts) * 70).view(-1, 70)
+    assert torch.equal(lay_out_rows(weight.split(counts), 32), lay_out(weight, 32))
 
 
 @pytest.mark.usefixtures("kernels")
