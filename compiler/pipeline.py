@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
+
+import torch
 
 from ..passes import Pass, PassRecord, TracedGraph, UnsupportedModel
 from ..passes.graph.attention_node import paged_attention_nodes
@@ -20,6 +23,7 @@ from .capture.trace import Captured
 from .link.linker import link
 from .options import CompileOptions, selected_passes
 from .report import CompileReport, PassCheck, PhaseClock, Verdict, first_line, rejection_line
+from .targets.npu.dtype_advice import dtype_advice
 from .verify import dump
 from .verify.fake_values import propagate
 from .verify.graph_check import can_check, check_graph, check_stored, measure_rounding
@@ -101,8 +105,17 @@ def run_pipeline(
         clock.lap("verify")
     report.dropped_passes = dropped + report.dropped_passes
     _hold_weights(found.traced, options, report)
+    if found.traced.npu is not None:
+        routes = [route for record in report.passes for route in record.routes]
+        report.dtype_advice = dtype_advice(routes, _dtype_of(captured.traced), found.traced.npu.product)
     clock.lap("passes")
     return found.traced
+
+
+def _dtype_of(traced: TracedGraph) -> torch.dtype:
+    """The dtype of most of a model's parameters."""
+    matrices = [t for t in traced.constants.values() if t.is_floating_point() and t.dim() > 1]
+    return Counter(tensor.dtype for tensor in matrices).most_common(1)[0][0] if matrices else torch.float32
 
 
 @dataclass(frozen=True)
