@@ -23,7 +23,7 @@ from ...runtime.ops.lightning_indexer import lightning_indexer
 from ...runtime.phases import phase
 from ..link.linkage import Linkage
 from ..report import Verdict
-from ..tolerance import row_errors, typical
+from ..tolerance import chooses_keys, routes_tokens, row_errors, typical
 from .graph_check import can_check, check_graph, own_logits, own_steps
 from .self_check import Reference, Schedule
 
@@ -54,7 +54,8 @@ def check_long_windows(
         lower: lowers what was shortened, in place; None where that changes nothing.
 
     Returns:
-        the verdict; None when no window is that long, or where caches are rounded: there it was given before.
+        the verdict; None when no window is that long, where caches are rounded, for there it was given before, and
+        where an indexer chooses keys on a device: half precision chooses others that are nearly as good.
     """
     literals = paged.notes.followed_literals
     if not literals or any(spec.has_scales for spec in paged.caches):
@@ -62,16 +63,18 @@ def check_long_windows(
     short = _shortened(paged, _SHORT, lower)
     if can_check(short):
         return check_graph(_shortened_masks(original, literals, _SHORT), short)
-    tokens = _tokens(short)
-    columns = _columns(short)
-    by_window = [
-        own_logits(_shortened_masks(original, literals, window), tokens) for window in (_SHORT, *_OTHERS.values())
-    ]
-    stacked = [torch.stack([rows[:, columns] for rows in alike], 1) for alike in zip(*by_window, strict=True)]
+    if chooses_keys(paged.graph):
+        return None
+    tokens, columns = _tokens(short), _columns(short)
+    by_window = []
+    for window in (_SHORT, *_OTHERS.values()):
+        logits = own_logits(_shortened_masks(original, literals, window), tokens)
+        by_window.append([rows[:, columns].clone() for rows in logits])
+    stacked = [torch.stack(alike, 1) for alike in zip(*by_window, strict=True)]
     windows = _Windows()
     for _, logits, expected in own_steps(short, _reference(reference, tokens, stacked)):
         windows.add(logits[:, columns], list(expected.unbind(1)))
-    return windows.verdict(reference)
+    return windows.verdict(replace(reference, share=0.5) if routes_tokens(short.graph) else reference)
 
 
 @phase("verify")
