@@ -68,8 +68,8 @@ def check_long_windows(
     tokens, columns = _tokens(short), _columns(short)
     by_window = []
     for window in (_SHORT, *_OTHERS.values()):
-        logits = own_logits(_shortened_masks(original, literals, window), tokens)
-        by_window.append([rows[:, columns].clone() for rows in logits])
+        whole = own_logits(_shortened_masks(original, literals, window), tokens)
+        by_window.append([rows[:, columns].clone() for rows in whole])
     stacked = [torch.stack(alike, 1) for alike in zip(*by_window, strict=True)]
     windows = _Windows()
     for _, logits, expected in own_steps(short, _reference(reference, tokens, stacked)):
