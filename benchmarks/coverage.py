@@ -244,7 +244,7 @@ def examine_fusions(name: str) -> FusionRow:
     return fusions_of(name, model)
 
 
-def examine_npu(name: str) -> NpuRow:
+def examine_npu(name: str, graph_mode: str) -> NpuRow:
     """Lower one architecture for an Ascend NPU, in this process."""
     import torch
 
@@ -257,7 +257,7 @@ def examine_npu(name: str) -> NpuRow:
         model = build_legal_model(variant.model_type, window=NPU_WINDOW, **variant.overrides)
     except Exception as error:
         return NpuRow(name, refused=f"build failed: {one_line(error)}")
-    return npu_row(name, model)
+    return npu_row(name, model, graph_mode)
 
 
 def _child(name: str, args: argparse.Namespace, answer: Path, log: Path) -> None:
@@ -268,7 +268,7 @@ def _child(name: str, args: argparse.Namespace, answer: Path, log: Path) -> None
         os.dup2(sink.fileno(), sys.stderr.fileno())
     warnings.filterwarnings("ignore")
     if args.target == "npu":
-        row: Any = examine_npu(name)
+        row: Any = examine_npu(name, args.graph_mode)
     elif args.quantization is not None:
         row = examine_rounded(name, args)
     else:
@@ -374,6 +374,7 @@ def selected_names(only: str | None, exact: bool = False) -> list[str]:
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     from torch_pagoda.compiler.options import QUANTIZATIONS
+    from torch_pagoda.passes.graph.npu_target import GRAPH_MODES
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", help="comma-separated names or patterns, such as 'llama*,gpt2'")
@@ -384,6 +385,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--codegen", default="none", help="as in LLM(...) (default none)")
     parser.add_argument("--verify", default="model", help="as in LLM(...) (default model)")
     parser.add_argument("--target", choices=("cpu", "npu"), default="cpu", help="npu: what lowering for it makes")
+    parser.add_argument("--graph-mode", choices=GRAPH_MODES, default="ge", help="with --target npu (default ge)")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="round weights, as in LLM(...)")
     parser.add_argument("--exact", action="store_true", help="only the architectures of EXPECTED_EXACT")
     parser.add_argument("--fusions", action="store_true", help="count what the fusion passes recognise instead")
@@ -436,15 +438,16 @@ def main_fusions(names: list[str], args: argparse.Namespace) -> int:
 
 
 def main_npu(names: list[str], args: argparse.Namespace) -> int:
-    """Lower all selected architectures; 1 if too few are clean, or one breaks a limit."""
+    """Lower all selected architectures; 1 if too few are clean, one breaks a limit or a pass is not right."""
 
     def say(row: NpuRow) -> str:
-        return row.refused or f"error {row.error:.1e}, {len(row.limited)} kept by limits, {len(row.gaps)} gaps"
+        counts = f"error {row.error:.1e}, {len(row.limited)} kept by limits, {len(row.gaps)} gaps"
+        return row.refused or ", ".join([counts, *(f"without {dropped}: {why}" for dropped, why in row.dropped)])
 
     rows = collect(names, args, say, npu_tables)
     print(npu_tables(rows))
     enough = sum(row.clean for row in rows if "/" not in row.name) >= min(TARGET, len(names))
-    return 0 if enough and not any(row.illegal for row in rows) else 1
+    return 0 if enough and not any(row.illegal or row.dropped for row in rows) else 1
 
 
 def main_rounded(names: list[str], args: argparse.Namespace) -> int:

@@ -35,7 +35,8 @@ class NpuRow:
         limited: ``(operator, reason)`` of those that the limits keep in ATen.
         gaps: ``(operator or kind, reason)`` of those that they would allow.
         illegal: calls that break a limit; there must be none.
-        dropped: passes that the self-check took out.
+        dropped: ``(pass, reason)`` of those that the comparison with the model took out: over its own weights, and in
+            float32 over large and small ones (``compiler.verify.graph_check``).
         launches: operators of the last decoder layer that launch work, before (None where the untouched graph cannot
             be counted) and after; None for a model whose conversion was not reached.
     """
@@ -49,17 +50,23 @@ class NpuRow:
     limited: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     gaps: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     illegal: list[str] = dataclasses.field(default_factory=list)
-    dropped: list[str] = dataclasses.field(default_factory=list)
+    dropped: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     launches: tuple[int | None, int] | None = None
 
     @property
     def clean(self) -> bool:
-        """Nothing is left in ATen that the limits allow, and nothing that is emitted breaks one."""
-        return not self.refused and not self.gaps and not self.illegal
+        """Nothing is left in ATen that the limits allow, nothing that is emitted breaks one or is not right."""
+        return not self.refused and not self.gaps and not self.illegal and not self.dropped
 
 
-def npu_row(name: str, model: Any) -> NpuRow:
-    """Lower a model, compare it, and count."""
+def npu_row(name: str, model: Any, graph_mode: str = "ge") -> NpuRow:
+    """Lower a model, compare it, and count.
+
+    Args:
+        name: of the architecture.
+        model: of sizes that the limits allow, in float32.
+        graph_mode: see ``NpuTarget``.
+    """
     import torch
     from npu_calls import illegal_calls
 
@@ -87,14 +94,14 @@ def npu_row(name: str, model: Any) -> NpuRow:
         # Lowering swallows norms and rotations; what was recognised is seen best before.
         canonical_report = CompileReport(name)
         canonical = run_pipeline(captured, CompileOptions(codegen="none", target="cpu"), None, canonical_report)
-        captured.traced.npu = NpuTarget(float32_as=torch.bfloat16)
+        captured.traced.npu = NpuTarget(graph_mode=graph_mode, float32_as=torch.bfloat16)
         lowered = run_pipeline(captured, CompileOptions(codegen="none", target="npu"), reference, report)
     except UnsupportedModel as error:
         row.refused = " ".join(str(error).split())[:200]
         return row
     assert report.verdict is not None and lowered.npu is not None
     row.error = report.verdict.error
-    row.dropped = [name for name, _ in report.dropped_passes]
+    row.dropped = report.dropped_passes
     row.illegal = illegal_calls(lowered, lowered.npu)
     layers = decoder_layers(lowered.graph, tokens=lowered.placeholder(lowered.input_ids))
     row.launches = None, sum(launches_work(n) for n in layers.nodes(len(layers.paths) - 1))
@@ -157,7 +164,8 @@ def npu_tables(rows: list[NpuRow]) -> str:
     lines = [
         f"{len(compiled)} architectures are lowered, {len(rows) - len(compiled)} are refused; "
         f"{len(clean)} leave nothing in ATen that the limits allow (target {TARGET}); "
-        f"{sum(bool(row.illegal) for row in rows)} hold a call that breaks a limit",
+        f"{sum(bool(row.illegal) for row in rows)} hold a call that breaks a limit, "
+        f"{sum(bool(row.dropped) for row in rows)} lose a pass that is not right",
         "",
         f"| architecture | {' | '.join(KINDS)} | launches of a layer | error | kept by limits | gaps |",
         "|---" * (len(KINDS) + 5) + "|",
@@ -173,6 +181,8 @@ def npu_tables(rows: list[NpuRow]) -> str:
         said = Counter((row.name, *each) for row in compiled for each in getattr(row, of))
         lines += ["", f"{title}:", ""]
         lines += [f"- {name}: {count} {what}: {reason}" for (name, what, reason), count in sorted(said.items())]
+    lines += ["", "Taken out, as it is not right:", ""]
+    lines += [f"- {row.name}: {dropped}: {reason}" for row in rows for dropped, reason in row.dropped]
     lines += ["", "Breaking a limit:", ""]
     lines += [f"- {row.name}: {illegal}" for row in rows for illegal in row.illegal]
     return "\n".join(lines) + "\n"

@@ -254,6 +254,8 @@ def _link_for_npu(
     clock: PhaseClock,
     release: bool,
 ) -> LinkedProgram:
+    if report.dtype_advice:
+        log.warning("%s: %s", report.model, report.dtype_advice)
     # Until now a part of the reference was compared, or weights that were not rounded yet.
     changed = bool(traced.notes.quantized) or any(isinstance(t, StoredWeight) for t in traced.constants.values())
     bits = fewest_bits(traced.notes.quantized)

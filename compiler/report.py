@@ -73,6 +73,8 @@ class CompileReport:
         dropped_passes: passes that the self-check took out, with the reason.
         dropped_schedules: name of a schedule that was asked for and that no graph follows, or none that was compiled
             after another could not → why.
+        dtype_advice: of a model for an NPU, which operators do not take its dtype, what stands in for them, and the
+            dtype that has them; "" where there are none.
         checks: comparisons after single passes, in order; empty unless the passes were applied one by one.
         layers_compiled: the first decoder layers, of which one stands for all others; the passes' records are of
             these. None: all layers were compiled.
@@ -91,6 +93,7 @@ class CompileReport:
     verdict: Verdict | None = None
     dropped_passes: list[tuple[str, str]] = field(default_factory=list)
     dropped_schedules: dict[str, str] = field(default_factory=dict)
+    dtype_advice: str = ""
     checks: list[PassCheck] = field(default_factory=list)
     layers_compiled: int | None = None
     stored: bool = False

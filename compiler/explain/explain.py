@@ -150,7 +150,8 @@ def explain(
             least = (own[0], *least[1:])
         unfit = why_not_static(decode)
         plan = schedule_plan(decode, representatives, chip(soc), soc, context) if schedule else None
-        explanation.npu = NpuReport(soc, chip(soc), after.npu.block_size, dtype, routes, graph, least, unfit, plan)
+        size, advice = after.npu.block_size, report.dtype_advice
+        explanation.npu = NpuReport(soc, chip(soc), size, dtype, routes, graph, least, unfit, plan, advice)
     return explanation
 
 

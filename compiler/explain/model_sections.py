@@ -22,6 +22,7 @@ def heading(found: Findings) -> list[tuple[str, Styled]]:
         *([("built", Styled(_built_line(found), ""))] if found.built_layers is not None else []),
         ("target", Styled(f"{found.target}{soc}, opt_level {found.opt_level}", "")),
         ("self-check", Styled(_verdict_line(found), "bad" if bad else "good" if verdict is not None else "")),
+        *([("dtype", Styled(found.npu.dtype_advice, "warn"))] if found.npu and found.npu.dtype_advice else []),
         ("decoder layer", Styled(_launches_line(found), "strong")),
         *([("memory", Styled(_memory_line(found), ""))] if found.target_graph.launches_per_layer is not None else []),
         ("torch.compile", Styled(_drop_in_line(found), "")),

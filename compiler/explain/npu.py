@@ -99,6 +99,7 @@ class NpuReport:
         schedule: what decode steps could run on a second stream, fetch early and launch as one; None where it was
             not asked for.
         no_static_decode: why decode steps have no graphs of fixed sizes on the graph engine; "" where they can.
+        dtype_advice: see ``CompileReport``.
     """
 
     soc: str
@@ -110,6 +111,7 @@ class NpuReport:
     estimates: tuple[Estimate, ...]
     no_static_decode: str = ""
     schedule: SchedulePlan | None = None
+    dtype_advice: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for ``json.dump``."""
@@ -118,6 +120,7 @@ class NpuReport:
             "chip": None if self.chip is None else {**asdict(self.chip), "peak": self.chip.peak},
             "block_size": self.block_size,
             "dtype": self.dtype,
+            "dtype_advice": self.dtype_advice,
             "routes": [
                 {**asdict(r), "refused": [{"route": route, "reason": reason} for route, reason in r.refused]}
                 for r in self.routes

@@ -25,6 +25,8 @@ from ..capture.trace import Captured
 from ..link.linkage import Linkage
 from ..link.linker import LinkedProgram
 from ..report import Verdict
+from ..targets.npu.decode_steps import DecodeCalls
+from ..targets.npu.route import Run
 from ..tolerance import HALF, ROUNDINGS, chooses_keys, judged_share, routes_tokens, row_errors, typical
 from ..weights.merged_weights import link_merged_weights
 from .float32_run import Deferred, Float32Graph, NodeByNode
@@ -107,13 +109,48 @@ def check_stored(traced: TracedGraph, reference: Reference, *, alone: bool = Fal
         reference: what to run and what is right.
         alone: as in ``self_check.check``.
     """
+    judged = tolerating_rounding(reference, traced.caches)
+    return judge(_compared_steps(traced, _own_constants(traced), reference, alone, in_float32=False), judged)
+
+
+def own_logits(traced: TracedGraph, tokens: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Logits ``[length, vocab]``, float32, on the host, of sequences by a graph without caches, in its own dtype over
+    its own weights."""
+    traced.recompile()
+    own = _unpacked(traced.constants)
+    run = NodeByNode(traced.module, _kept(own))
+    return [run_alone(traced, run, own, sequence).cpu() for sequence in tokens]
+
+
+def own_steps(
+    traced: TracedGraph, reference: Reference, decode: TracedGraph | None = None
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """As ``self_check.compared_steps`` of a graph in its own dtype over its own weights, node by node.
+
+    Args:
+        traced: as passes made it, before its weights are packed.
+        reference: what to run and what is right.
+        decode: a graph of the same inputs that runs steps of one token per sequence.
+    """
+    constants = _own_constants(traced)
+    run: Run = NodeByNode(traced.module, _kept(constants))
+    if decode is not None:
+        decode.recompile()
+        run = DecodeCalls(traced, decode, NodeByNode(decode.module, _kept(constants)), run)
+    program = LinkedProgram(Linkage.of(traced), constants, run)
+    for step in planned_steps(program, reference):
+        yielded = run(*program.arguments(step.input_ids, step.position_ids, step.metadata))
+        yield step.group, program.logits(yielded, step.metadata).float().cpu(), step.expected
+
+
+def _own_constants(traced: TracedGraph) -> dict[str, Any]:
     link_merged_weights(traced)
+    traced.recompile()
     constants = _unpacked(traced.constants)
     for name, sources in traced.notes.merged.items():
         if name not in constants:
             constants[name] = Rows([constants[source] for source in sources])
-    judged = tolerating_rounding(reference, traced.caches)
-    return judge(_compared_steps(traced, constants, reference, alone, in_float32=False), judged)
+    return constants
 
 
 @phase("verify")
@@ -125,9 +162,7 @@ def measure_rounding(captured: Captured, reference: Reference) -> None:
     if reference.dtype not in HALF or not _on_cpu(captured.traced):
         return
     traced, tokens = captured.traced, reference.tokens[-1]
-    traced.recompile()
-    own = _unpacked(traced.constants)
-    rounded = run_alone(traced, NodeByNode(traced.module, _kept(own)), own, tokens)
+    (rounded,) = own_logits(traced, [tokens])
     wide = {name: ChangedWeight(w, 1.0, 0.0) if _is_matrix(w) else w for name, w in traced.constants.items()}
     exact = run_alone(traced, Float32Graph(traced.module, _kept(wide)), wide, tokens)
     rounding = typical(row_errors(rounded, exact).tolist(), judged_share(reference.dtype))

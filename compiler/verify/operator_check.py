@@ -147,7 +147,7 @@ class Collector(fx.Interpreter):
             expected={i: on_device(results[i], "cpu") for i in _read(n, results) if isinstance(results[i], Tensor)},
             written={name: on_device(tensor, "cpu") for name, tensor in _written(n.target, args, kwargs)},
             step=self._step,
-            module=_module(n),
+            module=innermost_module(n),
         )
         into = self._into
         into.counts[signature] = into.counts.get(signature, 0) + 1
@@ -326,7 +326,7 @@ def _shape(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"
 
 
-def _module(node: fx.Node) -> str:
+def innermost_module(node: fx.Node) -> str:
     """Path of the innermost module in the model, where the capture noted one."""
     found = scopes(node)
     return found[-1].path if found else ""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...passes import NotFinite, TracedGraph, UnsupportedModel
+from ...passes.graph.fx_nodes import value
 from ...runtime.cache.cache_specs import has_state, num_token_groups
 from ...runtime.cache.kv_cache import allocate_kv_cache
 from ...runtime.engine.device_errors import raise_if_lost
@@ -168,8 +169,9 @@ def run_alone(
 
 def arguments_alone(traced: TracedGraph, constants: Mapping[str, Any], tokens: torch.Tensor) -> list[Any]:
     """Values of the inputs of a graph without caches for one sequence of ``[length]`` tokens."""
-    positions = torch.arange(len(tokens))[None]
-    given = {**constants, traced.input_ids: tokens[None], traced.position_ids: positions}
+    device = value(traced.placeholder(traced.input_ids)).device
+    positions = torch.arange(len(tokens), device=device)[None]
+    given = {**constants, traced.input_ids: tokens[None].to(device), traced.position_ids: positions}
     return [given.get(node.name, len(tokens)) for node in traced.placeholders]
 
 

@@ -42,7 +42,8 @@ class Branch:
         side: launches for the second stream, in order.
         main: those that run meanwhile.
         seconds: of ``side`` by itself, predicted.
-        gain: seconds that the step is shorter by, predicted.
+        gain: seconds that the step is shorter by at most, predicted: all that ``main`` leaves idle counts, though
+            ``side`` may be done before.
     """
 
     join: fx.Node

@@ -24,3 +24,11 @@ def test_what_was_not_reached_is_no_zero(launches: dict[str, Any], cell: str) ->
     row = NpuRow(**json.loads(json.dumps(dataclasses.asdict(NpuRow("model", **launches)))))
     line = next(line for line in npu_tables([row]).splitlines() if line.startswith("| model "))
     assert f"| {cell} |" in line and "| 0 → 0 |" not in line
+
+
+def test_a_pass_that_is_not_right_is_named_and_the_model_not_clean() -> None:
+    row = NpuRow("model", dropped=[("lower_npu_states", "over large weights logits differ")])
+    assert not row.clean and NpuRow("model").clean
+    text = npu_tables([row, NpuRow("other")])
+    assert "- model: lower_npu_states: over large weights logits differ" in text
+    assert "1 leave nothing in ATen" in text and "1 lose a pass that is not right" in text

@@ -218,17 +218,18 @@ def test_long_windows_are_checked_shortened(offset):
     reference = reference_of_model(model)
     rewritten.recompile()
     assert check(link(rewritten, rewritten.module), reference).ok
-    short = check_long_windows(original, rewritten)
+    short = check_long_windows(original, rewritten, reference)
     assert short is not None
     assert short.ok == (offset == 0)
 
 
 def test_short_windows_need_no_second_check():
-    original = traced(ToyLM(sdpa))
+    model = ToyLM(sdpa)
+    original = traced(model)
     rewritten = original.copy()
     for entry in DYNAMO_PASSES:
         entry.apply(rewritten)
-    assert check_long_windows(original, rewritten) is None
+    assert check_long_windows(original, rewritten, reference_of_model(model)) is None
 
 
 def test_program_refuses_caches_that_do_not_fit():

@@ -41,6 +41,10 @@ def _operator(*names: str) -> Callable[[Mapping[str, Any]], bool]:
     return lambda outcome: outcome["item"].partition("(")[0] in names
 
 
+def _around_windows(outcome: Mapping[str, Any]) -> bool:
+    return " around a window of " in outcome["item"]
+
+
 def _reads_packed_weights(outcome: Mapping[str, Any]) -> bool:
     item = outcome["item"]
     is_grouped = _operator("npu_grouped_matmul")(outcome) and ("int8[" in item or "int32[" in item)
@@ -100,6 +104,7 @@ QUESTIONS = (
         lambda outcome: "FRACTAL_NZ" not in outcome["item"],
         _limits,
     ),
+    Question("Is attention right around the model's windows?", "operators", _around_windows, _limits),
     Question(
         "Are products right whose matrices lie in FRACTAL_NZ?",
         "operators",

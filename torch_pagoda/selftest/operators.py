@@ -21,6 +21,7 @@ from ..compiler.targets.npu.decode_steps import StepKinds
 from ..compiler.targets.npu.weights import plan_weights, prepare_weights
 from ..compiler.verify.operator_check import Collected, Collector, OperatorCall, run_call
 from ..compiler.verify.self_check import PlannedStep, Reference, Schedule, planned_steps
+from ..compiler.verify.window_calls import window_calls
 from ..passes import TracedGraph
 from ..passes.graph.npu_target import GRAPH_MODES, NpuTarget
 from ..passes.lower.npu.decode_attention import decode_graph_or_reason
@@ -44,7 +45,8 @@ def stage(**asked: Any) -> Items:
 
 
 def operator_items(model: torch.nn.Module, device: Device, asked: Asked) -> Items:
-    """An item for each call that differs from others in operator, shapes or kind of step.
+    """An item for each call that differs from others in operator, shapes or kind of step, and for attention around
+    each window of the model.
 
     Args:
         model: on the CPU.
@@ -54,6 +56,7 @@ def operator_items(model: torch.nn.Module, device: Device, asked: Asked) -> Item
     captured = capture(model)
     found = Collected()
     kept: list[tuple[OperatorCall, int, bool]] = []
+    windows: set[str] = set()
     items: dict[str, Callable[[Progress], dict[str, Any]]] = {}
     for mode in reversed(GRAPH_MODES):
         into = Collected(counts={}, first=dict(found.first), last={})
@@ -79,6 +82,9 @@ def operator_items(model: torch.nn.Module, device: Device, asked: Asked) -> Item
         )
         kept += [_with_nz(call, count, traced) for call, count in new.calls()]
         found.first.update(into.first)
+        around_windows = {call.name: (call, count, False) for call, count in window_calls(traced, decode)}
+        kept += [each for name, each in around_windows.items() if name not in windows]
+        windows |= around_windows.keys()
     for call, count, demanded in kept:
         as_stored = dataclasses.replace(call, turned=())
         variants = [call] if demanded or not call.turned else [as_stored, call]

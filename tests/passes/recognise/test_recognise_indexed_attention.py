@@ -310,13 +310,13 @@ def test_more_keys_than_a_check_has_are_checked_with_fewer():
     original.recompile()
     graph.recompile()
     assert check_graph(original, graph).ok
-    verdict = check_long_windows(original, graph)
+    verdict = check_long_windows(original, graph, reference_of_model(model))
     assert verdict is not None and verdict.ok
     (indexer,) = [n for n in graph.graph.nodes if n.target is lightning_indexer]
     all_keys(indexer)
     graph.recompile()
     assert check_graph(original, graph).ok  # which is why the other one is needed
-    verdict = check_long_windows(original, graph)
+    verdict = check_long_windows(original, graph, reference_of_model(model))
     assert verdict is not None and not verdict.ok
 
 

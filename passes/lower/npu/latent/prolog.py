@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from ....graph.fx_nodes import argument, callee, shape
+from ....graph.fx_nodes import argument, callee, shape, value
 from ....graph.record import NoMatch
 from ..site import Site
 from .layout import LatentKeys, LayoutTracer, Rows, add_weight, weight_rows
@@ -189,7 +189,15 @@ def prolog(place: Place, key_weight: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         rmsnorm_epsilon_ckv=found.normed.eps,
         cache_mode="PA_BSND",
     )
-    return None if results is None else (site.item(results, 0), site.item(results, 1))
+    if results is None:
+        return None
+    yielded, given = value(results)[0].dtype, value(tokens).dtype
+    if yielded is not given:  # by torch_npu's own meta function
+        site.retry()
+        site.refuse(PROLOG, f"its results are {yielded} where token_x is {given}")
+        site.traced.graph.erase_node(results)
+        return None
+    return site.item(results, 0), site.item(results, 1)
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
-from torch_pagoda.compiler import CompileOptions, UnsupportedModel, options
+from torch_pagoda.compiler import CompileOptions, UnsupportedModel, options, pipeline
 from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
+from torch_pagoda.compiler.tolerance import TOLERANCE
+from torch_pagoda.compiler.verify import long_windows
 from torch_pagoda.compiler.verify.self_check import reference_of_model
 from torch_pagoda.passes import PASSES, Pass, PassRecord
 from torch_pagoda.passes.graph.npu_target import NpuTarget
+from torch_pagoda.passes.lower.npu import decode_attention
 
 from legal_models import build_legal_model
 from shared_graphs import capture
@@ -48,3 +54,59 @@ def test_a_window_that_is_lowered_wrongly_refuses_the_model(monkeypatch):
     monkeypatch.setattr(options, "PASSES", (*PASSES, Pass("widen", widen, "aten", required=False, target="npu")))
     with pytest.raises(UnsupportedModel, match=r"a long window is not exact .*in float32"):
         lowered("mistral", 4096)
+
+
+def others(by):
+    """A change of the windows of lowered attention."""
+
+    def change(graph):
+        found = [n for n in graph.graph.nodes if n.kwargs.get("pre_tokens", 1 << 30) < 1 << 30]
+        for node in found:
+            node.kwargs = {**node.kwargs, "pre_tokens": node.kwargs["pre_tokens"] + by}
+        assert found
+
+    return change
+
+
+@pytest.mark.parametrize(("model_type", "window"), [("gemma3_text", 512), ("gpt_oss", 128)], ids=str)
+def test_a_device_compares_windows_in_the_dtype_of_the_model(model_type, window, monkeypatch):
+    """Its self-check has sequences of 48 tokens, and float32 does not run there."""
+    given = []
+    monkeypatch.setattr(pipeline, "check_long_windows", lambda *arguments: given.append(arguments))
+    model = build_legal_model(model_type, window=window, dtype=torch.bfloat16)
+    report = CompileReport(model_type)
+    run_pipeline(capture(model), NPU, reference_of_model(model), report)
+    assert report.verdict.ok
+    monkeypatch.setattr(long_windows, "can_check", lambda graph: False)
+    ((original, paged, reference, lower),) = given
+
+    def verdict(by, tolerance):
+        def changed(graph):
+            lower(graph)
+            if by:
+                others(by)(graph)
+
+        return long_windows.check_long_windows(original, paged, replace(reference, tolerance=tolerance), changed)
+
+    assert verdict(0, TOLERANCE[torch.bfloat16]).ok  # of which nobody has measured the rounding
+    for by, said in ((1, "a token longer"), (-1, "a token shorter"), (1 << 20, "without end")):
+        assert not verdict(by, TOLERANCE[torch.bfloat16]).ok
+        # However much a model rounds.
+        assert verdict(by, math.inf).reason.endswith(f"rows are those of a window {said}")
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_decode_steps_over_int8_caches_are_compared_beyond_a_window(wrong, monkeypatch):
+    if wrong:
+        blocks = decode_attention.window_blocks
+        monkeypatch.setattr(
+            decode_attention, "window_blocks", lambda table, lens, window, size: blocks(table, lens, window + 1, size)
+        )
+    model = build_legal_model("gemma3_text", window=512)
+    reference, captured = reference_of_model(model), capture(model)
+    captured.traced.npu = NpuTarget(float32_as=torch.bfloat16)
+    report = CompileReport("gemma3_text")
+    traced = run_pipeline(captured, replace(NPU, kv_cache_dtype="int8"), reference, report)
+    assert report.verdict.ok
+    assert (decode_attention.decode_graph(traced) is None) == wrong
+    assert [name for name, _ in report.dropped_passes] == ["decode_attention"] * wrong
