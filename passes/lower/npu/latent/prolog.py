@@ -34,8 +34,9 @@ _pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
 
 @dataclass(frozen=True)
 class _Normed:
-    """``rms_norm(source[..., first : first + size])``."""
+    """``rms_norm(source[..., first : first + size])``, which ``node`` is."""
 
+    node: fx.Node
     source: fx.Node
     first: int
     size: int
@@ -59,7 +60,7 @@ class _Normed:
         first = int(columns.flatten()[0])
         if not _in_order(columns, first):
             raise NoMatch(f"what is normed to {what} does not lie together")
-        return _Normed(source, first, columns.numel(), gamma, eps)  # type: ignore[arg-type]
+        return _Normed(norm, source, first, columns.numel(), gamma, eps)  # type: ignore[arg-type]
 
 
 def _in_order(columns: torch.Tensor, first: int) -> bool:
@@ -168,19 +169,55 @@ def prolog(place: Place, key_weight: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
     Returns:
         queries in the latent's dims, ``[T, H, latent]``, and their rotated part, ``[T, H, R]``; None where the
-        operator is not legal.
+        operator is not legal. What else reads the norm that queries are made from, as an indexer does, then reads the
+        operator's.
     """
     site = place.site
     try:
         found = Compressed.of(place.tracer, place.latent)
-        rotation = found.rotation.in_halves(site)
+        found.rotation.check_pairs()
         made = _Products.of(place, found)
     except NoMatch as error:
         site.refuse(PROLOG, str(error))
         return None
+    norm, others = made.compressed.node, made.others
+    if others and not _hoisted(norm, found.rotation.cos, found.rotation.sin):
+        others = []  # they keep a norm of their own
+    with site.traced.before(norm if others else site.node, like=site.node):
+        results = _inserted(place, found, made, key_weight, with_norm=bool(others))
+        if results is None:
+            return None
+        if others:
+            normed = site.traced.call(_aten.reshape.default, site.item(results, 3), [1, -1, made.compressed.size])
+            for other in others:
+                other.replace_input_with(norm, normed)
+        return site.item(results, 0), site.item(results, 1)
+
+
+def _hoisted(before: fx.Node, *nodes: fx.Node) -> bool:
+    """Move ``nodes`` and what they are made of in front of ``before``; False where they are made of that."""
+    late: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node is before:
+            return False
+        if before < node and node not in late:
+            late.add(node)
+            pending += node.all_input_nodes
+    for node in sorted(late):
+        before.prepend(node)
+    return True
+
+
+def _inserted(
+    place: Place, found: Compressed, made: _Products, key_weight: fx.Node, *, with_norm: bool
+) -> fx.Node | None:
+    """The operator's call, at the graph's insertion point; None where it is not legal."""
+    site, rotation = place.site, found.rotation.in_halves(place.site)
     tokens = site.dense(site.traced.call(_aten.reshape.default, made.hidden, [-1, int(shape(made.hidden)[-1])]))
     sin, cos = (rotation.table(site, name, [-1, place.latent.rotary_dim]) for name in ("sin", "cos"))
-    results = site.call(
+    return site.call(
         _npu.npu_mla_prolog_v3.default,
         *(tokens, made.down_queries, made.up_queries, key_weight, made.down_keys),
         *(made.compressed.gamma, found.normed.gamma, sin, cos, place.latent_cache, place.rotated_cache),
@@ -188,8 +225,8 @@ def prolog(place: Place, key_weight: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         rmsnorm_epsilon_cq=made.compressed.eps,
         rmsnorm_epsilon_ckv=found.normed.eps,
         cache_mode="PA_BSND",
+        query_norm_flag=with_norm,
     )
-    return None if results is None else (site.item(results, 0), site.item(results, 1))
 
 
 @dataclass(frozen=True)
@@ -202,6 +239,7 @@ class _Products:
         down_queries: weight that makes the latter, ``[hidden, compressed]``.
         up_queries: weight that makes queries of it, ``[compressed, H * (D + R)]``.
         down_keys: weight that makes the latent and what is rotated for all heads, ``[hidden, latent + R]``.
+        others: what reads the norm beside the product that makes queries.
     """
 
     hidden: fx.Node
@@ -209,6 +247,7 @@ class _Products:
     down_queries: fx.Node
     up_queries: fx.Node
     down_keys: fx.Node
+    others: list[fx.Node]
 
     @staticmethod
     def of(place: Place, found: Compressed) -> _Products:
@@ -242,6 +281,7 @@ class _Products:
                     (normed.source, Rows.adjacent(normed.first, found.width)),
                 )
             ),
+            others=[user for user in compressed.node.users if user is not up],
         )
 
 
