@@ -93,11 +93,22 @@ def _sparse_mode(call: Call) -> str:
         return (
             f"attention_mode is {call['attention_mode']} and sparse_block_size {call['sparse_block_size']}; 2 and 1"
         )
-    if call["sinks"] is not None or call["return_softmax_lse"]:
-        return "sinks and sums of exponentials are not for graphs of A2 and A3"
+    if call["return_softmax_lse"]:
+        return "sums of exponentials are not for graphs"
     indices = call.shape("sparse_indices")
     fits = indices[:2] == (call.shape("query")[0], 1) and indices[2]
     return "" if fits else f"sparse_indices is {indices}; [tokens, 1, keys]"
 
 
-SPARSE_RULES = (_paged_tokens, _absorbed_heads, _sparse_mode)
+def _sinks(call: Call) -> str:
+    sinks = call.tensor("sinks")
+    if sinks is None:
+        return ""
+    if call.target.product is not Product.A5:
+        return f"it knows no sinks on {call.target.soc}, only on {Product.A5.value}"
+    heads = call.shape("query")[1]
+    fits = sinks.dtype is torch.float32 and call.shape("sinks") == (heads,)
+    return "" if fits else f"sinks are {call.shape('sinks')} {sinks.dtype}; ({heads},) torch.float32"
+
+
+SPARSE_RULES = (_paged_tokens, _absorbed_heads, _sparse_mode, _sinks)

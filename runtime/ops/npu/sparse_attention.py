@@ -139,17 +139,17 @@ def npu_sparse_flash_attention(
         block_table, actual_seq_lengths_query, actual_seq_lengths_kv: as for :func:`npu_lightning_indexer`.
         sparse_mode: 3: a chosen key behind the query is not read; 0: it is.
         attention_mode: 2.
+        sinks: fp32 ``[N]``, one more score of each head, without a key; on 950 alone.
 
     Returns:
         like ``query``, zeros where no key is read, and two empty tensors.
 
     Raises:
         ValueError: shapes, dtypes, layouts, places or lengths that do not fit.
-        NotImplementedError: blocks of several tokens, sinks, ``return_softmax_lse``.
+        NotImplementedError: blocks of several tokens, ``return_softmax_lse``.
     """
     refuse_given(
         "npu_sparse_flash_attention",
-        sinks=sinks,
         return_softmax_lse=return_softmax_lse or None,
         sparse_block_size=None if sparse_block_size == 1 else sparse_block_size,
     )
@@ -167,13 +167,14 @@ def npu_sparse_flash_attention(
         and sparse_indices.shape[:-1] == (*query.shape[:-2], 1)
         and (value is None or value.shape == key.shape)
         and {x.dtype for x in (key, query_rope, key_rope)} == {query.dtype}
+        and (sinks is None or (sinks.shape == query.shape[-2:-1] and sinks.dtype is torch.float32))
     )
     if not fits or sparse_indices.dtype is not torch.int32 or not sparse_indices.shape[-1]:
         raise ValueError(
             f"query {tuple(query.shape)}, query_rope {tuple(query_rope.shape)}, key {tuple(key.shape)}, key_rope "
             f"{tuple(key_rope.shape)} and sparse_indices {tuple(sparse_indices.shape)} of {sparse_indices.dtype} do "
             "not fit; make the parts alike but for their last dim, key of one head, sparse_indices int32 "
-            "[..., 1, K], all others of one dtype"
+            "[..., 1, K], all others of one dtype, and sinks, if any, float32 of each head"
         )
     lens = actual_seq_lengths_query, actual_seq_lengths_kv
     rows = torch.cat((widened(query), widened(query_rope)), -1).flatten(0, -3)
@@ -187,14 +188,22 @@ def npu_sparse_flash_attention(
         for first in range(start, end, step):
             last = min(end, first + step)
             limits = seen[first - start : last - start, None]
-            attended = _attended(rows[first:last], keys, places[first:last], limits, scale_value, query.shape[-1])
+            attended = _attended(
+                rows[first:last], keys, places[first:last], limits, scale_value, query.shape[-1], sinks
+            )
             result[first:last] = attended.to(query.dtype)
     empty = torch.empty(0, device=query.device)
     return result.unflatten(0, query.shape[:-2]), empty, empty.clone()
 
 
 def _attended(
-    query: torch.Tensor, keys: torch.Tensor, places: torch.Tensor, limits: torch.Tensor, scale: float, dims: int
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    places: torch.Tensor,
+    limits: torch.Tensor,
+    scale: float,
+    dims: int,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """``[n, N, dims]``: queries ``[n, N, D]`` over those of the keys ``[L, D]`` that stand at ``places [n, K]``, not
     behind ``limits [n, 1]``."""
@@ -206,9 +215,14 @@ def _attended(
     read &= places <= limits
     chosen = keys[places.long().where(read, 0)].masked_fill(~read[..., None], 0.0)
     scores = (query @ chosen.transpose(1, 2) * scale).masked_fill(~read[:, None], -torch.inf)
-    highest = scores.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+    highest = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        highest = torch.maximum(highest, sinks[:, None].to(scores.dtype))
+    highest = highest.nan_to_num(neginf=0.0)
     exponentials = torch.exp(scores - highest)
     sums = exponentials.sum(-1, keepdim=True)
+    if sinks is not None:
+        sums = sums + torch.exp(sinks[:, None].to(scores.dtype) - highest)
     return exponentials @ chosen[..., :dims] / sums.where(sums > 0, 1.0)
 
 

@@ -103,8 +103,9 @@ class _LatentAttention:
         self.slot_mapping, self.block_table = call.slot_mapping, call.block_table
         self.scale, self.sliding_window = call.scale, call.sliding_window
         self.selected, self.query_start_loc, self.seq_lens = call.selected, call.query_start_loc, call.seq_lens
+        self.sinks = None if call.selected is None else call.sinks
         unknown = (
-            *(("sinks", call.sinks), ("soft cap", call.softcap), ("ALiBi", call.alibi_slopes)),
+            *(("sinks", self.sinks is None and call.sinks), ("soft cap", call.softcap), ("ALiBi", call.alibi_slopes)),
             *(("chunks", call.chunk), ("bias by distance", call.relative_bias)),
             ("window beside chosen keys", call.selected is not None and call.sliding_window),
         )
@@ -155,7 +156,8 @@ class _LatentAttention:
             attend, given = _npu.npu_sparse_flash_attention.default, (query, caches[0], caches[0])
             indices = value(self.selected).transpose(0, 1)
             given = (*given, indices, self.scale)
-            kwargs = self._sparse_arguments(query_rope, caches[1], value(self.query_start_loc)[1:])
+            sinks = None if self.sinks is None else value(self.sinks).float()
+            kwargs = self._sparse_arguments(query_rope, caches[1], value(self.query_start_loc)[1:], sinks)
         for call in (
             Call.make(attend, self.site.target, *given, **kwargs),
             Call.make(write, self.site.target, *rows, *caches, slots, cache_mode="Norm"),
@@ -221,15 +223,16 @@ class _LatentAttention:
         else:
             indices = self.traced.call(_aten.transpose.int, self.selected, 0, 1)
         ends = sequence_ends(self.traced, self.query_start_loc)
+        sinks = None if self.sinks is None else self.site.cast(self.sinks, torch.float32)
         results = self.site.call(
             _npu.npu_sparse_flash_attention.default,
             *(query, self.key_cache, self.key_cache, self.site.dense(indices), self.scale),
-            **self._sparse_arguments(query_rope, self.value_cache, ends),
+            **self._sparse_arguments(query_rope, self.value_cache, ends, sinks),
         )
         assert results is not None, self.site.refused
         return self.site.item(results, 0)
 
-    def _sparse_arguments(self, query_rope: Any, key_rope: Any, query_ends: Any) -> dict[str, Any]:
+    def _sparse_arguments(self, query_rope: Any, key_rope: Any, query_ends: Any, sinks: Any) -> dict[str, Any]:
         return {
             "block_table": self.block_table,
             "actual_seq_lengths_query": query_ends,
@@ -241,6 +244,7 @@ class _LatentAttention:
             "layout_kv": "PA_BSND",
             "sparse_mode": CAUSAL,
             "attention_mode": SPARSE_ABSORBED,
+            "sinks": sinks,
         }
 
     def _arguments(self, query_rope: Any, key_rope: Any, query_lens: Any, kv_lens: Any, mask: Any) -> dict[str, Any]:
@@ -270,17 +274,23 @@ class _LatentAttention:
 
     def _product(self, rows: fx.Node, weight: fx.Node, *, tokens_first: bool) -> fx.Node:
         """Each head's rows by its own matrix, ``[T, H, N]``; ``rows`` are ``[T, H, K]`` or ``[H, T, K]``."""
-        product = self.site.call(
-            _npu.npu_transpose_batchmatmul.default,
-            rows,
-            weight,
-            perm_x1=_ROWS_FIRST if tokens_first else _AS_STORED,
-            perm_x2=_AS_STORED,
-            perm_y=_ROWS_FIRST,
-        )
+        product = self._fused_product(rows, weight, _ROWS_FIRST if tokens_first else _AS_STORED)
         if product is not None:
             return product
         if tokens_first:
             rows = self.traced.call(_aten.transpose.int, rows, 0, 1)
+            product = self._fused_product(self.site.dense(rows), weight, _AS_STORED)
+            if product is not None:
+                return product
         product = self.site.aten(_aten.bmm.default, rows, weight)
         return self.site.dense(self.traced.call(_aten.transpose.int, product, 0, 1))
+
+    def _fused_product(self, rows: fx.Node, weight: fx.Node, order: list[int]) -> fx.Node | None:
+        return self.site.call(
+            _npu.npu_transpose_batchmatmul.default,
+            rows,
+            weight,
+            perm_x1=order,
+            perm_x2=_AS_STORED,
+            perm_y=_ROWS_FIRST,
+        )
