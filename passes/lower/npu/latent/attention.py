@@ -124,7 +124,8 @@ class _LatentAttention:
         self.layout = "TND" if tokens_first else "TND_NTD"
         self._check()
         self.query = Query.of(tracer, query, latent)
-        self.place = Place(site, tracer, latent, self.query, self.slot_mapping, self.key_cache, self.value_cache)
+        caches = self.key_cache, self.value_cache
+        self.place = Place(site, tracer, latent, self.query, self.slot_mapping, *caches, self.selected)
         # [H, D, latent] and [H, latent, Dv]
         self.key_weight = add_weight(self.traced, f"keys_of_{key_name}", key_rows)
         self.value_weight = add_weight(self.traced, f"values_of_{value_name}", value_rows.transpose(1, 2))

@@ -112,6 +112,7 @@ class Place:
         slots: ``[T]``, where the step's tokens go.
         latent_cache: ``[blocks, tokens, 1, latent]``.
         rotated_cache: ``[blocks, tokens, 1, R]``.
+        selected: the keys that an indexer chooses.
     """
 
     site: Site
@@ -121,6 +122,7 @@ class Place:
     slots: fx.Node
     latent_cache: fx.Node
     rotated_cache: fx.Node
+    selected: fx.Node | None = None
 
 
 def write_normed_and_rotated(place: Place) -> fx.Node | None:
@@ -169,8 +171,7 @@ def prolog(place: Place, key_weight: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
     Returns:
         queries in the latent's dims, ``[T, H, latent]``, and their rotated part, ``[T, H, R]``; None where the
-        operator is not legal. What else reads the norm that queries are made from, as an indexer does, then reads the
-        operator's.
+        operator is not legal. An indexer that reads the norm that queries are made from then reads the operator's.
     """
     site = place.site
     try:
@@ -192,6 +193,18 @@ def prolog(place: Place, key_weight: fx.Node) -> tuple[fx.Node, fx.Node] | None:
             for other in others:
                 other.replace_input_with(norm, normed)
         return site.item(results, 0), site.item(results, 1)
+
+
+def _readers_for(made: fx.Node | None, of: fx.Node) -> list[fx.Node]:
+    """What reads ``of`` that ``made`` is made of."""
+    behind: set[fx.Node] = set()
+    pending = [] if made is None else [made]
+    while pending:
+        node = pending.pop()
+        if of < node and node not in behind:
+            behind.add(node)
+            pending += node.all_input_nodes
+    return [user for user in of.users if user in behind]
 
 
 def _hoisted(before: fx.Node, *nodes: fx.Node) -> bool:
@@ -239,7 +252,7 @@ class _Products:
         down_queries: weight that makes the latter, ``[hidden, compressed]``.
         up_queries: weight that makes queries of it, ``[compressed, H * (D + R)]``.
         down_keys: weight that makes the latent and what is rotated for all heads, ``[hidden, latent + R]``.
-        others: what reads the norm beside the product that makes queries.
+        others: what reads the norm for an indexer.
     """
 
     hidden: fx.Node
@@ -281,7 +294,7 @@ class _Products:
                     (normed.source, Rows.adjacent(normed.first, found.width)),
                 )
             ),
-            others=[user for user in compressed.node.users if user is not up],
+            others=_readers_for(place.selected, compressed.node),
         )
 
 

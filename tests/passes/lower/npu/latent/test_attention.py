@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from latent_graphs import AS_BFLOAT16, COMPRESSED, CONTENT, ROTARY, VALUE, LatentGraph
+from latent_graphs import COMPRESSED, CONTENT, ROTARY, VALUE, LatentGraph
 
 from torch_pagoda.compiler.weights.merged_weights import link_merged_weights
 from torch_pagoda.passes import PASSES
