@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache
 from typing import Any
 
 import pytest
@@ -34,14 +33,13 @@ from shared_graphs import capture
 
 MODELS = ("deepseek_v32", "glm_moe_dsa", "axk2")
 INDEXER, SPARSE = "npu.npu_lightning_indexer", "npu.npu_sparse_flash_attention"
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=8)
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=8)
 
 
-@cache
-def on(soc: str, model_type: str, block_size: int = 16) -> tuple[PreTrainedModel, TracedGraph]:
+def on(soc: str, model_type: str) -> tuple[PreTrainedModel, TracedGraph]:
     model = build_legal_model(model_type)
     captured = capture(model)
-    captured.traced.npu = NpuTarget(soc, block_size=block_size, float32_as=torch.bfloat16)
+    captured.traced.npu = NpuTarget(soc, block_size=16, float32_as=torch.bfloat16)
     options = CompileOptions(codegen="none", target="npu", verify="off", soc=soc)
     report = CompileReport(model_type)
     traced = run_pipeline(captured, options, None, report)
@@ -55,7 +53,7 @@ def served_as_transformers_answers(model: PreTrainedModel, traced: TracedGraph) 
     module = traced.copy().module
     engine = Engine(link(traced, module), block_size=16, num_blocks=40, max_num_seqs=3, max_num_batched_tokens=19)
     draw = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, 250, (n,), generator=draw).tolist() for n in (150, 5, 40, 7, 23)]
+    prompts = [torch.randint(3, 250, (n,), generator=draw).tolist() for n in (45, 5, 23)]
     assert_served(model, engine.generate(prompts, GREEDY))
     engine.block_manager.check()
 
@@ -68,13 +66,12 @@ def test_prompts_chunks_and_decoded_tokens_are_exact(model_type: str) -> None:
     served_as_transformers_answers(model, traced)
 
 
-@pytest.mark.parametrize("model_type", ["hy_v4", "deepseek_v32"])
-def test_the_chip_with_sinks(model_type: str) -> None:
-    model, traced = on("Ascend950PR", model_type)
+def test_the_chip_with_sinks() -> None:
+    """Two of HY-V4's four layers take over the choice of the one before."""
+    model, traced = on("Ascend950PR", "hy_v4")
     assert illegal_calls(traced, traced.npu) == []
     names = Counter(operator_name(n) for n in traced.graph.nodes)
-    # Two of HY-V4's four layers take over the choice of the one before.
-    assert (names[INDEXER], names[SPARSE]) == ((2, 4) if model_type == "hy_v4" else (2, 2))
+    assert (names[INDEXER], names[SPARSE]) == (2, 4)
     served_as_transformers_answers(model, traced)
 
 
@@ -108,8 +105,6 @@ def test_launches_of_a_layer() -> None:
 
 REFUSED = [
     ("Ascend910B3", "hy_v4", {}, "it knows no sinks on Ascend910B3, only on Ascend950"),
-    ("Ascend910B3", "deepseek_v32", {"kv_lora_rank": 256}, "a latent of 256 dims with 64 rotated ones"),
-    ("Ascend910B3", "deepseek_v32", {"index_n_heads": 96}, "96 heads of an indexer; at most 64"),
     ("Ascend310P3", "deepseek_v32", {"dtype": torch.float16}, "Ascend310P3 does not run it"),
 ]
 
@@ -157,7 +152,7 @@ def found_out(operator: str, change: Any) -> bool:
     copy = traced.copy()
     mutant = Mutated(copy.module, operator, change)
     engine = Engine(link(copy, mutant.run), block_size=16, num_blocks=40, max_num_batched_tokens=19)
-    outputs = engine.generate([torch.arange(3, 43).tolist()], GREEDY)
+    outputs = engine.generate([torch.arange(3, 27).tolist()], GREEDY)
     try:
         assert_served(model, outputs)
     except AssertionError:
@@ -222,7 +217,7 @@ def test_caches_are_whole_inputs_written_once() -> None:
     _, traced = lowered("deepseek_v32")
     caches = [n for n in traced.placeholders if is_cache_input(n.name)]
     assert len(caches) == 3 * 2
-    for cache in caches:
-        writers = [n for n in cache.users if any(a.is_write for a in n.target._schema.arguments)]
+    for node in caches:
+        writers = [n for n in node.users if any(a.is_write for a in n.target._schema.arguments)]
         assert len(writers) == 1
-        assert sorted(cache.users)[0] is writers[0]
+        assert sorted(node.users)[0] is writers[0]
