@@ -84,9 +84,10 @@ class _PagedAttention:
         self.call = call = PagedAttentionCall.of(site.node)
         if call.selected is not None:
             reasons = "; ".join(f"{route}: {reason}" for route, reason in site.refused)
+            remedy = "use target='cpu'" if call.key_scale is None else "give kv_cache_dtype='auto'"
             raise UnsupportedModel(
                 f"no operator of {site.target.soc} attends keys that an indexer chooses as {site.node.name} does: "
-                f"{reasons or 'its keys and values are not made from a latent'}; use target='cpu'"
+                f"{reasons or 'its keys and values are not made from a latent'}; {remedy}"
             )
         self.query, self.key, self.value = call.query, call.key, call.value
         self.key_cache, self.value_cache = call.key_cache, call.value_cache

@@ -31,7 +31,7 @@ from hf_reference import assert_served
 from legal_models import build_legal_model
 from shared_graphs import capture
 
-MODELS = ("deepseek_v32", "glm_moe_dsa", "axk2")
+MODELS = ("deepseek_v32", "axk2", pytest.param("glm_moe_dsa", marks=pytest.mark.slow))
 INDEXER, SPARSE = "npu.npu_lightning_indexer", "npu.npu_sparse_flash_attention"
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=8)
 
@@ -86,13 +86,13 @@ def test_launches_of_a_layer() -> None:
         - Counter(dict.fromkeys(places, 1))
         - Counter(
             {
-                "npu.npu_add_rms_norm": 2,
+                "npu.npu_add_rms_norm": 1,
                 "npu.npu_rms_norm": 1,
                 "npu.npu_mla_prolog_v3": 1,
-                "npu.npu_linear": 6,
+                "npu.npu_linear": 5,
                 "aten.native_layer_norm": 1,
                 "npu.npu_rotary_mul": 2,
-                "aten.cat": 3,
+                "aten.cat": 4,
                 "npu.npu_scatter_nd_update_": 1,
                 INDEXER: 1,
                 SPARSE: 1,
@@ -103,19 +103,11 @@ def test_launches_of_a_layer() -> None:
     ), found
 
 
-REFUSED = [
-    ("Ascend910B3", "hy_v4", {}, "it knows no sinks on Ascend910B3, only on Ascend950"),
-    ("Ascend310P3", "deepseek_v32", {"dtype": torch.float16}, "Ascend310P3 does not run it"),
-]
-
-
-@pytest.mark.parametrize(("soc", "model_type", "sizes", "reason"), REFUSED, ids=[reason for *_, reason in REFUSED])
-def test_what_is_refused_by_name(soc: str, model_type: str, sizes: dict[str, Any], reason: str) -> None:
-    captured = capture(build_legal_model(model_type, **{"dtype": torch.bfloat16, **sizes}))
-    options = CompileOptions(codegen="none", target="npu", verify="off", soc=soc)
-    with pytest.raises(UnsupportedModel, match="use target='cpu'") as raised:
-        run_pipeline(captured, options, None, CompileReport(model_type))
-    assert reason in str(raised.value)
+def test_sinks_on_other_chips_are_refused_by_name() -> None:
+    captured = capture(build_legal_model("hy_v4", dtype=torch.bfloat16))
+    options = CompileOptions(codegen="none", target="npu", verify="off")
+    with pytest.raises(UnsupportedModel, match=r"knows no sinks on Ascend910B3, only on Ascend950; use target='cpu'"):
+        run_pipeline(captured, options, None, CompileReport("hy_v4"))
 
 
 MUTANTS: dict[str, Any] = {

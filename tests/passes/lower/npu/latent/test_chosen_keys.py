@@ -160,3 +160,10 @@ def test_what_no_operator_does_is_refused_by_name(kwargs: dict[str, Any], reason
     with pytest.raises(UnsupportedModel, match="keys that an indexer chooses") as raised:
         lower_npu_paged_attention(graph.traced)
     assert f"{SPARSE}: {reason}" in str(raised.value) and str(raised.value).endswith("use target='cpu'")
+
+
+def test_int8_latents_are_refused_with_their_own_remedy() -> None:
+    graph = LatentGraph(topk=TOPK, cache_dtype=torch.int8)
+    assert not absorb_latent_attention(graph.traced).matches
+    with pytest.raises(UnsupportedModel, match=r"an int8 latent only with int8 queries; give kv_cache_dtype='auto'"):
+        lower_npu_paged_attention(graph.traced)
