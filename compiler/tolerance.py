@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6, torch.bfloat16: 0.3, torc
 ROUNDINGS = 5.0
 """By how many times its own rounding a half-precision graph may differ from the original, which rounds likewise."""
 _ROUTERS = ("topk", "sort")
-_INDEXERS = ("lightning_indexer", "lightning_indexer_seq")
+_INDEXERS = ("lightning_indexer", "lightning_indexer_seq", "npu_lightning_indexer")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from .lower.npu.activations import lower_npu_activations
 from .lower.npu.attention import lower_npu_attention
 from .lower.npu.fuse_experts import fuse_npu_experts
 from .lower.npu.fuse_quantization import fuse_npu_quantization
+from .lower.npu.indexers import lower_npu_indexers
 from .lower.npu.latent.attention import absorb_latent_attention
 from .lower.npu.linears import lower_npu_linears
 from .lower.npu.moe import lower_npu_moe
@@ -99,7 +100,7 @@ class Pass:
     place: str = ""
 
 
-FIRST_OF_LOWERING = "absorb_latent_attention"
+FIRST_OF_LOWERING = "lower_npu_indexers"
 """Users' passes run in front of it, where they do not say otherwise."""
 
 PASSES: tuple[Pass, ...] = (
@@ -153,6 +154,8 @@ PASSES: tuple[Pass, ...] = (
     # Needs all that was recognised: it knows which operators work on each token by itself.
     Pass("hoist_gather", hoist_gather, "aten", level=2, required=False),
     # Lowering, last: the passes above look for canonical operators and plain linears.
+    # Before what attends the keys that are chosen.
+    Pass("lower_npu_indexers", lower_npu_indexers, "aten", target="npu"),
     # Reads the canonical norms and rotations of the latent; what it leaves alone is lowered like any other attention.
     Pass("absorb_latent_attention", absorb_latent_attention, "aten", level=2, required=False, target="npu"),
     # First: what lowers rotations and attention looks for transposes right in front of them.

@@ -148,6 +148,19 @@ def _fused(node: fx.Node, step: Step, sizes: Sizes) -> int:
     return 2 * heads * (dim + value_dim) * keys_seen(step, window)
 
 
+def _fused_indexer(node: fx.Node, step: Step, sizes: Sizes) -> int:
+    """npu_lightning_indexer(q [T, H, D], ...): every query with every key that it sees."""
+    _, heads, dim = sizes.shape(node.args[0])
+    return 2 * heads * dim * keys_seen(step)
+
+
+def _fused_sparse(node: fx.Node, step: Step, sizes: Sizes) -> int:
+    """npu_sparse_flash_attention(q [T, H, D], key, value, indices [T, 1, K], ..., query_rope=[T, H, R])."""
+    _, heads, dim = sizes.shape(node.args[0])
+    rope = sizes.shape(node.kwargs["query_rope"])[-1]
+    return 2 * heads * (2 * dim + rope) * keys_seen(step, sizes.shape(node.args[3])[-1])
+
+
 _FORMULAS: dict[str, Callable[[fx.Node, Step, Sizes], int]] = {
     **dict.fromkeys(("mm", "bmm", "linear", "matmul", "npu_linear", "npu_transpose_batchmatmul"), _product(0)),
     **dict.fromkeys(("packed_linear", "quantized_linear", "invariant_linear"), _product(0)),
@@ -158,6 +171,8 @@ _FORMULAS: dict[str, Callable[[fx.Node, Step, Sizes], int]] = {
     **dict.fromkeys(("moe", "quantized_moe"), _experts),
     "paged_attention": _paged,
     **dict.fromkeys(("lightning_indexer", "lightning_indexer_seq"), _indexer),
+    "npu_lightning_indexer": _fused_indexer,
+    "npu_sparse_flash_attention": _fused_sparse,
     **dict.fromkeys(("linear_recurrence", "linear_recurrence_seq"), _recurrence),
     **dict.fromkeys(("attention", "scaled_dot_product_attention"), _dense),
     **dict.fromkeys(

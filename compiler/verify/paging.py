@@ -9,7 +9,6 @@ from ...passes.graph.fx_nodes import callee, module_path
 from ...passes.proof.token_axis import mixers
 from ...runtime.cache.cache_specs import has_state
 from ..report import CompileReport, rejection_line
-from ..tolerance import chooses_keys
 
 
 def check_paging(traced: TracedGraph, report: CompileReport) -> None:
@@ -19,11 +18,6 @@ def check_paging(traced: TracedGraph, report: CompileReport) -> None:
         UnsupportedModel: the message says which node and why.
     """
     keeps_state = has_state(traced.caches)
-    if traced.npu is not None and chooses_keys(traced.graph):
-        raise UnsupportedModel(
-            f"{report.model} attends keys that an indexer chooses, which is not lowered for an Ascend NPU yet; "
-            "use target='cpu'"
-        )
     if traced.npu is not None and any(PagedAttentionCall.of(n).relative_bias for n in paged_attention_nodes(traced)):
         raise UnsupportedModel(
             f"{report.model} adds a bias by distance to attention scores, which is not lowered for an Ascend NPU "

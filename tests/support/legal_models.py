@@ -26,7 +26,11 @@ _LATENT = {
 }
 _GROUPED = {name: _HEAD for name, size in tiny_models.SIZES.items() if size == 16 and "head" in name}
 _WIDE = {name: _HIDDEN for name, size in tiny_models.SIZES.items() if size == 64 and name != "max_source_positions"}
-_SIZES = {**tiny_models.SIZES, **_WIDE, **_GROUPED, **_LATENT, "rotary_dim": 64, "global_head_dim": _HEAD}
+_INDEXER = {"index_n_heads": 16}
+_SIZES = {
+    **{**tiny_models.SIZES, **_WIDE, **_GROUPED, **_LATENT, **_INDEXER},
+    **{"rotary_dim": 64, "global_head_dim": _HEAD},
+}
 _STATE_MODELS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "mamba2": {"num_heads": 8, "head_dim": _HEAD},

@@ -170,9 +170,8 @@ class AttentionGraph:
             for name, (heads, dim) in self.shapes.items():
                 x = torch.randn(1, len(slots), heads, dim, generator=generator)
                 given[name] = x.to(self.dtype)
-            given |= {
-                f"{part.name}_0": cache for part, cache in zip(traced.caches[0].parts(), caches[0], strict=True)
-            }
+            for i, (spec, entry) in enumerate(zip(traced.caches, caches, strict=True)):
+                given |= {f"{part.name}_{i}": cache for part, cache in zip(spec.parts(), entry, strict=True)}
             values = [given[n.name] if n.name in given else metadata.field(n.name) for n in traced.placeholders]
             with torch.no_grad():
                 results.append((by or traced.module)(*values)[-1])

@@ -42,6 +42,7 @@ def all_samples() -> list[Sample]:
         *_chains(),
         *_quantization(),
         *_gated_delta_rules(),
+        *_chosen_keys(),
     ]
     torch.set_rng_state(state)
     return samples
@@ -516,3 +517,31 @@ def _gated_delta_rules() -> list[Sample]:
             {**recurrent, "scale": 0.5, "g": g, "gk": by_channel, "num_accepted_tokens": accepted},
         ),
     ]
+
+
+def _chosen_keys() -> list[Sample]:
+    samples = []
+    table = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
+    ends, lens = torch.tensor([2, 6], dtype=torch.int32), torch.tensor([19, 7], dtype=torch.int32)
+    for index, layouts in enumerate([("TND", "PA_BSND"), ("TND", "TND"), ("BSND", "BSND"), ("BSND", "PA_BSND")]):
+        dtype, (queries, keys) = DTYPES[index % 3], layouts
+        shape = (6,) if queries == "TND" else (2, 3)
+        key_shape = {"PA_BSND": (4, 16), "TND": (26,), "BSND": (2, 19)}[keys]
+
+        def made(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.randn(sizes).to(dtype)
+
+        given: dict[str, Any] = {"layout_query": queries, "block_table": table if keys == "PA_BSND" else None}
+        given["actual_seq_lengths_query"] = ends if queries == "TND" else None
+        key_lens = {"PA_BSND": lens, "TND": torch.tensor([19, 26], dtype=torch.int32), "BSND": None}[keys]
+        options = {**given, "layout_key": keys, "actual_seq_lengths_key": key_lens, "sparse_count": 5}
+        weights = made(*shape, 8, dtype=torch.float32 if index else dtype)
+        inputs = made(*shape, 8, 128), made(*key_shape, 1, 128), weights
+        samples.append(Sample("npu_lightning_indexer", "-".join(layouts), inputs, options))
+        places = torch.arange(5, dtype=torch.int32).expand(*shape, 1, 5).contiguous()
+        latent = made(*key_shape, 1, 512)
+        options = {**given, "layout_kv": keys, "actual_seq_lengths_kv": key_lens, "attention_mode": 2}
+        options |= {"query_rope": made(*shape, 4, 64), "key_rope": made(*key_shape, 1, 64)}
+        inputs = made(*shape, 4, 512), latent, latent, places, 0.25
+        samples.append(Sample("npu_sparse_flash_attention", "-".join(layouts), inputs, options))
+    return samples

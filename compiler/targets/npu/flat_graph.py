@@ -18,6 +18,11 @@ from ....passes import TracedGraph
 from ....passes.graph.fx_nodes import value
 from ....runtime.program import is_cache_input
 
+LENGTHS_ON_DEVICE = (
+    torch.ops.npu.npu_lightning_indexer.default,
+    torch.ops.npu.npu_sparse_flash_attention.default,
+)
+"""Operators that read blocks of caches where they lie and take lengths of sequences as tensors."""
 _CHOICES = (torch.ops.aten.slice.Tensor, torch.ops.aten.gather.default)
 
 

@@ -30,6 +30,7 @@ from .quant_limits import (
     weight_quant_matmul,
 )
 from .rope_limits import ROTARY_RULES
+from .sparse_limits import INDEXER_RULES, SPARSE_RULES
 from .state_limits import chunk_state, delta_shapes, eager_or_captured, float32_decays
 
 Rule = Callable[[Call], str]
@@ -324,6 +325,20 @@ LIMITS: dict[str, Limits] = {
             dense("query", "key", "value", "beta", "initial_state", "g", "actual_seq_lengths"),
         ],
     ),
+    "npu_lightning_indexer": Limits(
+        frozenset({A2, A3, A5}),
+        {"query": HALF},
+        alike=[("query", "key")],
+        ranks={"query": (3,), "key": (4,), "weights": (2,), "block_table": (2,)},
+        rules=[*INDEXER_RULES, dense("query", "key", "weights")],
+    ),
+    "npu_sparse_flash_attention": Limits(
+        frozenset({A2, A3, A5}),
+        {"query": HALF, "sparse_indices": frozenset({torch.int32})},
+        alike=[("query", "key", "value", "query_rope", "key_rope")],
+        ranks={"query": (3,), "query_rope": (3,), "key": (4,), "key_rope": (4,), "sparse_indices": (3,)},
+        rules=[*SPARSE_RULES, dense("query", "key", "value", "query_rope", "key_rope", "sparse_indices")],
+    ),
     "npu_dynamic_quant": Limits(
         frozenset({A2, A3, A5}), {"input": HALF}, ranks={"input": tuple(range(2, 9))}, rules=[per_row_int8]
     ),
@@ -375,8 +390,9 @@ LIMITS: dict[str, Limits] = {
         ranks={"x": (2,)},
         rules=[swiglu_of_left_half, dense("x")],
     ),
+    # op-plugin names no 950; the README of CANN's own scatter_nd_update (ops-nn) does, and vllm-ascend runs it there.
     "npu_scatter_nd_update_": Limits(
-        frozenset({A2, A3, INFERENCE}),
+        frozenset({A2, A3, A5, INFERENCE}),
         {"indices": INDEX},
         alike=[("input", "updates")],
         rules=[

@@ -36,6 +36,7 @@ from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph, UnsupportedModel
 from .attention_limits import MASK_SIZE, UNLIMITED
 from .attention_routes import Heads, routes_by_traffic
+from .cache_rows import block_and_offset, write_rows
 from .call import Call
 from .decode_attention import note_decoded, why_not_decoded
 from .limits import violations
@@ -72,11 +73,22 @@ class _PagedAttention:
     Args:
         site: of the call.
         routes: key cache → how the attention that wrote it was lowered; layers that share a cache share the route.
+
+    Raises:
+        UnsupportedModel: it reads keys that an indexer chooses; ``latent.attention`` lowers what there is an operator
+            for.
     """
 
     def __init__(self, site: Site, routes: dict[fx.Node, str]) -> None:
         self.site, self.traced, self.routes = site, site.traced, routes
         self.call = call = PagedAttentionCall.of(site.node)
+        if call.selected is not None:
+            reasons = "; ".join(f"{route}: {reason}" for route, reason in site.refused)
+            remedy = "use target='cpu'" if call.key_scale is None else "give kv_cache_dtype='auto'"
+            raise UnsupportedModel(
+                f"no operator of {site.target.soc} attends keys that an indexer chooses as {site.node.name} does: "
+                f"{reasons or 'its keys and values are not made from a latent'}; {remedy}"
+            )
         self.query, self.key, self.value = call.query, call.key, call.value
         self.key_cache, self.value_cache = call.key_cache, call.value_cache
         self.key_scale, self.value_scale = call.key_scale, call.value_scale
@@ -236,26 +248,16 @@ class _PagedAttention:
     def _write_rows(self, *written: tuple[fx.Node | None, fx.Node], heads: int | None = None) -> None:
         """Row by row, at (block, offset), where no operator writes both caches at once; with ``heads`` number by
         number, at (block, head, offset).
-
-        Padding tokens, whose slots are negative, land in slot 0 of block 0.
         """
-        size = self.site.target.block_size
-        slots = self.traced.call(_aten.clamp.default, self.slot_mapping, 0)
-        block = self.traced.call(_aten.div.Tensor_mode, slots, size, rounding_mode="floor")
-        offset = self.traced.call(_aten.remainder.Scalar, slots, size)
+        block, offset = block_and_offset(self.site, self.slot_mapping)
         if heads is None:
             place = self.traced.call(_aten.stack.default, [block, offset], -1)
         else:
             place = self.site.inline(_places_by_head, block, offset, heads)
         for cache, rows in written:
-            if self.site.call(_npu.npu_scatter_nd_update_.default, cache, place, rows) is None:
-                what = f"no operator of {self.site.target.soc} writes the KV cache of {self.site.node.name}: "
-                what += self.site.refused[-1][1]
-                if self.key_scale is not None:
-                    what += "; give kv_cache_dtype='auto'"
-                elif value(cache).dtype is torch.bfloat16:
-                    what += "; give dtype='float16'"
-                raise UnsupportedModel(what)
+            assert cache is not None
+            remedy = "" if self.key_scale is None else "give kv_cache_dtype='auto'"
+            write_rows(self.site, cache, place, rows, remedy)
 
     def _tokens(self, stored: Heads) -> fx.Node:
         """``[T, H, Dv]`` by the kernel in layout TND."""

@@ -33,6 +33,7 @@ from . import (
     quant_matmul,
     quantize,
     rope,
+    sparse_attention,
     swiglu_quant,
     weight_quant_matmul,
 )
@@ -57,6 +58,7 @@ OPERATORS = (
     *swiglu_quant.OPERATORS,
     *weight_quant_matmul.OPERATORS,
     *gated_delta_rule.OPERATORS,
+    *sparse_attention.OPERATORS,
     *prefetch.OPERATORS,
 )
 

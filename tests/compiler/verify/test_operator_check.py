@@ -262,3 +262,39 @@ def test_devices_of_arguments_are_replaced() -> None:
 
     run_call(call, torch.device("meta"), run)
     assert asked[0]["device"] == torch.device("meta")
+
+
+def indexed(spoil: Any) -> str:
+    """The difference that is seen where a device chose other keys."""
+    call = torch.ops.npu.npu_lightning_indexer.default
+    query, weights, cache = rows(5, 8, 128), rows(5, 8).abs(), rows(4, 16, 1, 128)
+    cache[2, 3] = cache[2, 2]  # tokens 3 and 2 of the first sequence, and of the second none
+    kwargs = {
+        "actual_seq_lengths_query": torch.tensor([4, 5], dtype=torch.int32),
+        "actual_seq_lengths_key": torch.tensor([20, 9], dtype=torch.int32),
+        "block_table": torch.tensor([[2, 0], [1, 3]], dtype=torch.int32),
+        **{"layout_query": "TND", "layout_key": "PA_BSND", "sparse_count": 12, "sparse_mode": 3},
+    }
+    expected, _ = call(query, cache, weights, **kwargs)
+
+    made = OperatorCall(call, (query, cache, weights), kwargs, {0: expected}, {}, "")
+    found = spoil(expected.clone()), cache.new_empty(0)
+    return run_call(made, CPU, lambda function: found)[0].reason
+
+
+def exchanged(chosen: torch.Tensor, a: int, b: int) -> torch.Tensor:
+    """Places ``a`` and ``b`` in the place of each other, as a device may where they score alike."""
+    return chosen.where((chosen != a) & (chosen != b), a + b - chosen)
+
+
+def test_of_keys_that_score_alike_either_may_be_chosen_in_any_order() -> None:
+    def alike(chosen: torch.Tensor) -> torch.Tensor:
+        return torch.cat((exchanged(chosen[:4], 2, 3), chosen[4:]))
+
+    assert indexed(lambda chosen: chosen) == indexed(alike) == ""
+    assert indexed(lambda chosen: torch.cat((chosen[..., :9].flip(-1), chosen[..., 9:]), -1)) == ""
+    assert indexed(lambda chosen: exchanged(chosen, 5, 19)) != ""
+    assert indexed(lambda chosen: chosen.where(chosen != 3, 2)) != "", "one key twice"
+    assert indexed(lambda chosen: chosen.roll(1, 0)) != ""
+    assert indexed(lambda chosen: chosen.where(chosen >= 0, 0)) != "", "a key that there is not"
+    assert indexed(lambda chosen: chosen + 40) != ""

@@ -8,7 +8,8 @@ then on replays them on the same addresses. So
 - the lists of lengths are the exception: npugraph_ex gives the attention calls (``npu_fused_infer_attention_score``
   v1 and v2, no other operator) the values of each replay;
 - these lists have one length, that of the most sequences and one more, to which dummy tokens can belong. Their dummy
-  members beyond the dummy tokens stand for sequences without tokens.
+  members beyond the dummy tokens stand for sequences without tokens. Tensors of lengths, which other operators take,
+  have as many.
 
 Where a schedule gives branches of decode steps, or fetches of weights, to streams of their own, npugraph_ex compiles
 the graph a second time, with these, and steps of few tokens are captured from there; all others from the graph
@@ -37,7 +38,7 @@ from .....runtime.engine.device_queue import sent
 from .....runtime.program import KVCache
 from .....runtime.state_tables import CHUNK_TABLES
 from ....report import first_line
-from ..flat_graph import flat_graph, readers
+from ..flat_graph import LENGTHS_ON_DEVICE, flat_graph, readers
 from ..in_place import write_in_place
 from ..prefetches import counted_fetches
 from ..route import PlannedSize, Route, Run, ctrl_c_kept
@@ -99,6 +100,7 @@ class AclGraphs(Route):
         self._budget = self._most
         names = [node.name for node in traced.placeholders]
         self._ids_at = names.index(traced.input_ids)
+        self._lens_at = names.index("seq_lens") if "seq_lens" in names else None
         self._rows_at = names.index("logits_rows") if "logits_rows" in names else None
         self._only_decode = any(step_field(node) in _PADDED and node.users for node in traced.placeholders)
         self.refusal = _why_not_captured(traced, self.lists)
@@ -234,7 +236,8 @@ class AclGraphs(Route):
 
     def _planned_size(self, args: Sequence[Any]) -> tuple[int, int] | None:
         """(tokens, asked rows) of a step that got its size from ``size_for``."""
-        if not self.planned or len(args[self.lists[0]]) != self._length:
+        lens_at = self.lists[0] if self.lists else self._lens_at
+        if not self.planned or lens_at is None or len(args[lens_at]) != self._length:
             return None
         tokens = args[self._ids_at].shape[1]
         return tokens, tokens if self._rows_at is None else args[self._rows_at].shape[0]
@@ -316,10 +319,10 @@ def aclgraph_options(
 def _why_not_captured(traced: TracedGraph, lists: Sequence[int]) -> str:
     """The reason why a captured graph would not be right or would not pay, or ""."""
     placeholders = traced.placeholders
-    if not lists and has_state(traced.caches):
-        return "the graph has no attention call, whose lists of lengths say for how many sequences it is captured"
     tables = [user for node in placeholders if node.name == "block_table" for user in readers(node)]
-    if not lists or not all(map(_gets_new_lengths, tables)):
+    if not tables and has_state(traced.caches):
+        return "the graph has no attention call, whose lengths say for how many sequences it is captured"
+    if not tables or not all(_gets_new_lengths(table) or table.target in LENGTHS_ON_DEVICE for table in tables):
         return "the graph gathers the blocks of its caches, as many as the longest sequence could have"
     for user in (user for i in lists for user in placeholders[i].users):
         if not _gets_new_lengths(user):

@@ -36,7 +36,7 @@ from .....passes.graph.fx_nodes import value
 from .....runtime.engine.device_queue import sent
 from .....runtime.program import is_cache_input
 from ....report import first_line
-from ..flat_graph import is_constant, list_inputs, readers
+from ..flat_graph import LENGTHS_ON_DEVICE, is_constant, list_inputs, readers
 
 _npu, _aten = torch.ops.npu, torch.ops.aten
 LENGTHS = {
@@ -104,7 +104,7 @@ def why_not_static(traced: TracedGraph) -> str:
     if not traced.paged:
         return "the sizes of a call that is not paged are the caller's"
     for node in traced.placeholders:
-        if node.name == "block_table" and not all(reader.target in LENGTHS for reader in readers(node)):
+        if node.name == "block_table" and not all(r.target in (*LENGTHS, *LENGTHS_ON_DEVICE) for r in readers(node)):
             return "the graph gathers the blocks of its caches, as many as the longest sequence could have"
         for user in node.users if isinstance(value(node), list) else ():
             if not _takes_tensor(user, node):

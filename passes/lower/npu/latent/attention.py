@@ -7,6 +7,7 @@ Becomes:
     npu_scatter_pa_kv_cache(c, shared, key_cache, value_cache, ...)     # one KV head; or an operator that does more
     q'[h] = q[h, own dims] @ W_uk[h]                                    # npu_transpose_batchmatmul
     npu_fused_infer_attention_score(q', c, c, query_rope=q[rest], key_rope=shared, num_key_value_heads=1)
+        or npu_sparse_flash_attention(q', c, c, selected, ...), where an indexer chooses the keys
     out[h] = out'[h] @ W_uv[h].T                                        # npu_transpose_batchmatmul
 Why it is faster:
     the cache holds one latent per token instead of a key and a value per head (DeepSeek-V3: 576 numbers instead of
@@ -27,12 +28,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from .....runtime.ops.npu.sparse_attention import SPARSE_ABSORBED
 from ....graph.attention_node import PagedAttentionCall, paged_attention_nodes
 from ....graph.fx_nodes import cache_index, eliminate_dead_code, shape, value
 from ....graph.record import NoMatch, PassRecord
 from ....graph.traced import TracedGraph
 from ..attention_limits import MASK_SIZE, UNLIMITED
 from ..call import Call
+from ..indexers import CAUSAL, sequence_ends
 from ..limits import violations
 from ..paged_attention import causal_mask
 from ..site import Site
@@ -41,9 +44,10 @@ from .parts import Query, heads_by_token, shared_by_token
 from .prolog import Place, prolog, write_normed_and_rotated
 
 LATENT = "npu.npu_fused_infer_attention_score over the latent"
+SPARSE = "npu.npu_sparse_flash_attention"
 
 _npu, _aten = torch.ops.npu, torch.ops.aten
-_CAUSAL, _BAND = 3, 4
+_BAND = 4
 _ROWS_FIRST, _AS_STORED = [1, 0, 2], [0, 1, 2]
 
 
@@ -65,7 +69,7 @@ def absorb_latent_attention(traced: TracedGraph) -> PassRecord:
             with traced.before(node):
                 new = _LatentAttention(site, tracer, latent).lower()
         except NoMatch as error:
-            site.refuse(LATENT, str(error))
+            site.refuse(LATENT if PagedAttentionCall.of(node).selected is None else SPARSE, str(error))
             node.meta["refused"] = tuple(site.refused)
             record.reject(node, str(error))
             continue
@@ -98,9 +102,12 @@ class _LatentAttention:
         query, self.key_cache, self.value_cache = call.query, call.key_cache, call.value_cache
         self.slot_mapping, self.block_table = call.slot_mapping, call.block_table
         self.scale, self.sliding_window = call.scale, call.sliding_window
+        self.selected, self.query_start_loc, self.seq_lens = call.selected, call.query_start_loc, call.seq_lens
+        self.sinks = None if call.selected is None else call.sinks
         unknown = (
-            *(("sinks", call.sinks), ("soft cap", call.softcap), ("ALiBi", call.alibi_slopes)),
-            ("chunks", call.chunk),
+            *(("sinks", self.sinks is None and call.sinks), ("soft cap", call.softcap), ("ALiBi", call.alibi_slopes)),
+            *(("chunks", call.chunk), ("bias by distance", call.relative_bias)),
+            ("window beside chosen keys", call.selected is not None and call.sliding_window),
         )
         for what, there in unknown:
             if there:
@@ -113,10 +120,12 @@ class _LatentAttention:
         self.like = value(query)
         key_name, key_rows = weight_rows(self.traced, latent.product, latent.key_rows)
         value_name, value_rows = weight_rows(self.traced, latent.product, latent.value_rows)
-        self.layout = "TND" if self._takes_tokens_first(value_rows) else "TND_NTD"
+        tokens_first = call.selected is not None or self._takes_tokens_first(value_rows)
+        self.layout = "TND" if tokens_first else "TND_NTD"
         self._check()
         self.query = Query.of(tracer, query, latent)
-        self.place = Place(site, tracer, latent, self.query, self.slot_mapping, self.key_cache, self.value_cache)
+        caches = self.key_cache, self.value_cache
+        self.place = Place(site, tracer, latent, self.query, self.slot_mapping, *caches, self.selected)
         # [H, D, latent] and [H, latent, Dv]
         self.key_weight = add_weight(self.traced, f"keys_of_{key_name}", key_rows)
         self.value_weight = add_weight(self.traced, f"values_of_{value_name}", value_rows.transpose(1, 2))
@@ -139,11 +148,19 @@ class _LatentAttention:
             caches = [self.like.new_empty(blocks, size, 1, dim) for dim in (latent, rotary)]
             keys, key_rope = (self.like.new_empty(blocks, size, dim) for dim in (latent, rotary))
             mask = torch.empty(MASK_SIZE, MASK_SIZE, dtype=torch.int8)
-        attend = _npu.npu_fused_infer_attention_score.default
-        kwargs = self._arguments(query_rope, key_rope, [1], [1], mask)
         write, slots = _npu.npu_scatter_pa_kv_cache.default, self.slot_mapping
+        if self.selected is None:
+            attend = _npu.npu_fused_infer_attention_score.default
+            given: tuple[Any, ...] = (query, keys, keys)
+            kwargs = self._arguments(query_rope, key_rope, [1], [1], mask)
+        else:
+            attend, given = _npu.npu_sparse_flash_attention.default, (query, caches[0], caches[0])
+            indices = value(self.selected).transpose(0, 1)
+            given = (*given, indices, self.scale)
+            sinks = None if self.sinks is None else value(self.sinks).float()
+            kwargs = self._sparse_arguments(query_rope, caches[1], value(self.query_start_loc)[1:], sinks)
         for call in (
-            Call.make(attend, self.site.target, query, keys, keys, **kwargs),
+            Call.make(attend, self.site.target, *given, **kwargs),
             Call.make(write, self.site.target, *rows, *caches, slots, cache_mode="Norm"),
         ):
             reasons = violations(call)
@@ -163,7 +180,8 @@ class _LatentAttention:
                 rest = self._write()
             content = heads_by_token(self.site, self.query.content.by_token(self.site))
             both = self._product(content, self.key_weight, tokens_first=True), rest
-        return self.traced.call(_aten.unsqueeze.default, self._values(self._attend(*both)), 0)
+        attend = self._attend if self.selected is None else self._attend_selected
+        return self.traced.call(_aten.unsqueeze.default, self._values(attend(*both)), 0)
 
     def _write(self) -> fx.Node:
         """Write the latent and what all heads share as they are; the query's part that meets the latter."""
@@ -198,6 +216,38 @@ class _LatentAttention:
         assert results is not None, self.site.refused
         return self.site.item(results, 0)
 
+    def _attend_selected(self, query: fx.Node, query_rope: fx.Node) -> fx.Node:
+        """Sums of the latents that were chosen, ``[T, H, latent]``."""
+        assert self.selected is not None
+        if self.selected.target is _aten.transpose.int:  # by ``lower_npu_indexers``
+            indices: Any = self.selected.args[0]
+        else:
+            indices = self.traced.call(_aten.transpose.int, self.selected, 0, 1)
+        ends = sequence_ends(self.traced, self.query_start_loc)
+        sinks = None if self.sinks is None else self.site.cast(self.sinks, torch.float32)
+        results = self.site.call(
+            _npu.npu_sparse_flash_attention.default,
+            *(query, self.key_cache, self.key_cache, self.site.dense(indices), self.scale),
+            **self._sparse_arguments(query_rope, self.value_cache, ends, sinks),
+        )
+        assert results is not None, self.site.refused
+        return self.site.item(results, 0)
+
+    def _sparse_arguments(self, query_rope: Any, key_rope: Any, query_ends: Any, sinks: Any) -> dict[str, Any]:
+        return {
+            "block_table": self.block_table,
+            "actual_seq_lengths_query": query_ends,
+            "actual_seq_lengths_kv": self.seq_lens,
+            "query_rope": query_rope,
+            "key_rope": key_rope,
+            "sparse_block_size": 1,
+            "layout_query": "TND",
+            "layout_kv": "PA_BSND",
+            "sparse_mode": CAUSAL,
+            "attention_mode": SPARSE_ABSORBED,
+            "sinks": sinks,
+        }
+
     def _arguments(self, query_rope: Any, key_rope: Any, query_lens: Any, kv_lens: Any, mask: Any) -> dict[str, Any]:
         window = self.sliding_window
         return {
@@ -211,7 +261,7 @@ class _LatentAttention:
             "num_key_value_heads": 1,
             "scale": self.scale,
             "input_layout": self.layout,
-            "sparse_mode": _BAND if window else _CAUSAL,
+            "sparse_mode": _BAND if window else CAUSAL,
             # The band starts that many keys before the query's own.
             "pre_tokens": window - 1 if window else UNLIMITED,
             "next_tokens": 0 if window else UNLIMITED,
@@ -225,17 +275,23 @@ class _LatentAttention:
 
     def _product(self, rows: fx.Node, weight: fx.Node, *, tokens_first: bool) -> fx.Node:
         """Each head's rows by its own matrix, ``[T, H, N]``; ``rows`` are ``[T, H, K]`` or ``[H, T, K]``."""
-        product = self.site.call(
-            _npu.npu_transpose_batchmatmul.default,
-            rows,
-            weight,
-            perm_x1=_ROWS_FIRST if tokens_first else _AS_STORED,
-            perm_x2=_AS_STORED,
-            perm_y=_ROWS_FIRST,
-        )
+        product = self._fused_product(rows, weight, _ROWS_FIRST if tokens_first else _AS_STORED)
         if product is not None:
             return product
         if tokens_first:
             rows = self.traced.call(_aten.transpose.int, rows, 0, 1)
+            product = self._fused_product(self.site.dense(rows), weight, _AS_STORED)
+            if product is not None:
+                return product
         product = self.site.aten(_aten.bmm.default, rows, weight)
         return self.site.dense(self.traced.call(_aten.transpose.int, product, 0, 1))
+
+    def _fused_product(self, rows: fx.Node, weight: fx.Node, order: list[int]) -> fx.Node | None:
+        return self.site.call(
+            _npu.npu_transpose_batchmatmul.default,
+            rows,
+            weight,
+            perm_x1=order,
+            perm_x2=_AS_STORED,
+            perm_y=_ROWS_FIRST,
+        )

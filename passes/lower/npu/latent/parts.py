@@ -48,16 +48,20 @@ class Rotation:
     mode: str
     rounds: bool
 
+    def check_pairs(self) -> None:
+        """Raise ``NoMatch`` unless its inputs are pairs."""
+        if self.mode not in (_TO_HALF, "interleaved"):
+            raise NoMatch("it rotates halves, the operator pairs")
+
     def in_halves(self, site: Site) -> Rotation:
         """The same with the result in halves where it would be in pairs.
 
         Raises:
             NoMatch: its inputs are no pairs.
         """
+        self.check_pairs()
         if self.mode == _TO_HALF:
             return self
-        if self.mode != "interleaved":
-            raise NoMatch("it rotates halves, the operator pairs")
         return replace(self, cos=_halves(site, self.cos), sin=_halves(site, self.sin), mode=_TO_HALF)
 
     def by_token(self, site: Site) -> fx.Node:

@@ -34,8 +34,9 @@ _pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
 
 @dataclass(frozen=True)
 class _Normed:
-    """``rms_norm(source[..., first : first + size])``."""
+    """``rms_norm(source[..., first : first + size])``, which ``node`` is."""
 
+    node: fx.Node
     source: fx.Node
     first: int
     size: int
@@ -59,7 +60,7 @@ class _Normed:
         first = int(columns.flatten()[0])
         if not _in_order(columns, first):
             raise NoMatch(f"what is normed to {what} does not lie together")
-        return _Normed(source, first, columns.numel(), gamma, eps)  # type: ignore[arg-type]
+        return _Normed(norm, source, first, columns.numel(), gamma, eps)  # type: ignore[arg-type]
 
 
 def _in_order(columns: torch.Tensor, first: int) -> bool:
@@ -111,6 +112,7 @@ class Place:
         slots: ``[T]``, where the step's tokens go.
         latent_cache: ``[blocks, tokens, 1, latent]``.
         rotated_cache: ``[blocks, tokens, 1, R]``.
+        selected: the keys that an indexer chooses.
     """
 
     site: Site
@@ -120,6 +122,7 @@ class Place:
     slots: fx.Node
     latent_cache: fx.Node
     rotated_cache: fx.Node
+    selected: fx.Node | None = None
 
 
 def write_normed_and_rotated(place: Place) -> fx.Node | None:
@@ -168,16 +171,63 @@ def prolog(place: Place, key_weight: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
     Returns:
         queries in the latent's dims, ``[T, H, latent]``, and their rotated part, ``[T, H, R]``; None where the
-        operator is not legal.
+        operator is not legal. An indexer that reads the norm that queries are made from then reads the operator's.
     """
     site = place.site
     try:
         found = Compressed.of(place.tracer, place.latent)
-        rotation = found.rotation.in_halves(site)
+        found.rotation.check_pairs()
         made = _Products.of(place, found)
     except NoMatch as error:
         site.refuse(PROLOG, str(error))
         return None
+    norm, others = made.compressed.node, made.others
+    if others and not _hoisted(norm, found.rotation.cos, found.rotation.sin):
+        others = []  # they keep a norm of their own
+    with site.traced.before(norm if others else site.node, like=site.node):
+        results = _inserted(place, found, made, key_weight, with_norm=bool(others))
+        if results is None:
+            return None
+        if others:
+            normed = site.traced.call(_aten.reshape.default, site.item(results, 3), [1, -1, made.compressed.size])
+            for other in others:
+                other.replace_input_with(norm, normed)
+        return site.item(results, 0), site.item(results, 1)
+
+
+def _readers_for(made: fx.Node | None, of: fx.Node) -> list[fx.Node]:
+    """What reads ``of`` that ``made`` is made of."""
+    behind: set[fx.Node] = set()
+    pending = [] if made is None else [made]
+    while pending:
+        node = pending.pop()
+        if of < node and node not in behind:
+            behind.add(node)
+            pending += node.all_input_nodes
+    return [user for user in of.users if user in behind]
+
+
+def _hoisted(before: fx.Node, *nodes: fx.Node) -> bool:
+    """Move ``nodes`` and what they are made of in front of ``before``; False where they are made of that."""
+    late: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node is before:
+            return False
+        if before < node and node not in late:
+            late.add(node)
+            pending += node.all_input_nodes
+    for node in sorted(late):
+        before.prepend(node)
+    return True
+
+
+def _inserted(
+    place: Place, found: Compressed, made: _Products, key_weight: fx.Node, *, with_norm: bool
+) -> fx.Node | None:
+    """The operator's call, at the graph's insertion point; None where it is not legal."""
+    site, rotation = place.site, found.rotation.in_halves(place.site)
     tokens = site.dense(site.traced.call(_aten.reshape.default, made.hidden, [-1, int(shape(made.hidden)[-1])]))
     sin, cos = (rotation.table(site, name, [-1, place.latent.rotary_dim]) for name in ("sin", "cos"))
     results = site.call(
@@ -188,6 +238,7 @@ def prolog(place: Place, key_weight: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         rmsnorm_epsilon_cq=made.compressed.eps,
         rmsnorm_epsilon_ckv=found.normed.eps,
         cache_mode="PA_BSND",
+        query_norm_flag=with_norm,
     )
     if results is None:
         return None
@@ -197,7 +248,7 @@ def prolog(place: Place, key_weight: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         site.refuse(PROLOG, f"its results are {yielded} where token_x is {given}")
         site.traced.graph.erase_node(results)
         return None
-    return site.item(results, 0), site.item(results, 1)
+    return results
 
 
 @dataclass(frozen=True)
@@ -210,6 +261,7 @@ class _Products:
         down_queries: weight that makes the latter, ``[hidden, compressed]``.
         up_queries: weight that makes queries of it, ``[compressed, H * (D + R)]``.
         down_keys: weight that makes the latent and what is rotated for all heads, ``[hidden, latent + R]``.
+        others: what reads the norm for an indexer.
     """
 
     hidden: fx.Node
@@ -217,6 +269,7 @@ class _Products:
     down_queries: fx.Node
     up_queries: fx.Node
     down_keys: fx.Node
+    others: list[fx.Node]
 
     @staticmethod
     def of(place: Place, found: Compressed) -> _Products:
@@ -250,6 +303,7 @@ class _Products:
                     (normed.source, Rows.adjacent(normed.first, found.width)),
                 )
             ),
+            others=_readers_for(place.selected, compressed.node),
         )
 
 

@@ -6,13 +6,13 @@ Without torchair the graph of fixed sizes runs as it is; the tests marked ``torc
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from lowered_models import LIMITS, assert_same, lowered, served
+from static_routes import AsItIs
 
 from torch_pagoda.compiler.capture import trace
 from torch_pagoda.compiler.options import CompileOptions
@@ -30,7 +30,6 @@ from torch_pagoda.compiler.targets.npu.offline.decode_graphs import (
     counted_decode_graphs,
     static_decode_graph,
 )
-from torch_pagoda.compiler.targets.npu.route import Run
 from torch_pagoda.compiler.targets.npu.sizes.step_padding import StepSize
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.fx_nodes import value
@@ -41,37 +40,6 @@ from device_lengths import attention_by_tensors
 from legal_models import build_legal_model
 
 SIZES = {"block_size": 16, "num_blocks": 24}
-
-
-class AsItIs(GeGraphs):
-    """The route without torchair: graphs run as they are.
-
-    Attributes:
-        copies: the graphs of fixed sizes that were made.
-        steps: number of sequences of each step that one of them ran.
-    """
-
-    def __init__(self, traced: TracedGraph, **options: Any) -> None:
-        super().__init__(traced, static_decode=True, **options)
-        self.copies: list[StaticGraph] = []
-        self.steps: list[int] = []
-        self._ids_at = [node.name for node in traced.placeholders].index(traced.input_ids)
-
-    def _compile(self, length: int) -> Run:
-        return self.traced.module
-
-    def _compile_static(self, inputs: Mapping[str, torch.Tensor]) -> Run:
-        copy = static_graph(self.traced, inputs, attention_by_tensors())
-        self.copies.append(copy)
-
-        def run(*args: Any) -> Sequence[Any]:
-            flat = copy.flatten(args)
-            for given, expected in zip(flat, copy.values, strict=True):
-                assert given.shape == expected.shape and given.dtype == expected.dtype
-            self.steps.append(args[self._ids_at].shape[1])
-            return copy.module(*flat)
-
-        return run
 
 
 def inputs_of(traced: TracedGraph, sequences: int = 3, width: int = 5) -> dict[str, torch.Tensor]:

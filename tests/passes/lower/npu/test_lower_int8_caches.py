@@ -65,7 +65,15 @@ def test_caches_are_whole_inputs_laid_out_by_token():
 
 def test_chips_without_the_operators():
     """Where nothing writes int8 rows or their scales the model is refused."""
-    for soc, dtype in (("Ascend310P3", torch.float16), ("Ascend950", torch.bfloat16)):
-        graph = AttentionGraph(4, 2, 128, target=NpuTarget(soc), dtype=dtype, cache_dtype=torch.int8)
-        with pytest.raises(UnsupportedModel, match=f"{soc}.*kv_cache_dtype='auto'"):
-            lower_npu_paged_attention(graph.traced)
+    target = NpuTarget("Ascend310P3")
+    graph = AttentionGraph(4, 2, 128, target=target, dtype=torch.float16, cache_dtype=torch.int8)
+    with pytest.raises(UnsupportedModel, match=r"Ascend310P3.*kv_cache_dtype='auto'"):
+        lower_npu_paged_attention(graph.traced)
+
+
+def test_a_chip_that_writes_rows_and_reads_by_the_formula():
+    graph = AttentionGraph(4, 2, 128, target=NpuTarget("Ascend950PR"), dtype=torch.bfloat16, cache_dtype=torch.int8)
+    record = lower_npu_paged_attention(graph.traced)
+    assert "no document says that Ascend950PR reads int8 keys and values" in refusals(record)
+    assert [name for name in operators(graph.traced) if "scatter" in name].count("npu.npu_scatter_nd_update_") == 2
+    assert_legal(graph.traced)
