@@ -44,6 +44,7 @@ class StaticRow:
         name: of the architecture.
         refused: why it is not lowered, or why its decode steps have no graph of fixed sizes; "" where they have.
         is_lowered: it is lowered.
+        failed: what went wrong behind the lowering; "" where nothing did.
         dynamic, static: fields of ``GraphCounts``.
         served: prompts were served with it.
         steps: decode steps that the graph of fixed sizes ran.
@@ -56,6 +57,7 @@ class StaticRow:
     name: str
     refused: str = ""
     is_lowered: bool = False
+    failed: str = ""
     dynamic: dict[str, int] = dataclasses.field(default_factory=dict)
     static: dict[str, int] = dataclasses.field(default_factory=dict)
     served: bool = False
@@ -68,6 +70,8 @@ class StaticRow:
     @property
     def faults(self) -> list[str]:
         """What must not be."""
+        if self.failed:
+            return [self.failed]
         if self.refused:
             return []
         counted = ("host_nodes", "host_inputs", "unknown_sizes", "cache_copies")
@@ -148,6 +152,7 @@ def _serve(row: StaticRow, variant: Any, soc: str, kv_cache_dtype: str) -> None:
     from torch_pagoda.compiler.report import CompileReport
     from torch_pagoda.compiler.targets.npu.decode_steps import DecodeCalls, DecodeRoute
     from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
+    from torch_pagoda.compiler.targets.npu.ge.static_graph import why_not_static
     from torch_pagoda.passes.graph.npu_target import NpuTarget
     from torch_pagoda.passes.lower.npu.decode_attention import decode_graph
     from torch_pagoda.runtime.program import is_cache_input
@@ -156,11 +161,16 @@ def _serve(row: StaticRow, variant: Any, soc: str, kv_cache_dtype: str) -> None:
 
     torch._dynamo.reset()
     half = torch.float16 if soc.startswith("Ascend310P") else torch.bfloat16
-    captured = capture(build_legal_model(variant.model_type, **variant.overrides))
-    captured.traced.npu = NpuTarget(soc, block_size=16 if kv_cache_dtype == "auto" else 32, float32_as=half)
+    model = build_legal_model(variant.model_type, **variant.overrides)
     options = CompileOptions(codegen="none", target="npu", verify="off", soc=soc, kv_cache_dtype=kv_cache_dtype)
-    traced = run_pipeline(captured, options, None, CompileReport(variant.model_type))
-    decode = decode_graph(traced)
+    # Small blocks, so that prompts have several, where the attention of the model's heads takes them.
+    for block_size in (16 if kv_cache_dtype == "auto" else 32, 128):
+        captured = capture(model)
+        captured.traced.npu = NpuTarget(soc, block_size=block_size, float32_as=half)
+        traced = run_pipeline(captured, options, None, CompileReport(variant.model_type))
+        decode = decode_graph(traced)
+        if not why_not_static(decode or traced):
+            break
     graphs = GeGraphs(decode or traced, most_graphs=1, static_decode=True)
     route: Any = graphs
     calls: Any = traced.module
@@ -202,7 +212,10 @@ def _child(name: str, soc: str, kv_cache_dtype: str, serves: bool, answer: str) 
     warnings.filterwarnings("ignore")
     with open(Path(answer).with_suffix(".log"), "w") as log:
         sys.stdout = sys.stderr = log
-        row = examine(name, soc, kv_cache_dtype=kv_cache_dtype, serves=serves)
+        try:
+            row = examine(name, soc, kv_cache_dtype=kv_cache_dtype, serves=serves)
+        except Exception as error:
+            row = StaticRow(name, is_lowered=True, failed=" ".join(f"{type(error).__name__}: {error}".split())[:200])
         Path(answer).write_text(json.dumps(dataclasses.asdict(row)))
 
 
@@ -217,21 +230,21 @@ def in_a_process(name: str, soc: str, *, kv_cache_dtype: str, serves: bool, time
         if child.exitcode is None:
             child.kill()
             child.join()
-            return StaticRow(name, f"longer than {timeout:g} s", is_lowered=True)
+            return StaticRow(name, is_lowered=True, failed=f"longer than {timeout:g} s")
         if not answer.exists():
-            said = answer.with_suffix(".log").read_text(errors="replace").strip().splitlines()[-1:]
-            return StaticRow(name, f"failed: {' '.join(said)[:200]}", is_lowered=True)
+            return StaticRow(name, is_lowered=True, failed=f"its process ended with status {child.exitcode}")
         return StaticRow(**json.loads(answer.read_text()))
 
 
 def table(rows: list[StaticRow], soc: str) -> str:
     """All rows as Markdown."""
     lowered = [row for row in rows if row.is_lowered]
-    static = [row for row in lowered if not row.refused]
+    static = [row for row in lowered if not row.refused and not row.failed]
     refused = [row for row in lowered if row.refused]
+    failed = [row for row in lowered if row.failed]
     lines = [
         f"{soc}: {len(lowered)} architectures are lowered, {len(static)} have static decode graphs, "
-        f"{len(refused)} are refused by name, {sum(bool(row.faults) for row in static)} have faults",
+        f"{len(refused)} are refused by name, {sum(bool(row.faults) for row in lowered)} have faults",
         "",
         "| architecture | operators | host nodes | unknown sizes | launches | copies | steps | log-prob error |",
         "|---|---|---|---|---|---|---|---|",
@@ -244,6 +257,8 @@ def table(rows: list[StaticRow], soc: str) -> str:
             error += f"; {row.alike_error:.1e} in {row.alike} steps that round alike"
         lines.append(f"| {row.name} | {counts} | {row.steps} | {error} |")
     lines += ["", "Without static decode graphs:", "", *(f"- {row.name}: {row.refused}" for row in refused)]
+    if failed:
+        lines += ["", "Failed:", "", *(f"- {row.name}: {row.failed}" for row in failed)]
     return "\n".join(lines) + "\n"
 
 
