@@ -23,7 +23,6 @@ from .report import CompileReport, PhaseClock
 from .store.checkpoint_files import CheckpointFiles
 from .store.graph_data import CannotStore
 from .store.program_store import ProgramStore, open_store
-from .store.stored_layouts import layouts_data, tell_stored_layouts
 from .store.stored_program import Outdated, describe, report_data, restore, tensors_read
 from .store.typed_data import to_plain
 from .store.warm_start import (
@@ -103,7 +102,6 @@ def compile_program(
     if store is not None and data is not None:
         more = {
             "reference": None if built.reference is None else reference_data(built.reference),
-            "layouts": layouts_data(),
         }
         store.save(key, {**data, **more, "report": report_data(program.report)})
         if record is not None and program.rope_switch is None:
@@ -164,7 +162,6 @@ def _of_record(
     try:
         program = restore(data, start_tensors(record, files, tensors_read(data)), merge=not _packs(options))
         reference = stored_reference(data["reference"], program.vocab_size)
-        tell_stored_layouts(data["layouts"])
     except Exception as error:
         log.warning("the stored program %s cannot be used (%s); the model's class is loaded", record.program, error)
         store.discard(name)
@@ -221,7 +218,6 @@ def _stored(
     try:
         program = restore(data, module_tensors(model))
         judged = None if options.verify == "off" else stored_reference(data["reference"], program.vocab_size)
-        tell_stored_layouts(data["layouts"])
     except Outdated as error:
         log.info("the stored program is not used: %s", error)
         store.discard(key)

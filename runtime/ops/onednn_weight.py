@@ -10,24 +10,20 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .invariant_linear import invariant_linear_cpu, invariant_linear_reference
-from .native import load_kernels
 from .weight_panels import SIZES, lay_out, lay_out_rows
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How oneDNN lays weights of bf16 of a shape out.
+class _Layout:
+    """How oneDNN lays the weights of a shape out.
 
     Attributes:
         panel: outputs of a panel.
@@ -38,35 +34,8 @@ class Layout:
     description: torch.Tensor
 
 
-Shape = tuple[int, int, int]
-"""Outputs, inputs, and threads that multiply."""
-
-_layouts: dict[Shape, Layout] = {}
-_told: dict[Shape, Layout] = {}
-"""What another process found; each is tried before it is taken."""
-
-
-def known_layouts() -> dict[Shape, Layout]:
-    """The layouts that this process has found, for others with the same processor, torch and ``onednn_settings``."""
-    return dict(_layouts)
-
-
-def tell_layouts(layouts: Mapping[Shape, Layout]) -> None:
-    """Take what another process found: laying the first weight of a shape out here needs no look at oneDNN's then.
-
-    Raises:
-        ValueError: an entry is no layout.
-    """
-    for shape, layout in layouts.items():
-        description = layout.description
-        if layout.panel not in SIZES or description.dtype is not torch.uint8 or description.dim() != 1:
-            raise ValueError(f"the layout of weights {shape} has panels of {layout.panel}, or no description")
-    _told.update(layouts)
-
-
-def onednn_settings() -> dict[str, str]:
-    """The environment variables that oneDNN reads."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(("ONEDNN_", "DNNL_"))}
+_layouts: dict[tuple[int, int, int], _Layout] = {}
+"""Of weights of bf16; by outputs, inputs and threads."""
 
 
 def pack_for_onednn(*weights: torch.Tensor) -> torch.Tensor:
@@ -76,15 +45,11 @@ def pack_for_onednn(*weights: torch.Tensor) -> torch.Tensor:
     Its attribute ``blocked`` says where that lies and how many outputs a panel of it has; there is none where the
     layout is not one of ours (``weight_panels``).
     """
-    outputs, inputs = sizes = sum(map(len, weights)), weights[0].shape[1]
-    key = outputs, inputs, torch.get_num_threads()
-    layout = _layout_of(key, weights[0])
+    sizes = sum(map(len, weights)), weights[0].shape[1]
+    key = *sizes, torch.get_num_threads()
+    layout = _layouts.get(key) if weights[0].dtype is torch.bfloat16 else None
     if layout is not None and (ours := _over_panels(sizes, lay_out_rows(weights, layout.panel), layout)) is not None:
-        if key in _layouts or _is_read_right(ours, weights):
-            _layouts[key] = layout
-            return ours
-        log.warning("oneDNN reads weights %s in another layout than it did in an earlier process", sizes)
-        del _told[key]
+        return ours
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     address, size = address_of(packed), torch.ops.mkldnn._nbytes(packed)
@@ -93,33 +58,14 @@ def pack_for_onednn(*weights: torch.Tensor) -> torch.Tensor:
         log.info("a weight %s is in a layout of oneDNN's that only it can read", tuple(weight.shape))
         return packed
     packed.blocked = (address, laid.shape[2])  # type: ignore[attr-defined]
-    layout = Layout(laid.shape[2], torch.ops.mkldnn._get_mkldnn_serialized_md(packed))
+    layout = _Layout(laid.shape[2], torch.ops.mkldnn._get_mkldnn_serialized_md(packed))
     if laid.nbytes != size or (ours := _over_panels(sizes, laid, layout)) is None:
         return packed
     _layouts[key] = layout
     return ours
 
 
-def _layout_of(key: Shape, weight: torch.Tensor) -> Layout | None:
-    """What is known of a shape, or was told and can be tried with a weight that begins so."""
-    if weight.dtype is not torch.bfloat16:
-        return None
-    return _layouts.get(key) or (_told.get(key) if _shows_places(weight) else None)
-
-
-def _is_read_right(packed: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
-    """Whether oneDNN's products with a weight that is laid out here are those with its rows."""
-    if torch.ops.mkldnn._nbytes(packed) != packed.memory.nbytes:  # type: ignore[attr-defined]
-        return False
-    x = torch.randn(2, packed.shape[1], generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    found = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "").float()
-    multiply = invariant_linear_reference if load_kernels() is None else invariant_linear_cpu
-    expected = torch.cat([multiply(x, rows) for rows in weights], dim=1).float()
-    allowed = 2**-6 * (expected.abs() + expected.square().mean().sqrt())  # roundings, and sums in another order
-    return bool(((found - expected).abs() <= allowed).all())
-
-
-def _over_panels(sizes: tuple[int, int], laid: torch.Tensor, layout: Layout) -> torch.Tensor | None:
+def _over_panels(sizes: tuple[int, int], laid: torch.Tensor, layout: _Layout) -> torch.Tensor | None:
     """The opaque ``[out, in]`` tensor over a weight that is laid out here; None where torch makes none.
 
     Its attribute ``memory`` keeps that; a detached copy of the tensor does not.
@@ -164,24 +110,22 @@ def panels_in(weight: torch.Tensor, address: int, size: int) -> torch.Tensor | N
     Every entry is compared. Where the first rows would be the same in another layout, or with rows or pairs
     exchanged, nothing is learnt.
     """
-    if weight.dtype is not torch.bfloat16 or not _shows_places(weight):
+    if weight.dtype is not torch.bfloat16:
         return None
     memory = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.int16)
 
     def is_there(laid: torch.Tensor) -> bool:
         return laid.nbytes <= size and torch.equal(laid.view(torch.int16).view(-1), memory[: laid.numel()])
 
+    first = weight[: max(SIZES)].view(torch.int16)
+    outputs, inputs = first.shape
+    if (outputs > 1 and torch.equal(first, first.roll(1, 0))) or (
+        inputs > 2 and torch.equal(first, first.roll(2, 1))
+    ):
+        return None
     panels = [panel for panel in SIZES if is_there(lay_out(weight[:panel], panel))]
     laid = lay_out(weight, panels[0]) if len(panels) == 1 else None
     return laid if laid is not None and is_there(laid) else None
-
-
-def _shows_places(weight: torch.Tensor) -> bool:
-    """Whether the first rows of a weight would be others with rows or pairs of inputs exchanged."""
-    first = weight[: max(SIZES)].view(torch.int16)
-    outputs, inputs = first.shape
-    rows_alike = outputs > 1 and torch.equal(first, first.roll(1, 0))
-    return not rows_alike and not (inputs > 2 and torch.equal(first, first.roll(2, 1)))
 
 
 def address_of(packed: torch.Tensor) -> int:

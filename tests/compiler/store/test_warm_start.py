@@ -23,7 +23,6 @@ from torch_pagoda.compiler.store import warm_start
 from torch_pagoda.compiler.store.program_store import DISABLE, open_store
 from torch_pagoda.compiler.verify.self_check import check, reference_of_model
 from torch_pagoda.compiler.verify.stored_reference import stored_reference
-from torch_pagoda.runtime.ops import onednn_weight
 
 from tiny_models import build_tiny_model
 
@@ -100,14 +99,12 @@ def test_a_program_is_found_by_its_checkpoint(kept, start):
     assert check(program, reference_of_model(model)).ok
 
 
-def test_weights_are_laid_out_where_they_lie_as_they_were(tmp_path, monkeypatch):
+def test_rows_of_merged_matrices_are_packed_where_they_lie(tmp_path, monkeypatch):
     monkeypatch.delenv(DISABLE)
     monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(warm_start, "model_modules_loaded", lambda names: False)
     folder = saved(tmp_path / "checkpoint")
     compiled(folder, dtype=torch.bfloat16)
-    monkeypatch.setattr(onednn_weight, "_layouts", {})
-    monkeypatch.setattr(onednn_weight, "panels_in", lambda *_: pytest.fail("oneDNN's layout was looked at"))
     packed, pack = [], linker.pack_weight
     monkeypatch.setattr(linker, "merge_rows", lambda *_: pytest.fail("rows were copied"))
     monkeypatch.setattr(linker, "pack_weight", lambda *weights: packed.append(len(weights)) or pack(*weights))

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from torch_pagoda.runtime.ops import onednn_weight
-from torch_pagoda.runtime.ops.onednn_weight import (
-    Layout,
-    address_of,
-    known_layouts,
-    pack_for_onednn,
-    panels_in,
-    tell_layouts,
-)
+from torch_pagoda.runtime.ops.onednn_weight import address_of, pack_for_onednn, panels_in
 from torch_pagoda.runtime.ops.packed_linear import can_pack, own_panel, packed_linear_reference
 from torch_pagoda.runtime.ops.weight_panels import lay_out
 
@@ -34,7 +26,6 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def no_known_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onednn_weight, "_layouts", {})
-    monkeypatch.setattr(onednn_weight, "_told", {})
 
 
 def reordered(weight: torch.Tensor) -> torch.Tensor:
@@ -84,72 +75,6 @@ def test_rows_of_several_weights_are_those_of_one(counts: tuple[int, ...]) -> No
         weight, x = numbers(sum(counts), 96, seed=seed), numbers(100, 96, seed=2)
         expected = packed_linear_reference(x, reordered(weight))
         assert torch.equal(packed_linear_reference(x, pack_for_onednn(*weight.split(counts))), expected)
-
-
-def told_of(weight: torch.Tensor, panel: int | None = None) -> Layout:
-    """The layout of a weight's shape, known from another process alone from now on; there with such panels."""
-    if not hasattr(pack_for_onednn(weight), "memory"):
-        pytest.skip("oneDNN's layout is not one of panels here")
-    ((shape, layout),) = known_layouts().items()
-    onednn_weight._layouts.clear()
-    tell_layouts({shape: replace(layout, panel=panel or layout.panel)})
-    return layout
-
-
-@pytest.mark.parametrize("has_kernels", [True, False])
-def test_layouts_that_another_process_found(monkeypatch: pytest.MonkeyPatch, has_kernels: bool) -> None:
-    weight, x = numbers(2560, 2048), numbers(100, 2048, seed=1)
-    layout = told_of(weight)
-    if not has_kernels:
-        monkeypatch.setattr(onednn_weight, "load_kernels", lambda: None)
-    monkeypatch.setattr(onednn_weight, "panels_in", lambda *_: pytest.fail("it was looked at"))
-    for given in (weight, weight.neg()):
-        packed = pack_for_onednn(*given.split((2000, 560)))
-        assert torch.equal(packed_linear_reference(x, packed), packed_linear_reference(x, reordered(given)))
-    assert list(known_layouts().values()) == [layout]
-
-
-def test_a_layout_that_is_another_now_is_looked_at(caplog: pytest.LogCaptureFixture) -> None:
-    weight, x = numbers(2560, 2048), numbers(100, 2048, seed=1)
-    layout = told_of(weight, panel=16 if told_of(weight).panel == 32 else 32)
-    packed = pack_for_onednn(weight)
-    assert "in another layout" in caplog.text and not onednn_weight._told
-    assert [known.panel for known in known_layouts().values()] == [layout.panel]
-    assert torch.equal(packed_linear_reference(x, packed), packed_linear_reference(x, reordered(weight)))
-
-
-@pytest.mark.parametrize("repeated", [(1, 2048), (2560, 2)], ids=["rows", "pairs"])
-def test_what_was_told_is_tried_with_weights_alone_that_show_it(repeated: tuple[int, int]) -> None:
-    told_of(numbers(2560, 2048), panel=16)
-    rows, inputs = repeated
-    weight, x = numbers(rows, inputs).repeat(2560 // rows, 2048 // inputs), numbers(100, 2048, seed=1)
-    packed = pack_for_onednn(weight)
-    assert not known_layouts() and onednn_weight._told
-    assert torch.equal(packed_linear_reference(x, packed), packed_linear_reference(x, reordered(weight)))
-
-
-def test_memory_behind_a_weight_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Panels of 16 take less than others do where the last one is not full."""
-    weight = numbers(1000, 2048)
-    if told_of(weight, panel=16).panel == 16:
-        pytest.skip("those are oneDNN's")
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *_: pytest.fail("it was multiplied with"))
-    pack_for_onednn(weight)
-    assert not onednn_weight._told
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(17, torch.zeros(8, dtype=torch.uint8)),
-        Layout(32, torch.zeros(8)),
-        Layout(32, torch.zeros(8, 8, dtype=torch.uint8)),
-    ],
-)
-def test_no_layouts(layout: Layout) -> None:
-    with pytest.raises(ValueError, match=r"weights \(64, 32, 2\)"):
-        tell_layouts({(64, 32, 2): layout})
-    assert not onednn_weight._told
 
 
 def test_memory_is_ours_and_lives_as_long_as_the_tensor() -> None:
