@@ -51,6 +51,7 @@ from shapes import (
     ALL_SHAPES,
     DECODE_PROMPT,
     DECODE_TOKENS,
+    EXPERT_SHAPES,
     OUTPUT_LENGTHS,
     PREFILL_PROMPT,
     PROMPT_LENGTHS,
@@ -288,6 +289,8 @@ def chosen_runs(args: argparse.Namespace) -> Iterator[tuple[str, str, list[Side]
     """Shape, width and sides of each run that the command line asks for."""
     for shape in args.shape or (SHAPES if args.all else ["tinyllama-1.1b"]):
         for weights in args.weights or (VARIANTS if args.all else ["bf16"]):
+            if (weights == "mxfp4-stored") is not (shape in EXPERT_SHAPES):
+                continue  # only experts are stored so, and they only so
             ours = [
                 Side.ours(variant) for variant in VARIANTS[weights] if variant in (args.ours or VARIANTS[weights])
             ]

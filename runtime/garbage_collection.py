@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_lock = threading.Lock()
+_inside = 0
 
 
 @contextmanager
@@ -13,16 +18,38 @@ def collection_paused() -> Iterator[None]:
 
     Importing libraries and compiling make objects that stay, and a full collection looks at all that there are: a
     sixth of an import's time. What is there at the end counts as old and is looked at when the next full collection
-    is due. Nothing changes where somebody else has switched the collector off.
+    is due. The last of several threads that are inside switches the collector on again; where it was off before,
+    nothing changes.
     """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
+    global _inside
+    with _lock:
+        pauses = _inside > 0 or gc.isenabled()
+        _inside += pauses
+        if pauses:
+            gc.disable()
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # else objects that somebody froze would thaw
-            gc.freeze()
-            gc.unfreeze()  # into the oldest generation
+        with _lock:
+            _inside = max(0, _inside - pauses)  # a child that was forked inside begins anew
+            if pauses and not _inside:
+                _resume()
+
+
+def _resume() -> None:
+    if not gc.get_freeze_count():  # else objects that somebody froze would thaw
+        gc.freeze()
+        gc.unfreeze()  # into the oldest generation
+    gc.enable()
+
+
+def _resume_in_child() -> None:
+    """Collect in a process that was forked meanwhile: the threads that were inside are not in it."""
+    global _inside, _lock
+    _lock = threading.Lock()
+    if _inside:
+        _inside = 0
         gc.enable()
+
+
+os.register_at_fork(after_in_child=_resume_in_child)

@@ -293,7 +293,8 @@ def _chosen_keys(call: OperatorCall, found: Tensor, expected: Tensor) -> Tensor:
 
     a, b = scores(found), scores(expected)
     finite = b.where(b.isfinite(), 0.0)
-    close = ((a - b).abs() <= LIMITS[torch.float32] * (b.abs() + finite.abs().amax(-1, keepdim=True))) | (a == b)
+    near = (a - b).abs() <= LIMITS[torch.float32] * (finite.abs() + finite.abs().amax(-1, keepdim=True))
+    close = (near & b.isfinite()) | (a == b)  # where there is no key to choose, none is chosen
     twice = ((found.sort(-1).values.diff(dim=-1) == 0) & (found.sort(-1).values[..., 1:] >= 0)).any(-1, keepdim=True)
     return torch.where(close.all(-1, keepdim=True) & ~twice, expected, found)
 

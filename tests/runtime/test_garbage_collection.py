@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -68,3 +70,31 @@ def test_frozen_objects_stay_frozen():
     with collection_paused():
         pass
     assert gc.get_freeze_count() == frozen > 0
+
+
+def test_the_last_of_two_threads_switches_it_on():
+    entered, leave = threading.Event(), threading.Event()
+
+    @collection_paused()
+    def wait() -> None:
+        entered.set()
+        assert leave.wait(30)
+
+    other = threading.Thread(target=wait)
+    with collection_paused():
+        other.start()
+        assert entered.wait(30)
+    assert not gc.isenabled()
+    leave.set()
+    other.join()
+    assert gc.isenabled()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_collects():
+    with collection_paused():
+        child = os.fork()
+        if not child:
+            os._exit(0 if gc.isenabled() else 1)
+        assert not gc.isenabled()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -56,7 +56,7 @@ def operator_items(model: torch.nn.Module, device: Device, asked: Asked) -> Item
     captured = capture(model)
     found = Collected()
     kept: list[tuple[OperatorCall, int, bool]] = []
-    windows: set[str] = set()
+    windows: set[tuple[str, tuple[tuple[str, int | float | str], ...]]] = set()
     items: dict[str, Callable[[Progress], dict[str, Any]]] = {}
     for mode in reversed(GRAPH_MODES):
         into = Collected(counts={}, first=dict(found.first), last={})
@@ -82,9 +82,10 @@ def operator_items(model: torch.nn.Module, device: Device, asked: Asked) -> Item
         )
         kept += [_with_nz(call, count, traced) for call, count in new.calls()]
         found.first.update(into.first)
-        around_windows = {call.name: (call, count, False) for call, count in window_calls(traced, decode)}
-        kept += [each for name, each in around_windows.items() if name not in windows]
-        windows |= around_windows.keys()
+        for call, count in window_calls(traced, decode):
+            if (alike := (call.name, _plain(call))) not in windows:
+                windows.add(alike)
+                kept.append((call, count, False))
     for call, count, demanded in kept:
         as_stored = dataclasses.replace(call, turned=())
         variants = [call] if demanded or not call.turned else [as_stored, call]
@@ -94,6 +95,11 @@ def operator_items(model: torch.nn.Module, device: Device, asked: Asked) -> Item
                 name, number = f"{variant.name}, {number}", number + 1
             items[name] = partial(_compare, variant, count, device)
     return items
+
+
+def _plain(call: OperatorCall) -> tuple[tuple[str, int | float | str], ...]:
+    """Arguments of a call that are no tensors."""
+    return tuple((name, given) for name, given in call.kwargs.items() if isinstance(given, int | float | str))
 
 
 def _refused(reason: str, progress: Progress) -> dict[str, Any]:

@@ -84,10 +84,13 @@ class _PagedAttention:
         self.call = call = PagedAttentionCall.of(site.node)
         if call.selected is not None:
             reasons = "; ".join(f"{route}: {reason}" for route, reason in site.refused)
+            left_out = (
+                "absorb_latent_attention, which lowers it, was left out (by opt_level, passes or the self-check)"
+            )
             remedy = "use target='cpu'" if call.key_scale is None else "give kv_cache_dtype='auto'"
             raise UnsupportedModel(
                 f"no operator of {site.target.soc} attends keys that an indexer chooses as {site.node.name} does: "
-                f"{reasons or 'its keys and values are not made from a latent'}; {remedy}"
+                f"{reasons or left_out}; {remedy}"
             )
         self.query, self.key, self.value = call.query, call.key, call.value
         self.key_cache, self.value_cache = call.key_cache, call.value_cache

@@ -269,6 +269,7 @@ def indexed(spoil: Any) -> str:
     call = torch.ops.npu.npu_lightning_indexer.default
     query, weights, cache = rows(5, 8, 128), rows(5, 8).abs(), rows(4, 16, 1, 128)
     cache[2, 3] = cache[2, 2]  # tokens 3 and 2 of the first sequence, and of the second none
+    cache[1, 9:] = 0  # never written
     kwargs = {
         "actual_seq_lengths_query": torch.tensor([4, 5], dtype=torch.int32),
         "actual_seq_lengths_key": torch.tensor([20, 9], dtype=torch.int32),
@@ -297,4 +298,6 @@ def test_of_keys_that_score_alike_either_may_be_chosen_in_any_order() -> None:
     assert indexed(lambda chosen: chosen.where(chosen != 3, 2)) != "", "one key twice"
     assert indexed(lambda chosen: chosen.roll(1, 0)) != ""
     assert indexed(lambda chosen: chosen.where(chosen >= 0, 0)) != "", "a key that there is not"
+    others = torch.arange(12, dtype=torch.int32)
+    assert indexed(lambda chosen: chosen.where(chosen >= 0, others)) != "", "keys that there are not, each once"
     assert indexed(lambda chosen: chosen + 40) != ""

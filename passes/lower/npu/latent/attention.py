@@ -63,6 +63,8 @@ def absorb_latent_attention(traced: TracedGraph) -> PassRecord:
         try:
             latent = latent_keys(tracer, node.args[1], node.args[2])  # type: ignore[arg-type]
             if latent is None:
+                if PagedAttentionCall.of(node).selected is not None:  # which nothing else lowers
+                    raise NoMatch("its keys and values are not made from a latent")
                 continue
             if readers[node.args[3]] > 1:
                 raise NoMatch("its cache is read by another attention too")

@@ -182,7 +182,7 @@ def prolog(place: Place, key_weight: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         site.refuse(PROLOG, str(error))
         return None
     norm, others = made.compressed.node, made.others
-    if others and not _hoisted(norm, found.rotation.cos, found.rotation.sin):
+    if others and not _hoisted(norm, found.rotation.cos, found.rotation.sin, found.normed.gamma):
         others = []  # they keep a norm of their own
     with site.traced.before(norm if others else site.node, like=site.node):
         results = _inserted(place, found, made, key_weight, with_norm=bool(others))

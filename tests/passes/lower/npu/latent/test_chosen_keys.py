@@ -100,8 +100,7 @@ def test_the_kernel_gets_latents_in_blocks_and_lengths_on_the_device() -> None:
         assert written == users[:1] and value(graph.traced.placeholder(name)).is_contiguous()
 
 
-def test_layers_that_share_a_choice() -> None:
-    """Each reads a cache of its own; this graph has but one, so the second attention is left to be refused."""
+def test_two_attentions_over_one_cache_are_refused() -> None:
     graph = LatentGraph(topk=TOPK, calls=2)
     lower_npu_indexers(graph.traced)
     assert not absorb_latent_attention(graph.traced).matches
