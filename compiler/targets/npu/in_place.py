@@ -8,7 +8,7 @@ Matches:
     copy_(pool, s)
 Becomes:
     npu_X(..., cache, ...)                           # r's readers read cache
-    npu_scatter_nd_update_(pool, ...)
+    s = npu_scatter_nd_update_(pool, ...)            # whose readers still read what it returns: GE orders by edges
 
 npugraph_ex undoes the functional form for three operators only (torchair documentation, npugraph_ex, "inplace_pass":
 ``npu_kv_rmsnorm_rope_cache_v2``, ``npu_mla_prolog_v3``, ``npu_add_rms_norm_v2``); any other copies its cache out and
@@ -115,5 +115,4 @@ def _write_rows_directly(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, in
         return
     copy.replace_all_uses_with(place)
     graph.erase_node(copy)
-    node.replace_all_uses_with(place, delete_user_cb=lambda user: user is not node)
     node.target = _npu.npu_scatter_nd_update_.default

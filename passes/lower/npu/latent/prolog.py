@@ -292,19 +292,16 @@ class _Products:
         compressed = _Normed.of(place.tracer, argument(up, 0, "input"), "what queries are made from")
         if callee(compressed.source) != "linear" or argument(compressed.source, 0, "input") is not hidden:
             raise NoMatch("queries and the latent are not compressed from the same hidden states")
-        return _Products(
-            hidden,
-            compressed,
-            *(
-                _transposed(place.site, product, part)
-                for product, part in (
-                    (compressed.source, Rows.adjacent(compressed.first, compressed.size)),
-                    (up, rows),
-                    (normed.source, Rows.adjacent(normed.first, found.width)),
-                )
-            ),
-            others=_readers_for(place.selected, compressed.node),
+        down_queries, up_queries, down_keys = (
+            _transposed(place.site, product, part)
+            for product, part in (
+                (compressed.source, Rows.adjacent(compressed.first, compressed.size)),
+                (up, rows),
+                (normed.source, Rows.adjacent(normed.first, found.width)),
+            )
         )
+        others = _readers_for(place.selected, compressed.node)
+        return _Products(hidden, compressed, down_queries, up_queries, down_keys, others)
 
 
 def _transposed(site: Site, product: fx.Node, rows: Rows) -> fx.Node:

@@ -157,6 +157,8 @@ def test_rows_of_a_pool_are_written_where_they_lie(rewrite):
     rewrite(gm)
     assert targets(gm)[-1] == "aten.sum.default" and "npu.npu_scatter_nd_update_.default" in targets(gm)
     assert not {"npu.npu_scatter_nd_update.default", "aten.copy_.default"} & set(targets(gm))
+    reader = next(node for node in gm.graph.nodes if node.target is aten.sum.default)
+    assert reader.args[0].target is npu.npu_scatter_nd_update_.default, "nothing else orders it behind the write"
     found = gm(*given)
     assert all(torch.equal(a, b) for a, b in zip((*found, *given), (*results, *expected), strict=True))
     assert found[1] is given[0]

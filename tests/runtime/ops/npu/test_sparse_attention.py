@@ -84,6 +84,24 @@ def test_the_highest_scores_are_chosen(mode: int, count: int) -> None:
         assert indices[row].tolist() == best + [-1] * (count - len(best))
 
 
+def test_of_real_sizes_the_canonical_operator_chooses_the_same() -> None:
+    """2048 of 2600 keys in blocks of 128, by 64 heads: the last tokens of a prompt and one decoded token."""
+    generator = torch.Generator().manual_seed(1)
+    counts, contexts = [5, 1], [2600, 2111]
+    query, weights = (torch.randn(1, 6, *s, generator=generator, dtype=torch.float64) for s in ((64, DIM), (64,)))
+    cache = torch.randn(48, 128, 1, DIM, generator=generator, dtype=torch.float64)
+    table = torch.randperm(48, generator=generator).view(2, 24).int()
+    positions = [(s, c - n + i) for s, (n, c) in enumerate(zip(counts, contexts, strict=True)) for i in range(n)]
+    slots = torch.tensor([int(table[s, p // 128]) * 128 + p % 128 for s, p in positions])
+    starts, lens = torch.tensor([0, 5, 6]).int(), torch.tensor(contexts).int()
+    key = cache.flatten(0, 1)[slots, 0][None]
+    given = query, key, weights, 2048, DIM**-0.5, cache.clone(), slots, table, starts, lens
+    expected = torch.ops.pagoda.lightning_indexer(*given)
+    options = {"actual_seq_lengths_query": starts[1:], "actual_seq_lengths_key": lens, "block_table": table}
+    found, _ = choose(query[0], cache, weights[0], layout_query="TND", layout_key="PA_BSND", **options)
+    assert torch.equal(found[:, 0].sort(-1).values, expected[0].sort(-1).values)
+
+
 def test_of_equal_scores_the_first_are_chosen() -> None:
     step = Step(DIM)
     step.caches[0].fill_(-1)
