@@ -260,7 +260,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "changes", "error", "message"), REFUSED, ids=str)
+@pytest.mark.parametrize(
+    ("call", "changes", "error", "message"),
+    REFUSED,
+    ids=lambda given: (
+        getattr(given, "__name__", None) or (",".join(given) if isinstance(given, dict) else str(given))
+    ),
+)
 def test_what_is_refused(call: Any, changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call(**changes)
