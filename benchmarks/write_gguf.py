@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import llama_cpp
 import numpy as np
 
 ARCHITECTURES = {
@@ -26,7 +25,7 @@ ARCHITECTURES = {
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 DTYPES = {"BF16": "<u2", "U8": "u1"}
-FILE_TYPES = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}
+FILE_TYPES = {"q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0", "q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0"}
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -185,8 +184,10 @@ def convert(source: Path, target: Path) -> None:
 
 def quantize(source: Path, target: Path, kind: str) -> None:
     """Write a bf16 file's matrices in ``kind``, as llama.cpp does by default: Q6_K for the head where it is Q4_0."""
+    import llama_cpp
+
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = FILE_TYPES[kind]
+    params.ftype = getattr(llama_cpp, FILE_TYPES[kind])
     code = llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), params)
     if code:
         sys.exit(f"llama_model_quantize answered {code}")

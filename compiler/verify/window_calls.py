@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
 from ...passes import TracedGraph
-from ...passes.graph.fx_nodes import cache_index, callee, shape, value
+from ...passes.graph.fx_nodes import cache_index, callee, closure, shape, value
 from ...runtime.ops.int8_rows import quantize_rows
 from ...runtime.step_metadata import StepMetadata
 from ...runtime.window_blocks import WINDOW_LENS
@@ -65,9 +65,13 @@ def window_of(node: fx.Node) -> int:
 
 def _signature(node: fx.Node) -> tuple[Any, ...]:
     """What calls that differ in nothing but their layer have in common."""
-    plain = tuple((name, given) for name, given in node.kwargs.items() if isinstance(given, int | float | str))
     dims = [tuple(size for size in shape(given) if isinstance(size, int)) for given in node.args]
-    return callee(node), window_of(node), plain, tuple(dims)
+    return callee(node), window_of(node), plain_arguments(node.kwargs), tuple(dims)
+
+
+def plain_arguments(kwargs: Mapping[str, Any]) -> tuple[tuple[str, int | float | str], ...]:
+    """Names and values of those arguments of a call that are numbers or words."""
+    return tuple((name, given) for name, given in kwargs.items() if isinstance(given, int | float | str))
 
 
 def _shares(kind: str, window: int, longest: int) -> Shares:
@@ -103,7 +107,8 @@ class _Call:
         self._blocks = width * count
         self._table = torch.arange(self._blocks, dtype=torch.int32).view(width, count).t().flip(1).contiguous()
         self._step = self._metadata(size)
-        (self._key_cache,) = {n for n in self._inputs(node.args[1]) if n.name.startswith("key_cache")}
+        read = closure(node.args[1])  # type: ignore[arg-type]
+        (self._key_cache,) = (n for n in read if n.op == "placeholder" and n.name.startswith("key_cache"))
         self._dims = int(shape(self._key_cache)[-1])
         scale = float(node.kwargs.get("scale", node.kwargs.get("softmax_scale", 1.0)))  # type: ignore[arg-type]
         # Scores of what is drawn have a variance of 1; those at edges are larger by the logarithm of the window.
@@ -134,16 +139,6 @@ class _Call:
             logits_rows=ends - 1,
             token_lengths=torch.cat(at) + 1,
         )
-
-    def _inputs(self, node: Any) -> set[fx.Node]:
-        """The graph's inputs that a node reads."""
-        found, pending = set[fx.Node](), [node]
-        while pending:
-            each = pending.pop()
-            if each.op == "placeholder":
-                found.add(each)
-            pending += each.all_input_nodes
-        return found
 
     def _depending_on_tokens(self) -> set[fx.Node]:
         """The nodes that depend on which tokens a step has, not only on how many."""

@@ -222,7 +222,8 @@ def _e2m1(weight: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, 
     parts = weight.float().unflatten(-1, (-1, size))
     exponents = (parts.abs().amax(-1) / 6).clamp_min(2.0**-40).log2().ceil()
     scales = torch.exp2(exponents)
-    codes = (parts / scales[..., None])[..., None].sub(E2M1).abs().argmin(-1)
+    scaled = (parts / scales[..., None]).contiguous()
+    codes = torch.bucketize(scaled.abs(), (E2M1[1:8] + E2M1[:7]) / 2) + 8 * (scaled < 0)
     return codes.flatten(-2), scales, (E2M1[codes] * scales[..., None]).flatten(-2)
 
 

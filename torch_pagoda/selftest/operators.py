@@ -21,7 +21,7 @@ from ..compiler.targets.npu.decode_steps import StepKinds
 from ..compiler.targets.npu.weights import plan_weights, prepare_weights
 from ..compiler.verify.operator_check import Collected, Collector, OperatorCall, run_call
 from ..compiler.verify.self_check import PlannedStep, Reference, Schedule, planned_steps
-from ..compiler.verify.window_calls import window_calls
+from ..compiler.verify.window_calls import plain_arguments, window_calls
 from ..passes import TracedGraph
 from ..passes.graph.npu_target import GRAPH_MODES, NpuTarget
 from ..passes.lower.npu.decode_attention import decode_graph_or_reason
@@ -83,7 +83,7 @@ def operator_items(model: torch.nn.Module, device: Device, asked: Asked) -> Item
         kept += [_with_nz(call, count, traced) for call, count in new.calls()]
         found.first.update(into.first)
         for call, count in window_calls(traced, decode):
-            if (alike := (call.name, _plain(call))) not in windows:
+            if (alike := (call.name, plain_arguments(call.kwargs))) not in windows:
                 windows.add(alike)
                 kept.append((call, count, False))
     for call, count, demanded in kept:
@@ -95,11 +95,6 @@ def operator_items(model: torch.nn.Module, device: Device, asked: Asked) -> Item
                 name, number = f"{variant.name}, {number}", number + 1
             items[name] = partial(_compare, variant, count, device)
     return items
-
-
-def _plain(call: OperatorCall) -> tuple[tuple[str, int | float | str], ...]:
-    """Arguments of a call that are no tensors."""
-    return tuple((name, given) for name, given in call.kwargs.items() if isinstance(given, int | float | str))
 
 
 def _refused(reason: str, progress: Progress) -> dict[str, Any]:

@@ -35,7 +35,8 @@ def dtype_advice(routes: Iterable[_Route], dtype: torch.dtype, product: Product)
     if dtype is better:
         return ""
     refused: dict[tuple[str, str], dict[str, None]] = {}
-    about = re.compile(rf"\b(is|are|of) {re.escape(str(dtype))}\b[^;:]*([;:].*\b{_name(better)}\b.*)?")
+    # What is asked for instead, where it is said, has to be the better one: it cures no other refusal.
+    about = re.compile(rf"\b(is|are|of) {re.escape(str(dtype))}\b[^;:]*([;:].*\b{_name(better)}\b.*)?$")
     for route in routes:
         names = [name.partition(" ")[0] for name, reason in route.refused if about.search(reason)]
         names = [_short(name) for name in names if name not in route.chosen]

@@ -3,10 +3,6 @@ npu_kv_rmsnorm_rope_cache and npu_mla_prolog_v3."""
 
 from __future__ import annotations
 
-import sys
-
-import torch
-
 from .....runtime.ops.npu.linear import MAX_PRODUCT_DIM, PRODUCT_MULTIPLE
 from ..call import Call
 
@@ -127,15 +123,7 @@ def _prolog_tokens(call: Call) -> str:
     return "" if size is not None and 16 <= size <= 1024 and size % 16 == 0 else f"blocks of {size}; 16 … 1024, by 16"
 
 
-def _traced_dtype(call: Call) -> str:
-    """Refuse float32 that counts as bfloat16 where torch_npu's meta function traces the call: it yields bfloat16."""
-    tokens = call.tensor("token_x")
-    if "torch_npu" not in sys.modules or tokens is None or tokens.dtype is torch.bfloat16:
-        return ""
-    return f"token_x is {tokens.dtype}; torch_npu's meta function yields {torch.bfloat16} whatever it is"
-
-
-PROLOG_RULES = (_plain_mode, _prolog_shapes, _prolog_tokens, _traced_dtype)
+PROLOG_RULES = (_plain_mode, _prolog_shapes, _prolog_tokens)
 PROLOG_ALIKE = (
     "token_x weight_dq weight_uq_qr weight_uk weight_dkv_kr rmsnorm_gamma_cq rmsnorm_gamma_ckv rope_sin rope_cos "
     "kv_cache kr_cache"

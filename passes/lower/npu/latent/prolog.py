@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from ....graph.fx_nodes import argument, callee, shape, value
+from ....graph.fx_nodes import argument, callee, closure, shape, value
 from ....graph.record import NoMatch
 from ..site import Site
 from .layout import LatentKeys, LayoutTracer, Rows, add_weight, weight_rows
@@ -197,28 +197,16 @@ def prolog(place: Place, key_weight: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 def _readers_for(made: fx.Node | None, of: fx.Node) -> list[fx.Node]:
     """What reads ``of`` that ``made`` is made of."""
-    behind: set[fx.Node] = set()
-    pending = [] if made is None else [made]
-    while pending:
-        node = pending.pop()
-        if of < node and node not in behind:
-            behind.add(node)
-            pending += node.all_input_nodes
+    behind = set() if made is None else set(closure(made))
     return [user for user in of.users if user in behind]
 
 
 def _hoisted(before: fx.Node, *nodes: fx.Node) -> bool:
     """Move ``nodes`` and what they are made of in front of ``before``; False where they are made of that."""
-    late: set[fx.Node] = set()
-    pending = list(nodes)
-    while pending:
-        node = pending.pop()
-        if node is before:
-            return False
-        if before < node and node not in late:
-            late.add(node)
-            pending += node.all_input_nodes
-    for node in sorted(late):
+    needed = {each for node in nodes for each in closure(node)}
+    if before in needed:
+        return False
+    for node in sorted(each for each in needed if before < each):
         before.prepend(node)
     return True
 

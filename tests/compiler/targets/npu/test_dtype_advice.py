@@ -23,6 +23,7 @@ from torch_pagoda.passes.graph.record import Route
 from legal_models import build_legal_model
 from shared_graphs import capture
 
+GROUPED = "rows of torch.float32 and matrices of torch.float32; both float16 or both bfloat16"
 NPU = CompileOptions(codegen="none", target="npu", verify="off")
 
 
@@ -32,15 +33,22 @@ def route(operator, chosen, *refused):
 
 def test_operators_are_named_once_with_what_stands_in_for_them():
     halves = "it must be torch.bfloat16 or torch.float16"
+    mask = "its mask is torch.float16: numbers that are added, not a choice"  # which another dtype does not cure
     refused = (
         ("npu.fia TND", f"query is torch.float32; {halves}"),
         ("npu.fia BSH", f"query is torch.float32; {halves}"),
     )
     routes = [
-        route("pagoda.moe", ("npu.routing", "aten.bmm"), ("npu.gmm", "rows of torch.float32; both float16")),
+        route("pagoda.moe", ("npu.routing", "aten.bmm"), ("npu.gmm", GROUPED)),
         *[route("pagoda.paged_attention", ("aten",), *refused)] * 2,
         route("pagoda.rope", ("aten",), ("npu.rope", "heads of 48 dims")),
         route("aten.linear", ("npu.linear",)),
+        route(
+            "pagoda.attention",
+            ("aten",),
+            ("npu.flash", mask),
+            ("npu.delta", "g is torch.float16; it must be float32"),
+        ),
     ]
     assert dtype_advice(routes, torch.float32, Product.A2) == (
         "float32 keeps operators from being used: moe is routing and its formula, not gmm; paged_attention is its "
