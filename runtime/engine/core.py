@@ -394,11 +394,13 @@ class EngineCore:
         requests = [completion.request for completion in going_on if completion.request.row is not None]
         self.runner.append_tokens(requests, [request.output_token_ids[-1] for request in requests])
 
-    def append_tokens(self, completion: Completion, tokens: Sequence[SampledToken], now: float) -> list[Completion]:
-        """Append sampled tokens: the completion's own, and one for each that follows it, which runs from now on.
+    def append_tokens(
+        self, completion: Completion, tokens: Sequence[Sequence[SampledToken]], now: float
+    ) -> list[Completion]:
+        """Append sampled tokens: the completion's own, and those of each that follows it, which runs from now on.
 
         Returns:
-            Those that go on.
+            Those that go on. The runner has yet to be told the newest token of each.
         """
         request = completion.request
         followers = self.followers(completion)
@@ -406,7 +408,17 @@ class EngineCore:
             self.batcher.fork(request, follower.request)
             follower.request.first_scheduled_time = request.first_scheduled_time
         sharing = (completion, *followers)
-        return [each for each, token in zip(sharing, tokens, strict=True) if self._append_token(each, token, now)]
+        return [each for each, own in zip(sharing, tokens, strict=True) if self._append_until_end(each, own, now)]
+
+    def _append_until_end(self, completion: Completion, tokens: Sequence[SampledToken], now: float) -> bool:
+        """Append tokens up to one that ends the completion; returns whether it goes on behind all of them."""
+        request = completion.request
+        for place, token in enumerate(tokens):
+            if place and request.row is not None:
+                self.runner.append_tokens([request], [tokens[place - 1].token_id])
+            if not self._append_token(completion, token, now):
+                return False
+        return True
 
     def _append_token(self, completion: Completion, token: SampledToken, now: float) -> bool:
         """Append a token; returns whether the completion goes on."""

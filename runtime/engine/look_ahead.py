@@ -274,7 +274,7 @@ class LookAhead:
                 if is_usable and not is_certain:
                     self._sample_again(item, step)
                     continue
-                output = StepOutput((SampledToken(token) if is_usable else _UNUSABLE,))
+                output = StepOutput(((SampledToken(token) if is_usable else _UNUSABLE,),))
             if item.request not in step.void:
                 scheduled.append(item)
                 outputs.append(output)

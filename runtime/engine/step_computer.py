@@ -105,7 +105,7 @@ class StepComputer:
                 likely = next(candidates)
                 outputs[i] = StepOutput(candidates=likely, error=UNUSABLE_LOGITS if likely is None else None)
             else:
-                sampled = tuple(next(tokens) for _ in tasks[i].requests)
+                sampled = tuple((next(tokens),) for _ in tasks[i].requests)
                 outputs[i] = StepOutput(sampled, prompt_logits=outputs[i].prompt_logits)
         return outputs
 

@@ -39,14 +39,15 @@ class StepOutput:
     """The outcome of a step for one of its requests.
 
     Attributes:
-        tokens: one for each request of its ``SampleTask``.
+        tokens: for each request of its ``SampleTask`` those that it is given, oldest first: 1 to k. A request that
+            ends with one of them is not given those behind it.
         candidates: what may follow a beam.
         prompt_logits: ``[num_tokens, vocab_size]``, the rows of its tokens, where the prompt is scored.
         error: why there is nothing.
         is_spoilt: a failed step has written over a part of its state; it is to be computed anew.
     """
 
-    tokens: tuple[SampledToken, ...] = ()
+    tokens: tuple[tuple[SampledToken, ...], ...] = ()
     candidates: Candidates | None = None
     prompt_logits: Tensor | None = None
     error: str | None = None

@@ -200,7 +200,7 @@ def leak_the_extra_token(patch: pytest.MonkeyPatch) -> None:
         ended = [(request, output) for request, output in pairs if request.is_finished and output.tokens]
         update(self, scheduled, outputs, progressed, **how)
         for request, output in ended:
-            request.output_token_ids.append(output.tokens[0].token_id)
+            request.output_token_ids.append(output.tokens[0][0].token_id)
 
     patch.setattr(EngineCore, "update", leaking)
 
