@@ -47,6 +47,7 @@ class StaticRow:
         failed: what went wrong behind the lowering; "" where nothing did.
         dynamic, static: fields of ``GraphCounts``.
         served: prompts were served with it.
+        unserved: why none were, although they were to be: the model is refused in float32.
         steps: decode steps that the graph of fixed sizes ran.
         error: largest difference of a log-probability; None where tokens differ or nothing was served.
         rounds: caches are rounded.
@@ -61,6 +62,7 @@ class StaticRow:
     dynamic: dict[str, int] = dataclasses.field(default_factory=dict)
     static: dict[str, int] = dataclasses.field(default_factory=dict)
     served: bool = False
+    unserved: str = ""
     steps: int = 0
     error: float | None = None
     rounds: bool = False
@@ -129,7 +131,10 @@ def examine(name: str, soc: str, *, kv_cache_dtype: str, serves: bool) -> Static
         row.dynamic, row.static = dataclasses.asdict(dynamic), dataclasses.asdict(static)
     if not row.refused and serves:
         row.served, row.rounds = True, kv_cache_dtype == "int8"
-        _serve(row, variant, soc, kv_cache_dtype)
+        try:
+            _serve(row, variant, soc, kv_cache_dtype)
+        except UnsupportedModel as error:
+            row.served, row.unserved = False, first_line(error)
     return row
 
 
@@ -257,6 +262,8 @@ def table(rows: list[StaticRow], soc: str) -> str:
             error += f"; {row.alike_error:.1e} in {row.alike} steps that round alike"
         lines.append(f"| {row.name} | {counts} | {row.steps} | {error} |")
     lines += ["", "Without static decode graphs:", "", *(f"- {row.name}: {row.refused}" for row in refused)]
+    if unserved := [row for row in static if row.unserved]:
+        lines += ["", "Counted, not served:", "", *(f"- {row.name}: {row.unserved}" for row in unserved)]
     if failed:
         lines += ["", "Failed:", "", *(f"- {row.name}: {row.failed}" for row in failed)]
     return "\n".join(lines) + "\n"

@@ -334,6 +334,8 @@ class TracedGraph:
         """The fake of an input whose dims ``dynamic`` vary; ``example`` itself if it is one."""
         if isinstance(example, FakeTensor):
             return example
+        if not dynamic:  # and no symbol for the number in a tensor without dims, which would have to be guarded
+            return self.fake_mode.from_tensor(example, static_shapes=True)
         from torch._dynamo.source import LocalSource
         from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 

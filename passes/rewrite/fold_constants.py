@@ -1,9 +1,12 @@
-"""Compute once what depends on parameters, buffers and literals alone; literal tensors become graph inputs.
+"""Compute once what depends on parameters, buffers and literals alone; literal tensors become graph inputs, or
+numbers.
 
 Matches:
     y = f(W, ...)                          # f without side effects and without randomness, the size of y known
+    x * f(2, ...)                          # f of literals alone, without dims; x of floats, with dims
 Becomes:
     y                                      # a graph input that always receives f(W, ...)
+    x * 1.41                               # a device has no copy to make of a number, and no float64 to read
 Why it is faster:
     some models compute with their weights at every step: softplus of a gate, tables repeated for each layer.
 
@@ -35,6 +38,7 @@ from ..graph.traced import TracedGraph
 
 _MOST_BYTES = 1 << 20
 """Larger constants, such as a router's weight in float32, cost more memory than they are worth."""
+_TAKING_NUMBERS = frozenset(getattr(torch.ops.aten, name).Tensor for name in ("add", "div", "mul", "sub"))
 
 
 def fold_constants(traced: TracedGraph) -> PassRecord:
@@ -55,11 +59,27 @@ def fold_constants(traced: TracedGraph) -> PassRecord:
             folded = evaluation(node)
         if (folded.dtype, folded.shape, folded.stride()) != (tensor.dtype, tensor.shape, tensor.stride()):
             return "its layout is not the traced one"
-        node.replace_all_uses_with(traced.add_constant(_unused_name(traced), folded))
+        if not sources:  # what comes of weights is an input, which a guard watches
+            _put_number(node, folded)
+        if node.users:
+            node.replace_all_uses_with(traced.add_constant(_unused_name(traced), folded))
         traced.notes.fold(sources)
         return ""
 
     return rewrite_each(traced, "fold_constants", step, _results(_constants(traced)) if traced.paged else ())
+
+
+def _put_number(node: fx.Node, folded: torch.Tensor) -> None:
+    """Put a number in place of a tensor without dims where it is the second operand of such products and sums that
+    have the dtype and the bits of their first one's either way."""
+    if folded.dim() or folded.dtype is torch.bool or folded.is_complex():
+        return
+    for user in list(node.users):
+        if user.target not in _TAKING_NUMBERS or user.args[1] is not node or user.args[0] is node:
+            continue
+        other = value(user.args[0])
+        if is_tensor(user.args[0]) and other.dim() and other.is_floating_point():
+            user.args = (user.args[0], folded.item(), *user.args[2:])
 
 
 def _constants(traced: TracedGraph) -> set[fx.Node]:

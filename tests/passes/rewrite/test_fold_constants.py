@@ -41,17 +41,56 @@ def paged_graph(function, x):
 
 
 @pytest.mark.parametrize(
-    "function", [lambda m, x: x * torch.tensor(0.95), lambda m, x: x + torch.tensor([1, 2]).sum()]
+    "function",
+    [
+        lambda m, x: x * torch.tensor([0.5, 2, 3, 4, 5, 6]),
+        lambda m, x: x * torch.tensor([0.5])[0],
+        lambda m, x: torch.tensor(0.95) - x,
+        lambda m, x: (x > 0).int() * torch.tensor(0.5),
+        lambda m, x: x.sum() + torch.tensor(0.5, dtype=torch.float64),
+    ],
+    ids=["dims", "view of dims", "first operand", "of another kind", "wider than a result without dims"],
 )
 def test_literal_tensors_become_inputs(function):
     x = torch.randn(2, 5, 6)
     graph = paged_graph(function, x)
-    assert [node.op for node in graph.graph.nodes].count("get_attr") == 1
+    before = run_graph(graph, x)
+    assert fold_constants(graph).matches == 1
+    assert "get_attr" not in {node.op for node in graph.graph.nodes}
+    assert [name for name in graph.constants if name.startswith("folded")] == ["folded_0"]
+    assert torch.equal(run_graph(graph, x), before) and run_graph(graph, x).dtype is before.dtype
+    assert fold_constants(graph).matches == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: x * torch.tensor(0.95),
+        lambda m, x: x + torch.tensor([1, 2]).sum(),
+        lambda m, x: x / torch.tensor(512, dtype=torch.float64).sqrt(),
+        lambda m, x: torch.sub(x, torch.tensor(0.3), alpha=2),
+    ],
+    ids=["mul", "add", "div", "sub"],
+)
+def test_literals_without_dims_become_numbers(function, dtype):
+    x = torch.randn(2, 5, 6).to(dtype)
+    graph = paged_graph(function, x)
     before = run_graph(graph, x)
     assert fold_constants(graph).matches == 1
     assert "get_attr" not in {node.op for node in graph.graph.nodes} and len(operators(graph)) == 1
-    assert torch.equal(run_graph(graph, x), before)
+    assert not [name for name in graph.constants if name.startswith("folded")]
+    assert torch.equal(run_graph(graph, x), before) and run_graph(graph, x).dtype is before.dtype
     assert fold_constants(graph).matches == 0
+
+
+def test_a_constant_without_dims_is_no_symbol():
+    """AOTAutograd would take its float for one that Dynamo has to specialise, and refuse the graph."""
+    graph = paged_graph(lambda m, x: x * torch.exp(m.weight.double()).sum(), torch.randn(2, 5, 6))
+    assert fold_constants(graph).matches == 1
+    (folded,) = (node for node in graph.placeholders if node.name.startswith("folded"))
+    assert folded.meta["example_value"].dim() == 0 and folded.meta["example_value"].item_memo is None
+    assert not [symbol for symbol in graph.fake_mode.shape_env.var_to_range if "f" in str(symbol)]
 
 
 @pytest.mark.parametrize(
