@@ -29,7 +29,7 @@ OTHERS = sorted(
     if path not in QUICK
     and path.stem not in ("test_native", "test_kernel_cache", "test_sanitizers", "test_operators_in_graphs")
 )
-START = "import cross_built_kernels, runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+START = "import cross_built_kernels, runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 pytestmark = pytest.mark.aarch64
 
