@@ -83,7 +83,9 @@ STATE_SHAPES: dict[str, Callable[[], Any]] = {
 }
 """Models most layers of which keep a state in place of keys and values; see ``states.py``."""
 EXPERT_SHAPES: dict[str, Callable[[], Any]] = {
-    "gpt-oss-20b, 4 layers": lambda: GptOssConfig(num_hidden_layers=4, num_local_experts=32, tie_word_embeddings=False),
+    "gpt-oss-20b, 4 layers": lambda: GptOssConfig(
+        num_hidden_layers=4, num_local_experts=32, tie_word_embeddings=False
+    ),
 }
 """Models whose layers choose among experts: what a token reads of them is not told by their matrices."""
 WHOLE_SHAPES = {**SHAPES, **STATE_SHAPES}

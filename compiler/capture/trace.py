@@ -20,6 +20,7 @@ from ...runtime.phases import phase
 from ..report import first_line
 from .kernel_functions import operators_in_place_of_kernels
 from .model_facts import configs, max_positions, takes_positions
+from .plain_buffers import plain_buffers
 from .recurrent_modules import operators_in_place_of_loops
 from .stored_parameters import placeholders_for_stored
 
@@ -82,6 +83,7 @@ def capture(model: nn.Module) -> Captured:
         with (
             operators_in_place_of_kernels(model),
             operators_in_place_of_loops(model),
+            plain_buffers(model),
             torch._dynamo.config.patch(specialize_float=True, ignore_logging_functions=_LOGGING),
             torch.no_grad(),
             placeholders_for_stored(model) as standing,
