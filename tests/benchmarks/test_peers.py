@@ -236,6 +236,15 @@ def test_the_table_says_who_is_faster_and_how_near_the_limits():
     assert "32 requests 9352.0 tok/s (8213.9" in text
 
 
+def test_the_table_of_a_model_with_experts_has_no_shares_of_limits():
+    """What a token reads of experts is not told by their matrices."""
+    run = one_run() | {"shape": "gpt-oss-20b, 4 layers", "weights": "mxfp4-stored"}
+    del run["ceiling"]
+    text = tables([run])
+    assert "| torch-pagoda | 127 |  | 1000 | 1024 |  | 4676 |  |  |  | 100 |" in text and "**3.00×**" in text
+    assert "- beside hf: read 500.0 GB/s, GEMM 9000 GFLOP/s\n" in text
+
+
 def test_keys_and_values_that_the_requests_read():
     lengths = zip(PROMPT_LENGTHS, OUTPUT_LENGTHS, strict=True)
     tokens = sum(prompt + n for prompt, out in lengths for n in range(1, out))
