@@ -65,7 +65,7 @@ def test_what_the_library_packs(name: str, floats: Path, tmp_path: Path, run_wit
 
 def test_what_is_not_read_is_refused_by_name(floats: Path, tmp_path: Path, run_with: Callable[..., None]) -> None:
     run_with("compressed-tensors", "compress.py", floats, tmp_path / "out", "w3a16")
-    with pytest.raises(ValueError, match="inputs of 4 or 8 bits are needed"):
+    with pytest.raises(ValueError, match=r"states \[3\] bits, and 4 and 8 are read"):
         load_model(tmp_path / "out", "auto", False, CPU)
 
 
