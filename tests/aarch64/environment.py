@@ -99,17 +99,16 @@ class Emulated:
 
     Args:
         folder: where it lies, whole.
+        kernels: an empty folder, where the kernels of a build are compiled when they are first wanted.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kernels: Path) -> None:
         self.folder = folder
+        self.kernels = kernels
 
     def run(self, build: Build, arguments: Sequence[str], scratch: Path) -> subprocess.CompletedProcess[str]:
-        """Run Python with the kernels of a build, which are compiled in ``scratch``, an empty folder."""
-        library = scratch / "pagoda_kernels.so"  # transformers looks for a module named kernels
-        flags = [flag for flag in native.FLAGS if not flag.startswith("-march=")]
-        sources = sorted(map(str, (ROOT / "runtime/ops/csrc").glob("*.cpp")))
-        _run([COMPILER, *flags, f"-march={build.march}", *sources, "-o", str(library)])
+        """Run Python with the kernels of a build; ``scratch`` is an empty folder."""
+        library = self._library(build)
         (scratch / "cross_built_kernels.py").write_text(PLUGIN)
         package = scratch / "torch_pagoda"  # as a wheel lays it out
         package.mkdir()
@@ -132,9 +131,20 @@ class Emulated:
         outer = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHON"))}
         return subprocess.run(command, cwd=scratch, env=outer, capture_output=True, text=True, check=False)
 
+    def _library(self, build: Build) -> Path:
+        library = self.kernels / f"pagoda_{build.march}.so"
+        if not library.exists():
+            flags = [flag for flag in native.FLAGS if not flag.startswith("-march=")]
+            sources = sorted(map(str, (ROOT / "runtime/ops/csrc").glob("*.cpp")))
+            _run([COMPILER, *flags, f"-march={build.march}", *sources, "-o", str(library)])
+        return library
 
-def set_up() -> Emulated:
+
+def set_up(kernels: Path) -> Emulated:
     """The Python of the cache, made now if need be, which takes minutes and 3 GB.
+
+    Args:
+        kernels: as for ``Emulated``.
 
     Raises:
         CannotEmulate: a tool is missing, or something cannot be downloaded.
@@ -153,7 +163,7 @@ def set_up() -> Emulated:
             unfinished.rename(folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-    return Emulated(folder)
+    return Emulated(folder, kernels)
 
 
 def _wheels() -> list[str]:
