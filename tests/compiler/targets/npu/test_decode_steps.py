@@ -59,9 +59,20 @@ def rewritten(model: Any, target: str = "npu", graph_mode: str = "ge", block_siz
     return run_pipeline(captured, options, None, CompileReport(""))
 
 
+KINDS = {
+    "cohere2": {"layer_types": ["sliding_attention", "full_attention"]},
+    "llama4_text": {
+        "layer_types": ["chunked_attention", "full_attention"],
+        "no_rope_layers": [1, 0],
+        "moe_layers": [],
+    },
+}
+
+
 def model_of(model_type: str) -> Any:
-    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-    return build_legal_model(model_type, **(layers if model_type == "cohere2" else {}))
+    """A model with one layer of each kind, where it has two kinds."""
+    kinds: dict[str, Any] = {"num_hidden_layers": 2, **KINDS[model_type]} if model_type in KINDS else {}
+    return build_legal_model(model_type, **kinds)
 
 
 @cache
