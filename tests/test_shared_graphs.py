@@ -13,13 +13,18 @@ from transformers.models.llama import modeling_llama
 from torch_pagoda.compiler import CompileOptions, build, options, pipeline
 from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.capture import aten, trace
+from torch_pagoda.compiler.options import selected_passes
 from torch_pagoda.compiler.verify.self_check import compared_steps, reference_of_model
 from torch_pagoda.passes import PASSES, Pass, PassRecord
+from torch_pagoda.passes.graph.npu_target import NpuTarget
+from torch_pagoda.passes.graph.record import NoMatch
+from torch_pagoda.passes.recognise import rms_norm
 
 import shared_graphs
 from tiny_models import build_tiny_model
 
-ALL = {"capture": 1, "passes": 1, "aten": 1}
+ALL = {"capture": 1, "passes": 3, "aten": 1}
+"""Passes on Dynamo's graph, and on the ATen graph in front of the first for one target and from there."""
 NONE = dict.fromkeys(ALL, 0)
 
 
@@ -60,9 +65,41 @@ def test_shared_graphs_are_those_of_compiling_anew(kind, compiled, monkeypatch):
 def test_options_choose_passes_on_a_shared_graph(compiled):
     model = build_tiny_model("llama", num_hidden_layers=1)
     compiled(model)
-    assert compiled(model, opt_level=0)[1] == ALL, "its weights were merged, which changes none of them"
+    same = {**ALL, "passes": 1}
+    assert compiled(model, opt_level=0)[1] == same, "its weights were merged, which changes none of them"
     assert compiled(model, kv_cache_dtype="int8")[1] == {**NONE, "capture": 1}, "other caches are other graphs"
     assert compiled(model, passes={"skip": ["gather_logits"]})[1] == {**NONE, "capture": 1}
+
+
+def test_chips_share_what_is_not_lowered_for_them(monkeypatch):
+    """Shared passes ask no more than whether there is one."""
+    monkeypatch.setattr(shared_graphs, "_kept", {})
+    lowered: list[list[str | None]] = []
+    hits: dict[str, int] = {}
+    for target in (object(), NpuTarget(block_size=16), NpuTarget("Ascend950PR", graph_mode="aclgraph")):
+        captured = shared_graphs.capture(build_tiny_model("gemma3_text"))
+        captured.traced.npu = target
+        options = CompileOptions(target="npu", verify="off")
+        shared_graphs.run_passes(captured.traced, selected_passes(options, "dynamo"))
+        graph = shared_graphs.to_aten(captured.traced, captured.context)
+        shared_graphs.run_passes(graph, [entry for entry in selected_passes(options, "aten") if not entry.target])
+        assert graph.npu is target
+        lowered.append([node.format_node() for node in graph.graph.nodes])
+        hits = hits or dict(shared_graphs.hits)
+    assert lowered[0] == lowered[1] == lowered[2]
+    found = {name: count - hits[name] for name, count in shared_graphs.hits.items()}
+    assert found == {"capture": 2, "passes": 4, "aten": 2}
+
+
+def test_a_patched_pass_runs(compiled, monkeypatch):
+    model = build_tiny_model("llama", num_hidden_layers=1)
+    compiled(model)
+
+    def refuse(*given):
+        raise NoMatch("a test says so")
+
+    monkeypatch.setattr(rms_norm, "follow_scale", refuse)
+    assert compiled(model)[1] == {**NONE, "capture": 1}
 
 
 def attribute(model):

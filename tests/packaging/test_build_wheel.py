@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from torch_pagoda.runtime.ops import native, prebuilt
-from torch_pagoda.runtime.ops.kernel_cache import note_digest
-from torch_pagoda.runtime.ops.prebuilt import BUILDS
+from torch_pagoda.runtime.ops.kernel_cache import digest_file, note_digest
+from torch_pagoda.runtime.ops.prebuilt import BUILDS, library_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PURE = {
@@ -109,12 +109,42 @@ def test_a_tree_that_is_not_the_installed_one_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def without_compiling(monkeypatch):
+    """Libraries are files with the flags that they would be made with."""
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(native, "build_library", lambda _, library, flags: library.write_text(" ".join(flags)))
+    monkeypatch.setattr(native, "compiler_version", lambda _: "g++ 1")
+    monkeypatch.setattr(build_wheel, "unmet_needs", lambda _: iter(()))
+
+
+@pytest.mark.parametrize("machine", build_wheel.ARCHITECTURES)
+def test_there_is_a_library_for_each_build_of_the_machine(machine, tmp_path, without_compiling):
+    libraries = build_wheel.build_libraries(machine, "g++", tmp_path)
+    builds = [build for build in BUILDS if build.machine == machine]
+    assert len(builds) > 1
+    for library, build in zip(libraries, builds, strict=True):
+        assert library.name == library_name(build, native.prebuilt_key(build))
+        assert library.read_text().split() == [*native.prebuilt_flags(build), *build_wheel.REPRODUCIBLE]
+        digest = hashlib.sha256(library.read_bytes()).hexdigest()
+        assert digest_file(library).read_text().split()[:2] == [digest, library.name]
+
+
+def test_a_library_that_needs_more_is_refused(tmp_path, monkeypatch, without_compiling):
+    monkeypatch.setattr(build_wheel, "unmet_needs", lambda _: iter(["libgomp.so.1"]))
+    with pytest.raises(SystemExit, match=r"no wheel for x86_64: kernels-\S+ needs libgomp\.so\.1"):
+        build_wheel.build_libraries("x86_64", "g++", tmp_path)
+
+
+LIBRARIES = ("kernels-amx-0.so", "kernels-avx2-0.so")
+
+
+@pytest.fixture
 def contents(tmp_path):
-    """Of a wheel with one library."""
-    library = tmp_path / "kernels-avx2-0.so"
-    library.write_bytes(b"library")
-    note_digest(library, "g++ 1")
-    return build_wheel.with_libraries(PURE, [library], "x86_64")
+    """Of a wheel with two libraries."""
+    for name in LIBRARIES:
+        (tmp_path / name).write_bytes(b"library")
+        note_digest(tmp_path / name, "g++ 1")
+    return build_wheel.with_libraries(PURE, [tmp_path / name for name in LIBRARIES], "x86_64")
 
 
 def test_the_wheel_says_where_it_runs(contents):
@@ -126,7 +156,7 @@ def test_the_wheel_says_where_it_runs(contents):
 def test_the_record_names_every_file(contents):
     rows = list(csv.reader(io.StringIO(contents["torch_pagoda-1.dist-info/RECORD"].decode())))
     assert {name for name, *_ in rows} == set(contents)
-    assert "torch_pagoda/runtime/ops/prebuilt_kernels/kernels-avx2-0.so.sha256" in contents
+    assert {f"torch_pagoda/runtime/ops/prebuilt_kernels/{name}.sha256" for name in LIBRARIES} <= set(contents)
     for name, digest, size in rows:
         if not name.endswith("/RECORD"):
             expected = base64.urlsafe_b64encode(hashlib.sha256(contents[name]).digest()).decode().rstrip("=")
@@ -142,7 +172,7 @@ def test_the_bytes_depend_on_the_contents_alone(contents, tmp_path):
     assert build_wheel.read_wheel(first) == contents
     with zipfile.ZipFile(first) as archive:
         modes = {entry.filename: entry.external_attr >> 16 & 0o777 for entry in archive.infolist()}
-    assert modes.pop("torch_pagoda/runtime/ops/prebuilt_kernels/kernels-avx2-0.so") == 0o755
+    assert {modes.pop(f"torch_pagoda/runtime/ops/prebuilt_kernels/{name}") for name in LIBRARIES} == {0o755}
     assert set(modes.values()) == {0o644}
 
 

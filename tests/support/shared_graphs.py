@@ -1,12 +1,13 @@
 """Traced and rewritten graphs that the tests of a process share: tracing is nearly all of a tiny model's compile
 time.
 
-Shared is what depends on the model alone: the captured graph, what the passes on Dynamo's graph make of it, and the
-ATen graph of that. The first test that compiles a model does all of it; for the next one that compiles an equal model
-these three are copies over its own tensors, and the passes that options choose, the checks and linking run as ever.
-Two models are equal where the product's fingerprint describes their modules and code alike; two graphs where all
-nodes are, and for the passes every byte of their tensors, too. Nothing outlives the process, so that no change of
-the sources can be missed.
+Shared are the captured graph, what the passes on Dynamo's graph make of it, the ATen graph of that, and what passes
+that are not for an NPU make of that one. The first test that compiles a model does all of it; for the next one that
+compiles an equal model with the same options these are copies over its own tensors, and the passes that lower a graph
+or hold its weights, the checks and linking run as ever. Two models are equal where the product's fingerprint
+describes their modules and code alike; two graphs where all nodes are, and for the passes every byte of their
+tensors, too, and all that the modules of passes have names for, which a test may have patched. Nothing outlives the
+process, so that no change of the sources can be missed.
 
 ``tests/conftest.py`` lets the compiler take these graphs in all tests. What calls ``capture.trace.capture`` or a pass
 by itself runs it.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -33,7 +35,8 @@ from torch_pagoda.compiler.fingerprint.describer import CannotIdentify, Describe
 from torch_pagoda.compiler.fingerprint.fingerprint import _modes as modes
 from torch_pagoda.compiler.fingerprint.tensor_contents import module_tensors, update_whole
 from torch_pagoda.compiler.pipeline import run_passes as run_passes_anew
-from torch_pagoda.passes import Pass, PassRecord, TracedGraph
+from torch_pagoda.compiler.verify import dump
+from torch_pagoda.passes import PASSES, Pass, PassRecord, TracedGraph
 from torch_pagoda.runtime.ops.stored_weight import StoredWeight
 from torch_pagoda.runtime.phases import phase
 
@@ -77,8 +80,9 @@ class _Kept:
         return graph
 
 
-_APART = ("module", "fake_mode", "constants", "quantization", "_origin")
-"""Attributes of a ``TracedGraph`` that are told by its nodes, or that no pass on Dynamo's graph reads."""
+_APART = ("module", "fake_mode", "constants", "quantization", "npu", "_origin")
+"""Attributes of a ``TracedGraph`` that are told by its nodes, or that no shared pass reads; of an NPU these ask no
+more than whether there is one."""
 _kept: dict[Any, _Kept | None] = {}
 hits = {"capture": 0, "passes": 0, "aten": 0}
 
@@ -102,29 +106,42 @@ def capture(model: nn.Module) -> Captured:
 
 
 def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
-    """As ``pipeline.run_passes``; those on Dynamo's graph are applied to an equal graph once."""
+    """As ``pipeline.run_passes``; those that are not for an NPU and hold no weights are applied to an equal graph
+    once."""
     stored = any(isinstance(tensor, StoredWeight) for tensor in traced.constants.values())
-    if len(passes) < 2 or stored or any(entry.stage != "dynamo" for entry in passes):
+    apart = any(entry.stage == "weights" or entry.target == "npu" or entry not in PASSES for entry in passes)
+    if len(passes) < 2 or stored or apart or dump.is_on():
         return run_passes_anew(traced, passes)
     given = {name: field for name, field in vars(traced).items() if name not in _APART}
     contents = hashlib.sha256()
     for tensor in traced.constants.values():
         update_whole(contents, tensor)
-    chosen = [(entry.name, entry.apply) for entry in passes]
-    key = (*_key_of_graph(traced), f"{given}", contents.hexdigest(), *chosen)
+    code = _names_of_passes()
+    graph = _key_of_graph(traced), f"{given}", traced.npu is None, contents.hexdigest()
+    key = (*graph, *(entry.name for entry in passes), *map(id, code))
     named = dict(traced.constants)
     if key not in _kept:
         records = run_passes_anew(traced, passes)
-        _kept[key] = _Kept.of(traced, named, copy.deepcopy(records))
+        _kept[key] = _Kept.of(traced, named, (copy.deepcopy(records), code))
         return records
     if (kept := _kept[key]) is None:
         return run_passes_anew(traced, passes)
     hits["passes"] += 1
-    quantization = traced.quantization
+    own = {name: getattr(traced, name) for name in ("quantization", "npu")}
     with phase("passes"):
-        vars(traced).update(vars(kept.over(named)))
-        traced.quantization = quantization
-        return copy.deepcopy(kept.more)
+        vars(traced).update({**vars(kept.over(named)), **own})
+        return copy.deepcopy(kept.more[0])
+
+
+def _names_of_passes() -> list[Any]:
+    """All that the modules of passes and of their operators have names for, and their classes in turn."""
+    found: list[Any] = []
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("torch_pagoda.passes", "torch_pagoda.runtime.ops")):
+            found += vars(module).values()
+            kinds = [x for x in vars(module).values() if isinstance(x, type) and x.__module__ == name]
+            found += [x for kind in kinds for key, x in vars(kind).items() if not key.startswith("__")]
+    return found
 
 
 def to_aten(traced: TracedGraph, context: TracingContext) -> TracedGraph:

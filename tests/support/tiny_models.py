@@ -123,7 +123,7 @@ LAYER_COUNTS = frozenset(
     | {"num_encoder_layers", "num_decoder_layers", "depth", "num_blocks"}
 )
 
-SHALLOW = frozenset("deepseek_v32 inkling_text kimi_linear minimax".split())
+SHALLOW = frozenset("axk2 deepseek_v32 inkling_text kimi_linear minimax".split())
 """Architectures that tests compile often, with a layer of each of their two kinds; Gemma 2 and Qwen 3.5 stand for
 models with several layers of a kind."""
 

@@ -8,10 +8,12 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 import torch_pagoda as pagoda
 from torch_pagoda.compiler import CompileOptions
+from torch_pagoda.compiler.user_passes import Pattern
 from torch_pagoda.options import LLMOptions, LoadOptions, ModelOptions, split_options
 from torch_pagoda.runtime.engine.engine_options import EngineOptions
 
@@ -34,6 +36,36 @@ def test_keywords_reach_those_who_take_them() -> None:
     assert (compiling.opt_level, compiling.target, compiling.block_size) == (1, "npu", 48)
     assert split(block_size=20)[1].block_size == 20, "a CPU takes any"
     assert split()[2].block_size == split(block_size=None, target="npu")[2].block_size == 128
+
+
+GIVEN: dict[str, Any] = {
+    **{"dtype": "float32", "device": "cpu", "generation_config": "vllm", "trust_remote_code": True, "gguf_file": "a"},
+    **{"block_size": 48, "num_blocks": 7, "kv_cache_memory": "1GiB", "min_kv_cache_memory": 5, "swap_space": 6},
+    **{"max_num_seqs": 3, "max_num_batched_tokens": 9, "max_model_len": 99, "max_queue": 2, "npu_warmup": "lazy"},
+    **{"enable_prefix_caching": False, "policy": "sjf", "preemption": "swap", "async_scheduling": True},
+    **{"kv_cache_dtype": "int8", "quantization": "int4", "group_size": 128, "input_bits": 16, "pack_weights": False},
+    **{"verify": "off", "passes": {"skip": ["hoist_gather"]}, "opt_level": 1, "batch_invariant": True},
+    **{"patterns": (Pattern(torch.relu, torch.relu, [torch.ones(2)]),), "codegen": "none", "target": "npu"},
+    **{"static_decode": True, "npu_options": {"ge_config.enable_single_stream": True}, "schedule": {"streams": True}},
+}
+"""Of every keyword a value that is not its default."""
+BESIDE = {
+    "group_size": {"quantization": "int8"},
+    "block_size": {"target": "npu"},
+    "static_decode": {"target": "npu", "codegen": "ge"},
+    "npu_options": {"target": "npu", "codegen": "ge"},
+    "schedule": {"target": "npu", "codegen": "ge", "static_decode": True},
+}
+
+
+@pytest.mark.parametrize("name", LLMOptions.__annotations__)
+def test_every_keyword_reaches_each_record_that_has_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_pagoda.compiler.options.is_offline", lambda: True)
+    options = {**BESIDE.get(name, {}), name: GIVEN[name]}
+    before = [getattr(record, name, None) for record in split(**BESIDE.get(name, {}))]
+    after = [getattr(record, name, None) for record in split(**options)]
+    assert [value for value in after if value is not None] == [GIVEN[name]] * (2 if name == "block_size" else 1)
+    assert GIVEN[name] not in before
 
 
 def test_weights_are_packed_where_they_take_the_place_of_others() -> None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler import build as build_module
 from torch_pagoda.compiler.build import build_program, build_unpacked
 from torch_pagoda.compiler.capture import layer_repeat
-from torch_pagoda.compiler.capture.layer_repeat import CannotRepeat, LayerRepeat
+from torch_pagoda.compiler.capture.layer_repeat import LEAST_SAVED, CannotRepeat, LayerRepeat
 from torch_pagoda.compiler.link.linkage import Linkage
+from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.user_passes import register_pass, unregister_pass
 from torch_pagoda.compiler.verify.self_check import compared_steps, reference_of_model
 from torch_pagoda.passes import PassRecord
@@ -30,7 +32,7 @@ from torch_pagoda.runtime.program import is_cache_input
 
 from tiny_models import build_tiny_model
 
-DEPTH = 8
+DEPTH = 6
 OPTIONS = CompileOptions(codegen="none", target="cpu")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -39,7 +41,7 @@ def deep(kind, depth=DEPTH, **settings):
     return build_tiny_model(kind, num_hidden_layers=depth, **settings)
 
 
-def layer_types(*period, depth=DEPTH):
+def layer_types(*period, depth):
     return {"layer_types": (list(period) * depth)[:depth]}
 
 
@@ -47,77 +49,85 @@ def logits(program, reference):
     return torch.cat([found.clone() for _, found, _ in compared_steps(program, reference)])
 
 
-@pytest.fixture
-def all_layers(monkeypatch):
-    """Compile with all layers inside ``with all_layers():``."""
-
-    @contextmanager
-    def compile_all():
-        with monkeypatch.context() as patch:
-            patch.setattr(build_module.LayerRepeat, "of", classmethod(lambda cls, model: None))
-            yield
-
-    return compile_all
+@pytest.fixture(autouse=True)
+def one_is_enough(monkeypatch):
+    """It is worth while where one layer is spared: models have few to compile."""
+    monkeypatch.setattr(layer_repeat, "LEAST_SAVED", 1)
 
 
-CASES = [
-    ("llama", 6, {}, 4),
-    ("gpt2", 6, {}, 4),  # transposed weights
-    ("bloom", 6, {}, 4),  # a table of slopes for each layer
-    ("gemma2", 8, layer_types(SLIDING, FULL), 6),
-    ("deepseek_v3", 7, {}, 5),  # the first layer has no experts
-]
-"""Architecture, layers, settings, layers compiled."""
+CASES = {
+    "llama": (DEPTH, {}, 4),
+    "gpt2": (5, {}, 4),  # transposed weights
+    "bloom": (5, {}, 4),  # a table of slopes for each layer
+    # A rotary table of its own for one layer in three, which is read first behind layers that are compared.
+    "gemma3_text": (11, layer_types(SLIDING, SLIDING, FULL, depth=11), 8),
+    "deepseek_v3": (6, {}, 5),  # the first layer has no experts
+}
+"""Architecture → layers, settings, layers compiled."""
 
 
-@pytest.fixture
-def two_are_enough(monkeypatch):
-    """It is worth while where two layers are spared: the whole models have fewer to compile."""
-    monkeypatch.setattr(layer_repeat, "LEAST_SAVED", 2)
+@cache
+def reference_of(kind):
+    depth, settings, _ = CASES[kind]
+    return reference_of_model(deep(kind, depth, **settings))
 
 
-@pytest.mark.parametrize(("kind", "depth", "settings", "kept"), CASES, ids=[case[0] for case in CASES])
-def test_program_is_the_one_of_all_layers(kind, depth, settings, kept, two_are_enough, all_layers):
-    built = build_unpacked(deep(kind, depth, **settings), OPTIONS)
-    with all_layers():
-        whole = build_unpacked(deep(kind, depth, **settings), OPTIONS)
-    assert built.program.report.layers_compiled == kept
-    assert whole.program.report.layers_compiled is None
-    report = built.program.report
+@cache
+def built(kind):
+    """What is made of few layers; the repeat, and the graph that it unrolls."""
+    depth, settings, _ = CASES[kind]
+    unroll, given = LayerRepeat.unroll, []
+
+    def noted(repeat, traced):
+        given.append((repeat, traced.copy()))
+        return unroll(repeat, traced)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayerRepeat, "unroll", noted)
+        found = build_unpacked(deep(kind, depth, **settings), OPTIONS, reference=reference_of(kind))
+    return found, *given[0]
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_layers_that_are_alike_are_compiled_once(kind):
+    (found, repeat, _), (depth, _, kept) = built(kind), CASES[kind]
+    report = found.program.report
+    assert (report.layers_compiled, repeat.total) == (kept, depth)
     assert report.attention_recognised == report.attention_total == depth
-    assert report.verdict == whole.program.report.verdict
+    assert report.verdict.ok
+    caches = {node.name: cache_index(node) for node in found.traced.placeholders if is_cache_input(node.name)}
+    assert set(caches.values()) == set(range(depth))
+    assert all(name.endswith(f"_cache_{index}") for name, index in caches.items())
+    windows = [spec.sliding_window > 0 for spec in found.traced.caches]
+    assert windows == [kind == "gemma3_text" and i % 3 < 2 for i in range(depth)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "bloom"])
+def test_program_is_the_one_of_all_layers(kind):
+    found, (depth, settings, _) = built(kind)[0], CASES[kind]
+    whole = build_unpacked(deep(kind, depth, **settings), replace(OPTIONS, verify="off"))
+    assert whole.program.report.layers_compiled is None
 
     def operators(graph):
         return Counter(callee(n) for n in graph.graph.nodes if n.op == "call_function")
 
-    assert operators(built.traced) == operators(whole.traced)
+    assert operators(found.traced) == operators(whole.traced)
     # Equal tables become one.
-    assert len(built.traced.placeholders) <= len(whole.traced.placeholders)
-    caches = {node.name: cache_index(node) for node in built.traced.placeholders if is_cache_input(node.name)}
-    assert all(name.endswith(f"_cache_{index}") for name, index in caches.items())
-    found, expected = Linkage.of(built.traced), Linkage.of(whole.traced)
-    assert found.caches == expected.caches
-    assert sorted(map(len, found.merged.values())) == sorted(map(len, expected.merged.values()))
-    reference = reference_of_model(deep(kind, depth, **settings))
-    assert torch.equal(logits(built.program, reference), logits(whole.program, reference))
-
-
-def test_shared_tables_that_a_late_layer_reads_first(two_are_enough):
-    """Gemma 3 has a rotary table of its own for one layer in six, here in three."""
-    pattern = layer_types(SLIDING, SLIDING, FULL, depth=11)
-    report = build_program(deep("gemma3_text", 11, **pattern), OPTIONS).report
-    assert report.layers_compiled == 8
-    assert report.verdict.ok
+    assert len(found.traced.placeholders) <= len(whole.traced.placeholders)
+    linkage, expected = Linkage.of(found.traced), Linkage.of(whole.traced)
+    assert linkage.caches == expected.caches
+    assert sorted(map(len, linkage.merged.values())) == sorted(map(len, expected.merged.values()))
+    reference = reference_of(kind)
+    assert torch.equal(logits(found.program, reference), logits(whole.program, reference))
 
 
 def test_nodes_say_which_layer_they_are_of():
-    built = build_unpacked(deep("llama"), OPTIONS)
-    layers = decoder_layers(built.traced.graph)
+    layers = decoder_layers(built("llama")[0].traced.graph)
     assert layers.paths == tuple(f"model.layers.{i}" for i in range(DEPTH))
-    assert {len(layers.nodes(i)) for i in range(1, DEPTH - 1)} == {len(layers.nodes(5))}
-    weights = [name for node in layers.nodes(6) for n in node.all_input_nodes if "weight" in (name := n.name)]
+    assert len({len(layers.nodes(i)) for i in range(1, DEPTH - 1)}) == 1
+    weights = [name for node in layers.nodes(4) for n in node.all_input_nodes if "weight" in (name := n.name)]
     assert weights
-    assert all(re.search(r"layers_6_|_merged|folded", name) for name in weights)
+    assert all(re.search(r"layers_4_|_merged|folded", name) for name in weights)
 
 
 @pytest.mark.parametrize(
@@ -145,24 +155,32 @@ def test_inductor_takes_the_deep_graph():
 
 
 class OddLayer(LlamaDecoderLayer):
-    """Layer 4 is another one, and no attribute says so."""
+    """The last layer is another one, and no attribute says so."""
 
     def forward(self, hidden_states, *args, **kwargs):
         hidden_states = super().forward(hidden_states, *args, **kwargs)
-        return hidden_states * 1.5 if self.self_attn.layer_idx == 4 else hidden_states
+        return hidden_states.flip(-1) if self.self_attn.layer_idx == 4 else hidden_states
 
 
-def test_layers_that_only_seem_alike_are_found_out(two_are_enough, caplog):
-    model = deep("llama", 6)
+def test_layers_that_only_seem_alike_are_found_out(caplog, monkeypatch):
+    captured, capture = [], build_module.capture
+
+    def noted(model):
+        captured.append(len(model.model.layers))
+        if captured[-1] == 5:
+            raise NotImplementedError  # it is compiled as any model is
+        return capture(model)
+
+    monkeypatch.setattr(build_module, "capture", noted)
+    model, report = deep("llama", 5), CompileReport("odd")
     for layer in model.model.layers:
         layer.__class__ = OddLayer
     assert LayerRepeat.of(model) is not None
-    with caplog.at_level(logging.INFO):
-        report = build_program(model, OPTIONS).report
-    assert report.layers_compiled is None
-    assert report.verdict.ok
-    assert report.attention_total == 6
-    assert "compiled with all its layers: logits differ" in caplog.text
+    with caplog.at_level(logging.INFO), pytest.raises(NotImplementedError):
+        build_program(model, OPTIONS, report=report)
+    assert captured == [4, 5]
+    assert "odd is compiled with all its layers: logits differ" in caplog.text
+    assert report == CompileReport("odd", seconds=report.seconds)
 
 
 class Doubling(nn.Module):
@@ -204,6 +222,13 @@ def test_first_layers_may_differ():
     assert (repeat.kept, repeat.period) == (6, 1)
 
 
+@pytest.mark.parametrize(("depth", "kept"), [(12, 9), (13, 10), (14, 8)])
+def test_whole_periods_are_repeated(depth, kept):
+    repeat = LayerRepeat.of(deep("gemma3_text", depth, **layer_types(SLIDING, SLIDING, FULL, depth=depth)))
+    assert repeat is not None
+    assert (repeat.kept, repeat.period) == (kept, 3)
+
+
 def test_lists_inside_of_layers_are_none_of_layers():
     model = deep("llama")
     for layer in model.model.layers:
@@ -213,7 +238,8 @@ def test_lists_inside_of_layers_are_none_of_layers():
     assert (repeat.path, repeat.kept) == ("model.layers", 4)
 
 
-def test_few_layers_are_not_worth_while():
+def test_few_layers_are_not_worth_while(monkeypatch):
+    monkeypatch.setattr(layer_repeat, "LEAST_SAVED", LEAST_SAVED)
     assert LayerRepeat.of(deep("llama", 7)) is None
     assert LayerRepeat.of(deep("llama", 8)) is not None
 
@@ -229,34 +255,30 @@ def test_model_has_all_its_layers_again():
     assert [name for name, _ in model.named_modules()] == names
 
 
-def test_what_cannot_be_checked_is_compiled_with_all_layers(two_are_enough):
-    unchecked = CompileOptions(codegen="none", verify="off")
-    assert build_program(deep("llama", 6), unchecked).report.layers_compiled is None
+def test_what_cannot_be_checked_is_compiled_with_all_layers(monkeypatch):
+    asked = []
+    monkeypatch.setattr(LayerRepeat, "of", asked.append)
+    model = deep("llama", 1)
+    build_program(model, replace(OPTIONS, verify="off"))
     register_pass("mine", lambda graph: PassRecord("mine"))
     try:
-        assert build_program(deep("llama", 6), OPTIONS).report.layers_compiled is None
+        build_program(model, OPTIONS)
     finally:
         unregister_pass("mine")
+    assert not asked
+    build_program(model, OPTIONS)
+    assert asked == [model]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def kept_graph():
-    """The rewritten graph of the kept layers, and the repeat."""
-    found = []
-
-    def keep(self, traced):
-        found.append((self, traced.copy()))
-        raise CannotRepeat("kept")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LayerRepeat, "unroll", keep)
-        build_unpacked(deep("llama"), OPTIONS)
-    return found[0]
+    """The repeat, and a copy of the rewritten graph of the kept layers."""
+    _, repeat, traced = built("llama")
+    return repeat, traced.copy()
 
 
 def test_number_in_one_layer_alone(kept_graph):
     repeat, traced = kept_graph
-    traced = traced.copy()
     node = list(paged_attention_nodes(traced))[-1]
     node.args = (*node.args[:11], node.args[11] * 2, *node.args[12:])
     with pytest.raises(CannotRepeat, match=r"differ$"):
@@ -265,7 +287,6 @@ def test_number_in_one_layer_alone(kept_graph):
 
 def test_operator_in_one_layer_alone(kept_graph):
     repeat, traced = kept_graph
-    traced = traced.copy()
     node = list(paged_attention_nodes(traced))[-1]
     query = node.args[0]
     with traced.before(node):
@@ -276,7 +297,6 @@ def test_operator_in_one_layer_alone(kept_graph):
 
 def test_layer_that_reads_another_than_the_one_before(kept_graph):
     repeat, traced = kept_graph
-    traced = traced.copy()
     calls = [
         n for n in traced.graph.nodes if callee(n).startswith("pagoda.add_rms_norm") or "add_rms_norm" in callee(n)
     ]
@@ -289,7 +309,6 @@ def test_layer_that_reads_another_than_the_one_before(kept_graph):
 
 def test_head_that_reads_a_layer_in_the_middle(kept_graph):
     repeat, traced = kept_graph
-    traced = traced.copy()
     middle, head = list(paged_attention_nodes(traced))[-2], traced.output.args[0][0]
     with traced.before(traced.output):
         extra = traced.call(torch.ops.aten.add.Tensor, head, traced.call(torch.ops.aten.sum.default, middle))
