@@ -61,10 +61,9 @@ def recognise_indexed_attention(traced: TracedGraph) -> PassRecord:
 
 def _insert(traced: TracedGraph, attention: fx.Node, choice: fx.Node) -> fx.Node:
     found = find_indexer(traced, choice)
-    dim = int(shape(found.key)[-1])
     with traced.before(attention, like=choice):
-        query = insert_per_token(traced, found.query, found.heads, dim)
-        key = insert_per_token(traced, found.key, dim)
+        query = insert_per_token(traced, found.query, found.heads, found.dim)
+        key = insert_per_token(traced, found.key, found.dim)
         weights = insert_per_token(traced, found.weights, found.heads)
         new = traced.call(lightning_indexer_seq, query, key, weights, found.topk, found.scale)
     if found.topk > SMALL_CONSTANT:

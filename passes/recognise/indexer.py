@@ -33,6 +33,7 @@ class Indexer:
         key: of D numbers.
         weights: of H numbers.
         heads: H.
+        dim: D.
         topk: the most keys that are chosen.
         scale: a positive number.
         topk_size: the node that says how many are chosen of T.
@@ -42,6 +43,7 @@ class Indexer:
     key: fx.Node
     weights: fx.Node
     heads: int
+    dim: int
     topk: int
     scale: float
     topk_size: fx.Node
@@ -68,7 +70,7 @@ def find_indexer(traced: TracedGraph, choice: fx.Node) -> Indexer:
         if sizes is not None:
             scale = _scale(traced, scores, (query, key, weights), sizes)
             if scale is not None:
-                return Indexer(query, key, weights, sizes[0], count, scale, topk_size)
+                return Indexer(query, key, weights, *sizes, count, scale, topk_size)
     raise NoMatch("the scores of the keys are no weighted sum of relu(q·k) over heads")
 
 

@@ -90,6 +90,14 @@ def additive_masks_by_hand(m, q, k, v, pos):
     return torch.softmax(s, dim=-1) @ repeat_kv(v)
 
 
+def keys_turned_first(m, q, k, v, pos):
+    def scores(query, key, weights):
+        products = F.relu(query @ key.mT.unsqueeze(1) * 0.25)
+        return (weights.unsqueeze(-2) @ products).squeeze(-2)
+
+    return deepseek(m, q, k, v, pos, scores)
+
+
 def keys_that_are_kept(m, q, k, v, pos):
     tokens, base = q.shape[2], causal_mask(pos)
     chosen = choose(score(*operands(q, k, v)), base).long()
@@ -103,6 +111,7 @@ SPELLINGS = [
     scale_in_the_weights,
     einsum_of_heads_first,
     additive_masks_by_hand,
+    keys_turned_first,
     keys_that_are_kept,
 ]
 
