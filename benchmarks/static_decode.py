@@ -302,6 +302,7 @@ def main() -> None:
             row.refused
             or "; ".join(row.faults)
             or f"{row.dynamic['operators']} → {row.static['operators']} operators"
+            + (f", not served: {row.unserved}" if row.unserved else "")
         )
         print(f"[{len(rows)}/{len(names)}] {name}: {said}", flush=True)
         if args.markdown:

@@ -6,11 +6,13 @@ Matches:
     x * f(2, ...)                          # f of literals alone, without dims; x of floats, with dims
 Becomes:
     y                                      # a graph input that always receives f(W, ...)
-    x * 1.41                               # a device has no copy to make of a number, and no float64 to read
+    x * 1.41                               # likewise +, - and /, as the second operand
 Why it is faster:
-    some models compute with their weights at every step: softplus of a gate, tables repeated for each layer.
+    some models compute with their weights at every step: softplus of a gate, tables repeated for each layer. A device
+    has no copy to make of a number, and no float64 to read.
 
-Level 1: bitwise equal. A program does not see later in-place changes of such weights; ``WeightGuard`` raises then.
+Level 1: bitwise equal, numbers on a CPU. A program does not see later in-place changes of such weights;
+``WeightGuard`` raises then.
 """
 
 from __future__ import annotations
@@ -70,12 +72,12 @@ def fold_constants(traced: TracedGraph) -> PassRecord:
 
 
 def _put_number(node: fx.Node, folded: torch.Tensor) -> None:
-    """Put a number in place of a tensor without dims where it is the second operand of such products and sums that
-    have the dtype and the bits of their first one's either way."""
+    """Put a number in place of a tensor without dims where it is the second operand of a product or a sum with floats
+    that have dims: the result has their dtype, and the same bits on a CPU, either way."""
     if folded.dim() or folded.dtype is torch.bool or folded.is_complex():
         return
     for user in list(node.users):
-        if user.target not in _TAKING_NUMBERS or user.args[1] is not node or user.args[0] is node:
+        if user.target not in _TAKING_NUMBERS or user.args[1] is not node:
             continue
         other = value(user.args[0])
         if is_tensor(user.args[0]) and other.dim() and other.is_floating_point():

@@ -85,7 +85,7 @@ class EngineCore:
         self.look_ahead: LookAhead | None = None
         self.device_lost: str | None = None
         self._pool_sizes = [pool.num_blocks for pool in batcher.block_manager.pools]
-        self._sampled: list[str] = []  # ids of the sequences that got a token in this step
+        self._sampled: list[str] = []  # ids of the sequences that got tokens in this step, one for each token
         self._dropped: list[Submission] = []
         self._is_consistent = True
         self._in_transaction = False

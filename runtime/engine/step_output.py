@@ -40,7 +40,8 @@ class StepOutput:
 
     Attributes:
         tokens: for each request of its ``SampleTask`` those that it is given, oldest first: 1 to k. A request that
-            ends with one of them is not given those behind it.
+            ends with one of them is not given those behind it; of one that goes on the next step computes all but the
+            newest first, as a share of a prompt.
         candidates: what may follow a beam.
         prompt_logits: ``[num_tokens, vocab_size]``, the rows of its tokens, where the prompt is scored.
         error: why there is nothing.

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from cuda_stand_ins import write_stand_ins
@@ -27,6 +28,8 @@ from torch_pagoda.runtime.private_folder import cache_folder
 COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64"
 ROOT = Path(__file__).parents[2]
+PATIENCE = 3 * 3600
+"""Seconds that an emulated process may take, which now and then hangs."""
 LAYOUT = "2"
 """Of the folder that is made here; another one makes it anew."""
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -107,7 +110,11 @@ class Emulated:
         self.kernels = kernels
 
     def run(self, build: Build, arguments: Sequence[str], scratch: Path) -> subprocess.CompletedProcess[str]:
-        """Run Python with the kernels of a build; ``scratch`` is an empty folder."""
+        """Run Python with the kernels of a build; ``scratch`` is an empty folder.
+
+        Raises:
+            subprocess.TimeoutExpired: it takes longer than ``PATIENCE``.
+        """
         library = self._library(build)
         (scratch / "cross_built_kernels.py").write_text(PLUGIN)
         package = scratch / "torch_pagoda"  # as a wheel lays it out
@@ -129,7 +136,8 @@ class Emulated:
         given = [word for name, value in inner.items() for word in ("-E", f"{name}={value}")]
         command = [EMULATOR, "-cpu", build.cpu, "-L", str(root), *given, str(root / "usr/bin" / PYTHON), *arguments]
         outer = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHON"))}
-        return subprocess.run(command, cwd=scratch, env=outer, capture_output=True, text=True, check=False)
+        options: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": PATIENCE}
+        return subprocess.run(command, cwd=scratch, env=outer, **options)
 
     def _library(self, build: Build) -> Path:
         library = self.kernels / f"pagoda_{build.march}.so"

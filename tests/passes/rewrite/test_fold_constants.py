@@ -84,6 +84,21 @@ def test_literals_without_dims_become_numbers(function, dtype):
     assert fold_constants(graph).matches == 0
 
 
+def test_a_literal_is_a_number_for_some_and_an_input_for_others():
+    def both_ways(m, x):
+        c = torch.tensor(0.95)
+        return x * c + (c - x)
+
+    x = torch.randn(2, 5, 6)
+    graph = paged_graph(both_ways, x)
+    before = run_graph(graph, x)
+    assert fold_constants(graph).matches == 1
+    assert [name for name in graph.constants if name.startswith("folded")] == ["folded_0"]
+    (product,) = (n for n in graph.graph.nodes if callee(n) == "mul.Tensor")
+    assert product.args[1] == torch.tensor(0.95).item()
+    assert torch.equal(run_graph(graph, x), before)
+
+
 def test_a_constant_without_dims_is_no_symbol():
     """AOTAutograd would take its float for one that Dynamo has to specialise, and refuse the graph."""
     graph = paged_graph(lambda m, x: x * torch.exp(m.weight.double()).sum(), torch.randn(2, 5, 6))

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from torch_pagoda.runtime.batching import ScheduledRequest
+from torch_pagoda.runtime.batching import Batcher, ScheduledRequest
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.engine.step_computer import StepComputer
 from torch_pagoda.runtime.engine.step_output import SampledToken, SampleTask, StepOutput
+from torch_pagoda.runtime.engine.submission import Completion
 from torch_pagoda.runtime.requests.outputs import CompletionOutput, RequestOutput
 from torch_pagoda.runtime.requests.request import Request
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
@@ -71,9 +72,9 @@ class Oracle(StepComputer):
         return (*sampled, *more)
 
 
-def make_engine(**options: Any) -> Engine:
+def make_engine(program: ToyProgram | None = None, **options: Any) -> Engine:
     settings: dict[str, Any] = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, **options}
-    return Engine(ToyProgram(dtype=torch.float64), tokenizer=BYTES, **settings)
+    return Engine(program or ToyProgram(dtype=torch.float64), tokenizer=BYTES, **settings)
 
 
 def by_request(outputs: Sequence[RequestOutput]) -> dict[str, CompletionOutput]:
@@ -147,28 +148,84 @@ def test_nothing_is_seen_behind_an_end(end: str) -> None:
         "max_tokens": {"max_tokens": place + 1},
         "eos": {},
     }[end]
-    params = SamplingParams(**{"temperature": 0, "max_tokens": 60, **given})
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 60, "logprobs": 0, **given})
     settings = {"eos_token_ids": [last]} if end == "eos" else {}
     (expected,) = make_engine(**settings).generate(PROMPTS[0], params)
     assert len(expected.outputs[0].token_ids) == place + 1
     for count in range(2, place + 3):
         engine = make_engine(**settings)
-        Oracle.into(engine, {"r": expected.outputs[0]}, lambda count=count: count)
+        oracle = Oracle.into(engine, {"r": expected.outputs[0]}, lambda count=count: count)
         engine.submit(PROMPTS[0], params, request_id="r")
         assert shown(finish(engine)) == shown([expected])
+        assert set(oracle.counts) == {count}
         assert engine.stats()["generated_tokens"] == place + 1
+
+
+def known_answers(engine: Engine) -> tuple[list[RequestOutput], dict[str, CompletionOutput]]:
+    add_all(engine, CASES["log-probabilities"])
+    expected = finish(engine)
+    return expected, by_request(expected)
+
+
+@pytest.mark.parametrize("place", [2, 5, 9, 14])
+def test_an_interrupt_between_two_tokens_of_a_step_loses_none(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, known = known_answers(make_engine())
+    engine = make_engine()
+    Oracle.into(engine, known, lambda: 3)
+    append, calls = Completion.append, iter(range(1000))
+
+    def interrupted(self: Completion, token: int, logprob: Any) -> Any:
+        reason = append(self, token, logprob)
+        if next(calls) == place:
+            raise KeyboardInterrupt
+        return reason
+
+    monkeypatch.setattr(Completion, "append", interrupted)
+    add_all(engine, CASES["log-probabilities"])
+    done: dict[str, RequestOutput] = {}
+    interrupts = 0
+    while engine.has_unfinished():
+        try:
+            done |= {output.request_id: output for output in engine.step() if output.finished}
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts == 1
+    assert shown([done[name] for name in sorted(done)]) == shown(expected)
+    engine.batcher.check()
+    assert engine.block_manager.num_available_blocks == engine.block_manager.num_blocks
+
+
+def test_a_sequence_outgrows_the_short_keys_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = [ToyProgram(dtype=torch.float64) for _ in range(2)]
+    for program in programs:
+        program.restart_length = 9
+    expected, known = known_answers(make_engine(programs[0]))
+    engine = make_engine(programs[1])
+    Oracle.into(engine, known, lambda: 4)
+    restart, restarted = Batcher.restart, []
+
+    def noted(self: Batcher, request: Request) -> None:
+        restarted.append((request.request_id, request.num_tokens))
+        restart(self, request)
+
+    monkeypatch.setattr(Batcher, "restart", noted)
+    add_all(engine, CASES["log-probabilities"])
+    assert shown(finish(engine)) == shown(expected)
+    short = [f"r{number}" for number, prompt in enumerate(PROMPTS) if len(prompt) <= 9]
+    assert sorted(restarted) == [(name, 10) for name in short] and len(short) == 3
 
 
 def test_what_they_computed_is_a_prefix_for_others() -> None:
     """The blocks that such steps fill hold the keys that single tokens leave."""
     plain = make_engine()
-    params = SamplingParams(temperature=0, max_tokens=21)
+    params = SamplingParams(temperature=0, max_tokens=21, logprobs=0)  # so that no step runs ahead of the oracle
     plain.submit(PROMPTS[2], params, request_id="r")
     (expected,) = finish(plain)
     engine = make_engine()
     oracle = Oracle.into(engine, by_request([expected]))
     engine.submit(PROMPTS[2], params, request_id="r")
     finish(engine)
+    assert max(oracle.counts) > 1
     oracle.choose = lambda: 1
     turn = [*PROMPTS[2], *expected.outputs[0].token_ids, 3]
     answers = [each.generate(turn, params)[0] for each in (plain, engine)]
