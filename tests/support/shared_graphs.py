@@ -83,6 +83,7 @@ class _Kept:
 _APART = ("module", "fake_mode", "constants", "quantization", "npu", "_origin")
 """Attributes of a ``TracedGraph`` that are told by its nodes, or that no shared pass reads; of an NPU these ask no
 more than whether there is one."""
+_alive: dict[str, list[Any]] = {}
 _kept: dict[Any, _Kept | None] = {}
 hits = {"capture": 0, "passes": 0, "aten": 0}
 
@@ -116,13 +117,12 @@ def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
     contents = hashlib.sha256()
     for tensor in traced.constants.values():
         update_whole(contents, tensor)
-    code = _names_of_passes()
     graph = _key_of_graph(traced), f"{given}", traced.npu is None, contents.hexdigest()
-    key = (*graph, *(entry.name for entry in passes), *map(id, code))
+    key = (*graph, *(entry.name for entry in passes), _code_of_passes())
     named = dict(traced.constants)
     if key not in _kept:
-        records = run_passes_anew(traced, passes)
-        _kept[key] = _Kept.of(traced, named, (copy.deepcopy(records), code))
+        records = _run_for_any_npu(traced, passes)
+        _kept[key] = _Kept.of(traced, named, copy.deepcopy(records))
         return records
     if (kept := _kept[key]) is None:
         return run_passes_anew(traced, passes)
@@ -130,18 +130,33 @@ def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
     own = {name: getattr(traced, name) for name in ("quantization", "npu")}
     with phase("passes"):
         vars(traced).update({**vars(kept.over(named)), **own})
-        return copy.deepcopy(kept.more[0])
+        return copy.deepcopy(kept.more)
 
 
-def _names_of_passes() -> list[Any]:
-    """All that the modules of passes and of their operators have names for, and their classes in turn."""
+def _run_for_any_npu(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
+    """As ``pipeline.run_passes``, over an NPU that nothing can be asked of: what they make is shared by all chips."""
+    npu = traced.npu
+    traced.npu = None if npu is None else object()  # type: ignore[assignment]
+    try:
+        return run_passes_anew(traced, passes)
+    finally:
+        traced.npu = npu
+
+
+def _code_of_passes() -> str:
+    """A digest of all that the modules of passes and of their operators have names for, and of their classes, which a
+    test may have patched; not of what lists and dicts hold. It stays alive, so that no ``id`` is used twice."""
     found: list[Any] = []
     for name, module in list(sys.modules.items()):
         if name.startswith(("torch_pagoda.passes", "torch_pagoda.runtime.ops")):
-            found += vars(module).values()
-            kinds = [x for x in vars(module).values() if isinstance(x, type) and x.__module__ == name]
-            found += [x for kind in kinds for key, x in vars(kind).items() if not key.startswith("__")]
-    return found
+            values = list(vars(module).values())
+            for kind in values.copy():
+                if isinstance(kind, type) and kind.__module__ == name:
+                    values += [x for key, x in vars(kind).items() if not key.startswith("__")]
+            found += values
+    digest = hashlib.sha256(f"{list(map(id, found))}".encode()).hexdigest()
+    _alive.setdefault(digest, found)
+    return digest
 
 
 def to_aten(traced: TracedGraph, context: TracingContext) -> TracedGraph:
