@@ -130,11 +130,12 @@ def examine(name: str, soc: str, *, kv_cache_dtype: str, serves: bool) -> Static
         dynamic, static = counted_decode_graphs(traced, soc=soc)
         row.dynamic, row.static = dataclasses.asdict(dynamic), dataclasses.asdict(static)
     if not row.refused and serves:
-        row.served, row.rounds = True, kv_cache_dtype == "int8"
+        row.rounds = kv_cache_dtype == "int8"
         try:
             _serve(row, variant, soc, kv_cache_dtype)
         except UnsupportedModel as error:
-            row.served, row.unserved = False, first_line(error)
+            row.unserved = first_line(error)
+        row.served = not row.unserved
     return row
 
 

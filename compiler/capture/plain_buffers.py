@@ -14,7 +14,7 @@ def plain_buffers(model: nn.Module) -> Iterator[None]:
     """Let a model's ``nn.Buffer`` be buffers like those of ``register_buffer`` for a while.
 
     ``Module.__setattr__`` reads an ``nn.Buffer``'s own ``persistent``, which Dynamo (torch 2.13) cannot; of others it
-    asks the module. Two threads that trace one model at a time are not told apart: the second is refused.
+    asks the module. One thread at a time may trace a model.
     """
     marked: list[torch.Tensor] = []
     try:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 from cuda_stand_ins import write_stand_ins
@@ -136,8 +135,9 @@ class Emulated:
         given = [word for name, value in inner.items() for word in ("-E", f"{name}={value}")]
         command = [EMULATOR, "-cpu", build.cpu, "-L", str(root), *given, str(root / "usr/bin" / PYTHON), *arguments]
         outer = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHON"))}
-        options: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": PATIENCE}
-        return subprocess.run(command, cwd=scratch, env=outer, **options)
+        return subprocess.run(
+            command, cwd=scratch, env=outer, capture_output=True, text=True, check=False, timeout=PATIENCE
+        )
 
     def _library(self, build: Build) -> Path:
         library = self.kernels / f"pagoda_{build.march}.so"
