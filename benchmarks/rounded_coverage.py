@@ -125,7 +125,8 @@ def meant(held: torch.Tensor, sources: list[torch.Tensor], packed: Any) -> list[
     for turned in (packed.transposed,) if sources[0].dim() == 3 else (False, True):
         inputs = sources[0].shape[-2 if turned else -1]
         rows = sum(weight.shape[1 if turned else 0] for weight in sources)
-        if sources[0].dim() == 3 or held.numel() == packed_bytes(rows, inputs, scheme):
+        alike = all(weight.shape[-2 if turned else -1] == inputs for weight in sources)
+        if sources[0].dim() == 3 or (alike and held.numel() == packed_bytes(rows, inputs, scheme)):
             found.append(_unpacked(held, sources, scheme, turned))
 
     def distance(weights: list[torch.Tensor]) -> float:
