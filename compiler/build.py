@@ -130,6 +130,8 @@ def build_unpacked(
         clock.lap("capture")
         found = captured, run_pipeline(captured, options, reference, report)
     captured, traced = found
+    for remark in (remark for record in report.passes for remark in record.remarks):
+        log.warning("%s: %s", report.model, remark)
     clock = PhaseClock(report.seconds)
     switch = traced.notes.rope_switch
     restart = None if switch is None else restart_length(model, switch)

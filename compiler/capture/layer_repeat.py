@@ -166,9 +166,25 @@ class _Unrolling:
             node.args = fx.map_arg(node.args, last)
             node.kwargs = fx.map_arg(node.kwargs, last)
             self._move_scopes(node, repeats)
+        self._fold(repeats)
         self.traced.notes.merged = self.merged
         self.traced.recompile()
         return self.traced
+
+    def _fold(self, repeats: int) -> None:
+        """Guard the numbers that passes read off tensors of the last period (masks, scales), and with them those of
+        the layers that were left out: the copies have the same."""
+        notes = self.traced.notes
+        first = self.repeat.kept - self.repeat.period
+        for name in list(notes.folded):
+            match = self.layer.match(self.names.get(id(self.traced.constants[name]), ""))
+            if match is None or int(match[2]) < first:
+                continue
+            for periods in range(1, repeats + 1):
+                other = self._input(self.inputs[name], periods).name
+                if not torch.equal(self.traced.constants[name], self.traced.constants[other]):
+                    raise CannotRepeat(f"{other} does not hold the numbers of {name}, which stand in the graph")
+                notes.fold([other])
 
     def _move_shared_ahead(self) -> None:
         """Put what follows from the step alone, such as a rotary table, in front of the layers: the first layer that

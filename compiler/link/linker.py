@@ -65,8 +65,8 @@ class LinkedProgram:
 
     Attributes:
         linkage: as given.
-        copied_weights: the module's tensors that the program holds packed copies of or computed constants from; a
-            change of their values does not reach it.
+        copied_weights: the module's tensors that the program holds packed copies of, or constants computed from or
+            numbers read off; a change of their values does not reach it.
         weight_bits: the fewest that weights are rounded to, or, of those that a checkpoint stores so, their inputs;
             None where none is.
         tolerance: by how much steps that run as whole graphs may differ from their operators called one by one; None:

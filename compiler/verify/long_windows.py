@@ -175,8 +175,8 @@ def _shortened(paged: TracedGraph, to: int, lower: Lower | None) -> TracedGraph:
 
 def _swap(arguments: Any, literal: int, window: int) -> Any:
     def one(x: Any) -> Any:
-        if type(x) is int and abs(x) == literal:
-            return window if x > 0 else -window
+        if type(x) in (int, float) and abs(x) == literal:
+            return type(x)(window if x > 0 else -window)
         return x
 
     return fx.node.map_aggregate(arguments, one)

@@ -20,12 +20,12 @@ class WeightGuard:
 
     A program reads the tensors that the module had when it was compiled. Values may change in place (an optimiser
     step, ``copy_``); a tensor that was replaced or moved would silently be ignored, so that raises instead, and so
-    does an in-place change of a weight that the program holds a copy of, or constants computed from. (Writes through
-    ``.data`` go unseen.)
+    does an in-place change of one that the program holds a copy of, constants computed from, or numbers read off (a
+    scale, the table of a mask). (Writes through ``.data`` go unseen.)
 
     Args:
         model: the module that was compiled.
-        copied: its tensors that the program does not read itself (packed weights, folded constants).
+        copied: its tensors that the program does not read itself (packed weights, what constants were computed from).
         merged: its tensors that the program reads as rows of a merged one.
     """
 
@@ -56,7 +56,7 @@ class WeightGuard:
             self._quick = glance
         for tensor, version in self._copied:
             if tensor._version != version:
-                name = next(name for name, other in _tensors(self._model) if other is tensor)
+                name = next((name for name, other in _tensors(self._model) if other is tensor), "a tensor")
                 raise RuntimeError(
                     f"{name!r} of {type(self._model).__name__} was written to after the model was compiled, and the "
                     "program holds a packed copy of it or constants computed from it; compile the model again"

@@ -55,7 +55,7 @@ class Evaluation:
         traced: the graph.
         sizes: number for each symbol.
         given: values of nodes, taken instead of computing them.
-        substitute: integer constant → integer used in its place, everywhere in the evaluated part.
+        substitute: number → whole number used in place of literals that equal it, everywhere in the evaluated part.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Evaluation:
         traced: TracedGraph,
         sizes: Mapping[sympy.Symbol, int],
         given: Mapping[fx.Node, Any] | None = None,
-        substitute: Mapping[int, int] | None = None,
+        substitute: Mapping[float, int] | None = None,
     ) -> None:
         self.traced = traced
         self.sizes = sizes
@@ -92,6 +92,10 @@ class Evaluation:
             return False
         return not (callee(user) in METADATA_CALLS and user.args and user.args[0] is node)
 
+    def sources(self, node: fx.Node) -> list[str]:
+        """Names of the constants whose elements ``node`` is computed from."""
+        return [n.name for n in closure(node, self.reads) if n.name in self.traced.constants]
+
     def _run(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         if is_size(node):
             return at_sizes(value(node), self.sizes)
@@ -110,14 +114,14 @@ class Evaluation:
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), lookup)
         if self.substitute:
-            args, kwargs = pytree.tree_map(self._swap, (args, kwargs))
+            args, kwargs = fx.node.map_aggregate((args, kwargs), self._swap)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         target: Callable[..., Any] = node.target  # type: ignore[assignment]
         return target(*args, **kwargs)
 
     def _swap(self, x: Any) -> Any:
-        return self.substitute.get(x, x) if type(x) is int else x
+        return type(x)(self.substitute.get(x, x)) if type(x) in (int, float) else x
 
     def _input(self, node: fx.Node) -> Any:
         if node.name in self.traced.constants:

@@ -93,7 +93,8 @@ class GraphNotes:
         packed: the weights of packed and quantized linears.
         quantized: likewise of a graph for an NPU.
         widened: graph input → the one that holds the same elements in fewer bits; in float32 once it is linked.
-        folded: names of the constants that others were computed from, each once.
+        folded: names of the constants that others were computed from, or numbers read off (scales, tables of masks),
+            each once.
         of_layers: names of weights of layers that stand for others: what is computed from them is folded once there
             are all layers.
         rope_switch: the longest sequence that still uses the first of two rotary tables; None without such a choice.
@@ -130,5 +131,5 @@ class GraphNotes:
         )
 
     def fold(self, sources: Iterable[str]) -> None:
-        """Note names of constants that another one was computed from."""
+        """Note names of constants that another one, or a number in the graph, was computed from."""
         self.folded = list(dict.fromkeys((*self.folded, *sources)))

@@ -61,6 +61,7 @@ class PassRecord:
         matches: rewritten places.
         rejections: near misses with their reasons.
         routes: what a lowering pass chose, place by place.
+        remarks: what a person should know about the rewritten places, one line each.
         seconds: wall time.
         place: which entry of the list it was, for a pass that stands there several times; "" for others.
     """
@@ -69,6 +70,7 @@ class PassRecord:
     matches: int = 0
     rejections: list[Rejection] = field(default_factory=list)
     routes: list[Route] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
     seconds: float = 0.0
     place: str = ""
 

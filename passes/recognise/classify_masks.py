@@ -12,19 +12,28 @@ Level 0.
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from ..graph.attention_node import AttentionCall, attention_nodes
-from ..graph.fx_nodes import closure, shape
+from ..graph.evaluate import Evaluation
+from ..graph.fx_nodes import closure, shape, value
 from ..graph.record import PassRecord
 from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
 from .mask_kind import MaskKind, UnknownMask, probe
 
+_HALF = (torch.bfloat16, torch.float16)
+_ROUNDED = (
+    "the model rounds its ALiBi bias to {0}, and here it is exact: the longer the context, the more the logits "
+    "differ from the model's own in {0}"
+)
+
 
 def classify_masks(traced: TracedGraph) -> PassRecord:
     """Classify the mask of every ``pagoda::attention`` and drop the tensor. Flat (paged) graphs only."""
     known: dict[fx.Node, MaskKind | UnknownMask] = {}
+    rounded: dict[torch.dtype, None] = {}
     slopes: dict[fx.Node, fx.Node] = {}
 
     def step(node: fx.Node) -> str | None:
@@ -36,6 +45,8 @@ def classify_masks(traced: TracedGraph) -> PassRecord:
                 known[call.attn_mask] = probe(traced, call.attn_mask, int(shape(call.query)[1]))
             except UnknownMask as reason:
                 known[call.attn_mask] = reason
+            else:
+                traced.notes.fold(Evaluation(traced, {}).sources(call.attn_mask))
         kind = known[call.attn_mask]
         if isinstance(kind, UnknownMask):
             return str(kind)
@@ -44,6 +55,8 @@ def classify_masks(traced: TracedGraph) -> PassRecord:
             traced.notes.followed_literals.setdefault(kind.literal, set()).update(names)
         if kind.alibi_slopes is not None and call.attn_mask not in slopes:
             slopes[call.attn_mask] = traced.add_constant(f"alibi_slopes_{len(slopes)}", kind.alibi_slopes)
+            if (dtype := value(call.attn_mask).dtype) in _HALF:
+                rounded[dtype] = None
         changed = call.changed(
             attn_mask=None,
             is_causal=True,
@@ -54,4 +67,6 @@ def classify_masks(traced: TracedGraph) -> PassRecord:
         node.args = changed.arguments()
         return ""
 
-    return rewrite_each(traced, "classify_masks", step, attention_nodes(traced) if traced.paged else ())
+    record = rewrite_each(traced, "classify_masks", step, attention_nodes(traced) if traced.paged else ())
+    record.remarks += [_ROUNDED.format(str(dtype).removeprefix("torch.")) for dtype in rounded]
+    return record

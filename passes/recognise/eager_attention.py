@@ -329,11 +329,13 @@ def _constant(traced: TracedGraph, item: Any) -> float | None:
         return None
     if is_tensor(item) and value(item).numel() != 1:
         return None
+    evaluation = Evaluation(traced, small_sizes(item))
     try:
-        result = Evaluation(traced, small_sizes(item))(item)
+        result = float(evaluation(item))
     except (DependsOnData, TypeError, ValueError, RuntimeError):
         return None
-    return float(result)
+    traced.notes.fold(evaluation.sources(item))
+    return result
 
 
 def _is_very_negative(traced: TracedGraph, item: Any) -> bool:

@@ -25,12 +25,12 @@ from ..graph.attention_node import AttentionCall, attention_nodes
 from ..graph.data_movement import CAST_CALLS
 from ..graph.evaluate import DependsOnData, Evaluation
 from ..graph.fx_nodes import callee, is_tensor, shape
+from ..graph.limits import SMALL_CONSTANT
 from ..graph.record import NoMatch, PassRecord
 from ..graph.rewrite_each import rewrite_each
 from ..graph.token_dims import token_dims
 from ..graph.traced import TracedGraph
 from .indexer import choices, find_indexer, insert_per_token
-from .mask_kind import SMALL_CONSTANT
 
 _TOKENS = 11
 _FEW = 4
@@ -98,6 +98,7 @@ def _base(traced: TracedGraph, mask: fx.Node, choice: fx.Node) -> fx.Node:
     among = torch.zeros(_TOKENS, _TOKENS, dtype=torch.bool).scatter(1, chosen, True)
     if not _same(of_every, of_base, torch.ones_like(among)) or not _same(of_few, of_base, among):
         raise NoMatch("the mask does not hide just the keys that were not chosen")
+    traced.notes.fold(Evaluation(traced, {}, given={choice: None}).sources(mask))
     return base
 
 

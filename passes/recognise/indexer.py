@@ -118,14 +118,18 @@ def _hides_later_keys(traced: TracedGraph, scores: fx.Node, masked: fx.Node) -> 
     generator = torch.Generator().manual_seed(0)
     sizes = {traced.token_symbol: _TOKENS}
     given = torch.randn(at_sizes(tuple(shape(scores)), sizes), generator=generator).to(value(scores).dtype)
+    evaluation = Evaluation(traced, sizes, given={scores: given})
     try:
-        seen = Evaluation(traced, sizes, given={scores: given})(masked)
+        seen = evaluation(masked)
     except _FAILURES:
         return False
     if seen.shape != given.shape or tuple(seen.shape[-2:]) != (_TOKENS, _TOKENS):
         return False
     causal = torch.ones(_TOKENS, _TOKENS).tril().bool().expand(seen.shape)
-    return torch.equal(seen[causal], given[causal]) and bool((seen[~causal] <= _HIDDEN).all())
+    if not torch.equal(seen[causal], given[causal]) or not bool((seen[~causal] <= _HIDDEN).all()):
+        return False
+    traced.notes.fold(evaluation.sources(masked))
+    return True
 
 
 def _operands(traced: TracedGraph, scores: fx.Node) -> list[fx.Node]:
@@ -196,8 +200,9 @@ def _scale(
         rows.append(given[node].movedim(place, 0).reshape(_TOKENS, *row).double())
     query, key, weights = rows
     expected = (torch.relu(torch.einsum("ihd,jd->ijh", query, key)) * weights[:, None]).sum(-1)
+    evaluation = Evaluation(traced, tokens, given=given)
     try:
-        found = Evaluation(traced, tokens, given=given)(scores).double()
+        found = evaluation(scores).double()
     except _FAILURES:
         return None
     if found.numel() != expected.numel() or tuple(found.shape[-2:]) != (_TOKENS, _TOKENS):
@@ -206,6 +211,7 @@ def _scale(
     scale = _written(scores, float((found * expected).sum() / expected.square().sum()))
     if not scale > 0 or not torch.allclose(found, scale * expected, rtol=1e-5, atol=1e-5 * float(found.abs().max())):
         return None
+    traced.notes.fold(evaluation.sources(scores))
     return scale
 
 

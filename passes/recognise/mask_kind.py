@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from ..graph.evaluate import DependsOnData, Evaluation
-from ..graph.fx_nodes import closure, shape, value
+from ..graph.fx_nodes import closure, value
+from ..graph.limits import HIDDEN, Limits, find_limits
 from ..graph.traced import TracedGraph
 
 PROBE_BYTES = 64 << 20
-SMALL_CONSTANT = 120
-_HIDDEN = -1e4  # additive masks hide a key with a number below this one
+_FEWEST_TOKENS = 40
+_APART = 5
+"""Between the numbers that stand for larger ones."""
 
 
 class UnknownMask(ValueError):
@@ -55,7 +59,7 @@ def classify(mask: torch.Tensor, heads: int) -> MaskKind:
     mask = mask.reshape(-1, tokens, tokens)
     slopes = None
     if mask.dtype != torch.bool:
-        seen = mask > _HIDDEN
+        seen = mask > HIDDEN
         slopes = _alibi(mask, seen, heads)
         mask = seen
     if not bool((mask == mask[:1]).all()):
@@ -105,82 +109,170 @@ def _alibi(mask: torch.Tensor, seen: torch.Tensor, heads: int) -> torch.Tensor |
 def probe(traced: TracedGraph, node: fx.Node, heads: int) -> MaskKind:
     """Classify the mask that ``node`` computes, by running it on a few tokens.
 
-    Constants above ``SMALL_CONSTANT`` (a window of 4096) are not run at their size: the mask is run with smaller
-    numbers in their place, twice, and the edge has to move with them.
+    Literals above ``SMALL_CONSTANT`` (a window of 4096) are not run at their size: the mask is run with smaller
+    numbers in their place, twice, and the edge has to move with them. Then it is run with smaller numbers in place
+    of all at once: of two limits that are joined by ``or`` neither moves an edge alone. Other numbers, which sizes
+    and stored tensors hold, are run at their size.
 
     Raises:
         UnknownMask: it depends on the tokens, or fits no kind.
     """
     if not isinstance(value(node), torch.Tensor) or value(node).dtype == torch.int64:
         raise UnknownMask("the mask is no bool or float tensor")
-    needed = closure(node, Evaluation(traced, {}).reads)
-    constants = _integer_constants(needed)
-    small = [c for c in constants if c <= SMALL_CONSTANT]
-    large = sorted(c for c in constants if c > SMALL_CONSTANT)
-    tokens = max(40, 2 * max(small, default=0) + 3, _table_size(needed))
+    limits = find_limits(traced, closure(node, Evaluation(traced, {}).reads))
+    mask = _Mask(traced, node, heads, limits)
+    large = [x for x in limits.large if mask.takes_others_for(x)]
+    reach = traced.max_positions or math.inf
+    sizes = [x for x in limits.large if x not in large and x < reach and not mask.is_length(x, limits.large)]
+    beyond = max([*limits.small, limits.fixed, *sizes], default=0)
+    if limits.in_blocks and len(limits.small) > 1:
+        beyond *= limits.small[-2]
+    tokens = max(_FEWEST_TOKENS, 2 * math.ceil(beyond) + 3, limits.table)
     if traced.max_positions is not None:
         tokens = min(tokens, traced.max_positions)
-    if tokens * tokens * max(4, value(node).element_size()) > PROBE_BYTES:
-        raise UnknownMask(f"the mask would have to be run at {tokens} tokens to be sure of it")
-    kind = _run(traced, node, tokens, {}, heads)
-    for constant in large:
-        kind = _follow(traced, node, constant, kind, heads)
+    kind = mask.run(tokens, {})
+    for literal in large:
+        kind = mask.follow(literal, kind)
+    mask.compare_all(large, kind)
     return kind
 
 
-def _run(traced: TracedGraph, node: fx.Node, tokens: int, substitute: dict[int, int], heads: int) -> MaskKind:
-    try:
-        mask = Evaluation(traced, {traced.token_symbol: tokens}, substitute=substitute)(node)
-    except DependsOnData as reason:
-        raise UnknownMask(f"the mask depends on the tokens ({reason})") from None
-    if mask.shape[-1] != tokens or mask.dim() > 4:
-        raise UnknownMask(f"the mask has shape {tuple(mask.shape)} for {tokens} tokens")
-    return classify(mask, heads)
+class _OtherShape(UnknownMask):
+    """A mask that is not one of all tokens."""
 
 
-def _follow(traced: TracedGraph, node: fx.Node, constant: int, kind: MaskKind, heads: int) -> MaskKind:
-    """The effect on the mask of a constant that is too large to run."""
-    small = []
-    for number in (7, 12):
+@dataclass(frozen=True)
+class _Mask:
+    """A mask that can be run.
+
+    Attributes:
+        traced: the graph.
+        node: of the mask.
+        heads: query heads.
+        limits: the numbers that it may change at.
+    """
+
+    traced: TracedGraph
+    node: fx.Node
+    heads: int
+    limits: Limits
+
+    def run(self, tokens: int, others: Mapping[float, int]) -> MaskKind:
+        """The kind at so many tokens, with other numbers in place of literals.
+
+        Raises:
+            UnknownMask: it has none, or is too large.
+            RuntimeError: or another error of torch: it cannot be computed so.
+        """
+        if tokens * tokens * max(4, value(self.node).element_size()) > PROBE_BYTES:
+            raise UnknownMask(f"the mask would have to be run at {tokens} tokens to be sure of it")
+        substitute = {sign * literal: sign * other for literal, other in others.items() for sign in (1, -1)}
         try:
-            small.append(_run(traced, node, 40, {constant: number, -constant: -number}, heads))
-        except UnknownMask:
-            raise
+            mask = Evaluation(self.traced, {self.traced.token_symbol: tokens}, substitute=substitute)(self.node)
+        except DependsOnData as reason:
+            raise UnknownMask(f"the mask depends on the tokens ({reason})") from None
+        if mask.shape[-1] != tokens or mask.dim() > 4:
+            raise _OtherShape(f"the mask has shape {tuple(mask.shape)} for {tokens} tokens")
+        return classify(mask, self.heads)
+
+    def takes_others_for(self, literal: float) -> bool:
+        """True if the mask can be built with another number in the place of a literal; else that is a size."""
+        for other in self._stand_ins(2):
+            try:
+                self._run_with({literal: other})
+            except _OtherShape:
+                return False
+            except UnknownMask:
+                pass
+            except (RuntimeError, IndexError, ValueError):
+                return False
+        return True
+
+    def is_length(self, literal: float, literals: Iterable[float]) -> bool:
+        """True if the mask is built for no more tokens than a literal says: the length of a table, which no limit in
+        its place would ever reach.
+
+        Args:
+            literal: that does not take another number alone.
+            literals: all large ones; those that are nearly the same are other names for the length.
+        """
+        length = self._tokens_for(self._stand_ins(1)[0]) + _APART
+        others = {x: length + round(x - literal) for x in literals if abs(x - literal) <= 2}
+        try:
+            self.run(length - _APART, others)
         except (RuntimeError, IndexError, ValueError):
-            return kind  # a table's size rather than a window: the mask cannot even be built with another number
-    offsets = {k.sliding_window - n for k, n in zip(small, (7, 12), strict=True) if k.sliding_window}
-    if small[0].sliding_window and small[1].sliding_window and small[0].sliding_window != small[1].sliding_window:
-        if len(offsets) != 1:
-            raise UnknownMask(f"the window does not follow the constant {constant}")
-        return replace(kind, sliding_window=constant + offsets.pop(), literal=constant)
-    if small[0].chunk and small[1].chunk and small[0].chunk != small[1].chunk:
-        if (small[0].chunk, small[1].chunk) != (7, 12):
-            raise UnknownMask(f"the chunk does not follow the constant {constant}")
-        return replace(kind, chunk=constant, literal=constant)
-    return kind
+            return False
+        try:
+            self.run(length + _APART, others)
+        except _OtherShape:
+            return True
+        except UnknownMask:
+            return False
+        except (RuntimeError, IndexError, ValueError):
+            return True
+        return False
+
+    def follow(self, literal: float, kind: MaskKind) -> MaskKind:
+        """``kind``, with the limit that a literal sets which is too large to run."""
+        numbers = self._stand_ins(2)
+        first, second = (self._run_with({literal: number}) for number in numbers)
+        windows, chunks = (first.sliding_window, second.sliding_window), (first.chunk, second.chunk)
+        moves = [limits for limits in (windows, chunks) if all(limits) and limits[0] != limits[1]]
+        if not moves:
+            return kind
+        what = "window" if moves[0] is windows else "chunk"
+        if other := kind.sliding_window or kind.chunk:
+            raise UnknownMask(f"the mask has limits of {other} and of {literal:g}, and one can be applied")
+        offsets = {limit - number for limit, number in zip(moves[0], numbers, strict=True)}
+        if len(offsets) != 1 or (what == "chunk" and offsets != {0}):
+            raise UnknownMask(f"the {what} does not follow the constant {literal:g}")
+        if literal != int(literal):
+            raise UnknownMask(f"its {what} of {literal:g} is no whole number")
+        whole = int(literal)
+        if what == "chunk":
+            return replace(kind, chunk=whole, literal=whole)
+        return replace(kind, sliding_window=whole + offsets.pop(), literal=whole)
+
+    def compare_all(self, literals: list[float], kind: MaskKind) -> None:
+        """Raise ``UnknownMask`` unless the mask is of that kind with numbers in the same order in place of all
+        ``literals`` at once."""
+        others = dict(zip(literals, self._stand_ins(len(literals)), strict=True))
+        if not others:
+            return
+        moved = others[kind.literal] - kind.literal if kind.literal else 0
+        expected = replace(
+            kind,
+            sliding_window=kind.sliding_window and kind.sliding_window + moved,
+            chunk=kind.chunk and kind.chunk + moved,
+            literal=0,
+        )
+        listed = " and ".join(f"{x:g}" for x in literals)
+        try:
+            found = self._run_with(others)
+        except UnknownMask as reason:
+            raise UnknownMask(f"{reason} (its limits are among {listed})") from None
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise UnknownMask(f"the mask cannot be run with others in place of {listed}: {error}") from None
+        if not _alike(found, expected):
+            raise UnknownMask(f"{listed} make limits together that none of them makes alone")
+
+    def _run_with(self, others: Mapping[float, int]) -> MaskKind:
+        return self.run(self._tokens_for(max(others.values())), others)
+
+    def _tokens_for(self, stand_in: int) -> int:
+        """More than enough to see an edge at ``stand_in``, and all places of tables."""
+        block = math.ceil(max(self.limits.small, default=1)) if self.limits.in_blocks else 1
+        return max(_FEWEST_TOKENS, 2 * stand_in * block + 16, self.limits.table)
+
+    def _stand_ins(self, count: int) -> list[int]:
+        """Numbers that are larger than those which are run at their size."""
+        largest = math.ceil(max([2, *self.limits.small, self.limits.fixed]))
+        return [largest + _APART * i for i in range(1, count + 1)]
 
 
-def _integer_constants(nodes: list[fx.Node]) -> set[int]:
-    found: set[int] = set()
-
-    def note(x: object) -> None:
-        if type(x) is int and abs(x) > 1 and abs(x) < 1 << 40:
-            found.add(abs(x))
-
-    for node in nodes:
-        if isinstance(value(node), torch.Tensor):
-            torch.utils._pytree.tree_map_(note, (node.args, node.kwargs))
-    return found
-
-
-def _table_size(nodes: list[fx.Node]) -> int:
-    """Positions that a stored mask table covers: its window may be written in the table itself."""
-    sizes = [
-        int(shape(n)[-1])
-        for n in nodes
-        if n.op == "placeholder"
-        and len(shape(n)) >= 2
-        and isinstance(shape(n)[-1], int)
-        and shape(n)[-1] == shape(n)[-2]
-    ]
-    return max(sizes, default=0)
+def _alike(a: MaskKind, b: MaskKind) -> bool:
+    if (a.sliding_window, a.chunk) != (b.sliding_window, b.chunk):
+        return False
+    if a.alibi_slopes is None or b.alibi_slopes is None:
+        return a.alibi_slopes is b.alibi_slopes
+    return bool(torch.allclose(a.alibi_slopes, b.alibi_slopes, rtol=0.02))  # they may come of rounded biases

@@ -159,6 +159,9 @@ def _compare(traced: TracedGraph, mask: fx.Node, base: fx.Node, rows: fx.Node, b
         same = torch.isclose(joined, expected, rtol=tolerance, atol=tolerance) | ~seen
         if not bool(same.all()) or bool((joined[~seen] > _HIDDEN).any()):
             raise NoMatch("the bias is not one by the distance back to a key")
+    evaluation = Evaluation(traced, {}, given={rows: None})
+    read = evaluation.sources(bias)
+    traced.notes.fold(name for name in evaluation.sources(mask) if name not in read)
 
 
 def _generator() -> torch.Generator:

@@ -76,7 +76,10 @@ def _replace(traced: TracedGraph, node: fx.Node) -> str:
 def _number(traced: TracedGraph, item: Any) -> float | None:
     if not isinstance(item, fx.Node):
         return float(item)
+    evaluation = Evaluation(traced, small_sizes(item))
     try:
-        return float(Evaluation(traced, small_sizes(item))(item))
+        number = float(evaluation(item))
     except (DependsOnData, TypeError, ValueError, RuntimeError):
         return None
+    traced.notes.fold(evaluation.sources(item))
+    return number

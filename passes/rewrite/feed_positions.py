@@ -14,11 +14,14 @@ Level 0.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import fx
 
 from ..graph.evaluate import Evaluation
-from ..graph.fx_nodes import callee, is_tensor, shape, value
+from ..graph.fx_nodes import callee, closure, is_tensor, shape, value
+from ..graph.limits import find_limits
 from ..graph.record import PassRecord
 from ..graph.rewrite_each import rewrite_each
 from ..graph.token_dims import token_dims
@@ -28,6 +31,7 @@ from ..proof.step_place import picks_rows
 
 _TOKENS = 7
 _MORE_TOKENS = 12
+_MOST_TOKENS = 1 << 20
 _LARGEST_OFFSET = 16
 
 
@@ -51,7 +55,11 @@ def feed_positions(traced: TracedGraph) -> PassRecord:
             seen = Evaluation(traced, {traced.token_symbol: _TOKENS})(node)
         except Exception as reason:
             return f"could not be run: {reason}"
-        if seen.shape[dims[0]] != _TOKENS or _same_for_all(seen, dims[0]) or picks_rows(traced, node):
+        if seen.shape[dims[0]] != _TOKENS or picks_rows(traced, node):
+            return None
+        table = _table(traced, node)
+        whole = seen if table is None else Evaluation(traced, {traced.token_symbol: _TOKENS})(table)
+        if _same_for_all(seen, dims[0]) and _same_for_all(whole, dims[0]):
             return None
         replacement = _positions_like(traced, node, seen, dims[0]) or _table_rows(traced, node, seen, dims[0])
         if replacement is None:
@@ -89,9 +97,10 @@ def _positions_like(traced: TracedGraph, node: fx.Node, seen: torch.Tensor, dim:
     offset = flat[0].item()
     if not torch.equal(flat, (torch.arange(_TOKENS) + offset).to(seen.dtype)):
         return None
-    longer = Evaluation(traced, {traced.token_symbol: _MORE_TOKENS})(node).reshape(-1)
-    if not torch.equal(longer, (torch.arange(_MORE_TOKENS) + offset).to(seen.dtype)):
-        return None  # counted from the end of the step
+    longer = Evaluation(traced, {traced.token_symbol: _tokens_to_run(traced, node)})(node).reshape(-1)
+    if len(longer) < _MORE_TOKENS or not torch.equal(longer, (torch.arange(len(longer)) + offset).to(seen.dtype)):
+        return None  # counted from the end of the step, or up to a limit
+    traced.notes.fold(Evaluation(traced, {}).sources(node))
     positions = _positions(traced)
     with traced.graph.inserting_before(node):
         new = traced.method("squeeze", positions, 0)
@@ -105,19 +114,33 @@ def _positions_like(traced: TracedGraph, node: fx.Node, seen: torch.Tensor, dim:
     return new
 
 
-def _table_rows(traced: TracedGraph, node: fx.Node, seen: torch.Tensor, dim: int) -> fx.Node | None:
-    """index_select(table, positions + c), if ``node`` is a stored table cut to the number of tokens."""
+def _tokens_to_run(traced: TracedGraph, node: fx.Node) -> int:
+    """A number of tokens that is beyond every limit, or that the model does not go beyond."""
+    limits = find_limits(traced, closure(node, Evaluation(traced, {}).reads))
+    beyond = 2 + math.ceil(max(*limits.literals, limits.fixed, limits.table, _MORE_TOKENS))
+    return max(_MORE_TOKENS, min(beyond, traced.max_positions or beyond, _MOST_TOKENS))
+
+
+def _table(traced: TracedGraph, node: fx.Node) -> fx.Node | None:
+    """The table that ``node`` cuts to the number of tokens; None where it cuts none."""
     if callee(node) not in ("getitem", "narrow", "slice") or not isinstance(node.args[0], fx.Node):
         return None
     table = node.args[0]
-    if token_dims(traced, table) or len(shape(table)) != seen.dim():
+    return None if token_dims(traced, table) or len(shape(table)) != len(shape(node)) else table
+
+
+def _table_rows(traced: TracedGraph, node: fx.Node, seen: torch.Tensor, dim: int) -> fx.Node | None:
+    """index_select(table, positions + c), if ``node`` is a stored table cut to the number of tokens."""
+    table = _table(traced, node)
+    if table is None:
         return None
     stored = Evaluation(traced, {traced.token_symbol: _TOKENS})(table)
-    longer = Evaluation(traced, {traced.token_symbol: _MORE_TOKENS})(node)
     rows = stored.shape[dim]
+    tokens = min(max(rows, _MORE_TOKENS), traced.max_positions or rows)
+    longer = Evaluation(traced, {traced.token_symbol: tokens})(node)
     for offset in range(min(_LARGEST_OFFSET, max(rows - _TOKENS, 0)) + 1):
         index = torch.arange(_TOKENS) + offset
-        more = torch.arange(min(_MORE_TOKENS, rows - offset)) + offset
+        more = torch.arange(min(tokens, rows - offset)) + offset
         if (
             rows >= _TOKENS + offset
             and torch.equal(stored.index_select(dim, index), seen)

@@ -24,7 +24,6 @@ from torch import fx
 
 from ..graph.evaluate import Evaluation
 from ..graph.fx_nodes import (
-    closure,
     is_dynamic,
     is_pure,
     is_tensor,
@@ -54,7 +53,7 @@ def fold_constants(traced: TracedGraph) -> PassRecord:
         tensor = value(node)
         if tensor.numel() * tensor.element_size() > _MOST_BYTES:
             return f"a constant {tuple(tensor.shape)} would stay in memory"
-        sources = [n.name for n in closure(node, evaluation.reads) if n.name in traced.constants]
+        sources = evaluation.sources(node)
         if not traced.notes.of_layers.isdisjoint(sources):
             return "its layer stands for others"
         with torch.no_grad():

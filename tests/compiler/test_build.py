@@ -201,12 +201,15 @@ def test_window_larger_than_the_check_is_kept():
     assert program.caches[0].sliding_window == 4096
 
 
+@pytest.mark.parametrize("number", [4096, 4096.0])
 @pytest.mark.parametrize("offset", [0, 1, -1])
-def test_long_windows_are_checked_shortened(offset):
+def test_long_windows_are_checked_shortened(offset, number):
     """A window that is one off in 4096 shows in no short sequence; on the shortened copies it does."""
 
     def windowed(m, q, k, v, pos):
-        return F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), attn_mask=causal_mask(pos, 4096))
+        back = pos[:, None, :, None] - pos[:, None, None, :]
+        mask = causal_mask(pos) & ((back.float() if isinstance(number, float) else back) < number)
+        return F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), attn_mask=mask)
 
     model = ToyLM(windowed)
     original = traced(model)

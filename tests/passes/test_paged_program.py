@@ -130,13 +130,32 @@ def sinusoids(m, hidden, pos):
     return hidden + torch.cat([angle.sin(), angle.cos()], dim=-1)[None]
 
 
+def grow(m, hidden, pos):
+    """Factors that are one for the first tokens, as those for lengths beyond the trained one."""
+    return hidden * m.factors[:, : hidden.shape[1]]
+
+
+def embed_a_table(m, hidden, pos):
+    return hidden + F.embedding(m.places[:, : hidden.shape[1]], m.position_table)
+
+
 @pytest.mark.parametrize(
     "before",
-    [embed_positions(0), embed_positions(2), slice_table, count_ones, sinusoids],
-    ids=["arange", "arange + 2", "table slice", "cumsum", "sinusoids"],
+    [embed_positions(0), embed_positions(2), slice_table, count_ones, sinusoids, grow, embed_a_table],
+    ids=[
+        "arange",
+        "arange + 2",
+        "table slice",
+        "cumsum",
+        "sinusoids",
+        "table of ones at first",
+        "table with a limit",
+    ],
 )
 def test_positions_made_from_the_number_of_tokens_are_fed(before):
     model = ToyLM(sdpa, before=before)
+    model.register_buffer("factors", torch.cat([torch.ones(14), torch.linspace(1.0, 4.0, 242)])[None, :, None])
+    model.register_buffer("places", torch.arange(256).clamp(max=14)[None])
     graph = traced(model)
     record = apply_all(graph)["feed_positions"]
     assert record.matches >= 1

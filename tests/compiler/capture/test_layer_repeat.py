@@ -119,6 +119,20 @@ def test_program_is_the_one_of_all_layers(kind):
     assert torch.equal(logits(found.program, reference), logits(whole.program, reference))
 
 
+@pytest.mark.parametrize("differs", [None, 4])
+def test_numbers_that_are_read_off_layers_are_those_of_all(differs):
+    """A scale stands in the copies of a layer as a number: too little off for the self-check to tell."""
+    model = deep("llama", attn_implementation="eager")
+    for i, layer in enumerate(model.model.layers):
+        scale = layer.self_attn.scaling * (1.0 + 1e-6 * (i == differs))
+        layer.self_attn.scaling = nn.Parameter(torch.tensor(scale), requires_grad=False)
+    found = build_unpacked(model, OPTIONS)
+    report = found.program.report
+    assert (report.verdict.ok, report.layers_compiled) == (True, 4 if differs is None else None)
+    guarded = {id(tensor) for tensor in found.program.copied_weights}
+    assert {id(layer.self_attn.scaling) for layer in model.model.layers} <= guarded
+
+
 def test_nodes_say_which_layer_they_are_of():
     layers = decoder_layers(built("llama")[0].traced.graph)
     assert layers.paths == tuple(f"model.layers.{i}" for i in range(DEPTH))
