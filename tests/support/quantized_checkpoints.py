@@ -101,7 +101,10 @@ FORMATS: dict[str, Format] = {
         lambda w: gptq(w, 8, 32, "gptq_v2", symmetric=False),
         {**_GPTQ, "bits": 8, "group_size": 32, "checkpoint_format": "gptq_v2"},
     ),
-    "gptq-3": Format(lambda w: gptq(w, 3, 32, "gptq", symmetric=False), {**_GPTQ, "bits": 3, "group_size": 32}),
+    "gptq-3": Format(
+        lambda w: gptq(w, 3, 32, "gptq", symmetric=False),
+        {**_GPTQ, "bits": 3, "group_size": 32, "meta": {"quantizer": ["gptqmodel:7.0.0"]}},
+    ),
     "gptq-2": Format(lambda w: gptq(w, 2, 32, "gptq", symmetric=False), {**_GPTQ, "bits": 2, "group_size": 32}),
     "awq": Format(
         lambda w: awq(w, 32, symmetric=False),

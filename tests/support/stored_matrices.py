@@ -66,7 +66,7 @@ def numbers_of(
         else:
             low, high = part.amin(1).clamp_max(0), part.amax(1).clamp_min(0)
             scales[:, g] = ((high - low) / top).to(dtype)
-            zeros[:, g] = (-low / scales[:, g].float()).round().clamp(1, top).long()
+            zeros[:, g] = (-low / scales[:, g].float()).round().clamp(0, top).long()
         rounded = (part / scales[:, g : g + 1].float()).round().long() + zeros[:, g : g + 1]
         codes[:, group == g] = rounded.clamp(0, top)
     return Numbers(codes, scales, zeros, group)
@@ -86,11 +86,15 @@ def words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def gptq(weight: torch.Tensor, bits: int, size: int, version: str, **how: Any) -> tuple[Tensors, torch.Tensor]:
+    """Of the first version, 1 is taken off all zeros of a word at once, so that a 0 borrows; of 3 bits, off each."""
     found = numbers_of(weight, bits, size, **how)
-    stored = found.zeros - int(version == "gptq")
+    zeros = words(found.zeros.T, bits)
+    if version == "gptq":
+        ones = sum(1 << place for place in range(0, 32, bits))
+        zeros = words((found.zeros.T - 1) % 8, bits) if bits == 3 else zeros - torch.tensor(ones, dtype=torch.int32)
     return {
         "qweight": words(found.codes, bits).T.contiguous(),
-        "qzeros": words(stored.T, bits),
+        "qzeros": zeros,
         "scales": found.scales.T.contiguous(),
         "g_idx": found.group.to(torch.int32),
     }, found.dense

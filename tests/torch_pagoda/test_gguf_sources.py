@@ -186,3 +186,26 @@ def test_factors_of_llama_3_are_those_that_transformers_computes(
     with pytest.raises(ValueError) as error:
         load_config(spoilt.write(tmp_path / "model.gguf"), False)
     assert "not those of any llama 3 that is known" in one_line(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("gemma", "rope_freqs"),
+        ("gemma3_text", "rope_freqs"),
+        ("phi3", "rope_freqs"),
+        ("qwen2", "rope_factors_long"),
+        ("llama", "rope_factors_short"),
+        ("llama", "rope_freqs_2"),
+    ],
+)
+def test_rotary_factors_that_the_model_does_not_read(
+    model_type: str, name: str, tmp_path: Path, one_line: Callable[[BaseException], str]
+) -> None:
+    file = file_of(build_tiny_model(model_type, tie_word_embeddings="gemma" in model_type), all_of("F32"))
+    open_gguf(file.write(tmp_path / "without.gguf"))
+    data = torch.full((8,), 8.0).numpy().tobytes()
+    file.tensors.append(Stored(f"{name}.weight", (8,), "F32", data))
+    with pytest.raises(ValueError) as error:
+        open_gguf(file.write(tmp_path / "model.gguf"))
+    assert f"'{name}.weight' has no place in a {model_type}" in one_line(error.value)

@@ -20,7 +20,15 @@ from ..runtime.ops.stored_weight import StoredWeight
 from .gguf.checkpoint import GgufCheckpoint, open_gguf
 from .gguf.container import BadGguf, is_gguf
 from .gguf.tokenizer import tokenizer_of
-from .quantized import DESCRIPTIONS, Method, check_loaded, check_stored, quantization_method, refusal
+from .quantized import (
+    DESCRIPTIONS,
+    Method,
+    check_loaded,
+    check_orientation,
+    check_stored,
+    quantization_method,
+    refusal,
+)
 from .quantized_tensors import read_quantized, unpacked_weights, warn_of_unpacked
 from .source import check_source, first_line, one_line
 from .stored_tensors import StoredTensor, of_files, weight_files
@@ -161,6 +169,8 @@ def _load_quantized(
     ):
         plain.tie_word_embeddings = False  # the head is another matrix than the embeddings that it was made from
     model, report = _made_of(state, model_class, plain, dtype, name)
+    made = {key for key, read in state.items() if isinstance(read, StoredWeight)} | unpacked
+    check_orientation(made, model, name, method)
     plainly = {
         key: stored[key]
         for key, read in state.items()

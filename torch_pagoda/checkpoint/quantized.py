@@ -14,14 +14,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from .gguf.container import is_gguf
 from .readers import awq, bitsandbytes, compressed_tensors, fp8, gptq, modelslim, mxfp4
 from .readers.parts import BadTensor, Read
 from .stored_tensors import StoredTensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _CONFIG_KEYS = ("quantization_config", "compression_config")
 _NAMES = {
@@ -287,6 +291,25 @@ def check_loaded(tensors: Mapping[str, StoredTensor], model: nn.Module, unexpect
         is_left_over = any(key.endswith(other) or other.endswith(key) for other in left_over)
         if not is_left_over and not integers[key.rpartition(".")[2]]:
             raise refusal(name, "a method that it does not name", f"{key!r} is {tensor.dtype}")
+
+
+def check_orientation(made: Iterable[str], model: PreTrainedModel, name: str, method: Method) -> None:
+    """Refuse weights ``[out, in]`` that a reader made for modules that hold them ``[in, out]``: of a square one the
+    transpose would be served.
+
+    Args:
+        made: names of the weights.
+        model: what was loaded with them.
+        name: the checkpoint's folder or hub id.
+        method: how it is quantised.
+
+    Raises:
+        ValueError: it names a weight.
+    """
+    turned = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Conv1D)}
+    turned |= {key.removeprefix(f"{model.base_model_prefix}.") for key in turned}
+    for key in sorted(turned.intersection(made)):
+        raise refusal(name, method.name, f"{key!r} is of a Conv1D, which holds its weight the other way round")
 
 
 def _beside(key: str, kept: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from ..compiler.weights.file_pages import FilePages
 from ..runtime.ops.stored_weight import StoredWeight, stored_parts
 from .quantized import Method, broken, refusal, split_name
+from .readers.module_settings import settings_of
 from .readers.parts import BadTensor, Quantized
 from .stored_tensors import StoredTensor
 
@@ -52,9 +53,14 @@ def read_quantized(
             found = {leaf: read(key) for leaf, key in leaves.items()}
             kind = method.kinds.get(leaves.get("weight", ""), "")
             try:
-                weights = method.read(Quantized(owner, found, method.settings, dtype, kind))
+                module = Quantized(owner, found, settings_of(method.settings, owner), dtype, kind, leaves)
+                weights = method.read(module)
+                module.check_all_read()
             except BadTensor as error:
                 raise broken(name, method.name, str(error)) from error
+            for leaf, key in leaves.items():
+                if weights.get(key) is found[leaf]:
+                    _check_codes(name, method, key, leaf, tensors[key])
             if pages is None:
                 pages = FilePages(found.values())
             _drop_copied(found, weights, pages)
@@ -101,13 +107,18 @@ def _drop_copied(found: Mapping[str, torch.Tensor], weights: Mapping[str, torch.
 
 
 def _check_plain(name: str, method: Method, key: str, leaf: str, tensor: StoredTensor) -> None:
-    """Refuse codes without what they need beside them."""
-    if tensor.is_narrow_float or (tensor.is_whole_number and leaf == "weight"):
-        raise refusal(name, method.name, f"{key!r} is {tensor.dtype} and nothing beside it says of what scale")
+    """Refuse codes without what they need beside them, and what is described as codes."""
+    _check_codes(name, method, key, leaf, tensor)
     if method.kinds.get(key, "FLOAT") != "FLOAT":
         raise refusal(
             name, method.name, f"{key!r} is described as {method.kinds[key]!r} and stored as {tensor.dtype}"
         )
+
+
+def _check_codes(name: str, method: Method, key: str, leaf: str, tensor: StoredTensor) -> None:
+    """Refuse what is of a dtype of codes."""
+    if tensor.is_narrow_float or (tensor.is_whole_number and leaf == "weight"):
+        raise refusal(name, method.name, f"{key!r} is {tensor.dtype} and nothing beside it says of what scale")
 
 
 @contextlib.contextmanager

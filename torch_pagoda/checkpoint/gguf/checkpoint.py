@@ -27,8 +27,6 @@ from .metadata import Metadata
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _MOST_AT_ONCE = 1 << 20
 """Weights that are taken apart together."""
-_CONFIG_FLOATS = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight")
-"""Tensors that a config is made of."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,7 @@ class GgufCheckpoint:
         architecture: which tensors there are.
         values: of the config, ``model_type`` among them.
         sizes: of the tensors.
+        vectors: names of tensors that the config is made of.
     """
 
     path: str
@@ -48,6 +47,7 @@ class GgufCheckpoint:
     architecture: Architecture
     values: Values
     sizes: Sizes
+    vectors: frozenset[str]
 
     def config(self) -> Any:
         """The config, an object of transformers.
@@ -126,7 +126,7 @@ class GgufCheckpoint:
         found = []
         for name, (path, tensor) in where.items():
             if name not in known:
-                if not _CONFIG_FLOATS.fullmatch(name):
+                if name not in self.vectors:
                     raise self._bad(f"its tensor {name!r} has no place in a {self.values['model_type']}", _FLOAT)
                 continue
             part, target = known[name]
@@ -239,12 +239,13 @@ def _opened(path: str, version: tuple[int, ...]) -> GgufCheckpoint:
     check_known(said)
     names = {name: tensor.shape for file in files for name, tensor in file.tensors.items()}
     types = {tensor.type.dtype for file in files for name, tensor in file.tensors.items() if len(tensor.shape) > 1}
-    floats = Floats(names, _dtype_of(types), _Vectors(files, said).of)
+    vectors = _Vectors(files, said)
+    floats = Floats(names, _dtype_of(types), vectors.of)
     layers = {int(match[1]) for name in names if (match := re.match(r"blk\.(\d{1,9})\.", name))}
     if not said.whole("block_count") == len(layers) == max(layers, default=-1) + 1:
         raise said.bad(f"its block_count is {said.whole('block_count')}, and its tensors are of {len(layers)} layers")
     architecture, values, sizes = read_config(said, floats)
-    found = GgufCheckpoint(path, files, architecture, values, sizes)
+    found = GgufCheckpoint(path, files, architecture, values, sizes, frozenset(vectors.read))
     _ = found.placed
     return found
 
@@ -260,13 +261,19 @@ def _dtype_of(types: set[torch.dtype | None]) -> torch.dtype | None:
 
 
 class _Vectors:
-    """Reads small vectors of floats, which a config is made of."""
+    """Reads small vectors of floats, which a config is made of.
+
+    Attributes:
+        read: names of those that were asked for.
+    """
 
     def __init__(self, files: tuple[GgufFile, ...], said: Metadata) -> None:
         self._files, self._said = files, said
+        self.read: set[str] = set()
 
     def of(self, name: str) -> list[float] | None:
         """The floats of a tensor; None where there is none of that name."""
+        self.read.add(name)
         for file in self._files:
             tensor = file.tensors.get(name)
             if tensor is None:

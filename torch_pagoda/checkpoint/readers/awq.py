@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...runtime.ops.weight_format import WeightFormat
+from .module_settings import one_of
 from .parts import BadTensor, Quantized, group_of, pack_pairs, scale_name, unpack
 
 LEAVES = frozenset(("qweight", "qzeros", "scales"))
@@ -17,9 +18,9 @@ def read_awq(module: Quantized) -> dict[str, torch.Tensor]:
     ``[groups, out]``.
 
     Raises:
-        BadTensor: a tensor is missing or does not fit, or it is another form of AWQ.
+        BadTensor: a tensor is missing, does not fit or contradicts the config, or it is another form of AWQ.
     """
-    version = str(module.settings.get("version") or "gemm").lower()
+    version = one_of(module.settings, "version", "format", "checkpoint_format", default="gemm")
     bits = module.settings.get("bits", module.settings.get("w_bit", 4))
     if version != "gemm" or bits != 4:
         raise BadTensor(f"its config has version={version!r} and bits={bits!r}; 'gemm' at 4 bits is read")

@@ -67,8 +67,8 @@ def _of_8_bits(module: Quantized) -> torch.Tensor:
     if len(sizes) != len(weight):
         raise module.bad("SCB", f"{len(weight)} outputs are needed")
     _check_sizes(module, "SCB", sizes)
-    layout = module.tensors.get("weight_format")
-    if layout is not None and (layout.numel() != 1 or bool((layout != 0).any())):
+    layout = module.take("weight_format") if "weight_format" in module.tensors else torch.zeros(1)
+    if layout.numel() != 1 or bool((layout != 0).any()):
         raise module.bad("weight_format", "0, rows, is read; save the checkpoint again with a newer bitsandbytes")
     dense = torch.empty(weight.shape, dtype=module.dtype)
     rows = max(1, _AT_ONCE // max(weight.shape[1], 1))

@@ -10,14 +10,17 @@ import torch
 from ...runtime.ops.weight_format import InputScale, WeightFormat
 from .parts import BadTensor, Quantized, group_of, is_expert, pack_pairs, powers_of_two, scale_name, unpack
 
-LEAVES = frozenset(
+_OF_WEIGHTS = frozenset(
     (
         *("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
-        *("weight_global_scale", "input_scale", "input_zero_point", "input_global_scale", "output_scale"),
-        *("k_scale", "v_scale"),
+        "weight_global_scale",
     )
 )
-"""Scales of a cache are left alone, and those of activations beside floats: both keep the model's own dtype."""
+_OF_INPUTS = frozenset(("input_scale", "input_zero_point", "input_global_scale"))
+_OF_OUTPUTS = frozenset(("output_scale", "output_zero_point", "k_scale", "v_scale"))
+LEAVES = _OF_WEIGHTS | _OF_INPUTS | _OF_OUTPUTS
+"""Scales of outputs and of a cache are left alone, and those of inputs beside floats and packed numbers: all of them
+keep the model's own dtype."""
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -43,17 +46,21 @@ def read_compressed(module: Quantized) -> dict[str, torch.Tensor]:
         BadTensor: a tensor is missing or does not fit, or contradicts the config.
     """
     tensors = module.tensors
+    module.ignore(*_OF_OUTPUTS)
     if "weight_packed" in tensors:
+        module.ignore(*_OF_INPUTS)
         packed = module.take("weight_packed", torch.int32, torch.uint8, dim=2)
         weight = _packed(module) if packed.dtype is torch.int32 else _floats_of_4_bits(module)
     elif "weight" in tensors and tensors["weight"].dtype is torch.int8:
         weight = _bytes(module)
     elif "weight" in tensors and tensors["weight"].dtype is torch.float8_e4m3fn:
+        module.ignore(*_OF_INPUTS)
         weight = _floats_of_8_bits(module)
-    elif "weight" in tensors or not tensors.keys() - {"input_scale", "output_scale", "k_scale", "v_scale"}:
-        if "weight_scale" in tensors:
-            raise module.bad("weight", "beside a weight_scale, int8 or float8_e4m3fn is needed")
-        return {f"{module.name}.{leaf}": tensor for leaf, tensor in tensors.items() if leaf in ("weight", "bias")}
+    elif not (of_codes := sorted(tensors.keys() & _OF_WEIGHTS)):
+        module.ignore(*_OF_INPUTS)
+        return {f"{module.name}.{leaf}": module.take(leaf) for leaf in tensors if leaf not in LEAVES}
+    elif "weight" in tensors:
+        raise module.bad("weight", f"beside a {of_codes[0]}, int8 or float8_e4m3fn is needed")
     else:
         module.take("weight_packed")
         raise AssertionError
@@ -77,7 +84,7 @@ def _packed(module: Quantized) -> torch.Tensor:
         raise module.bad("weight_scale", f"{outputs} outputs are needed")
     groups = scales.shape[1]
     size = group_of(module, inputs, groups)
-    _check_stated(module, bits, size, "weight_packed")
+    _check_stated(module, bits, inputs, size, "weight_packed")
     stream = words.contiguous().view(torch.uint8)
     if bits == 4 and inputs % 2:
         raise module.bad("weight_packed", "an even number of inputs is needed")
@@ -116,7 +123,7 @@ def _bytes(module: Quantized) -> torch.Tensor:
             raise module.bad("weight_zero_point", f"{list(scales.shape)} is needed")
         zeros = unsigned(points)
     size = group_of(module, inputs, scales.shape[1])
-    _check_stated(module, 8, size, "weight")
+    _check_stated(module, 8, inputs, size, "weight")
     given = _static_inputs(module, size)
     input_bits = 8 if given or _rounds_rows(module.settings) else 0
     form = WeightFormat(
@@ -162,6 +169,7 @@ def _floats_of_8_bits(module: Quantized) -> torch.Tensor:
     """``weight`` e4m3 ``[out, in]`` with one scale, one for each output, or one for each block of both; or powers of
     two for groups (MXFP8)."""
     weight = module.take("weight", torch.float8_e4m3fn, dim=2)
+    _check_no_offsets(module)
     if "weight_scale" in module.tensors and module.tensors["weight_scale"].dtype is torch.uint8:
         powers = powers_of_two(module.take("weight_scale", torch.uint8, dim=2))
         module.check_scales("weight_scale", powers)
@@ -176,6 +184,8 @@ def _floats_of_8_bits(module: Quantized) -> torch.Tensor:
 
 def _floats_of_4_bits(module: Quantized) -> torch.Tensor:
     """``weight_packed`` uint8 ``[out, in / 2]`` of e2m1 with scales for 16 (NVFP4) or 32 inputs (MXFP4)."""
+    _check_no_offsets(module)
+    module.ignore("weight_shape")
     codes = module.take("weight_packed", torch.uint8, dim=2)
     if "weight_global_scale" in module.tensors:
         narrow = module.take("weight_scale", torch.float8_e4m3fn, dim=2)
@@ -189,6 +199,12 @@ def _floats_of_4_bits(module: Quantized) -> torch.Tensor:
     module.check_scales("weight_scale", scales)
     size = group_of(module, codes.shape[1] * 2, scales.shape[1])
     return module.stored(WeightFormat("e2m1", 4, size, scale_name(scales.dtype)), codes, scales)
+
+
+def _check_no_offsets(module: Quantized) -> None:
+    """Refuse floats around something else than 0."""
+    if "weight_zero_point" in module.tensors and bool((module.take("weight_zero_point").float() != 0).any()):
+        raise module.bad("weight_zero_point", "floats have no zero point other than 0; get the checkpoint again")
 
 
 def unsigned(numbers: torch.Tensor) -> torch.Tensor:
@@ -271,14 +287,30 @@ def _inputs(settings: Mapping[str, Any]) -> list[Any]:
     return [group.get("input_activations") for group in found if isinstance(group, Mapping)]
 
 
-def _check_stated(module: Quantized, bits: int, size: int, leaf: str) -> None:
-    """Refuse codes that none of the config's groups describes."""
+def _check_stated(module: Quantized, bits: int, inputs: int, size: int, leaf: str) -> None:
+    """Refuse codes that none of the config's groups describes, and those that lack what all groups of their bits say.
+
+    Args:
+        module: whose they are.
+        bits: of a code.
+        inputs: of the weight.
+        size: of them that share a scale, 0 for all.
+        leaf: of the codes' name.
+    """
     stated = _weights(module.settings)
-    fits = [
-        entry.get("num_bits") == bits
-        and (not entry.get("group_size") or entry["group_size"] in (-1, size) or not size)
-        for entry in stated
-    ]
-    if stated and not any(fits):
+    own = [entry for entry in stated if entry.get("num_bits") == bits]
+    if stated and not any(_has_groups(entry, inputs, size) for entry in own):
         kinds = [(entry.get("num_bits"), entry.get("group_size")) for entry in stated]
         raise module.bad(leaf, f"it has {bits} bits in groups of {size or 'all'}, its config states {kinds}")
+    if own and all(entry.get("symmetric", True) is False for entry in own):
+        module.take("weight_zero_point")
+    if own and size and all(entry.get("actorder") in ("group", "dynamic", True) for entry in own):
+        module.take("weight_g_idx")
+
+
+def _has_groups(entry: Mapping[str, Any], inputs: int, size: int) -> bool:
+    """Tell whether so many inputs share a scale by what a group of the config says of weights."""
+    stated = entry.get("group_size")
+    if stated in (None, 0, -1):
+        return size == 0
+    return isinstance(stated, int) and (size or inputs) == min(stated, inputs)

@@ -7,8 +7,10 @@ import torch
 from .compressed_tensors import in_blocks
 from .parts import Quantized
 
-LEAVES = frozenset(("weight_scale_inv", "weight_scale", "activation_scale", "input_scale", "activation_scale_inv"))
-"""``weight_scale_inv`` multiplies, in spite of its name. Activations stay in the model's own dtype."""
+_OF_INPUTS = frozenset(("activation_scale", "activation_scale_inv", "input_scale"))
+_UNREAD = _OF_INPUTS | {"output_scale", "k_scale", "v_scale"}
+LEAVES = _OF_INPUTS | {"weight_scale_inv", "weight_scale"}
+"""``weight_scale_inv`` multiplies, in spite of its name. Activations and caches stay in the model's own dtype."""
 
 
 def read_fp8(module: Quantized) -> dict[str, torch.Tensor]:
@@ -18,9 +20,10 @@ def read_fp8(module: Quantized) -> dict[str, torch.Tensor]:
         BadTensor: a tensor is missing or does not fit.
     """
     weight = module.take("weight")
+    module.ignore(*_UNREAD)
     leaf = "weight_scale_inv" if "weight_scale_inv" in module.tensors else "weight_scale"
     if weight.dtype is not torch.float8_e4m3fn and leaf not in module.tensors:
-        return {f"{module.name}.weight": weight, **module.rest}
+        return {f"{module.name}.{other}": module.take(other) for other in module.tensors if other not in _UNREAD}
     module.take("weight", torch.float8_e4m3fn, dim=2)
     scales = module.take(leaf)
     if scales.dtype is torch.float8_e8m0fnu:

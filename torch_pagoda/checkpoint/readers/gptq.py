@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from ...runtime.ops.weight_format import WeightFormat
+from .module_settings import one_of
 from .parts import BadTensor, Quantized, pack_pairs, scale_name, unpack
 
 LEAVES = frozenset(("qweight", "qzeros", "scales", "g_idx"))
 _BITS = (2, 3, 4, 8)
+_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
+"""A word of ones, by the bits of each."""
+_OF_3_BITS = 7
+"""The release of GPTQModel from which on it takes 1 off each zero of 3 bits; before, off other bits of the words."""
+_OF_3_BITS_AGAIN = f"quantise it again with GPTQModel {_OF_3_BITS} or later, or pass the float checkpoint"
 
 
 def read_gptq(module: Quantized) -> dict[str, torch.Tensor]:
@@ -16,7 +26,7 @@ def read_gptq(module: Quantized) -> dict[str, torch.Tensor]:
     ``scales`` ``[groups, out]`` and ``g_idx`` int32 ``[in]``.
 
     Raises:
-        BadTensor: a tensor is missing or does not fit.
+        BadTensor: a tensor is missing, does not fit, or contradicts the config.
     """
     words, scales = module.take("qweight", torch.int32, dim=2), module.scales("scales")
     groups, outputs = scales.shape
@@ -52,14 +62,69 @@ def _bits(module: Quantized) -> int:
 
 
 def _zeros(module: Quantized, bits: int, groups: int, outputs: int) -> torch.Tensor:
-    """uint8 ``[groups, outputs]``: the codes that stand for zero. Files of the first version hold one less."""
+    """uint8 ``[groups, outputs]``: the codes that stand for zero."""
     words = module.take("qzeros", torch.int32, dim=2)
     if words.shape[0] != groups:
         raise module.bad("qzeros", f"scales are for {groups} groups")
-    version = str(module.settings.get("checkpoint_format") or "gptq")
+    version = one_of(module.settings, "checkpoint_format", "format", default="gptq")
     if version not in ("gptq", "gptq_v2"):
         raise BadTensor(f"its config has checkpoint_format={version!r}; 'gptq' and 'gptq_v2' are read")
-    return unpack(words, bits, outputs) + (version == "gptq")
+    symmetric = module.settings.get("sym") is True
+    if version == "gptq_v2":
+        zeros = unpack(words, bits, outputs)
+    elif bits in _ONES:
+        # 1 was taken off every number of a word at once: a 0 borrowed from the numbers above it.
+        zeros = unpack(words + _ONES[bits], bits, outputs)
+    elif symmetric or _takes_1_off_each_of_3_bits(module.settings):
+        zeros = (unpack(words, bits, outputs) + 1) & 7
+    else:
+        raise module.bad(
+            "qzeros",
+            f"zeros of 3 bits have been stored in two ways, and its config does not say in which; {_OF_3_BITS_AGAIN}",
+        )
+    if symmetric:
+        _check_symmetric(module, zeros, 1 << (bits - 1), version)
+    return zeros
+
+
+def _meta(settings: Mapping[str, Any], key: str) -> Any:
+    """What GPTQModel noted down of the making of a checkpoint."""
+    meta = settings.get("meta")
+    return meta.get(key) if isinstance(meta, Mapping) else None
+
+
+def _takes_1_off_each_of_3_bits(settings: Mapping[str, Any]) -> bool:
+    """Tell, of zeros of 3 bits, whether what packed them took 1 off each, as AutoRound does."""
+    if settings.get("quant_method") == "auto-round":
+        return True
+    said = _meta(settings, "quantizer")
+    found = [re.match(r"gptqmodel:(\d+)\.", str(one).lower()) for one in (said if isinstance(said, list) else [said])]
+    return any(match is not None and int(match[1]) >= _OF_3_BITS for match in found)
+
+
+def _check_symmetric(module: Quantized, zeros: torch.Tensor, middle: int, version: str) -> None:
+    """Refuse zeros that are not in the middle, but for those of modules that GPTQModel saw too little of, where its
+    ``fallback`` has zeros of its own.
+
+    Raises:
+        BadTensor: it says, where it shows, which version they are of.
+    """
+    low, high = int(zeros.min()), int(zeros.max())
+    if low == high == middle:
+        return
+    other, step = ("gptq_v2", 1) if version == "gptq" else ("gptq", -1)
+    if low == high == middle + step:
+        remedy = f"{other!r} stores them so: set checkpoint_format={other!r} in the config if that wrote it"
+    else:
+        fallbacks = [_meta(module.settings, key) for key in ("fallback", "failsafe")]
+        if any(isinstance(one, Mapping) and one.get("strategy") not in (None, "rtn") for one in fallbacks):
+            return
+        remedy = (
+            _OF_3_BITS_AGAIN if middle == 4 else "get it again, or set sym=false in the config if it is asymmetric"
+        )
+    raise module.bad(
+        "qzeros", f"sym=true in its config makes every zero {middle}, and they are {low} to {high}; {remedy}"
+    )
 
 
 def _order(module: Quantized, inputs: int, groups: int) -> tuple[torch.Tensor | None, int]:
@@ -69,6 +134,8 @@ def _order(module: Quantized, inputs: int, groups: int) -> tuple[torch.Tensor | 
     if groups > 1 and isinstance(stated, int) and stated > 0 and -(-inputs // stated) == groups:
         size = stated
     if "g_idx" not in module.tensors:
+        if groups > 1 and module.settings.get("desc_act") is True:
+            module.take("g_idx")
         return None, size
     group = module.take("g_idx", torch.int32, dim=1)
     even = torch.arange(inputs) // (size or inputs)

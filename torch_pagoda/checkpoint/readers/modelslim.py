@@ -38,8 +38,10 @@ def read_modelslim(module: Quantized) -> dict[str, torch.Tensor]:
     for leaf in _OF_GROUPS:
         if leaf in module.tensors and module.kind != "W4A8_DYNAMIC":
             raise module.bad(leaf, f"groups are read in W4A8_DYNAMIC, and this weight is {module.kind}")
+    module.ignore("kv_cache_scale", "kv_cache_offset")
     if module.kind == "W8A8":
         return _static(module, weight)
+    module.ignore("input_scale", "input_offset", "deq_scale")
     scales = module.scales("weight_scale", dim=None).reshape(-1, 1)
     _check_offsets(module)
     if module.kind == "W4A8_DYNAMIC":
@@ -187,6 +189,5 @@ def _unit(module: Quantized, outputs: int) -> torch.Tensor:
 
 
 def _check_offsets(module: Quantized, leaf: str = "weight_offset") -> None:
-    offsets = module.tensors.get(leaf)
-    if offsets is not None and bool((offsets != 0).any()):
+    if leaf in module.tensors and bool((module.take(leaf) != 0).any()):
         raise module.bad(leaf, "offsets other than 0 are not read")

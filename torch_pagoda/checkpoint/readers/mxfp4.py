@@ -20,10 +20,10 @@ def read_mxfp4(module: Quantized) -> dict[str, torch.Tensor]:
         BadTensor: a tensor is missing or does not fit.
     """
     found: dict[str, torch.Tensor] = {}
-    for leaf, tensor in module.tensors.items():
+    for leaf in module.tensors:
         match = LEAVES.fullmatch(leaf)
         if match is None:
-            found[f"{module.name}.{leaf}"] = tensor
+            found[f"{module.name}.{leaf}"] = module.take(leaf)
         elif match[2] == "blocks":
             found[f"{module.name}.{match[1]}"] = _weight(module, match[1])
         elif f"{match[1]}_blocks" not in module.tensors:

@@ -31,10 +31,11 @@ class Quantized:
     Attributes:
         name: of the module.
         tensors: last part of the name → tensor.
-        settings: what the config says of the method.
+        settings: what the config says of the method and of this module.
         dtype: that the weight is to be shown in.
         kind: what a description says of the weight, where there is one.
-        keys: last part of the name → the whole of it, of tensors that are not named like parameters of the module.
+        keys: last part of the name → the whole of it, where that is not the module's and the last part.
+        seen: last parts of the names of what was read, or is known to change nothing.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Quantized:
     dtype: torch.dtype
     kind: str = ""
     keys: Mapping[str, str] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set, repr=False, compare=False)
 
     def key(self, leaf: str) -> str:
         """The whole name of a tensor."""
@@ -55,6 +57,7 @@ class Quantized:
             BadTensor: it is missing, or of another dtype or number of dims.
         """
         tensor = self.tensors.get(leaf)
+        self.seen.add(leaf)
         if tensor is None:
             there = ", ".join(sorted(self.tensors))
             raise BadTensor(f"it lacks {self.key(leaf)!r} beside {there}; get the checkpoint again")
@@ -62,6 +65,22 @@ class Quantized:
             wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise self.bad(leaf, f"{wanted}{f' with {dim} dims' if dim is not None else ''} is needed")
         return tensor
+
+    def ignore(self, *leaves: str) -> None:
+        """Say of tensors, which need not be there, that the weight is the same without them."""
+        self.seen.update(leaves)
+
+    def check_all_read(self) -> None:
+        """Refuse a module with tensors that nobody read.
+
+        Raises:
+            BadTensor: it names the first.
+        """
+        for leaf in self.tensors:
+            if leaf not in self.seen:
+                raise self.bad(
+                    leaf, "it is not read, and the weight beside it might be another; pass the float checkpoint"
+                )
 
     def bad(self, leaf: str, what: str) -> BadTensor:
         """The error for a tensor, with what it is and what is needed."""
@@ -99,9 +118,9 @@ class Quantized:
             raise self.bad("input_scale", "one number is needed, for all inputs")
         if float(scale) < 0:
             raise self.bad("input_scale", f"it is {float(scale):.3g}, and scales are positive; get the file again")
-        found = self.tensors.get(offset)
-        if found is None:
+        if offset not in self.tensors:
             return InputScale(float(scale))
+        found = self.take(offset)
         if found.numel() != 1 or found.dtype is torch.bool or found.is_complex():
             raise self.bad(offset, "one number is needed, for all inputs")
         number = found.double().item()
@@ -131,8 +150,7 @@ class Quantized:
     @property
     def rest(self) -> dict[str, torch.Tensor]:
         """Its bias, where it has one, under its full name."""
-        bias = self.tensors.get("bias")
-        return {} if bias is None else {f"{self.name}.bias": bias}
+        return {f"{self.name}.bias": self.take("bias")} if "bias" in self.tensors else {}
 
 
 def is_expert(name: str) -> bool:
@@ -149,15 +167,21 @@ def group_of(module: Quantized, inputs: int, groups: int) -> int:
     """Inputs that share a scale, of so many groups; 0: all.
 
     Raises:
-        BadTensor: they do not divide the inputs, and no group size in the settings explains it.
+        BadTensor: they are not those of the group size in the settings, or without one do not divide the inputs.
     """
+    stated = next((module.settings[key] for key in ("group_size", "q_group_size") if key in module.settings), None)
+    if isinstance(stated, int) and stated:
+        size = stated if 0 < stated < inputs else inputs
+        if math.ceil(inputs / size) != groups:
+            raise BadTensor(
+                f"{module.name!r} has {groups} groups of scales for {inputs} inputs, and its config states "
+                f"group_size={stated}; get the checkpoint again"
+            )
+        return size if groups > 1 else 0
     if groups == 1:
         return 0
     if inputs % groups == 0:
         return inputs // groups
-    stated = module.settings.get("group_size")
-    if isinstance(stated, int) and stated > 0 and math.ceil(inputs / stated) == groups:
-        return stated
     raise BadTensor(f"{module.name!r} has {groups} groups of scales for {inputs} inputs, which they do not divide")
 
 
