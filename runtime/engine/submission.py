@@ -275,7 +275,7 @@ class Submission:
                 )
             request = options.request(name, self.prompt_token_ids, own, self.arrival_time)
             if grammar is not None and asked is not None:
-                request.grammar = grammar.start(asked.after)
+                request.grammar = grammar.start(asked.after, own.stop_ids)
             scored = own.prompt_logprobs
             self.completions.append(
                 Completion(

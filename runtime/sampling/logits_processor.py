@@ -112,10 +112,10 @@ class _State:
         self.allowed = None if params.allowed_ids is None else _within(params.allowed_ids, vocab)
         self._vocab = vocab
         self._words = params.banned_sequences
-        ends = params.stop_ids if params.ignore_eos else params.stop_ids + eos_token_ids
-        self._ends = _within(np.array(ends, np.int64), vocab)
-        self._stops = _within(np.array(params.stop_ids, np.int64), vocab)
-        self._held_back = self._ends
+        # A grammar's mask knows where the end of the sequence may come, and where nothing else can.
+        leaves_eos = params.ignore_eos or request.grammar is not None
+        ends = params.stop_ids if leaves_eos else params.stop_ids + eos_token_ids
+        self._held_back = _within(np.array(ends, np.int64), vocab)
         self._completing: list[_Ids] = []
         self.biased, self.bias = params.biased_ids, params.biases
         if self.biased is not None and self.bias is not None and self.biased.max() >= vocab:
@@ -134,9 +134,6 @@ class _State:
             self.seen.add(new)
         if self.counted is not None:
             self.counted.add(new)
-        grammar = request.grammar
-        # A grammar's mask knows where the end of the sequence may come, and where nothing else can.
-        self._held_back = self._ends if grammar is None or grammar.is_waiting else self._stops
         self._completing = [] if self._words is None else self._words.completing(output)
 
     def seen_ids(self) -> _Ids | None:

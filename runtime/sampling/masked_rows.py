@@ -51,9 +51,7 @@ def choose_masked(pool: MaskPool, logits: Tensor, requests: Sequence[Request], t
         requests: all of the step.
         taken: the row of each.
     """
-    held = [i for i, r in enumerate(requests) if r.grammar is not None and not r.grammar.is_waiting]
-    if not held:
-        return NO_MASKS
+    held = [i for i, r in enumerate(requests) if r.grammar is not None]
     held.sort(key=lambda i: not _takes_likeliest(requests[i].params))
     states = [grammar for i in held if (grammar := requests[i].grammar) is not None]
     masks = pool.fill(states, [_holds_eos(requests[i]) for i in held]).to(logits.device)

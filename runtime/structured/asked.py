@@ -36,7 +36,8 @@ class AskedOutput:
         value: the schema, the regular expression, the choices, the grammar's text or the structural tag.
         strict: a schema that cannot be enforced as a whole is refused; else what cannot be enforced is left out.
         whitespace: ``"compact"``: JSON is written as ``{"a": 1, "b": [2, 3]}``; ``"any"``: with any whitespace.
-        after: the grammar begins when these tokens, or this text, have been generated; None: with the first token.
+        after: the grammar begins when these tokens, or this text, have been generated, before which nothing
+            can end the completion but a stop string or its length; None: with the first token.
     """
 
     kind: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .asked import AskedOutput, read_structured_outputs
@@ -53,9 +53,9 @@ class Grammar:
         with self._lock:
             return self._matcher.deep_copy()
 
-    def start(self, after: tuple[int, ...] | str | None = None) -> GrammarState:
-        """The state of one completion, before its first token; ``after`` as in ``AskedOutput``."""
-        return GrammarState(self, after)
+    def start(self, after: tuple[int, ...] | str | None = None, stop_token_ids: Sequence[int] = ()) -> GrammarState:
+        """The state of one completion, before its first token; arguments as ``GrammarState``'s."""
+        return GrammarState(self, after, stop_token_ids)
 
 
 def compile_grammar(asked: AskedOutput, vocabulary: Vocabulary) -> Grammar:

@@ -24,7 +24,7 @@ class MaskPool:
         """Compute the mask of each state; ``error`` is set where that took too much work.
 
         Args:
-            states: of one vocabulary, none of them waiting or finished.
+            states: of one vocabulary, none of them finished.
             holds_eos: for each: end-of-sequence tokens may not come as long as anything else may.
 
         Returns:
@@ -32,8 +32,11 @@ class MaskPool:
             token i may come. Rows of states with an error hold no bit.
         """
         masks = self._rows(len(states), states[0].grammar.vocabulary.num_words)
-        self._compute(states, masks)
+        self._compute([(state.matcher, i) for i, state in enumerate(states) if not state.is_waiting], masks)
         for state, mask in zip(states, masks, strict=True):
+            if state.is_waiting:
+                mask[:] = state.waiting_mask
+                continue
             if state.matcher.is_error():
                 state.error = state.trouble()
                 mask[:] = 0
@@ -49,18 +52,18 @@ class MaskPool:
             masks[held] = _narrow(masks[held], states[0].grammar.vocabulary.not_eos)
         return torch.from_numpy(masks.view(np.int32))
 
-    def _compute(self, states: Sequence[GrammarState], masks: npt.NDArray[np.uint32]) -> None:
+    def _compute(self, matchers: list[tuple[Any, int]], masks: npt.NDArray[np.uint32]) -> None:
+        """Write the mask of each matcher into the row beside it."""
         threads = torch.get_num_threads()
         row_bytes = masks.shape[1] * masks.itemsize
-        if len(states) == 1 or threads == 1:
+        if len(matchers) <= 1 or threads == 1:
             first = masks.ctypes.data
-            for i, state in enumerate(states):
-                state.matcher.unsafe_compute_mask_ptr(first + i * row_bytes, row_bytes)
+            for matcher, i in matchers:
+                matcher.unsafe_compute_mask_ptr(first + i * row_bytes, row_bytes)
             return
         if self._executor is None or self._executor[0] != threads:
             self._executor = (threads, load_llguidance().LLExecutor(num_threads=threads))
-        rows = [(state.matcher, i) for i, state in enumerate(states)]
-        self._executor[1].unsafe_compute_mask_ptr(rows, masks.ctypes.data, row_bytes, len(rows))
+        self._executor[1].unsafe_compute_mask_ptr(matchers, masks.ctypes.data, row_bytes, len(masks))
 
     def _rows(self, count: int, words: int) -> npt.NDArray[np.uint32]:
         if self._room.shape[0] < count or self._room.shape[1] != words:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .grammar import Grammar
+    from .vocabulary import Mask
 
 
 class GrammarError(RuntimeError):
@@ -16,9 +17,16 @@ class GrammarError(RuntimeError):
 class GrammarState:
     """Follows one completion through a grammar.
 
+    Args:
+        grammar: whose state it is.
+        after: as in ``AskedOutput``.
+        stop_token_ids: that would end the completion.
+
     Attributes:
         grammar: whose state it is.
-        is_waiting: the text that the grammar begins after has not come yet; any token may.
+        is_waiting: the text that the grammar begins after has not come yet; any token may that ends
+            nothing, for a completion that ended now would not have been held to the grammar.
+        waiting_mask: of the tokens that may come while it waits; None where it never does.
         is_finished: the grammar allows nothing more.
         ended_in_text: it is finished, and the last token is a part of the text.
         error: why no mask could be made; None as long as one could.
@@ -34,10 +42,16 @@ class GrammarState:
         "is_finished",
         "is_waiting",
         "matcher",
+        "waiting_mask",
     )
 
-    def __init__(self, grammar: Grammar, after: tuple[int, ...] | str | None = None) -> None:
+    def __init__(
+        self, grammar: Grammar, after: tuple[int, ...] | str | None = None, stop_token_ids: Sequence[int] = ()
+    ) -> None:
         self.grammar = grammar
+        self.waiting_mask: Mask | None = None
+        if after is not None:
+            self.waiting_mask = grammar.vocabulary.not_ending(stop_token_ids)
         self._after = after.encode() if isinstance(after, str) else after
         self._begin()
 

@@ -114,6 +114,10 @@ class Vocabulary:
         """All tokens that end no text."""
         return ~self.mask_of(self.eos_token_ids)
 
+    def not_ending(self, stop_token_ids: Iterable[int]) -> Mask:
+        """All tokens but those that end a text, and these; ids beyond the vocabulary say nothing."""
+        return self.not_eos & ~self.mask_of(token for token in stop_token_ids if token < self.size)
+
     def without_digits(self, most: int) -> Mask:
         """All tokens but those that begin with more than ``most`` digits."""
         found = self._digits.get(most)

@@ -75,19 +75,25 @@ def allowed(schema: Any, root: Mapping[str, Any]) -> tuple[set[str], set[str]]:
     types: set[str] = set()
     constants: set[str] = set()
     for part in alternatives(schema, root):
-        declared = part.get("type")
-        types.update(declared_types(part))
-        if part.get("nullable") is True:
-            types.add("null")
-        for value in constants_of(part):
-            constants.update([value] if isinstance(value, str) else ())
-            if declared is None:
-                types.add(_TYPE_OF.get(type(value), "null"))
-        if declared is None and "properties" in part:
-            types.add("object")
-        if declared is None and "items" in part:
-            types.add("array")
+        types |= own_types(part)
+        constants.update(value for value in constants_of(part) if isinstance(value, str))
     return types, constants
+
+
+def own_types(schema: Mapping[str, Any]) -> set[str]:
+    """Types that a schema allows by itself, none where it does not say."""
+    types = set(declared_types(schema))
+    if schema.get("nullable") is True:
+        types.add("null")
+    if schema.get("type") is None:
+        types.update(type_of(value) for value in constants_of(schema))
+        types.update(kind for word, kind in (("properties", "object"), ("items", "array")) if word in schema)
+    return types
+
+
+def type_of(value: Any) -> str:
+    """The name that JSON schemas have for a value's type."""
+    return _TYPE_OF.get(type(value), "null")
 
 
 def declared_types(schema: Mapping[str, Any]) -> list[str]:
@@ -117,10 +123,11 @@ def alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, 
             choices = part.get(word)
             waiting += choices if isinstance(choices, list) else []
         if isinstance(part.get("$ref"), str):
-            waiting.append(_resolve(part["$ref"], root))
+            waiting.append(resolve(part["$ref"], root))
 
 
-def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
+def resolve(reference: str, root: Mapping[str, Any]) -> Any:
+    """What ``$ref`` points at; None where that is nothing."""
     if not reference.startswith("#/"):
         return None
     found: Any = root

@@ -26,7 +26,7 @@ def read_lfm2(source: Source, tools: Sequence[Tool]) -> Steps[None]:
     yield from source.space()
     text = yield from source.python()
     inside = text[1:-1].strip()
-    yield from calls_of(load_json(text)) if inside.startswith("{") else _PythonCalls(inside).calls()
+    yield calls_of(load_json(text)) if inside.startswith("{") else _PythonCalls(inside).calls()
     yield from source.space()
     yield from source.accept("<|tool_call_end|>")
 
@@ -144,7 +144,7 @@ def read_gemma(source: Source, tools: Sequence[Tool]) -> Steps[None]:
             break
         quoted = not quoted
     root = next((tool.parameters for tool in tools if tool.name == name), {})
-    yield ParsedCall(name, _GemmaArguments(tokens, root).object(root))
+    yield [ParsedCall(name, _GemmaArguments(tokens, root).object(root))]
 
 
 _GEMMA_MARK = re.compile(r"([{}\[\],:])")
@@ -252,7 +252,7 @@ def read_minimax_m3(source: Source, tools: Sequence[Tool]) -> Steps[None]:
             elif tag[1:] != (element := open_elements.pop()).name:
                 raise Malformed(f"</{element.name}> is missing")
         root = next((tool.parameters for tool in tools if tool.name == name), {})
-        yield ParsedCall(name, _object_of(element, root, root))
+        yield [ParsedCall(name, _object_of(element, root, root))]
 
 
 def _object_of(element: _Element, schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:

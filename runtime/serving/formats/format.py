@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from .events import Event
-from .grammar import CallGrammar, Prepare, calls_grammar
+from .grammar import CallGrammar, Prepare, calls_grammar, left_out
 from .parser import CallMarks, MakeId, Parser, Reasoning, random_id
 from .tools import Tool, ToolChoice, chosen
 
@@ -46,6 +46,17 @@ class CallSyntax:
     grammar: CallGrammar | None = None
     make_id: MakeId = random_id
 
+    @property
+    def grammar_mark(self) -> str:
+        """The mark with which the calls of the grammar begin; "" where they have none."""
+        begin = (self.grammar.section or self.grammar.opener) if self.grammar else ""
+        return max((mark for mark in self.marks.open if begin.startswith(mark)), key=len, default="")
+
+    @property
+    def held_marks(self) -> CallMarks:
+        """The marks of calls that a grammar holds to their schemas: what else might begin one is text."""
+        return replace(self.marks, open=(self.grammar_mark,), open_at_start=()) if self.grammar_mark else self.marks
+
 
 @dataclass(frozen=True)
 class Format:
@@ -77,10 +88,9 @@ class Format:
         """Texts of which any ends reasoning; none where there is no reasoning."""
         return self.reasoning.close if self.reasoning else ()
 
-    @property
-    def reasoning_end_ids(self) -> tuple[int, ...]:
-        """Those of them that are single tokens."""
-        return tuple(self.added_tokens[text] for text in self.reasoning_end if text in self.added_tokens)
+    def reasoning_ahead(self, prompt_text: str) -> str | None:
+        """The text that ends the reasoning within which a prompt ends; None where it does not."""
+        return self.reasoning_end[0] if self.reasoning_open(prompt_text) else None
 
     def parser(
         self,
@@ -89,6 +99,9 @@ class Format:
         *,
         keep_special_tokens: bool = False,
         make_id: MakeId | None = None,
+        known_only: bool = False,
+        is_held: bool = False,
+        awaits_answer: bool = False,
     ) -> AnswerParser:
         """A parser of one completion.
 
@@ -97,15 +110,22 @@ class Format:
             tools: that may be called; without any, calls are not looked for.
             keep_special_tokens: those that mark nothing stay in the text.
             make_id: in place of the format's own.
+            known_only: calls of functions other than these are malformed.
+            is_held: ``grammar`` holds the completion: only what it takes for a call is one.
+            awaits_answer: a grammar begins behind ``reasoning_ahead``: nothing else ends the reasoning.
         """
         calls = self.calls if tools else None
+        reasoning, end = self.reasoning, self.reasoning_ahead(prompt_text)
+        if reasoning is not None and end is not None and awaits_answer:
+            reasoning = replace(reasoning, close=(end,), ended_by_calls=False)
         return Parser(
-            self.reasoning,
-            calls.marks if calls else None,
+            reasoning,
+            (calls.held_marks if is_held else calls.marks) if calls else None,
             tools,
             () if keep_special_tokens else self.dropped,
-            self.reasoning_open(prompt_text),
+            end is not None,
             make_id or (calls.make_id if calls else None),
+            known_only,
         )
 
     def reasoning_open(self, prompt_text: str) -> bool:
@@ -143,9 +163,14 @@ class Format:
             return None
         return calls_grammar(
             self.calls.grammar,
+            self.calls.grammar_mark,
             left,
             self.added_tokens,
             required=choice.mode == "required",
             parallel=parallel and not choice.once,
             prepare=prepare,
         )
+
+    def left_out(self, tool: Tool) -> list[str]:
+        """Parts of a tool's schema that ``grammar`` would not hold calls to although it takes them."""
+        return [] if self.calls is None or self.calls.grammar is None else left_out(self.calls.grammar, tool)

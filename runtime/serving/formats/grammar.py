@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from .arguments import allowed, constants_of, property_schema
+from ...structured.json_schema import unsound_parts
+from .arguments import allowed, property_schema
+from .bare_text import bare_text, left_out_of_root
 from .tools import Tool
 
 Prepare: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -51,9 +53,9 @@ class Lark:
         self._prepare = prepare or dict
         self._rules: list[str] = []
 
-    def rule(self, body: str, attributes: str = "") -> str:
-        """Name of a new rule."""
-        name = f"r{len(self._rules)}"
+    def rule(self, body: str, attributes: str = "", name: str = "r") -> str:
+        """Name of a new rule, or of a terminal where it begins with a capital."""
+        name = f"{name}{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {body}")
         return name
 
@@ -66,13 +68,22 @@ class Lark:
         """JSON that fits a schema."""
         return f"%json {json.dumps(self._prepare(schema))}"
 
+    def begun(self, text: str, mark: str) -> str:
+        """Any text and this one behind it, which has to go on once its mark has come: that is what a parser sees.
+
+        White space before the mark is any text, too.
+        """
+        rest = text[text.index(mark) + len(mark) :]
+        return f"{self.text_until(mark)} {self.literal(rest)}" if rest else self.text_until(mark)
+
     def text_until(self, mark: str) -> str:
         """Any text and the mark that ends it."""
         plain, *tokens = self._added.split(mark)
         if not tokens:
             return self.rule(f"/(?s:.*)/ {_quoted(mark)}", "[lazy]")
-        # Added tokens are no part of any text, so text ends where one comes, and takes the white space before it.
-        return f"ANY_TEXT {self.literal(mark[len(plain) :])}"
+        # Added tokens are no part of any text, so text ends where one comes.
+        text = self.rule(f"/(?s:.*)/ {_quoted(plain)}", name="ENDS_IN") if plain else "ANY_TEXT"
+        return f"{text} {self.literal(mark[len(plain) :])}"
 
     def start(self, body: str) -> str:
         """The grammar with this as its beginning."""
@@ -81,6 +92,7 @@ class Lark:
 
 def calls_grammar(
     calls: CallGrammar,
+    mark: str,
     tools: Sequence[Tool],
     added_tokens: Mapping[str, int],
     *,
@@ -90,9 +102,19 @@ def calls_grammar(
 ) -> str | None:
     """Grammar of an answer that is calls, or, unless ``required``, text with calls in it.
 
-    None where text cannot be told from a call's beginning.
+    Args:
+        calls: how calls are written.
+        mark: what calls are known by, the beginning of the first one; "" for nothing.
+        tools: that may be called.
+        added_tokens: as for ``Lark``.
+        required: nothing but calls.
+        parallel: several may come.
+        prepare: see ``Prepare``.
+
+    Returns:
+        Lark; None where text cannot be told from a call's beginning.
     """
-    if not required and not (calls.section or calls.opener):
+    if not required and not mark:
         return None
     lark = Lark(added_tokens, prepare)
     bodies = " | ".join(lark.rule(calls.body(lark, tool)) for tool in tools)
@@ -105,10 +127,8 @@ def calls_grammar(
     if required:
         section = lark.literal(calls.section) if calls.section else ""
         return lark.start(f"{section} {call} {more} {end}")
-    if calls.section:
-        region = lark.rule(f"{lark.text_until(calls.section)} {call} {more} {end}")
-    else:
-        region = lark.rule(f"{lark.text_until(calls.opener)} {body} {closer}")
+    first = lark.begun(calls.section or calls.opener, mark)
+    region = lark.rule(f"{first} {call} {more} {end}" if calls.section else f"{first} {body} {closer}")
     return lark.start(f"({region}){'*' if parallel else '?'} ANY_TEXT")
 
 
@@ -141,7 +161,7 @@ def named_body(between: str, before: str = "", after: str = "", indexed: bool = 
 class TaggedBody:
     """A call whose arguments are tags with bare values, in the order of the schema; optional ones may be left out.
 
-    Text is bare, everything else JSON. Of text, only ``enum`` and ``const`` are enforced.
+    Text is bare, everything else JSON. Of text, only ``enum`` and ``const`` are enforced, see ``left_out``.
 
     Attributes:
         name: text around the name of the function, with ``{}`` for it.
@@ -165,19 +185,43 @@ class TaggedBody:
             parts.append(part if key in required else f"{part}?")
         return " ".join(parts)
 
+    def left_out(self, tool: Tool) -> list[str]:
+        """Parts of a tool's schema that calls need not fit."""
+        root = tool.parameters
+        found = left_out_of_root(root)
+        for key in dict.fromkeys((*root.get("properties", {}), *root.get("required", []))):
+            schema = property_schema(root, key)
+            is_text = _is_text(schema, root)
+            words = bare_text(schema, root).left_out if is_text else unsound_parts(_by_itself(schema, root))
+            found += [f"{word} of {key!r}" for word in words]
+        return found
+
     def _argument(self, lark: Lark, root: Mapping[str, Any], key: str) -> str:
         schema = property_schema(root, key)
-        types, constants = allowed(schema, root)
-        if types and "string" not in types:
-            value = {**{word: root[word] for word in ("$defs", "definitions") if word in root}, **schema}
-            return " ".join([lark.literal(self.key.format(key)), lark.json(value), lark.literal(self.closer)])
-        opener = lark.literal((self.text_key or self.key).format(key))
-        values = constants_of(schema) if isinstance(schema, Mapping) else []
-        if constants and values:
-            texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
-            choice = " | ".join(lark.literal(text + self.closer) for text in dict.fromkeys(texts))
-            return f"{opener} ({choice})"
-        return f"{opener} {lark.text_until(self.closer)}"
+        opener, text_opener = (lark.literal(tag.format(key)) for tag in (self.key, self.text_key or self.key))
+        if not _is_text(schema, root):
+            return f"{opener} {lark.json(_by_itself(schema, root))} {lark.literal(self.closer)}"
+        values = bare_text(schema, root).constants
+        if values is None:
+            return f"{text_opener} {lark.begun(self.closer, self.closer.strip())}"
+        written = [(text_opener, v) if isinstance(v, str) else (opener, json.dumps(v)) for v in values]
+        return " | ".join(f"{tag} {lark.literal(text + self.closer)}" for tag, text in dict.fromkeys(written))
+
+
+def left_out(calls: CallGrammar, tool: Tool) -> list[str]:
+    """Parts of a tool's schema that calls need not fit although the grammar takes them."""
+    body = calls.body
+    return body.left_out(tool) if isinstance(body, TaggedBody) else unsound_parts(tool.parameters)
+
+
+def _is_text(schema: Any, root: Mapping[str, Any]) -> bool:
+    types, _ = allowed(schema, root)
+    return not types or "string" in types
+
+
+def _by_itself(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a property with the definitions that it may refer to."""
+    return {**{word: root[word] for word in ("$defs", "definitions") if word in root}, **schema}
 
 
 def _quoted(text: str) -> str:

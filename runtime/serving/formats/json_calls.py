@@ -59,7 +59,7 @@ def marked(*marks: tuple[str, str]) -> CallReader:
         opener = (yield from source.accept(*filter(None, closers))) or ""
         yield from source.space()
         value = yield from source.json()
-        yield from calls_of(value, not opener)
+        yield calls_of(value, not opener)
         yield from source.space()
         if closers[opener]:
             yield from source.accept(closers[opener])
@@ -73,7 +73,7 @@ def read_llama(source: Source, tools: Sequence[Tool]) -> Steps[None]:
     while True:
         yield from source.space()
         value = yield from source.json()
-        yield from calls_of(value, marked is None)
+        yield calls_of(value, marked is None)
         yield from source.space()
         if (yield from source.accept(";")) is None:
             return
@@ -85,7 +85,7 @@ def read_mistral(source: Source, tools: Sequence[Tool]) -> Steps[None]:
     yield from source.space()
     if (yield from source.peek("[{", "[ {", "{")) is not None:
         value = yield from source.json()
-        yield from calls_of(value)
+        yield calls_of(value)
         return
     own_id = None
     name, mark = yield from source.until("[ARGS]", "[CALL_ID]", "{")
@@ -95,7 +95,7 @@ def read_mistral(source: Source, tools: Sequence[Tool]) -> Steps[None]:
         source.pos -= 1
     yield from source.space()
     arguments = yield from source.json()
-    yield ParsedCall(name.strip(), object_of(arguments), (own_id or "").strip() or None)
+    yield [ParsedCall(name.strip(), object_of(arguments), (own_id or "").strip() or None)]
 
 
 def read_kimi(source: Source, tools: Sequence[Tool]) -> Steps[None]:
@@ -109,7 +109,7 @@ def read_kimi(source: Source, tools: Sequence[Tool]) -> Steps[None]:
         if not source.at_end:
             yield from source.expect("<|tool_call_end|>")
         name = own_id.strip().removeprefix("functions.").rpartition(":")
-        yield ParsedCall(name[0] or name[2], object_of(arguments), own_id.strip() if name[0] else None)
+        yield [ParsedCall(name[0] or name[2], object_of(arguments), own_id.strip() if name[0] else None)]
 
 
 def deepseek(fenced: bool) -> CallReader:
@@ -129,6 +129,6 @@ def deepseek(fenced: bool) -> CallReader:
                 yield from source.space()
             if not source.at_end:
                 yield from source.expect("<｜tool▁call▁end｜>")
-            yield ParsedCall(name.strip(), object_of(arguments))
+            yield [ParsedCall(name.strip(), object_of(arguments))]
 
     return read

@@ -68,9 +68,26 @@ class TemplateFormat:
         *,
         keep_special_tokens: bool = False,
         make_id: MakeId | None = None,
+        known_only: bool = False,
+        **options: Any,
     ) -> TemplateParser:
-        """A parser of one completion."""
-        return TemplateParser(self._template, self._field, prompt_text, tools, make_id or random_id)
+        """A parser of one completion; what ``Format.parser`` takes beside that concerns grammars."""
+        return TemplateParser(self._template, self._field, prompt_text, tools, make_id or random_id, known_only)
+
+    def reasoning_ahead(self, prompt_text: str) -> str | None:
+        """The text that ends the reasoning within which a prompt ends; None where it does not.
+
+        Raises:
+            ValueError: there is no such text, or more than one.
+        """
+        opened = ResponseParser(self._template, prefix=prompt_text).initial_events
+        marks = [event for event in opened if event["type"] in ("region_open", "region_close")]
+        if not marks or marks[-1]["type"] == "region_close" or marks[-1]["field"] not in _REASONING:
+            return None
+        ends = self._template.fields[marks[-1]["field"]].close_literals or ()
+        if len(ends) != 1:
+            raise ValueError(f"the tokenizer's response_template ends {marks[-1]['field']} with no one text")
+        return str(ends[0])
 
     def grammar(self, tools: Sequence[Tool], choice: ToolChoice, **options: Any) -> str | None:
         """None: a template says how calls are read, not how they are written."""
@@ -85,12 +102,21 @@ class TemplateParser:
         reasoning_open: the text that comes next is reasoning.
     """
 
-    def __init__(self, template: Any, field: Any, prompt_text: str, tools: Sequence[Tool], make_id: MakeId) -> None:
+    def __init__(
+        self,
+        template: Any,
+        field: Any,
+        prompt_text: str,
+        tools: Sequence[Tool],
+        make_id: MakeId,
+        known_only: bool = False,
+    ) -> None:
         self.malformed = 0
         self.reasoning_open = False
         self._field = field
         self._tools = tools
         self._make_id = make_id
+        self._known_only = known_only
         self._num_calls = 0
         self._text = AnswerText(holds_space=field is not None)
         self._parser = ResponseParser(template, prefix=prompt_text)
@@ -149,6 +175,8 @@ class TemplateParser:
             name, arguments = function["name"].strip(), object_of(function.get("arguments"))
             if not TOOL_NAME.fullmatch(name):
                 raise Malformed(f"{name[:80]!r} is no name")
+            if self._known_only and all(tool.name != name for tool in self._tools):
+                raise Malformed(f"{name!r} may not be called")
             if self._field.content != "json":
                 arguments = {
                     key: argument(name, key, entry, self._tools) if isinstance(entry, str) else entry

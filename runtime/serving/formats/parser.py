@@ -71,6 +71,7 @@ class Parser:
         dropped: texts that are no part of the answer: special tokens.
         reasoning_open: the prompt ends within reasoning.
         make_id: ids of calls for which the model writes none.
+        known_only: calls of other functions are malformed.
 
     Attributes:
         malformed: calls that could not be read.
@@ -84,6 +85,7 @@ class Parser:
         dropped: Sequence[str] = (),
         reasoning_open: bool = False,
         make_id: MakeId | None = None,
+        known_only: bool = False,
     ) -> None:
         self.malformed = 0
         self.reasoning_open = reasoning_open and reasoning is not None
@@ -91,9 +93,10 @@ class Parser:
         self._calls = calls
         self._tools = tools
         self._make_id = make_id or random_id
+        self._known_only = known_only
         self._num_calls = 0
         self._source = Source()
-        self._reader: Iterator[ParsedCall | None] | None = None
+        self._reader: Iterator[list[ParsedCall] | None] | None = None
         self._unread = 0  # where the text begins that is content again if the reader fails
         self._called = False  # by this reader
         self._marked = True  # this reader began at a mark that begins nothing else
@@ -177,24 +180,30 @@ class Parser:
         assert self._reader is not None
         source = self._source
         try:
-            call = next(self._reader)
+            calls = next(self._reader)
         except (Malformed, StopIteration) as stop:
             self._reader = None
             if isinstance(stop, Malformed) or not self._called:
                 self._fail(out)
             source.forget()
             return True
-        if call is None:
+        if calls is None:
             return False
-        if not TOOL_NAME.fullmatch(call.name) or (call.known_only and all(t.name != call.name for t in self._tools)):
+        if not calls or not all(self._may_be_called(call) for call in calls):
             self._reader = None
             self._fail(out)
             return True
         self._turn(False)
         self._called, self._unread = True, source.pos
-        out.append(ToolCall(call.id or self._make_id(call.name, self._num_calls), call.name, dump(call.arguments)))
-        self._num_calls += 1
+        for call in calls:
+            own_id = call.id or self._make_id(call.name, self._num_calls)
+            out.append(ToolCall(own_id, call.name, dump(call.arguments)))
+            self._num_calls += 1
         return True
+
+    def _may_be_called(self, call: ParsedCall) -> bool:
+        is_known = any(tool.name == call.name for tool in self._tools)
+        return is_known or (not (call.known_only or self._known_only) and TOOL_NAME.fullmatch(call.name) is not None)
 
     def _fail(self, out: list[Event]) -> None:
         """Give the text of a malformed call as text."""

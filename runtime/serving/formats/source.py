@@ -32,8 +32,9 @@ class ParsedCall:
     known_only: bool = False
 
 
-Steps: TypeAlias = Generator[ParsedCall | None, None, T]
-"""Yields a call when one is complete and None to wait for text; returns what was read."""
+Steps: TypeAlias = Generator[list[ParsedCall] | None, None, T]
+"""Yields calls when they are complete, those of an array together, and None to wait for text; returns what was read.
+"""
 
 MAX_DEPTH = 64
 """Brackets within each other in the arguments of a call."""

@@ -29,7 +29,7 @@ def read_function_tags(source: Source, tools: Sequence[Tool]) -> Steps[None]:
         key, _ = yield from source.until(">")
         text = yield from source.value("</parameter>", ("<parameter=", "</function>"))
         arguments[key.strip()] = argument(name, key.strip(), _line(text), tools)
-    yield ParsedCall(name, arguments)
+    yield [ParsedCall(name, arguments)]
     yield from source.space()
     yield from source.accept("</tool_call>")
 
@@ -57,7 +57,7 @@ def invocations(opener: str, closer: str, prefix: str = "") -> CallReader:
                 key, rest = _attribute((yield from source.until(">"))[0])
                 text = yield from source.value(parameter_end, (parameter, invoke_end))
                 arguments[key] = text if rest == 'string="true"' else argument(name, key, text, tools)
-            yield ParsedCall(name, arguments)
+            yield [ParsedCall(name, arguments)]
 
     return read
 
@@ -75,7 +75,7 @@ def read_glm(source: Source, tools: Sequence[Tool]) -> Steps[None]:
     """``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>``; GLM-4.5 breaks the lines."""
     yield from source.expect("<tool_call>")
     name, mark = yield from source.until("<arg_key>", "</tool_call>")
-    yield (yield from _keyed(source, tools, name.strip(), mark, ""))
+    yield [(yield from _keyed(source, tools, name.strip(), mark, ""))]
 
 
 def hunyuan(suffix: str = "") -> CallReader:
@@ -91,7 +91,7 @@ def hunyuan(suffix: str = "") -> CallReader:
             name, _ = yield from source.until(f"<tool_sep{suffix}>")
             yield from source.space()
             mark = yield from source.expect(f"<arg_key{suffix}>", f"</tool_call{suffix}>")
-            yield (yield from _keyed(source, tools, name.strip(), mark, suffix))
+            yield [(yield from _keyed(source, tools, name.strip(), mark, suffix))]
 
     return read
 

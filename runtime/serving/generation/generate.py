@@ -36,6 +36,7 @@ class Ask:
         options: fields of ``RequestOptions``.
         streams: pieces are wanted as they come.
         make_parser: of a choice's text; None: all of it is content.
+        parallel_tool_calls: a choice may hold more than one call; else what follows the first one is left out.
     """
 
     id: str
@@ -45,6 +46,7 @@ class Ask:
     options: dict[str, Any]
     streams: bool
     make_parser: Callable[[], AnswerParser] | None = None
+    parallel_tool_calls: bool = True
 
     @property
     def n(self) -> int:
@@ -258,14 +260,20 @@ class Generation:
         events = parser.feed(piece.text)
         if piece.finish_reason is not None:
             events += parser.finish()
+        events = [event for event in events if not isinstance(event, ToolCall) or self._takes_call(piece.choice)]
         piece.parsed = merge_events(events)
         piece.text = "".join(event.text for event in events if isinstance(event, ContentDelta))
         piece.reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
         piece.tool_calls = [event for event in events if isinstance(event, ToolCall)]
-        if piece.tool_calls:
-            self._called.add(piece.choice)
         if piece.finish_reason == "stop" and piece.choice in self._called:
             piece.finish_reason = "tool_calls"
+
+    def _takes_call(self, choice: int) -> bool:
+        """Whether a call that comes now counts; notes that the choice has one."""
+        if choice in self._called and not self.ask.parallel_tool_calls:
+            return False
+        self._called.add(choice)
+        return True
 
     def _cut_short(self) -> list[Piece]:
         if not self.ask.streams:

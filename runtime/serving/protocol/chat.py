@@ -71,18 +71,27 @@ async def prepare(front: Front, request: Request, body: ChatBody, model: str) ->
     text = prompt.text or ""
     prompt = truncated(prompt, body.truncate_prompt_tokens, hello.max_model_len)
     check_room(prompt, asked, hello.max_model_len, "messages")
-    if tools and (grammar := call_grammar(front, body, tools, choice)) is not None:
+    grammar, warnings = call_grammar(front, body, tools, choice) if tools else (None, [])
+    if grammar is not None:
         if "structured_outputs" in params:
             refuse("tool_choice", "tool_choice and response_format constrain the same text; send one of them")
         params["structured_outputs"] = {"grammar": grammar}
     formats = front.formats
     make_parser: Callable[[], AnswerParser] | None = None
     if formats is not None and (tools or may_reason(formats)):
-        keeps = body.skip_special_tokens is False
-        make_parser = partial(formats.parser, text, tools, keep_special_tokens=keeps)
         params["skip_special_tokens"] = False  # they are among the marks that the parser reads
-        if "structured_outputs" in params and (end := reasoning_ahead(formats, text)) is not None:
+        end = reasoning_ahead(formats, text) if "structured_outputs" in params else None
+        if end is not None:
             params["structured_outputs"] = {**params["structured_outputs"], "after": end}
+        make_parser = partial(
+            formats.parser,
+            text,
+            tools,
+            keep_special_tokens=body.skip_special_tokens is False,
+            known_only=choice.names is not None,
+            is_held=grammar is not None,
+            awaits_answer=end is not None,
+        )
     ask = Ask(
         front.new_id("chatcmpl"),
         request.scope["state"]["request_id"],
@@ -91,8 +100,9 @@ async def prepare(front: Front, request: Request, body: ChatBody, model: str) ->
         request_options(body, settings, key_name(request.scope)),
         bool(body.stream),
         make_parser,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
     )
-    return Prepared(ask, lambda generation: ChatAnswer(generation, body, model))
+    return Prepared(ask, lambda generation: ChatAnswer(generation, body, model), warnings)
 
 
 class ChatAnswer(Answer):

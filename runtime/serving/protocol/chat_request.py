@@ -39,8 +39,8 @@ def tools_of(front: Front, body: ChatBody) -> tuple[list[Tool], ToolChoice]:
     return left, choice
 
 
-def call_grammar(front: Front, body: ChatBody, tools: list[Tool], choice: ToolChoice) -> str | None:
-    """The grammar that calls are held to; None: the model is free.
+def call_grammar(front: Front, body: ChatBody, tools: list[Tool], choice: ToolChoice) -> tuple[str | None, list[str]]:
+    """The grammar that calls are held to, and what of the tools' schemas it does not say; None: the model is free.
 
     Raises:
         ApiError: 400; calls are to be enforced, which this model's format does not allow.
@@ -48,7 +48,7 @@ def call_grammar(front: Front, body: ChatBody, tools: list[Tool], choice: ToolCh
     assert front.formats is not None
     strict = any(tool.strict for tool in tools)
     if choice.mode != "required" and not strict:
-        return None
+        return None, []
     prepare = partial(embedded_schema, "tools: a schema of parameters", lenient=not strict)
     parallel = body.parallel_tool_calls is not False
     try:
@@ -58,7 +58,29 @@ def call_grammar(front: Front, body: ChatBody, tools: list[Tool], choice: ToolCh
     if grammar is None and choice.mode == "required":
         text = "calls cannot be enforced in this model's format; use tool_choice='auto'"
         refuse("tool_choice", text, "unsupported_parameter")
-    return grammar
+    return grammar, _left_out(front.formats, body, tools, grammar is not None)
+
+
+def _left_out(formats: AnyFormat, body: ChatBody, tools: list[Tool], is_held: bool) -> list[str]:
+    """What of the tools' schemas calls need not fit, though a grammar holds them if ``is_held``.
+
+    Raises:
+        ApiError: 400; a tool is strict, and something of it is left out.
+    """
+    found = []
+    for tool in tools:
+        place = f"tools[{(body.tools or []).index(dict(tool.declaration))}] ({tool.name})"
+        if tool.strict and not is_held:
+            has_grammar = isinstance(formats, Format) and formats.calls is not None and formats.calls.grammar
+            remedy = "use tool_choice='required', or leave strict out" if has_grammar else "leave strict out"
+            text = f"{place} is strict, and calls within text cannot be enforced in this model's format; {remedy}"
+            refuse("tools", text, "unsupported_parameter")
+        parts = formats.left_out(tool) if isinstance(formats, Format) else []
+        if tool.strict and parts:
+            text = f"{place} is strict, and in this model's format these parts of its schema cannot be enforced: "
+            refuse("tools", f"{text}{', '.join(parts)}; change them, or leave strict out", "invalid_schema")
+        found += [f"{place}: {part}" for part in parts]
+    return found
 
 
 def may_reason(formats: AnyFormat) -> bool:
@@ -66,14 +88,19 @@ def may_reason(formats: AnyFormat) -> bool:
     return not isinstance(formats, Format) or formats.reasoning is not None
 
 
-def reasoning_ahead(formats: AnyFormat, prompt: str) -> list[int] | str | None:
-    """What ends the reasoning within which a prompt ends, as token ids or text; None where it does not.
+def reasoning_ahead(formats: AnyFormat, prompt: str) -> str | None:
+    """The text that ends the reasoning within which a prompt ends; None where it does not.
 
     A constraint on the answer begins behind it. A model that would open its reasoning itself answers at once.
+
+    Raises:
+        ApiError: 400; no one text does.
     """
-    if not isinstance(formats, Format) or not formats.reasoning_open(prompt):
-        return None
-    return [formats.reasoning_end_ids[0]] if formats.reasoning_end_ids else formats.reasoning_end[0]
+    try:
+        return formats.reasoning_ahead(prompt)
+    except ValueError as error:
+        remedy = "ask for an answer without reasoning, or leave the constraint out"
+        refuse("response_format", f"{error}, so that no grammar can begin behind it; {remedy}")
 
 
 async def prompt_of(front: Front, body: ChatBody, tools: list[dict[str, Any]] | None, max_model_len: int) -> Prompt:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,10 +24,17 @@ _Body = TypeVar("_Body", bound=RequestBody)
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request that can run: what to ask the engine, and how the answer looks."""
+    """A request that can run.
+
+    Attributes:
+        ask: what to ask the engine.
+        renderer: how the answer looks.
+        warnings: what of its schemas is not enforced, beside what compiling its grammar shows.
+    """
 
     ask: Ask
     renderer: Callable[[Generation], Renderer]
+    warnings: Sequence[str] = ()
 
 
 async def respond(
@@ -58,7 +65,7 @@ async def respond(
         prepared = await prepare(front, request, body, model)
         if (constraint := prepared.ask.params.get("structured_outputs")) is not None:
             warnings = await front.grammars.check(constraint)
-            headers |= _warnings_header(warnings)
+            headers |= _warnings_header([*prepared.warnings, *warnings])
         generation = Generation(front, prepared.ask, watch, state["place"])
         renderer = prepared.renderer(generation)
     except ApiError as error:

@@ -116,7 +116,11 @@ async def prepare(front: Front, request: Request, body: MessagesBody, model: str
     room = front.client.hello.max_model_len - len(ask.prompts[0].token_ids)
     params = {**ask.params, "max_tokens": min(body.max_tokens, room)}
     ask = replace(ask, id=f"msg_{ask.id.partition('-')[2]}", params=params)
-    return Prepared(ask, lambda generation: MessageAnswer(generation, model, body.max_tokens > room))
+    return replace(
+        prepared,
+        ask=ask,
+        renderer=lambda generation: MessageAnswer(generation, model, body.max_tokens > room),
+    )
 
 
 def as_chat(body: CountTokensBody) -> ChatBody:

@@ -117,7 +117,7 @@ async def prepare(front: Front, request: Request, body: ResponsesBody, model: st
         raise _renamed(error) from error
     ask = replace(prepared.ask, id=f"resp_{prepared.ask.id.partition('-')[2]}")
     asked = _repeated(body, model, ask.params)
-    return Prepared(ask, lambda generation: ResponseAnswer(generation, asked))
+    return replace(prepared, ask=ask, renderer=lambda generation: ResponseAnswer(generation, asked))
 
 
 def as_chat(body: ResponsesBody) -> ChatBody:

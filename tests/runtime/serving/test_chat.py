@@ -152,6 +152,9 @@ class Marked:
     def parser(self, prompt_text: str, tools: Any = (), **_: Any) -> MarkedParser:
         return MarkedParser()
 
+    def reasoning_ahead(self, prompt_text: str) -> None:
+        return None
+
     def grammar(self, tools: Any, choice: Any, **_: Any) -> str:
         return f'start: "{choice.mode} {" ".join(tool.name for tool in tools)}"'
 

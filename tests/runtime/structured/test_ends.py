@@ -168,12 +168,32 @@ def test_a_grammar_begins_after_reasoning(after: Any, temperature: float) -> Non
     assert re.search(r"[0-9]{3}$", output.text)
 
 
-def test_the_end_may_come_before_the_grammar_begins() -> None:
-    asked = {"regex": "[0-9]{3}", "after": "</think>"}
-    output = ask("", favouring(EOS), structured_outputs=asked)
-    assert output.token_ids == [EOS] and output.finish_reason == "stop" and output.text == ""
-    output = ask("", favouring(EOS, 40), structured_outputs=asked, min_tokens=4)
-    assert output.token_ids == [40, 40, 40, 40, EOS]
+@pytest.mark.parametrize("options", [{}, {"ignore_eos": True}, {"min_tokens": 4}, {"logprobs": 1}], ids=str)
+@pytest.mark.parametrize("stops", [[], [DIGIT["8"], 10**6]], ids=str)
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_nothing_ends_it_before_the_grammar_begins(options: dict[str, Any], stops: list[int], is_ahead: bool) -> None:
+    """A model that would rather end than go on goes on until the text that the grammar waits for has come."""
+    seven, eight = DIGIT["7"], DIGIT["8"]
+    program = BigramProgram(vocab_size=VOCAB, max_model_len=1000)
+    calls = 0
+
+    def change(logits: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        logits[:] = -torch.inf
+        logits[:, [EOS, eight, 40 if calls < 5 else 30, seven]] = torch.tensor([9.0, 8.0, 7.0, 1.0])
+        return logits
+
+    program.change_logits = change
+    engine = structured_engine(program, async_scheduling=is_ahead)
+    asked = {"regex": "[79]{3}", "after": [30]}
+    output = ask("", engine, structured_outputs=asked, stop_token_ids=stops, **options)
+    first = [40] * 4 if stops else [eight] * 40
+    assert output.token_ids == ([*first, 30, seven, seven, seven] if stops else first)
+    assert output.finish_reason == ("stop" if stops else "length") and output.stop_reason is None
+    calls = 0
+    drawn = ask("", engine, structured_outputs=asked, stop_token_ids=[eight], temperature=0.1, seed=1, **options)
+    assert drawn.token_ids == [40] * 4 + [30, seven, seven, seven] and drawn.finish_reason == "stop"
 
 
 def test_numbers_do_not_go_on_for_ever() -> None:

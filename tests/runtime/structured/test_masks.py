@@ -16,6 +16,7 @@ from torch_pagoda.runtime.structured.masks import MaskPool
 from torch_pagoda.runtime.structured.state import GrammarError, GrammarState
 from torch_pagoda.runtime.structured.vocabulary import Vocabulary, vocabulary_of
 
+from chat_families import chat_tokenizer
 from toy_program import character_tokenizer
 
 TOKENIZER: Any = character_tokenizer()
@@ -115,3 +116,32 @@ def test_restoring_is_consuming(vocabulary: Vocabulary) -> None:
         assert (twin.is_finished, twin.digits_left) == (state.is_finished, state.digits_left)
         if not state.is_finished:
             assert own_mask(twin) == own_mask(state)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_states_that_wait_stand_among_those_that_do_not(
+    vocabulary: Vocabulary, threads: int, two_threads: None
+) -> None:
+    torch.set_num_threads(threads)
+    running = [start(vocabulary, regex="[0-9]{3}"), start(vocabulary, regex="[a-c]")]
+    waiting = [running[0].grammar.start((7, 8), stops) for stops in ((), (9, 10**6))]
+    masks = MaskPool().fill([waiting[0], running[0], waiting[1], running[1]], [False, True, True, False])
+    free = set(range(vocabulary.size)) - {EOS}
+    rows = [[token for token in allowed(row) if token < vocabulary.size] for row in masks]
+    assert set(rows[0]) == free and set(rows[2]) == free - {9}
+    assert [rows[1], rows[3]] == [own_mask(state) for state in running]
+    waiting[0].restore([9, 7, 8])
+    assert allowed(MaskPool().fill(waiting[:1], [False])[0]) == rows[1]
+
+
+@pytest.mark.parametrize("text", ["</think>", "<|im_start|>"])
+def test_a_token_that_a_vocabulary_holds_whole_is_the_text_that_ends_the_wait(text: str) -> None:
+    tokenizer = chat_tokenizer("hermes")
+    grammar = compile_grammar(read_structured_outputs({"regex": "a"}), vocabulary_of(tokenizer))
+    for parts in ([text], list(text)):
+        ids = tokenizer.convert_tokens_to_ids(parts)
+        state, waits = grammar.start(text), []
+        for token in ids:
+            state.consume(token)
+            waits.append(state.is_waiting)
+        assert waits == [True] * (len(ids) - 1) + [False]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import jsonschema
 import pytest
 
-from torch_pagoda.runtime.serving.formats import Format, ToolCall, ToolChoice, check_tools, render, resolve
+from torch_pagoda.runtime.serving.formats import Format, Tool, ToolCall, ToolChoice, check_tools, render, resolve
 
 from chat_families import EOS, FAMILIES, chat_tokenizer
 
@@ -184,3 +187,152 @@ def test_no_grammar_without_tools():
     found, _ = format_and_vocabulary("hermes")
     assert found.grammar(TOOLS, ToolChoice("none")) is None
     assert found.grammar([], ToolChoice("auto")) is None
+
+
+class Held:
+    """A format, a vocabulary and tools: which calls the parser finds in what the grammar takes."""
+
+    def __init__(self, found: Format, vocabulary: Any, tokenizer: Any, tools: list[Tool], mode: str) -> None:
+        grammar = found.grammar(tools, ToolChoice(mode), prepare=lambda s: {**COMPACT, **s})  # type: ignore[arg-type]
+        assert grammar is not None
+        self._matcher = llguidance.LLMatcher(vocabulary, llguidance.LLMatcher.grammar_from_lark(grammar))
+        assert not self._matcher.is_error(), self._matcher.get_error()
+        self._found, self._tokenizer, self._tools = found, tokenizer, tools
+
+    def calls(self, text: str) -> list[ToolCall] | None:
+        """The calls of a text; None where the grammar does not take it."""
+        self._matcher.reset()
+        tokens = self._tokenizer.encode(text, add_special_tokens=False)
+        if self._matcher.try_consume_tokens(tokens) != len(tokens) or not self._matcher.is_accepting():
+            return None
+        parser = self._found.parser("", self._tools, is_held=True)
+        return [event for event in [*parser.feed(text), *parser.finish()] if isinstance(event, ToolCall)]
+
+
+OTHER_OPENERS = {
+    "qwen3_coder": [("<tool_call>\n", ""), ("<tool_call>", "")],
+    "phi4_mini_json": [("functools[", "<|tool_call|>[")],
+    "granite": [("<|tool_call|>[", "<tool_call>["), ("<|tool_call|>[", "[")],
+}
+
+
+@pytest.mark.parametrize("has_added_tokens", [True, False])
+@pytest.mark.parametrize("family", [family for family in WITH if family != "llama3_json"])
+def test_no_call_evades_the_grammar_by_its_spelling(family, has_added_tokens):
+    found, vocabulary = format_and_vocabulary(family)
+    tokenizer = chat_tokenizer(family)
+    if not has_added_tokens:
+        tokenizer = chat_tokenizer("phi4_mini_json")  # which has none but those of conversations
+        found, vocabulary = replace(found, added_tokens={}), format_and_vocabulary("phi4_mini_json")[1]
+    ways = [("", ""), ("\n", ""), ("\n", " "), (" ", ""), *OTHER_OPENERS.get(family, [])]
+    held = Held(found, vocabulary, tokenizer, TOOLS, "auto")
+    schemas = {tool.name: tool.parameters for tool in TOOLS}
+    num_called = 0
+    for calls in ([GOOD[1]], [GOOD[1], GOOD[2]], *([call] for call in BAD), *([GOOD[1], call] for call in BAD)):
+        for old, new in ways:
+            text = written(family, calls)
+            text = text.replace(old, new) if old else text
+            for whole in (text, "Well. " + text, text + " So."):
+                for call in held.calls(whole) or []:
+                    num_called += 1
+                    jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+    assert num_called > 0
+
+
+TAGGED = ("qwen3_coder", "glm45", "glm47", "minimax_m2", "hy_v3", "deepseek_v32", "deepseek_v4")
+
+
+@pytest.mark.parametrize("family", TAGGED)
+def test_no_value_holds_what_comes_after_it(family):
+    """Text that looks like the end of its own argument is that end, for the grammar as for the parser."""
+    found, vocabulary = format_and_vocabulary(family)
+    held = Held(found, vocabulary, chat_tokenizer(family), TOOLS, "auto")
+    good, bad = (written(family, [("weather", {"city": "K", "days": days})]) for days in (3, "x"))
+    cut = good.index("K") + 1
+    for ending in (bad[cut:], bad[cut:].replace("\n", ""), bad[cut:].replace("\n", " ")):
+        text = good[:cut] + ending + good[cut:]
+        assert held.calls(text) is None
+
+
+REFERRED = {"$defs": {"colour": {"enum": ["red", "blue"], "type": "string"}, "loop": {"$ref": "#/$defs/loop"}}}
+VALUES: list[Any] = [
+    "a",
+    "ab",
+    "red",
+    "null",
+    "12",
+    "1.5",
+    "true",
+    '{"a": 1}',
+    "[1]",
+    "",
+    None,
+    12,
+    1.5,
+    True,
+    {"a": 1},
+]
+
+
+@pytest.mark.parametrize("family", TAGGED)
+@pytest.mark.parametrize(
+    ("schema", "left_out", "taken"),
+    [
+        ({}, "", ["a", "null", "12"]),
+        (True, "", ["a"]),
+        (False, "false", []),
+        ({"type": "string", "title": "X", "description": "pattern", "x-order": 1}, "", ["a", "", "12", "null"]),
+        ({"type": "string", "pattern": "^a$", "maxLength": 1}, "pattern maxLength", ["ab"]),
+        ({"type": ["string", "null"]}, "", ["a", "null"]),
+        ({"type": ["string", "integer"], "minimum": 13}, "minimum", ["12"]),
+        ({"type": ["string", "array"], "items": {"type": "string"}}, "items", ["[1]"]),
+        ({"type": "string", "format": "date"}, "format", ["a"]),
+        ({"type": "string", "enum": ["a", "ab"]}, "", ["a", "ab"]),
+        ({"enum": ["a", 12, None, True, {"a": 1}]}, "", ["a", 12, None, True, {"a": 1}]),
+        ({"enum": ["a", "ab"], "maxLength": 1}, "maxLength", ["ab"]),
+        ({"enum": ["a", "ab"], "const": "a"}, "enum const", ["12"]),
+        ({"type": "string", "enum": ["a", 12]}, "type", ["a"]),
+        ({"type": ["string", "number"], "enum": ["a", 12]}, "", ["a", 12]),
+        ({"$ref": "#/$defs/colour"}, "", ["red"]),
+        ({"$ref": "#/$defs/loop"}, "$ref", ["a"]),
+        ({"$ref": "#/$defs/nowhere"}, "$ref", ["a"]),
+        ({"anyOf": [{"$ref": "#/$defs/colour"}, {"type": "null"}], "default": None}, "", ["red", None]),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "", ["a", "null"]),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "object"}]}, "", ["a", "12", '{"a": 1}']),
+        ({"anyOf": [{"type": "string"}, {"enum": [13]}]}, "anyOf", ["12"]),
+        ({"anyOf": [{"$ref": "#/$defs/colour"}, {"type": "integer"}]}, "anyOf", ["a"]),
+        ({"anyOf": [{"type": "string", "maxLength": 1}, {"type": "null"}]}, "maxLength", ["ab"]),
+        ({"anyOf": [{"type": "string"}, {"type": "object", "required": ["b"]}]}, "required", ['{"a": 1}']),
+        ({"anyOf": [{"anyOf": [{"type": "string"}]}, {"type": "null"}]}, "anyOf", ["a"]),
+        ({"oneOf": [{"type": "string"}, {}]}, "oneOf", ["a"]),
+        ({"not": {"const": "a"}}, "not", ["a"]),
+        ({"type": "integer"}, "", [12]),
+    ],
+    ids=str,
+)
+def test_bare_text_fits_its_schema_but_for_what_is_said(family, schema, left_out, taken):
+    parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"], **REFERRED}
+    tools = check_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    found, vocabulary = format_and_vocabulary(family)
+    assert found.left_out(tools[0]) == [f"{word} of 'x'" for word in left_out.split()]
+    held = Held(found, vocabulary, chat_tokenizer(family), tools, "required")
+    for value in VALUES:
+        calls = held.calls(written(family, [("f", {"x": value})]))
+        assert calls or value not in taken, value
+        if calls and not left_out:
+            jsonschema.validate(json.loads(calls[0].arguments), parameters)
+
+
+@pytest.mark.parametrize(
+    ("root", "left_out"),
+    [
+        ({"type": "object", "properties": {}, "required": ["x"], "additionalProperties": False}, ["false of 'x'"]),
+        ({"properties": {"x": {"type": "string"}}, "additionalProperties": {"type": "string"}, "title": "T"}, []),
+        ({"anyOf": [{"required": ["x"]}], "minProperties": 1}, ["anyOf", "minProperties"]),
+        ({"patternProperties": {"x": {}}, "$ref": "#"}, ["patternProperties", "$ref"]),
+    ],
+)
+def test_parts_of_the_arguments_schema_that_tags_do_not_say(root, left_out):
+    found, _ = format_and_vocabulary("glm47")
+    (tool,) = check_tools([{"type": "function", "function": {"name": "f", "parameters": root}}])
+    assert found.left_out(tool) == left_out

@@ -84,7 +84,18 @@ def test_whether_reasoning_is_open_follows_from_the_prompt(end, is_open):
     assert found.reasoning_open(prompt) is is_open
     assert found.parser(prompt, TOOLS).reasoning_open is is_open
     assert found.reasoning_end == ("</think>",)
-    assert found.reasoning_end_ids == (chat_tokenizer("hermes").convert_tokens_to_ids("</think>"),)
+    assert found.reasoning_ahead(prompt) == ("</think>" if is_open else None)
+
+
+def test_a_grammar_that_waits_waits_for_one_end():
+    found = resolve("granite", chat_tokenizer("granite"), None, reasoning_parser="granite")
+    prompt = "<|im_start|>assistant\nHere is my thought process:"
+    assert isinstance(found, Format) and found.reasoning_ahead(prompt) == "Here is my response:"
+    text = "Hm. Here's my response: no. Here is my response: yes"
+    for awaits, thought, said in ((False, "Hm.", "no. Here is my response: yes"), (True, text[:27], "yes")):
+        parser = found.parser(prompt, awaits_answer=awaits)
+        events = merge_events([*parser.feed(text), *parser.finish()])
+        assert events == [ReasoningDelta(thought), ContentDelta(said)]
 
 
 def test_special_tokens_are_no_part_of_an_answer():
@@ -162,6 +173,9 @@ def test_a_template_that_the_tokenizer_brings(template, text, expected, malforme
         assert (merge_events([*events, *parser.finish()]), parser.malformed) == (expected, malformed)
     parser = found.parser("<|im_start|>assistant\n<think>\n", TOOLS)
     assert parser.reasoning_open
+    assert found.reasoning_ahead("<|im_start|>assistant\n<think>\n") == "</think>"
+    for ended in ("", "<think>\n</think>\n"):
+        assert found.reasoning_ahead(f"<|im_start|>assistant\n{ended}") is None
     assert parser.feed("hm") == [ReasoningDelta("hm")]
 
 

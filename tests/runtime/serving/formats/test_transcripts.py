@@ -277,6 +277,28 @@ def test_a_malformed_call_is_content(tool_parser, text, expected):
         check(tool_parser, text, expected, malformed=1)
 
 
+ARRAYS = {
+    "mistral": "[TOOL_CALLS]" + json.dumps([{"name": "now"}, {"name": "weather", "arguments": CITY}]),
+    "hermes": "<tool_call>" + json.dumps([{"name": "now"}, {"name": "weather", "arguments": CITY}]) + "</tool_call>",
+    "lfm2": "<|tool_call_start|>[now(), weather(city='Köln')]<|tool_call_end|>",
+}
+
+
+@pytest.mark.parametrize("tool_parser", ARRAYS)
+def test_an_array_holds_calls_or_is_content(tool_parser):
+    text = ARRAYS[tool_parser]
+    for known_only in (False, True):
+        check(tool_parser, text + " So.", [NOW, WEATHER, "So."], known_only=known_only)
+    other = text.replace("weather", "other")
+    check(tool_parser, other + " So.", [NOW, ("other", CITY), "So."])
+    check(tool_parser, other + " So.", [other + " So."], 1, known_only=True)
+    if tool_parser != "lfm2":  # whose names are Python's
+        nameless = text.replace("weather", "<>")
+        check(tool_parser, nameless + " So.", [nameless + " So."], 1)
+    empty = text[: text.index("[", 1) + 1] + "]" + text[text.rindex("]") + 1 :]
+    check(tool_parser, empty + " So.", [empty + " So."], 1)
+
+
 @pytest.mark.parametrize(
     "schema", [{"type": 5}, {"type": {"object": 1}}, {"type": [5, []]}, {"anyOf": [{"type": 5}]}]
 )
