@@ -271,6 +271,7 @@ class Submission:
                     self.prompt_token_ids,
                     own.stop_automaton,
                     skip_special_tokens=own.skip_special_tokens,
+                    kept_special_token_ids=own.kept_special_token_ids,
                     include_stop=own.include_stop_str_in_output,
                 )
             request = options.request(name, self.prompt_token_ids, own, self.arrival_time)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
+from .special_tokens import special_tokens
 from .stop_strings import StopStrings
 
 _REPLACEMENT = "\ufffd"
@@ -38,6 +39,7 @@ class Detokenizer:
         prompt_token_ids: the tokens before the completion; the last few are read.
         stop: strings that end the text; the earliest occurrence counts, the text ends before it.
         skip_special_tokens: special tokens have no text.
+        kept_special_token_ids: but for these; None: none of them has.
         include_stop: the text ends after the stop string.
     """
 
@@ -48,10 +50,15 @@ class Detokenizer:
         stop: StopStrings | None = None,
         *,
         skip_special_tokens: bool = True,
+        kept_special_token_ids: Collection[int] | None = None,
         include_stop: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._left_out: Collection[int] = ()
+        if skip_special_tokens and kept_special_token_ids is not None:
+            self._skip_special_tokens = False
+            self._left_out = special_tokens(tokenizer).keys() - set(kept_special_token_ids)
         self._include_stop = include_stop
         self._stop = stop
         self._start_window = [int(token) for token in prompt_token_ids[-_CONTEXT:]]
@@ -124,6 +131,8 @@ class Detokenizer:
         return str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
 
     def _decode(self, token_ids: list[int]) -> str:
+        if self._left_out:
+            token_ids = [token for token in token_ids if token not in self._left_out]
         if not token_ids:
             return ""
         text = self._tokenizer.decode(

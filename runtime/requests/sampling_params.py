@@ -64,6 +64,8 @@ class SamplingParams:
         prompt_logprobs: the log-probability of each prompt token but the first, and so many most likely tokens
             in its place; None reports nothing.
         skip_special_tokens: leave special tokens out of the text.
+        kept_special_token_ids: special tokens that are text all the same, as those are that mark a tool call; None:
+            none is.
         include_stop_str_in_output: the text ends with the stop string that ended it, or with that of the stop or
             end-of-sequence token, unless that is special and skipped.
         structured_outputs: the form of the output, as one of ``{"json": schema}``, ``{"json_object": True}``,
@@ -98,6 +100,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    kept_special_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False
     structured_outputs: Mapping[str, Any] | None = field(default=None, hash=False)
 
@@ -193,6 +196,8 @@ class SamplingParams:
                 )
             put("allowed_token_ids", tuple(dict.fromkeys(allowed)))
             put("allowed_ids", np.array(self.allowed_token_ids, np.int64))
+        if self.kept_special_token_ids is not None:
+            put("kept_special_token_ids", token_ids("kept_special_token_ids", self.kept_special_token_ids))
         if self.structured_outputs is not None:
             put("asked_output", read_structured_outputs(self.structured_outputs))
             put("structured_outputs", plain_json("structured_outputs", self.structured_outputs))

@@ -59,7 +59,7 @@ class Settings:
         body_timeout: seconds from there to the end of its body.
         keep_alive_timeout: seconds for which an idle connection stays open.
         request_timeout: seconds after which a request ends as it is; None: never. Requests may ask for less.
-        stream_stall_timeout: seconds after which a stream is cut whose reader takes nothing.
+        stream_stall_timeout: seconds after which an answer is cut whose reader takes nothing.
         sse_ping: seconds without news after which a stream sends a comment.
         engine_silence: seconds without a word of a busy engine after which ``/health`` says so.
         shutdown_timeout: seconds that SIGTERM leaves to what is under way.

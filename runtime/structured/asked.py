@@ -25,6 +25,7 @@ MAX_AFTER = 64
 """Tokens, or characters, of what a grammar begins after."""
 
 _REMEDY = "use one of " + ", ".join(KINDS)
+_OPTIONS = ", ".join(OPTIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,9 @@ def read_structured_outputs(value: object) -> AskedOutput:
         raise ValueError(f'structured_outputs={shown(value)} is not a mapping; use one such as {{"regex": "[0-9]+"}}')
     for name in value:
         if name not in KINDS and name not in OPTIONS:
-            raise ValueError(f"structured_outputs has {shown(name)}, which is not known; {_REMEDY}")
+            raise ValueError(
+                f"structured_outputs has {shown(name)}, which is not known; {_REMEDY}, with {_OPTIONS} beside it"
+            )
     kinds = [kind for kind in KINDS if value.get(kind) is not None]
     if len(kinds) != 1:
         found = " and ".join(kinds) or "nothing"

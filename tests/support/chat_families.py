@@ -198,8 +198,8 @@ def chat_template(family: str) -> str:
 
 
 @cache
-def chat_tokenizer(family: str) -> Any:
-    """A tokenizer whose tokens are bytes and the family's marks, with its template."""
+def chat_tokenizer(family: str, special_marks: bool = False) -> Any:
+    """A tokenizer whose tokens are bytes and the family's marks, which may be special tokens, with its template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -207,7 +207,7 @@ def chat_tokenizer(family: str) -> Any:
     backend.add_special_tokens([EOS, "<|im_start|>"])
     _, marks = _CALLS[family]
     think = [mark.strip() for mark in _THINK.get(family, ("<think>", "</think>")) if " " not in mark]
-    backend.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in (*marks, *think)])
+    backend.add_tokens([AddedToken(mark, special=special_marks, normalized=False) for mark in (*marks, *think)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS)
     tokenizer.chat_template = chat_template(family)
     return tokenizer

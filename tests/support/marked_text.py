@@ -60,6 +60,9 @@ class MarkedFormats:
     def __init__(self) -> None:
         self.choices: list[str] = []
 
+    def kept_special_token_ids(self, stop: Sequence[str] = ()) -> list[int]:
+        return []
+
     def parser(self, prompt_text: str, tools: Sequence[Tool] = (), **_: Any) -> MarkedParser:
         return MarkedParser()
 

@@ -12,14 +12,19 @@ from .parser import CallMarks, Reasoning, indexed_id, short_random_id
 from .tagged_calls import hunyuan, invocations, read_function_tags, read_glm
 
 _DSML = "｜DSML｜"
+_KEYED = ("<arg_key", "</arg_key", "<arg_value", "</arg_value")
 _MINIMAX_M2 = ("<minimax:tool_call>", "</minimax:tool_call>")
 
 _HERMES = CallSyntax(
-    CallMarks(marked(("<tool_call>", "</tool_call>")), ("<tool_call>",)),
+    CallMarks(marked(("<tool_call>", "</tool_call>")), ("<tool_call>",), inside=("</tool_call>",)),
     CallGrammar(json_body(), "<tool_call>\n", "\n</tool_call>", between="\n"),
 )
 _FUNCTION_TAGS = CallSyntax(
-    CallMarks(read_function_tags, ("<tool_call>", "<function=")),
+    CallMarks(
+        read_function_tags,
+        ("<tool_call>", "<function="),
+        inside=("</tool_call>", "</function>", "<parameter=", "</parameter>"),
+    ),
     CallGrammar(
         TaggedBody("<function={}>\n", "<parameter={}>\n", "\n</parameter>\n"),
         "<tool_call>\n",
@@ -38,7 +43,11 @@ def _deepseek_dsml(section: str) -> CallSyntax:
         f'<{_DSML}parameter name="{{}}" string="true">',
     )
     return CallSyntax(
-        CallMarks(invocations(opener, closer, _DSML), (opener,)),
+        CallMarks(
+            invocations(opener, closer, _DSML),
+            (opener,),
+            inside=(closer, f"</{_DSML}invoke>", body.name, body.closer),
+        ),
         CallGrammar(body, "", f"</{_DSML}invoke>\n", f"{opener}\n", closer),
     )
 
@@ -46,8 +55,9 @@ def _deepseek_dsml(section: str) -> CallSyntax:
 def hunyuan_syntax(suffix: str = "") -> CallSyntax:
     """Hunyuan's notation; some tokenizers have a suffix in all of its tags, such as ``:opensource``."""
     key, value = f"<arg_key{suffix}>{{}}</arg_key{suffix}>\n<arg_value{suffix}>", f"</arg_value{suffix}>\n"
+    inside = ("</tool_calls", "<tool_call", "</tool_call", "<tool_sep", *_KEYED)
     return CallSyntax(
-        CallMarks(hunyuan(suffix), (f"<tool_calls{suffix}>",)),
+        CallMarks(hunyuan(suffix), (f"<tool_calls{suffix}>",), inside=tuple(f"{tag}{suffix}>" for tag in inside)),
         CallGrammar(
             TaggedBody(f"{{}}<tool_sep{suffix}>\n", key, value),
             f"<tool_call{suffix}>",
@@ -61,13 +71,18 @@ def hunyuan_syntax(suffix: str = "") -> CallSyntax:
 def _glm(line: str) -> CallSyntax:
     body = TaggedBody(f"{{}}{line}", f"<arg_key>{{}}</arg_key>{line}<arg_value>", f"</arg_value>{line}")
     return CallSyntax(
-        CallMarks(read_glm, ("<tool_call>",)), CallGrammar(body, "<tool_call>", "</tool_call>", between=line)
+        CallMarks(read_glm, ("<tool_call>",), inside=("</tool_call>", *(f"{tag}>" for tag in _KEYED))),
+        CallGrammar(body, "<tool_call>", "</tool_call>", between=line),
     )
 
 
 def _deepseek_json(between: str, before: str = "", after: str = "", fenced: bool = False) -> CallSyntax:
     return CallSyntax(
-        CallMarks(deepseek(fenced), ("<｜tool▁calls▁begin｜>",)),
+        CallMarks(
+            deepseek(fenced),
+            ("<｜tool▁calls▁begin｜>",),
+            inside=("<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+        ),
         CallGrammar(
             named_body(between, before, after),
             "<｜tool▁call▁begin｜>",
@@ -79,8 +94,10 @@ def _deepseek_json(between: str, before: str = "", after: str = "", fenced: bool
     )
 
 
+_MISTRAL_MARKS = CallMarks(read_mistral, ("[TOOL_CALLS]",), inside=("[ARGS]", "[CALL_ID]"))
+
 MISTRAL_ARRAY = CallSyntax(
-    CallMarks(read_mistral, ("[TOOL_CALLS]",)),
+    _MISTRAL_MARKS,
     CallGrammar(json_body(), "", "", "[TOOL_CALLS][", "]", ", "),
     short_random_id,
 )
@@ -89,7 +106,11 @@ MISTRAL_ARRAY = CallSyntax(
 TOOL_PARSERS: Mapping[str, CallSyntax] = {
     "qwen3_coder": _FUNCTION_TAGS,
     "minimax_m2": CallSyntax(
-        CallMarks(invocations(*_MINIMAX_M2), _MINIMAX_M2[:1]),
+        CallMarks(
+            invocations(*_MINIMAX_M2),
+            _MINIMAX_M2[:1],
+            inside=(_MINIMAX_M2[1], "<invoke name=", "</invoke>", "<parameter name=", "</parameter>"),
+        ),
         CallGrammar(
             TaggedBody('<invoke name="{}">\n', '<parameter name="{}">', "</parameter>\n"),
             "",
@@ -98,14 +119,25 @@ TOOL_PARSERS: Mapping[str, CallSyntax] = {
             _MINIMAX_M2[1],
         ),
     ),
-    "minimax_m3": CallSyntax(CallMarks(read_minimax_m3, ("]<]minimax[>[<tool_call>",))),
+    "minimax_m3": CallSyntax(
+        CallMarks(
+            read_minimax_m3, ("]<]minimax[>[<tool_call>",), inside=("</tool_call>", "<invoke name=", "</invoke>")
+        )
+    ),
     "glm45": _glm("\n"),
     "glm47": _glm(""),
-    "mistral": CallSyntax(
-        CallMarks(read_mistral, ("[TOOL_CALLS]",)), CallGrammar(named_body("[ARGS]"), "[TOOL_CALLS]"), short_random_id
-    ),
+    "mistral": CallSyntax(_MISTRAL_MARKS, CallGrammar(named_body("[ARGS]"), "[TOOL_CALLS]"), short_random_id),
     "kimi_k2": CallSyntax(
-        CallMarks(read_kimi, ("<|tool_calls_section_begin|>",)),
+        CallMarks(
+            read_kimi,
+            ("<|tool_calls_section_begin|>",),
+            inside=(
+                "<|tool_calls_section_end|>",
+                "<|tool_call_begin|>",
+                "<|tool_call_argument_begin|>",
+                "<|tool_call_end|>",
+            ),
+        ),
         CallGrammar(
             named_body("<|tool_call_argument_begin|>", "functions.", indexed=True),
             "<|tool_call_begin|>",
@@ -115,8 +147,8 @@ TOOL_PARSERS: Mapping[str, CallSyntax] = {
         ),
         indexed_id,
     ),
-    "lfm2": CallSyntax(CallMarks(read_lfm2, ("<|tool_call_start|>",))),
-    "gemma4": CallSyntax(CallMarks(read_gemma, ("<|tool_call>",))),
+    "lfm2": CallSyntax(CallMarks(read_lfm2, ("<|tool_call_start|>",), inside=("<|tool_call_end|>",))),
+    "gemma4": CallSyntax(CallMarks(read_gemma, ("<|tool_call>",), inside=("<tool_call|>", '<|"|>'))),
     "hy_v3": hunyuan_syntax(),
     "step3p5": _FUNCTION_TAGS,
     "hermes": _HERMES,
@@ -135,7 +167,11 @@ TOOL_PARSERS: Mapping[str, CallSyntax] = {
         CallGrammar(json_body(), "", "", "<|tool_call|>[", "]", ", "),
     ),
     "phi4_mini_json": CallSyntax(
-        CallMarks(marked(("functools", ""), ("<|tool_call|>", "<|/tool_call|>")), ("functools[", "<|tool_call|>")),
+        CallMarks(
+            marked(("functools", ""), ("<|tool_call|>", "<|/tool_call|>")),
+            ("functools[", "<|tool_call|>"),
+            inside=("<|/tool_call|>",),
+        ),
         CallGrammar(json_body(), "", "", "functools[", "]", ", "),
     ),
 }

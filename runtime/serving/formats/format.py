@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 from .events import Event
@@ -67,7 +68,7 @@ class Format:
         calls: how tool calls are written; None: the model is not known to write any.
         reasoning: how reasoning is marked, or None.
         answer_begins: what the chat template writes where an answer begins, without marks of reasoning; may be "".
-        dropped: special tokens, which are no part of an answer.
+        special_tokens: text of each special token by its id.
         added_tokens: id of each token that the tokenizer holds whole.
     """
 
@@ -75,7 +76,7 @@ class Format:
     calls: CallSyntax | None = None
     reasoning: Reasoning | None = None
     answer_begins: str = ""
-    dropped: tuple[str, ...] = ()
+    special_tokens: Mapping[int, str] = field(default_factory=dict)
     added_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -92,12 +93,24 @@ class Format:
         """The text that ends the reasoning within which a prompt ends; None where it does not."""
         return self.reasoning_end[0] if self.reasoning_open(prompt_text) else None
 
+    def kept_special_token_ids(self, stop: Sequence[str] = ()) -> list[int] | None:
+        """Special tokens that the parser has to read, or that belong to a stop string; the others have no text."""
+        in_stop = (token_id for token_id, text in self.special_tokens.items() if any(text in end for end in stop))
+        return sorted({*self._marking_ids, *in_stop})
+
+    @cached_property
+    def _marking_ids(self) -> frozenset[int]:
+        """Special tokens that are part of a mark, or hold one."""
+        calls = (*self.calls.marks.open, *self.calls.marks.inside) if self.calls else ()
+        marks = (*calls, *((*self.reasoning.open, *self.reasoning.close) if self.reasoning else ()))
+        texts = self.special_tokens.items()
+        return frozenset(token_id for token_id, text in texts if any(text in mark or mark in text for mark in marks))
+
     def parser(
         self,
         prompt_text: str,
         tools: Sequence[Tool] = (),
         *,
-        keep_special_tokens: bool = False,
         make_id: MakeId | None = None,
         known_only: bool = False,
         is_held: bool = False,
@@ -108,7 +121,6 @@ class Format:
         Args:
             prompt_text: whether its end lies within reasoning is seen from it.
             tools: that may be called; without any, calls are not looked for.
-            keep_special_tokens: those that mark nothing stay in the text.
             make_id: in place of the format's own.
             known_only: calls of functions other than these are malformed.
             is_held: ``grammar`` holds the completion: only what it takes for a call is one.
@@ -122,7 +134,6 @@ class Format:
             reasoning,
             (calls.held_marks if is_held else calls.marks) if calls else None,
             tools,
-            () if keep_special_tokens else self.dropped,
             end is not None,
             make_id or (calls.make_id if calls else None),
             known_only,

@@ -61,12 +61,15 @@ class TemplateFormat:
         """Whether tool calls are found."""
         return self._field is not None
 
+    def kept_special_token_ids(self, stop: Sequence[str] = ()) -> list[int] | None:
+        """None: any special token may be part of the template's patterns."""
+        return None
+
     def parser(
         self,
         prompt_text: str,
         tools: Sequence[Tool] = (),
         *,
-        keep_special_tokens: bool = False,
         make_id: MakeId | None = None,
         known_only: bool = False,
         **options: Any,

@@ -52,11 +52,13 @@ class CallMarks:
         read: the reader.
         open: any of them begins calls, wherever it stands.
         open_at_start: any of them begins calls where nothing but white space, reasoning and calls came before.
+        inside: further marks that the reader looks for, as far as they may be special tokens or hold some.
     """
 
     read: CallReader
     open: tuple[str, ...]
     open_at_start: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
 
 
 class Parser:
@@ -68,7 +70,6 @@ class Parser:
         reasoning: its marks, or None.
         calls: their marks, or None where calls are not looked for.
         tools: that may be called.
-        dropped: texts that are no part of the answer: special tokens.
         reasoning_open: the prompt ends within reasoning.
         make_id: ids of calls for which the model writes none.
         known_only: calls of other functions are malformed.
@@ -82,7 +83,6 @@ class Parser:
         reasoning: Reasoning | None,
         calls: CallMarks | None,
         tools: Sequence[Tool] = (),
-        dropped: Sequence[str] = (),
         reasoning_open: bool = False,
         make_id: MakeId | None = None,
         known_only: bool = False,
@@ -106,10 +106,10 @@ class Parser:
         at_start = (*openers, *(calls.open_at_start if calls else ()), *self._reasoning.open, *self._reasoning.close)
         in_content = (*openers, *(self._reasoning.open if self._reasoning.anywhere else ()))
         in_reasoning = (*self._reasoning.close, *(openers if self._reasoning.ended_by_calls else ()))
-        self._watched_at_start = _watch((*at_start, *dropped))
-        self._watched_in_content = _watch((*in_content, *dropped))
-        self._watched_in_reasoning = _watch((*in_reasoning, *dropped))
-        self._watched_at_start_of_reasoning = _watch((*self._reasoning.open, *in_reasoning, *dropped))
+        self._watched_at_start = _watch(at_start)
+        self._watched_in_content = _watch(in_content)
+        self._watched_in_reasoning = _watch(in_reasoning)
+        self._watched_at_start_of_reasoning = _watch((*self._reasoning.open, *in_reasoning))
 
     def feed(self, text: str) -> list[Event]:
         """Events that the next text brings."""
@@ -196,7 +196,7 @@ class Parser:
         self._turn(False)
         self._called, self._unread = True, source.pos
         for call in calls:
-            own_id = call.id or self._make_id(call.name, self._num_calls)
+            own_id = whole_characters(call.id or self._make_id(call.name, self._num_calls))
             out.append(ToolCall(own_id, call.name, dump(call.arguments)))
             self._num_calls += 1
         return True
@@ -282,18 +282,18 @@ class _Watch:
 
 @lru_cache(maxsize=64)
 def _watch(marks: tuple[str, ...]) -> _Watch:
-    """The same for all completions of a format: vocabularies hold a thousand special tokens."""
+    """The same for all completions of a format."""
     return _Watch(marks)
 
 
 def dump(arguments: object) -> str:
-    """JSON text; what UTF-8 cannot hold is escaped."""
-    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return json.dumps(arguments, allow_nan=False)
-    return text
+    """JSON text of whole characters; see ``whole_characters``."""
+    return whole_characters(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+
+
+def whole_characters(text: str) -> str:
+    """The text with U+FFFD in place of each half of a surrogate pair, which neither UTF-8 nor many clients take."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def random_id(name: str, index: int) -> str:

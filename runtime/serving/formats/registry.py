@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from ...requests.special_tokens import special_tokens
 from .events import ContentDelta, ToolCall
 from .families import (
     MISTRAL_ARRAY,
@@ -110,7 +111,7 @@ def resolve(
         calls=calls,
         reasoning=reasoning,
         answer_begins=_answer_begins(facts, reasoning),
-        dropped=_dropped(tokenizer, calls, reasoning),
+        special_tokens=special_tokens(tokenizer),
         added_tokens=added,
     )
 
@@ -182,15 +183,6 @@ def _answer_begins(facts: TemplateFacts, reasoning: Reasoning | None) -> str:
     for mark in (*reasoning.open, *reasoning.close) if reasoning else ():
         prompt = prompt.partition(mark.rstrip())[0]
     return prompt.rstrip()
-
-
-def _dropped(tokenizer: Any, calls: CallSyntax | None, reasoning: Reasoning | None) -> tuple[str, ...]:
-    """Texts of special tokens, but for those that mark something."""
-    special = [str(token) for token in getattr(tokenizer, "all_special_tokens", ())]
-    decoder = getattr(tokenizer, "added_tokens_decoder", {})
-    special += [token.content for token in decoder.values() if getattr(token, "special", False)]
-    marks = (*(calls.marks.open if calls else ()), *((*reasoning.open, *reasoning.close) if reasoning else ()))
-    return tuple(t for t in dict.fromkeys(special) if t and all(t not in mark and mark not in t for mark in marks))
 
 
 def _added_tokens(tokenizer: Any) -> dict[str, int]:

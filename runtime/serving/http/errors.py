@@ -83,7 +83,8 @@ def from_value_error(error: ValueError) -> ApiError:
     """A 400 from an error of the house, whose text begins with the argument's name."""
     text = str(error)
     head = text.split("=", 1)[0].split(" ", 1)[0].split("[", 1)[0].rstrip(":")
-    return ApiError(400, "invalid_value", text, param=head if head.isidentifier() else None)
+    is_name = all(part.isidentifier() for part in head.split("."))
+    return ApiError(400, "invalid_value", text, param=head if is_name else None)
 
 
 def internal_error(error: BaseException, request_id: str | None = None) -> ApiError:

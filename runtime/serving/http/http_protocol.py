@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from ..settings import Settings
 from .errors import ApiError
@@ -23,12 +23,17 @@ _RESET = struct.pack("ii", 1, 0)
 BODY_GRACE = 5.0
 """Seconds after ``body_timeout`` in which the application answers 408 itself."""
 
+MIN_TAKEN = 48 * 1024
+"""Bytes of a full write buffer that a reader takes within ``stream_stall_timeout``: from its high water (64 KiB) to
+its low one (16 KiB), where writing goes on."""
+
 
 def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
     """The class of a server's connections.
 
-    It ends connections whose headers or bodies take too long and refuses more than ``max_connections``, and puts
-    ``abort`` into ``scope["state"]``: a function that drops the connection with all that it still has to send.
+    It ends connections whose headers or bodies take too long, or whose reader takes next to nothing, and refuses
+    more than ``max_connections``. It puts ``abort`` into ``scope["state"]``: a function that drops the connection
+    with all that it still has to send.
     """
 
     class HttpProtocol(HttpToolsProtocol):
@@ -36,6 +41,8 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
 
         _timer: asyncio.TimerHandle | None = None
         _last_timer: asyncio.TimerHandle | None = None
+        _reader_timer: asyncio.TimerHandle | None = None
+        _running: RequestResponseCycle | None = None
         _is_lost = False
         _in_message = False
         _in_body = False
@@ -56,9 +63,14 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._disarm()
+            self._stop_watching_reader()
             self._is_lost = True
             if self._last_timer is not None:
                 self._last_timer.cancel()  # it would keep a connection that is gone in memory
+            self._unset_keepalive_if_required()  # likewise
+            if self._running is not None and not self._running.response_complete:
+                self._running.disconnected = True  # uvicorn tells the last request alone, which may wait behind it
+                self._running.message_event.set()
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
@@ -90,6 +102,10 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
             self._head_bytes = 0
             super().on_message_complete()
 
+        def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+            self._running = cycle
+            super()._start_asgi_task(cycle, app)
+
         @property
         def _answering(self) -> bool:
             """An answer is under way, behind which the next request waits."""
@@ -102,18 +118,42 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
             if self.transport.is_closing():
                 self._abort_later()
 
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._watch_reader()
+
+        def resume_writing(self) -> None:
+            self._stop_watching_reader()
+            super().resume_writing()
+
+        def _watch_reader(self) -> None:
+            """Drop the connection if its peer takes less than ``MIN_TAKEN`` until the time is over; else go on."""
+            left = self.transport.get_write_buffer_size()
+            self._reader_timer = self.loop.call_later(settings.stream_stall_timeout, self._look_at_reader, left)
+
+        def _look_at_reader(self, before: int) -> None:
+            if before - self.transport.get_write_buffer_size() < MIN_TAKEN:
+                self._drop()
+            else:
+                self._watch_reader()
+
+        def _stop_watching_reader(self) -> None:
+            if self._reader_timer is not None:
+                self._reader_timer.cancel()
+                self._reader_timer = None
+
         def timeout_keep_alive_handler(self) -> None:
             super().timeout_keep_alive_handler()
             self._abort_later()
 
         def send_400_response(self, msg: str) -> None:
-            if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
-                self.transport.abort()  # an answer is under way, into which no other can be written
-                return
             self._answer(ApiError(400, "invalid_http", "This is not a request of HTTP/1.1."))
 
         def _answer(self, error: ApiError) -> None:
             """Write an answer without the application, and close."""
+            if self._running is not None and self._running.response_started and not self._running.response_complete:
+                self.transport.abort()  # an answer is under way, into which no other can be written
+                return
             body = msgspec.json.encode(error.body())
             headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
             lines = [f"{name}: {value}\r\n".encode() for name, value in {**headers, **(error.headers or {})}.items()]
@@ -148,9 +188,6 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
         def _too_slow(self) -> None:
             self._timer = None
             if self.transport.is_closing():
-                return
-            if self._answering and self.cycle.response_started:
-                self.transport.abort()  # nothing can be written into an answer
                 return
             self._answer(ApiError(408, "request_timeout", "The request did not come within the time for it."))
 

@@ -14,6 +14,7 @@ from ...requests.checks import shown
 from ..engine_process.wire import TokenLogprob
 from ..formats.events import ToolCall
 from ..formats.format import AnswerParser
+from ..formats.registry import AnyFormat
 from ..generation.front import Front, key_name
 from ..generation.generate import Ask, Generation, Piece
 from ..generation.logprobs import chat_logprobs, prompt_logprobs
@@ -79,15 +80,14 @@ async def prepare(front: Front, request: Request, body: ChatBody, model: str) ->
     formats = front.formats
     make_parser: Callable[[], AnswerParser] | None = None
     if formats is not None and (tools or may_reason(formats)):
-        params["skip_special_tokens"] = False  # they are among the marks that the parser reads
+        params |= _marks_in_text(formats, body.stop)
         end = reasoning_ahead(formats, text) if "structured_outputs" in params else None
         if end is not None:
-            params["structured_outputs"] = {**params["structured_outputs"], "after": end}
+            params["structured_outputs"] = {"after": end, **params["structured_outputs"]}
         make_parser = partial(
             formats.parser,
             text,
             tools,
-            keep_special_tokens=body.skip_special_tokens is False,
             known_only=choice.names is not None,
             is_held=grammar is not None,
             awaits_answer=end is not None,
@@ -103,6 +103,12 @@ async def prepare(front: Front, request: Request, body: ChatBody, model: str) ->
         parallel_tool_calls=body.parallel_tool_calls is not False,
     )
     return Prepared(ask, lambda generation: ChatAnswer(generation, body, model), warnings)
+
+
+def _marks_in_text(formats: AnyFormat, stop: str | list[str] | None) -> dict[str, Any]:
+    """Parameters with which special tokens have text that the parser, or the request's stop strings, look for."""
+    kept = formats.kept_special_token_ids([stop] if isinstance(stop, str) else stop or [])
+    return {"skip_special_tokens": False} if kept is None else {"kept_special_token_ids": kept}
 
 
 class ChatAnswer(Answer):

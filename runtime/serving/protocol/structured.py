@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...requests.checks import shown
+from ...structured.asked import KINDS
 from ..http.errors import refuse
 
 if TYPE_CHECKING:
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 256 * 1024
 """Of a schema or grammar."""
-
-KINDS = ("json", "regex", "choice", "grammar", "structural_tag", "json_object")
 
 _OTHER_NAMES = {
     "guided_json": "json",
@@ -31,7 +30,7 @@ _OTHER_NAMES = {
 
 
 def structured_outputs(body: GenerationBody) -> dict[str, Any] | None:
-    """The constraint that a request asks for, ``{kind: value}``; None: none.
+    """The constraint that a request asks for, ``{kind: value}`` and options, not checked further; None: none.
 
     ``{"json": schema}`` has ``"strict"`` beside it: whether the client insists on every keyword.
 
@@ -86,11 +85,10 @@ def _of_own(value: dict[str, Any]) -> dict[str, Any] | None:
     kinds = [key for key in given if key in KINDS]
     if len(kinds) != 1:
         refuse("structured_outputs", f"structured_outputs={shown(sorted(given))}: give one of {', '.join(KINDS)}")
-    (kind,) = kinds
-    if kind == "json":
-        return {"json": _schema(given[kind], "structured_outputs.json"), "strict": given.get("strict") is True}
-    strict = {"strict": given["strict"] is True} if "strict" in given else {}
-    return {kind: given[kind], **strict}
+    if "json" in given:
+        given["json"] = _schema(given["json"], "structured_outputs.json")
+        given.setdefault("strict", False)
+    return given
 
 
 def _schema(value: Any, name: str) -> Any:

@@ -48,6 +48,14 @@ def generated(engine: Engine, **options: Any) -> tuple[str, int]:
         ({"skip_special_tokens": False}, ("ab<s>cdefg", 9)),
         ({"skip_special_tokens": False, "include_stop_str_in_output": True}, ("ab<s>cdefg</s>", 9)),
         ({"include_stop_str_in_output": True}, ("abcdefg", 9)),  # </s> is special
+        ({"kept_special_token_ids": []}, ("abcdefg", 9)),
+        ({"kept_special_token_ids": [BEGIN], "ignore_eos": True}, ("ab<s>cdefghi", 11)),
+        ({"kept_special_token_ids": [END], "include_stop_str_in_output": True}, ("abcdefg</s>", 9)),
+        ({"kept_special_token_ids": [BEGIN], "stop": "<s>c"}, ("ab", 4)),
+        (
+            {"kept_special_token_ids": [BEGIN], "skip_special_tokens": False, "ignore_eos": True},
+            ("ab<s>cdefg</s>hi", 11),
+        ),
         ({"ignore_eos": True}, ("abcdefghi", 11)),
         ({"ignore_eos": True, "skip_special_tokens": False}, ("ab<s>cdefg</s>hi", 11)),
         ({"stop": "de"}, ("abc", 6)),
@@ -70,6 +78,11 @@ def test_a_stop_string_that_is_kept_holds_no_text_back(engine: Engine) -> None:
 
     assert pieces()[:2] == ["", ""]  # it may be the beginning of the stop string, which is no text then
     assert pieces(include_stop_str_in_output=True)[:2] == ["a", "b"]  # it is text, whatever follows
+
+
+def test_kept_special_tokens_are_token_ids() -> None:
+    with pytest.raises(ValueError, match="kept_special_token_ids='<s>' is not a list of token ids"):
+        SamplingParams(kept_special_token_ids="<s>")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["skip_special_tokens", "include_stop_str_in_output"])

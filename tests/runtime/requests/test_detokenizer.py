@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from torch_pagoda.runtime.requests.detokenizer import Detokenizer
+from torch_pagoda.runtime.requests.special_tokens import special_tokens
 from torch_pagoda.runtime.requests.stop_strings import StopStrings
 
 from toy_program import character_tokenizer
@@ -186,3 +187,26 @@ def test_cost_per_token_is_constant() -> None:
     for token in ids(b"\xe6" * 500 + b"plain text" * 50):
         detokenizer.append([token])
     assert decoded < 1000 * 100
+
+
+def test_special_tokens_are_those_that_have_a_name_and_those_that_are_added_as_special() -> None:
+    class Named:
+        all_special_ids, all_special_tokens = [3, None], ["</s>", "<pad>"]
+
+    assert dict(special_tokens(Named())) == {3: "</s>"}
+    tokenizer: Any = character_tokenizer()
+    tokenizer.add_tokens(["<plain>"])
+    tokenizer.backend_tokenizer.add_special_tokens(["<added>"])
+    assert dict(special_tokens(tokenizer)) == {256: "</s>", 257: "<s>", 259: "<added>"}
+
+
+def test_kept_special_tokens_are_text_with_the_spaces_that_the_tokenizer_gives_them() -> None:
+    tokenizer = words()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<a>", "<b>"]})
+    tokens = [0, 5, 1, 6, 2, 4, 3]
+    for kept in ((), (5,), (5, 6), (4,)):
+        detokenizer = Detokenizer(tokenizer, [0], kept_special_token_ids=kept)
+        for token in tokens:
+            detokenizer.append([token])
+        seen = [token for token in tokens if token < 4 or token in kept]
+        assert detokenizer.text == tokenizer.decode([0, *seen])[len("Hello") :]

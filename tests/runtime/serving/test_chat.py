@@ -149,6 +149,9 @@ class Marked:
 
     calls_tools = True
 
+    def kept_special_token_ids(self, stop: Any = ()) -> list[int]:
+        return [7]
+
     def parser(self, prompt_text: str, tools: Any = (), **_: Any) -> MarkedParser:
         return MarkedParser()
 
@@ -198,7 +201,7 @@ async def test_a_parser_splits_the_text(serve: Any, engine: FakeEngine, shows: b
         (choice,) = (await client.post(URL, json=body)).json()["choices"]
         chunks = events((await client.post(URL, json=body | {"stream": True})).text)
         metrics = (await client.get("/metrics")).text
-    assert engine.submits[0].params["skip_special_tokens"] is False
+    assert engine.submits[0].params["kept_special_token_ids"] == [7]
     message = choice["message"]
     assert message["content"] == "say" == chat_text(chunks)
     assert message.get("reasoning_content") == message.get("reasoning") == ("think" if shows else None)
@@ -213,6 +216,21 @@ async def test_a_parser_splits_the_text(serve: Any, engine: FakeEngine, shows: b
     assert "pagoda:tool_parse_failures_total 2.0" in metrics
 
 
+async def test_text_that_spells_a_special_token_stays(serve: Any, engine: FakeEngine, tokenizer: Any) -> None:
+    special = tokenizer.eos_token
+    engine.texts, engine.finish = ("Use ", special[:1], special[1:], " here."), "stop"
+    body = {"messages": HELLO, "max_tokens": 4, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    async with serve(formats=resolve("hermes", tokenizer)) as client:
+        (choice,) = (await client.post(URL, json=body)).json()["choices"]
+        chunks = events((await client.post(URL, json=body | {"stream": True})).text)
+        for asked in ({"skip_special_tokens": False}, {"stop": special}):
+            await client.post(URL, json=body | asked)
+    assert choice["message"]["content"] == f"Use {special} here." == chat_text(chunks)
+    asked_of_engine = [submit.params for submit in engine.submits]
+    assert [params["kept_special_token_ids"] for params in asked_of_engine] == [[], [], [], [tokenizer.eos_token_id]]
+    assert [params.get("skip_special_tokens") for params in asked_of_engine] == [None, None, False, None]
+
+
 async def test_a_parser_knows_how_a_truncated_prompt_ends(serve: Any, engine: FakeEngine) -> None:
     class Told(Marked):
         def parser(self, prompt_text: str, tools: Any = (), **_: Any) -> MarkedParser:
@@ -224,6 +242,18 @@ async def test_a_parser_knows_how_a_truncated_prompt_ends(serve: Any, engine: Fa
     async with serve(chat_template="{{ messages[0].content }} and think: <think>", formats=Told()) as client:
         assert (await client.post(URL, json=body)).status_code == 200
     assert len(engine.submits[0].prompts[0]) == 3 and told == ["def f and think: <think>"]
+
+
+@pytest.mark.parametrize(("asked", "after"), [({}, "</think>"), ({"after": [7]}, [7])])
+async def test_a_constraint_begins_behind_the_reasoning_or_where_the_request_says(
+    serve: Any, engine: FakeEngine, tokenizer: Any, asked: dict[str, Any], after: object
+) -> None:
+    template = "{{ messages[0].content }}<think>"
+    formats = resolve("none", tokenizer, template, reasoning_parser="qwen3")
+    body = {"messages": HELLO, "max_tokens": 1, "structured_outputs": {"regex": "a+", **asked}}
+    async with serve(chat_template=template, formats=formats) as client:
+        assert (await client.post(URL, json=body)).status_code == 200
+    assert engine.submits[0].params["structured_outputs"] == {"regex": "a+", "after": after}
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,43 @@ async def test_a_sound_schema_has_no_warnings(serve: Any, engine: FakeEngine) ->
     assert engine.submits[0].params["structured_outputs"] == {"json": {"type": "integer"}, "strict": True}
 
 
+@pytest.mark.parametrize(
+    ("sent", "reached"),
+    [
+        ({"json": {"type": "integer"}, "whitespace": "any"}, {"strict": False}),
+        ({"json": {"type": "integer"}, "strict": True, "whitespace": "compact"}, {}),
+        ({"json_object": True, "whitespace": "any", "strict": None}, {"strict": None}),
+        ({"regex": "[ab]+", "after": "</think>"}, {}),
+    ],
+)
+async def test_options_beside_a_constraint_reach_the_engine(
+    serve: Any, engine: FakeEngine, sent: dict[str, Any], reached: dict[str, Any]
+) -> None:
+    response = await asked(serve, structured_outputs=sent)
+    assert response.status_code == 200, response.text
+    expected = {name: value for name, value in {**sent, **reached}.items() if value is not None}
+    assert engine.submits[0].params["structured_outputs"] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "reason"),
+    [
+        ({"whitespac": "any"}, "structured_outputs", "'whitespac', which is not known"),
+        ({"whitespace": "some"}, "structured_outputs.whitespace", "'some' is not known"),
+        ({"strict": "yes"}, "structured_outputs.strict", "'yes' is not a bool"),
+        ({"after": []}, "structured_outputs.after", "[] is neither text nor a list"),
+    ],
+)
+async def test_options_that_mean_nothing_are_refused_as_by_the_engine(
+    serve: Any, engine: FakeEngine, options: dict[str, Any], param: str, reason: str
+) -> None:
+    for kind in ({"json": {"type": "integer"}}, {"regex": "[ab]+"}):
+        response = await asked(serve, structured_outputs={**kind, **options})
+        error = response.json()["error"]
+        assert response.status_code == 400 and error["param"] == param and reason in error["message"]
+    assert engine.submits == []
+
+
 @pytest.mark.parametrize("kind", ["grammar", "structural_tag"])
 async def test_schemas_within_other_kinds_may_be_lenient(serve: Any, kind: str) -> None:
     schema = {"type": "object", "minProperties": 2}

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import select
+import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import uvicorn
 import uvloop
 
-from torch_pagoda.runtime.serving.http.http_protocol import uvicorn_options
+from torch_pagoda.runtime.serving.http.http_protocol import MAX_HEAD_BYTES, uvicorn_options
 from torch_pagoda.runtime.serving.server import bind
 from torch_pagoda.runtime.serving.settings import Settings
 
+GET = b"GET / HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 HEAD = b"POST / HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 100\r\n\r\n"
 STALL_SECONDS = 0.3
+BUFFER = 32 * 1024
+LARGE = 1024 * 1024
+PATIENCE = 20
 
 
 async def late(scope: Any, receive: Any, send: Any) -> None:
@@ -33,6 +40,26 @@ async def at_once(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
+async def large(scope: Any, receive: Any, send: Any) -> None:
+    """More than the buffers of both systems and the server's own hold."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % LARGE)]})
+    await send({"type": "http.response.body", "body": bytes(LARGE)})
+
+
+class Waiting:
+    """Begins an answer and waits until its client has gone."""
+
+    def __init__(self) -> None:
+        self.told = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.told.set()
+
+
 async def serve(app: Any, visit: Callable[[int], Awaitable[None]]) -> tuple[list[dict[str, Any]], int]:
     """What the loop was told of errors, and connections in memory after those of ``visit`` and the last timer."""
     settings = Settings(port=0, stream_stall_timeout=STALL_SECONDS)
@@ -42,6 +69,7 @@ async def serve(app: Any, visit: Callable[[int], Awaitable[None]]) -> tuple[list
     server = uvicorn.Server(config)
     sock = bind(settings)
     assert sock is not None
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)  # connections have it from the listening socket
     running = asyncio.create_task(server.serve([sock]))
     while not server.started:
         await asyncio.sleep(0.01)
@@ -65,8 +93,93 @@ async def leave(port: int) -> None:
         await writer.wait_closed()
 
 
-@pytest.mark.parametrize("app", [late, at_once])
+@pytest.mark.parametrize("app", [late, at_once, large])
 def test_nothing_stays_of_a_connection_that_was_lost(app: Any) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         errors, left = runner.run(serve(app, leave))
     assert errors == [] and left == 0
+
+
+async def connect(port: int) -> socket.socket:
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", port))
+    return connection
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_a_connection_whose_reader_takes_nothing_is_dropped(count: int) -> None:
+    async def ask_and_wait(port: int) -> None:
+        connection = await connect(port)
+        await asyncio.get_running_loop().sock_sendall(connection, GET * count)
+        watch = select.poll()
+        watch.register(connection, 0)  # errors and the end alone
+        async with asyncio.timeout(PATIENCE):
+            while not watch.poll(0):
+                await asyncio.sleep(0.05)
+        connection.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        errors, left = runner.run(serve(large, ask_and_wait))
+    assert errors == [] and left == 0
+
+
+def test_a_reader_that_is_slow_gets_all_and_may_ask_again() -> None:
+    async def read_slowly(port: int) -> None:
+        loop = asyncio.get_running_loop()
+        connection = await connect(port)
+        for _ in range(2):
+            await loop.sock_sendall(connection, GET)
+            answer = b""
+            while len(answer.partition(b"\r\n\r\n")[2]) < LARGE:
+                answer += await asyncio.wait_for(loop.sock_recv(connection, 16 * 1024), PATIENCE)
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(3 * STALL_SECONDS)
+        connection.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        errors, left = runner.run(serve(large, read_slowly))
+    assert errors == [] and left == 0
+
+
+def test_a_request_is_told_that_its_client_has_gone_though_another_waits_behind_it() -> None:
+    async def run() -> None:
+        app = Waiting()
+
+        async def begin_and_leave(port: int) -> None:
+            connection = await connect(port)
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(connection, GET * 2)
+            assert (await asyncio.wait_for(loop.sock_recv(connection, 100), PATIENCE)).startswith(b"HTTP/1.1 200")
+            connection.close()
+            await asyncio.wait_for(app.told.wait(), PATIENCE)
+
+        assert await serve(app, begin_and_leave) == ([], 0)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+
+
+@pytest.mark.parametrize("behind", [b"no HTTP\r\n\r\n", b"GET / HTTP/1.1\r\nlong: " + b"x" * MAX_HEAD_BYTES])
+def test_nothing_is_written_into_an_answer_though_another_waits_behind_it(behind: bytes) -> None:
+    async def run() -> bytes:
+        parts = []
+
+        async def break_off(port: int) -> None:
+            connection = await connect(port)
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(connection, GET * 2)
+            with suppress(ConnectionResetError):
+                while part := await asyncio.wait_for(loop.sock_recv(connection, BUFFER), PATIENCE):
+                    if not parts:
+                        await loop.sock_sendall(connection, behind)
+                    parts.append(part)
+            connection.close()
+
+        await serve(Waiting(), break_off)
+        return b"".join(parts)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        read = runner.run(run())
+    assert read.count(b"HTTP/1.1") == 1 and b"begun" in read

@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from torch_pagoda.runtime.serving.formats.registry import resolve
 from torch_pagoda.runtime.serving.http.errors import ApiError
 from torch_pagoda.runtime.serving.http.json_body import validated
 from torch_pagoda.runtime.serving.protocol.message_blocks import chat_messages
@@ -83,6 +84,29 @@ def test_events_build_up_the_whole_message_for_every_split(serve, engine, size):
     assert whole["stop_reason"] == "tool_use"
     built = built_up(events_of(post(serve, {**body, "stream": True}, formats=MarkedFormats()).text))
     assert {**built, "id": ""} == {**whole, "id": ""}
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (r'{"x": "\ud83d"}', {"x": "\ufffd"}),
+        (f'{{"x": 1{"0" * 4299}}}', {"x": 10**4299}),
+        (f'{{"x": {"[" * 900}{"]" * 900}}}', None),
+    ],
+)
+def test_arguments_that_few_programs_write(serve, engine, tokenizer, written, read):
+    engine.texts = (f'<tool_call>{{"name": "look_up", "arguments": {written}}}</tool_call>',)
+    engine.finish, engine.finish_after = "stop", 1
+    formats = resolve("hermes", tokenizer, "{{ messages }}")
+    response = post(serve, {"max_tokens": 200, "tools": [TOOL]}, formats=formats)
+    assert response.status_code == 200, response.text
+    streamed = post(serve, {"max_tokens": 200, "tools": [TOOL], "stream": True}, formats=formats).text
+    for message in (response.json(), built_up(events_of(streamed))):
+        (block,) = message["content"]
+        if read is None:
+            assert block["type"] == "text" and written in block["text"]
+        else:
+            assert block["type"] == "tool_use" and block["input"] == read
 
 
 def built_up(events: list[dict[str, Any]]) -> dict[str, Any]:

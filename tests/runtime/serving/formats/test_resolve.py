@@ -19,6 +19,7 @@ from torch_pagoda.runtime.serving.formats import (
     resolve,
     tool_parsers,
 )
+from torch_pagoda.runtime.serving.formats.families import REASONING_PARSER_ALIASES, REASONING_PARSERS, TOOL_PARSERS
 from torch_pagoda.runtime.serving.formats.library import TemplateFormat
 
 from chat_families import EOS, chat_template, chat_tokenizer
@@ -98,12 +99,28 @@ def test_a_grammar_that_waits_waits_for_one_end():
         assert events == [ReasoningDelta(thought), ContentDelta(said)]
 
 
-def test_special_tokens_are_no_part_of_an_answer():
+def test_text_that_spells_a_special_token_is_part_of_an_answer():
     found = resolve(None, chat_tokenizer("hermes"))
     assert isinstance(found, Format)
-    for keeps, text in ((False, "a b"), (True, f"a{EOS} b")):
-        parser = found.parser("", keep_special_tokens=keeps)
-        assert merge_events([*parser.feed(f"a{EOS} b"), *parser.finish()]) == [ContentDelta(text)]
+    parser = found.parser("", TOOLS)
+    assert merge_events([*parser.feed(f"a{EOS} b"), *parser.finish()]) == [ContentDelta(f"a{EOS} b")]
+
+
+@pytest.mark.parametrize(
+    ("family", "kept"),
+    [
+        ("mistral", ["[CALL_ID]", "[THINK]"]),
+        ("phi4_mini_json", ["<|/tool_call|>", "<|tool_call|>"]),
+        ("granite", ["<tool_call>"]),
+        ("hermes", ["<think>", "</think>"]),
+    ],
+)
+def test_special_tokens_that_have_text(family, kept):
+    texts = ["<|im_end|>", *kept, "<|eom|>"]
+    reasoning = REASONING_PARSERS.get(REASONING_PARSER_ALIASES.get(family, family))
+    found = Format(family, TOOL_PARSERS[family], reasoning, special_tokens=dict(enumerate(texts)))
+    assert found.kept_special_token_ids() == list(range(1, 1 + len(kept)))
+    assert found.kept_special_token_ids(["\n<|eom|>", "x"]) == list(range(1, 2 + len(kept)))
 
 
 def test_calls_are_text_where_there_are_no_tools():

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torch_pagoda.runtime.requests.detokenizer import Detokenizer
 from torch_pagoda.runtime.serving.formats import (
     ContentDelta,
     Event,
@@ -72,7 +73,7 @@ def answer_text(family: str, **message: Any) -> str:
     prompt = render(tokenizer, MESSAGES, tools=tools, add_generation_prompt=True)
     full = render(tokenizer, [*MESSAGES, {"role": "assistant", "content": "", **message}], tools=tools)
     assert full.startswith(prompt)
-    return full[len(prompt) : full.rindex(EOS) + len(EOS)]
+    return full[len(prompt) : full.rindex(EOS)]
 
 
 def parsed(family: str, pieces: list[str]) -> tuple[list[Event], int]:
@@ -118,6 +119,25 @@ ARGUMENTS = st.fixed_dictionaries(
     },
 )
 """Arguments as the schema of ``TOOLS`` has them."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_special_tokens_that_are_marks_have_text_and_no_others(family):
+    tokenizer = chat_tokenizer(family, special_marks=True)
+    found = resolve(None, tokenizer)
+    assert isinstance(found, Format) and found.name == family
+    calls = calls_of(family, [("get_weather", {"text": "a", "count": 1}), ("get_weather", {"tags": ["b"]})])
+    text = answer_text(family, content="Hi", reasoning_content="hm", tool_calls=calls)
+    middle = text.index("Hi")
+    begin, spelled, end = text[:middle], ("<", "|im_start|>"), text[middle:]  # not that token, but its text
+    ids = [
+        tokenizer(part, add_special_tokens=False).input_ids for part in (begin, *spelled, "<|im_start|>", end, EOS)
+    ]
+    kept = found.kept_special_token_ids()
+    detokenizer = Detokenizer(tokenizer, [], kept_special_token_ids=kept)
+    for token in [token for part in ids for token in part]:
+        detokenizer.append([token])
+    assert detokenizer.text == "".join((begin, *spelled, end))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -46,9 +46,7 @@ NOW: tuple[str, dict[str, Any]] = ("now", {})
 
 def events_of(tool_parser: str, text: str, pieces: list[str], **options: Any) -> tuple[list[Event], int]:
     reasoning = REASONING_PARSERS.get(options.pop("reasoning", "qwen3"))
-    parser = Parser(
-        reasoning, TOOL_PARSERS[tool_parser].marks, TOOLS, ("<|im_end|>",), make_id=lambda name, i: str(i), **options
-    )
+    parser = Parser(reasoning, TOOL_PARSERS[tool_parser].marks, TOOLS, make_id=lambda name, i: str(i), **options)
     events = [event for piece in pieces for event in parser.feed(piece)]
     return merge_events([*events, *parser.finish()]), parser.malformed
 
@@ -103,7 +101,7 @@ M3 = (
 @pytest.mark.parametrize(
     "tool_parser, text, expected",
     [
-        ("hermes", f"Sure.\n\n{HERMES}\n{HERMES}<|im_end|>", ["Sure.", WEATHER, WEATHER]),
+        ("hermes", f"Sure.\n\n{HERMES}\n{HERMES}", ["Sure.", WEATHER, WEATHER]),
         ("hermes", f"<think>\nhm\n</think>\n\n{HERMES} and {HERMES} done", [["hm"], WEATHER, "and", WEATHER, "done"]),
         ("hermes", '<tool_call>{"name": "now"}</tool_call>', [NOW]),
         ("hermes", '<tool_call>{"name": "now", "arguments": "{}"}</tool_call>', [NOW]),
@@ -333,11 +331,10 @@ def test_nothing_is_read_twice_or_recursed_into():
                 assert events == [ContentDelta(text)]
 
 
-def test_text_that_utf8_cannot_hold_is_escaped():
-    ((call,), _) = events_of(
-        "hermes", "", ['<tool_call>{"name": "now", "arguments": {"x": "\\ud83d é"}}</tool_call>']
-    )
-    assert call == ToolCall("0", "now", '{"x": "\\ud83d \\u00e9"}')
+def test_halves_of_surrogate_pairs_become_replacement_characters():
+    text = '[TOOL_CALLS][{"name": "now", "arguments": {"\\ude00": "\\ud83d é \\ud83d\\ude00"}, "id": "a\\ud83d"}]'
+    (events, malformed) = events_of("mistral", "", [text])
+    assert (events, malformed) == ([ToolCall("a\ufffd", "now", '{"\ufffd": "\ufffd é 😀"}')], 0)
 
 
 @pytest.mark.parametrize(
