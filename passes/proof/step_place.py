@@ -2,7 +2,7 @@
 
 Token t of a step is not token t of its sequence, and the number of tokens in a step is not a sequence's length. What
 a model computes from either must have become a position before it meets a token; this finds what has not, by running
-it for two sizes of the step.
+it for three sizes of the step, the last the longest that the model takes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.utils import _pytree as pytree
 
 from ..graph.evaluate import Evaluation, is_size
 from ..graph.fx_nodes import METADATA_CALLS, argument, callee, is_tensor, storage_key, value
+from ..graph.step_sizes import SIZES, longest_size
 from ..graph.token_dims import reads_tokens, token_dims
 from ..graph.traced import TracedGraph
 from .dependence import Depends
 
-_SIZES = (7, 12)
 _UNINITIALISED = frozenset("empty empty_like new_empty empty_strided".split())
 _PICKS_BY_INDEX = frozenset("getitem index_select setitem index_put_ gather index_add_ scatter_".split())
 _KEEPS_ROW_NUMBERS = frozenset("to view reshape expand unsqueeze long int repeat_interleave sort".split())
@@ -78,7 +78,7 @@ def picks_rows(traced: TracedGraph, node: fx.Node) -> bool:
 
 def is_every_row(traced: TracedGraph, index: fx.Node) -> bool:
     """Tell whether a constant index takes every row of the step as often as any other, in the order of the rows."""
-    for tokens in _SIZES:
+    for tokens in (*SIZES, longest_size(traced, index)):
         try:
             rows = Evaluation(traced, {traced.token_symbol: tokens})(index).reshape(-1).tolist()
         except Exception:
@@ -92,7 +92,7 @@ def is_every_row(traced: TracedGraph, index: fx.Node) -> bool:
 def _how(traced: TracedGraph, node: fx.Node) -> str:
     """The way in which ``node`` depends on the place in the step, "" when it does not."""
     rows = []
-    for tokens in _SIZES:
+    for tokens in (*SIZES, longest_size(traced, node)):
         try:
             seen = Evaluation(traced, {traced.token_symbol: tokens})(node)
         except Exception as error:
@@ -102,7 +102,9 @@ def _how(traced: TracedGraph, node: fx.Node) -> str:
                 return "its numbers depend on the token's place in the step"
             seen = seen.narrow(dim, 0, 1)
         rows.append(seen)
-    return "" if _same(*rows) else "its numbers depend on the number of tokens in the step"
+    if all(_same(rows[0], seen) for seen in rows):
+        return ""
+    return "its numbers depend on the number of tokens in the step"
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

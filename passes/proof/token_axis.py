@@ -5,7 +5,8 @@ that axis would mix strangers, silently. Every node with a token axis is checked
 token pass, known mixers are named, and what is unknown is refused rather than trusted.
 
 Routing is the one permitted exception: a mixture of experts sorts and counts the experts' *indices* over all
-tokens and permutes rows by them, which changes the order of the work but no token's result.
+tokens and permutes rows by them, which changes the order of the work but no token's result. What is made of the
+choices of all tokens is followed (``router_choices``), and refused where it becomes more than an order or a size.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from ..graph.fx_nodes import (
     value,
 )
 from ..graph.record import Rejection
-from ..graph.token_dims import token_dims
+from ..graph.token_dims import reads_tokens
 from ..graph.traced import TracedGraph
 from .dependence import Depends, dependences
+from .router_choices import GROUPED_PRODUCTS, Joint, RouterChoices, is_where_true
 from .step_place import is_every_row, place_dependent
 
 _REDUCTIONS = frozenset(
@@ -108,7 +110,10 @@ _ALONG = {
     "sort": (1, -1),
     "argsort": (1, -1),
 }
-_EXPERTS = frozenset("grouped_mm_fallback _grouped_mm grouped_mm _grouped_linear grouped_linear".split())
+_ADDS_OR_WRITES_ROWS = frozenset(
+    "scatter scatter_ scatter_add scatter_add_ index_add index_add_ index_copy index_copy_ index_put index_put_ "
+    "masked_scatter masked_scatter_ scatter_reduce scatter_reduce_ setitem".split()
+)
 
 
 def mixers(traced: TracedGraph) -> list[Rejection]:
@@ -128,6 +133,7 @@ class _Check:
         self.symbol = traced.token_symbol
         self.depends = dependences(traced)
         self.places = place_dependent(traced, self.depends)
+        self.choices = RouterChoices(traced, self.depends)
         self.written: dict[int, Depends] = {}
         for node in traced.graph.nodes:
             target = mutated_argument(node)
@@ -135,37 +141,53 @@ class _Check:
                 self.written[key] = max(self.written.get(key, Depends.CONSTANT), self.depends[node])
 
     def token_dims(self, node: Any) -> list[int]:
-        return token_dims(self.traced, node)
+        """The dims along which the step's tokens stand, or those of one expert."""
+        return [i for i, size in enumerate(shape(node)) if self._varies(size)]
 
     def _varies(self, size: Any) -> bool:
-        return isinstance(size, torch.SymInt) and self.symbol in size.node.expr.free_symbols
+        return reads_tokens(self.traced, size) or _is_counted(size)
 
     def reason(self, node: fx.Node) -> str:
         """The reason why ``node`` mixes tokens, or ""."""
-        if node.op in ("placeholder", "output", "get_attr") or is_size(node):
+        if node.op in ("placeholder", "get_attr"):
             return ""
         if node in self.places:
             return self.places[node]
         name = callee(node)
-        if name in METADATA_CALLS or name in _FACTORIES or name.startswith("_assert") or name.startswith("_check"):
-            return ""
-        tensors = [n for n in node.all_input_nodes if is_tensor(n)]
-        dims = {n: d for n in tensors if (d := self.token_dims(n))}
+        if (
+            node.op == "output"
+            or is_size(node)
+            or name in METADATA_CALLS
+            or name in _FACTORIES
+            or name.startswith(("_assert", "_check"))
+        ):
+            return self.choices.follow(node)
+        dims = {n: d for n in node.all_input_nodes if (d := self.token_dims(n))}
         if not dims and not self.token_dims(node):
-            return self._scalar_reason(node, name)
-        routed = max((self.depends[n] for n in dims), default=Depends.CONSTANT) is Depends.ROUTING
+            return self._scalar_reason(node, name) or self.choices.follow(node)
+        reason = self._mixing(node, name, dims)
+        if reason and max((self.depends[n] for n in dims), default=Depends.CONSTANT) is not Depends.ROUTING:
+            return reason
+        return self.choices.follow(node, over_tokens=bool(reason))
+
+    def _mixing(self, node: fx.Node, name: str, dims: dict[fx.Node, list[int]]) -> str:
+        """The reason why ``node`` mixes what stands along the tokens, routing or not, or ""."""
+        if is_where_true(node):
+            return "where finds rows among all tokens"
         if name in _POINTWISE:
             return self._size_operand(node, name)
         if name in _REDUCTIONS:
-            return "" if routed else self._reduction(node, name, dims)
+            return self._reduction(node, name, dims)
         if name in _FLAT_REDUCTIONS:
-            return "" if routed else f"{name} runs over all tokens"
+            return f"{name} runs over all tokens"
         if name in _CONTRACTIONS:
             return self._contraction(node, name)
         if name == "einsum":
             return self._einsum(node)
         if name in _SEQUENCE_OPERATORS:
             return f"{name} runs along the tokens"
+        if name in _ADDS_OR_WRITES_ROWS and not self.token_dims(node.args[0]):
+            return f"{name} brings tokens together in rows that they share"
         if name == "getitem":
             return self._getitem(node)
         if name == "setitem":
@@ -177,10 +199,10 @@ class _Check:
         if name in _INDEXING:
             return self._indexing(node, name)
         if name in _CUTS:
-            return "" if routed else self._cut(node, name)
+            return self._cut(node, name)
         if name in ("view", "reshape", "unflatten"):
-            return "" if routed else self._regrouped(node, name)
-        if name in _SHAPES or name in _ROW_OPERATORS or name in _EXPERTS:
+            return self._regrouped(node, name)
+        if name in _SHAPES or name in _ROW_OPERATORS or name in GROUPED_PRODUCTS:
             return self._last_dim_operator(node, name)
         return f"{name} is not known to work token by token"
 
@@ -270,7 +292,11 @@ class _Check:
         key = storage_key(index)
         written = Depends.CONSTANT if key is None else self.written.get(key, Depends.CONSTANT)
         depends = max(self.depends[index], written)
-        return is_every_row(self.traced, index) if depends is Depends.CONSTANT else depends is Depends.ROUTING
+        if depends is Depends.CONSTANT:
+            return is_every_row(self.traced, index)
+        made = self.choices.made(index)
+        per_token = value(index).dtype is torch.bool and made is None
+        return depends is Depends.ROUTING and (made is Joint.ORDER or per_token)
 
     def _whole(self, item: Any, size: Any) -> bool:
         if not isinstance(item, slice):
@@ -300,12 +326,10 @@ class _Check:
         dim = argument(node, 1, "dim", node.kwargs.get("axis", 0))
         if callee(node) == "hstack":
             dim = min(1, len(shape(parts[0])) - 1)
-        for part in parts:
-            if dim % max(len(shape(part)), 1) in self.token_dims(part) and len(parts) > 1:
-                if max(self.depends[p] for p in parts) is Depends.ROUTING:
-                    return ""
-                return "tensors are joined along the tokens"
-        return ""
+        sizes = [shape(part)[dim % max(len(shape(part)), 1)] for part in parts if shape(part)]
+        if len(parts) < 2 or all(map(_is_counted, sizes)):  # the experts' rows together again
+            return ""
+        return "tensors are joined along the tokens" if any(map(self._varies, sizes)) else ""
 
     def _pad(self, node: fx.Node) -> str:
         source, pads = node.args[0], argument(node, 1, "pad")
@@ -342,9 +366,10 @@ class _Check:
 
     def _regrouped(self, node: fx.Node, name: str) -> str:
         """The reason why a new shape puts elements of several tokens into one row, or ""."""
-        source, token = node.args[0], self.symbol
+        source = node.args[0]
+        units = [self.symbol, *(size.node.expr for size in shape(source) if _is_counted(size))]
         for size in shape(node):
-            if self._varies(size) and not (size.node.expr / token).is_integer:
+            if self._varies(size) and not any((size.node.expr / unit).is_integer for unit in units):
                 return f"{name} puts several tokens into one row"
         before, after = (self._elements_before_tokens(n) for n in (source, node))
         if before is not None and after is not None and before != after:

@@ -2,10 +2,10 @@
 
 Matches:
     arange(T) + c,  cumsum(ones(T)) - 1, ...   # numbers that turn out to be position + c when run
-    table[:T]                                  # a stored table cut to the number of tokens
+    table[c : T + c]                           # a stored table cut to the number of tokens, unless its rows are equal
 Becomes:
-    position_ids + c
-    index_select(table, position_ids)
+    position_ids + c                           # the table, too, if all of it is arange + c
+    index_select(table, position_ids + c)      # max_positions is then no more than the table has
 Why:
     in a flat step of many sequences token t of the step is not token t of its sequence.
 
@@ -14,25 +14,21 @@ Level 0.
 
 from __future__ import annotations
 
-import math
+import operator
 
 import torch
 from torch import fx
 
 from ..graph.evaluate import Evaluation
-from ..graph.fx_nodes import callee, closure, is_tensor, shape, value
-from ..graph.limits import find_limits
+from ..graph.fx_nodes import callee, is_tensor, shape, storage_key, value, writers_by_storage
 from ..graph.record import PassRecord
 from ..graph.rewrite_each import rewrite_each
+from ..graph.step_sizes import SIZES, longest_size
+from ..graph.table_cut import TableCut
 from ..graph.token_dims import token_dims
 from ..graph.traced import TracedGraph
 from ..proof.dependence import Depends, dependences
 from ..proof.step_place import picks_rows
-
-_TOKENS = 7
-_MORE_TOKENS = 12
-_MOST_TOKENS = 1 << 20
-_LARGEST_OFFSET = 16
 
 
 def feed_positions(traced: TracedGraph) -> PassRecord:
@@ -49,19 +45,19 @@ def feed_positions(traced: TracedGraph) -> PassRecord:
             if _reads_fed(node):
                 node.meta["fed_positions"] = True
             return None
-        if len(dims) > 1:
+        if len(dims) > 1 or picks_rows(traced, node):
             return None
-        try:
-            seen = Evaluation(traced, {traced.token_symbol: _TOKENS})(node)
-        except Exception as reason:
-            return f"could not be run: {reason}"
-        if seen.shape[dims[0]] != _TOKENS or picks_rows(traced, node):
+        cut = TableCut.of(traced, node)
+        if cut is None:
+            try:
+                replacement = _computed(traced, node, dims[0])
+            except Exception as reason:
+                return f"could not be run: {reason}"
+        elif cut.is_constant:
             return None
-        table = _table(traced, node)
-        whole = seen if table is None else Evaluation(traced, {traced.token_symbol: _TOKENS})(table)
-        if _same_for_all(seen, dims[0]) and _same_for_all(whole, dims[0]):
-            return None
-        replacement = _positions_like(traced, node, seen, dims[0]) or _table_rows(traced, node, seen, dims[0])
+        else:
+            positions = _positions_like(traced, node, dims[0], [cut.rows], cut.offset)
+            replacement = positions or _table_rows(traced, node, cut)
         if replacement is None:
             return None
         replacement.meta["fed_positions"] = True
@@ -78,10 +74,6 @@ def _reads_fed(node: fx.Node) -> bool:
     return any(n.meta.get("fed_positions") for n in node.all_input_nodes)
 
 
-def _same_for_all(seen: torch.Tensor, dim: int) -> bool:
-    return bool((seen == seen.narrow(dim, 0, 1)).all())
-
-
 def _positions(traced: TracedGraph) -> fx.Node:
     """The ``[1, T]`` positions placeholder, added when the model has none."""
     if not traced.position_ids:
@@ -89,67 +81,67 @@ def _positions(traced: TracedGraph) -> fx.Node:
     return traced.placeholder(traced.position_ids)
 
 
-def _positions_like(traced: TracedGraph, node: fx.Node, seen: torch.Tensor, dim: int) -> fx.Node | None:
-    """position_ids + c in the shape and type of ``node``, if that is what ``node`` is."""
-    if seen.numel() != _TOKENS or seen.dtype == torch.bool:
-        return None
-    flat = seen.reshape(-1)
-    offset = flat[0].item()
-    if not torch.equal(flat, (torch.arange(_TOKENS) + offset).to(seen.dtype)):
-        return None
-    longer = Evaluation(traced, {traced.token_symbol: _tokens_to_run(traced, node)})(node).reshape(-1)
-    if len(longer) < _MORE_TOKENS or not torch.equal(longer, (torch.arange(len(longer)) + offset).to(seen.dtype)):
-        return None  # counted from the end of the step, or up to a limit
+def _computed(traced: TracedGraph, node: fx.Node, dim: int) -> fx.Node | None:
+    """position_ids + c for a number per token that is not stored, if that is what it is at every size of the step."""
+    runs = []
+    for tokens in (*SIZES, longest_size(traced, node)):
+        rows = Evaluation(traced, {traced.token_symbol: tokens})(node).movedim(dim, 0)
+        if len(rows) != tokens:
+            return None
+        runs.append(rows)
+    return _positions_like(traced, node, dim, runs)
+
+
+def _positions_like(
+    traced: TracedGraph, node: fx.Node, dim: int, runs: list[torch.Tensor], first: int = 0
+) -> fx.Node | None:
+    """position_ids + c in the shape and type of ``node``, if all ``runs`` count from one number.
+
+    Args:
+        traced: the graph.
+        node: what it is to stand for, with its tokens along ``dim``.
+        dim: that one.
+        runs: the numbers of ``node``, or of what it is cut from, with the tokens in front.
+        first: where in each run the first token's number stands.
+    """
+    dtype = runs[0].dtype
+    start = runs[0].flatten()[0].item()
+    for rows in runs:
+        counted = (torch.arange(len(rows)) + start).to(dtype)
+        if dtype == torch.bool or rows.numel() != len(rows) or not torch.equal(rows.flatten(), counted):
+            return None
     traced.notes.fold(Evaluation(traced, {}).sources(node))
     positions = _positions(traced)
     with traced.graph.inserting_before(node):
         new = traced.method("squeeze", positions, 0)
-        for at in range(seen.dim()):
+        for at in range(len(shape(node))):
             if at != dim:
                 new = traced.method("unsqueeze", new, at)
-        if value(new).dtype != seen.dtype:
-            new = traced.method("to", new, seen.dtype)
-        if offset:
-            new = traced.call(torch.add, new, offset)
+        if start + first:
+            new = traced.call(torch.add, new, start + first)
+        if value(new).dtype != dtype:
+            new = traced.method("to", new, dtype)
+        if storage_key(new) == storage_key(positions) and storage_key(node) in writers_by_storage(traced.graph):
+            new = traced.method("clone", new)
     return new
 
 
-def _tokens_to_run(traced: TracedGraph, node: fx.Node) -> int:
-    """A number of tokens that is beyond every limit, or that the model does not go beyond."""
-    limits = find_limits(traced, closure(node, Evaluation(traced, {}).reads))
-    beyond = 2 + math.ceil(max(*limits.literals, limits.fixed, limits.table, _MORE_TOKENS))
-    return max(_MORE_TOKENS, min(beyond, traced.max_positions or beyond, _MOST_TOKENS))
-
-
-def _table(traced: TracedGraph, node: fx.Node) -> fx.Node | None:
-    """The table that ``node`` cuts to the number of tokens; None where it cuts none."""
-    if callee(node) not in ("getitem", "narrow", "slice") or not isinstance(node.args[0], fx.Node):
+def _table_rows(traced: TracedGraph, node: fx.Node, cut: TableCut) -> fx.Node | None:
+    """The rows of a stored table that stand at the positions. There are no more positions than rows."""
+    items = list(node.args[1]) if isinstance(node.args[1], tuple) else [node.args[1]]
+    at = [i for i, item in enumerate(items) if isinstance(item, slice) and isinstance(item.stop, fx.Node)]
+    if callee(node) == "getitem" and len(at) != 1:
         return None
-    table = node.args[0]
-    return None if token_dims(traced, table) or len(shape(table)) != len(shape(node)) else table
-
-
-def _table_rows(traced: TracedGraph, node: fx.Node, seen: torch.Tensor, dim: int) -> fx.Node | None:
-    """index_select(table, positions + c), if ``node`` is a stored table cut to the number of tokens."""
-    table = _table(traced, node)
-    if table is None:
-        return None
-    stored = Evaluation(traced, {traced.token_symbol: _TOKENS})(table)
-    rows = stored.shape[dim]
-    tokens = min(max(rows, _MORE_TOKENS), traced.max_positions or rows)
-    longer = Evaluation(traced, {traced.token_symbol: tokens})(node)
-    for offset in range(min(_LARGEST_OFFSET, max(rows - _TOKENS, 0)) + 1):
-        index = torch.arange(_TOKENS) + offset
-        more = torch.arange(min(tokens, rows - offset)) + offset
-        if (
-            rows >= _TOKENS + offset
-            and torch.equal(stored.index_select(dim, index), seen)
-            and torch.equal(stored.index_select(dim, more), longer)
-        ):
-            positions = _positions(traced)
-            with traced.graph.inserting_before(node):
-                index_node = traced.method("squeeze", positions, 0)
-                if offset:
-                    index_node = traced.call(torch.add, index_node, offset)
-                return traced.call(torch.index_select, table, dim, index_node)
-    return None
+    rows = len(cut.rows) - cut.offset
+    traced.max_positions = min(traced.max_positions or rows, rows)
+    positions = _positions(traced)
+    with traced.graph.inserting_before(node):
+        index = traced.method("squeeze", positions, 0)
+        if cut.offset:
+            index = traced.call(torch.add, index, cut.offset)
+        new = traced.call(torch.index_select, cut.table, cut.dim, index)
+        if callee(node) == "getitem":
+            items[at[0]] = slice(None)
+            if any(item != slice(None) for item in items):
+                new = traced.call(operator.getitem, new, tuple(items))
+    return new
