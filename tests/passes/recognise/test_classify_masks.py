@@ -103,14 +103,12 @@ MASKS = {
     "window 128 of a tensor": (lambda m, q, pos: causal_mask(pos) & (back(pos) < m.windows[:1]), (128, 0)),
     "window 64 of a size": (lambda m, q, pos: causal_mask(pos) & (back(pos) < min(64, q.shape[2])), (64, 0)),
     "table of literals": (
-        lambda m, q, pos: (
-            torch.ones(512, 512).tril().bool()[: q.shape[2], : q.shape[2]] & causal_mask(pos, window=300)
-        ),
+        lambda m, q, pos: torch.ones(512, 512).tril().triu(-299).bool()[: q.shape[2], : q.shape[2]],
         (300, 0),
     ),
     "table of distances": (  # MPT's
         lambda m, q, pos: torch.where(
-            causal_mask(pos),
+            m.causal_table[: q.shape[2], : q.shape[2]],
             m.slopes[:, None, None] * torch.arange(-4095, 1).view(1, 1, 4096)[..., -q.shape[2] :],
             -1e9,
         ),
