@@ -12,8 +12,8 @@ from torch import nn
 from ..fingerprint.fingerprint import describe_module
 from .model_facts import configs
 
-_PLACE = re.compile("layer_?(idx|id|index|number)|block_idx|idx|index")
-"""Names of attributes that only say where a layer stands."""
+PLACE = re.compile("layer_?(idx|id|index|number)|block_idx|idx|index")
+"""Names of attributes and arguments that only say where a layer stands."""
 
 
 def find_decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -58,7 +58,7 @@ def layer_kinds(model: nn.Module, layers: Sequence[nn.Module], *, any_depth: boo
     apart = {"config", *_attributes_that_are(layers, [item for _, item in lists])} if any_depth else set()
 
     def ignores(name: str) -> bool:
-        return name in apart or _PLACE.fullmatch(name) is not None
+        return name in apart or PLACE.fullmatch(name) is not None
 
     def entries(index: int) -> list[tuple[str, Any]]:
         return [] if any_depth else [(name, item[index]) for name, item in lists]

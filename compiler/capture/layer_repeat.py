@@ -1,17 +1,18 @@
 """Compile a few decoder layers and repeat the last of them: compile time that does not grow with depth.
 
-Layers that are alike as modules (see ``layer_kinds``) are traced and rewritten once. The model is captured with the
-first ``kept`` layers only; in its rewritten graph the layers' parts are compared node by node, and the last part is
-repeated over the parameters of the layers that were left out. Nothing is taken on trust: where two compiled layers
-differ in the graph, or the unrolled graph does not say what the whole model says, everything is compiled again with
-all layers.
+Layers that are alike as modules (see ``layer_kinds``) and are handed the same (see ``layer_arguments``) are traced
+and rewritten once. The model is captured with the first ``kept`` layers only; in its rewritten graph the parts of the
+layers are compared node by node, and the last part is repeated over the parameters of the layers that were left out.
+Nothing is taken on trust: where two compiled layers differ in the graph, or the unrolled graph does not say what the
+whole model says, everything is compiled again with all layers.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,10 @@ from ...runtime.ops.stored_weight import StoredWeight
 from ...runtime.program import is_cache_input
 from ..fingerprint.describer import CannotIdentify
 from ..fingerprint.tensor_contents import module_tensors
+from .layer_arguments import CannotRun, layer_arguments
 from .layer_kinds import find_decoder_layers, layer_kinds
+
+log = logging.getLogger(__name__)
 
 LEAST_SAVED = 4
 """Layers that have to be spared for it to be worth while."""
@@ -64,20 +68,13 @@ class LayerRepeat:
             return None
         try:
             kinds = layer_kinds(model, layers)
-        except CannotIdentify:
+            periods = _periods(kinds)
+            if periods is not None:  # only then is it worth while to ask the model
+                periods = _periods(list(zip(kinds, layer_arguments(model, path, layers), strict=True)))
+        except (CannotIdentify, CannotRun) as error:
+            log.info("all %d layers of %s are compiled: %s", total, type(model).__name__, error)
             return None
-        best = None
-        for period in range(1, total // 2):
-            first = total - period  # of the layers that have one of their kind a period later
-            while first > 0 and kinds[first - 1] == kinds[first - 1 + period]:
-                first -= 1
-            kept = first + 2 * period + 2  # what comes before the first period is read by it, not by the second
-            kept += (total - kept) % period
-            if best is None or kept < best[0]:
-                best = kept, period
-        if best is None or total - best[0] < LEAST_SAVED:
-            return None
-        return cls(model, path, total, *best)
+        return None if periods is None else cls(model, path, total, *periods)
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
@@ -106,6 +103,20 @@ class LayerRepeat:
             CannotRepeat: the compiled layers are not alike in it.
         """
         return _Unrolling(self, traced.copy()).run()
+
+
+def _periods(kinds: Sequence[Hashable]) -> tuple[int, int] | None:
+    """The number of layers to compile and the period in which the last of them repeat; None where nothing is won."""
+    total, best = len(kinds), None
+    for period in range(1, total // 2):
+        first = total - period  # of the layers that have one of their kind a period later
+        while first > 0 and kinds[first - 1] == kinds[first - 1 + period]:
+            first -= 1
+        kept = first + 2 * period + 2  # what comes before the first period is read by it, not by the second
+        kept += (total - kept) % period
+        if best is None or kept < best[0]:
+            best = kept, period
+    return None if best is None or total - best[0] < LEAST_SAVED else best
 
 
 class _Unrolling:

@@ -75,7 +75,7 @@ def capture(model: nn.Module) -> Captured:
     has_positions = takes_positions(model)
     tokens = trace_length(model)
     device = next(model.parameters()).device
-    input_ids, positions = _first_tokens(tokens, device)
+    input_ids, positions = first_tokens(tokens, device)
     torch._dynamo.mark_dynamic(input_ids, 1)
     torch._dynamo.mark_dynamic(positions, 1)
     step = _step_function(model, has_positions)
@@ -101,7 +101,7 @@ def capture(model: nn.Module) -> Captured:
         raise UnsupportedModel(f"{type(model).__name__} does nothing that can be traced")
     inputs = [standing.get(id(given), given) for given in caught["inputs"]]
     traced = _traced_graph(model, caught["gm"], inputs, input_ids, positions)
-    _check_guards(model, traced, tokens, lambda length: step(*_first_tokens(length, device)))
+    _check_guards(model, traced, tokens, lambda length: step(*first_tokens(length, device)))
     # Dynamo hands backends a context with a fresh fake mode; the recorded values belong to the one it traced with.
     caught["context"].fake_mode = traced.fake_mode
     return Captured(traced, caught["context"])
@@ -157,7 +157,7 @@ def _traced_graph(
     return traced
 
 
-def _first_tokens(length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def first_tokens(length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and positions ``[1, length]`` of a sequence."""
     ids = torch.ones(1, length, dtype=torch.int64, device=device)
     return ids, torch.arange(length, device=device)[None]

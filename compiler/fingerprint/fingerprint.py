@@ -102,6 +102,18 @@ def _told() -> Iterator[None]:
         raise CannotIdentify(f"looking at it fails: {type(error).__name__}: {first_line(error)}") from error
 
 
+def describe(item: Any) -> str:
+    """A digest of any value, for comparisons within this process.
+
+    Raises:
+        CannotIdentify: something in it cannot be described.
+    """
+    with _told():
+        describer = Describer(follows=False)
+        describer.add(item)
+        return describer.digest()
+
+
 def describe_module(module: nn.Module, more: Any, ignores: Callable[[str], bool]) -> str:
     """A digest of what a module is, whatever its tensors hold; for comparisons within this process.
 

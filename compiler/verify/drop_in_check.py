@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...passes.graph.fx_nodes import argument, callee, mutated_argument, storage_key
 from ..tolerance import HALF, ROUNDINGS, TOLERANCE, judged_share, routes_tokens, row_errors, typical
 from .float32_run import Float32Graph
 
@@ -30,6 +31,8 @@ def difference(
     """
     if any(isinstance(x, FakeTensor) for x in inputs):
         return ""
+    written = _written_inputs(original) | _written_inputs(rewritten)
+    inputs = [x.detach() if isinstance(x, nn.Parameter) and i in written else x for i, x in enumerate(inputs)]
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
     routed = routes_tokens(original.graph)
     expected = _run(original, inputs)
@@ -46,13 +49,40 @@ def difference(
 def _run(
     graph: fx.GraphModule, inputs: Sequence[Any], added: Sequence[Any] = (), *, wide: bool = False
 ) -> list[torch.Tensor]:
-    """All floating-point numbers that a graph yields and that its inputs, but for parameters, hold behind it."""
+    """All floating-point numbers that a graph yields and that its inputs, but for parameters, hold behind it.
+
+    Args:
+        graph: it.
+        inputs: parameters are given as they are, so that large ones are not copied; none may be written into.
+        added: further inputs.
+        wide: compute in float32.
+    """
     given = [_fresh(x, wide) for x in inputs]
     run = Float32Graph(graph, ()) if wide else graph
     with torch.no_grad():
         yielded = run(*given, *added)
     written = [x for x in given if not isinstance(x, nn.Parameter)]
     return [x for x in (*yielded, *written) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel()]
+
+
+def _written_inputs(graph: fx.GraphModule) -> set[int]:
+    """The inputs, by position, that the graph writes into itself or by an alias."""
+    keys = {storage_key(written) for node in graph.graph.nodes for written in _written(node)}
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    return {i for i, node in enumerate(placeholders) if storage_key(node) in keys - {None}}
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose tensors a call writes into, those in lists as in ``_foreach_add_`` included."""
+    target, found = node.target, list[fx.Node]()
+    if isinstance(target, torch._ops.OpOverload):
+        parameters = enumerate(target._schema.arguments)
+        fx.map_arg([argument(node, i, p.name) for i, p in parameters if p.is_write], found.append)
+    elif (one := mutated_argument(node)) is not None:
+        found.append(one)
+    elif node.op == "call_function" and callee(node).endswith("_") and not callee(node).endswith("__"):
+        fx.map_arg(node.args[:1], found.append)
+    return found
 
 
 def _fresh(x: Any, wide: bool) -> Any:

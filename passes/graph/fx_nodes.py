@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,9 @@ METADATA_CALLS = frozenset(
 
 # Operators of ATen that cut a tensor along one dim → the position of the argument that says which; 0 by default.
 CUT_DIM_AT = {"slice.Tensor": 1, "split.Tensor": 2, "split_with_sizes": 2}
+
+# Parameters of ATen's operators that receive numbers to compute with are of these types; sizes and dims are ints.
+_NUMERIC = ("number", "float", "Tensor")
 
 VMAP_BOUNDS = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
 
@@ -94,6 +98,20 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
     if len(node.args) > position:
         return node.args[position]
     return node.kwargs.get(name, default)
+
+
+def numbers(node: fx.Node) -> list[float]:
+    """The finite numbers other than 0 that an operator computes with, as bounds, factors and fills; no sizes, dims or
+    indices."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    found: list[float] = []
+    for i, parameter in enumerate(node.target._schema.arguments):
+        if any(kind in str(parameter.type) for kind in _NUMERIC):
+            given = argument(node, i, parameter.name)
+            items = given if isinstance(given, list | tuple) else [given]
+            found += [float(x) for x in items if isinstance(x, int | float) and not isinstance(x, bool)]
+    return [x for x in found if x and math.isfinite(x)]
 
 
 def mutated_argument(node: fx.Node) -> fx.Node | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from .evaluate import at_sizes, is_size
-from .fx_nodes import METADATA_CALLS, callee, mutated_argument, value
+from .fx_nodes import METADATA_CALLS, callee, mutated_argument, numbers, value
 from .record import NoMatch
 
 if TYPE_CHECKING:
@@ -74,10 +74,9 @@ class Region:
                     found |= size.node.expr.free_symbols
         return sorted(found, key=str)
 
-    def floats(self) -> list[float]:
-        """The positive floating-point constants among the arguments, each once, in order."""
-        found = dict.fromkeys(x for n in self.nodes for x in _leaves((n.args, n.kwargs)) if isinstance(x, float))
-        return [x for x in found if 0 < x < float("inf")]
+    def numbers(self) -> list[float]:
+        """The finite numbers other than 0 that its operators compute with, each once, in order."""
+        return list(dict.fromkeys(x for node in self.nodes for x in numbers(node)))
 
     def signature(self) -> Hashable:
         """Equal for regions that compute the same function of their inputs in the same way."""
@@ -128,13 +127,3 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 def _kind(node: fx.Node) -> Hashable:
     v = value(node)
     return (str(v.dtype), str(tuple(v.shape))) if isinstance(v, torch.Tensor) else str(v)
-
-
-def _leaves(item: Any) -> Iterator[Any]:
-    if isinstance(item, list | tuple):
-        for x in item:
-            yield from _leaves(x)
-    elif isinstance(item, dict):
-        yield from _leaves(list(item.values()))
-    else:
-        yield item

@@ -9,13 +9,14 @@ Why it is faster:
     a written-out GELU is eight passes over the widest activations of the model; and products with it become gated
     activations.
 
-Level 2. Written-out forms are recognised by running them on a grid, so their spelling does not matter. In half
-precision they are computed in float32 and rounded once.
+Level 2. Written-out forms are recognised by running them on a grid that reaches beyond their constants, so
+their spelling does not matter. In half precision they are computed in float32 and rounded once.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from torch import fx
 
 from ...runtime.ops.gated_activation import activation_reference
-from ..graph.fx_nodes import callee, is_tensor, shape, value
+from ..graph.fx_nodes import callee, is_tensor, numbers, shape, value
 from ..graph.record import PassRecord
 from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
@@ -38,6 +39,10 @@ _POINTWISE = frozenset(
 )
 _DEEPEST = 6
 _TOLERANCE = 2e-5
+_NEAR = 8
+"""Numbers up to here are the usual ones; beyond, the tolerance grows with them."""
+_LEAST_BITS, _MOST_BITS = 10, 100
+"""Of the largest number to compare at: one that every constant of a function, or a product of them, is reached by."""
 
 
 def recognise_activation(traced: TracedGraph) -> PassRecord:
@@ -103,23 +108,30 @@ def _outputs(anchor: fx.Node, x: fx.Node) -> Iterator[fx.Node]:
 
 def _is_function_of(node: fx.Node, x: fx.Node) -> bool:
     """Tell whether ``node`` is computed from ``x`` and numbers by pointwise operators."""
-    pending, seen = [node], {x}
+    return bool(_between(x, node))
+
+
+def _between(x: fx.Node, output: fx.Node) -> list[fx.Node]:
+    """The pointwise operators that make ``output`` of ``x`` and numbers; none where others are needed."""
+    pending, found = [output], list[fx.Node]()
     reached = False
     while pending:
-        n = pending.pop()
-        if n in seen:
-            reached = reached or n is x
+        node = pending.pop()
+        if node is x or node in found:
+            reached = reached or node is x
             continue
-        if callee(n) not in _POINTWISE or len(seen) > 30:
-            return False
-        seen.add(n)
-        pending += n.all_input_nodes
-    return reached
+        if callee(node) not in _POINTWISE or len(found) > 30:
+            return []
+        found.append(node)
+        pending += node.all_input_nodes
+    return found if reached else []
 
 
 def _kind(x: fx.Node, output: fx.Node) -> str:
     """The known function that ``output`` is of ``x``, or ""."""
-    grid = _grid()
+    constants = [c for node in _between(x, output) for c in numbers(node)]
+    bits = _LEAST_BITS + sum(abs(math.log2(abs(c))) for c in constants)
+    grid, known = _known(min(math.ceil(bits), _MOST_BITS))
     results: dict[fx.Node, Any] = {x: grid}
 
     def run(node: fx.Node) -> Any:
@@ -131,20 +143,19 @@ def _kind(x: fx.Node, output: fx.Node) -> str:
         return results[node]
 
     found = run(output)
-    for kind, expected in _known():
-        if float((found - expected).abs().max()) < _TOLERANCE:
+    tolerance = _TOLERANCE * (grid.abs() / _NEAR).clamp(min=1)
+    for kind, expected in known:
+        if bool(((found - expected).abs() < tolerance).all()):
             return kind
     return ""
 
 
 @functools.cache
-def _grid() -> torch.Tensor:
-    return torch.linspace(-8, 8, 257, dtype=torch.float64)
-
-
-@functools.cache
-def _known() -> tuple[tuple[str, torch.Tensor], ...]:
-    return tuple((kind, activation_reference(_grid(), kind)) for kind in KINDS)
+def _known(bits: int) -> tuple[torch.Tensor, tuple[tuple[str, torch.Tensor], ...]]:
+    """Numbers up to ``2 ** bits`` of both signs, and what the known functions make of them."""
+    far = torch.arange(math.log2(_NEAR), bits + 0.5, 0.5, dtype=torch.float64).exp2()
+    grid = torch.cat((-far, torch.linspace(-_NEAR, _NEAR, 257, dtype=torch.float64), far))
+    return grid, tuple((kind, activation_reference(grid, kind)) for kind in KINDS)
 
 
 def _is_projection(node: object) -> bool:

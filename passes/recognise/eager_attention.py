@@ -45,6 +45,7 @@ from .sink_gate import find_sink_gate
 
 _MATMULS = ("matmul", "bmm", "baddbmm", "__matmul__")
 _CASTS = CAST_CALLS | {"contiguous", "clone"}
+_LEAST = -1e30  # no score is below
 _AFTER_SOFTMAX = _CASTS | {"dropout", "getitem", "view", "reshape", "nan_to_num"}
 
 
@@ -216,7 +217,7 @@ def _read_scores(traced: TracedGraph, start: Any) -> _Scores:
                 raise NoMatch("masked_fill() with a value that does not mask")
             masks.append(_Mask(node.args[1], False))  # type: ignore[arg-type]
             node = node.args[0]
-        elif name in ("max", "maximum", "clamp", "clamp_min") and len(node.args) > 1 and _is_floor(traced, node):
+        elif name in ("max", "maximum", "clamp", "clamp_min") and _is_floor(traced, node):
             node = node.args[0]
         elif name in ("mul", "imul", "mul_", "truediv", "div", "div_", "itruediv"):
             node, number = _factor(traced, node)
@@ -344,7 +345,11 @@ def _is_very_negative(traced: TracedGraph, item: Any) -> bool:
 
 
 def _is_floor(traced: TracedGraph, node: fx.Node) -> bool:
-    return _is_very_negative(traced, node.args[1] if len(node.args) > 1 else node.kwargs.get("min"))
+    """True if a call only lifts scores to the least number of their dtype, or nearly so."""
+    if callee(node) == "clamp" and argument(node, 2, "max") is not None:
+        return False
+    least = _constant(traced, argument(node, 1, "min"))
+    return least is not None and least <= max(_LEAST, torch.finfo(value(node).dtype).min)
 
 
 def _join_masks(traced: TracedGraph, masks: list[_Mask]) -> fx.Node | None:

@@ -41,8 +41,9 @@ def find_formula(hidden: torch.Tensor, found: torch.Tensor, constants: list[floa
     Args:
         hidden: random results of the first product.
         found: what the graph makes of them.
-        constants: that the graph uses on the way, the only candidates for limits and factors.
+        constants: that the graph uses on the way; those above 0 are the only candidates for limits and factors.
     """
+    constants = [x for x in constants if x > 0]
     layouts = ("halves", "interleaved")
     if hidden.shape[-1] == 2 * found.shape[-1]:
         candidates = [

@@ -257,7 +257,7 @@ def _compare_routed(block: _Block, before: Region, between: Region, behind: Regi
 
     plain, biases, hidden = result(block.up, block.up_bias, _largest(between))
     (found,) = between.run(numbers.sizes, [plain, ids, *biases])
-    formula = find_formula(hidden, found, between.floats())
+    formula = find_formula(hidden, found, between.numbers())
     plain, biases, terms = result(block.down, block.down_bias, 1.0)
     weights = numbers.like(block.weights)
     (found,) = behind.run(numbers.sizes, [plain, ids, weights, *biases])
@@ -345,7 +345,7 @@ def _compare_dense(block: _Block, before: Region, between: Region, behind: Regio
 
     hidden, terms = result(block.up, _largest(between)), result(block.down, 1.0)
     (found,) = between.run(numbers.sizes, [hidden])
-    formula = _known_formula(find_formula(hidden, found, between.floats()))
+    formula = _known_formula(find_formula(hidden, found, between.numbers()))
     if bool(formula(torch.zeros_like(hidden)).any()):
         raise NoMatch("an expert that was not chosen still adds something")
     (found,) = behind.run(numbers.sizes, [terms])
@@ -368,8 +368,9 @@ def _known_formula(formula: ExpertFormula | None) -> ExpertFormula:
 
 
 def _largest(between: Region) -> float:
-    """The size that numbers between the products need for every limit there to matter."""
-    return max([3.0, *between.floats()])
+    """The size that numbers between the products need for every limit there to matter, of scaled numbers as well."""
+    sizes = [abs(x) for x in between.numbers()]
+    return max([3.0, *sizes]) / min([1.0, *sizes])
 
 
 def _replace(traced: TracedGraph, block: _Block) -> None:

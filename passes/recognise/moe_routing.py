@@ -234,7 +234,7 @@ def _candidates(region: Region) -> Iterator[_Gating]:
         clamped = small.get("clamp") or small.get("clamp_min")
         weightings.append(("clamped_sum", clamped) if clamped else ("sum", small.get("add.Tensor", 0.0)))
     weightings += [(weighting, 0.0) for weighting, name in _WEIGHTING_NODES.items() if name in over_chosen]
-    scalings = [x for x in region.floats() if x >= 1e-3 and x != 1.0]
+    scalings = [x for x in region.numbers() if x >= 1e-3 and x != 1.0]
     groupings: list[tuple[int, int, str]] = []
     for grouped in region.nodes:
         sizes = shape(grouped)

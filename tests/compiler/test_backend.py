@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from torch_pagoda.compiler import backend as backend_module
 from torch_pagoda.compiler import options
@@ -295,6 +298,58 @@ def test_merged_weights_that_moved_are_noticed(ids):
         weight.data = weight.data.clone()
         with pytest.raises(RuntimeError, match="replaced or moved"):
             compiled(ids)
+
+
+def add_in_place(steps):
+    steps.add_(1)
+
+
+def add_to_the_data(steps):
+    steps.data.add_(1)
+
+
+def add_to_a_view(steps):
+    steps.view(1, 1)[0] += 1
+
+
+def add_to_all_of_a_list(steps):
+    torch._foreach_add_([steps], 1)
+
+
+class Counting(nn.Module):
+    """Attention times the number of calls, which is a parameter and a buffer."""
+
+    def __init__(self, count, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.count, self.projection = count, nn.Linear(32, 32, dtype=dtype)
+        self.steps = nn.Parameter(torch.zeros(1, dtype=dtype), requires_grad=False)
+        self.register_buffer("calls", torch.zeros(1, dtype=dtype))
+
+    def forward(self, x):
+        self.count(self.steps)
+        self.calls.add_(1)
+        heads = self.projection(x).view(1, -1, 2, 16).transpose(1, 2)
+        out = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return out.transpose(1, 2).reshape(x.shape) * self.steps * self.calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "count", [add_in_place, add_to_the_data, add_to_a_view, add_to_all_of_a_list], ids=lambda f: f.__name__
+)
+def test_parameters_are_written_into_once_a_call(count, dtype, monkeypatch):
+    graphs = rewritten_graphs(monkeypatch)
+    model = Counting(count, dtype).eval()
+    expected = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="pagoda", options={**OPTIONS, "verify": "every-pass"})
+    x = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.no_grad():
+        for calls in (1, 2):
+            torch.testing.assert_close(compiled(x), expected(x), atol=0.05, rtol=0.02)
+            assert (model.steps.item(), model.calls.item()) == (calls, calls)
+    # Passes lose writes into lists; the comparison sees that.
+    assert bool(attention_calls(graphs[0])) is (count is not add_to_all_of_a_list)
 
 
 def test_numbers_of_modules_are_constants_when_all_is_dynamic(ids, monkeypatch):

@@ -108,13 +108,19 @@ def test_near_miss_says_why(kind):
         lambda x: 30 * torch.tanh(x / 30),
         lambda x: F.relu(x).pow(3),
         lambda x: x * torch.sigmoid(1.6 * x),
+        lambda x: F.relu(x) - F.relu(x - 20),
+        lambda x: F.relu(x) - F.relu(x - 5000.0),
+        lambda x: F.relu(x) - 4096 * F.relu(x / 4096 - 4096),
+        lambda x: F.silu(x) - F.relu(0.01 * x - 30) * 100,
     ],
-    ids=["other constants", "softcap", "third power", "other slope"],
+    ids=["other constants", "softcap", "third power", "other slope", "clipped", "far", "scaled", "scaled silu"],
 )
 def test_functions_that_are_alike_stay_what_they_are(function):
     module, x = Spelled(lambda g, u: function(g) + u), torch.randn(2, 5, 6)
     graph = aten_of_module(module, x)
     recognise_activation(graph)
+    torch.testing.assert_close(run_graph(graph, x), module(x), atol=1e-6, rtol=1e-5)
+    x = x.sign() * torch.logspace(0, 9, x.numel()).view_as(x)
     torch.testing.assert_close(run_graph(graph, x), module(x), atol=1e-6, rtol=1e-5)
 
 

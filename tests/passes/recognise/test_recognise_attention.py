@@ -108,6 +108,16 @@ def eager_softcap(m, q, k, v, pos):
     return torch.softmax(s, dim=-1) @ repeat_kv(v)
 
 
+def eager_floor(m, q, k, v, pos):
+    s = scores_of(q, k) * 0.4 + torch.where(causal_mask(pos), 0.0, torch.finfo(q.dtype).min)
+    return torch.softmax(torch.max(s, torch.full((), torch.finfo(s.dtype).min)), dim=-1) @ repeat_kv(v)
+
+
+def eager_clamped_floor(m, q, k, v, pos):
+    s = scores_of(q, k) * 0.4 + torch.where(causal_mask(pos), 0.0, -torch.inf)
+    return torch.softmax(s.clamp(min=torch.finfo(s.dtype).min), dim=-1) @ repeat_kv(v)
+
+
 def eager_sinks(m, q, k, v, pos):
     s = scores_of(q, k) * 0.4 + torch.where(causal_mask(pos), 0.0, torch.finfo(q.dtype).min)
     sinks = m.sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)
@@ -152,6 +162,8 @@ EAGER = [
     eager_masked_fill,
     eager_table,
     eager_softcap,
+    eager_floor,
+    eager_clamped_floor,
     eager_sinks,
     eager_sink_gate,
     eager_sink_gate_with_dims_kept,
@@ -252,6 +264,16 @@ def wrong_softcap(m, q, k, v, pos):
     return torch.softmax(s, dim=-1) @ repeat_kv(v)
 
 
+def clamped_from_above(m, q, k, v, pos):
+    s = scores_of(q, k).clamp(torch.finfo(q.dtype).min, 30) + torch.where(causal_mask(pos), 0.0, -torch.inf)
+    return torch.softmax(s, dim=-1) @ repeat_kv(v)
+
+
+def a_floor_that_scores_reach(m, q, k, v, pos):
+    s = torch.clamp(scores_of(q, k), -50000) + torch.where(causal_mask(pos), 0.0, -torch.inf)
+    return torch.softmax(s, dim=-1) @ repeat_kv(v)
+
+
 def over_the_wrong_dim(m, q, k, v, pos):
     s = scores_of(q, k) + torch.where(causal_mask(pos), 0.0, -1e9)
     return torch.softmax(s, dim=-2) @ repeat_kv(v)
@@ -272,6 +294,8 @@ def over_the_wrong_dim(m, q, k, v, pos):
         (bias_from_tokens, "multiplied by a tensor"),
         (scaled_by_a_tensor, "multiplied by a tensor"),
         (wrong_softcap, "no softcap"),
+        (clamped_from_above, "clamp between the scores"),
+        (a_floor_that_scores_reach, "clamp between the scores"),
         (over_the_wrong_dim, "softmax over dim"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),

@@ -181,6 +181,13 @@ FORMS = {
         ("gelu", 0.0, 2e4, "halves", False, False),
         ("softmax", 1, 1, "max", "sum", 0.0, 1.0),
     ),
+    "a large whole limit": (
+        lambda m, x: sorted_experts(
+            m, x, middle=lambda y: F.silu(y.chunk(2, -1)[0].clamp(max=16)) * y.chunk(2, -1)[1].clamp(-16, 16)
+        ),
+        ("silu", 0.0, 16.0, "halves", False, False),
+        ("softmax", 1, 1, "max", "sum", 0.0, 1.0),
+    ),
     "no gate": (
         lambda m, x: sorted_experts(m, x, root_routing, lambda y: F.relu(y).square(), m.inner),
         ("relu2", 0.0, 0.0, "plain", False, False),
@@ -358,6 +365,22 @@ NEAR_MISSES = {
     ),
     "nearly an activation": (
         lambda m, x: sorted_experts(m, x, middle=lambda y: F.silu(y[..., :INNER]) * y[..., INNER:] * 1.001),
+        "no activation that the operator knows",
+    ),
+    "a limit from below": (
+        lambda m, x: sorted_experts(m, x, middle=lambda y: F.silu(y[..., :INNER]) * y[..., INNER:].clamp(min=-16)),
+        "no activation that the operator knows",
+    ),
+    "a limit of the scaled up": (
+        lambda m, x: sorted_experts(
+            m, x, middle=lambda y: F.silu(y[..., :INNER]) * (y[..., INNER:] / 64).clamp(-4, 4) * 64
+        ),
+        "no activation that the operator knows",
+    ),
+    "a limit by a comparison": (
+        lambda m, x: sorted_experts(
+            m, x, middle=lambda y: F.silu(y[..., :INNER]) * torch.where(y[..., INNER:] > 16, 16, y[..., INNER:])
+        ),
         "no activation that the operator knows",
     ),
     "experts that were not chosen add something": (biased_all_experts, "no activation that the operator knows"),
