@@ -83,6 +83,11 @@ def pagoda(
             f"quantization={parsed.quantization!r} is not for backend 'pagoda', where the weights stay the caller's; "
             "leave it out, or use torch_pagoda.compile or torch_pagoda.LLM"
         )
+    if parsed.input_bits is not None:
+        raise ValueError(
+            f"input_bits={parsed.input_bits!r} is not for backend 'pagoda', where nothing is quantised; leave it "
+            "out, or use torch_pagoda.LLM"
+        )
     if parsed.static_decode:
         raise ValueError(
             "static_decode=True is not for backend 'pagoda', where the sizes of a step are the caller's; leave it "

@@ -223,6 +223,14 @@ def test_packed_weights_are_not_for_the_drop_in(ids):
         compiled(ids)
 
 
+def test_nothing_is_quantised_whose_inputs_could_be_rounded(ids):
+    compiled = torch.compile(
+        build_tiny_model("llama", num_hidden_layers=1), backend="pagoda", options={"input_bits": 16}
+    )
+    with pytest.raises(Exception, match="input_bits=16 is not for backend 'pagoda'"), torch.no_grad():
+        compiled(ids)
+
+
 def test_the_callers_steps_have_no_static_graphs(ids):
     options = {"static_decode": True, "target": "npu", "codegen": "ge"}
     compiled = torch.compile(build_tiny_model("llama", num_hidden_layers=1), backend="pagoda", options=options)
