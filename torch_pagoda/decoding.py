@@ -67,7 +67,7 @@ class DecodingPlan:
         """
         rows = len(self.prompts)
         seeds = torch.randint(0, 2**63 - 1, (rows,)).tolist() if self.samples else [None] * rows
-        return [SamplingParams(seed=seed, **self.sampling) for seed in seeds]
+        return [SamplingParams(seed=seed, **self.sampling).with_own_ends() for seed in seeds]
 
     def check_fits(self, max_model_len: int) -> None:
         """Raise :class:`Unsupported` when a row could outgrow the engine."""
@@ -106,9 +106,9 @@ def plan_decoding(
     eos = {int(t) for c in stopping_criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.reshape(-1)}
     trivial = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in stopping_criteria)
     max_tokens = max_length - width
-    sampling = _sampling_arguments(logits_processor, width, bool(config.do_sample))
+    sampling = _sampling_arguments(logits_processor, starts, width, bool(config.do_sample))
     sampling["min_tokens"] = min(sampling["min_tokens"], max_tokens)
-    sampling |= {"max_tokens": max_tokens, "stop_token_ids": sorted(t for t in eos if t >= 0), "ignore_eos": True}
+    sampling |= {"max_tokens": max_tokens, "stop_token_ids": sorted(t for t in eos if t >= 0)}
     pad = config._pad_token_tensor
     ids = input_ids.tolist()
     return DecodingPlan(
@@ -256,12 +256,25 @@ def _check_model_kwargs(model_kwargs: dict[str, Any], starts: list[int], width: 
             raise Unsupported("position_ids other than 0, 1, 2, … of each row are not supported by the engine")
 
 
-def _sampling_arguments(processors: list[Any], width: int, do_sample: bool) -> dict[str, Any]:
-    """The list of processors that transformers built, as arguments of :class:`SamplingParams`."""
+def _sampling_arguments(processors: list[Any], starts: list[int], width: int, do_sample: bool) -> dict[str, Any]:
+    """The list of processors that transformers built, as arguments of :class:`SamplingParams`.
+
+    Args:
+        starts: tokens of padding before each row's prompt.
+        width: tokens of each row, padding included.
+    """
     arguments: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0, "min_tokens": 0}
     for processor in processors:
         kind = type(processor)
         if kind is logits_process.RepetitionPenaltyLogitsProcessor:
+            ignored = processor.prompt_ignore_length
+            left_out = ignored.tolist() if isinstance(ignored, torch.Tensor) else [ignored or 0] * len(starts)
+            if left_out != starts:
+                # transformers before 5.23 leaves no padding out.
+                raise Unsupported(
+                    "the engine's repetition_penalty counts all tokens of a prompt and no padding; that of "
+                    "transformers counts padding here, or leaves a part of the prompt out (prompt_ignore_length)"
+                )
             arguments["repetition_penalty"] = processor.penalty
         elif kind is logits_process.MinLengthLogitsProcessor:
             arguments["min_tokens"] = max(arguments["min_tokens"], processor.min_length - width)

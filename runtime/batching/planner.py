@@ -216,7 +216,8 @@ class Planner:
             if prefix.num_blocks:
                 blocks.free(name)
             return False
-        if blocks.enable_prefix_caching and not request.num_preemptions:
+        # Whoever has output has run before, or took it over from a sibling together with its count.
+        if blocks.enable_prefix_caching and not request.num_preemptions and not request.output_token_ids:
             blocks.count_prefix(request.num_tokens, start)
             request.num_cached_tokens = start
         request.num_computed_tokens = start

@@ -129,13 +129,20 @@ class Completion:
         self._read_text()
         return CompletionOutput(
             index=self.index,
-            text="" if self.detokenizer is None else self.detokenizer.text,
+            text=self._text(),
             token_ids=list(request.output_token_ids),
             logprobs=None if self.logprobs is None else list(self.logprobs),
             finish_reason=self._finish_reason(),
             stop_reason=request.stop_reason,
             error=self.text_error or request.error,
         )
+
+    def _text(self) -> str:
+        """All of it, without what may yet be the beginning of a stop string."""
+        text = self.detokenizer
+        if text is None:
+            return ""
+        return text.text if self.is_finished else text.text_between(0, text.stable_length)
 
     def new_piece(self) -> tuple[StreamPiece, Mark] | None:
         """The part that is new, at a cost that does not depend on what has been given, and what ``given`` is with it.

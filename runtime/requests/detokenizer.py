@@ -34,6 +34,10 @@ class Detokenizer:
     spaces come out as they do within a sentence, and a character made of several tokens appears once it is
     complete. (The idea is that of vLLM's ``detokenize_incrementally`` and HuggingFace's ``TextStreamer``.)
 
+    Some decoders (Llama 2's, Gemma's: ``ByteFallback``) read a run of byte tokens as a whole, and make every byte of
+    it U+FFFD where it is not UTF-8. Here the complete characters of such a run stay, for they have been given out
+    already; only what is no character becomes U+FFFD. The text does not depend on how many tokens come together.
+
     Args:
         tokenizer: a HuggingFace tokenizer.
         prompt_token_ids: the tokens before the completion; the last few are read.
@@ -61,7 +65,7 @@ class Detokenizer:
             self._left_out = special_tokens(tokenizer).keys() - set(kept_special_token_ids)
         self._include_stop = include_stop
         self._stop = stop
-        self._start_window = [int(token) for token in prompt_token_ids[-_CONTEXT:]]
+        self._start_window = self._context([int(token) for token in prompt_token_ids[-_WINDOW:]])
         self.reset()
 
     def reset(self) -> None:
@@ -117,14 +121,21 @@ class Detokenizer:
         if self.stop_string is not None:
             return True
         self.num_tokens += len(token_ids)
-        self._held.extend(token_ids)
-        return self._add(self._take(), check_stop)
+        decoded = self._decode([*self._window, *self._held, *token_ids])
+        if _REPLACEMENT not in decoded:
+            self._held.extend(token_ids)
+            return self._add(self._commit(len(self._held), decoded), check_stop)
+        added = ""
+        for token in token_ids:
+            self._held.append(token)
+            added += self._take()
+        return self._add(added, check_stop)
 
     def finish(self, check_stop: bool = True) -> bool:
         """No token follows: an incomplete character at the end becomes U+FFFD. Returns as ``append`` does."""
         if self.stop_string is not None or not self._held:
             return self.stop_string is not None
-        return self._add(self._commit(len(self._held), self._decode(self._window + self._held)), check_stop)
+        return self._add(self._take(at_end=True), check_stop)
 
     def token_text(self, token_id: int) -> str:
         """Text of one token by itself, special tokens included."""
@@ -140,32 +151,53 @@ class Detokenizer:
         )
         return str(text)
 
-    def _take(self) -> str:
-        """Text of the held tokens as far as its characters are complete."""
-        held = self._held
-        for waiting in range(_MAX_CHARACTER_TOKENS + 1):
-            count = len(held) - waiting
-            if count < 1:
-                return ""
-            decoded = self._decode(self._window + held[:count] if waiting else self._window + held)
-            # After three more tokens that did not complete it, it is not the beginning of a character.
-            if not decoded.endswith(_REPLACEMENT) or waiting == _MAX_CHARACTER_TOKENS:
-                return self._commit(count, decoded)
-        raise AssertionError("unreachable")
+    def _context(self, prompt: list[int]) -> list[int]:
+        """The end of the prompt that is decoded with what follows; if it ends within a character, only that.
+
+        Characters before it would be part of a run of bytes that is not UTF-8 yet.
+        """
+        for begun in range(_MAX_CHARACTER_TOKENS + 1):
+            end = len(prompt) - begun
+            for start in range(end - 1, max(end - _MAX_CHARACTER_TOKENS - 2, -1), -1):
+                text = self._decode(prompt[start:end])
+                if text and not text.endswith(_REPLACEMENT):
+                    return prompt[end:] if self._decode(prompt[end:]) else prompt[-_CONTEXT:]
+        return prompt[-_CONTEXT:]
+
+    def _take(self, at_end: bool = False) -> str:
+        """Text of the held tokens as far as its characters are complete; of all of them, if none follows."""
+        added = ""
+        while self._held:
+            may_continue = False
+            for count in range(len(self._held), 0, -1):
+                decoded = self._decode(self._window + self._held[:count])
+                if _REPLACEMENT not in decoded:
+                    break
+                alone = self._decode(self._held[:count])
+                if _REPLACEMENT not in alone:
+                    if self._window_text.endswith(_REPLACEMENT) and not decoded.endswith(alone):
+                        # A run of bytes that was cut, or holds what is no character, spoils what follows.
+                        decoded, self._window, self._window_text = alone, [], ""
+                    break
+                may_continue |= count == len(self._held) and decoded.endswith(_REPLACEMENT)
+            else:
+                if may_continue and len(self._held) <= _MAX_CHARACTER_TOKENS and not at_end:
+                    break
+                # What follows the first token does not complete it: it is not the beginning of a character.
+            added += self._commit(count, decoded)
+        return added
 
     def _commit(self, count: int, decoded: str) -> str:
         """Move ``count`` held tokens to the window, whose text is now ``decoded``; returns what it adds."""
         before = self._window_text
         if decoded.startswith(before):
             added = decoded[len(before) :]
-        else:
+        elif before.endswith(_REPLACEMENT):
             # The prompt ended within a character, which is complete now.
-            same = 0
-            for old, new in zip(before, decoded, strict=False):
-                if old != new:
-                    break
-                same += 1
-            added = decoded[same:]
+            added = decoded[len(before.rstrip(_REPLACEMENT)) :]
+        else:
+            # They have spoilt the run of bytes that the window ends in, whose characters have been given out.
+            added = self._decode(self._held[:count])
         self._window += self._held[:count]
         del self._held[:count]
         if len(self._window) > _WINDOW:

@@ -38,12 +38,13 @@ class SamplingParams:
     Attributes:
         max_tokens: most tokens to generate; None: until the context is full; 0: none, the prompt is only computed,
             and scored where ``prompt_logprobs`` asks for it.
-        min_tokens: tokens before EOS or ``stop_token_ids`` may be chosen, or a stop string end the request.
+        min_tokens: tokens before EOS (with ``ignore_eos``, too) or ``stop_token_ids`` may be chosen, or a stop string
+            end the request.
         temperature: divides the logits; 0 (anything below 1e-5) is greedy.
         top_k: keep the k most likely tokens (ties with the k-th stay); 0 or -1 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches this, in (0, 1].
         min_p: drop tokens less likely than this fraction of the most likely one, in [0, 1].
-        seed: makes the draws of this request reproducible, whatever else runs beside it.
+        seed: makes the draws of this request reproducible, whatever else runs beside it; -1 means None.
         stop: strings that end the text; they are no part of it unless ``include_stop_str_in_output``. A single
             string is accepted.
         stop_token_ids: token ids that end the request.
@@ -125,6 +126,9 @@ class SamplingParams:
     biases: npt.NDArray[np.float32] | None = field(init=False, repr=False, compare=False, default=None)
     """Its values."""
 
+    has_own_ends: bool = field(init=False, repr=False, compare=False, default=False)
+    """The model's end-of-sequence tokens are tokens like others, even to ``min_tokens``."""
+
     _bad_words: BadWords | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
@@ -143,7 +147,8 @@ class SamplingParams:
         put("top_p", real_number("top_p", self.top_p, 0, 1, "use 1.0 to keep every token", open_low=True))
         put("min_p", real_number("min_p", self.min_p, 0, 1, "use 0.0 to keep every token"))
         if self.seed is not None:
-            put("seed", whole_number("seed", self.seed, SEED_MIN, "use None for no seed", highest=SEED_MAX))
+            seed = whole_number("seed", self.seed, SEED_MIN, "use None for no seed", highest=SEED_MAX)
+            put("seed", None if seed == -1 else seed)
         put(
             "stop",
             ()
@@ -265,6 +270,13 @@ class SamplingParams:
         """A copy that knows the tokens of its ``bad_words``."""
         other = copy.copy(self)
         object.__setattr__(other, "_bad_words", BadWords(sequences))
+        return other
+
+    def with_own_ends(self) -> SamplingParams:
+        """A copy whose only ends are ``stop_token_ids``: the model's end-of-sequence tokens mean nothing to it."""
+        other = copy.copy(self)
+        for name in ("ignore_eos", "has_own_ends"):
+            object.__setattr__(other, name, True)
         return other
 
     def within(self, room: int) -> SamplingParams:

@@ -26,7 +26,7 @@ class LogitsProcessor:
     """Applies the rules of ``SamplingParams`` to logits, in vLLM's order.
 
     1. ``allowed_token_ids``: all others to -inf. 2. ``bad_words``: what would complete one to -inf.
-    3. ``min_tokens``: EOS and ``stop_token_ids`` to -inf. 4. ``logit_bias`` is added.
+    3. ``min_tokens``: EOS, ignored or not, and ``stop_token_ids`` to -inf. 4. ``logit_bias`` is added.
     5. ``repetition_penalty``: tokens of prompt and output divided by it, or multiplied where negative.
     6. ``frequency_penalty`` times occurrences in the output, then 7. ``presence_penalty`` are subtracted.
 
@@ -113,7 +113,7 @@ class _State:
         self._vocab = vocab
         self._words = params.banned_sequences
         # A grammar's mask knows where the end of the sequence may come, and where nothing else can.
-        leaves_eos = params.ignore_eos or request.grammar is not None
+        leaves_eos = params.has_own_ends or request.grammar is not None
         ends = params.stop_ids if leaves_eos else params.stop_ids + eos_token_ids
         self._held_back = _within(np.array(ends, np.int64), vocab)
         self._completing: list[_Ids] = []

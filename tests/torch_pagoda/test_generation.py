@@ -16,6 +16,7 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    RepetitionPenaltyLogitsProcessor,
     TextIteratorStreamer,
     pipeline,
 )
@@ -267,6 +268,47 @@ def test_what_the_engine_does_not_do_goes_to_transformers_with_one_warning(
             assert len(ours) == 1 and word in ours[0]
             assert next(e.filename for e in caught if "not paged" in str(e.message)) == __file__
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("lengths", ["none", "of all rows", "of a prompt"])
+def test_a_repetition_penalty_that_does_not_count_the_prompts_goes_to_transformers(
+    compiled: PreTrainedModel,
+    reference: PreTrainedModel,
+    batch: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: str,
+) -> None:
+    made = RepetitionPenaltyLogitsProcessor.__init__
+    ignored = {"none": None, "of all rows": 2, "of a prompt": torch.tensor([4, 1, 3])}[lengths]
+
+    def init(self: Any, penalty: float, prompt_ignore_length: Any = None) -> None:
+        made(self, penalty, ignored)
+
+    # None is what transformers before 5.23 passes: its processor counts the padding.
+    monkeypatch.setattr(RepetitionPenaltyLogitsProcessor, "__init__", init)
+    arguments = {"max_new_tokens": 12, "repetition_penalty": 1.4}
+    with pytest.warns(UserWarning, match="repetition_penalty counts all tokens of a prompt and no padding"):
+        ours = compiled.generate(**batch, **arguments)
+    assert torch.equal(ours, reference.generate(**batch, **arguments))
+    if lengths == "none":
+        whole = {name: tensor[2:] for name, tensor in batch.items()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*not paged.*")
+            assert torch.equal(compiled.generate(**whole, **arguments), reference.generate(**whole, **arguments))
+
+
+@pytest.mark.usefixtures("no_fallback")
+def test_only_the_ends_of_the_call_are_held_back(
+    llama: PreTrainedModel, fast: dict[str, Any], reference: PreTrainedModel, batch: dict[str, torch.Tensor]
+) -> None:
+    tokens = reference.generate(**batch, max_new_tokens=12)[:, 9:]
+    ends_of_model, end = tokens[:, 0].tolist(), int(tokens[0, 4])
+    model = copy.deepcopy(llama)
+    model.generation_config.eos_token_id = ends_of_model
+    compiled = pagoda.compile(model, **fast)
+    assert engine_of(compiled).eos_token_ids == set(ends_of_model)
+    arguments = {"max_new_tokens": 12, "min_new_tokens": 8, "eos_token_id": end, "pad_token_id": 2}
+    assert torch.equal(compiled.generate(**batch, **arguments), reference.generate(**batch, **arguments))
 
 
 def test_embeddings_and_caches_go_to_transformers(

@@ -170,6 +170,34 @@ def test_a_shared_prefix_is_computed_once_even_within_a_batch(expected: dict[str
     assert [output.num_cached_tokens for output in again] == [20, 20, 20]
 
 
+@pytest.mark.parametrize("steps", [3, 9])
+def test_the_cached_tokens_are_those_of_the_prompt_however_often_it_begins(steps: int) -> None:
+    engine = make_engine()
+    engine.generate([PROMPTS[0]], greedy(1))
+    for name, prompt in {"new": PROMPTS[4], "known": PROMPTS[0]}.items():
+        engine.submit(prompt, greedy(12), request_id=name)
+    found, queries = {}, 0
+    for step in range(40):
+        if step == steps:
+            queries = engine.block_manager.counts.prefix_queries
+            engine.in_turn(engine.compute_again)
+        for output in engine.step():
+            found[output.request_id] = (output.num_cached_tokens, len(output.outputs[0].token_ids))
+    assert found == {"new": (0, 12), "known": (20, 12)}
+    assert engine.block_manager.counts.prefix_queries == queries
+    assert_idle(engine)
+
+
+def test_samples_that_wait_have_the_cached_tokens_of_their_prompt() -> None:
+    engine = make_engine(max_num_seqs=2)
+    engine.submit(PROMPTS[0], SamplingParams(n=5, seed=3, max_tokens=9))
+    engine.step()
+    copied = {name: completion.request for name, completion in engine._core.completions.items()}
+    while engine.has_unfinished():
+        engine.step()
+    assert [request.num_cached_tokens for request in copied.values()] == [0] * 5
+
+
 def test_the_next_turn_finds_question_and_answer() -> None:
     engine = make_engine()
     first = engine.generate([PROMPTS[4]], greedy(12))[0]

@@ -85,6 +85,20 @@ def test_kept_special_tokens_are_token_ids() -> None:
         SamplingParams(kept_special_token_ids="<s>")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("stop", ["cde", "fgQ", "gX"])
+def test_no_output_holds_what_may_begin_a_stop_string(engine: Engine, stop: str) -> None:
+    engine.submit("x", SamplingParams(temperature=0, max_tokens=11, stop=stop))
+    texts = []
+    while engine.has_unfinished():
+        texts += [output.outputs[0].text for output in engine.step()]
+    held_back = {"cde": {3, 4}, "fgQ": {6, 7}, "gX": {7}}[stop]
+    # "ab", a special token, then "cdefg".
+    whole = [("abcdefg")[:count] for count in (1, 2, 2, 3, 4, 5, 6, 7)]
+    expected = [text[: text.index(stop[0])] if len(text) in held_back else text for text in whole]
+    end = "ab" if stop == "cde" else "abcdefg"
+    assert texts == [*(expected[:5] if stop == "cde" else expected), end]
+
+
 @pytest.mark.parametrize("name", ["skip_special_tokens", "include_stop_str_in_output"])
 def test_only_bools_are_taken(name: str) -> None:
     for value in (None, 1, "yes"):

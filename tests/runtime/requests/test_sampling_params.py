@@ -66,7 +66,7 @@ def test_bad_values_are_refused_in_one_line_that_names_them(name, values):
         {"min_p": 1.0},
         {"temperature": 0},
         {"seed": SEED_MAX},
-        {"seed": -1},
+        {"seed": -2},
         {"max_tokens": np.int64(3)},
         {"temperature": np.float32(0.5)},
         {"min_tokens": 16},
@@ -154,6 +154,12 @@ def test_greedy_and_plain():
         p = SamplingParams(temperature=0, **asks)
         assert p.is_greedy and not p.is_plain
         assert p.changes_logits == ("logprobs" not in asks)
+
+
+def test_a_seed_of_minus_one_is_none():
+    assert SamplingParams(seed=-1) == SamplingParams()
+    assert SamplingParams(seed=-1, n=2).completion(1).seed is None
+    assert SamplingParams(seed=-2).seed == -2
 
 
 def test_completions_differ_in_their_seed_only():

@@ -93,7 +93,7 @@ def test_min_tokens_holds_back_eos_and_stop_ids():
     assert first() == 4
     assert first(min_tokens=1) == 5
     assert first(min_tokens=1, stop_token_ids=[5, 1000]) == 6
-    assert first(min_tokens=1, stop_token_ids=[5], ignore_eos=True) == 4
+    assert first(min_tokens=1, stop_token_ids=[5], ignore_eos=True) == 6  # ignored or not
     reached = make_request(output=[1], temperature=0, min_tokens=1)
     assert sampler.sample(logits, [reached]).token_ids == [4]
 
@@ -196,6 +196,17 @@ def test_min_tokens_equals_huggingface():
         request = make_request(output=[1] * length, min_tokens=3, stop_token_ids=[9])
         changed = processed(logits[:1], [request], LogitsProcessor([4, 5]))
         assert torch.equal(changed, theirs(torch.tensor([[1] * (1 + length)]), logits[:1].clone()))
+
+
+def test_min_tokens_holds_back_an_end_that_is_ignored():
+    logits = randn(1, VOCAB)
+    request = make_request(min_tokens=3, stop_token_ids=[9], ignore_eos=True)
+    held_back = processed(logits, [request], LogitsProcessor([4, 5])).isinf()[0].nonzero()[:, 0].tolist()
+    assert held_back == [4, 5, 9]
+    request.params = request.params.with_own_ends()
+    assert request.params.ignore_eos
+    held_back = processed(logits, [request], LogitsProcessor([4, 5])).isinf()[0].nonzero()[:, 0].tolist()
+    assert held_back == [9]
 
 
 def test_the_rules_come_in_vllms_order():
