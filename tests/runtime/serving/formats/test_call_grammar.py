@@ -246,12 +246,14 @@ TAGGED = ("qwen3_coder", "glm45", "glm47", "minimax_m2", "hy_v3", "deepseek_v32"
 def test_no_value_holds_what_comes_after_it(family):
     """Text that looks like the end of its own argument is that end, for the grammar as for the parser."""
     found, vocabulary = format_and_vocabulary(family)
-    held = Held(found, vocabulary, chat_tokenizer(family), TOOLS, "auto")
+    held = [Held(found, vocabulary, chat_tokenizer(family), TOOLS, "auto")]
+    plain, vocabulary = chat_tokenizer("phi4_mini_json"), format_and_vocabulary("phi4_mini_json")[1]
+    held.append(Held(replace(found, added_tokens={}), vocabulary, plain, TOOLS, "auto"))
     good, bad = (written(family, [("weather", {"city": "K", "days": days})]) for days in (3, "x"))
     cut = good.index("K") + 1
     for ending in (bad[cut:], bad[cut:].replace("\n", ""), bad[cut:].replace("\n", " ")):
-        text = good[:cut] + ending + good[cut:]
-        assert held.calls(text) is None
+        assert [way.calls(good[:cut] + ending + good[cut:]) for way in held] == [None, None]
+    assert [way.calls(good.replace("</", "", 1)) for way in held] == [None, None]
 
 
 REFERRED = {"$defs": {"colour": {"enum": ["red", "blue"], "type": "string"}, "loop": {"$ref": "#/$defs/loop"}}}
