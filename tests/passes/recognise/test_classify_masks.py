@@ -207,7 +207,7 @@ LIMITS = {
     ),
     "many blocks": (
         lambda m, q, pos: causal_mask(pos) & (pos[:, None, :, None] // 64 - key(pos) // 64 < 4096),
-        "run at 9488 tokens",
+        "run at 8848 tokens",
     ),
     "a table of tokens that all see": (
         lambda m, q, pos: causal_mask(pos) & ((back(pos) < 8) | m.seen_by_all[key(pos)]),
