@@ -151,6 +151,7 @@ def test_what_the_config_does_not_demand(case: str, tmp_path: Path) -> None:
         (lambda: awq(WEIGHT, 32), {**AWQ, "group_size": 128}, "group_size=128"),
         (lambda: awq(WEIGHT, 32), {**AWQ, "group_size": -1}, "group_size=-1"),
         (lambda: awq(WEIGHT, 0), AWQ, "group_size=32"),
+        (lambda: awq(WEIGHT, 32), {"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, "group_size=64"),
         (lambda: awq(WEIGHT, 32), {**AWQ, "format": "gemv"}, "version='gemm' and format='gemv'"),
     ],
 )  # fmt: skip
