@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
+from collections.abc import Container
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +55,7 @@ def compile_program(
     owns_weights: bool = False,
     files: CheckpointFiles | None = None,
     facts: Facts | None = None,
+    loaded: Container[str] | None = None,
 ) -> LinkedProgram:
     """Compile ``model`` into a paged program, or take the one that was compiled before from the store.
 
@@ -62,6 +65,7 @@ def compile_program(
     Args:
         files: those that the model was just loaded from, so that ``program_of_checkpoint`` finds the program by them.
         facts: what that is to return besides.
+        loaded: names of the Python modules that were loaded before the model was; by default those that are now.
     """
     start = time.perf_counter()
     options = options.for_device(next(model.parameters()).device.type)
@@ -83,7 +87,7 @@ def compile_program(
     # Before anything packs the weights, or moves them.
     record = None
     if store is not None and files is not None and options.verify != "off":
-        record = _record(model, options, found, files, facts or {})
+        record = _record(model, options, found, files, facts or {}, sys.modules if loaded is None else loaded)
     if store is not None and (program := _stored(store, key, model, options, owns_weights, start)) is not None:
         if record is not None and program.rope_switch is None:
             store.save(*record)
@@ -110,11 +114,16 @@ def compile_program(
 
 
 def _record(
-    model: nn.Module, options: CompileOptions, found: Fingerprint, files: CheckpointFiles, facts: Facts
+    model: nn.Module,
+    options: CompileOptions,
+    found: Fingerprint,
+    files: CheckpointFiles,
+    facts: Facts,
+    loaded: Container[str],
 ) -> tuple[str, dict[str, Any]] | None:
     """The name and the data of the record by which a later start finds the program; None where there can be none."""
     try:
-        return warm_key(files, options), to_plain(describe_start(model, found, files, facts))
+        return warm_key(files, options), to_plain(describe_start(model, found, files, facts, loaded))
     except (CannotIdentify, CannotStore, Touched, OSError, ValueError) as error:
         log.info("later starts will load the model's class: %s", error)
         return None

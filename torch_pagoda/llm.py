@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -95,6 +96,7 @@ class LLM:
         tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
         **options: Unpack[LLMOptions],
     ) -> None:
+        loaded = frozenset(sys.modules)
         loads = isinstance(model, str | os.PathLike)
         loading, serving, compiling = split_options(options, owns_weights=loads)
         device = resolve_device(loading.device)
@@ -132,7 +134,12 @@ class LLM:
             facts = facts_of(module)
             with _refusals_named(model), without_autocast(device.type):
                 program = compile_program(
-                    module, compiling, owns_weights=loads, files=None if facts is None else files, facts=facts
+                    module,
+                    compiling,
+                    owns_weights=loads,
+                    files=None if facts is None else files,
+                    facts=facts,
+                    loaded=loaded,
                 )
             self._weights = WeightGuard(module, program.copied_weights, program.merged_weights)
         else:  # nobody but the program holds the tensors

@@ -2,8 +2,8 @@
 
 A program can be taken from the store without importing the model's class, if what the class would have found is what
 it found when the program was compiled. The files are compared by their bytes; modules that are loaded could have been
-changed since by code: functions replaced or registered, classes patched, numbers set. Caches, counters and loggers do
-not count, nor do functions that are the framework's and lie where its files put them.
+changed since by code (functions replaced or registered, classes patched, numbers set), or their files by an editor.
+Caches, counters and loggers do not count.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import hashlib
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,16 @@ import torch
 import transformers
 from torch.nn.modules import module as _of_modules
 
-from .describer import NOT_RUN
 from .framework import functions_of, is_own, patches
 
+_MODELS = "transformers.models."
+_AUTO = "transformers.models.auto."
+_CHOOSING = frozenset(f"{_AUTO}{name}" for name in ("auto_factory", "configuration_auto", "modeling_auto"))
+"""Modules that say which class loads a checkpoint. Those beside them, for images and the like, change in loading."""
 _PACKAGES = ("transformers.", "huggingface_hub.", "torch.nn.")
 _SINGLE = ("torch", "torch.functional", "torch._tensor", "torch._C._nn", "torch.nn")
 _NUMBERS = (bool, int, float)
+_REPLACED_BY_DYNAMO = tuple(f"torch.nn.modules.module.Module.{name}" for name in ("__init__", "__setstate__"))
 _C_CALLABLES = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _NOT_TRACED = torch._disable_dynamo(lambda: None).__code__  # type: ignore[no-untyped-call]
 """Of what importing Dynamo puts around some of torch's functions; a start from the store does not import it."""
@@ -62,9 +66,11 @@ def changed_module(states: Mapping[str, str]) -> str | None:
     return next((name for name, module in _loaded() if states.get(name) not in (None, module_state(module))), None)
 
 
-def model_modules_loaded(names: Iterable[str]) -> bool:
-    """Whether any of these modules of models is loaded, so that its contents may have been changed."""
-    return any(name.startswith("transformers.models.") and name in sys.modules for name in names)
+def loaded_of_models(names: Iterable[str], loaded: Container[str]) -> str | None:
+    """The first of these Python modules that holds models and was loaded, so that its contents may have been changed;
+    None if there is none."""
+    models = (name for name in names if name.startswith(_MODELS) and not name.startswith(_AUTO))
+    return next((name for name in models if name in loaded), None)
 
 
 def _loaded() -> Iterator[tuple[str, types.ModuleType]]:
@@ -72,7 +78,8 @@ def _loaded() -> Iterator[tuple[str, types.ModuleType]]:
         raise Touched("hooks are registered for all modules")
     for name, module in list(sys.modules.items()):
         wanted = name in _SINGLE or name.startswith(_PACKAGES)
-        if wanted and not name.startswith("transformers.models.") and type(module).__name__ != "_LazyModule":
+        counts = name in _CHOOSING or not name.startswith(_MODELS)
+        if wanted and counts and type(module).__name__ != "_LazyModule":
             yield name, module
 
 
@@ -91,7 +98,7 @@ def module_state(module: types.ModuleType) -> str:
 def _said(place: str, item: Any, home: str) -> str:
     """What counts of a value; "" for nothing."""
     if isinstance(item, types.FunctionType):
-        return _function(place, item)
+        return _function(place, item, home)
     if isinstance(item, type):
         return _class(item) if item.__module__ == home else f"{item.__module__}.{item.__qualname__}"
     if isinstance(item, _C_CALLABLES):
@@ -108,15 +115,16 @@ def _class(cls: type) -> str:
     place = f"{cls.__module__}.{cls.__qualname__}"
     said = [place]
     for name, item in patches(cls):
-        if name in NOT_RUN:
-            continue
-        inner = [_function(f"{place}.{name}", function) for function in functions_of(item)]
-        said.append(f"{name}: {item if isinstance(item, str) else inner or type(item).__qualname__}")
+        if f"{place}.{name}" not in _REPLACED_BY_DYNAMO:
+            said.append(f"{name}: {item if isinstance(item, str) else type(item).__qualname__}")
     for name, item in vars(cls).items():
-        own = f"{cls.__qualname__}.{name}"
-        if name not in NOT_RUN:  # what the framework makes when it runs has no place of its own
-            places = {function.__qualname__ for function in functions_of(item)}
-            said += [f"{own} is {place}" for place in sorted(places - {own}) if "<locals>" not in place]
+        if f"{place}.{name}" in _REPLACED_BY_DYNAMO:
+            continue
+        said += [
+            _function(f"{place}.{name}", function, cls.__module__)
+            for function in functions_of(item)
+            if not _is_made_when_run(function, cls)
+        ]
         if name[:2] == "__":
             continue
         if type(item) in _NUMBERS:
@@ -126,18 +134,27 @@ def _class(cls: type) -> str:
     return "\0".join(said)
 
 
+def _is_made_when_run(function: types.FunctionType, cls: type) -> bool:
+    """Whether the framework put a function of its own into a class of another module: transformers does, loading."""
+    return "<locals>" in function.__qualname__ and function.__module__ != cls.__module__ and is_own(function)
+
+
 def _registered(place: str, items: dict[Any, Any]) -> str:
     """Functions, classes and numbers that a dict holds under names, whatever methods of its own it has."""
     found = []
     for key, item in dict.items(items):
         parts = item if isinstance(item, tuple) else (item,)
         if isinstance(key, str):
-            found += [f"{key}:{said}" for part in parts if (said := _said(f"{place}[{key!r}]", part, ""))]
-    return ",".join(found)
+            found += [
+                f"{key}:{said}"
+                for part in parts
+                if (said := repr(part) if type(part) is str else _said(f"{place}[{key!r}]", part, ""))
+            ]
+    return ",".join(sorted(found))
 
 
-def _function(place: str, function: types.FunctionType) -> str:
-    """Where a function is from, and its code where that is not the framework's.
+def _function(place: str, function: types.FunctionType, home: str) -> str:
+    """Where a function is from, and its code unless another module of the framework has it.
 
     Raises:
         Touched: it is written in a file that was not installed.
@@ -148,11 +165,25 @@ def _function(place: str, function: types.FunctionType) -> str:
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     numbers = [default for default in defaults if type(default) in _NUMBERS]
     said = f"{function.__module__}.{function.__qualname__}:{code.co_firstlineno} {numbers}"
-    if is_own(function) or code.co_filename[:1] == "<":
+    if code.co_filename[:1] == "<":
         return said
+    if is_own(function):
+        return f"{said}:{_code_digest(code)}" if function.__module__ == home else said
     if not code.co_filename.startswith(_installed()):
         raise Touched(f"{place} is {function.__module__}.{function.__qualname__}")
-    return f"{said}:{hashlib.sha256(code.co_code).hexdigest()}"
+    return f"{said}:{_code_digest(code)}"
+
+
+def _code_digest(code: types.CodeType) -> str:
+    digest = hashlib.sha256(code.co_code)
+    digest.update("\0".join((*code.co_names, *code.co_varnames)).encode())
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            said = _code_digest(constant)
+        else:
+            said = repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
+        digest.update(f"{said}\0".encode())
+    return digest.hexdigest()
 
 
 @functools.cache

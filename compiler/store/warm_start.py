@@ -3,8 +3,12 @@
 With a record a start needs no model class: nothing of transformers' models is imported, no module is made, and no
 weight is read but through the program. A record holds as long as everything is as it was when the class was imported
 and its module described: the checkpoint's files, the source files behind the class, the environment variables that
-its code reads, what is installed, and the modules of the framework that are loaded. A program that was taken by a
-record is compared with the logits that were stored with it.
+its code reads, what is installed, and the modules of the framework that are loaded; and as long as nothing is
+registered with transformers. A program that was taken by a record is compared with the logits that were stored with
+it.
+
+Code in memory may be another than its file's. So a record is made only where one could be used, in a process that had
+no module of models loaded before. What else was loaded before must be loaded in a process that uses it, and be alike.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -24,7 +29,8 @@ from torch import nn
 from ...runtime.ops.stored_weight import StoredWeight
 from ..fingerprint.describer import changed_variable
 from ..fingerprint.fingerprint import Fingerprint, settings_digest
-from ..fingerprint.framework_state import changed_module, framework_states, model_modules_loaded
+from ..fingerprint.framework_state import changed_module, framework_states, loaded_of_models
+from ..fingerprint.registered import check_nothing_registered
 from ..fingerprint.tensor_contents import module_tensors, stored_digest
 from ..options import CompileOptions
 from .checkpoint_files import CheckpointFiles, sample_digest
@@ -36,6 +42,7 @@ _MOST_BYTES = 16 << 20
 """Of tensors that no file of the checkpoint holds, together: rotary frequencies and the like."""
 _DTYPES = {str(d): d for d in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
 _OURS = __name__.partition(".")[0]
+_FRAMEWORK = frozenset(("torch", "transformers", "huggingface_hub"))
 _SETTINGS = ("TRANSFORMERS_", "USE_")
 """How environment variables begin that transformers reads when it makes a model."""
 
@@ -51,9 +58,10 @@ class WarmStart:
         program: the key of its program.
         weights: the module's tensor → the checkpoint's, and the dtype that it is converted to ("" for its own).
         tensors: those of the module that no file holds.
-        sources: Python modules behind the class → SHA-256 of their files.
+        sources: Python modules behind the class, and of transformers all that were loaded → SHA-256 of their files.
         variables: environment variables that code reads → their values.
         states: loaded modules of the framework → their digests.
+        before: those and the sources that were loaded before the model was.
         facts: what else a server of the model has to know of its configs.
         stored: the module's tensor → the checkpoint's quantised weights that it is made of.
     """
@@ -64,6 +72,7 @@ class WarmStart:
     sources: dict[str, str]
     variables: dict[str, str | None]
     states: dict[str, str]
+    before: list[str]
     facts: Facts
     stored: dict[str, StoredSource] = field(default_factory=dict)
 
@@ -83,7 +92,9 @@ def warm_key(files: CheckpointFiles, options: CompileOptions) -> str:
     return "checkpoint-" + settings_digest(options, [files.contents(), settings, packages])
 
 
-def describe_start(model: nn.Module, found: Fingerprint, files: CheckpointFiles, facts: Facts) -> WarmStart:
+def describe_start(
+    model: nn.Module, found: Fingerprint, files: CheckpointFiles, facts: Facts, loaded: Container[str]
+) -> WarmStart:
     """The record of a checkpoint that ``model`` was just loaded from.
 
     Args:
@@ -91,10 +102,11 @@ def describe_start(model: nn.Module, found: Fingerprint, files: CheckpointFiles,
         found: its description.
         files: the checkpoint's.
         facts: see ``WarmStart``.
+        loaded: names of the Python modules that were loaded before the model was.
 
     Raises:
         CannotStore: the module is not made of the files' tensors, or of code that the record could not check.
-        Touched: something that is not the framework's stands in a module of it.
+        Touched: something that is not the framework's stands in a module of it, or is registered with it.
     """
     kind = type(model)
     if not kind.__module__.startswith("transformers.models."):
@@ -102,8 +114,13 @@ def describe_start(model: nn.Module, found: Fingerprint, files: CheckpointFiles,
     # Our own sources are part of the key.
     sources = {name: digest for name, digest in found.sources.items() if name.partition(".")[0] != _OURS}
     for name in sources:
-        if _source(name) is None:
+        if name.partition(".")[0] not in _FRAMEWORK or _source(name) is None:
             raise CannotStore(f"its code is in {name}, too")
+    if (name := loaded_of_models(sources, loaded)) is not None:
+        raise CannotStore(f"{name} was loaded before, and may have been changed")
+    check_nothing_registered()
+    states = framework_states()
+    sources |= {name: _digest(name) for name in states if name.startswith("transformers.")}
     named = module_tensors(model)
     dtypes = {tensor.dtype for tensor in named.values()}
     held: dict[str, tuple[str, str]] = {}
@@ -136,8 +153,8 @@ def describe_start(model: nn.Module, found: Fingerprint, files: CheckpointFiles,
             kept[name] = tensor.detach().clone()
     if sum(t.numel() * t.element_size() for t in kept.values()) > _MOST_BYTES:
         raise CannotStore(f"its buffers are larger than {_MOST_BYTES >> 20} MiB")
-    variables, states = dict(found.variables), framework_states()
-    return WarmStart(found.digest, held, kept, sources, variables, states, facts, stored)
+    before = sorted(name for name in sources.keys() | states if name in loaded)
+    return WarmStart(found.digest, held, kept, sources, dict(found.variables), states, before, facts, stored)
 
 
 def _dtype_of_stored(named: Mapping[str, torch.Tensor]) -> torch.dtype:
@@ -165,13 +182,15 @@ def check_record(record: WarmStart) -> None:
         NotAsItWas: something else would be loaded, or might be.
         Touched: as ``describe_start``.
     """
-    if model_modules_loaded(record.sources):
-        raise NotAsItWas("the model's code is loaded, and may have been changed")
+    if (name := loaded_of_models(record.sources, sys.modules)) is not None:
+        raise NotAsItWas(f"{name} is loaded, and may have been changed")
+    if (name := next((name for name in record.before if name not in sys.modules), None)) is not None:
+        raise NotAsItWas(f"{name} was loaded before the model was, and may have been changed")
+    check_nothing_registered()
     if (name := changed_variable(record.variables)) is not None:
         raise NotAsItWas(f"the environment variable {name} has another value")
     for module, digest in record.sources.items():
-        path = _source(module)
-        if path is None or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+        if _digest(module) != digest:
             raise NotAsItWas(f"the source of {module} is another")
     if (changed := changed_module(record.states)) is not None:
         raise NotAsItWas(f"{changed} was changed in this process")
@@ -210,6 +229,12 @@ def start_tensors(record: WarmStart, files: CheckpointFiles, needed: Iterable[st
 def _shown(record: WarmStart) -> Iterator[str]:
     """The dtypes that quantised weights are shown in."""
     return (source.dtype for source in record.stored.values())
+
+
+def _digest(name: str) -> str:
+    """The SHA-256 of the file of a Python module; "" where there is none."""
+    path = _source(name)
+    return "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _source(name: str) -> Path | None:

@@ -42,7 +42,7 @@ def test_a_second_start_loads_no_model_and_a_changed_file_is_another(
 ) -> None:
     monkeypatch.delenv(DISABLE)
     monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(warm_start, "model_modules_loaded", lambda names: False)
+    monkeypatch.setattr(warm_start, "loaded_of_models", lambda names, loaded: None)
     file = file_of(build_tiny_model(model_type, num_hidden_layers=1), all_of("Q4_0"))
     path = file.write(tmp_path / "model.gguf")
     first = started(path)

@@ -43,7 +43,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A store of the test's own, and processes that have not loaded the model's code."""
     monkeypatch.delenv(DISABLE)
     monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(warm_start, "model_modules_loaded", lambda names: False)
+    monkeypatch.setattr(warm_start, "loaded_of_models", lambda names, loaded: None)
     return tmp_path / "cache"
 
 
@@ -75,7 +75,7 @@ def test_a_second_start_loads_no_model(name: str, tmp_path: Path, monkeypatch: p
     rounds_inputs = name == "slim-w8a8-static"  # to 8 bits, which the logits of the model are not computed with
     assert (second.compile_report.verdict.tolerance < 1e-2) is not rounds_inputs
     # And where the model's code is loaded, by the module's description.
-    monkeypatch.setattr(warm_start, "model_modules_loaded", lambda names: True)
+    monkeypatch.setattr(warm_start, "loaded_of_models", lambda names, loaded: "a model")
     third = started(folder)
     assert third.compile_report.stored and tokens(third) == tokens(first)
 

@@ -25,6 +25,7 @@ PROMPT = [5, 6, 7, 8]
 SCRIPT = f"""
 import gc, json, sys
 import torch
+exec(sys.argv[2])
 collections = []
 gc.callbacks.append(lambda phase, info: collections.append(phase))
 from torch_pagoda import LLM, SamplingParams
@@ -57,7 +58,8 @@ def cache(tmp_path, monkeypatch):
         shutil.copy(file, tmp_path / "cache/kernels")
     monkeypatch.delenv(DISABLE)
     monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(warm_start, "model_modules_loaded", lambda names: False)
+    monkeypatch.setattr(warm_start, "loaded_of_models", lambda names, loaded: None)
+    return tmp_path / "cache"
 
 
 def started(folder):
@@ -68,9 +70,11 @@ def started(folder):
     return [llm.compile_report.stored, output.outputs[0].token_ids, params.temperature, params.top_p]
 
 
-def started_anew(folder):
-    """What a start in a process of its own says, and what was slow: modules that it imported, and collections."""
-    result = subprocess.run([sys.executable, "-c", SCRIPT, str(folder)], capture_output=True, text=True, check=False)
+def started_anew(folder, before=""):
+    """What a start in a process of its own says that runs some code before, and what was slow: modules that it
+    imported, and collections."""
+    command = [sys.executable, "-c", SCRIPT, str(folder), before]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     stored, code, *rest = json.loads(result.stdout.splitlines()[-1])
     return [stored, *rest], code
@@ -83,15 +87,19 @@ def model():
     return model
 
 
+def save_with_tokenizer(model, folder):
+    model.save_pretrained(folder)
+    for file in (EXAMPLE / "tokenizer.json", EXAMPLE / "tokenizer_config.json"):
+        shutil.copy(file, folder)
+
+
 def answer(model):
     return model.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)[0, 4:].tolist()
 
 
 @pytest.mark.usefixtures("cache")
 def test_second_start_imports_no_model(model, tmp_path):
-    model.save_pretrained(tmp_path / "model")
-    for file in (EXAMPLE / "tokenizer.json", EXAMPLE / "tokenizer_config.json"):
-        shutil.copy(file, tmp_path / "model")
+    save_with_tokenizer(model, tmp_path / "model")
     # Not in this process: what other tests left in it may be no concern of the second start's.
     first, _ = started_anew(tmp_path / "model")
     second, code = started_anew(tmp_path / "model")
@@ -104,3 +112,25 @@ def test_second_start_imports_no_model(model, tmp_path):
     model.save_pretrained(tmp_path / "model")
     third = started(tmp_path / "model")
     assert not third[0] and third[1] == answer(model) != second[1]
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_start_is_not_served_what_another_process_patched(model, tmp_path):
+    save_with_tokenizer(model, tmp_path / "model")
+    patched, _ = started_anew(
+        tmp_path / "model", "from transformers.activations import ACT2FN; ACT2FN['silu'] = torch.nn.Hardtanh"
+    )
+    first, _ = started_anew(tmp_path / "model")
+    assert not first[0] and first[1] == answer(model) != patched[1]
+    # Names that a script imports bring no model.
+    second, code = started_anew(tmp_path / "model", "from transformers import AutoModelForCausalLM, AutoTokenizer")
+    assert second == [True, *first[1:]] and code == []
+
+
+def test_nothing_is_recorded_where_models_were_loaded_before(model, cache, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.delenv(DISABLE)
+    monkeypatch.setenv("TORCH_PAGODA_CACHE", str(cache))
+    model.save_pretrained(tmp_path / "model")
+    assert started(tmp_path / "model")[1] == answer(model)
+    assert list((cache / "programs").iterdir()) and not list((cache / "programs").glob("checkpoint-*"))

@@ -277,8 +277,11 @@ def checkpoint_files(source: str | os.PathLike[str], dtype: str | torch.dtype) -
         name = check_source(source)
         if is_gguf(name):
             return _gguf_files(name, resolve_dtype(dtype))
-        folder = Path(name) if Path(name).is_dir() else Path(_config_file(name)).parent
-        texts = {"files": "\n".join(sorted(entry.name for entry in folder.iterdir()))}
+        if Path(name).is_dir():
+            folder = Path(name)
+            texts = {"files": "\n".join(sorted(entry.name for entry in folder.iterdir()))}
+        else:
+            folder, texts = _snapshot(name)
         descriptions = {file.name for pattern in DESCRIPTIONS for file in folder.glob(pattern)}
         for text in ("config.json", "generation_config.json", *sorted(descriptions)):
             if (folder / text).is_file():
@@ -318,9 +321,19 @@ def _described_weights(method: Method | None) -> str | None:
     return _WEIGHTS_OF_MODELSLIM if method is not None and method.kinds else None
 
 
-def _config_file(name: str) -> str:
-    """The path of a hub id's config in the hub's cache, downloaded where transformers would."""
-    return str(cached_file(name, "config.json"))
+def _snapshot(name: str) -> tuple[Path, dict[str, str]]:
+    """The folder of a hub id in the hub's cache, with the files there that say something of the model, downloaded
+    where transformers would; and what tells it from others.
+
+    What else the folder holds depends on what was asked for so far; the commit says what it is a part of.
+
+    Raises:
+        OSError: there is no such id, or nothing of it while the hub is out of reach.
+    """
+    folder = Path(str(cached_file(name, "config.json"))).parent
+    commit = folder.name  # by which the hub is asked only once
+    cached_file(name, "generation_config.json", revision=commit, _raise_exceptions_for_missing_entries=False)
+    return folder, {"hub id": name, "commit": commit}
 
 
 def load_config(source: str | os.PathLike[str], trust_remote_code: bool) -> tuple[str, Any]:

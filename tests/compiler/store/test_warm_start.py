@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
+import sys
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,11 +17,20 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto import auto_mappings, modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from torch_pagoda.compiler import CheckpointFiles, CompileOptions, compile_program, program_of_checkpoint
-from torch_pagoda.compiler.fingerprint.framework_state import Touched, changed_module, framework_states
+from torch_pagoda.compiler.fingerprint.fingerprint import Fingerprint
+from torch_pagoda.compiler.fingerprint.framework_state import (
+    Touched,
+    changed_module,
+    framework_states,
+    loaded_of_models,
+)
 from torch_pagoda.compiler.link import linker
 from torch_pagoda.compiler.store import warm_start
+from torch_pagoda.compiler.store.graph_data import CannotStore
 from torch_pagoda.compiler.store.program_store import DISABLE, open_store
 from torch_pagoda.compiler.verify.self_check import check, reference_of_model
 from torch_pagoda.compiler.verify.stored_reference import stored_reference
@@ -43,7 +54,8 @@ def saved(folder, name="llama", **sizes):
 
 def compiled(folder, options=OPTIONS, dtype=None):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto").eval().requires_grad_(False)
-    compile_program(model, options, owns_weights=True, files=files(folder, dtype), facts=FACTS)
+    given = files(folder, dtype)
+    compile_program(model, options, owns_weights=True, files=given, facts=FACTS, loaded=frozenset())
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +74,7 @@ def start(kept, monkeypatch):
     """Starts from the kept checkpoint, as in a process that has not loaded the model's code."""
     monkeypatch.delenv(DISABLE)
     monkeypatch.setenv("TORCH_PAGODA_CACHE", str(kept / "cache"))
-    monkeypatch.setattr(warm_start, "model_modules_loaded", lambda names: False)
+    monkeypatch.setattr(warm_start, "loaded_of_models", lambda names, loaded: None)
     # What is discarded is kept for the next test.
     monkeypatch.setattr("torch_pagoda.compiler.store.program_store.ProgramStore.discard", lambda *_: None)
 
@@ -102,7 +114,7 @@ def test_a_program_is_found_by_its_checkpoint(kept, start):
 def test_rows_of_merged_matrices_are_packed_where_they_lie(tmp_path, monkeypatch):
     monkeypatch.delenv(DISABLE)
     monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(warm_start, "model_modules_loaded", lambda names: False)
+    monkeypatch.setattr(warm_start, "loaded_of_models", lambda names, loaded: None)
     folder = saved(tmp_path / "checkpoint")
     compiled(folder, dtype=torch.bfloat16)
     packed, pack = [], linker.pack_weight
@@ -112,11 +124,59 @@ def test_rows_of_merged_matrices_are_packed_where_they_lie(tmp_path, monkeypatch
     assert program.report.stored and sorted(packed) == [1, 1, 1, 2, 3], "q, k and v; gate and up"
 
 
-def test_code_that_is_loaded_may_have_been_changed(start, monkeypatch, caplog):
-    monkeypatch.undo()  # this process has loaded it
-    record = warm_start.WarmStart("", {}, {}, {"transformers.models.llama.modeling_llama": ""}, {}, {}, {})
-    with pytest.raises(warm_start.NotAsItWas, match="is loaded"):
-        warm_start.check_record(record)
+LLAMA = "transformers.models.llama.modeling_llama"
+
+
+def test_code_that_is_loaded_may_have_been_changed():
+    importlib.import_module(LLAMA)
+    with pytest.raises(warm_start.NotAsItWas, match=f"{LLAMA} is loaded"):
+        warm_start.check_record(warm_start.WarmStart("", {}, {}, {LLAMA: ""}, {}, {}, [], {}))
+    assert loaded_of_models(["transformers.models.auto.modeling_auto"], sys.modules) is None, "which is looked at"
+
+
+@pytest.mark.parametrize(
+    ("source", "loaded", "words"),
+    [
+        (LLAMA, {LLAMA}, f"{LLAMA} was loaded before"),
+        ("safetensors.torch", frozenset(), "its code is in safetensors.torch, too"),
+    ],
+    ids=["loaded before", "another package's"],
+)
+def test_nothing_is_recorded_of_code_that_may_be_anything(kept, source, loaded, words):
+    model = AutoModelForCausalLM.from_pretrained(kept / "checkpoint").eval()
+    found = Fingerprint("", {source: ""}, {})
+    with pytest.raises(CannotStore, match=words):
+        warm_start.describe_start(model, found, files(kept / "checkpoint"), FACTS, loaded)
+
+
+def test_a_record_names_all_files_that_loading_runs_and_what_was_loaded_before(kept, start):
+    model = AutoModelForCausalLM.from_pretrained(kept / "checkpoint").eval()
+    loaded = {"torch.nn.functional", "transformers.activations", "json"}
+    record = warm_start.describe_start(model, Fingerprint("", {}, {}), files(kept / "checkpoint"), FACTS, loaded)
+    assert record.before == ["torch.nn.functional", "transformers.activations"]
+    decide = "conversion_mapping core_model_loading generation.configuration_utils models.auto.modeling_auto".split()
+    assert {f"transformers.{name}" for name in decide} <= record.sources.keys()
+    assert not any(name.startswith("transformers.models.llama") for name in record.sources)
+    for name in ("conversion_mapping", "models.auto.auto_factory"):
+        with pytest.raises(warm_start.NotAsItWas, match="the source of"):
+            warm_start.check_record(replace(record, sources={**record.sources, f"transformers.{name}": "0" * 64}))
+
+
+@pytest.fixture
+def another_class(monkeypatch):
+    """One that transformers would load in the place of its own Llama."""
+    monkeypatch.setitem(CONFIG_MAPPING._extra_content, "llama", transformers.GPT2Config)
+
+
+@pytest.mark.usefixtures("another_class")
+def test_classes_that_were_registered(kept, start, caplog, monkeypatch, tmp_path):
+    with caplog.at_level(logging.INFO, "torch_pagoda"):
+        assert start() is None
+        monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path))
+        model = transformers.LlamaForCausalLM.from_pretrained(kept / "checkpoint").eval()
+        with pytest.raises(Touched, match="GPT2Config is registered"):
+            warm_start.describe_start(model, Fingerprint("", {}, {}), files(kept / "checkpoint"), FACTS, frozenset())
+    assert "GPT2Config is registered" in caplog.text
 
 
 def test_a_function_is_what_it_was_when_dynamo_has_wrapped_it(states, monkeypatch):
@@ -129,7 +189,7 @@ def test_a_function_is_what_it_was_when_dynamo_has_wrapped_it(states, monkeypatc
 def test_tied_and_converted_weights(tmp_path, monkeypatch, dtype):
     monkeypatch.delenv(DISABLE)
     monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(warm_start, "model_modules_loaded", lambda names: False)
+    monkeypatch.setattr(warm_start, "loaded_of_models", lambda names, loaded: None)
     folder = saved(tmp_path / "checkpoint", "gpt2")
     options = CompileOptions(codegen="none", quantization="int8")
     compiled(folder, options, dtype)
@@ -167,6 +227,7 @@ def test_other_texts_and_options_are_others(kept, start, monkeypatch):
 CHANGES = {
     "another source": ({"sources": {"transformers.models.llama.modeling_llama": "0" * 64}}, "is another"),
     "a source that is gone": ({"sources": {"transformers.models.llama.no_such_file": "0" * 64}}, "is another"),
+    "a module that is not loaded here": ({"before": ["transformers.pagoda_patches"]}, "was loaded before the model"),
     "a variable": ({"variables": {"PAGODA_TEST_VARIABLE": "1"}}, "PAGODA_TEST_VARIABLE"),
     "a module of the framework": ({"states": {"torch.nn.functional": "0" * 64}}, "torch.nn.functional was changed"),
     "a weight that is gone": ({"weights": {}}, "nothing is recorded"),
@@ -228,6 +289,17 @@ def louder(function):
     return lambda *args, **kwargs: function(*args, **kwargs) * 2
 
 
+def test_what_transformers_registers_for_images_as_it_loads_does_not_count(states, monkeypatch):
+    monkeypatch.setitem(auto_mappings.IMAGE_PROCESSOR_MAPPING_NAMES, "llama", "PixtralImageProcessor")
+    assert changed_module(states) is None
+
+
+def edited(patch, function):
+    """What is loaded of a file whose numbers were others when it was."""
+    constants = tuple(f"{constant} before" for constant in function.__code__.co_consts)
+    patch.setattr(function, "__code__", function.__code__.replace(co_consts=constants))
+
+
 PATCHES = {
     "a function of torch": lambda m: m.setattr(nn.functional, "silu", louder(nn.functional.silu)),
     "another one of torch's": lambda m: m.setattr(nn.functional, "silu", nn.functional.gelu),
@@ -246,6 +318,19 @@ PATCHES = {
     ),
     "a number": lambda m: m.setattr(transformers.modeling_rope_utils, "PAGODA_TEST_NUMBER", 3, raising=False),
     "a config's method": lambda m: m.setattr(transformers.PreTrainedConfig, "to_dict", louder(print)),
+    "a classmethod of a config": lambda m: m.setattr(
+        transformers.PreTrainedConfig, "from_pretrained", classmethod(louder(print))
+    ),
+    "what makes a config": lambda m: m.setattr(transformers.PreTrainedConfig, "__init__", louder(print)),
+    "the loader": lambda m: m.setattr(AutoModelForCausalLM, "from_pretrained", classmethod(louder(print))),
+    "another loader of transformers'": lambda m: m.setattr(
+        AutoModelForCausalLM, "from_pretrained", vars(transformers.AutoModel)["from_config"]
+    ),
+    "the class of a model type": lambda m: m.setitem(
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "llama", "GemmaForCausalLM"
+    ),
+    "a function's file, edited since": lambda m: edited(m, transformers.modeling_rope_utils._compute_yarn_parameters),
+    "a method's file, edited since": lambda m: edited(m, nn.RMSNorm.forward),
     "hooks for all modules": lambda m: m.setitem(nn.modules.module._global_forward_hooks, 1, print),
 }
 
@@ -264,7 +349,7 @@ def test_large_weights_in_several_files(tmp_path, monkeypatch, caplog, dtype):
     checkpoint, and one elsewhere shows in the logits."""
     monkeypatch.delenv(DISABLE)
     monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(warm_start, "model_modules_loaded", lambda names: False)
+    monkeypatch.setattr(warm_start, "loaded_of_models", lambda names, loaded: None)
     folder = tmp_path / "checkpoint"
     build_tiny_model("llama", num_hidden_layers=1, vocab_size=151_936).save_pretrained(folder, max_shard_size="30MB")
     shards = sorted(folder.glob("*.safetensors"))
@@ -274,7 +359,7 @@ def test_large_weights_in_several_files(tmp_path, monkeypatch, caplog, dtype):
         return replace(files(folder, dtype, weights=[]), weights=[str(path) for path in weights])
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto").eval().requires_grad_(False)
-    compile_program(model, OPTIONS, owns_weights=True, files=of(), facts=FACTS)
+    compile_program(model, OPTIONS, owns_weights=True, files=of(), facts=FACTS, loaded=frozenset())
 
     def started_with_row(row, change):
         """The start of a checkpoint with another row in its head."""
@@ -296,6 +381,6 @@ def test_nothing_is_recorded_of_what_a_file_does_not_hold(tmp_path, monkeypatch,
     model = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
     model.model.norm.weight.data[3] += 1
     with caplog.at_level(logging.INFO, "torch_pagoda"):
-        compile_program(model, OPTIONS, files=files(folder), facts=FACTS)
+        compile_program(model, OPTIONS, files=files(folder), facts=FACTS, loaded=frozenset())
     assert "no tensor that is 'model.norm.weight'" in caplog.text
     assert not list((tmp_path / "cache" / "programs").glob("checkpoint-*"))
