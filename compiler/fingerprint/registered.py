@@ -28,8 +28,9 @@ def check_nothing_registered() -> None:
             raise Touched(f"{_place(registered)} is registered with transformers' auto classes")
     if AutoModelForCausalLM._model_mapping is not MODEL_FOR_CAUSAL_LM_MAPPING:
         raise Touched("AutoModelForCausalLM has another mapping")
-    if vars(transformers).get("AutoModelForCausalLM", AutoModelForCausalLM) is not AutoModelForCausalLM:
-        raise Touched("transformers.AutoModelForCausalLM is another class")
+    for package in (transformers, sys.modules["transformers"]):  # which transformers makes anew as it is imported
+        if vars(package).get("AutoModelForCausalLM", AutoModelForCausalLM) is not AutoModelForCausalLM:
+            raise Touched("transformers.AutoModelForCausalLM is another class")
     patching = sys.modules.get("transformers.monkey_patching")
     for registered in getattr(patching, "_monkey_patch_mapping_cache", {}).values():
         raise Touched(f"{_place(registered)} is registered in the place of a class of transformers'")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import transformers
 from torch import nn
@@ -10,6 +12,7 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
+from torch_pagoda.compiler.fingerprint import registered
 from torch_pagoda.compiler.fingerprint.framework_state import Touched
 from torch_pagoda.compiler.fingerprint.registered import check_nothing_registered
 
@@ -63,7 +66,14 @@ REGISTERED = {
         lambda m: m.setattr(AutoModelForCausalLM, "_model_mapping", MODEL_FOR_MASKED_LM_MAPPING),
         "another mapping",
     ),
-    "another loader": (lambda m: m.setattr(transformers, "AutoModelForCausalLM", OwnModel), "is another class"),
+    "another loader": (
+        lambda m: m.setattr(sys.modules["transformers"], "AutoModelForCausalLM", OwnModel),
+        "is another class",
+    ),
+    "another loader in the package as it was first imported": (
+        lambda m: m.setattr(registered.transformers, "AutoModelForCausalLM", OwnModel),
+        "is another class",
+    ),
 }
 
 
