@@ -63,6 +63,9 @@ class MarkedFormats:
     def kept_special_token_ids(self, stop: Sequence[str] = ()) -> list[int]:
         return []
 
+    def reasoning_ahead(self, prompt_text: str) -> None:
+        return None
+
     def parser(self, prompt_text: str, tools: Sequence[Tool] = (), **_: Any) -> MarkedParser:
         return MarkedParser()
 
