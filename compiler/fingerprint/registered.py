@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers
 
-from .describer import Describer
+from .fingerprint import describe
 from .framework_state import Touched
 
 
@@ -36,16 +36,10 @@ def check_nothing_registered() -> None:
         raise Touched(f"{_place(registered)} is registered in the place of a class of transformers'")
     conversions: Any = sys.modules.get("transformers.conversion_mapping")
     known = getattr(conversions, "_checkpoint_conversion_mapping_cache", None)
-    if known is not None and _digest(known) != _digest(conversions._build_checkpoint_conversion_mapping()):
+    if known is not None and describe(known) != describe(conversions._build_checkpoint_conversion_mapping()):
         raise Touched("a conversion of weights is registered with transformers")
 
 
 def _place(registered: Any) -> str:
     kind = registered if isinstance(registered, type) else type(registered)
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _digest(conversions: Any) -> str:
-    describer = Describer(follows=False)
-    describer.add(conversions)
-    return describer.digest()

@@ -8,12 +8,10 @@ from torch import fx
 
 from .evaluate import Evaluation, at_sizes
 from .fx_nodes import closure, is_tensor, shape
-from .table_cut import TableCut
+from .table_cut import SIZES, TableCut
 from .token_dims import token_dims
 from .traced import TracedGraph
 
-SIZES = (7, 12)
-"""The first two."""
 _UNKNOWN_LONGEST = 4096
 _MOST_ELEMENTS = 1 << 24
 

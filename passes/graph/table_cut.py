@@ -12,7 +12,8 @@ from .fx_nodes import callee, shape
 from .token_dims import token_dims
 from .traced import TracedGraph
 
-_SIZES = (7, 12)
+SIZES = (7, 12)
+"""Numbers of tokens at which what does not depend on the tokens is run first."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class TableCut:
             stored = Evaluation(traced, {})(table)
             for dim, size in enumerate(stored.shape):
                 numbers = torch.arange(size).view(-1, *[1] * (stored.dim() - dim - 1)).expand_as(stored)
-                offsets = {_first_row(traced, node, {table: numbers}, dims[0], tokens) for tokens in _SIZES}
+                offsets = {_first_row(traced, node, {table: numbers}, dims[0], tokens) for tokens in SIZES}
                 if len(offsets) == 1 and (offset := offsets.pop()) is not None:
                     return cls(table, dim, offset, stored.movedim(dim, 0))
         except (DependsOnData, RuntimeError):  # a cache; a table of fewer rows

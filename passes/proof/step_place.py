@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 from ..graph.evaluate import Evaluation, is_size
 from ..graph.fx_nodes import METADATA_CALLS, argument, callee, is_tensor, storage_key, value
-from ..graph.step_sizes import SIZES, longest_size
+from ..graph.step_sizes import longest_size
+from ..graph.table_cut import SIZES
 from ..graph.token_dims import reads_tokens, token_dims
 from ..graph.traced import TracedGraph
 from .dependence import Depends

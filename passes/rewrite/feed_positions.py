@@ -23,8 +23,8 @@ from ..graph.evaluate import Evaluation
 from ..graph.fx_nodes import callee, is_tensor, shape, storage_key, value, writers_by_storage
 from ..graph.record import PassRecord
 from ..graph.rewrite_each import rewrite_each
-from ..graph.step_sizes import SIZES, longest_size
-from ..graph.table_cut import TableCut
+from ..graph.step_sizes import longest_size
+from ..graph.table_cut import SIZES, TableCut
 from ..graph.token_dims import token_dims
 from ..graph.traced import TracedGraph
 from ..proof.dependence import Depends, dependences
