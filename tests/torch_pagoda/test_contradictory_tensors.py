@@ -44,6 +44,11 @@ def without(leaf: str, made: tuple[Tensors, torch.Tensor]) -> Tensors:
     return {key: tensor for key, tensor in made[0].items() if key != leaf}
 
 
+def unordered(size: int) -> tuple[Tensors, torch.Tensor]:
+    tensors, dense = gptq(WEIGHT, 4, size, "gptq")
+    return {leaf: tensor for leaf, tensor in tensors.items() if not leaf.endswith("g_idx")}, dense
+
+
 MISSING: dict[str, tuple[Callable[[], tuple[Tensors, torch.Tensor]], str, dict[str, Any]]] = {
     "zeros of packed codes": (
         lambda: packed(WEIGHT, 4, 32, symmetric=False),
@@ -153,6 +158,11 @@ def test_what_the_config_does_not_demand(case: str, tmp_path: Path) -> None:
         (lambda: awq(WEIGHT, 0), AWQ, "group_size=32"),
         (lambda: awq(WEIGHT, 32), {"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, "group_size=64"),
         (lambda: awq(WEIGHT, 32), {**AWQ, "format": "gemv"}, "version='gemm' and format='gemv'"),
+        (lambda: unordered(32), {**GPTQ, "group_size": 64}, "group_size=64"),
+        (lambda: unordered(32), {**GPTQ, "group_size": 16}, "group_size=16"),
+        (lambda: unordered(32), {**GPTQ, "group_size": -1}, "group_size=-1"),
+        (lambda: unordered(32), {**GPTQ, "dynamic": {r".*\.q_proj": {"group_size": 64}}}, "group_size=64"),
+        (lambda: unordered(0), GPTQ, "group_size=32"),
     ],
 )  # fmt: skip
 def test_other_groups_than_the_config_states(
@@ -178,6 +188,11 @@ def test_other_groups_than_the_config_states(
         (lambda: awq(WEIGHT, 32), {"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "format": "gemm"}),
         (lambda: awq(WEIGHT, 32), {**AWQ, "group_size": 64, "dynamic": {r".*\.q_proj": {"group_size": 32}}}),
         (lambda: awq(torch.cat([WEIGHT, WEIGHT], 1)[:, :96], 64), {**AWQ, "group_size": 64}),
+        (lambda: unordered(0), {**GPTQ, "group_size": 128}),
+        (lambda: unordered(0), {**GPTQ, "group_size": -1}),
+        (lambda: unordered(32), {**GPTQ, "group_size": 64, "dynamic": {r".*\.q_proj": {"group_size": 32}}}),
+        (lambda: unordered(32), {"quant_method": "gptq", "bits": 4, "sym": True}),
+        (lambda: gptq(WEIGHT, 4, 32, "gptq"), {**GPTQ, "group_size": 64}),  # g_idx says which group an input is of
     ],
 )  # fmt: skip
 def test_groups_that_the_config_states(

@@ -10,7 +10,7 @@ import torch
 
 from ...runtime.ops.weight_format import WeightFormat
 from .module_settings import one_of
-from .parts import BadTensor, Quantized, pack_pairs, scale_name, unpack
+from .parts import BadTensor, Quantized, group_of, pack_pairs, scale_name, unpack
 
 LEAVES = frozenset(("qweight", "qzeros", "scales", "g_idx"))
 _BITS = (2, 3, 4, 8)
@@ -128,15 +128,20 @@ def _check_symmetric(module: Quantized, zeros: torch.Tensor, middle: int, versio
 
 
 def _order(module: Quantized, inputs: int, groups: int) -> tuple[torch.Tensor | None, int]:
-    """The columns in the order of their groups, None where they are, and the inputs in a group."""
+    """The columns in the order of their groups, None where they are, and the inputs in a group; 0: all.
+
+    Raises:
+        BadTensor: the inputs are not shared out evenly, or without ``g_idx`` not as the config says.
+    """
+    if "g_idx" not in module.tensors:
+        size = group_of(module, inputs, groups)
+        if groups > 1 and module.settings.get("desc_act") is True:
+            module.take("g_idx")
+        return None, size
     size = 0 if groups == 1 else -(-inputs // groups)
     stated = module.settings.get("group_size")
     if groups > 1 and isinstance(stated, int) and stated > 0 and -(-inputs // stated) == groups:
         size = stated
-    if "g_idx" not in module.tensors:
-        if groups > 1 and module.settings.get("desc_act") is True:
-            module.take("g_idx")
-        return None, size
     group = module.take("g_idx", torch.int32, dim=1)
     even = torch.arange(inputs) // (size or inputs)
     if group.shape != even.shape or not torch.equal(group.sort().values.long(), even):
