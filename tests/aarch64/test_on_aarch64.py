@@ -55,6 +55,12 @@ def test_all_products(emulated: Emulated, build: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", BUILDS)
+def test_products_of_real_sizes(emulated: Emulated, build: str, tmp_path: Path) -> None:
+    _run_tests(emulated, build, QUICK, tmp_path, which="slow")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", BUILDS)
 def test_other_operators(emulated: Emulated, build: str, tmp_path: Path) -> None:
     _run_tests(emulated, build, OTHERS, tmp_path)
 
@@ -67,10 +73,18 @@ def test_quickstart(emulated: Emulated, build: str, tmp_path: Path) -> None:
     assert "exact: 512/512 tokens equal transformers" in done.stdout
 
 
-def _run_tests(emulated: Emulated, build: str, paths: list[Path], scratch: Path, *only: str) -> None:
+def _run_tests(
+    emulated: Emulated,
+    build: str,
+    paths: list[Path],
+    scratch: Path,
+    *only: str,
+    which: str = "not slow and not sanitize",
+) -> None:
     options = ["-q", "-p", "cross_built_kernels", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
     settings = ["-c", str(ROOT / "pyproject.toml"), "-o", "addopts=--import-mode=importlib"]
-    done = emulated.run(BUILDS[build], ["-m", "pytest", *options, *settings, *only, *map(str, paths)], scratch)
+    arguments = ["-m", "pytest", *options, *settings, "-m", which, *only, *map(str, paths)]
+    done = emulated.run(BUILDS[build], arguments, scratch)
     said = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     print(said)
     assert done.returncode == 0 and " passed" in done.stdout, said
