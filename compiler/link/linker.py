@@ -223,7 +223,8 @@ class LinkedProgram:
         give_back_freed_memory()  # of what was computed so far: packed weights are beside their sources for a while
         merged = [self._args[self._at[name]] for packed in self._packable for name in (packed.name, *packed.sources)]
         pages = FilePages(tensor for tensor in merged if tensor is not None)
-        for packed in self._packable:
+        # Those first that oneDNN lays out, which takes their memory twice, and the head is the largest.
+        for packed in sorted(self._packable, key=lambda packed: packed.quantization is not None):
             i, sources = self._at[packed.name], [self._args[self._at[name]] for name in packed.sources]
             whole = self._args[i]  # None for rows that were not merged yet, as those of plain matrices need not be
             if whole is None and (packed.quantization or not _are_matrices(sources)):

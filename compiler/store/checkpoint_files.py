@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..fingerprint.tensor_contents import tensor_digest, update_samples
+from ..weights.file_pages import FilePages
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,15 @@ class CheckpointFiles:
                 digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
                 update_samples(digest, tensor)
         else:
+            pages = FilePages(tensors.values())
+
+            def hashed(tensor: torch.Tensor) -> str:
+                found = tensor_digest(tensor)
+                pages.drop(tensor.data_ptr(), tensor.nbytes)
+                return found
+
             with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-                wholes = pool.map(tensor_digest, tensors.values())
+                wholes = pool.map(hashed, tensors.values())
                 for (name, tensor), whole in zip(tensors.items(), wholes, strict=True):
                     digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0{whole}\0".encode())
         return {"texts": dict(self.texts), "dtype": str(self.dtype), "tensors": digest.hexdigest()}

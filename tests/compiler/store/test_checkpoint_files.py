@@ -1,0 +1,42 @@
+"""Hashing a checkpoint takes no more memory than what is being hashed."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from torch_pagoda.compiler.store import checkpoint_files
+from torch_pagoda.compiler.store.checkpoint_files import CheckpointFiles
+
+MIB = 1 << 20
+
+
+def resident_of_files() -> int:
+    said = re.search(r"RssFile:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert said is not None
+    return int(said[1]) << 10
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
+def test_what_was_hashed_leaves_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = {f"codes.{i}": torch.full((4 * MIB,), i, dtype=torch.uint8) for i in range(8)}
+    save_file(codes, tmp_path / "model.safetensors")
+    resident: list[int] = []
+    true = checkpoint_files.tensor_digest
+
+    def digest(tensor: torch.Tensor) -> str:
+        found = true(tensor)
+        resident.append(resident_of_files())
+        return found
+
+    monkeypatch.setattr(checkpoint_files, "tensor_digest", digest)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    files = CheckpointFiles([str(tmp_path / "model.safetensors")], {}, read=lambda dtype: [])
+    said = files.contents()
+    assert len(resident) == len(codes) and max(resident) - min(resident) < 8 * MIB
+    assert files.contents() == said
