@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -64,12 +65,15 @@ def tokens(llm: pagoda.LLM) -> list[int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_second_start_loads_no_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_start_loads_no_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "torch_pagoda")
     folder = written(tmp_path / "checkpoint", name)
     first = started(folder)
     assert not first.compile_report.stored
     with monkeypatch.context() as patch:
-        patch.setattr(llm_module, "load_model", None)
+        patch.setattr(llm_module, "load_model", lambda *args: pytest.fail(f"the model is loaded:\n{caplog.text}"))
         second = started(folder)
     assert second.compile_report.stored and tokens(second) == tokens(first)
     rounds_inputs = name == "slim-w8a8-static"  # to 8 bits, which the logits of the model are not computed with
