@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 from torch.fx.traceback import preserve_node_meta
 
 from ...passes import TracedGraph
-from ...passes.graph.fx_nodes import callee, is_dynamic, keep_roles, shape, storage_key, value
+from ...passes.graph.fx_nodes import callee, is_dynamic, keep_roles, shape, storage_key, value, written_arguments
 from ...runtime.phases import phase
 
 
@@ -133,7 +133,7 @@ def _replace_writes(traced: TracedGraph) -> bool:
     for node in order:
         if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
             continue
-        written = _written_arguments(node)
+        written = written_arguments(node)
         if node.target.namespace != "aten":
             if any(argument.op != "placeholder" for argument in written):
                 return False
@@ -150,16 +150,6 @@ def _replace_writes(traced: TracedGraph) -> bool:
             return False
     traced.graph.eliminate_dead_code()
     return True
-
-
-def _written_arguments(node: fx.Node) -> list[fx.Node]:
-    """What a call of a mutable operator writes into."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    arguments = node.target._schema.arguments
-    given = [node.args[i] if i < len(node.args) else node.kwargs.get(a.name) for i, a in enumerate(arguments)]
-    written: list[fx.Node] = []
-    fx.map_arg([g for g, a in zip(given, arguments, strict=True) if a.is_write], written.append)
-    return written
 
 
 def _give_all_arguments(node: fx.Node) -> None:

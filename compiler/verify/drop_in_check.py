@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...passes.graph.fx_nodes import argument, callee, mutated_argument, storage_key
+from ...passes.graph.fx_nodes import storage_key, written_arguments
 from ..tolerance import HALF, ROUNDINGS, TOLERANCE, judged_share, routes_tokens, row_errors, typical
 from .float32_run import Float32Graph
 
@@ -67,22 +67,9 @@ def _run(
 
 def _written_inputs(graph: fx.GraphModule) -> set[int]:
     """The inputs, by position, that the graph writes into itself or by an alias."""
-    keys = {storage_key(written) for node in graph.graph.nodes for written in _written(node)}
+    keys = {storage_key(written) for node in graph.graph.nodes for written in written_arguments(node)}
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     return {i for i, node in enumerate(placeholders) if storage_key(node) in keys - {None}}
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose tensors a call writes into, those in lists as in ``_foreach_add_`` included."""
-    target, found = node.target, list[fx.Node]()
-    if isinstance(target, torch._ops.OpOverload):
-        parameters = enumerate(target._schema.arguments)
-        fx.map_arg([argument(node, i, p.name) for i, p in parameters if p.is_write], found.append)
-    elif (one := mutated_argument(node)) is not None:
-        found.append(one)
-    elif node.op == "call_function" and callee(node).endswith("_") and not callee(node).endswith("__"):
-        fx.map_arg(node.args[:1], found.append)
-    return found
 
 
 def _fresh(x: Any, wide: bool) -> Any:

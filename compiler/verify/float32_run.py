@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...passes.graph.fx_nodes import callee, mutated_argument, storage_key, value
+from ...passes.graph.fx_nodes import callee, mutated_arguments, storage_key, value
 from ..tolerance import HALF
 
 _AT_ONCE = 2 << 20
@@ -81,7 +81,7 @@ class NodeByNode:
     def __init__(self, module: fx.GraphModule, constants: Collection[str]) -> None:
         self._module = module
         self._last_use: dict[fx.Node, list[fx.Node]] = {}
-        written = {storage_key(t) for n in module.graph.nodes if (t := mutated_argument(n)) is not None}
+        written = {storage_key(target) for n in module.graph.nodes for target in mutated_arguments(n)}
         self._own: list[fx.Node] = []
         self._fixed: set[fx.Node] = set()
         for node in module.graph.nodes:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .fx_nodes import METADATA_CALLS, callee, closure, mutated_argument, storage_key, value
+from .fx_nodes import METADATA_CALLS, callee, closure, mutated_arguments, storage_key, value
 from .traced import TracedGraph
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Evaluation:
         """
         env: dict[fx.Node, Any] = dict(self.given)
         needed = closure(node, self.reads)
-        written = {storage_key(t) for n in needed if (t := mutated_argument(n)) is not None}
+        written = {storage_key(target) for n in needed for target in mutated_arguments(n)}
         for n in needed:
             if n not in env:
                 env[n] = self._run(n, env)

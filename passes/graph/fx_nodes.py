@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable
@@ -114,29 +116,47 @@ def numbers(node: fx.Node) -> list[float]:
     return [x for x in found if x and math.isfinite(x)]
 
 
-def mutated_argument(node: fx.Node) -> fx.Node | None:
-    """The node whose tensor ``node`` writes into, or None when it writes into nothing."""
-    if node.op == "call_function":
-        target = node.target
-        if isinstance(target, torch._ops.OpOverload):
-            first_written = target._schema.arguments[:1]
-            written = target.namespace == "aten" and first_written and first_written[0].is_write
-            return node.args[0] if written and isinstance(node.args[0], fx.Node) else None
-        if target in _INPLACE_OPERATORS:
-            first = node.args[0]
-            return first if isinstance(first, fx.Node) and is_tensor(first) else None
-        out = node.kwargs.get("out")
-        if isinstance(out, fx.Node):
-            return out
+def mutated_arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose tensors ``node`` writes into, those in a list as ``_foreach_add_`` is given included; operators
+    that are not torch's own, such as those that write into caches, count for none."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target.namespace != "aten":
+        return []
+    return written_arguments(node)
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose tensors ``node`` writes into, whoever's operator it calls."""
+    written: Any = None
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        written = [argument(node, i, p.name) for i, p in enumerate(target._schema.arguments) if p.is_write]
+    elif target in _INPLACE_OPERATORS:
+        written = [x for x in node.args[:1] if is_tensor(x)]
+    elif node.op == "call_function":
         name = "" if target in _NAMED_LIKE_INPLACE else getattr(target, "__name__", "")
-        if name.endswith("_") and not name.endswith("__") and node.args and isinstance(node.args[0], fx.Node):
-            return node.args[0]
-    if node.op == "call_method":
-        name = str(node.target)
         inplace = name.endswith("_") and not name.endswith("__")
-        if (inplace or name == "__setitem__") and isinstance(node.args[0], fx.Node):
-            return node.args[0] if name != "requires_grad_" else None
-    return None
+        written = [node.kwargs.get("out"), node.args[:1] if inplace or _asked_in_place(node) else None]
+    elif node.op == "call_method":
+        name = str(target)
+        inplace = name.endswith("_") and not name.endswith("__")
+        written = node.args[:1] if (inplace or name == "__setitem__") and name != "requires_grad_" else None
+    found: list[fx.Node] = []
+    fx.map_arg(written, found.append)
+    return found
+
+
+def _asked_in_place(node: fx.Node) -> bool:
+    """Tell whether a function is called with ``inplace=True``, as ``nn.ReLU(inplace=True)`` calls ``relu``."""
+    target: Any = node.target
+    place = _place_of_inplace(target) if getattr(target, "__module__", "") == "torch.nn.functional" else None
+    return place is not None and argument(node, place, "inplace") is True
+
+
+@functools.cache
+def _place_of_inplace(function: Callable[..., Any]) -> int | None:
+    names = list(inspect.signature(function).parameters)
+    return names.index("inplace") if "inplace" in names else None
 
 
 def is_pure(target: Any) -> bool:
@@ -172,8 +192,7 @@ def writers_by_storage(graph: fx.Graph) -> dict[int, list[fx.Node]]:
     """In-place nodes, grouped by the storage that they write into."""
     writers: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
-        target = mutated_argument(node)
-        if target is not None and (key := storage_key(target)) is not None:
+        for key in {storage_key(target) for target in mutated_arguments(node)} - {None}:
             writers.setdefault(key, []).append(node)
     return writers
 
@@ -214,9 +233,8 @@ def eliminate_dead_code(graph: fx.Graph) -> int:
     live: set[fx.Node] = set()
     pending = [n for n in nodes if n.op in ("placeholder", "output")]
     for n in nodes:
-        target = mutated_argument(n)
-        key = storage_key(target) if target is not None else None
-        if key in input_storages or (key is None and _has_effects(n)):
+        keys = {storage_key(target) for target in mutated_arguments(n)} - {None}
+        if keys & input_storages or (not keys and _has_effects(n)):
             pending.append(n)
     while pending:
         n = pending.pop()

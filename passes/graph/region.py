@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from .evaluate import at_sizes, is_size
-from .fx_nodes import METADATA_CALLS, callee, mutated_argument, numbers, value
+from .fx_nodes import METADATA_CALLS, callee, mutated_arguments, numbers, value
 from .record import NoMatch
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Region:
             pending.pop()
             if node in done:
                 continue
-            if not is_size(node) and (node.op != "call_function" or mutated_argument(node) is not None):
+            if not is_size(node) and (node.op != "call_function" or mutated_arguments(node)):
                 raise OpenRegion(f"it reads {node.name}")
             done.add(node)
             self.nodes.append(node)

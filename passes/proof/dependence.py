@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from ..graph.evaluate import is_size
-from ..graph.fx_nodes import METADATA_CALLS, callee, mutated_argument, step_field, storage_key, value
+from ..graph.fx_nodes import METADATA_CALLS, callee, mutated_arguments, step_field, storage_key, value
 from ..graph.traced import TracedGraph
 
 
@@ -31,9 +31,9 @@ def dependences(traced: TracedGraph) -> dict[fx.Node, Depends]:
     written: dict[int, Depends] = {}
     for node in traced.graph.nodes:
         found[node] = _of(traced, node, found, written)
-        target = mutated_argument(node)
-        if target is not None and (key := storage_key(target)) is not None:
-            written[key] = max(written.get(key, Depends.CONSTANT), found[node])
+        for target in mutated_arguments(node):
+            if (key := storage_key(target)) is not None:
+                written[key] = max(written.get(key, Depends.CONSTANT), found[node])
     return found
 
 

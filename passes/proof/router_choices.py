@@ -12,7 +12,7 @@ from enum import IntEnum
 from torch import fx
 
 from ..graph.data_movement import CAST_CALLS, REARRANGING_CALLS
-from ..graph.fx_nodes import METADATA_CALLS, argument, callee, is_tensor, mutated_argument, storage_key, value
+from ..graph.fx_nodes import METADATA_CALLS, argument, callee, is_tensor, mutated_arguments, storage_key, value
 from ..graph.token_dims import token_dims
 from ..graph.traced import TracedGraph
 from .dependence import Depends
@@ -88,8 +88,7 @@ class RouterChoices:
         if self.depends[node] is Depends.TOKENS or node.op == "output":
             return f"{name} reads what was made of the choices or comparisons of all tokens of the step"
         self._made[node] = max(made, self._made.get(node, made))
-        target = mutated_argument(node)
-        if target is not None:
+        for target in mutated_arguments(node):
             if (key := storage_key(target)) is not None:
                 self._written[key] = max(made, self._written.get(key, made))
             else:

@@ -26,7 +26,7 @@ from ..graph.fx_nodes import (
     callee,
     is_tensor,
     module_path,
-    mutated_argument,
+    mutated_arguments,
     shape,
     storage_key,
     value,
@@ -136,9 +136,9 @@ class _Check:
         self.choices = RouterChoices(traced, self.depends)
         self.written: dict[int, Depends] = {}
         for node in traced.graph.nodes:
-            target = mutated_argument(node)
-            if target is not None and (key := storage_key(target)) is not None:
-                self.written[key] = max(self.written.get(key, Depends.CONSTANT), self.depends[node])
+            for target in mutated_arguments(node):
+                if (key := storage_key(target)) is not None:
+                    self.written[key] = max(self.written.get(key, Depends.CONSTANT), self.depends[node])
 
     def token_dims(self, node: Any) -> list[int]:
         """The dims along which the step's tokens stand, or those of one expert."""

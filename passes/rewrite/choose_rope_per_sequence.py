@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.fx_nodes import argument, callee, is_tensor, mutated_argument, shape, storage_key
+from ..graph.fx_nodes import argument, callee, is_tensor, mutated_arguments, shape, storage_key
 from ..graph.record import PassRecord
 from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph, UnsupportedModel
@@ -69,7 +69,7 @@ def _length_condition(traced: TracedGraph, node: Any) -> tuple[str, float] | Non
 def _replace(traced: TracedGraph, choice: fx.Node, comparison: str, limit: float) -> str:
     depends = dependences(traced)
     region = _per_position_region(choice, depends)
-    exits = [n for n in region if any(u not in region and mutated_argument(u) is None for u in n.users)]
+    exits = [n for n in region if any(u not in region and not mutated_arguments(u) for u in n.users)]
     symbol = traced.token_symbol
     dims: dict[fx.Node, int] = {}
     for node in exits:
@@ -96,7 +96,7 @@ def _replace(traced: TracedGraph, choice: fx.Node, comparison: str, limit: float
                 new = traced.call(torch.where, condition, branches[0].copies[node], branches[1].copies[node])
                 node.replace_all_uses_with(new, delete_user_cb=lambda u: u not in inside)
     for node in reversed(region):
-        if mutated_argument(node) is not None and not node.users:
+        if mutated_arguments(node) and not node.users:
             traced.graph.erase_node(node)
     return ""
 
@@ -110,10 +110,10 @@ class _Branch:
 
     def copy(self, traced: TracedGraph, node: fx.Node) -> None:
         """Insert the copy of ``node``; a copy into a buffer only notes what the buffer would hold."""
-        target = mutated_argument(node)
-        if target is not None:
+        if targets := mutated_arguments(node):
             if callee(node) != "copy_":
                 raise UnsupportedModel(f"{node.name} writes a rotary table into a buffer other than by copy_")
+            (target,) = targets
             self.copies[node] = self.held[storage_key(target)] = self._lookup(argument(node, 1, "src"))
             return
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._lookup)
@@ -140,7 +140,6 @@ def _per_position_region(choice: fx.Node, depends: dict[fx.Node, Depends]) -> li
         if not reads or not is_tensor(node):
             continue
         inside.add(node)
-        target = mutated_argument(node)
-        if target is not None and key is not None:
+        if key is not None and mutated_arguments(node):
             carriers.add(key)
     return [n for n in order if n in inside]

@@ -27,7 +27,7 @@ from ..graph.fx_nodes import (
     is_dynamic,
     is_pure,
     is_tensor,
-    mutated_argument,
+    mutated_arguments,
     shape,
     storage_key,
     value,
@@ -85,7 +85,7 @@ def _put_number(node: fx.Node, folded: torch.Tensor) -> None:
 
 def _constants(traced: TracedGraph) -> set[fx.Node]:
     """Parameters, buffers, literals and what is computed from them, the same at every step."""
-    written = {storage_key(n) for node in traced.graph.nodes if (n := mutated_argument(node)) is not None}
+    written = {storage_key(n) for node in traced.graph.nodes for n in mutated_arguments(node)}
     found: set[fx.Node] = set()
     for node in traced.graph.nodes:
         if storage_key(node) in written:

@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
-from ..graph.fx_nodes import mutated_argument
+from ..graph.fx_nodes import written_arguments
 from ..graph.provenance import launches_work
 
 
@@ -101,20 +98,6 @@ def listed(nodes: Sequence[fx.Node], members: int) -> list[fx.Node]:
     return found
 
 
-def written_nodes(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose tensors a call writes into."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        written = mutated_argument(node)
-        return [] if written is None else [written]
-    found: list[Any] = []
-    for i, parameter in enumerate(target._schema.arguments):
-        if parameter.alias_info is not None and parameter.alias_info.is_write:
-            given = node.args[i] if i < len(node.args) else node.kwargs.get(parameter.name)
-            found += pytree.tree_leaves(given)
-    return [given for given in found if isinstance(given, fx.Node)]
-
-
 def dependencies(graph: fx.Graph, nodes: Sequence[fx.Node]) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
     """For each launch, as sets of bits, the launches that it waits for directly, and all that precede it.
 
@@ -132,7 +115,7 @@ def dependencies(graph: fx.Graph, nodes: Sequence[fx.Node]) -> tuple[dict[fx.Nod
         if node not in place:
             continue
         read = frozenset().union(*(memory[n] for n in node.all_input_nodes))
-        written = frozenset().union(*(memory[n] for n in written_nodes(node)))
+        written = frozenset().union(*(memory[n] for n in written_arguments(node)))
         direct = 0
         for source in read:
             direct |= writers[source] | (1 << place[source] if source in place else 0)
@@ -155,7 +138,7 @@ def memory_of(graph: fx.Graph, nodes: Iterable[fx.Node]) -> dict[fx.Node, frozen
     memory: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
         if node in launches:
-            memory[node] = frozenset({node}).union(*(memory[n] for n in written_nodes(node)))
+            memory[node] = frozenset({node}).union(*(memory[n] for n in written_arguments(node)))
         else:
             memory[node] = frozenset().union(*(memory[n] for n in node.all_input_nodes)) or frozenset({node})
     return memory

@@ -19,10 +19,11 @@ from itertools import combinations
 from torch import fx
 
 from ..graph.custom_notes import clear_custom_notes, put_custom_note
+from ..graph.fx_nodes import written_arguments
 from ..graph.provenance import DecoderLayers, decoder_layers
 from ..graph.record import PassRecord
 from ..graph.traced import TracedGraph
-from .launches import Cost, Launches, written_nodes
+from .launches import Cost, Launches
 
 ANNOTATION = "pagoda_schedule"
 """Key, in ``node.meta["custom"]``, of what a schedule says about a node."""
@@ -109,7 +110,7 @@ def _branch(
 
 def _one_way(launches: Launches, join: fx.Node, side: Sequence[fx.Node], main: Sequence[fx.Node]) -> Branch | str:
     costs = [launches.costs[node] for node in side]
-    writing = next((node for node in side if written_nodes(node)), None)
+    writing = next((node for node in side if written_arguments(node)), None)
     if writing is not None:
         return f"{writing.name} writes memory that other launches read, which the second stream must not"
     if len(side) < LEAST_LAUNCHES:

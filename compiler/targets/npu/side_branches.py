@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from ....passes.graph.custom_notes import custom_note
-from ....passes.schedule.launches import listed, memory_of, written_nodes
+from ....passes.graph.fx_nodes import written_arguments
+from ....passes.schedule.launches import listed, memory_of
 from ....passes.schedule.schedule_branches import ANNOTATION
 from .graph_launches import NotPlaced
 
@@ -42,7 +43,7 @@ def place_branches(
             cannot precede what needs it. The order may have changed; see ``put_in_order``.
     """
     memory = memory_of(graph, launches)
-    written = frozenset().union(*(memory[place] for node in launches for place in written_nodes(node)))
+    written = frozenset().union(*(memory[place] for node in launches for place in written_arguments(node)))
     computing, found = set(launches), []
     for annotated in _annotated(graph).values():
         branch = _with_views(graph, annotated, computing)

@@ -15,7 +15,7 @@ from torch_pagoda.compiler.capture import aten
 from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.options import CompileOptions, selected_passes
 from torch_pagoda.compiler.pipeline import run_passes
-from torch_pagoda.passes.graph.fx_nodes import mutated_argument, value
+from torch_pagoda.passes.graph.fx_nodes import mutated_arguments, value
 
 from tiny_models import build_tiny_model
 
@@ -99,7 +99,7 @@ def check(function: Callable[..., torch.Tensor]) -> None:
     module = Calls(function)
     x = torch.randn(2, 6, 4)
     graph = aten_of_module(module, x)
-    assert not any(mutated_argument(node) for node in graph.graph.nodes), graph.graph
+    assert not any(mutated_arguments(node) for node in graph.graph.nodes), graph.graph
     for length in (6, 9):
         x = torch.randn(2, length, 4)
         torch.testing.assert_close(run_graph(graph, x), module(x))

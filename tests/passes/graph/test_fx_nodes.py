@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import operator
 
+import pytest
 import torch
+from torch import nn
 
 from torch_pagoda.compiler.verify.fake_values import propagate
-from torch_pagoda.passes.graph.fx_nodes import VMAP_BOUNDS, callee, closure, eliminate_dead_code, mutated_argument
+from torch_pagoda.passes.graph.fx_nodes import VMAP_BOUNDS, callee, closure, eliminate_dead_code, mutated_arguments
 from torch_pagoda.passes.graph.head_layout import find_layout
 
 from toy_lm import ToyLM, run, sdpa, traced
@@ -42,7 +44,7 @@ def test_operators_with_names_like_keywords_write_nothing():
     """``operator.and_`` ends like ``mul_``: what is computed from one of its operands would read its result, too."""
     graph = traced(ToyLM(sdpa, before=joined_masks))
     joined = [n for n in graph.graph.nodes if callee(n) in ("and_", "or_")]
-    assert len(joined) == 2 and [mutated_argument(n) for n in joined] == [None, None]
+    assert len(joined) == 2 and [mutated_arguments(n) for n in joined] == [[], []]
     mask = joined[0].args[0]
     assert joined[0] not in closure(joined[1].args[1]) and mask in closure(joined[0])
 
@@ -108,3 +110,42 @@ def test_a_dead_vmap_goes_with_its_bounds():
     graph = traced(ToyLM(sdpa, before=lambda m, h, pos: h + 0 * torch.vmap(torch.neg)(h).shape[0]))
     eliminate_dead_code(graph.graph)
     assert not any(callee(n) in VMAP_BOUNDS for n in graph.graph.nodes)
+
+
+def add_to_both(m, hidden, pos):
+    other = hidden * 2
+    torch._foreach_add_([hidden, other], 1.0)
+    return hidden + other
+
+
+def relu_in_place(m, hidden, pos):
+    doubled = hidden * 2
+    nn.functional.relu(doubled, inplace=True)
+    return hidden + doubled
+
+
+def relu_in_place_by_position(m, hidden, pos):
+    doubled = hidden * 2
+    nn.functional.relu(doubled, True)
+    return hidden + doubled
+
+
+def elu_in_place(m, hidden, pos):
+    doubled = hidden * 2
+    nn.functional.elu(doubled, 0.5, inplace=True)
+    return hidden + doubled
+
+
+@pytest.mark.parametrize("before", [add_to_both, relu_in_place, relu_in_place_by_position, elu_in_place])
+def test_writes_that_no_name_tells_stay(before):
+    """What is written into a list, or by a function that is asked to work in place, is read behind the write."""
+    graph = traced(ToyLM(sdpa, before=before))
+    (write,) = (n for n in graph.graph.nodes if mutated_arguments(n))
+    expected = run(graph, 7)
+    eliminate_dead_code(graph.graph)
+    assert write in graph.graph.nodes and torch.equal(run(graph, 7), expected)
+
+
+def test_what_is_not_asked_to_work_in_place_writes_nothing():
+    graph = traced(ToyLM(sdpa, before=lambda m, hidden, pos: nn.functional.relu(hidden, inplace=False)))
+    assert not any(mutated_arguments(n) for n in graph.graph.nodes)

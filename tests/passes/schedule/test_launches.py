@@ -58,7 +58,7 @@ def test_a_read_follows_the_write_and_a_write_follows_earlier_reads():
 
 
 def test_without_memory_the_attention_looks_independent_of_the_write(monkeypatch):
-    monkeypatch.setattr(module, "written_nodes", lambda node: [])
+    monkeypatch.setattr(module, "written_arguments", lambda node: [])
     nodes = _attention_over_a_cache()
     assert not _launches(nodes).needs(nodes["attend"], nodes["write"])
 

@@ -67,7 +67,7 @@ def test_what_writes_a_cache_stays_on_the_main_stream(monkeypatch):
     for branch in found:
         reason = branches_module._one_way(launches, branch.join, branch.main, branch.side)
         assert isinstance(reason, str) and "npu_scatter_pa_kv_cache" in reason and "writes memory" in reason
-    monkeypatch.setattr(branches_module, "written_nodes", lambda node: [])
+    monkeypatch.setattr(branches_module, "written_arguments", lambda node: [])
     assert isinstance(branches_module._one_way(launches, found[0].join, found[0].main, found[0].side), Branch)
 
 
@@ -78,7 +78,7 @@ def test_llama_has_no_branches_and_its_attention_waits_for_the_cache_write(monke
     writes = [node for node in launches.nodes if "scatter" in operator_name(node)]
     reads = [node for node in launches.nodes if "attention_score" in operator_name(node)]
     assert [launches.needs(r, w) for r, w in zip(reads, writes, strict=True)] == [True, True]
-    monkeypatch.setattr(launches_module, "written_nodes", lambda node: [])
+    monkeypatch.setattr(launches_module, "written_arguments", lambda node: [])
     wrong = Launches(traced.graph, launches.costs)
     assert [wrong.needs(r, w) for r, w in zip(reads, writes, strict=True)] == [False, False]
 

@@ -132,7 +132,7 @@ def test_a_branch_that_touches_what_the_graph_writes_stays_on_the_main_stream(gi
 
 def test_a_write_that_does_not_wait_for_the_branch_that_reads_is_found(monkeypatch):
     """Were a branch let read what the main stream writes."""
-    monkeypatch.setattr(side_branches, "written_nodes", lambda node: [])
+    monkeypatch.setattr(side_branches, "written_arguments", lambda node: [])
     module = layered(side_reads="cache")
     (write, join) = (node for node in module.graph.nodes if node.name in ("write_1", "j_1"))
     with module.graph.inserting_before(join):
@@ -144,7 +144,7 @@ def test_a_write_that_does_not_wait_for_the_branch_that_reads_is_found(monkeypat
 
 def test_a_read_that_was_moved_in_front_of_the_write_is_found(monkeypatch):
     """The order that is held is that of the graph before anything was moved."""
-    monkeypatch.setattr(side_branches, "written_nodes", lambda node: [])
+    monkeypatch.setattr(side_branches, "written_arguments", lambda node: [])
     monkeypatch.setattr(side_branches, "listed", lambda nodes, members: [])
     module = layered(1, side_reads="cache")
     before = text(module.graph)
