@@ -55,8 +55,13 @@ def test_kernel_is_the_reference(dtype, name, assert_rounded_alike):
     for shape in ((1, 1, 1), (3, 7), (1, 1, 64), (4, 2500), (2, 3, 5, 100)):
         gate, up = 3 * torch.randn(shape).to(dtype), 3 * torch.randn(shape).to(dtype)
         arguments = (gate, up, name, 1.702, 2.3)
-        # torch's own gelu loses digits by cancellation where it is close to 0.
-        few = 0.1 if "gelu" in name else 0.01
+        if name == "gelu_tanh":
+            # torch's own loses digits where it is close to 0, and on an aarch64 with bf16 instructions everywhere.
+            precise = activation_reference(gate.double(), name).to(dtype)
+            assert_rounded_alike(activation(gate, name), precise, 0.02)
+            assert_rounded_alike(gated_activation(*arguments), precise * up, 0.02)
+            continue
+        few = 0.1 if "gelu" in name else 0.01  # digits that torch's own loses by cancellation
         assert_rounded_alike(gated_activation(*arguments), gated_activation_reference(*arguments), few)
         if name != "clipped_swiglu":
             assert_rounded_alike(activation(gate, name), activation_reference(gate, name), few)
