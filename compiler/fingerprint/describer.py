@@ -180,6 +180,8 @@ class Describer:
             self._say(type(item).__name__, repr(item))
         elif isinstance(item, _TORCH_VALUES):
             self._say("torch", str(item))
+        elif isinstance(item, re.Pattern):  # of the same text one object or several, as Python's cache has it
+            self._say("pattern", repr((item.pattern, item.flags)))
         elif id(item) in self._modules:
             self._say("module", self._modules[id(item)])
         elif id(item) in self._seen:
@@ -255,8 +257,6 @@ class Describer:
             self._say("sentinel", "")
         elif isinstance(item, logging.Logger):
             self._say("logger", item.name)
-        elif isinstance(item, re.Pattern):
-            self._add_all((item.pattern, item.flags))
         elif _state(item) is not None:
             self._add_object(item)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -13,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
 from torch_pagoda.compiler.fingerprint import registered
+from torch_pagoda.compiler.fingerprint.fingerprint import describe
 from torch_pagoda.compiler.fingerprint.framework_state import Touched
 from torch_pagoda.compiler.fingerprint.registered import check_nothing_registered
 
@@ -87,4 +89,14 @@ def test_what_is_registered_is_refused(monkeypatch, register, words):
 def test_what_transformers_brings_is_not():
     check_nothing_registered()
     assert conversion_mapping.get_checkpoint_conversion_mapping("mixtral") is not None
+    check_nothing_registered()
+
+
+def test_which_patterns_python_keeps_does_not_count():
+    """A conversion holds patterns of equal text, which are one object as long as Python's cache has it."""
+    conversion_mapping.get_checkpoint_conversion_mapping("mixtral")
+    first = re.compile("of a test")
+    alike = describe([first, re.compile("of a test")])
+    re.purge()
+    assert describe([first, re.compile("of a test")]) == alike != describe([first, re.compile("of another")])
     check_nothing_registered()
