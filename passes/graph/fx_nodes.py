@@ -136,7 +136,8 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     elif node.op == "call_function":
         name = "" if target in _NAMED_LIKE_INPLACE else getattr(target, "__name__", "")
         inplace = name.endswith("_") and not name.endswith("__")
-        written = [node.kwargs.get("out"), node.args[:1] if inplace or _asked_in_place(node) else None]
+        first = argument(node, 0, "input") if inplace or _asked_in_place(node) else None
+        written = [node.kwargs.get("out"), first]
     elif node.op == "call_method":
         name = str(target)
         inplace = name.endswith("_") and not name.endswith("__")

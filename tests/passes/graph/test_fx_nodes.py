@@ -132,7 +132,7 @@ def relu_in_place_by_position(m, hidden, pos):
 
 def elu_in_place(m, hidden, pos):
     doubled = hidden * 2
-    nn.functional.elu(doubled, 0.5, inplace=True)
+    nn.functional.elu(input=doubled, alpha=0.5, inplace=True)
     return hidden + doubled
 
 
