@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from ..graph.fx_nodes import is_pure, mutated_arguments, storage_key
+from ..graph.fx_nodes import is_pure, storage_key, writers_by_storage
 from ..graph.record import PassRecord
 from ..graph.rewrite_each import rewrite_each
 from ..graph.traced import TracedGraph
@@ -24,7 +24,7 @@ from ..graph.traced import TracedGraph
 
 def share_subexpressions(traced: TracedGraph) -> PassRecord:
     """Merge equal calls of pure operators. What reads a storage that the graph writes into is left alone."""
-    written = {storage_key(n) for node in traced.graph.nodes for n in mutated_arguments(node)} - {None}
+    written = writers_by_storage(traced.graph)
     first: dict[Any, fx.Node] = {}
 
     def step(node: fx.Node) -> str | None:

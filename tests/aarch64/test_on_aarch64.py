@@ -25,7 +25,7 @@ OF_QUICK = (
 OF_THE_HOST = "native kernel_cache prebuilt sanitizers operators_in_graphs".split()
 """Files that build kernels, or have inductor build them, which an emulated Python does not."""
 NOT_COMPILED = "not compiled_graph_with_every_operator"
-"""The same of another file."""
+"""A test of another file that has inductor build its graph."""
 OTHERS = sorted(
     path
     for path in OPERATORS.glob("test_*.py")

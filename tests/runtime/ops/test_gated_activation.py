@@ -56,7 +56,7 @@ def test_kernel_is_the_reference(dtype, name, assert_rounded_alike):
         gate, up = 3 * torch.randn(shape).to(dtype), 3 * torch.randn(shape).to(dtype)
         arguments = (gate, up, name, 1.702, 2.3)
         if name == "gelu_tanh":
-            # torch's own loses digits where it is close to 0, and on an aarch64 with bf16 instructions everywhere.
+            # torch's own loses digits where it is close to 0, and more of them on an aarch64 with bf16 instructions.
             precise = activation_reference(gate.double(), name).to(dtype)
             assert_rounded_alike(activation(gate, name), precise, 0.02)
             assert_rounded_alike(gated_activation(*arguments), precise * up, 0.02)
