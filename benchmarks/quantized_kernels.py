@@ -57,8 +57,9 @@ def by_onednn(weight: torch.Tensor) -> tuple[Kernel, int]:
 
     def run(x: torch.Tensor) -> torch.Tensor:
         scale = x.abs().amax(-1, keepdim=True).float() / 127
-        rounded = (x / scale).round().to(torch.int8)
-        given = (rounded, 1.0, 0, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], "")
+        # Unsigned: without AMX, oneDNN multiplies signed inputs with weights in this layout by its reference loop.
+        rounded = ((x / scale).round() + 128).to(torch.uint8)
+        given = (rounded, 1.0, 128, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], "")
         return (torch.ops.onednn.qlinear_pointwise(*given) * scale).to(x.dtype)
 
     return run, weight.numel()
