@@ -1,10 +1,10 @@
 """Compile a few decoder layers and repeat the last of them: compile time that does not grow with depth.
 
-Layers that are alike as modules (see ``layer_kinds``) and are handed the same (see ``layer_arguments``) are traced
-and rewritten once. The model is captured with the first ``kept`` layers only; in its rewritten graph the parts of the
-layers are compared node by node, and the last part is repeated over the parameters of the layers that were left out.
-Nothing is taken on trust: where two compiled layers differ in the graph, or the unrolled graph does not say what the
-whole model says, everything is compiled again with all layers.
+Layers that are alike as modules (see ``layer_kinds``), are handed the same (see ``layer_arguments``) and do not ask
+where they stand (see ``layer_place``) are traced and rewritten once. The model is captured with the first ``kept``
+layers only; in its rewritten graph the parts of the layers are compared node by node, and the last part is repeated
+over the parameters of the layers that were left out. Nothing is taken on trust: where two compiled layers differ in
+the graph, or the unrolled graph does not say what the whole model says, everything is compiled again with all layers.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ..fingerprint.describer import CannotIdentify
 from ..fingerprint.tensor_contents import module_tensors
 from .layer_arguments import CannotRun, layer_arguments
 from .layer_kinds import find_decoder_layers, layer_kinds
+from .layer_place import uses_of_place
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ LEAST_SAVED = 4
 
 
 class CannotRepeat(Exception):
-    """The layers of the graph are not alike. The message says where."""
+    """The layers are not alike, or may not be. The message says where."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ class LayerRepeat:
             periods = _periods(kinds)
             if periods is not None:  # only then is it worth while to ask the model
                 periods = _periods(list(zip(kinds, layer_arguments(model, path, layers), strict=True)))
-        except (CannotIdentify, CannotRun) as error:
+            if periods is not None and (uses := uses_of_place(layers)):
+                raise CannotRepeat(f"code may tell layers apart by their place: {uses[0]}")
+        except (CannotIdentify, CannotRun, CannotRepeat) as error:
             log.info("all %d layers of %s are compiled: %s", total, type(model).__name__, error)
             return None
         return None if periods is None else cls(model, path, total, *periods)

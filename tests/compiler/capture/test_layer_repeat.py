@@ -20,7 +20,7 @@ from torch_pagoda.compiler.capture import layer_repeat
 from torch_pagoda.compiler.capture.layer_repeat import LEAST_SAVED, CannotRepeat, LayerRepeat
 from torch_pagoda.compiler.link.linkage import Linkage
 from torch_pagoda.compiler.user_passes import register_pass, unregister_pass
-from torch_pagoda.compiler.verify.self_check import compared_steps, reference_of_model
+from torch_pagoda.compiler.verify.self_check import Schedule, compared_steps, reference_of_model
 from torch_pagoda.passes import PassRecord
 from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
 from torch_pagoda.passes.graph.fx_nodes import cache_index, callee
@@ -166,12 +166,15 @@ def test_inductor_takes_the_deep_graph():
     assert program.report.verdict.ok
 
 
+WHERE = "layer_idx"
+
+
 class OddLayer(LlamaDecoderLayer):
-    """The last layer is another one, and no attribute says so."""
+    """The last layer is another one, and neither attributes nor code say so."""
 
     def forward(self, hidden_states, *args, **kwargs):
         hidden_states = super().forward(hidden_states, *args, **kwargs)
-        return hidden_states.flip(-1) if self.self_attn.layer_idx == 4 else hidden_states
+        return hidden_states.flip(-1) if getattr(self.self_attn, WHERE) == 4 else hidden_states
 
 
 def test_layers_that_only_seem_alike_are_found_out(caplog):
@@ -185,6 +188,29 @@ def test_layers_that_only_seem_alike_are_found_out(caplog):
     assert report.verdict.ok
     assert report.attention_total == 5
     assert "compiled with all its layers: logits differ" in caplog.text
+
+
+class LateLayer(LlamaDecoderLayer):
+    """The upper layers are others, but not for the tokens that the self-check runs."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        hidden_states = super().forward(hidden_states, *args, **kwargs)
+        if self.self_attn.layer_idx >= 4:
+            hidden_states = torch.where(kwargs["position_ids"][..., None] > 60, -hidden_states, hidden_states)
+        return hidden_states
+
+
+def test_layers_that_differ_beyond_what_is_compared_are_all_compiled(caplog):
+    model = deep("llama")
+    for layer in model.model.layers:
+        layer.__class__ = LateLayer
+    with caplog.at_level(logging.INFO):
+        program = build_program(model, OPTIONS)
+    assert "may tell layers apart by their place: LateLayer.forward: self.self_attn.layer_idx >= 4" in caplog.text
+    assert program.report.layers_compiled is None
+    long = reference_of_model(model, Schedule((11, 27, 100), (3, 9, 60), 4))
+    for _, found, expected in compared_steps(program, long):
+        torch.testing.assert_close(found, expected, atol=2e-3, rtol=0)
 
 
 class Doubling(nn.Module):
