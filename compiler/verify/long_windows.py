@@ -123,7 +123,9 @@ class _Windows:
         reason = f"logits differ from the model's by {error:.3g} standard deviations (limit {limit})"
         reason = "" if error <= limit else reason
         for name, nearer in self._nearer.items():
-            if not reason and nearer and sum(nearer) > _MOST_NEARER * len(nearer):
+            if not reason and not nearer:
+                reason = f"no row tells the window from one {name}"
+            if not reason and sum(nearer) > _MOST_NEARER * len(nearer):
                 reason = f"{sum(nearer)} of {len(nearer)} rows are those of a window {name}"
         return Verdict(not reason, max(self._right), limit, len(self._right), reason)
 

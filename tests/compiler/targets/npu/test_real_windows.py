@@ -56,6 +56,12 @@ def test_a_window_that_is_lowered_wrongly_refuses_the_model(monkeypatch):
         lowered("mistral", 4096)
 
 
+def lowered_copy(paged, lower):
+    copy = paged.copy()
+    lower(copy)
+    return copy
+
+
 def others(by):
     """A change of the windows of lowered attention."""
 
@@ -93,6 +99,10 @@ def test_a_device_compares_windows_in_the_dtype_of_the_model(model_type, window,
         assert not verdict(by, TOLERANCE[torch.bfloat16]).ok
         # However much a model rounds.
         assert verdict(by, math.inf).reason.endswith(f"rows are those of a window {said}")
+    # Where neither side follows the window, nothing is shown.
+    monkeypatch.setattr(long_windows, "_shortened_masks", lambda original, *_: original.copy())
+    monkeypatch.setattr(long_windows, "_shortened", lambda paged, *_: lowered_copy(paged, lower))
+    assert verdict(0, TOLERANCE[torch.bfloat16]).reason == "no row tells the window from one a token shorter"
 
 
 @pytest.mark.parametrize("wrong", [False, True])
