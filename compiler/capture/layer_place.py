@@ -133,7 +133,7 @@ class _Handed:
         variables = set(self._parameters)
         for node in nodes:
             if isinstance(node, ast.Assign):
-                names = {part.id for target in node.targets for part in ast.walk(target) if _is_stored(part)}
+                names = {name for target in node.targets for name in _stored(target)}
                 variables |= names
                 if any(_root(source) in self._own for source in _sources(node.value)):
                     self._own |= names
@@ -152,8 +152,9 @@ class _Handed:
         return _root(node) in self._names
 
 
-def _is_stored(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+def _stored(target: ast.expr) -> list[str]:
+    """The variables that an assignment to this sets; those of which it sets a part are left out."""
+    return [n.id for n in ast.walk(target) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
 
 
 def _sources(node: ast.expr) -> list[ast.expr]:
