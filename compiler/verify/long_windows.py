@@ -120,7 +120,7 @@ class _Windows:
     def verdict(self, reference: Reference) -> Verdict:
         """The verdict of all rows."""
         error, limit = typical(self._right, reference.share), reference.tolerance
-        reason = f"logits differ from the model's by {error:.3g} standard deviations (limit {limit})"
+        reason = f"logits differ from the model's by {error:.3g} standard deviations (limit {limit:.3g})"
         reason = "" if error <= limit else reason
         for name, nearer in self._nearer.items():
             if not reason and not nearer:

@@ -217,9 +217,9 @@ def judge(compared: Iterable[tuple[int, torch.Tensor, torch.Tensor]], reference:
         raise_if_lost(error)
         return Verdict(False, float("inf"), tolerance, 0, f"the program fails: {first_line(error)}")
     judged = max(typical(group, share) for group in errors.values())
-    ok = judged <= tolerance
-    reason = "" if ok else f"logits differ from the model's by {judged:.3g} standard deviations (limit {tolerance})"
-    return Verdict(ok, max(map(max, errors.values())), tolerance, sum(map(len, errors.values())), reason)
+    reason = f"logits differ from the model's by {judged:.3g} standard deviations (limit {tolerance:.3g})"
+    reason = "" if judged <= tolerance else reason
+    return Verdict(not reason, max(map(max, errors.values())), tolerance, sum(map(len, errors.values())), reason)
 
 
 def compared_steps(
