@@ -2,18 +2,21 @@
 
 Layers are told apart by what they hold and what they are handed, not by their place: each has another. Code that
 decides by it, such as "the upper half of the layers looks back over 4096 tokens", may do so where no sequence that
-is compared gets to. So the code is read. A layer's place may be compared with None, choose an entry of what the layer
-is handed, and be an argument of a method of that.
+is compared gets to. So a few tokens are run, without caches, with places that cannot be looked at; and the code is
+read for what it does with more tokens. There a place may be compared with None, choose an entry of what the layer is
+handed, and be an argument of a method of that. Reading is no proof: code may get at a place in ways that it does not
+follow.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
+import os
+import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -21,7 +24,76 @@ from torch import nn
 
 from .layer_kinds import PLACE
 
-_TORCH = torch.__path__[0]
+_TORCH = torch.__path__[0] + os.sep
+_OF_EVERY_OBJECT = {"__doc__", "__getattribute__", "__new__"}
+
+
+class PlaceUsed(Exception):
+    """Code did something with a place. The message says what, and where."""
+
+
+class _Place:
+    """Stands for a layer's place; may be handed on, and compared with None by identity, and nothing else."""
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def used(*_: Any) -> Any:
+        code = sys._getframe(1).f_code
+        raise PlaceUsed(f"{code.co_qualname} calls {name} of it")
+
+    return used
+
+
+for _name in {*vars(int), "__call__", "__contains__", "__getitem__", "__iter__", "__len__"} - _OF_EVERY_OBJECT:
+    setattr(_Place, _name, _refuse(_name))
+
+
+@contextmanager
+def without_places(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """For a while, let what says where a layer stands be nothing that code can look at: :class:`PlaceUsed`.
+
+    Args:
+        layers: with the modules below them. Attributes are exchanged, and arguments of the layers' own forward.
+    """
+    layers = list(layers)
+    modules = [module for layer in layers for module in layer.modules()]
+    own = [
+        (vars(module), name, item) for module in modules for name, item in vars(module).items() if _says(name, item)
+    ]
+    forwards = [(vars(layer), vars(layer).get("forward"), layer.forward) for layer in layers]
+    place = _Place()
+
+    def placeless(forward: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(forward)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            for name, item in given.arguments.items():
+                if _says(name, item):
+                    given.arguments[name] = place
+            kwargs = {name: place if _says(name, item) else item for name, item in given.kwargs.items()}
+            return forward(*given.args, **kwargs)
+
+        return run
+
+    try:
+        for attributes, name, _ in own:
+            attributes[name] = place
+        for attributes, _, forward in forwards:
+            attributes["forward"] = placeless(forward)
+        yield
+    finally:
+        for attributes, name, item in own:
+            attributes[name] = item
+        for attributes, before, _ in forwards:
+            if before is None:
+                attributes.pop("forward", None)
+            else:
+                attributes["forward"] = before
+
+
+def _says(name: str, item: Any) -> bool:
+    return type(item) is int and PLACE.fullmatch(name) is not None
 
 
 def uses_of_place(layers: Iterable[nn.Module]) -> list[str]:
@@ -31,10 +103,14 @@ def uses_of_place(layers: Iterable[nn.Module]) -> list[str]:
         layers: with the modules below them.
 
     Returns:
-        each as "function: expression"; a function whose source cannot be read as "function: no source".
+        each as "function: expression"; a function whose source cannot be read as "function: no source", and code
+        that cannot be followed by an error.
     """
     reader = _Reader([module for layer in layers for module in layer.modules()])
-    reader.read_named("forward")
+    try:
+        reader.read_named("forward")
+    except Exception as error:  # of attributes that are computed, or code too deep to follow
+        return [f"{type(error).__name__}: code that cannot be read"]
     return list(reader.found)
 
 
@@ -99,7 +175,8 @@ def _uses(code: types.CodeType, module: nn.Module) -> Iterator[str]:
     if not any(map(PLACE.fullmatch, _names(code))):
         return
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+        source = inspect.getsource(code)
+        tree = ast.parse(f"if True:\n{source}" if source[0].isspace() else source)
     except (OSError, SyntaxError):
         yield "no source"
         return

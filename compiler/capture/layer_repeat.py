@@ -27,14 +27,20 @@ from ...runtime.ops.stored_weight import StoredWeight
 from ...runtime.program import is_cache_input
 from ..fingerprint.describer import CannotIdentify
 from ..fingerprint.tensor_contents import module_tensors
+from ..report import first_line
 from .layer_arguments import CannotRun, layer_arguments
 from .layer_kinds import find_decoder_layers, layer_kinds
-from .layer_place import uses_of_place
+from .layer_place import uses_of_place, without_places
+from .model_facts import takes_positions
+from .trace import first_tokens, trace_length
 
 log = logging.getLogger(__name__)
 
 LEAST_SAVED = 4
 """Layers that have to be spared for it to be worth while."""
+
+_MOST_TOKENS = 64
+"""Up to here a few layers run within a second."""
 
 
 class CannotRepeat(Exception):
@@ -72,12 +78,14 @@ class LayerRepeat:
             periods = _periods(kinds)
             if periods is not None:  # only then is it worth while to ask the model
                 periods = _periods(list(zip(kinds, layer_arguments(model, path, layers), strict=True)))
-            if periods is not None and (uses := uses_of_place(layers)):
-                raise CannotRepeat(f"code may tell layers apart by their place: {uses[0]}")
+            if periods is None:
+                return None
+            repeat = cls(model, path, total, *periods)
+            repeat._check_places()
         except (CannotIdentify, CannotRun, CannotRepeat) as error:
             log.info("all %d layers of %s are compiled: %s", total, type(model).__name__, error)
             return None
-        return None if periods is None else cls(model, path, total, *periods)
+        return repeat
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
@@ -92,6 +100,20 @@ class LayerRepeat:
             yield
         finally:
             setattr(parent, name, whole)
+
+    def _check_places(self) -> None:
+        """Raise :class:`CannotRepeat` if layers may ask where they stand."""
+        layers = list(self.model.get_submodule(self.path).children())
+        if uses := uses_of_place(layers):
+            raise CannotRepeat(f"code may tell layers apart by their place: {uses[0]}")
+        tokens = min(trace_length(self.model), _MOST_TOKENS)
+        ids, positions = first_tokens(tokens, next(self.model.parameters()).device)
+        given = {"position_ids": positions} if takes_positions(self.model) else {}
+        try:
+            with torch.no_grad(), self.shortened(), without_places(layers[: self.kept]):
+                self.model(input_ids=ids, use_cache=False, return_dict=True, **given)
+        except Exception as error:  # of code that expects a number, too
+            raise CannotRepeat(f"code may tell layers apart by their place: {first_line(error)}") from None
 
     def inputs_of_layers(self, traced: TracedGraph) -> frozenset[str]:
         """Names of the inputs of a captured graph that receive tensors of the layers."""

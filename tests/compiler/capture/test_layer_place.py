@@ -5,10 +5,11 @@ from __future__ import annotations
 from functools import wraps
 
 import pytest
+import torch
 from torch import nn
 
 from torch_pagoda.compiler.capture.layer_kinds import find_decoder_layers
-from torch_pagoda.compiler.capture.layer_place import uses_of_place
+from torch_pagoda.compiler.capture.layer_place import PlaceUsed, uses_of_place, without_places
 
 from tiny_models import build_tiny_model
 
@@ -36,7 +37,7 @@ class Layer(nn.Module):
 
 class Inner(nn.Module):
     def forward(self, x, layer_idx):
-        return x if layer_idx is None else x.update(layer_idx)
+        return x if x is None or layer_idx is None else x.update(layer_idx)
 
 
 class Deciding(nn.Module):
@@ -129,6 +130,17 @@ def asks_a_property(self, x):
     return x if self.is_late else -x
 
 
+class Margin:
+    def decides(self, x):
+        x = (
+            x
+            or """
+no indentation here
+"""
+        )
+        return x if self.layer_idx > 2 else -x
+
+
 def inside(self, x):
     return [y for y in x if (lambda: self.layer_idx > y)()]
 
@@ -203,3 +215,64 @@ def test_real_layers_only_find_what_they_cache(kind):
 def test_real_layers_that_decide_are_seen():
     uses = uses_of_place(find_decoder_layers(build_tiny_model("zamba2"))[1])
     assert "Zamba2MLP.forward: self.gate_up_proj_adapter_list[layer_idx]" in uses
+
+
+USES = {
+    "compares": lambda place: place > 2,
+    "is equal": lambda place: place == 3,
+    "is true": bool,
+    "counts": range,
+    "computes": lambda place: 1 + place,
+    "divides": lambda place: divmod(place, 2),
+    "indexes": lambda place: [0, 1, 2, 3][place],
+    "is a key": lambda place: {}.get(place),
+    "is in": lambda place: place in (1, 2),
+    "is text": lambda place: f"{place}",
+    "is written": str,
+    "indexes a tensor": lambda place: torch.zeros(4).select(0, place),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("given", [False, True], ids=["own", "argument"])
+def test_places_cannot_be_looked_at(use, given):
+    made = layer(lambda self, x, layer_idx=7, *, idx=None: USES[use](layer_idx if given else self.layer_idx) and x)
+    made.inner.idx = 5
+    with pytest.raises((PlaceUsed, TypeError)), without_places([made]):
+        made(1, layer_idx=3)
+    assert (made.layer_idx, made.inner.idx, vars(made).get("forward")) == (3, 5, None)
+
+
+def test_places_among_other_arguments_cannot_be_looked_at():
+    made = layer(lambda self, x, **kwargs: x if kwargs["layer_idx"] > 2 else -x)
+    with pytest.raises(PlaceUsed, match="calls __gt__ of it"), without_places([made]):
+        made(1, layer_idx=3)
+
+
+def test_places_can_be_handed_on():
+    made = layer(
+        lambda self, x, layer_idx=None: x if self.inner(None, self.layer_idx) is None and layer_idx is None else -x
+    )
+    with without_places([made]):
+        assert made(2) == 2
+        assert made(2, 3) == -2
+    own = made.forward = lambda x: x
+    with without_places([made]):
+        assert made(2) == 2
+    assert vars(made)["forward"] is own
+
+
+def test_code_that_cannot_be_followed_is_not_trusted():
+    class Broken(Layer):
+        @property
+        def kernel(self):
+            raise NotImplementedError
+
+        def forward(self, x):
+            return self.kernel(x, self.layer_idx)
+
+    assert uses_of_place([Broken()]) == ["NotImplementedError: code that cannot be read"]
+
+
+def test_texts_may_begin_at_the_margin():
+    assert uses_of_place([layer(Margin.decides)]) == ["Margin.decides: self.layer_idx > 2"]

@@ -166,18 +166,16 @@ def test_inductor_takes_the_deep_graph():
     assert program.report.verdict.ok
 
 
-WHERE = "layer_idx"
-
-
 class OddLayer(LlamaDecoderLayer):
-    """The last layer is another one, and neither attributes nor code say so."""
+    """The last layer is another one, and no attribute says so."""
 
     def forward(self, hidden_states, *args, **kwargs):
         hidden_states = super().forward(hidden_states, *args, **kwargs)
-        return hidden_states.flip(-1) if getattr(self.self_attn, WHERE) == 4 else hidden_states
+        return hidden_states.flip(-1) if self.self_attn.layer_idx == 4 else hidden_states
 
 
-def test_layers_that_only_seem_alike_are_found_out(caplog):
+def test_layers_that_only_seem_alike_are_found_out(caplog, monkeypatch):
+    monkeypatch.setattr(LayerRepeat, "_check_places", lambda repeat: None)
     model = deep("llama", 5)
     for layer in model.model.layers:
         layer.__class__ = OddLayer
@@ -198,6 +196,29 @@ class LateLayer(LlamaDecoderLayer):
         if self.self_attn.layer_idx >= 4:
             hidden_states = torch.where(kwargs["position_ids"][..., None] > 60, -hidden_states, hidden_states)
         return hidden_states
+
+
+WHERE = "layer_idx"
+
+
+class HiddenLayer(LlamaDecoderLayer):
+    """Like ``LateLayer``, in a way that reading does not follow."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        hidden_states = super().forward(hidden_states, *args, **kwargs)
+        if getattr(self.self_attn, WHERE) >= 4:
+            hidden_states = torch.where(kwargs["position_ids"][..., None] > 60, -hidden_states, hidden_states)
+        return hidden_states
+
+
+def test_layers_whose_code_does_not_show_that_they_ask_are_run(caplog):
+    model = deep("llama")
+    for layer in model.model.layers:
+        layer.__class__ = HiddenLayer
+    with caplog.at_level(logging.INFO):
+        assert LayerRepeat.of(model) is None
+    assert "may tell layers apart by their place: HiddenLayer.forward calls __ge__ of it" in caplog.text
+    assert [layer.self_attn.layer_idx for layer in model.model.layers] == list(range(DEPTH))
 
 
 def test_layers_that_differ_beyond_what_is_compared_are_all_compiled(caplog):
