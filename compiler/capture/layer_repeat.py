@@ -32,6 +32,7 @@ from .layer_arguments import CannotRun, layer_arguments
 from .layer_kinds import find_decoder_layers, layer_kinds
 from .layer_place import uses_of_place, without_places
 from .model_facts import takes_positions
+from .stored_parameters import placeholders_for_stored
 from .trace import first_tokens, trace_length
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,8 @@ class LayerRepeat:
         ids, positions = first_tokens(tokens, next(self.model.parameters()).device)
         given = {"position_ids": positions} if takes_positions(self.model) else {}
         try:
-            with torch.no_grad(), self.shortened(), without_places(layers[: self.kept]):
+            stored = placeholders_for_stored(self.model)  # nobody looks at numbers
+            with torch.no_grad(), self.shortened(), stored, without_places(layers[: self.kept]):
                 self.model(input_ids=ids, use_cache=False, return_dict=True, **given)
         except Exception as error:  # of code that expects a number, too
             raise CannotRepeat(f"code may tell layers apart by their place: {first_line(error)}") from None
