@@ -41,7 +41,7 @@ LEAST_SAVED = 4
 """Layers that have to be spared for it to be worth while."""
 
 _MOST_TOKENS = 64
-"""Up to here a few layers run within a second."""
+"""The most that the layers are run with to see whether they ask where they stand."""
 
 
 class CannotRepeat(Exception):
