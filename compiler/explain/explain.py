@@ -89,7 +89,8 @@ def explain(
 
     Raises:
         TypeError: the model is no module, or the example no inputs.
-        ValueError: the model is in train(), does not run on the example, or an option is wrong.
+        ValueError: the model is in train(), is on a device other than a CPU or an NPU, does not run on the example,
+            or an option is wrong.
     """
     skeleton = model if isinstance(model, Skeleton) else None
     model = skeleton.model if skeleton is not None else getattr(model, "_orig_mod", model)
@@ -103,8 +104,13 @@ def explain(
         raise ValueError(f"context={context} is below 1; it counts the decoded token")
     if skeleton is not None:
         options["verify"] = "off"
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type not in ("cpu", "npu"):
+        raise ValueError(
+            f"model is on {device}, and explain takes models on 'cpu' or 'npu'; call model.to('cpu') first"
+        )
     parsed = CompileOptions.from_dict({**options, "codegen": "none", "target": target or "auto"})
-    parsed = parsed.for_device(next((p.device.type for p in model.parameters()), "cpu"))
+    parsed = parsed.for_device(device.type)
     parsed = on_recorded_grid(parsed, getattr(model, "config", None))
     report = CompileReport(type(model).__name__)
     refused, captured, reference = "", None, None

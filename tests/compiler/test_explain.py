@@ -254,6 +254,13 @@ def test_a_model_in_training_is_refused():
         explain(ToyLM(sdpa).train())
 
 
+def test_a_model_on_another_device_is_refused():
+    """The stand-in for a CUDA device is "meta", which every build of torch has."""
+    for options in ({}, {"verify": "off"}):
+        with pytest.raises(ValueError, match=r"model is on meta.*model\.to\('cpu'\)"):
+            explain(ToyLM(sdpa).to("meta"), **options)
+
+
 def test_copies_of_caches_are_counted():
     graph = torch.fx.Graph()
     cache, rows = graph.placeholder("key_cache_0"), graph.placeholder("rows")

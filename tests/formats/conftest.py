@@ -33,7 +33,7 @@ def run_with() -> RunWith:
     """``run_with(package, program, *arguments)`` runs a program of ``programs/`` by that package's Python."""
 
     def run(package: str, program: str, *arguments: object) -> None:
-        # With the releases of the project: never a torch for CUDA.
+        # With the releases of the project, from the indexes that it was installed from.
         pins = [pin for pin in (ROOT / "constraints.txt").read_text().splitlines() if pin.startswith("torch==")]
         try:
             python = python_of(cache_folder() / "formats" / package, [*PACKAGES[package], *pins])

@@ -69,12 +69,6 @@ def test_what_we_depend_on_is_constrained_to_one_release_within_its_bounds(syste
         assert pin.operator == "==" and pin.version.partition("+")[0] in dependency.specifier, dependency
 
 
-def test_on_linux_torch_is_constrained_to_its_build_for_the_cpu() -> None:
-    """A release alone is also that of a build with CUDA, which pip takes where an index has no other."""
-    assert str(constraints("linux")["torch"].specifier).endswith("+cpu")
-    assert "+" not in str(constraints("darwin")["torch"].specifier)
-
-
 def test_torch_has_no_upper_bound_but_for_npus() -> None:
     (torch,) = (r for r in map(Requirement, PROJECT["project"]["dependencies"]) if r.name == "torch")
     (npu,) = map(Requirement, PROJECT["project"]["optional-dependencies"]["npu"])

@@ -99,7 +99,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def _requirements(client: str) -> list[str]:
-    """With the releases of the project where a client needs torch: never one for CUDA."""
+    """With the releases of the project where a client needs torch."""
     if client not in NEED_TORCH:
         return CLIENTS[client]
     pins = (ROOT / "constraints.txt").read_text().splitlines()
