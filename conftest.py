@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 MOST_WORKERS = 8
 """Each takes more than a GiB of memory."""
@@ -33,6 +34,19 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MOST_WORKERS)
+
+
+class ByGroup(LoadScopeScheduling):
+    """Hands out groups of tests, each to one worker."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        from tiers import group_of
+
+        return group_of(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByGroup | None:
+    return ByGroup(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 def pytest_collection_finish() -> None:

@@ -1,10 +1,16 @@
-"""Tests marked ``torchair`` need a Python that was started with the offline Ascend toolchain; this starts it."""
+"""Which tests run: those of the tiers asked for, of the shard asked for.
+
+Tests marked ``torchair`` need a Python that was started with the offline Ascend toolchain; this starts it.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from _pytest.mark.expression import Expression
@@ -13,12 +19,64 @@ from torch_pagoda.compiler.store.program_store import DISABLE
 from torch_pagoda.compiler.targets.npu.offline.run import is_offline, run_python
 from torch_pagoda.compiler.targets.npu.offline.toolchain import ToolchainError, set_up_toolchain
 
+from tiers import OWN, TESTS, TIERS, left_to_grid, shard_of, tier_of, tier_of_file
+
 # What a test compiles shall be of the sources that it tests, all of it, every time.
 os.environ[DISABLE] = "1"
 
 if is_offline():
     # Before any test module defines operators of its namespace, which would abort the process.
     import torch_npu  # noqa: F401
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", metavar="k/N", type=_shard, help="run the k-th of N parts of the tests selected")
+
+
+def _shard(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shard; use k/N with k from 1 to N")
+    return int(found[1]), int(found[2])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where only files or tests are named, all of them run that need nothing more than the default run does."""
+    named = [Path(config.invocation_params.dir, argument.split("::")[0]) for argument in config.args]
+    if config.option.markexpr == "quick" and all(path.is_file() for path in named):
+        config.option.markexpr = " or ".join(TIERS)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files that have no test of the tiers asked for."""
+    if not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
+        return None
+    asked = set(re.findall(r"\w+", config.option.markexpr)) - {"or"}
+    if not asked or not asked <= {*TIERS}:
+        return None
+    tier = tier_of_file(collection_path)
+    return True if tier is not None and tier not in asked else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark each test with its tier, before ``-m`` selects, and leave the ones of the shard."""
+    quick = []
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in OWN):
+            tier = tier_of(item.nodeid.removeprefix(f"{TESTS.name}/"))
+            if tier == "quick":
+                quick.append(item)
+            else:
+                item.add_marker(tier)
+    left = left_to_grid(quick)
+    for item in quick:
+        item.add_marker("grid" if item in left else "quick")
+    if config.option.shard is not None:
+        shard, shards = config.option.shard
+        chosen = [item for item in items if shard_of(item.nodeid, shards) == shard]
+        config.hook.pytest_deselected(items=[item for item in items if shard_of(item.nodeid, shards) != shard])
+        items[:] = chosen
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -221,7 +221,7 @@ def test_commands_are_found_in_the_pages() -> None:
         "pagoda quantize MODEL OUT --text sample.txt --group-size many",
         "python benchmarks/faster.py",
         "python benchmarks/coverage.py --fusion-passes",
-        "pytest -m quick",
+        "pytest -m quickly",
         "bash .ci/walk",
     ],
 )
