@@ -8,14 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 MOST_WORKERS = 8
 """Each takes more than a GiB of memory."""
 
 # A run says of the same sources what the run before said; ``--hypothesis-profile=default`` draws other examples.
-settings.register_profile("reproducible", derandomize=True)
+# Nor does it depend on how busy the machine is.
+settings.register_profile(
+    "reproducible", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("reproducible")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
