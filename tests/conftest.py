@@ -93,15 +93,16 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def shared_graphs() -> Iterator[None]:
-    """What is traced of a model is traced once in a process, for all tests that compile an equal one."""
+def shared_graphs(pytestconfig: pytest.Config) -> Iterator[None]:
+    """What is traced of a model is traced once, for all tests that compile an equal one and for later runs."""
     if "torch_pagoda.compiler.build" not in sys.modules:  # nothing that was collected compiles
         yield
         return
+    from graphs_on_disk import GraphsOnDisk
     from shared_graphs import share_graphs
 
     with pytest.MonkeyPatch.context() as patch:
-        share_graphs(patch)
+        share_graphs(patch, GraphsOnDisk(pytestconfig.cache.mkdir("graphs")) if pytestconfig.cache else None)
         yield
 
 

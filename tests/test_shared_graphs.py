@@ -20,12 +20,19 @@ from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.graph.record import NoMatch
 from torch_pagoda.passes.recognise import rms_norm
 
+import graphs_on_disk
 import shared_graphs
+from graphs_on_disk import GraphsOnDisk
 from tiny_models import build_tiny_model
 
 ALL = {"capture": 1, "passes": 3, "aten": 1}
 """Passes on Dynamo's graph, and on the ATen graph in front of the first for one target and from there."""
 NONE = dict.fromkeys(ALL, 0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_graphs, "_on_disk", None)
 
 
 @pytest.fixture
@@ -60,6 +67,46 @@ def test_shared_graphs_are_those_of_compiling_anew(kind, compiled, monkeypatch):
         anew, hits = compiled(build_tiny_model(kind))
     assert hits == NONE
     assert torch.equal(first, anew) and torch.equal(second, anew)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss", "deepseek_v3", "qwen3_5_text"])
+def test_graphs_from_a_disk_are_those_of_compiling_anew(kind, compiled, monkeypatch, tmp_path):
+    anew, _ = compiled(build_tiny_model(kind))
+    monkeypatch.setattr(shared_graphs, "_on_disk", GraphsOnDisk(tmp_path))
+    monkeypatch.setattr(shared_graphs, "_kept", {})
+    captured = shared_graphs.capture(build_tiny_model(kind)).traced
+    monkeypatch.setattr(shared_graphs, "_kept", {})
+    loaded = shared_graphs.capture(build_tiny_model(kind)).traced
+    assert [describe(n) for n in loaded.graph.nodes] == [describe(n) for n in captured.graph.nodes]
+    monkeypatch.setattr(shared_graphs, "_kept", {})
+    found, hits = compiled(build_tiny_model(kind))
+    assert hits == {**NONE, "capture": 1}
+    assert torch.equal(found, anew)
+
+
+def describe(node: torch.fx.Node) -> tuple[Any, ...]:
+    example = node.meta.get("example_value")
+    layout = None
+    if isinstance(example, torch.Tensor):
+        layout = example.dtype, str(tuple(example.shape)), str(example.stride()), str(example.storage_offset())
+    return (
+        node.format_node(),
+        node.target,
+        layout,
+        str(node.meta.get("nn_module_stack")),
+        node.meta.get("stack_trace"),
+    )
+
+
+def test_graphs_of_other_sources_are_removed(monkeypatch, tmp_path):
+    kept = GraphsOnDisk(tmp_path)
+    kept.save("key", trace.capture(build_tiny_model("llama")).traced, {"weight": torch.ones(2)}, None)
+    graph, tensors, more = GraphsOnDisk(tmp_path).load("key")
+    assert graph.input_ids and tensors["weight"].tolist() == [1, 1] and more is None
+    monkeypatch.setattr(graphs_on_disk, "_digest_of_sources", lambda: "another")
+    other = GraphsOnDisk(tmp_path)
+    assert other.load("key") is None
+    assert [folder.name for folder in tmp_path.iterdir()] == ["another"]
 
 
 def test_options_choose_passes_on_a_shared_graph(compiled):

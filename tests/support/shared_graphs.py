@@ -6,8 +6,8 @@ that are not for an NPU make of that one. The first test that compiles a model d
 compiles an equal model with the same options these are copies over its own tensors, and the passes that lower a graph
 or hold its weights, the checks and linking run as ever. Two models are equal where the product's fingerprint
 describes their modules and code alike; two graphs where all nodes are, and for the passes every byte of their
-tensors, too, and all that the modules of passes have names for, which a test may have patched. Nothing outlives the
-process, so that no change of the sources can be missed.
+tensors, too, and all that the modules of passes have names for, which a test may have patched. Captured graphs are
+also kept on a disk, as ``graphs_on_disk.py`` says; nothing else outlives the process.
 
 ``tests/conftest.py`` lets the compiler take these graphs in all tests. What calls ``capture.trace.capture`` or a pass
 by itself runs it.
@@ -39,6 +39,8 @@ from torch_pagoda.compiler.verify import dump
 from torch_pagoda.passes import PASSES, Pass, PassRecord, TracedGraph
 from torch_pagoda.runtime.ops.stored_weight import StoredWeight
 from torch_pagoda.runtime.phases import phase
+
+from graphs_on_disk import GraphsOnDisk
 
 
 @dataclass
@@ -85,6 +87,7 @@ _APART = ("module", "fake_mode", "constants", "quantization", "npu", "_origin")
 more than whether there is one."""
 _alive: dict[str, list[Any]] = {}
 _kept: dict[Any, _Kept | None] = {}
+_on_disk: GraphsOnDisk | None = None
 hits = {"capture": 0, "passes": 0, "aten": 0}
 
 
@@ -96,9 +99,14 @@ def capture(model: nn.Module) -> Captured:
         return trace.capture(model)
     named = module_tensors(model)
     if key not in _kept:
-        captured = trace.capture(model)
-        _kept[key] = _Kept.of(captured.traced, named, captured.context)
-        return captured
+        found = None if _on_disk is None else _on_disk.load(key)
+        if found is None:
+            captured = trace.capture(model)
+            _kept[key] = kept = _Kept.of(captured.traced, named, captured.context)
+            if _on_disk is not None and kept is not None:
+                _on_disk.save(key, kept.graph, kept.tensors, kept.more)
+            return captured
+        _kept[key] = _Kept(*found)
     if (kept := _kept[key]) is None:
         return trace.capture(model)
     hits["capture"] += 1
@@ -173,8 +181,9 @@ def to_aten(traced: TracedGraph, context: TracingContext) -> TracedGraph:
         return traced.over(kept.graph.copy().module)
 
 
-def share_graphs(patch: pytest.MonkeyPatch) -> None:
-    """Let the compiler take shared graphs until the patch is undone."""
+def share_graphs(patch: pytest.MonkeyPatch, on_disk: GraphsOnDisk | None = None) -> None:
+    """Let the compiler take shared graphs until the patch is undone; with captured ones that are kept on a disk."""
+    patch.setattr(sys.modules[__name__], "_on_disk", on_disk)
     explain = import_module("torch_pagoda.compiler.explain.explain")  # hidden by the function of that name
     patch.setattr(build, "capture", capture)
     patch.setattr(pipeline, "run_passes", run_passes)
