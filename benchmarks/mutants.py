@@ -218,6 +218,8 @@ def tests_by_site(mutants: list[Mutant], tier: str, work: Path, limit: float) ->
             number, _, test = line.partition(" ")
             if test and test not in failed:
                 found[int(number)][test] = None
+    if not found:
+        raise RuntimeError(f"no test of {tier!r} passes on the marked tree: {done.stdout[-2000:]}")
     result = {mutant.number: sorted(found[mutant.number]) for mutant in mutants}
     kept.write_text(json.dumps(result))
     return result
@@ -282,7 +284,8 @@ def main() -> None:
             trees.put(tree)
             of_tier[str(mutant.number)] = said
             results.write_text(json.dumps(found, indent=1))
-            print(f"{mutant.path}:{mutant.line} {mutant.kind}, {len(tests)} tests: {said or 'NOT FOUND'}", flush=True)
+            where = f"{mutant.path}:{mutant.line} {mutant.kind}"
+            print(f"{where}, {len(tests)} tests: {said or 'NOT FOUND'}\n", end="", flush=True)
 
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(judge, left))

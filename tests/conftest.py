@@ -101,8 +101,9 @@ def shared_graphs(pytestconfig: pytest.Config) -> Iterator[None]:
     from graphs_on_disk import GraphsOnDisk
     from shared_graphs import share_graphs
 
+    cache = getattr(pytestconfig, "cache", None)  # none with -p no:cacheprovider
     with pytest.MonkeyPatch.context() as patch:
-        share_graphs(patch, GraphsOnDisk(pytestconfig.cache.mkdir("graphs")) if pytestconfig.cache else None)
+        share_graphs(patch, cache and GraphsOnDisk(cache.mkdir("graphs")))
         yield
 
 
