@@ -1,7 +1,8 @@
 """Traced graphs that are kept from run to run, in pytest's cache.
 
-A graph is found by the digest of its model, of every source in this repository, and of the releases of torch and
-transformers; with any of them changed it is traced anew. What cannot be pickled is not kept.
+A graph is found by the digest of its model, which a test may define, of the sources of the product and of
+``tests/support``, and of the releases of torch and transformers; with any of them changed it is traced anew. What
+cannot be pickled is not kept.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _detached(tensor: FakeTensor) -> torch.Tensor:
 
 def _digest_of_sources() -> str:
     digest = hashlib.sha256(f"{torch.__version__} {transformers.__version__} {sys.version}".encode())
-    for folder in ("compiler", "passes", "runtime", "torch_pagoda", "tests"):
+    for folder in ("compiler", "passes", "runtime", "torch_pagoda", "tests/support"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             digest.update(f"{path}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
