@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from torch_pagoda.runtime.batching.shared_prefixes import SharedPrefixes
 from torch_pagoda.runtime.blocks import chain_start, extend_chain
 from torch_pagoda.runtime.requests.request import Request
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
@@ -74,6 +75,14 @@ def test_who_needs_what_is_being_computed_waits_for_it():
     for name in "ab":
         batcher.add(make_request(name, prompt=range(17), max_tokens=2))
     assert finish_all(batcher) == 18 + 2
+
+
+def test_waiting_for_what_is_being_computed_ends():
+    """What others compute may be evicted before the request comes to use it."""
+    batcher, request = make_batcher(caching=True), make_request("a", prompt=range(17))
+    prefixes = SharedPrefixes(batcher.block_manager, batcher.policy, lambda request: "")
+    computing = set(prefixes.full_blocks(request))
+    assert [prefixes.defers(request, computing) for _ in range(18)] == [True] * 16 + [False] * 2
 
 
 def test_a_prefix_survives_as_long_as_its_blocks_are_not_needed():
