@@ -1,15 +1,19 @@
 """Compile a few decoder layers and repeat the last of them: compile time that does not grow with depth.
 
-Layers that are alike as modules (see ``layer_kinds``), are handed the same (see ``layer_arguments``) and do not ask
-where they stand (see ``layer_place``) are traced and rewritten once. The model is captured with the first ``kept``
-layers only; in its rewritten graph the parts of the layers are compared node by node, and the last part is repeated
-over the parameters of the layers that were left out. Nothing is taken on trust: where two compiled layers differ in
-the graph, or the unrolled graph does not say what the whole model says, everything is compiled again with all layers.
+Layers of transformers' models that are alike as modules (see ``layer_kinds``) are traced and rewritten once. The
+model is captured with the first ``kept`` layers only; in its rewritten graph the parts of the layers are compared
+node by node, and the last part is repeated over the parameters of the layers that were left out. Where two compiled
+layers differ in the graph, or the logits of the unrolled graph are not those of the whole model, everything is
+compiled again with all layers.
+
+Code from elsewhere may treat layers differently by their index, such as "the upper half looks back over 4096 tokens",
+where no compared sequence shows it. So models with such code are compiled with all their layers.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -27,21 +31,15 @@ from ...runtime.ops.stored_weight import StoredWeight
 from ...runtime.program import is_cache_input
 from ..fingerprint.describer import CannotIdentify
 from ..fingerprint.tensor_contents import module_tensors
-from ..report import first_line
-from .layer_arguments import CannotRun, layer_arguments
 from .layer_kinds import find_decoder_layers, layer_kinds
-from .layer_place import uses_of_place, without_places
-from .model_facts import takes_positions
-from .stored_parameters import placeholders_for_stored
-from .trace import first_tokens, trace_length
 
 log = logging.getLogger(__name__)
 
 LEAST_SAVED = 4
 """Layers that have to be spared for it to be worth while."""
 
-_MOST_TOKENS = 64
-"""The most that the layers are run with to see whether they ask where they stand."""
+_KNOWN_CODE = ("torch.", "transformers.", __package__.split(".")[0] + ".")
+"""Packages whose modules use a layer's index only to address its cache; tests read all of transformers' layers."""
 
 
 class CannotRepeat(Exception):
@@ -75,18 +73,12 @@ class LayerRepeat:
         if not path or total <= LEAST_SAVED:
             return None
         try:
-            kinds = layer_kinds(model, layers)
-            periods = _periods(kinds)
-            if periods is not None:  # only then is it worth while to ask the model
-                periods = _periods(list(zip(kinds, layer_arguments(model, path, layers), strict=True)))
-            if periods is None:
-                return None
-            repeat = cls(model, path, total, *periods)
-            repeat._check_places()
-        except (CannotIdentify, CannotRun, CannotRepeat) as error:
+            _check_code(model)
+            periods = _periods(layer_kinds(model, layers))
+        except (CannotIdentify, CannotRepeat) as error:
             log.info("all %d layers of %s are compiled: %s", total, type(model).__name__, error)
             return None
-        return repeat
+        return None if periods is None else cls(model, path, total, *periods)
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
@@ -102,21 +94,6 @@ class LayerRepeat:
         finally:
             setattr(parent, name, whole)
 
-    def _check_places(self) -> None:
-        """Raise :class:`CannotRepeat` if layers may ask where they stand."""
-        layers = list(self.model.get_submodule(self.path).children())
-        if uses := uses_of_place(layers):
-            raise CannotRepeat(f"code may tell layers apart by their place: {uses[0]}")
-        tokens = min(trace_length(self.model), _MOST_TOKENS)
-        ids, positions = first_tokens(tokens, next(self.model.parameters()).device)
-        given = {"position_ids": positions} if takes_positions(self.model) else {}
-        try:
-            stored = placeholders_for_stored(self.model)  # nobody looks at numbers
-            with torch.no_grad(), self.shortened(), stored, without_places(layers[: self.kept]):
-                self.model(input_ids=ids, use_cache=False, return_dict=True, **given)
-        except Exception as error:  # of code that expects a number, too
-            raise CannotRepeat(f"code may tell layers apart by their place: {first_line(error)}") from None
-
     def inputs_of_layers(self, traced: TracedGraph) -> frozenset[str]:
         """Names of the inputs of a captured graph that receive tensors of the layers."""
         names = {id(tensor): name for name, tensor in module_tensors(self.model).items()}
@@ -130,6 +107,15 @@ class LayerRepeat:
             CannotRepeat: the compiled layers are not alike in it.
         """
         return _Unrolling(self, traced.copy()).run()
+
+
+def _check_code(model: nn.Module) -> None:
+    """Raise :class:`CannotRepeat` if a module runs code that is not transformers' or PyTorch's."""
+    for name, module in model.named_modules():
+        forward = inspect.unwrap(vars(module).get("forward", type(module).forward))
+        hooked = module._forward_hooks or module._forward_pre_hooks
+        if hooked or not getattr(forward, "__module__", "").startswith(_KNOWN_CODE):
+            raise CannotRepeat(f"{name or type(module).__name__} runs code that is not transformers'")
 
 
 def _periods(kinds: Sequence[Hashable]) -> tuple[int, int] | None:

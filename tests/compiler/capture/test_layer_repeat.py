@@ -12,7 +12,8 @@ from functools import cache
 import pytest
 import torch
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.build import build_program, build_unpacked
@@ -175,7 +176,7 @@ class OddLayer(LlamaDecoderLayer):
 
 
 def test_layers_that_only_seem_alike_are_found_out(caplog, monkeypatch):
-    monkeypatch.setattr(LayerRepeat, "_check_places", lambda repeat: None)
+    monkeypatch.setattr(layer_repeat, "_check_code", lambda model: None)
     model = deep("llama", 5)
     for layer in model.model.layers:
         layer.__class__ = OddLayer
@@ -198,40 +199,61 @@ class LateLayer(LlamaDecoderLayer):
         return hidden_states
 
 
-WHERE = "layer_idx"
-
-
-class HiddenLayer(LlamaDecoderLayer):
-    """Like ``LateLayer``, in a way that reading does not follow."""
-
-    def forward(self, hidden_states, *args, **kwargs):
-        hidden_states = super().forward(hidden_states, *args, **kwargs)
-        if getattr(self.self_attn, WHERE) >= 4:
-            hidden_states = torch.where(kwargs["position_ids"][..., None] > 60, -hidden_states, hidden_states)
-        return hidden_states
-
-
-def test_layers_whose_code_does_not_show_that_they_ask_are_run(caplog):
-    model = deep("llama")
-    for layer in model.model.layers:
-        layer.__class__ = HiddenLayer
-    with caplog.at_level(logging.INFO):
-        assert LayerRepeat.of(model) is None
-    assert "may tell layers apart by their place: HiddenLayer.forward calls __ge__ of it" in caplog.text
-    assert [layer.self_attn.layer_idx for layer in model.model.layers] == list(range(DEPTH))
-
-
 def test_layers_that_differ_beyond_what_is_compared_are_all_compiled(caplog):
     model = deep("llama")
     for layer in model.model.layers:
         layer.__class__ = LateLayer
     with caplog.at_level(logging.INFO):
         program = build_program(model, OPTIONS)
-    assert "may tell layers apart by their place: LateLayer.forward: self.self_attn.layer_idx >= 4" in caplog.text
+    assert "model.layers.0 runs code that is not transformers'" in caplog.text
     assert program.report.layers_compiled is None
     long = reference_of_model(model, Schedule((11, 27, 100), (3, 9, 60), 4))
     for _, found, expected in compared_steps(program, long):
         torch.testing.assert_close(found, expected, atol=2e-3, rtol=0)
+
+
+class MasksByIndex(LlamaModel):
+    """Hands a window to the upper half of its layers, longer than what the self-check runs."""
+
+    def forward(self, input_ids=None, position_ids=None, use_cache=None, **kwargs):
+        hidden = self.embed_tokens(input_ids)
+        rope = self.rotary_emb(hidden, position_ids)
+        behind = torch.arange(hidden.shape[1])[:, None] - torch.arange(hidden.shape[1])
+        full, window = (
+            torch.where((behind >= 0) & (behind < most), 0.0, torch.finfo(torch.float32).min)[None, None]
+            for most in (1 << 20, 256)
+        )
+        for i, layer in enumerate(self.layers):
+            mask = full if i < len(self.layers) // 2 else window
+            hidden = layer(hidden, attention_mask=mask, position_embeddings=rope)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+
+def test_windows_by_the_layers_index_are_served():
+    model = deep("llama", sliding_window=256, max_position_embeddings=1024).eval()
+    model.model.__class__ = MasksByIndex
+    program = build_program(model, CompileOptions(codegen="none", target="cpu"))
+    assert program.report.layers_compiled is None and program.report.verdict.ok
+    assert [spec.sliding_window for spec in program.caches] == [1 << 20] * 3 + [256] * 3
+
+
+def test_code_from_elsewhere_is_seen():
+    def patched(model):
+        model.model.forward = model.model.forward.__func__.__get__(model.model)
+        assert LayerRepeat.of(model) is not None
+        model.model.forward = lambda *args, **kwargs: type(model.model).forward(model.model, *args, **kwargs)
+
+    def hooked(model):
+        model.model.register_forward_hook(lambda *_: None)
+
+    def hooked_before(model):
+        model.model.layers[3].register_forward_pre_hook(lambda *_: None)
+
+    for change in (patched, hooked, hooked_before):
+        model = deep("llama")
+        assert LayerRepeat.of(model) is not None
+        change(model)
+        assert LayerRepeat.of(model) is None, change.__name__
 
 
 class Doubling(nn.Module):

@@ -1,11 +1,9 @@
-"""Whether the code of layers does more with a layer's place than find what the layer caches.
+"""Where the code of layers does more with a layer's index than address what the layer caches.
 
-Layers are told apart by what they hold and what they are handed, not by their place: each has another. Code that
-decides by it, such as "the upper half of the layers looks back over 4096 tokens", may do so where no sequence that
-is compared gets to. So a few tokens are run, without caches, with places that cannot be looked at; and the code is
-read for what it does with more tokens. There a place may be compared with None, choose an entry of what the layer is
-handed, and be an argument of a method of that. Reading is no proof: code may get at a place in ways that it does not
-follow.
+Only a few layers of transformers' models are compiled, and copied for the others. Code that decides by a layer's
+index, such as "the upper half of the layers looks back over 4096 tokens", may do so where no compared sequence
+shows it. So the code is read: an index may be compared with None, choose an entry of what the layer is handed, and
+be an argument of a method of that.
 """
 
 from __future__ import annotations
@@ -13,87 +11,18 @@ from __future__ import annotations
 import ast
 import inspect
 import os
-import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from .layer_kinds import PLACE
+from torch_pagoda.compiler.capture.layer_kinds import PLACE
 
 _TORCH = torch.__path__[0] + os.sep
 _OF_EVERY_OBJECT = {"__doc__", "__getattribute__", "__new__"}
-
-
-class PlaceUsed(Exception):
-    """Code did something with a place. The message says what, and where."""
-
-
-class _Place:
-    """Stands for a layer's place; may be handed on, and compared with None by identity, and nothing else."""
-
-
-def _refuse(name: str) -> Callable[..., Any]:
-    def used(*_: Any) -> Any:
-        code = sys._getframe(1).f_code
-        raise PlaceUsed(f"{code.co_qualname} calls {name} of it")
-
-    return used
-
-
-for _name in {*vars(int), "__call__", "__contains__", "__getitem__", "__iter__", "__len__"} - _OF_EVERY_OBJECT:
-    setattr(_Place, _name, _refuse(_name))
-
-
-@contextmanager
-def without_places(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """For a while, let what says where a layer stands be nothing that code can look at: :class:`PlaceUsed`.
-
-    Args:
-        layers: with the modules below them. Attributes are exchanged, and arguments of the layers' own forward.
-    """
-    layers = list(layers)
-    modules = [module for layer in layers for module in layer.modules()]
-    own = [
-        (vars(module), name, item) for module in modules for name, item in vars(module).items() if _says(name, item)
-    ]
-    forwards = [(vars(layer), vars(layer).get("forward"), layer.forward) for layer in layers]
-    place = _Place()
-
-    def placeless(forward: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(forward)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs)
-            for name, item in given.arguments.items():
-                if _says(name, item):
-                    given.arguments[name] = place
-            kwargs = {name: place if _says(name, item) else item for name, item in given.kwargs.items()}
-            return forward(*given.args, **kwargs)
-
-        return run
-
-    try:
-        for attributes, name, _ in own:
-            attributes[name] = place
-        for attributes, _, forward in forwards:
-            attributes["forward"] = placeless(forward)
-        yield
-    finally:
-        for attributes, name, item in own:
-            attributes[name] = item
-        for attributes, before, _ in forwards:
-            if before is None:
-                attributes.pop("forward", None)
-            else:
-                attributes["forward"] = before
-
-
-def _says(name: str, item: Any) -> bool:
-    return type(item) is int and PLACE.fullmatch(name) is not None
 
 
 def uses_of_place(layers: Iterable[nn.Module]) -> list[str]:
