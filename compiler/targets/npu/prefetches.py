@@ -2,8 +2,7 @@
 
 Notes on nodes (``passes.schedule.schedule_prefetch``) survive AOTAutograd. A fetch computes nothing and is waited for
 by nothing, so it cannot be wrong, but it can be useless or in the way: when it begins too early or too late, holds
-more than its share of the cache, or is made twice. So a graph is looked at once its fetches are in it
-(``why_misplaced``).
+more than its share of the cache, or is made twice.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any
 from torch import fx
 
 from ....passes.graph.custom_notes import custom_note
-from ....passes.schedule.schedule_prefetch import PREFETCH, stored_bytes, weight_arguments, whole_input
-from .graph_launches import NotPlaced, is_fetch
+from ....passes.schedule.schedule_prefetch import PREFETCH, weight_arguments, whole_input
+from .graph_launches import NotPlaced
 
 
 @dataclass(frozen=True)
@@ -79,50 +78,6 @@ def by_start(fetches: Sequence[PlacedFetch]) -> dict[fx.Node, list[PlacedFetch]]
     for fetch in fetches:
         found.setdefault(fetch.behind, []).append(fetch)
     return found
-
-
-def why_misplaced(graph: fx.Graph, fetches: Sequence[PlacedFetch], begins: Mapping[fx.Node, fx.Node | None]) -> str:
-    """The first fetch of ``graph`` that is not as the notes ask for, or "".
-
-    Args:
-        graph: with fetches.
-        fetches: as asked for.
-        begins: call that fetches → the launch that it waits for, None for none.
-    """
-    asked = {fetch.weight: fetch for fetch in fetches}
-    launched: set[fx.Node] = set()
-    held: dict[fx.Node, PlacedFetch] = {}
-    done: set[fx.Node] = set()
-    for node in graph.nodes:
-        if not is_fetch(node):
-            launched.add(node)
-            held = {weight: fetch for weight, fetch in held.items() if fetch.reader is not node}
-            continue
-        weight = whole_input(node.args[0])
-        fetch = None if weight is None else asked.get(weight)
-        if weight is None or fetch is None:
-            return f"{node.name} fetches {node.args[0]}, which no launch waits for"
-        if weight in done:
-            return f"{node.name} fetches {weight.name} once more"
-        if fetch.reader in launched:
-            return f"{node.name} fetches {weight.name} behind {fetch.reader.name}, which reads it"
-        if node.args[2] != fetch.bytes or not 0 < fetch.bytes <= stored_bytes(weight):
-            return (
-                f"{node.name} fetches {node.args[2]} bytes of {weight.name}, which has {stored_bytes(weight)}, "
-                f"where {fetch.bytes} are asked for"
-            )
-        if begins.get(node) is not fetch.behind:
-            waited = begins.get(node)
-            return (
-                f"{node.name} begins behind {'nothing' if waited is None else waited.name} and not behind "
-                f"{fetch.behind.name}"
-            )
-        held[weight] = fetch
-        done.add(weight)
-        if (size := sum(each.bytes for each in held.values())) > fetch.most:
-            return f"{node.name} leaves {size} fetched bytes unread, more than {fetch.most}"
-    missing = next((fetch for fetch in fetches if fetch.weight not in done), None)
-    return f"nothing fetches {missing.weight.name} for {missing.reader.name}" if missing else ""
 
 
 def _note(node: fx.Node) -> Mapping[str, Any]:

@@ -19,8 +19,8 @@ import logging
 import torch
 from torch import fx
 
-from ..graph_launches import NotPlaced, is_fetch
-from ..prefetches import by_start, placed_fetches, why_misplaced
+from ..graph_launches import NotPlaced
+from ..prefetches import by_start, placed_fetches
 from .side_stream import StreamOperators
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,6 @@ def use_prefetch_stream(gm: fx.GraphModule, label: str, operators: StreamOperato
         fetches = placed_fetches(graph, operators.launches(graph))
     except (ImportError, AttributeError, NotPlaced) as error:
         return str(error)
-    kept = set(graph.nodes)
     events: list[str] = []
     for behind, group in by_start(fetches).items():
         events.append(event := f"{label}_begin_{len(events)}")
@@ -51,46 +50,9 @@ def use_prefetch_stream(gm: fx.GraphModule, label: str, operators: StreamOperato
             for fetch in group:
                 graph.call_function(torch.ops.npu.npu_prefetch.default, (fetch.weight, None, fetch.bytes))
             graph.call_function(operators.exit, ())
-    if reason := why_misplaced(graph, fetches, fetch_begins(graph, operators, label)):
-        for node in [node for node in reversed(graph.nodes) if node not in kept]:
-            graph.erase_node(node)
-        return reason
     for event in events:
         operators.create(event)
     graph.lint()
     gm.recompile()
     log.info("%d weights are fetched before they are read", len(fetches))
     return ""
-
-
-def fetch_begins(graph: fx.Graph, operators: StreamOperators, label: str) -> dict[fx.Node, fx.Node | None]:
-    """Call that fetches → the last launch of the main stream that it waits for; None for none, or another stream.
-
-    Args:
-        graph: with streams and events.
-        operators: that these are.
-        label: of the stream for fetches.
-    """
-    launches = set(operators.launches(graph))
-    stack: list[str] = []
-    last: fx.Node | None = None
-    recorded: dict[str, fx.Node | None] = {}
-    waited: fx.Node | None = None
-    found: dict[fx.Node, fx.Node | None] = {}
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        if node.target is operators.enter:
-            stack.append(str(dict(zip(*node.args[:2], strict=True))["_user_stream_label"]))
-        elif node.target is operators.exit:
-            stack.pop()
-        elif node.target is operators.record and not stack:
-            recorded[str(node.args[0])] = last
-        elif node.target is operators.wait and stack[-1:] == [label]:
-            come = recorded.get(str(node.args[0]))
-            if come is not None and (waited is None or place[come] > place[waited]):
-                waited = come
-        elif is_fetch(node):
-            found[node] = waited if stack[-1:] == [label] else None
-        elif node in launches and not stack:
-            last = node
-    return found

@@ -10,9 +10,9 @@ Becomes:
 Why it is faster:
     see ``passes.schedule.schedule_branches``.
 
-These events alone order one stream behind the other. So a graph is looked at once they are in it
-(``why_unordered``): each launch must come behind all that it needed before, for data or for memory. npugraph_ex
-itself lets the second stream begin behind the graph's inputs and end before its outputs.
+These events alone order one stream behind the other: each launch must come behind all that it needed before, for
+data or for memory. npugraph_ex itself lets the second stream begin behind the graph's inputs and end before its
+outputs.
 
 The allocator gives memory to the stream that asks for it. What the main stream made is kept until the branch that
 reads it has been waited for. What the second stream made may go to a later branch once the main stream has launched
@@ -23,21 +23,20 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from .....passes.schedule.launches import dependencies, listed, memory_of
+from .....passes.schedule.launches import dependencies, memory_of
 from ..graph_launches import NotPlaced, graph_launches
 from ..side_branches import place_branches, put_in_order
 
 log = logging.getLogger(__name__)
 
 EVENTS_PER_BRANCH = 2
-_MAIN = ""
 _numbers = itertools.count()
 
 
@@ -116,13 +115,6 @@ def use_side_stream(gm: fx.GraphModule, label: str, operators: StreamOperators |
     for number, branch in enumerate(branches):
         read_across = [given for given in _outside(branch) if memory[given] & made_here]
         _insert_events(graph, branch, read_across, operators, label, number)
-    reason = why_unordered(graph, operators, launches, needs)
-    if reason:
-        kept = set(order)
-        for node in [node for node in reversed(graph.nodes) if node not in kept]:
-            graph.erase_node(node)
-        put_in_order(order)
-        return reason
     for number in range(len(branches)):
         for name in _events(label, number):
             operators.create(name)
@@ -130,104 +122,6 @@ def use_side_stream(gm: fx.GraphModule, label: str, operators: StreamOperators |
     gm.recompile()
     log.info("%d branches run on a second stream", len(branches))
     return ""
-
-
-def why_unordered(
-    graph: fx.Graph,
-    operators: StreamOperators,
-    launches: Sequence[fx.Node] | None = None,
-    needs: Mapping[fx.Node, int] | None = None,
-) -> str:
-    """The first thing that events do not keep in order, or "".
-
-    Args:
-        graph: with streams and events.
-        operators: that these are.
-        launches: of the graph as it was before; those that it has by default.
-        needs: the launches that each waited for in that graph, as ``dependencies`` has them.
-    """
-    if launches is None:
-        launches = operators.launches(graph)
-    if needs is None:
-        needs, _ = dependencies(graph, launches)
-    return _Streams(graph, operators, launches, needs).first_fault()
-
-
-class _Streams:
-    """The streams of a graph as its nodes are launched, one after the other."""
-
-    def __init__(
-        self,
-        graph: fx.Graph,
-        operators: StreamOperators,
-        launches: Sequence[fx.Node],
-        needs: Mapping[fx.Node, int],
-    ) -> None:
-        self._graph, self._operators, self._launches, self._needs = graph, operators, launches, needs
-        self._place = {node: i for i, node in enumerate(launches)}
-        self._memory = memory_of(graph, launches)
-        self._stream_of: dict[fx.Node, str] = {}
-        self._stack = [_MAIN]
-        self._launched: dict[str, int] = {_MAIN: 0}  # on each stream
-        self._done: dict[str, int] = {_MAIN: 0}  # when the next launch of a stream begins
-        self._recorded: dict[str, int] = {}
-        self._read_across: list[tuple[fx.Node, fx.Node]] = []  # a launch of another stream, and what it reads
-
-    def first_fault(self) -> str:
-        """What ``why_unordered`` answers."""
-        for node in self._graph.nodes:
-            fault = self._launch(node) if node in self._place else self._follow(node)
-            if fault:
-                return fault
-        if self._read_across:
-            reader, source = self._read_across[0]
-            return f"memory of {source.name} may be used again while {reader.name} reads it"
-        return ""
-
-    def _follow(self, node: fx.Node) -> str:
-        """Take notice of a node that launches nothing."""
-        stream = self._stack[-1]
-        if node.target is self._operators.enter:
-            label = str(dict(zip(*node.args[:2], strict=True))["_user_stream_label"])  # type: ignore[call-overload]
-            self._stack.append(label)
-            self._done.setdefault(label, 0)
-            self._launched.setdefault(label, 0)
-        elif node.target is self._operators.exit:
-            self._stack.pop()
-        elif node.target is self._operators.record:
-            self._recorded[str(node.args[0])] = self._done[stream]
-        elif node.target is self._operators.wait:
-            if node.args[0] not in self._recorded:
-                return f"{node.name} waits for {node.args[0]}, which nothing has recorded before"
-            self._done[stream] |= self._recorded[str(node.args[0])]
-        elif node.target is self._operators.keep:
-            kept = self._memory[node.args[0]]  # type: ignore[index]
-            done = self._done[stream]
-            self._read_across = [
-                (reader, source)
-                for reader, source in self._read_across
-                if source not in kept or not done >> self._place[reader] & 1
-            ]
-        elif node.op == "output":
-            missing = listed(self._launches, (1 << len(self._launches)) - 1 & ~self._done[_MAIN])
-            return f"the graph ends before {missing[0].name} is done" if missing else ""
-        return ""
-
-    def _launch(self, node: fx.Node) -> str:
-        stream = self._stack[-1]
-        where = "on the second stream" if stream != _MAIN else "on the main stream"
-        if missing := listed(self._launches, self._needs[node] & ~self._done[stream]):
-            return f"{node.name} {where} may begin before {missing[0].name} is done"
-        if stream != _MAIN and (missing := listed(self._launches, self._launched[_MAIN] & ~self._done[stream])):
-            return f"{node.name} {where} may take memory that {missing[0].name} still reads"
-        own = 1 << self._place[node]
-        self._done[stream] |= own
-        self._launched[stream] |= own
-        self._stream_of[node] = stream
-        if stream != _MAIN:
-            read = frozenset().union(*(self._memory[given] for given in node.all_input_nodes))
-            self._read_across += [(node, source) for source in read if self._stream_of.get(source, stream) != stream]
-        return ""
 
 
 def _outside(branch: Sequence[fx.Node]) -> list[fx.Node]:

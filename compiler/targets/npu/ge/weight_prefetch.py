@@ -18,8 +18,8 @@ import operator
 import torch
 from torch import fx
 
-from ..graph_launches import NotPlaced, graph_launches, is_fetch
-from ..prefetches import by_start, placed_fetches, why_misplaced
+from ..graph_launches import NotPlaced, graph_launches
+from ..prefetches import by_start, placed_fetches
 
 
 def fetch_weights(gm: fx.GraphModule) -> str:
@@ -33,28 +33,13 @@ def fetch_weights(gm: fx.GraphModule) -> str:
                 made = _tensor_of(graph, behind)
                 for fetch in group:
                     graph.call_function(torch.ops.npu.npu_prefetch.default, (fetch.weight, made, fetch.bytes))
-        reason = why_misplaced(graph, fetches, fetch_begins(graph))
     except NotPlaced as error:
-        reason = str(error)
-    if reason:
         for node in [node for node in reversed(graph.nodes) if node not in kept]:
             graph.erase_node(node)
-        return reason
+        return str(error)
     graph.lint()
     gm.recompile()
     return ""
-
-
-def fetch_begins(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
-    """Call that fetches → the launch that makes what it depends on; None for none."""
-    found: dict[fx.Node, fx.Node | None] = {}
-    for node in graph.nodes:
-        if is_fetch(node):
-            made = node.args[1]
-            while isinstance(made, fx.Node) and made.target is operator.getitem:
-                made = made.args[0]
-            found[node] = made if isinstance(made, fx.Node) else None
-    return found
 
 
 def _tensor_of(graph: fx.Graph, launch: fx.Node) -> fx.Node:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from fetched_graphs import BYTES, fetching, inputs
 from lowered_models import LIMITS, assert_same, served
+from placed_schedules import stream_fetch_begins, why_misplaced, why_unordered
 from scheduled_models import prefetched, scheduled
 from stream_operators import OPERATORS, enter, record, text, wait
 from torch import fx
@@ -20,10 +21,10 @@ from torch import fx
 from torch_pagoda.compiler.targets.npu import schedule_options
 from torch_pagoda.compiler.targets.npu.aclgraph import prefetch_stream
 from torch_pagoda.compiler.targets.npu.aclgraph.aclgraph_route import AclGraphs
-from torch_pagoda.compiler.targets.npu.aclgraph.prefetch_stream import fetch_begins, use_prefetch_stream
-from torch_pagoda.compiler.targets.npu.aclgraph.side_stream import StreamOperators, why_unordered
-from torch_pagoda.compiler.targets.npu.graph_launches import is_fetch
-from torch_pagoda.compiler.targets.npu.prefetches import counted_fetches, placed_fetches, why_misplaced
+from torch_pagoda.compiler.targets.npu.aclgraph.prefetch_stream import use_prefetch_stream
+from torch_pagoda.compiler.targets.npu.aclgraph.side_stream import StreamOperators
+from torch_pagoda.compiler.targets.npu.graph_launches import NotPlaced, is_fetch
+from torch_pagoda.compiler.targets.npu.prefetches import counted_fetches, placed_fetches
 from torch_pagoda.passes.schedule.schedule_prefetch import PREFETCH, whole_input
 
 aten, npu = torch.ops.aten, torch.ops.npu
@@ -46,7 +47,7 @@ def fetched(*args: Any, **kwargs: Any) -> fx.GraphModule:
 def faults(module: fx.GraphModule) -> str:
     graph = module.graph
     return why_misplaced(
-        graph, placed_fetches(graph, OPERATORS.launches(graph)), fetch_begins(graph, OPERATORS, "fetch")
+        graph, placed_fetches(graph, OPERATORS.launches(graph)), stream_fetch_begins(graph, OPERATORS, "fetch")
     )
 
 
@@ -155,27 +156,23 @@ def test_a_fetch_that_is_not_as_planned_is_found(mutate, fault):
     assert fault in faults(module)
 
 
-def test_a_wrong_fetch_is_taken_out_again(monkeypatch):
-    monkeypatch.setattr(prefetch_stream, "fetch_begins", lambda graph, *_: {})
-    module = fetching()
-    before = text(module.graph)
-    assert "begins behind nothing" in use_prefetch_stream(module, "fetch", OPERATORS)
-    assert text(module.graph) == before
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        ({"most": BYTES // 4}, f"leaves {BYTES // 2} fetched bytes unread, more than {BYTES // 4}"),
+        ({"weights": 2, "most": BYTES}, f"leaves {BYTES * 3 // 2} fetched bytes unread, more than {BYTES}"),
+    ],
+)
+def test_fetches_that_fill_too_much_of_the_cache_are_found(given, fault):
+    assert fault in faults(fetched(**given))
 
 
 @pytest.mark.parametrize(
     ("given", "change", "reason"),
     [
-        ({"most": BYTES // 4}, {}, f"leaves {BYTES // 2} fetched bytes unread, more than {BYTES // 4}"),
-        ({"weights": 2, "most": BYTES}, {}, f"leaves {BYTES * 3 // 2} fetched bytes unread, more than {BYTES}"),
         ({"part": True}, {}, "weight of m0_0 is no input of the graph as it lies"),
         ({}, {"p_0": {}}, "the launch behind which w0_1 is fetched is not in the graph"),
         ({}, {"m0_0": {}}, "nothing reads what is fetched behind p_0"),
-        (
-            {},
-            {"m0_0": {"starts": (), "reads": {0: ("weight", 2 * BYTES, 4 * BYTES)}}},
-            f"fetches {2 * BYTES} bytes of w0_1, which has {BYTES}",
-        ),
         ({}, {"m0_1": {"starts": (), "reads": {0: ("weight", 1, 1)}}}, "m0_0 and m0_1 both read fetch 0"),
     ],
 )
@@ -251,7 +248,7 @@ def test_captures_fetch_weights_with_the_same_numbers(model_type, streams):
         for node in graph.nodes
         if node.target is operators.enter and str(node.args[1][0]).endswith("_fetch")
     )
-    begins = fetch_begins(graph, operators, label)
+    begins = stream_fetch_begins(graph, operators, label)
     for call, behind in begins.items():
         assert behind is not None and behind.meta["custom"][PREFETCH]["starts"]
         weight = whole_input(call.args[0])
@@ -261,16 +258,19 @@ def test_captures_fetch_weights_with_the_same_numbers(model_type, streams):
 
 
 @pytest.mark.torchair
-def test_a_fetch_that_is_not_as_planned_is_left_out_and_said(monkeypatch, caplog):
+def test_a_fetch_that_has_no_place_is_left_out_and_said(monkeypatch, caplog):
     from captured_graphs import captured_graphs
 
-    monkeypatch.setattr(prefetch_stream, "fetch_begins", lambda graph, *_: {})
+    def misses(*_: Any) -> Any:
+        raise NotPlaced("nothing reads what is fetched")
+
+    monkeypatch.setattr(prefetch_stream, "placed_fetches", misses)
     traced = prefetched("llama")[0]
     route = AclGraphs(traced, traced.module, budget=2)
     with captured_graphs() as graphs, caplog.at_level(logging.WARNING, schedule_options.__name__):
         assert_same(served(traced, route), served(traced, traced.module))
     assert not any("npu_prefetch" in str(call.function) for graph in graphs for call in graph.calls)
-    assert "no weight is fetched before it is read" in caplog.text and "begins behind nothing" in caplog.text
+    assert "no weight is fetched before it is read: nothing reads what is fetched" in caplog.text
     assert set(route.dropped_schedules) == {"prefetch"}
 
 

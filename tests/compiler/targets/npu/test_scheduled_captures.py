@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 from lowered_models import LIMITS, assert_same, served
+from placed_schedules import why_unordered
 from scheduled_models import scheduled
-from torch import fx
 
 from torch_pagoda.compiler.targets.npu import schedule_options
 from torch_pagoda.compiler.targets.npu.aclgraph import side_stream
 from torch_pagoda.compiler.targets.npu.aclgraph.aclgraph_route import AclGraphs
-from torch_pagoda.compiler.targets.npu.aclgraph.side_stream import StreamOperators, why_unordered
+from torch_pagoda.compiler.targets.npu.aclgraph.side_stream import StreamOperators
+from torch_pagoda.compiler.targets.npu.graph_launches import NotPlaced
 from torch_pagoda.compiler.targets.npu.sizes.graph_resources import capture_budget
 
 
@@ -70,20 +71,17 @@ def test_captures_run_branches_on_a_second_stream_with_the_same_numbers(model_ty
 
 
 @pytest.mark.torchair
-def test_a_schedule_that_events_do_not_keep_is_left_out_and_said(monkeypatch, caplog):
+def test_a_schedule_that_has_no_place_is_left_out_and_said(monkeypatch, caplog):
     from captured_graphs import captured_graphs
 
-    insert = side_stream._insert_events
+    def lies_between(*_: Any) -> Any:
+        raise NotPlaced("x lies between the nodes of a branch")
 
-    def without(graph: fx.Graph, *args: Any) -> None:
-        insert(graph, *args)
-        graph.erase_node(next(node for node in graph.nodes if node.target is args[2].wait))
-
-    monkeypatch.setattr(side_stream, "_insert_events", without)
+    monkeypatch.setattr(side_stream, "place_branches", lies_between)
     traced, _ = scheduled("gpt_neox")
     route = AclGraphs(traced, traced.module, budget=2)
     with captured_graphs() as graphs, caplog.at_level(logging.WARNING, schedule_options.__name__):
         assert_same(served(traced, route), served(traced, traced.module))
     assert not any(graph.side_calls for graph in graphs)
-    assert "no branch runs on a second stream" in caplog.text and "may begin before" in caplog.text
+    assert "no branch runs on a second stream: x lies between" in caplog.text
     assert set(route.dropped_schedules) == {"streams"}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from branched_graphs import inputs, layered
+from placed_schedules import checked_side_stream, why_unordered
 from stream_operators import OPERATORS, enter, keep, leave, record, text, wait
 from torch import fx
 from torch._functorch.aot_autograd import aot_module_simplified
@@ -22,7 +23,6 @@ from torch_pagoda.compiler.targets.npu.aclgraph.side_stream import (
     EVENTS_PER_BRANCH,
     StreamOperators,
     use_side_stream,
-    why_unordered,
 )
 
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ def named(graph: fx.Graph, target: Any) -> list[fx.Node]:
 def test_branches_follow_what_they_read_between_two_events():
     module, plain = layered(), layered()
     assert side_branches.counted_branches(module.graph) == 2
-    assert use_side_stream(module, "side", OPERATORS) == ""
+    assert checked_side_stream(module, "side", OPERATORS) == ""
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
     names = [node.args[0] if node.target in (record, wait) else node.name for node in calls]
     enters, leaves, keeps = (named(module.graph, target) for target in (enter, leave, keep))
@@ -137,9 +137,8 @@ def test_a_write_that_does_not_wait_for_the_branch_that_reads_is_found(monkeypat
     (write, join) = (node for node in module.graph.nodes if node.name in ("write_1", "j_1"))
     with module.graph.inserting_before(join):
         module.graph.call_function(aten.copy_.default, write.args, name="late")
-    before = text(module.graph)
-    assert "late on the main stream may begin before b1_1 is done" in use_side_stream(module, "side", OPERATORS)
-    assert text(module.graph) == before
+    with pytest.raises(AssertionError, match="late on the main stream may begin before b1_1 is done"):
+        checked_side_stream(module, "side", OPERATORS)
 
 
 def test_a_read_that_was_moved_in_front_of_the_write_is_found(monkeypatch):
@@ -147,9 +146,8 @@ def test_a_read_that_was_moved_in_front_of_the_write_is_found(monkeypatch):
     monkeypatch.setattr(side_branches, "written_arguments", lambda node: [])
     monkeypatch.setattr(side_branches, "listed", lambda nodes, members: [])
     module = layered(1, side_reads="cache")
-    before = text(module.graph)
-    reason = use_side_stream(module, "side", OPERATORS)
-    assert "b1_0 on the second stream may begin before write_0 is done" in reason and text(module.graph) == before
+    with pytest.raises(AssertionError, match="b1_0 on the second stream may begin before write_0 is done"):
+        checked_side_stream(module, "side", OPERATORS)
 
 
 def test_a_branch_with_a_launch_of_others_in_the_middle_stays_on_the_main_stream():
@@ -177,7 +175,7 @@ def captured(monkeypatch: pytest.MonkeyPatch, mutate: Any = lambda graph, operat
     final: list[fx.Graph] = []
 
     def edit(gm: fx.GraphModule, example_inputs: Any = None, config: Any = None) -> None:
-        assert use_side_stream(gm, "pagoda_side_test") == ""
+        assert checked_side_stream(gm, "pagoda_side_test") == ""
         mutate(gm.graph, StreamOperators.of_npugraph_ex())
 
     def compile_fx(gm: fx.GraphModule, given: Any) -> Any:

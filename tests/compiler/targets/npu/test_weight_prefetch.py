@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 from fetched_graphs import BYTES, fetching, inputs
+from placed_schedules import dependency_fetch_begins, why_misplaced
 from scheduled_models import SLOW, assert_an_engine_places, assert_static_graphs_serve, prefetched, scheduled
 from torch import fx
 
 from torch_pagoda.compiler.estimates import schedules
-from torch_pagoda.compiler.targets.npu.ge.weight_prefetch import fetch_begins, fetch_weights
+from torch_pagoda.compiler.targets.npu.ge.weight_prefetch import fetch_weights
 from torch_pagoda.compiler.targets.npu.graph_launches import graph_launches, is_fetch
 from torch_pagoda.compiler.targets.npu.offline.conversion import convert
 from torch_pagoda.compiler.targets.npu.offline.decode_graphs import static_decode_graph
 from torch_pagoda.compiler.targets.npu.offline.ge_graph import GeGraph
-from torch_pagoda.compiler.targets.npu.prefetches import placed_fetches, why_misplaced
+from torch_pagoda.compiler.targets.npu.prefetches import placed_fetches
 
 MODELS = ["llama", "gpt_neox", "qwen2_moe", "deepseek_v3"]
 
@@ -32,7 +33,7 @@ def calls(graph: fx.Graph) -> list[fx.Node]:
 
 
 def faults(graph: fx.Graph) -> str:
-    return why_misplaced(graph, placed_fetches(graph, graph_launches(graph)), fetch_begins(graph))
+    return why_misplaced(graph, placed_fetches(graph, graph_launches(graph)), dependency_fetch_begins(graph))
 
 
 def test_weights_are_fetched_behind_what_a_launch_makes():
