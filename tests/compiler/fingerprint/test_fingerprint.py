@@ -17,8 +17,10 @@ from transformers.models.llama import modeling_llama
 
 from torch_pagoda.compiler import CompileOptions, options
 from torch_pagoda.compiler.fingerprint import fingerprint as module
+from torch_pagoda.compiler.fingerprint import framework
 from torch_pagoda.compiler.fingerprint.describer import CannotIdentify
 from torch_pagoda.compiler.fingerprint.fingerprint import fingerprint
+from torch_pagoda.compiler.fingerprint.framework_state import module_state
 from torch_pagoda.compiler.fingerprint.tensor_contents import WHOLE_BYTES, contents_digest
 from torch_pagoda.passes import PASSES
 
@@ -272,3 +274,39 @@ def test_tensors_elsewhere_are_refused(llama):
     llama.model.norm.to("meta")
     with pytest.raises(CannotIdentify, match=r"model\.norm\.weight is a .* on meta"):
         of(llama)
+
+
+class Own:
+    """A stand-in for a class of the framework, with members from its files."""
+
+    forward = nn.Linear.forward
+    linear = torch.nn.functional.linear
+    relu = nn.ReLU.forward
+
+
+def test_members_under_another_name_or_from_elsewhere_are_patches():
+    assert dict(framework.patches(nn.Linear)) == {}
+    found = dict(framework.patches(Own))
+    assert found["relu"] == "torch.nn.modules.activation.ReLU.forward"
+    assert "forward" not in found and "linear" not in found
+
+    class Patched(nn.Linear):
+        def forward(self, x):
+            return x
+
+        reset_parameters = property(lambda self: None)
+
+    found = dict(framework.patches(Patched))
+    assert found["forward"] is vars(Patched)["forward"] and "reset_parameters" in found
+
+
+def test_a_module_counts_by_what_it_names():
+    made = types.ModuleType("torch.nn.made")
+    made.__dict__.update(number=1, _private=2)
+    first = module_state(made)
+    made.__doc__ = "does not count"
+    assert module_state(made) == first
+    for name, value in (("number", 2), ("_private", 3), ("other", 1)):
+        before = module_state(made)
+        setattr(made, name, value)
+        assert module_state(made) != before, name

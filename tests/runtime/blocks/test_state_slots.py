@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torch_pagoda.runtime.blocks import BlockGroup, BlockManager, OutOfBlocks
+from torch_pagoda.runtime.blocks.state_slots import num_to_take
 
 
 def make(num_slots: int = 3, **options: int) -> BlockManager:
@@ -161,3 +162,17 @@ def test_a_snapshot_is_left_where_there_is_room_and_else_written_over() -> None:
 def test_only_the_last_group_has_states() -> None:
     with pytest.raises(ValueError, match="a group of states is not the last"):
         BlockManager([BlockGroup(2, is_state=True), BlockGroup(5)], 4)
+
+
+def test_slots_that_a_step_takes_are_counted_before() -> None:
+    blocks = make()
+    pool = blocks.pools[-1]
+
+    def taken(name: str, start: int) -> int:
+        return num_to_take(pool, blocks.sequences.get(name), start)
+
+    assert taken("a", 0) == 1
+    step(blocks, "a", 6, 0)
+    assert taken("a", 6) == 0
+    blocks.fork("a", "b", 6)
+    assert taken("a", 6) == taken("b", 6) == 1

@@ -106,3 +106,15 @@ def test_cancel_says_so_until_the_end() -> None:
         assert [delta.finish_reason for delta in await stream.next()] == ["cancelled"]
 
     asyncio.run(use())
+
+
+def test_nothing_comes_behind_the_last_delta() -> None:
+    async def use() -> None:
+        stream = MergedDeltas("r", 1, nobody)
+        stream.put(Delta("r", 0, 0, "a", [1], finish_reason="stop", times=TIMES))
+        stream.put(Delta("r", 0, 0, "late", [2]))
+        assert await stream.next() == [Delta("r", 0, 0, "a", [1], finish_reason="stop", times=TIMES)]
+        stream.put(Delta("r", 0, 0, "late", [2]))
+        assert await stream.next() == []
+
+    asyncio.run(use())
