@@ -144,7 +144,7 @@ class SamplingParams:
         inf = math.inf
         put("temperature", real_number("temperature", self.temperature, 0, inf, "use 0 for greedy decoding"))
         put("top_k", whole_number("top_k", self.top_k, -1, "use 0 or -1 to keep every token"))
-        put("top_p", real_number("top_p", self.top_p, 0, 1, "use 1.0 to keep every token", open_low=True))
+        put("top_p", real_number("top_p", self.top_p, 0, 1, "use 1.0 to keep every token"))
         put("min_p", real_number("min_p", self.min_p, 0, 1, "use 0.0 to keep every token"))
         if self.seed is not None:
             seed = whole_number("seed", self.seed, SEED_MIN, "use None for no seed", highest=SEED_MAX)

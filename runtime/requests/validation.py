@@ -66,8 +66,11 @@ def check_prompt(
         text = prompt
         if tokenizer is None:
             raise ValueError(f"{name}={_short(prompt)} is text; give token ids, or a tokenizer to the engine")
-        if not prompt:
-            raise ValueError(f'{name}="" is empty; give at least one character')
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            at = f"{name}[{error.start}]={prompt[error.start]!a}"
+            raise ValueError(f"{at} is half of a surrogate pair; give valid Unicode") from error
         token_ids = tokenise(prompt, tokenizer, limits.max_model_len)
         if not token_ids:
             raise ValueError(f"{name}={_short(prompt)} has no tokens after tokenising; give other text")

@@ -331,7 +331,7 @@ def _choose_from_top(
     cumulative = weights.where(keep, 0.0).cumsum(-1)
     total = cumulative[:, -1].where(limited, 1.0)
     before = torch.nn.functional.pad(cumulative[:, :-1], (1, 0))
-    keep &= before < (top_p * total)[:, None]
+    keep &= (before < (top_p * total)[:, None]) | (before == 0)  # the likeliest one also with top_p=0
     # All that counted must lie above the last candidate, whose equals may have been left out: with top_k the
     # tokens that it keeps, since top_p is relative to their sum, else those that top_p keeps.
     needed = needed.where(limited, keep.sum(-1))

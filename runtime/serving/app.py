@@ -20,6 +20,7 @@ from .generation.gate import GateMiddleware
 from .http.auth import OPEN_PATHS, AuthMiddleware
 from .http.errors import ApiError, ErrorMiddleware, answer_http_exception
 from .http.limits import BodyMiddleware, HostMiddleware
+from .http.paths import PathMiddleware
 from .monitoring.logs import RequestLog
 from .monitoring.metrics import ServerMetrics, metrics_endpoint
 from .monitoring.tracing import RequestTracer
@@ -102,10 +103,11 @@ def make_app(
             CORSMiddleware,
             allow_origins=list(settings.allowed_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-api-key", "x-request-id"],
+            allow_headers=["*"],  # of an allowed origin: clients send many of their own
             expose_headers=["x-request-id", "x-pagoda-ignored", "retry-after"],
         )
     app.add_middleware(ObserveMiddleware, metrics=front.metrics)
+    app.add_middleware(PathMiddleware)
     return app
 
 

@@ -149,7 +149,8 @@ def _check_tool(tool: Any, place: str) -> Tool:
     name = function.get("name")
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
         raise ValueError(
-            f"{place}.function.name={str(name)[:80]!r} is no name; use up to 128 letters, digits and _ . : / -"
+            f"{place}.function.name={str(name)[:80]!r} is no name; use up to 128 letters, digits and "
+            "_ . : / -, the first and the last of them a letter, a digit or _"
         )
     if not isinstance(function.get("description", ""), str | None):
         raise ValueError(f"{place}.function.description is no string")
@@ -174,7 +175,8 @@ def _check_parameters(parameters: Any, place: str) -> None:
     for name, schema in properties.items():
         if not _PARAMETER_NAME.fullmatch(name):
             raise ValueError(
-                f"{place}.properties has {name[:80]!r}; use up to 256 characters without quotes, < and >"
+                f"{place}.properties has {name[:80]!r}, which formats of calls cannot write; name it with 1 to 256 "
+                "characters other than quotes, <, > and control characters"
             )
         if not isinstance(schema, dict | bool):
             raise ValueError(f"{place}.properties[{name!r}] is no JSON schema")

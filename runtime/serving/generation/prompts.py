@@ -168,8 +168,6 @@ class Prompts:
         tokenizer = self.tokenizer
         if tokenizer is None:
             refuse(name, f"{name} is text; send token ids, this model came without a tokenizer")
-        if not text:
-            refuse(name, f'{name}="" is empty; send at least one character')
 
         def encode() -> list[int]:
             return tokenise(text, tokenizer, max_model_len, ends=ends, add_special_tokens=add_special_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -14,6 +15,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
+
+_PARAMS = re.compile(r"^sampling_params(\[\d+\])?\.")
+"""What the engine puts before a field that a request has by itself."""
 
 _TYPES = {
     401: "authentication_error",
@@ -81,7 +85,7 @@ def refuse(param: str | None, message: str, code: str = "invalid_value") -> NoRe
 
 def from_value_error(error: ValueError) -> ApiError:
     """A 400 from an error of the house, whose text begins with the argument's name."""
-    text = str(error)
+    text = _PARAMS.sub("", str(error))
     head = text.split("=", 1)[0].split(" ", 1)[0].split("[", 1)[0].rstrip(":")
     is_name = all(part.isidentifier() for part in head.split("."))
     return ApiError(400, "invalid_value", text, param=head if is_name else None)

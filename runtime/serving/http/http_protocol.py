@@ -13,6 +13,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ..settings import Settings
 from .errors import ApiError
+from .response_cycle import ResponseCycle
 
 MAX_HEAD_BYTES = 64 * 1024
 """Of a request's line and headers."""
@@ -22,6 +23,9 @@ _RESET = struct.pack("ii", 1, 0)
 
 BODY_GRACE = 5.0
 """Seconds after ``body_timeout`` in which the application answers 408 itself."""
+
+MAX_DISCARDED = 256 * 2**20
+"""Bytes of a body that are read and dropped behind an answer, so that its sender comes to read that."""
 
 MIN_TAKEN = 48 * 1024
 """Bytes of a full write buffer that a reader takes within ``stream_stall_timeout``: from its high water (64 KiB) to
@@ -47,6 +51,8 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
         _in_message = False
         _in_body = False
         _head_bytes = 0
+        _discarded = 0
+        _closes_behind_body = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -80,6 +86,11 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
                 self._arm(settings.header_timeout)
             if not self._in_body:
                 self._head_bytes += len(data)
+            elif not self._answering:
+                self._discarded += len(data)
+                if self._discarded > MAX_DISCARDED:
+                    self._drop()
+                    return
             super().data_received(data)
             if not self._in_body and self._head_bytes > MAX_HEAD_BYTES and self._in_message:
                 self._answer(ApiError(431, "headers_too_large", f"Headers are above {MAX_HEAD_BYTES} bytes."))
@@ -99,12 +110,24 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
         def on_message_complete(self) -> None:
             self._disarm()
             self._in_message = self._in_body = False
-            self._head_bytes = 0
+            self._head_bytes = self._discarded = 0
             super().on_message_complete()
+            if self._closes_behind_body:
+                self._close()
 
         def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
             self._running = cycle
+            cycle.__class__ = ResponseCycle
+            cycle.keeps_open = self._keeps_open  # type: ignore[attr-defined]
             super()._start_asgi_task(cycle, app)
+
+        def _keeps_open(self) -> bool:
+            self._closes_behind_body = self._in_body and self._running is self.cycle
+            return self._closes_behind_body
+
+        def _close(self) -> None:
+            self.transport.close()
+            self._abort_later()
 
         @property
         def _answering(self) -> bool:
@@ -158,8 +181,7 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
             headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
             lines = [f"{name}: {value}\r\n".encode() for name, value in {**headers, **(error.headers or {})}.items()]
             self.transport.write(b"".join([STATUS_LINE[error.status_code], *lines, b"\r\n", body]))
-            self.transport.close()
-            self._abort_later()
+            self._close()
 
         def _abort_later(self) -> None:
             """Drop the connection if its peer does not take what it has still to get; a close alone would wait."""
@@ -188,6 +210,9 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
         def _too_slow(self) -> None:
             self._timer = None
             if self.transport.is_closing():
+                return
+            if self._in_body and not self._answering:
+                self._close()
                 return
             self._answer(ApiError(408, "request_timeout", "The request did not come within the time for it."))
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..settings import is_loopback
+from .content_coding import content_coding, decoded, too_large
 from .errors import ApiError
 
 
@@ -61,8 +62,9 @@ class BodyMiddleware:
     Pages of other origins can send those kinds, or no body at all, without asking: that would let any page that a
     person looks at use a server on the person's own machine, routes without a body included.
 
-    What is refused is not read into memory; the server goes on taking bytes from the socket and dropping them until
-    ``HttpProtocol``'s own timer ends that, because closing at once would often lose the answer on its way.
+    What is refused is not read into memory; ``HttpProtocol`` goes on taking bytes from the socket and dropping them
+    for a while, because closing at once would often lose the answer on its way. A compressed body is decoded, and
+    bounded as it is then.
 
     Args:
         app: the inner application.
@@ -82,15 +84,38 @@ class BodyMiddleware:
             return
         for name, value in scope["headers"]:
             if name == b"content-length" and (not value.isdigit() or len(value) > 18 or int(value) > self._max_size):
-                raise self._too_large()
+                raise too_large(self._max_size)
         if scope["method"] == "POST" and not _is_json(scope):
             raise ApiError(415, "unsupported_media_type", "The body's type is not served; send application/json.")
+        coding = content_coding(scope["headers"])
         size = 0
         complete = False
         deadline: float | None = None
 
+        def hold(length: int) -> None:
+            nonlocal size
+            size += length
+            self._held += length
+            if self._held > BODIES_AT_ONCE * self._max_size:
+                text = "Requests under way hold as many bytes as fit; come back later."
+                raise ApiError(429, "queue_full", text, headers={"retry-after": "1"})
+
+        async def whole_receive() -> Message:
+            """The decoded body in one piece."""
+            if complete:
+                return await receive()
+            parts = []
+            while not complete:
+                message = await bounded_receive()
+                if message["type"] != "http.request":
+                    return message
+                parts.append(message.get("body", b""))
+            body = decoded(b"".join(parts), coding, self._max_size)
+            hold(len(body))
+            return {"type": "http.request", "body": body, "more_body": False}
+
         async def bounded_receive() -> Message:
-            nonlocal size, complete, deadline
+            nonlocal complete, deadline
             if complete:
                 return await receive()
             if deadline is None:
@@ -108,26 +133,18 @@ class BodyMiddleware:
                 ) from None
             if message["type"] == "http.request":
                 length = len(message.get("body", b""))
-                size += length
-                self._held += length
                 complete = not message.get("more_body", False)
-                if size > self._max_size:
-                    raise self._too_large()
-                if self._held > BODIES_AT_ONCE * self._max_size:
-                    text = "Requests under way hold as many bytes as fit; come back later."
-                    raise ApiError(429, "queue_full", text, headers={"retry-after": "1"})
+                if size + length > self._max_size:
+                    raise too_large(self._max_size)
+                hold(length)
             else:
                 complete = True
             return message
 
         try:
-            await self.app(scope, bounded_receive, send)
+            await self.app(scope, whole_receive if coding else bounded_receive, send)
         finally:
             self._held -= size
-
-    def _too_large(self) -> ApiError:
-        text = f"The body is above the limit of {self._max_size} bytes; send less, or start with --max-body-size"
-        return ApiError(413, "body_too_large", text)
 
 
 def _is_json(scope: Scope) -> bool:

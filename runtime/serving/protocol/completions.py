@@ -51,8 +51,9 @@ async def prepare(front: Front, request: Request, body: CompletionBody, model: s
         ApiError: 400.
     """
     hello, settings = front.client.hello, front.settings
-    if body.best_of is not None and body.stream:
-        refuse("best_of", "best_of is not served with stream=true; leave one of them out")
+    best_of = None if body.best_of == (body.n or 1) else body.best_of
+    if best_of is not None and body.stream:
+        refuse("best_of", f"best_of={best_of} is not n and cannot be streamed: which are best is known at the end")
     max_tokens = body.max_tokens
     if max_tokens is None:
         max_tokens = hello.default_params.get("max_tokens", DEFAULT_MAX_TOKENS)
@@ -65,7 +66,7 @@ async def prepare(front: Front, request: Request, body: CompletionBody, model: s
         settings,
         max_tokens=max_tokens,
         logprobs=body.logprobs,
-        best_of=body.best_of,
+        best_of=best_of,
         prompt_logprobs=scores if body.prompt_logprobs is None else max(body.prompt_logprobs, scores or 0),
     )
     prompts = await front.prompts.of_field(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ..http.errors import ApiError, refuse
 
@@ -15,7 +15,13 @@ MAX_IGNORED_SHOWN = 16
 """Names of ignored fields in the header; one of more than 64 characters is left out."""
 
 
-_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+"""An integer; JSON does not tell 2.0 from 2."""
+_TokenId = Annotated[Whole, Field(ge=0, lt=2**31)]
 # Of long lists the first mistake is enough: an error for each would take gigabytes.
 TokenIds = Annotated[list[_TokenId], Field(max_length=2**18, fail_fast=True)]
 ShortTexts = Annotated[list[str], Field(max_length=1024, fail_fast=True)]
@@ -67,29 +73,29 @@ class RequestBody(Body):
 class GenerationBody(RequestBody):
     """Fields of every request that generates text; null means absent."""
 
-    max_tokens: int | None = Field(None, ge=0, description="New tokens at most.")
-    min_tokens: int | None = Field(None, ge=0)
+    max_tokens: Whole | None = Field(None, ge=0, description="New tokens at most.")
+    min_tokens: Whole | None = Field(None, ge=0)
     temperature: float | None = Field(None, ge=0, description="0 takes the likeliest token.")
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    top_p: float | None = Field(None, ge=0, le=1, description="0 takes the likeliest token.")
+    top_k: Whole | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=1e-3, le=1e3, description="Beyond, logits overflow.")
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
+    seed: Whole | None = Field(None, ge=-(2**63), le=2**64 - 1)
     stop: str | ShortTexts | None = None
     stop_token_ids: TokenIds | None = Field(None, max_length=MAX_BIASES)
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = Field(None, max_length=MAX_BIASES)
     bad_words: ShortTexts | None = None
     allowed_token_ids: TokenIds | None = None
-    n: int | None = Field(None, ge=1)
-    prompt_logprobs: int | None = Field(None, ge=0)
+    n: Whole | None = Field(None, ge=1)
+    prompt_logprobs: Whole | None = Field(None, ge=0)
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
-    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    truncate_prompt_tokens: Whole | None = Field(None, ge=-1)
     add_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -103,7 +109,7 @@ class GenerationBody(RequestBody):
     json_schema: dict[str, Any] | str | None = None
     ebnf: str | None = None
     grammar: str | None = None
-    priority: int | None = None
+    priority: Whole | None = None
     cache_salt: str | None = Field(None, max_length=1024)
     user: str | None = Field(None, max_length=1024)
     timeout: float | None = Field(None, gt=0)
@@ -128,8 +134,12 @@ class GenerationBody(RequestBody):
             ApiError: 400.
         """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stop) > MAX_STOP or any(not 0 < len(text) <= MAX_STOP_LENGTH for text in stop):
-            refuse("stop", f"stop takes up to {MAX_STOP} texts of 1 to {MAX_STOP_LENGTH} characters; send such")
+        if len(stop) > MAX_STOP:
+            refuse("stop", f"stop has {len(stop)} texts; the limit is {MAX_STOP}, send fewer")
+        for i, text in enumerate(stop):
+            if not 0 < len(text) <= MAX_STOP_LENGTH:
+                name = "stop" if isinstance(self.stop, str) else f"stop[{i}]"
+                refuse("stop", f"{name} has {len(text)} characters; send 1 to {MAX_STOP_LENGTH}, or leave it out")
         if self.stream_options is not None and not self.stream:
             refuse("stream_options", "stream_options needs stream=true; add it, or leave stream_options out")
         if self.prompt_logprobs is not None and self.stream:
@@ -161,8 +171,8 @@ class CompletionBody(GenerationBody):
         description="Text, several texts, token ids, or several lists of token ids.",
         json_schema_extra={
             "anyOf": [
-                {"type": "string", "minLength": 1},
-                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
                 {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
                 {
                     "type": "array",
@@ -173,8 +183,8 @@ class CompletionBody(GenerationBody):
         },
     )
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0)
-    best_of: int | None = Field(None, ge=1)
+    logprobs: Whole | None = Field(None, ge=0)
+    best_of: Whole | None = Field(None, ge=1)
 
     refused: ClassVar[dict[str, str]] = {**GenerationBody.refused, "suffix": "write it into the prompt"}
 
@@ -202,9 +212,9 @@ class ChatBody(GenerationBody):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=10_000)
-    max_completion_tokens: int | None = Field(None, ge=0)
+    max_completion_tokens: Whole | None = Field(None, ge=0)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: Whole | None = Field(None, ge=0)
     tools: list[Any] | None = Field(None, max_length=128, json_schema_extra={"items": _TOOL_SCHEMA})
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

@@ -17,7 +17,7 @@ from ..http.errors import JsonResponse, refuse
 from ..http.json_body import read_body, validated
 from . import chat
 from .chat_request import prompt_of, tools_of
-from .fields import ChatBody, RequestBody, ShortTexts
+from .fields import ChatBody, RequestBody, ShortTexts, Whole
 from .generation_route import Prepared, respond
 from .message_blocks import chat_messages, chat_tool_choice, chat_tools
 from .message_events import MessageAnswer
@@ -58,12 +58,12 @@ class CountTokensBody(RequestBody):
 class MessagesBody(CountTokensBody):
     """Body of ``POST /v1/messages``."""
 
-    max_tokens: int = Field(ge=1)
+    max_tokens: Whole = Field(ge=1)
     metadata: dict[str, Any] | None = None
     stop_sequences: ShortTexts | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     stream: bool | None = None
 
 

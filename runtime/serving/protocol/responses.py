@@ -15,7 +15,7 @@ from ..generation.front import Front
 from ..http.errors import ApiError, refuse
 from ..http.json_body import validated
 from . import chat
-from .fields import ChatBody, RequestBody
+from .fields import ChatBody, RequestBody, Whole
 from .generation_route import Prepared, respond
 from .openapi import documented
 from .response_events import ResponseAnswer
@@ -57,7 +57,7 @@ class ResponsesBody(RequestBody):
         },
     )
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: Whole | None = Field(None, ge=1)
     tools: list[dict[str, Any]] | None = Field(None, max_length=128)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -65,7 +65,7 @@ class ResponsesBody(RequestBody):
     reasoning: dict[str, Any] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: Whole | None = Field(None, ge=0)
     stream: bool | None = None
     store: bool | None = Field(None, description="Taken as false: nothing is stored.")
     background: bool | None = None

@@ -554,7 +554,8 @@ def test_a_stream_collected_within_a_step_waits_for_its_end(expected: list[list[
 
 BAD_PROMPTS: list[tuple[Any, str]] = [
     ([], r"=\[\] is empty; give at least one token id"),
-    ("", '="" is empty'),
+    ("", "='' has no tokens after tokenising"),
+    ("a\ud800b", r"\[1\]='\\ud800' is half of a surrogate pair"),
     ([1, 97], r"\[1\]=97 is outside the vocabulary \[0, 97\)"),
     ([1, -1], r"\[1\]=-1 is outside the vocabulary"),
     ([1, True], r"\[1\]=True is not a token id"),

@@ -33,7 +33,7 @@ def test_defaults_are_vllms():
         ("min_tokens", [-1, 0.5, False, None, 17]),
         ("temperature", [-0.1, math.nan, math.inf, "1", None, True]),
         ("top_k", [-2, 1.0, True, None]),
-        ("top_p", [0, -0.1, 1.0001, math.nan, True]),
+        ("top_p", [-0.1, 1.0001, math.nan, True]),
         ("min_p", [-0.1, 1.1, math.nan, None]),
         ("seed", [1.5, True, "0", 2**64, -(2**63) - 1]),
         ("stop", ["", [""], [3], 3, ["a", None]]),

@@ -411,3 +411,9 @@ def test_completions_share_the_arrays_of_their_rules():
     own = params.completion(2)
     assert own.allowed_ids is params.allowed_ids and own.biased_ids is params.biased_ids
     assert own.biases is params.biases and params.allowed_ids.tolist() == [1, 2, 3]
+
+
+def test_a_top_p_of_zero_takes_the_likeliest_token():
+    logits = randn(64, 1000)
+    found = Sampler().sample(logits, [make_request(top_p=0, seed=i) for i in range(64)]).token_ids
+    assert list(found) == logits.argmax(-1).tolist()

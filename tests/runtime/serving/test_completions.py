@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from torch_pagoda.runtime.serving.engine_process.wire import TokenLogprob
+from torch_pagoda.runtime.serving.generation import prompts
 from torch_pagoda.runtime.serving.protocol.completions import CompletionAnswer
 
 from event_streams import completion_text, events
@@ -157,7 +158,7 @@ async def test_names_of_the_model(serve: Any) -> None:
         *(("stop", value) for value in ([""], ["x" * 257], ["x"] * 17, 5)),
         *(("logit_bias", value) for value in ({"a": 1}, {"1": 101}, {"1": "x"}, {"99999": 1}, {"-1": 1})),
         *(("seed", value) for value in (2**64, -(2**64), 1.5)),
-        *(("top_p", value) for value in (0, 1.1)),
+        *(("top_p", value) for value in (-0.1, 1.1)),
         ("priority", 2**40),
         ("timeout", 0),
         ("request_id", "a b"),
@@ -257,3 +258,61 @@ def test_offsets_of_tokens_are_those_of_a_whole_answer_when_text_is_held_back() 
     """What may begin a stop string is held back; its tokens come all the same."""
     whole = offsets([("abcde", "ab|c|d|e")])
     assert offsets([("", "ab"), ("abc", "c"), ("", "d"), ("de", "e")]) == whole == [0, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"max_tokens": 2.0},
+        {"top_p": 0},
+        {"best_of": 1},
+        {"best_of": 1, "stream": True},
+        {"best_of": 2, "n": 2, "stream": True},
+        {"n": 1.0, "seed": 3.0, "stop_token_ids": [5.0]},
+    ],
+)
+async def test_values_that_mean_a_served_one(serve: Any, asked: dict[str, Any]) -> None:
+    async with serve() as client:
+        response = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2} | asked)
+        assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "message"),
+    [
+        ({"max_tokens": 2.5}, "max_tokens", "max_tokens=2.5"),
+        ({"max_tokens": "2"}, "max_tokens", "max_tokens='2'"),
+        ({"max_tokens": True}, "max_tokens", "max_tokens=True"),
+        ({"stop": ["a", ""]}, "stop", "stop[1] has 0 characters"),
+        ({"stop": ""}, "stop", "stop has 0 characters"),
+        ({"stop": ["a"] * 17}, "stop", "stop has 17 texts"),
+        ({"best_of": 2, "stream": True}, "best_of", "best_of=2 is not n"),
+    ],
+)
+async def test_refusals_name_the_field_and_the_value(
+    serve: Any, asked: dict[str, Any], param: str, message: str
+) -> None:
+    async with serve() as client:
+        response = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2} | asked)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == param and message in error["message"]
+
+
+async def test_what_the_engine_refuses_is_named_as_the_api_does(serve: Any, engine: FakeEngine) -> None:
+    for prefix in ("sampling_params.", "sampling_params[3]."):
+        engine.refusal = ("invalid", f"{prefix}logit_bias holds 999999, which is outside the vocabulary")
+        async with serve() as client:
+            response = await client.post("/v1/completions", json={"prompt": "a", "logit_bias": {"999999": 1}})
+        error = response.json()["error"]
+        assert response.status_code == 400 and error["param"] == "logit_bias"
+        assert error["message"] == "logit_bias holds 999999, which is outside the vocabulary"
+
+
+async def test_an_empty_prompt_runs_where_the_tokenizer_adds_a_token(
+    serve: Any, tokenizer: Any, monkeypatch: Any
+) -> None:
+    async with serve() as client:
+        response = await client.post("/v1/completions", json={"prompt": "", "max_tokens": 1})
+        assert response.status_code == 400 and "has no tokens" in response.json()["error"]["message"]
+        monkeypatch.setattr(prompts, "tokenise", lambda text, *_, **__: [1, *tokenizer(text).input_ids])
+        assert (await client.post("/v1/completions", json={"prompt": "", "max_tokens": 1})).status_code == 200

@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 import uvloop
 
+from torch_pagoda.runtime.serving.http import http_protocol
 from torch_pagoda.runtime.serving.http.http_protocol import MAX_HEAD_BYTES, uvicorn_options
 from torch_pagoda.runtime.serving.server import bind
 from torch_pagoda.runtime.serving.settings import Settings
@@ -183,3 +184,74 @@ def test_nothing_is_written_into_an_answer_though_another_waits_behind_it(behind
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         read = runner.run(run())
     assert read.count(b"HTTP/1.1") == 1 and b"begun" in read
+
+
+async def refusing(scope: Any, receive: Any, send: Any) -> None:
+    """An application that answers 413 without reading the body, as a limit does."""
+    await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"3")]})
+    await send({"type": "http.response.body", "body": b"big"})
+
+
+@pytest.mark.parametrize("head", ["POST / HTTP/1.1\r\nconnection: close", "POST / HTTP/1.0", "POST / HTTP/1.1"])
+def test_a_client_that_is_still_sending_reads_the_answer(head: str) -> None:
+    size = 32 * LARGE
+    answers = []
+
+    async def send_and_read(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"{head}\r\nhost: 127.0.0.1\r\ncontent-length: {size}\r\n\r\n".encode())
+        for _ in range(32):
+            writer.write(bytes(LARGE))
+            await writer.drain()
+        answers.append(await reader.readuntil(b"big"))
+        if "close" in head or "1.0" in head:
+            assert await reader.read() == b""
+        writer.close()
+        await writer.wait_closed()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        errors, left = runner.run(serve(refusing, send_and_read))
+    assert answers[0].startswith(b"HTTP/1.1 413") and errors == [] and left == 0
+
+
+def test_a_body_that_nobody_reads_is_dropped_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "MAX_DISCARDED", LARGE)
+
+    async def send_on(port: int) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % (1 << 40))
+        with pytest.raises(ConnectionError):
+            async with asyncio.timeout(PATIENCE):
+                while True:
+                    writer.write(bytes(LARGE))
+                    await writer.drain()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        errors, left = runner.run(serve(refusing, send_on))
+    assert errors == [] and left == 0
+
+
+async def in_parts(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for part in (b"data: 1\n\n", b"data: 2\n\n"):
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b"end"})
+
+
+@pytest.mark.parametrize(("version", "is_chunked"), [("1.0", False), ("1.1", True)])
+def test_clients_of_http_1_0_get_no_chunks(version: str, is_chunked: bool) -> None:
+    answers = []
+
+    async def ask(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"GET / HTTP/{version}\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n".encode())
+        answers.append(await reader.read())
+        writer.close()
+        await writer.wait_closed()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        errors, left = runner.run(serve(in_parts, ask))
+    head, _, body = answers[0].partition(b"\r\n\r\n")
+    assert (b"transfer-encoding: chunked" in head.lower()) is is_chunked and b"connection: close" in head.lower()
+    assert (body == b"data: 1\n\ndata: 2\n\nend") is not is_chunked
+    assert errors == [] and left == 0

@@ -290,7 +290,7 @@ def image(kind: str) -> dict[str, Any]:
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format="),
         ({"system": [image("image")]}, "system[0].type='image' is not served"),
         ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers is not served"),
-        ({"stop_sequences": ["x" * 300]}, "stop takes up to 16 texts"),
+        ({"stop_sequences": ["x" * 300]}, "stop[0] has 300 characters"),
         ({"messages": [{"role": "user", "content": "word " * 2000}]}, "maximum context length is 512 tokens"),
     ],
 )

@@ -1,0 +1,39 @@
+"""Answers of uvicorn to clients of HTTP/1.0, and to clients that are still sending their body."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+if TYPE_CHECKING:
+    from asgiref.typing import ASGISendEvent
+
+_UNKNOWN_LENGTH = sys.maxsize
+
+
+class ResponseCycle(RequestResponseCycle):
+    """One request and its answer.
+
+    A client of HTTP/1.0 knows no chunks (RFC 9112, 6.1): an answer without a length ends with the connection. A
+    connection that is to be closed stays open while its client sends the body: closed with bytes that nobody has
+    read, it would be reset, and the client would lose the answer.
+
+    Attributes:
+        keeps_open: called where the connection is to be closed now; True if somebody else closes it later.
+    """
+
+    keeps_open: Callable[[], bool]
+
+    async def send(self, message: ASGISendEvent) -> None:
+        """Write a part of the answer."""
+        if message["type"] == "http.response.start" and self.scope["http_version"] == "1.0":
+            if not any(name.lower() == b"content-length" for name, _ in message.get("headers", ())):
+                self.chunked_encoding, self.expected_content_length = False, _UNKNOWN_LENGTH
+        elif message["type"] == "http.response.body" and not message.get("more_body", False):
+            if not self.chunked_encoding and self.expected_content_length > _UNKNOWN_LENGTH // 2:
+                self.expected_content_length = len(message.get("body", b""))
+            self.keep_alive = self.keep_alive or self.keeps_open()
+        await super().send(message)
