@@ -56,10 +56,15 @@ def inner_list(model):
 CHANGES = (hook, attribute, setting, forward, activation, submodule, mode, inner_dict, inner_list)
 
 
+def scaled(layer, args, output):
+    return output * layer.scales[layer.active[0]]
+
+
 @pytest.fixture
 def model():
     model = build_tiny_model("llama", num_hidden_layers=2)
     model.model.layers[0].scales, model.model.layers[0].active = {"default": 1.0}, ["default"]
+    model.model.layers[0].register_forward_hook(scaled)
     return model
 
 
@@ -111,6 +116,17 @@ def test_weights_written_between_steps_are_used_with_keys_of_their_own(model):
     hook(model)
     with pytest.raises(RuntimeError, match="compile it again"):
         llm.generate([PROMPT], PARAMS)
+
+
+def test_calls_without_effect_do_not_end_a_service(model):
+    llm = LLM(model, verify="off")
+    before = llm.generate([PROMPT], PARAMS)[0].outputs[0].token_ids
+    torch.compile(model, backend="eager")(torch.tensor([PROMPT]))
+    model(torch.tensor([PROMPT]), output_hidden_states=True)
+    model.config.pad_token_id = 0
+    assert llm.generate([PROMPT], PARAMS)[0].outputs[0].token_ids == before
+    again = LLM(model, verify="off").generate([PROMPT], PARAMS)[0].outputs[0].token_ids
+    assert again == before
 
 
 def test_compile_builds_a_changed_model_anew(model):

@@ -13,6 +13,11 @@ _UNTOLD = frozenset({"globals", "eval", "exec", "locals", "__import__", "import_
 """Functions that bring in what no name in the code says."""
 _ENVIRONMENT = frozenset({"environ", "getenv", "environb", "getenvb"})
 _NOTHING = frozenset({"PUSH_NULL", "CACHE", "NOP", "RESUME", "EXTENDED_ARG"})
+_COMPUTED = frozenset(
+    {"vars", "dir", "__dict__", "attrgetter", "methodcaller", "getattr_static", "to_dict", "eval", "exec"}
+)
+"""Ways to read attributes whose names are not written in the code."""
+_BY_NAME = frozenset({"getattr", "hasattr"})
 _CALLS = frozenset({"PRECALL", "CALL", "CALL_FUNCTION", "CALL_METHOD", "CALL_KW"})
 _OPERAND = ("LOAD_CONST", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_SMALL_INT")
 _IMPORT = dis.opmap["IMPORT_NAME"]
@@ -77,6 +82,68 @@ def reads_of(code: types.CodeType) -> Reads:
         tuple(name for is_global, name in variables if not is_global),
         tuple(name for is_global, name in variables if is_global),
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """Names of globals and attributes in code and the code inside it, and its texts that could be such names."""
+    names = {*code.co_names}
+    waiting = list(code.co_consts)
+    while waiting:
+        constant = waiting.pop()
+        if isinstance(constant, types.CodeType):
+            names |= names_in(constant)
+        elif isinstance(constant, (tuple, frozenset)):
+            waiting += constant
+        elif isinstance(constant, str) and constant.isidentifier():
+            names.add(constant)
+    return frozenset(names)
+
+
+@functools.lru_cache(maxsize=4096)
+def imports_in(code: types.CodeType) -> tuple[Import, ...]:
+    """Import statements in code and the code inside it."""
+    return tuple(entry for part in _parts(code) if _IMPORT in part.co_code[::2] for entry in _imports(part))
+
+
+@functools.lru_cache(maxsize=4096)
+def computes_names(code: types.CodeType) -> bool:
+    """Whether code, or the code inside it, reads attributes whose names ``names_in`` does not tell."""
+    for part in _parts(code):
+        if not _COMPUTED.isdisjoint(part.co_names):
+            return True
+        if not _BY_NAME.isdisjoint(part.co_names):
+            found = list(dis.get_instructions(part))
+            if any(
+                entry.argval in _BY_NAME and not _has_literal_name(found[i + 1 :]) for i, entry in enumerate(found)
+            ):
+                return True
+    return False
+
+
+def _has_literal_name(following: list[dis.Instruction]) -> bool:
+    """Whether the second argument of the call that ends the expression is a text.
+
+    Args:
+        following: the instructions behind the one that loads the function.
+    """
+    depth, literal = 0, False
+    for instruction in following:
+        before, depth = depth, depth + _stack_effect(instruction)
+        if depth < 0:
+            return literal and instruction.opname in _CALLS
+        if before < 2 <= depth:
+            literal = instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, str)
+        elif depth == 2 and instruction.opname != "PRECALL":  # what was computed from the text
+            literal = False
+    return False
+
+
+def _stack_effect(instruction: dis.Instruction) -> int:
+    """How many values an instruction leaves more than it takes, where it does not jump."""
+    if instruction.opname in ("PRECALL", "CALL"):  # Python 3.11 has both, and others a CALL that takes the same
+        return -1 - (instruction.arg or 0) if instruction.opname == "CALL" else 0
+    return dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
 
 
 def _parts(code: types.CodeType) -> Iterator[types.CodeType]:

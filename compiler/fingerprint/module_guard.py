@@ -7,9 +7,9 @@ A program does what the module did when it was traced. An adapter that is switch
 from __future__ import annotations
 
 import functools
-import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,31 +17,65 @@ import torch
 from torch import nn
 from torch._C._dynamo.guards import dict_version
 from torch.nn.modules import module as _of_modules
+from transformers import PreTrainedConfig
 
-from .describer import cached_names
+from .forward_reads import ForwardReads
 from .framework import is_framework
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _DICTS = ("_modules", *_HOOKS)
 _OF_WEIGHTS = ("_parameters", "_buffers")
 """Looked at by ``WeightGuard``."""
-_NOT_READ = frozenset(
-    "generation_config generate _compiled_call _compiled_call_impl _cache _state_dict_hooks "
-    "_non_persistent_buffers_set _backward_hooks _backward_pre_hooks _is_full_backward_hook "
-    "_state_dict_pre_hooks _load_state_dict_pre_hooks "
-    "_load_state_dict_post_hooks warnings_issued".split()
+_WITHOUT_EFFECT = frozenset(
+    (
+        *("generate", "generation_config", "_compiled_call_impl", "_is_torch_compile", "_previous_max_cache_length"),
+        *("hf_device_map", "_is_accelerate_prepared", "_require_grads_hooks", "warnings_issued", "model_tags"),
+        # what a call gives out beside logits, and where it keeps keys and values
+        *("use_cache", "return_dict", "output_attentions", "_output_attentions", "output_hidden_states"),
+        "_output_capturing_hooks_installed",
+        # of training
+        *("gradient_checkpointing", "_gradient_checkpointing_func"),
+    )
 )
-"""Attributes of modules that no forward call reads, or that generating by transformers sets."""
+"""Attributes that code may name and that change no logits; libraries set them on their own."""
+_HOOKS_WITHOUT_EFFECT = frozenset(
+    (
+        *(("transformers", "output_capturing_hook"), ("transformers", "make_inputs_require_grads")),
+        ("peft", "make_inputs_require_grad"),
+    )
+)
+"""Package and name of functions that libraries leave behind as hooks."""
 _LITERALS = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _HEAP_TYPE = 1 << 9
 _REMEDY = "compile it again"
+_MISSING = object()
+
+
+@dataclass(frozen=True, eq=False)
+class _Dict:
+    """A dict as it was.
+
+    Attributes:
+        place: where, for messages.
+        items: the dict.
+        copy: what it held.
+        owner: whose attributes it holds; None for a dict of any other kind.
+        counts: whether an attribute of a name does; all keys of other dicts do.
+    """
+
+    place: str
+    items: dict[Any, Any]
+    copy: dict[Any, Any]
+    owner: Any = None
+    counts: Callable[[Any], bool] = lambda key: True
 
 
 class ModuleGuard:
     """Remembers what a module's forward reads of its objects.
 
-    Every dict among them is known by its version, a number that the interpreter moves with each write, so that
-    looking again costs one pass in C. A dict that was written to is compared in full before anything is refused.
+    Attributes count by their names, see ``ForwardReads``; of a config those that the model was made from, too. Every
+    dict among them is known by its version, a number that the interpreter moves with each write, so that looking
+    again costs one pass in C. A dict that was written to is compared in full before anything is refused.
 
     Args:
         model: the module that was compiled.
@@ -49,10 +83,11 @@ class ModuleGuard:
 
     def __init__(self, model: nn.Module) -> None:
         self._name = type(model).__name__
-        self._dicts: list[dict[Any, Any]] = []
-        self._places: list[str] = []
-        self._copies: list[dict[Any, Any]] = []
-        self._empty: list[tuple[str, dict[Any, Any]]] = []
+        self._reads = ForwardReads(model)
+        self._modules = list(model.modules())
+        self._types = list(map(type, self._modules))
+        self._dicts: list[_Dict] = []
+        self._empty: list[_Dict] = []
         self._lists: list[Any] = []
         self._list_copies: list[Any] = []
         self._list_places: list[str] = []
@@ -62,14 +97,13 @@ class ModuleGuard:
         self._seen: dict[int, Any] = {}
         self._classes: dict[type, dict[str, Any]] = {}
         self._named: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # file, its globals, those that are read
-        self._seen.update((id(module), module) for module in model.modules())
+        self._seen.update((id(module), module) for module in self._modules)
         for name, module in model.named_modules():
             self._watch_module(name, module)
         for key in ("_global_forward_hooks", "_global_forward_pre_hooks"):
             self._watch_dict(f"torch's {key}", getattr(_of_modules, key), inside=False)
-        self._watch_classes(model)
-        self._bare = [items for _, items in self._empty]
-        self._versions = list(map(dict_version, self._dicts))
+        self._watch_code()
+        self._remember_versions()
 
     def check(self, *, fully: bool = False) -> None:
         """Compare with what the module is now.
@@ -78,20 +112,29 @@ class ModuleGuard:
             fully: look at its classes and at the globals that their code names, too.
 
         Raises:
-            RuntimeError: an attribute, a hook, a submodule, a method or a setting was changed, added or removed.
+            RuntimeError: an attribute, a hook, a submodule, a method or a setting that ``forward`` reads was changed,
+                added or removed.
         """
+        if list(map(type, self._modules)) != self._types:
+            pairs = zip(self._modules, self._types, strict=True)
+            raise self._changed(
+                next(f"{before.__name__}.__class__" for now, before in pairs if type(now) is not before)
+            )
         if any(self._bare):
-            place = next(place for place, items in self._empty if items)
-            raise self._changed(place, "was added to")
-        versions = list(map(dict_version, self._dicts))
+            for each in [each for each in self._empty if each.items]:
+                self._compare(each)
+                self._empty.remove(each)
+                self._dicts.append(each)  # hooks without effect, which stay
+            self._remember_versions()
+        versions = list(map(dict_version, self._written_to))
         if versions != self._versions:
-            for i, (before, now) in enumerate(zip(self._versions, versions, strict=True)):
+            for each, before, now in zip(self._dicts, self._versions, versions, strict=True):
                 if before != now:
-                    self._compare(self._places[i], self._copies[i], self._dicts[i])
+                    self._compare(each)
             self._versions = versions
         if not _equal(self._lists, self._list_copies):
-            pairs = zip(self._list_places, self._lists, self._list_copies, strict=True)
-            raise self._changed(next(place for place, now, before in pairs if not _equal(now, before)))
+            triples = zip(self._list_places, self._lists, self._list_copies, strict=True)
+            raise self._changed(next(place for place, now, before in triples if not _equal(now, before)))
         for place, item, key, value in self._fields:
             if not _same(_field(item, key), value):
                 raise self._changed(f"{place}.{key}")
@@ -104,47 +147,57 @@ class ModuleGuard:
         if fully:
             self._check_code()
 
+    def _remember_versions(self) -> None:
+        self._bare = [each.items for each in self._empty]
+        self._written_to = [each.items for each in self._dicts]
+        self._versions: list[int] = list(map(dict_version, self._written_to))
+
     def _check_code(self) -> None:
         for cls, before in self._classes.items():
-            if not _equal(vars(cls), before):
-                self._compare(cls.__name__, before, dict(vars(cls)), is_class=True)
+            now = vars(cls)
+            if not _equal(now, before):
+                for key in {**before, **now}:
+                    special = key[:2] == "__" and key not in ("__call__", "__getattr__", "__getattribute__")
+                    changed = not _same(now.get(key, _MISSING), before.get(key, _MISSING))
+                    if changed and not special and self._reads.reads(key) and key not in _WITHOUT_EFFECT:
+                        raise self._changed(f"{cls.__name__}.{key}")
         for file, space, before in self._named:
             for key, value in before.items():
                 if not _same(space.get(key), value):
                     raise self._changed(f"{file}.{key}")
 
-    def _compare(
-        self, place: str, before: Mapping[Any, Any], now: Mapping[Any, Any], *, is_class: bool = False
-    ) -> None:
-        for key in {**before, **now}:
-            special = is_class and str(key)[:2] == "__" and key not in ("__call__", "__getattr__", "__getattribute__")
-            if special or key in _NOT_READ:
+    def _compare(self, each: _Dict) -> None:
+        """Raise if an entry that counts is another."""
+        for key in {**each.copy, **each.items}:
+            if each.owner is not None and (key in _WITHOUT_EFFECT or not each.counts(key)):
                 continue
-            if key not in before or key not in now or not _same(now[key], before[key]):
-                raise self._changed(f"{place}.{key}".lstrip("."))
+            before, now = (_found(each.owner, items, key) for items in (each.copy, each.items))
+            if not _same(now, before) and not (_has_no_effect(before) and _has_no_effect(now)):
+                raise self._changed(f"{each.place}.{key}".lstrip("."))
 
-    def _changed(self, place: str, what: str = "was changed") -> RuntimeError:
+    def _changed(self, place: str) -> RuntimeError:
         return RuntimeError(
-            f"{place!r} of {self._name} {what} after the model was compiled (an adapter switched, scaled or "
+            f"{place!r} of {self._name} was changed after the model was compiled (an adapter switched, scaled or "
             f"merged, a hook, an attribute, a submodule, train()); {_REMEDY}"
         )
 
     def _watch_module(self, name: str, module: nn.Module) -> None:
-        self._watch_dict(name, vars(module), inside=False)
+        self._watch_attributes(name, module, self._reads.reads)
         for key, item in vars(module).items():
             place = f"{name}.{key}".lstrip(".")
             if key in _DICTS:
                 self._watch_dict(place, item, inside=key in _HOOKS)
-            elif key not in _NOT_READ and key not in _OF_WEIGHTS and not key.endswith("_hooks"):
-                self._watch(place, item)
+
+    def _watch_attributes(self, place: str, owner: Any, counts: Callable[[Any], bool]) -> None:
+        """Those of an object that count, and what is inside them."""
+        items = vars(owner)
+        self._dicts.append(_Dict(place, items, dict(items), owner, counts))
+        for key, item in items.items():
+            if counts(key) and key not in _WITHOUT_EFFECT and key not in (*_DICTS, *_OF_WEIGHTS):
+                self._watch(f"{place}.{key}".lstrip("."), item)
 
     def _watch_dict(self, place: str, items: dict[Any, Any], *, inside: bool = True) -> None:
-        if (not items and type(items) is not dict) or (not items and place.endswith(_DICTS)):
-            self._empty.append((place, items))
-        else:
-            self._dicts.append(items)
-            self._places.append(place)
-            self._copies.append(dict(items))
+        (self._dicts if items else self._empty).append(_Dict(place, items, dict(items)))
         if inside:
             for key, item in items.items():
                 self._watch(f"{place}[{key!r}]", item)
@@ -192,37 +245,44 @@ class ModuleGuard:
                     self._fields.append((place, item, key, _field(item, key)))
                     self._watch(f"{place}.{key}", _field(item, key))
         if isinstance(getattr(item, "__dict__", None), dict):
-            self._dicts.append(vars(item))
-            self._places.append(place)
-            self._copies.append(dict(vars(item)))
-            for key, inner in vars(item).items():
-                self._watch(f"{place}.{key}", inner)
+            is_config = isinstance(item, PreTrainedConfig)
+            self._watch_attributes(place, item, self._reads.configures if is_config else self._reads.reads)
 
-    def _watch_classes(self, model: nn.Module) -> None:
-        names: dict[str, set[str]] = {}
-        for cls in dict.fromkeys(base for module in model.modules() for base in type(module).__mro__[:-1]):
+    def _watch_code(self) -> None:
+        for cls in dict.fromkeys(base for kind in self._types for base in kind.__mro__[:-1]):
             self._classes[cls] = dict(vars(cls))
-            if is_framework(cls.__module__):
-                continue
-            read = names.setdefault(cls.__module__, set())
-            for key, item in vars(cls).items():
-                function = getattr(item, "__wrapped__", item)
-                if isinstance(function, types.FunctionType):
-                    read.update(cached_names(function.__code__))
-                elif isinstance(item, (dict, list)):
-                    self._watch(f"{cls.__name__}.{key}", item)
-        for file, read in names.items():
-            space = vars(sys.modules[file]) if file in sys.modules else {}
-            found = {key: space[key] for key in read if key in space}
+            if not is_framework(cls.__module__):
+                for key, item in vars(cls).items():
+                    if self._reads.reads(key) and isinstance(item, (dict, list)):
+                        self._watch(f"{cls.__name__}.{key}", item)
+        for file, space, found in self._reads.globals():
             self._named.append((file, space, found))
             for key, item in found.items():
-                if isinstance(item, (dict, list)):
+                if isinstance(item, (dict, list)) and not is_framework(file):
                     self._watch(f"{file}.{key}", item)
+
+
+def _found(owner: Any, items: Mapping[Any, Any], key: Any) -> Any:
+    """An entry; of attributes what a look for it finds, be it in the object or in its class."""
+    if key in items or owner is None:
+        item = items.get(key, _MISSING)
+        return item.__func__ if isinstance(item, types.MethodType) and item.__self__ is owner else item
+    return next((vars(cls)[key] for cls in type(owner).__mro__ if key in vars(cls)), _MISSING)
+
+
+def _has_no_effect(item: Any) -> bool:
+    """Whether a hook, or its absence, leaves the outputs of a module alone."""
+    if item is _MISSING:
+        return True
+    package = str(getattr(item, "__module__", "")).partition(".")[0]
+    return (package, getattr(item, "__name__", "")) in _HOOKS_WITHOUT_EFFECT
 
 
 def _same(now: Any, before: Any) -> bool:
     if now is before:
         return True
+    if torch.dtype in (type(now), type(before)):  # saving writes the name in its place
+        return str(now).removeprefix("torch.") == str(before).removeprefix("torch.")
     return type(now) is type(before) and type(now) in _LITERALS and bool(now == before)
 
 
