@@ -88,6 +88,7 @@ class ModuleGuard:
         self._types = list(map(type, self._modules))
         self._dicts: list[_Dict] = []
         self._empty: list[_Dict] = []
+        self._versions: list[int] = []
         self._lists: list[Any] = []
         self._list_copies: list[Any] = []
         self._list_places: list[str] = []
@@ -150,7 +151,7 @@ class ModuleGuard:
     def _remember_versions(self) -> None:
         self._bare = [each.items for each in self._empty]
         self._written_to = [each.items for each in self._dicts]
-        self._versions: list[int] = list(map(dict_version, self._written_to))
+        self._versions = list(map(dict_version, self._written_to))
 
     def _check_code(self) -> None:
         for cls, before in self._classes.items():

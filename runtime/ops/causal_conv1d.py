@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 
 import torch
-from torch.nn import functional as F
 
 from .native import FLOAT_CODES, kernel_function
 from .registration import like_input, register_operator
@@ -20,6 +19,8 @@ from .state_slots import (
     run_sequences,
     slots_of,
 )
+
+aten = torch.ops.aten
 
 _TENSORS = "Tensor x, Tensor weight, Tensor? bias, str activation"
 ACTIVATIONS = ("", "silu")
@@ -173,11 +174,11 @@ def _convolve(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, before: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Results ``[n, C]`` for one sequence's inputs ``[n, C]``, and its last K - 1 inputs, given those before."""
-    inputs = torch.cat([before, x.to(weight.dtype)])
+    inputs = aten.cat([before, x.to(weight.dtype)])
     if not len(x):
         return x.new_empty(x.shape), before
-    sums = F.conv1d(inputs.T[None], weight[:, None], bias, groups=weight.shape[0])[0].T
-    sums = F.silu(sums) if activation else sums
+    sums = aten.conv1d(inputs.T[None], weight[:, None], bias, groups=weight.shape[0])[0].T
+    sums = aten.silu(sums) if activation else sums
     return sums.to(x.dtype), inputs[len(x) :]
 
 

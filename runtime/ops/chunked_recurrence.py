@@ -23,6 +23,8 @@ from ..state_tables import MOST_CHUNKED_TOKENS
 from .gathered_states import states_before
 from .state_slots import compute_dtype
 
+aten = torch.ops.aten
+
 CHUNK = 64
 """Most tokens of a chunk."""
 CHANNEL_CHUNK = 16
@@ -85,9 +87,9 @@ def chunked_recurrence(
     v = chunks.of(value).to(wide).transpose(1, 2)  # [C, Hv, L, P]
     steps = _log_decays(chunks, log_decay, v.dtype)
     between = _sums_between(steps)
-    start_decay = torch.exp(torch.cumsum(steps, 2))  # from the chunk's start, [C, Hv, L, 1], or N for 1
+    start_decay = aten.exp(aten.cumsum(steps, 2))  # from the chunk's start, [C, Hv, L, 1], or N for 1
     last = start_decay[:, :, -1:]
-    keys = k * torch.exp(between[:, :, -1])  # as they stand in the state behind the chunk
+    keys = k * aten.exp(between[:, :, -1])  # as they stand in the state behind the chunk
     before = states_before(state, state_read).to(wide)
     if beta is None:
         (reads,) = _decayed_products((q,), k, between)
@@ -96,7 +98,7 @@ def chunked_recurrence(
     else:
         b = chunks.of(beta).to(wide).transpose(1, 2)[..., None]  # [C, Hv, L, 1]
         reads, seen = _decayed_products((q, k), k, between)
-        solved = product(_inverse(seen * b, chunk_width(log_decay)), torch.cat([v * b, k * start_decay * b], -1))
+        solved = product(_inverse(seen * b, chunk_width(log_decay)), aten.cat([v * b, k * start_decay * b], -1))
         written, reading = solved[..., : v.shape[3]], solved[..., v.shape[3] :]
         start = _handed_on_as_matrices(chunks, before, last, keys, written, reading)
         written = written - product(reading, start.mT)
@@ -115,7 +117,7 @@ def chunk_width(log_decay: torch.Tensor) -> int:
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Matrix products over two leading dims, which both have."""
     rows, inner, columns = a.shape[2], a.shape[3], b.shape[3]
-    flat = torch.bmm(a.reshape(-1, rows, inner), b.reshape(-1, inner, columns))
+    flat = aten.bmm(a.reshape(-1, rows, inner), b.reshape(-1, inner, columns))
     return flat.reshape(*a.shape[:2], rows, columns)
 
 
@@ -145,7 +147,7 @@ def doubled(
 
 def normalised(x: torch.Tensor, eps: float | None) -> torch.Tensor:
     """``x`` with each head's length made 1; as it is without ``eps``."""
-    return x if eps is None else x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
+    return x if eps is None else x * aten.rsqrt((x * x).sum(-1, keepdim=True) + eps)
 
 
 def _repeated(x: torch.Tensor, groups: int) -> torch.Tensor:
@@ -171,7 +173,7 @@ def _sums_between(steps: torch.Tensor) -> torch.Tensor:
     places = torch.arange(steps.shape[2], device=steps.device)
     row, column = places[:, None, None], places[:, None]
     rows = steps[:, :, :, None].expand(-1, -1, -1, steps.shape[2], -1).masked_fill(row <= column, 0.0)
-    return torch.cumsum(rows, 2).masked_fill(row < column, -torch.inf)
+    return aten.cumsum(rows, 2).masked_fill(row < column, -torch.inf)
 
 
 def _decayed_products(
@@ -179,11 +181,11 @@ def _decayed_products(
 ) -> tuple[torch.Tensor, ...]:
     """For each of ``readers`` its products with the keys of tokens that are not later, decayed since:
     ``[C, Hv, L, L]``."""
-    width, decay = k.shape[2], torch.exp(between)
+    width, decay = k.shape[2], aten.exp(between)
     if decay.shape[4] == 1:
         return tuple(product(x, k.mT) * decay[..., 0] for x in readers)
     keys = (decay * k[:, :, None]).reshape(-1, width, width, k.shape[3])  # of a token j for each i
-    rows = torch.stack(readers, -1).reshape(-1, width, k.shape[3], len(readers))
+    rows = aten.stack(readers, -1).reshape(-1, width, k.shape[3], len(readers))
     found = product(keys, rows).reshape(*k.shape[:3], width, len(readers))
     return tuple(found[..., i] for i in range(len(readers)))
 
@@ -230,7 +232,7 @@ def _handed_on_as_matrices(
     """The same where a chunk writes ``written - reading Sᵀ``, so that it takes S to ``S matrix + added``."""
     last, keys, written, reading = (x.index_select(0, chunks.link_chunks) for x in (last, keys, written, reading))
     channels = torch.arange(keys.shape[3], device=keys.device)
-    decay = torch.where(channels == channels[:, None], last, 0.0)
+    decay = aten.where(channels == channels[:, None], last, 0.0)
     matrix, added = decay - product(reading.mT, keys), product(written.mT, keys)
     position = chunks.link_positions[:, None, None, None]
     started = product(before.index_select(0, chunks.sequences.index_select(0, chunks.link_chunks)), matrix)

@@ -12,6 +12,8 @@ from .chunked_recurrence import Chunks, doubled, in_front, most_links
 from .gathered_states import states_before
 from .state_slots import compute_dtype
 
+aten = torch.ops.aten
+
 SCAN_CHUNK = 16
 """Most tokens of a chunk."""
 
@@ -40,7 +42,7 @@ def chunked_scan(
     chunks, wide = Chunks(*tables), compute_dtype(x)
     steps = chunks.present(chunks.of(dt).to(wide))  # [C, L, E]
     writes = (steps * chunks.of(x).to(wide))[..., None] * chunks.of(B).to(wide)[:, :, None]  # [C, L, E, N]
-    decay = torch.exp(steps[..., None] * A.to(wide))
+    decay = aten.exp(steps[..., None] * A.to(wide))
     place = torch.arange(chunks.tokens.shape[1], device=x.device)[:, None, None]
     decay, added = doubled(decay, writes, place, 1, SCAN_CHUNK)
 

@@ -13,10 +13,12 @@ import torch
 from .native import FLOAT_CODES, kernel_function
 from .registration import like_input, register_operator
 
+aten = torch.ops.aten
+
 _SCHEMA = "elementwise(Tensor input, str function) -> Tensor"
 _ARGUMENTS = struct.Struct("=6q")  # ElementwiseArguments in csrc/elementwise.cpp
 
-FUNCTIONS = {"cos": torch.cos, "sin": torch.sin, "tanh": torch.tanh, "exp": torch.exp, "sigmoid": torch.sigmoid}
+FUNCTIONS = {"cos": aten.cos, "sin": aten.sin, "tanh": aten.tanh, "exp": aten.exp, "sigmoid": aten.sigmoid}
 """By name, in the order of the kernel's numbers."""
 _NUMBERS = {name: i for i, name in enumerate(FUNCTIONS)}
 

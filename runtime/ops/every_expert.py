@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from .arguments import MoeArguments
 from .moe import activate
+
+aten = torch.ops.aten
 
 
 def every_expert(*arguments: Any) -> torch.Tensor:
@@ -25,7 +26,7 @@ def every_expert(*arguments: Any) -> torch.Tensor:
     experts = call.up.shape[0]
     up, down = (w if call.transposed else w.transpose(1, 2) for w in (call.up, call.down))
     # [N, E]: the weight of each expert for each token, and whether it was chosen.
-    chosen = F.one_hot(call.topk_ids.long(), experts)
+    chosen = aten.one_hot(call.topk_ids.long(), experts)
     weights = (chosen.to(call.topk_weights.dtype) * call.topk_weights[..., None]).sum(1)
     rows = call.input.expand(experts, -1, -1)
     if call.weight_input:

@@ -6,22 +6,23 @@ import struct
 from collections.abc import Callable
 
 import torch
-from torch.nn import functional as F
 
 from .native import FLOAT_CODES, kernel_function
 from .registration import like_input, register_operator
+
+aten = torch.ops.aten
 
 _SCHEMA = "gated_activation(Tensor gate, Tensor up, str activation, float alpha, float limit) -> Tensor"
 _PLAIN_SCHEMA = "activation(Tensor input, str kind) -> Tensor"
 
 _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "relu2": lambda x: torch.square(F.relu(x)),
-    "sigmoid": torch.sigmoid,
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "silu": aten.silu,
+    "gelu": aten.gelu,
+    "gelu_tanh": lambda x: aten.gelu(x, approximate="tanh"),
+    "relu": aten.relu,
+    "relu2": lambda x: aten.square(aten.relu(x)),
+    "sigmoid": aten.sigmoid,
+    "quick_gelu": lambda x: x * aten.sigmoid(1.702 * x),
 }
 _CLIPPED_SWIGLU = "clipped_swiglu"
 # The numbers are the kernel's.
@@ -57,7 +58,7 @@ def gated_activation_reference(
     if activation == _CLIPPED_SWIGLU:
         gate = gate.clamp(min=None, max=limit)
         up = up.clamp(min=-limit, max=limit)
-        return ((up + 1) * (gate * torch.sigmoid(gate * alpha))).contiguous()
+        return ((up + 1) * (gate * aten.sigmoid(gate * alpha))).contiguous()
     return (_FUNCTIONS[activation](gate) * up).contiguous()
 
 

@@ -7,17 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from .native import FLOAT_CODES, kernel_function
 from .norm_kernel import check_parameter, in_rows
 from .registration import register_operator
 
+aten = torch.ops.aten
+
 _SCHEMA = (
     "gated_rms_norm(Tensor input, Tensor gate, Tensor? weight, float eps, float weight_offset, "
     "bool round_before_scale, str activation, bool gate_first, int group_size) -> Tensor"
 )
-_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": aten.silu, "sigmoid": aten.sigmoid}
 GATES = tuple(_FUNCTIONS)
 """Activations of a gate."""
 # Field for field the struct GatedNormArguments of csrc/gated_norm.cpp.
@@ -66,7 +67,7 @@ def gated_rms_norm_reference(
     if gate_first:
         x = x * opened
     groups = x.unflatten(-1, (x.shape[-1] // group_size, group_size))
-    normed = (groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2)
+    normed = (groups * aten.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2)
     if round_before_scale:
         normed = normed.to(gate.dtype)
     if weight is not None:

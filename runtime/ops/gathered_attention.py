@@ -7,6 +7,8 @@ import torch
 from .arguments import PagedAttentionArguments
 from .int8_rows import dequantize_rows
 
+aten = torch.ops.aten
+
 
 def gathered_attention(
     call: PagedAttentionArguments[torch.Tensor],
@@ -59,16 +61,16 @@ def gathered_attention(
     scores = queries.reshape(sequences, kv_heads, group * longest, dim) @ keys
     scores = scores.view(sequences, kv_heads, group, longest, context).float() * call.scale
     if call.softcap > 0:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
+        scores = call.softcap * aten.tanh(scores / call.softcap)
     if call.alibi_slopes is not None:
         slopes = call.alibi_slopes.float().view(1, kv_heads, group, 1, 1)
         scores = scores + slopes * (j - i)[:, None, None]
     scores = scores.masked_fill(~seen[:, None, None], torch.finfo(torch.float32).min)
     if call.sinks is not None:
         extra = call.sinks.float().view(1, kv_heads, group, 1, 1).expand(sequences, -1, -1, longest, 1)
-        weights = torch.softmax(torch.cat((scores, extra), -1), -1)[..., :-1]
+        weights = aten.softmax(aten.cat((scores, extra), -1), -1)[..., :-1]
     else:
-        weights = torch.softmax(scores, -1)
+        weights = aten.softmax(scores, -1)
     values = values.masked_fill(~inside.transpose(1, 2)[:, None], 0.0)
     weights = weights.to(values.dtype).view(sequences, kv_heads, group * longest, context)
     out = (weights @ values).view(sequences, kv_heads, group, longest, value_dim)

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import torch
 
+aten = torch.ops.aten
+
 
 def states_before(state: torch.Tensor, state_read: torch.Tensor) -> torch.Tensor:
     """The states that a step's sequences go on from, ``[S, ...]``; zeros for those that begin.
@@ -50,7 +52,7 @@ def gathered_causal_conv1d(
     """
     channels, taps = weight.shape
     before = state.index_select(0, state_read.clamp(min=0)).reshape(-1, channels)
-    rows = torch.cat([before, x[0].to(weight.dtype), weight.new_zeros(1, channels)])
+    rows = aten.cat([before, x[0].to(weight.dtype), weight.new_zeros(1, channels)])
     windows = rows.index_select(0, convolution_rows.reshape(-1)).reshape(-1, taps, channels)
     wide = torch.promote_types(weight.dtype, torch.float32)
     sums = (windows.to(wide) * weight.t().to(wide)).sum(1)
@@ -58,6 +60,6 @@ def gathered_causal_conv1d(
         sums = sums + bias.to(wide)
     result = sums.to(weight.dtype)
     if activation:
-        result = torch.nn.functional.silu(result)
+        result = aten.silu(result)
     after = rows.index_select(0, kept_rows.reshape(-1)).reshape(-1, taps - 1, channels)
     return result.to(x.dtype)[None], after

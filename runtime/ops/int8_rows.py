@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+aten = torch.ops.aten
+
 _LARGEST = 127.0
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
@@ -27,10 +29,10 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     finite = (numbers - numbers).sum(-1) == 0
     scale = largest / _LARGEST
     usable = finite & (scale >= _SMALLEST_NORMAL)
-    divisor = torch.where(usable, scale, 1.0)
+    divisor = aten.where(usable, scale, 1.0)
     whole = (numbers / divisor[..., None]).round().clamp(-_LARGEST, _LARGEST)
-    stored = torch.where(usable[..., None], whole, 0.0).to(torch.int8)
-    return stored, torch.where(finite, torch.where(usable, scale, 0.0), torch.nan)
+    stored = aten.where(usable[..., None], whole, 0.0).to(torch.int8)
+    return stored, aten.where(finite, aten.where(usable, scale, 0.0), torch.nan)
 
 
 def dequantize_rows(stored: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

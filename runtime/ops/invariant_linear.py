@@ -5,10 +5,11 @@ from __future__ import annotations
 import struct
 
 import torch
-from torch.nn import functional as F
 
 from .native import FLOAT_CODES, kernel_function
 from .registration import register_operator
+
+aten = torch.ops.aten
 
 _SCHEMA = "invariant_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor"
 _ARGUMENTS = struct.Struct("=13q")  # InvariantLinearArguments in csrc/invariant_linear.cpp
@@ -30,7 +31,7 @@ def invariant_linear_reference(
     Returns:
         ``[..., out]`` in the dtype of ``input``, contiguous.
     """
-    result = F.linear(input.float(), weight.float(), None if bias is None else bias.float())
+    result = aten.linear(input.float(), weight.float(), None if bias is None else bias.float())
     return result.to(input.dtype)
 
 

@@ -24,6 +24,8 @@ from .paged_attention import paged_attention_cpu
 from .reference import paged_attention_reference
 from .state_check import wrong_states
 
+aten = torch.ops.aten
+
 _HEADS, _KV_HEADS, _DIM, _BLOCK = 8, 2, 64, 32
 _CONTEXTS = (70, 1300, 150)
 _NEW = (1, 1, 5)
@@ -53,7 +55,7 @@ def wrong_attention(attend: Callable[..., torch.Tensor]) -> str:
         given = _arguments(dtype, window)
         found = attend(*_fresh(given)).float()
         expected = paged_attention_reference(*_fresh(given)).float()
-        error = torch.nan_to_num((found - expected).abs(), nan=float("inf")).max() / expected.std()
+        error = aten.nan_to_num((found - expected).abs(), nan=float("inf")).max() / expected.std()
         if error > _TOLERANCE[dtype]:
             what = f"attention in {dtype} with sliding_window={window}"
             return f"{what} differs from the reference by {float(error):.2g} standard deviations"
@@ -72,7 +74,7 @@ def wrong_experts(mix: Callable[..., torch.Tensor]) -> str:
         for layout, transposed in (("halves", False), ("interleaved", True), ("plain", False)):
             given = _experts(dtype, layout, transposed)
             found, expected = mix(*given).float(), moe_reference(*given).float()
-            error = torch.nan_to_num((found - expected).abs(), nan=float("inf")).max() / expected.std()
+            error = aten.nan_to_num((found - expected).abs(), nan=float("inf")).max() / expected.std()
             if error > _TOLERANCE[dtype]:
                 what = f"a mixture of experts in {dtype} with layout={layout!r} and transposed={transposed}"
                 return f"{what} differs from the reference by {float(error):.2g} standard deviations"
@@ -128,7 +130,7 @@ def _arguments(dtype: torch.dtype, window: int) -> PagedAttentionArguments[torch
         value=random(1, tokens, _KV_HEADS, _DIM).transpose(1, 2),
         key_cache=random(blocks, _KV_HEADS, _BLOCK, _DIM).transpose(1, 2),
         value_cache=random(blocks, _KV_HEADS, _BLOCK, _DIM).transpose(1, 2),
-        slot_mapping=torch.cat(slots),
+        slot_mapping=aten.cat(slots),
         block_table=table,
         query_start_loc=torch.tensor([0, *torch.tensor(_NEW).cumsum(0).tolist()], dtype=torch.int32),
         seq_lens=torch.tensor(_CONTEXTS, dtype=torch.int32),

@@ -12,6 +12,8 @@ import torch
 from .registration import register_operator
 from .selected_keys import NO_KEY
 
+aten = torch.ops.aten
+
 MOST_SCORES = 1 << 24
 """Scores of single heads that are held at once: 64 MiB."""
 _TENSORS = "Tensor query, Tensor key, Tensor weights, int topk, float scale"
@@ -123,7 +125,7 @@ def _all_before(first: int, context: int, topk: int, device: torch.device) -> to
     """Of tokens at positions ``first`` to ``context - 1``, all keys that they see: ``[n, topk]`` int32."""
     j = torch.arange(topk, device=device, dtype=torch.int32)
     positions = torch.arange(first, context, device=device)[:, None]
-    return torch.where(j <= positions, j, NO_KEY)
+    return aten.where(j <= positions, j, NO_KEY)
 
 
 def _chosen(
@@ -139,8 +141,8 @@ def _chosen(
     j = torch.arange(context, device=query.device)
     for start in range(0, tokens, rows):
         end = min(tokens, start + rows)
-        scores = torch.relu(query[start:end].to(dtype).reshape(-1, dim) @ keys * scale)
-        sums = torch.matmul(weights[start:end, None].to(dtype), scores.view(end - start, heads, context))[:, 0]
+        scores = aten.relu(query[start:end].to(dtype).reshape(-1, dim) @ keys * scale)
+        sums = aten.matmul(weights[start:end, None].to(dtype), scores.view(end - start, heads, context))[:, 0]
         seen = j <= torch.arange(first + start, first + end, device=query.device)[:, None]
         mask = _highest(sums.masked_fill_(~seen, -torch.inf), topk) & seen
         row, column = mask.nonzero(as_tuple=True)

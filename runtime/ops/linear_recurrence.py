@@ -25,6 +25,8 @@ from .state_slots import (
     slots_of,
 )
 
+aten = torch.ops.aten
+
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor log_decay, Tensor? beta, float scale, float? l2norm_eps"
 # Field for field the struct RecurrenceArguments of csrc/linear_recurrence.cpp.
 _ARGUMENTS = struct.Struct("=41q2d")
@@ -230,7 +232,7 @@ def _recur(
     queries = (queries * scale).repeat_interleave(value.shape[2] // key.shape[2], 1)
     keys = keys.repeat_interleave(value.shape[2] // key.shape[2], 1)
     values = value[0, tokens].to(dtype)
-    decay = torch.exp(log_decay.to(dtype))
+    decay = aten.exp(log_decay.to(dtype))
     decay = decay.expand(len(values), -1) if decay.dim() == 1 else decay[0, tokens]
     decay = decay[:, :, None, :] if decay.dim() == 3 else decay[:, :, None, None]
     betas = None if beta is None else beta[0, tokens].to(dtype)
@@ -245,7 +247,7 @@ def _recur(
 
 
 def _normalised(x: torch.Tensor, eps: float | None) -> torch.Tensor:
-    return x if eps is None else x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
+    return x if eps is None else x * aten.rsqrt((x * x).sum(-1, keepdim=True) + eps)
 
 
 def _like_value(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional as F
 
 from .arguments import MoeArguments
 from .elementwise import elementwise_cpu
@@ -16,6 +15,8 @@ from .gated_activation import activation_cpu, activation_reference, gated_activa
 from .invariant_linear import invariant_linear_cpu
 from .native import kernel_function
 from .registration import register_operator
+
+aten = torch.ops.aten
 
 _SCHEMA = (
     "moe(Tensor input, Tensor topk_weights, Tensor topk_ids, Tensor up, Tensor down, Tensor? up_bias, "
@@ -66,7 +67,7 @@ def moe_reference(*arguments: Any) -> torch.Tensor:
     tokens, count = call.topk_ids.shape
     chosen = call.input.new_zeros(tokens, count, call.down.shape[2 if call.transposed else 1])
     for expert in call.topk_ids.unique().tolist():
-        token, slot = torch.where(call.topk_ids == expert)
+        token, slot = aten.where(call.topk_ids == expert)
         rows = call.input[token]
         if call.weight_input:
             rows = (rows * call.topk_weights[token, slot, None]).to(call.input.dtype)
@@ -202,7 +203,7 @@ def rows_by_expert(call: _Call) -> RowsByExpert:
     """
     input, count, num_experts = call.input, call.topk_ids.shape[1], call.up.shape[0]
     experts, order = call.topk_ids.reshape(-1).sort(stable=True)
-    starts = torch.searchsorted(experts, torch.arange(num_experts + 1, dtype=experts.dtype))
+    starts = aten.searchsorted(experts, torch.arange(num_experts + 1, dtype=experts.dtype))
     if len(experts) and (starts[0] > 0 or starts[-1] < len(experts)):
         raise IndexError(
             f"topk_ids goes from {int(experts[0])} to {int(experts[-1])}; there are {num_experts} experts"
@@ -233,7 +234,7 @@ def weighted_sum(call: _Call, chosen: torch.Tensor, order: torch.Tensor) -> torc
     if call.weight_input:
         return terms.sum(1)
     common = torch.promote_types(topk_weights.dtype, input.dtype)
-    return torch.bmm(topk_weights.to(common).unsqueeze(1), terms.to(common)).squeeze(1).to(input.dtype)
+    return aten.bmm(topk_weights.to(common).unsqueeze(1), terms.to(common)).squeeze(1).to(input.dtype)
 
 
 # Rows up to which pagoda's own product, which reads weights as fast as memory gives them, beats oneDNN's, by dtype
@@ -264,7 +265,7 @@ def _columns_product(
     columns: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
 ) -> torch.Tensor:
     """``weight @ columns + bias``, tokens side by side; never with ``transposed``."""
-    result = torch.mm(weight, columns) if columns.shape[1] > 1 else torch.mv(weight, columns.squeeze(1)).unsqueeze(1)
+    result = aten.mm(weight, columns) if columns.shape[1] > 1 else aten.mv(weight, columns.squeeze(1)).unsqueeze(1)
     return result if bias is None else result + bias[:, None]
 
 
@@ -273,7 +274,7 @@ def _rows_product(
 ) -> torch.Tensor:
     """``rows @ weight + bias``, tokens below each other."""
     weight = weight if transposed else weight.t()
-    result = torch.mm(rows, weight)
+    result = aten.mm(rows, weight)
     return result if bias is None else result + bias
 
 
@@ -338,8 +339,8 @@ def moe_gating_reference(
             f"groups={groups} and topk_groups={topk_groups} do not fit {experts} experts: groups must divide them, "
             "and topk_groups lie between 1 and groups"
         )
-    softmax = _invariant_softmax if batch_invariant else functools.partial(F.softmax, dim=-1)
-    sigmoid = functools.partial(elementwise_cpu, function="sigmoid") if batch_invariant else torch.sigmoid
+    softmax = _invariant_softmax if batch_invariant else functools.partial(aten.softmax, dim=-1)
+    sigmoid = functools.partial(elementwise_cpu, function="sigmoid") if batch_invariant else aten.sigmoid
     scores = _scored(logits, scoring, softmax, sigmoid)
     choice = scores if correction_bias is None else scores + correction_bias
     if groups > 1:
@@ -367,7 +368,7 @@ def _scored(logits: torch.Tensor, scoring: str, softmax: _Scoring, sigmoid: _Sco
         return softmax(logits)
     if scoring == "sigmoid":
         return sigmoid(logits)
-    return F.softplus(logits).sqrt() if scoring == "sqrt_softplus" else logits
+    return aten.softplus(logits).sqrt() if scoring == "sqrt_softplus" else logits
 
 
 def _invariant_softmax(scores: torch.Tensor) -> torch.Tensor:

@@ -12,13 +12,14 @@ import functools
 import struct
 
 import torch
-from torch.nn import functional as F
 
 from .invariant_linear import invariant_linear_cpu
 from .native import FLOAT_CODES, bind_function, kernel_function, load_kernels
 from .onednn_weight import pack_for_onednn
 from .registration import register_operator
 from .weight_panels import STEP, lay_out_rows
+
+aten = torch.ops.aten
 
 MOST_ROWS = 64
 """More go to oneDNN where it has packed the weight."""
@@ -43,7 +44,7 @@ def packed_linear_reference(
         return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
     if weight.dim() == 3:
         weight = unpack_weight(weight, input.shape[-1])
-    return F.linear(input, weight, bias)
+    return aten.linear(input, weight, bias)
 
 
 def packed_linear_cpu(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -7,7 +7,6 @@ import itertools
 import struct
 
 import torch
-from torch.nn import functional as F
 
 from ..shown import shown
 from .int8_rows import dequantize_rows, quantize_rows
@@ -15,6 +14,8 @@ from .native import FLOAT_CODES, kernel_function
 from .quantized_weight import CODES, PANEL, Quantization, packed_bytes, restored_weight, round_weight, unpack_weight
 from .registration import register_operator
 from .weight_format import InputScale
+
+aten = torch.ops.aten
 
 _SCHEMA = (
     "quantized_linear(Tensor input, Tensor weight, Tensor? bias, int out_features, int bits, int group_size, "
@@ -84,9 +85,9 @@ def quantized_linear_reference(
         rows = (whole_inputs - input_offset) * input_scale
     elif input_bits:
         size = max(group_size, PANEL) if group_size and not whole_rows else inputs
-        groups = F.pad(rows, (0, -inputs % size)).unflatten(-1, (-1, size))
+        groups = aten.pad(rows, (0, -inputs % size)).unflatten(-1, (-1, size))
         rows = _rounded(groups, input_bits).flatten(-2)[..., :inputs]
-    result = F.linear(rows, restored_weight(whole, scales, scheme))
+    result = aten.linear(rows, restored_weight(whole, scales, scheme))
     result = result if bias is None else result + bias.float()
     return result.to(input.dtype)
 
@@ -110,9 +111,9 @@ def _rounded(groups: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 8:
         return dequantize_rows(*quantize_rows(groups), torch.float32)
     scale = groups.abs().amax(-1, keepdim=True) / _LARGEST_IN_16_BITS
-    scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)  # NaN and infinity stay
-    scale = torch.where(scale == torch.inf, torch.nan, scale)
-    return torch.where(scale == 0, 0.0, (groups / scale).round() * scale)
+    scale = aten.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)  # NaN and infinity stay
+    scale = aten.where(scale == torch.inf, torch.nan, scale)
+    return aten.where(scale == 0, 0.0, (groups / scale).round() * scale)
 
 
 def quantized_linear_cpu(

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from .native import FLOAT_CODES, kernel_function
 from .stored_weight import StoredWeight
 from .weight_format import E2M1, InputScale, WeightFormat, unpacked_pairs, values_of
+
+aten = torch.ops.aten
 
 PANEL = 64
 """Outputs of a panel, and inputs of a step; groups hold whole steps, or half of one."""
@@ -225,7 +226,7 @@ def pack_stored(weight: StoredWeight) -> torch.Tensor:
     if scheme.code == "e4m3":
         bad = weight.codes.bitwise_and(127) == 127
         if bad.any():
-            groups = F.pad(bad, (0, -bad.shape[1] % (scheme.group_size or bad.shape[1])))
+            groups = aten.pad(bad, (0, -bad.shape[1] % (scheme.group_size or bad.shape[1])))
             scales = scales.masked_fill(groups.unflatten(1, (scales.shape[1], -1)).any(-1), torch.nan)
         return _pack_codes(weight.codes, scales, None, scheme)
     values = values_of(weight.codes, weight.form)
@@ -248,7 +249,7 @@ def round_weight(weight: torch.Tensor, scheme: Quantization) -> tuple[torch.Tens
     """
     outputs, inputs = weight.shape
     size, groups = scheme.group_size or max(inputs, 1), _num_groups(inputs, scheme)
-    numbers = F.pad(weight.float(), (0, groups * size - inputs)).view(outputs, groups, size)
+    numbers = aten.pad(weight.float(), (0, groups * size - inputs)).view(outputs, groups, size)
     far = numbers.gather(-1, numbers.abs().argmax(-1, keepdim=True))
     finite = numbers.isfinite().all(-1, keepdim=True)
     usable = finite & (far.abs() > 1e-30)
@@ -307,7 +308,7 @@ def _pack_codes(
     heads = per_group * steps if per_group > 1 else scales.shape[1]
     rows = panels * PANEL - outputs
     # Beyond the end inputs are zeros, and so are scales.
-    unsigned = F.pad(codes, (0, steps * PANEL - inputs, 0, rows))
+    unsigned = aten.pad(codes, (0, steps * PANEL - inputs, 0, rows))
     if scheme.code == "e4m3":
         tiles = unsigned.view(panels, PANEL, steps, PANEL // 2, 2).permute(0, 2, 3, 1, 4)
     else:
@@ -317,7 +318,7 @@ def _pack_codes(
     stored = tiles.reshape(panels, steps, -1)
 
     def of_panels(table: torch.Tensor) -> torch.Tensor:
-        padded = F.pad(table, (0, heads - table.shape[1], 0, rows)).view(panels, PANEL, heads)
+        padded = aten.pad(table, (0, heads - table.shape[1], 0, rows)).view(panels, PANEL, heads)
         return padded.transpose(1, 2).contiguous().view(torch.uint8).view(panels, heads, -1)
 
     head = of_panels(scales)

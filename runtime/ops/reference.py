@@ -11,6 +11,8 @@ from .int8_rows import check_scales, dequantize_rows, quantize_rows
 from .relative_bias import scores_of_relative_bias
 from .selected_keys import mask_of_selected
 
+aten = torch.ops.aten
+
 _Call = AttentionArguments[torch.Tensor] | PagedAttentionArguments[torch.Tensor]
 
 
@@ -173,17 +175,17 @@ def _attend(
     value = value.to(dtype).repeat_interleave(num_heads // num_kv_heads, dim=1)
     scores = (query.to(dtype) @ key.transpose(2, 3)) * call.scale
     if call.softcap > 0:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
+        scores = call.softcap * aten.tanh(scores / call.softcap)
     scores = scores + bias
     if key.shape[2] == 0:
         return query.new_zeros(*query.shape[:3], value.shape[3])
     highest = scores.amax(dim=-1, keepdim=True)
     if call.sinks is not None:
         sink = call.sinks.to(dtype)[None, :, None, None]
-        highest = torch.maximum(highest, sink)
+        highest = aten.maximum(highest, sink)
     highest = highest.masked_fill(highest == -torch.inf, 0.0)
-    weights = torch.exp(scores - highest)
+    weights = aten.exp(scores - highest)
     total = weights.sum(dim=-1, keepdim=True)
     if call.sinks is not None:
-        total = total + torch.exp(sink - highest)
+        total = total + aten.exp(sink - highest)
     return ((weights @ value) / total.masked_fill(total == 0, 1.0)).to(query.dtype)

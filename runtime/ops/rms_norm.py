@@ -9,6 +9,8 @@ import torch
 from .norm_kernel import check_parameter, check_residual, fake_norm_and_sum, norm_of_sum, run_norm
 from .registration import like_input, register_operator
 
+aten = torch.ops.aten
+
 _SCHEMA = "rms_norm(Tensor input, Tensor? weight, float eps, float weight_offset, bool round_before_scale) -> Tensor"
 _ADD_SCHEMA = (
     "add_rms_norm(Tensor input, Tensor residual, Tensor? weight, float eps, float weight_offset, "
@@ -39,7 +41,7 @@ def rms_norm_reference(
     """
     check_parameter("weight", weight, input, or_float32=not round_before_scale)
     wide = input.to(torch.float64 if input.dtype is torch.float64 else torch.float32)
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    normed = wide * aten.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if round_before_scale:
         normed = normed.to(input.dtype)
     if weight is not None:

@@ -11,6 +11,8 @@ import torch
 from .native import FLOAT_CODES, kernel_function
 from .registration import register_operator
 
+aten = torch.ops.aten
+
 _SCHEMA = "rope(Tensor[] inputs, Tensor cos, Tensor sin, str mode, int start, bool round_products) -> Tensor[]"
 # The numbers are the kernel's.
 _MODES = {"half": 0, "interleaved": 1, "interleaved_to_half": 2}
@@ -56,7 +58,7 @@ def rope_reference(
         rotated = _rotated(stored[..., start:end], cos[:, :, None], sin[:, :, None], mode, round_products)
         before, behind = stored[..., :start], stored[..., end:]
         parts = [part for part in (before, rotated, behind) if part.shape[-1]]
-        whole = torch.cat(parts, -1) if len(parts) > 1 else next(iter(parts), rotated)
+        whole = aten.cat(parts, -1) if len(parts) > 1 else next(iter(parts), rotated)
         results.append(whole.contiguous().transpose(1, 2))
     return results
 
@@ -64,12 +66,12 @@ def rope_reference(
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: str, round_products: bool) -> torch.Tensor:
     dtype = x.dtype
     if mode == "interleaved_to_half":
-        x = torch.cat((x[..., 0::2], x[..., 1::2]), -1)
+        x = aten.cat((x[..., 0::2], x[..., 1::2]), -1)
     if mode == "interleaved":
-        turned = torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
+        turned = aten.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
     else:
         half = x.shape[-1] // 2
-        turned = torch.cat((-x[..., half:], x[..., :half]), -1)
+        turned = aten.cat((-x[..., half:], x[..., :half]), -1)
     if round_products:
         return (x * cos).to(dtype) + (turned * sin).to(dtype)
     if dtype is not torch.float64:

@@ -22,6 +22,8 @@ from .state_slots import (
     slots_of,
 )
 
+aten = torch.ops.aten
+
 _TENSORS = "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, bool round_state"
 # Field for field the struct ScanArguments of csrc/selective_scan.cpp.
 _ARGUMENTS = struct.Struct("=34q")
@@ -192,7 +194,7 @@ def _scan(
     results = torch.empty_like(inputs)
     for i, step in enumerate(steps):
         step = step[:, None]
-        state = torch.exp(rates * step) * state + step * writes[i] * inputs[i, :, None]
+        state = aten.exp(rates * step) * state + step * writes[i] * inputs[i, :, None]
         seen = state.to(x.dtype).to(dtype) if round_state else state
         results[i] = seen @ reads[i]
     return results.to(x.dtype), state

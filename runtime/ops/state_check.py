@@ -15,6 +15,8 @@ from .causal_conv1d import causal_conv1d_cpu, causal_conv1d_reference
 from .linear_recurrence import linear_recurrence_cpu, linear_recurrence_reference
 from .selective_scan import selective_scan_cpu, selective_scan_reference
 
+aten = torch.ops.aten
+
 _LENGTHS = (20, 1, 3)
 _PADDING = 2
 _SLOTS = 6
@@ -74,7 +76,7 @@ def _run(
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference, in standard deviations of what is expected; NaN must stand where it is expected."""
-    if not torch.equal(found.isnan(), expected.isnan()):
+    if not aten.equal(found.isnan(), expected.isnan()):
         return float("inf")
     found, expected = (x.nan_to_num().float() for x in (found, expected))
     return float((found - expected).abs().max() / expected.std())
@@ -105,7 +107,7 @@ def _cases(what: str) -> Iterator[tuple[str, list[Any], torch.Tensor]]:
     else:
         for value_dim, dim in _STATE_SIZES:
             query, key, value = (random(1, _TOKENS, *sizes) for sizes in ((2, dim), (2, dim), (4, value_dim)))
-            beta, decay, by_channel = (random(1, _TOKENS, 4, *sizes).sigmoid() for sizes in ((), (), (dim,)))
+            beta, decay, by_channel = (aten.sigmoid(random(1, _TOKENS, 4, *sizes)) for sizes in ((), (), (dim,)))
             halves, state = [x.to(half) for x in (query, key, value)], states(4, value_dim, dim)
             yield " by the delta rule", [query, key, value, -decay, beta, 0.2, 1e-6], state
             yield " by the delta rule, decaying by channel", [*halves, -by_channel, beta.to(half), 0.2, 1e-6], state

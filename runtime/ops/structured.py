@@ -9,6 +9,8 @@ import torch
 from .native import FLOAT_CODES, kernel_function
 from .registration import register_operator
 
+aten = torch.ops.aten
+
 _ARGMAX_SCHEMA = "masked_argmax(Tensor logits, Tensor bitmask, Tensor rows) -> Tensor"
 _APPLY_SCHEMA = "apply_bitmask_(Tensor(a!) logits, Tensor bitmask, Tensor rows) -> ()"
 _ARGUMENTS = struct.Struct("=12q")  # MaskedChoiceArguments in csrc/masked_choice.cpp
@@ -98,7 +100,7 @@ def _allowed(bitmask: torch.Tensor, columns: int) -> torch.Tensor:
     """``[S, W]`` int32 → ``[S, columns]`` bool."""
     bits = torch.arange(32, dtype=torch.int32, device=bitmask.device)
     allowed = ((bitmask[:, :, None] >> bits) & 1).bool().flatten(1)
-    return torch.nn.functional.pad(allowed, (0, max(columns - allowed.shape[1], 0)))[:, :columns]
+    return aten.pad(allowed, (0, max(columns - allowed.shape[1], 0)))[:, :columns]
 
 
 def _check(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:

@@ -6,10 +6,11 @@ import struct
 from collections.abc import Sequence
 
 import torch
-from torch.nn import functional as F
 
 from ..memory import advise_huge_pages
 from .native import kernel_function
+
+aten = torch.ops.aten
 
 STEP = 32
 """Inputs are padded to a multiple of it."""
@@ -47,5 +48,5 @@ def _lay_out_into(laid: torch.Tensor, weight: torch.Tensor) -> None:
         sizes = (outputs, inputs, weight.stride(0), panel)
         if not kernel(_ARGUMENTS.pack(weight.data_ptr(), laid.data_ptr(), *sizes, torch.get_num_threads())):
             return
-    padded = F.pad(weight, (0, pairs * 2 - inputs, 0, panels * panel - outputs))
+    padded = aten.pad(weight, (0, pairs * 2 - inputs, 0, panels * panel - outputs))
     laid.copy_(padded.view(panels, panel, pairs, 2).transpose(1, 2))

@@ -7,10 +7,11 @@ GeGluV2. All take fp16, bf16 and fp32 (fp64), and round once at the end.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from .numerics import check_floating, stored_like, widened
 from .registration import Operator
+
+aten = torch.ops.aten
 
 _GELU = {"none", "tanh"}
 
@@ -18,7 +19,7 @@ _GELU = {"none", "tanh"}
 def npu_swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """``silu(a) · b``, ``a`` and ``b`` being the first and second half of ``input`` along ``dim``; contiguous."""
     first, second = _halves(input, dim)
-    return (F.silu(first) * second).to(input.dtype).contiguous()
+    return (aten.silu(first) * second).to(input.dtype).contiguous()
 
 
 def npu_geglu(
@@ -39,26 +40,26 @@ def npu_geglu(
     left, right = _halves(input, dim)
     if not activate_left:
         left, right = right, left
-    activated = F.gelu(left, approximate="tanh" if approximate else "none")
+    activated = aten.gelu(left, approximate="tanh" if approximate else "none")
     return (activated * right).to(input.dtype).contiguous(), activated.to(input.dtype).contiguous()
 
 
 def npu_gelu(input: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
     """GELU, exact ("none") or with tanh ("tanh"); the shape and strides of ``input``."""
     _check_approximate(approximate)
-    return stored_like(F.gelu(widened(input), approximate=approximate), input)
+    return stored_like(aten.gelu(widened(input), approximate=approximate), input)
 
 
 def npu_gelu_mul(input: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
     """``gelu(a) · b`` of the first and second half of the last dim; contiguous."""
     _check_approximate(approximate)
     first, second = _halves(input, -1)
-    return (F.gelu(first, approximate=approximate) * second).to(input.dtype).contiguous()
+    return (aten.gelu(first, approximate=approximate) * second).to(input.dtype).contiguous()
 
 
 def npu_silu(input: torch.Tensor) -> torch.Tensor:
     """``x · σ(x)``; the shape and strides of ``input``."""
-    return stored_like(F.silu(widened(input)), input)
+    return stored_like(aten.silu(widened(input)), input)
 
 
 def npu_fast_gelu(input: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from .grouped_matmul import group_ends
 from .grouped_quant_matmul import RoundedMatrices, multiply_int8
@@ -16,6 +15,8 @@ from .numerics import refuse_given
 from .quant_matmul import INT4_GROUP
 from .quantize import rows_to_int8
 from .registration import Operator
+
+aten = torch.ops.aten
 
 MAX_GATED_OUTPUTS = 10240
 """Of N, gate and up together."""
@@ -103,7 +104,7 @@ def npu_grouped_matmul_swiglu_quant_v2(
     kept = scales.float() if not matrices.is_int4 else scales if in_groups else scales[:, None]
     numbers = multiply_int8(x, matrices, [kept], [x_scale], weight_assist_matrix, torch.float32)
     gate, up = numbers.chunk(2, -1)
-    return rows_to_int8(F.silu(gate) * up)
+    return rows_to_int8(aten.silu(gate) * up)
 
 
 def _fake(

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.nn import functional as F
 
 from .numerics import check_floating, refuse_given, widened
 from .registration import Operator
+
+aten = torch.ops.aten
 
 PRODUCT_MULTIPLE, MAX_PRODUCT_DIM = 16, 65535
 """Sizes of npu_transpose_batchmatmul."""
@@ -41,7 +42,7 @@ def npu_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         raise ValueError(f"input is {input.dtype}, weight {weight.dtype}{given}; they must have one dtype")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [{len(weight)}], the rows of weight")
-    return F.linear(input, weight, bias)
+    return aten.linear(input, weight, bias)
 
 
 def _fake(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -6,11 +6,12 @@ Source: op-plugin, doc `torch_npu-npu_dequant_swiglu_quant.md`, golden test `tes
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from .numerics import refuse_given
 from .quantize import rows_to_int8
 from .registration import Operator
+
+aten = torch.ops.aten
 
 MAX_GROUPED_SWIGLU, GROUPED_SWIGLU_MULTIPLE = 10496, 64
 """The size of the result with ``group_index``: the largest, and what divides it."""
@@ -80,7 +81,7 @@ def npu_dequant_swiglu_quant(
     elif not x.is_floating_point() or activation_scale is not None or weight_scale is not None:
         raise ValueError(f"x is {x.dtype}; scales of sums go with int32, and numbers must be fp16 or bf16")
     left, right = numbers.chunk(2, -1)
-    result, scale = rows_to_int8(F.silu(left) * right if activate_left else F.silu(right) * left)
+    result, scale = rows_to_int8(aten.silu(left) * right if activate_left else aten.silu(right) * left)
     result[sum(counts) :], scale[sum(counts) :] = _UNDEFINED, torch.nan
     return result, scale
 
