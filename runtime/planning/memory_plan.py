@@ -140,8 +140,7 @@ def plan_memory(
         specs: what each layer stores, as ``Program.caches`` lists it.
         memory: bytes to divide.
         weight_bytes: of parameters and buffers.
-        activation_bytes: of a step of ``max_num_batched_tokens`` tokens, see
-            ``measured_activations.measure_activations``.
+        activation_bytes: of a step of ``max_num_batched_tokens`` tokens.
         block_size: tokens per block.
         max_num_seqs: most sequences at once.
         max_num_batched_tokens: most tokens per step.

@@ -86,14 +86,6 @@ def test_a_memory_that_is_too_small_is_told(run: Run, config_only: Path) -> None
     assert "It does not fit" in out and "KiB more" in out
 
 
-def test_measured_activations_of_a_checkpoint(run: Run, checkpoint: Path) -> None:
-    status, out, err = run("plan", checkpoint, "--memory", "1GiB", "--measure", *LIMITS, "--json")
-    assert status == 0, err
-    plain = json.loads(out)
-    assert plain["activations"] == "measured"
-    assert plain["activation_bytes"] < 2**28  # of a model with hidden size 64
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

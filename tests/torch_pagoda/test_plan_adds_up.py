@@ -42,7 +42,7 @@ def plan_of(memory: int, weights: int, activations: int, windows: tuple[int, ...
 def rows_of(found: MemoryPlan) -> list[tuple[str, Decimal, Decimal]]:
     """Label and the two figures of each row."""
     sheet = io.StringIO()
-    Console(file=sheet, width=80).print(memory_table(found, measured=False))
+    Console(file=sheet, width=80).print(memory_table(found))
     lines = sheet.getvalue().splitlines()[1:]
     assert max(map(len, lines)) <= 80
     return [(label, Decimal(a), Decimal(b)) for label, a, b in (line.rstrip().rsplit(maxsplit=2) for line in lines)]

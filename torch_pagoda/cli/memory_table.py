@@ -19,20 +19,18 @@ GIB, GB = 2**30, 10**9
 _FEWEST_DECIMALS, _MOST_DECIMALS = 2, 6
 
 
-def memory_table(found: MemoryPlan, measured: bool) -> Table:
+def memory_table(found: MemoryPlan) -> Table:
     """The parts that the memory is divided into, in binary and in decimal units.
 
     In each column the rows that are not indented add up to the last one, and the indented ones to the KV cache.
 
     Args:
         found: the plan.
-        measured: whether the activations were; they are estimated otherwise.
     """
-    how = "measured" if measured else "estimated"
     name = cache_name(found)
     outer = {
         "weights": found.weight_bytes,
-        f"activations, {found.max_num_batched_tokens} tokens, {how}": found.activation_bytes,
+        f"activations, {found.max_num_batched_tokens} tokens, estimated": found.activation_bytes,
         name: found.cache_bytes,
     }
     lacking = sum(outer.values()) - found.memory

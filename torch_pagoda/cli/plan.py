@@ -16,14 +16,12 @@ from .errors import one_line_errors
 from .format_table import format_table
 from .memory_table import GB, GIB, block_line, memory_table
 from .number_table import number_table
-from .phases import show_phases
 
 if TYPE_CHECKING:
     import torch
 
     from ..checkpoint.format_bytes import FormatBytes
     from ..compiler.estimates.requirements import Requirements
-    from ..runtime.engine.engine_options import EngineOptions
     from ..runtime.planning.block_size_plan import BlockSizePlan
     from ..runtime.planning.memory_plan import MemoryPlan
 
@@ -56,20 +54,15 @@ def plan(
         float, typer.Option(help="Their spread: standard deviation of the logarithm (log-normal).")
     ] = 0.8,
     target: Annotated[str, typer.Option(help="auto, cpu or npu.")] = "auto",
-    measure: Annotated[
-        bool,
-        typer.Option("--measure", help="Load the checkpoint and measure the largest step, instead of an estimate."),
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, sizes in bytes.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is done, to stderr.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Show how a memory divides into weights, activations and KV cache, and how many sequences fit at once.
 
-    Only the configuration is read, unless --measure is given; of a quantised checkpoint the weights, too: their
-    formats are told by them. Beside the paged cache stands contiguous allocation,
-    where each sequence reserves --max-model-len tokens. Exit status: 0, 1 when the model does not fit, 2 for a
-    mistake in the arguments or a model that cannot be served.
+    Only the configuration is read, and the weights of a quantised checkpoint, which tell their formats. Beside the
+    paged cache stands contiguous allocation, where each sequence reserves --max-model-len tokens. Exit status: 0, 1
+    when the model does not fit, 2 for a mistake in the arguments or a model that cannot be served.
     """
     logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(name)s: %(message)s")
     with one_line_errors(debug):
@@ -108,16 +101,11 @@ def plan(
         if block_size is None:
             block_size = sizes.block_size if sizes is not None else _default_block_size(options.target)
         options = replace(options, block_size=block_size) if options.target == "npu" else options
-        if measure:
-            with show_phases():
-                activations = _measured(model, dtype, options, limits, block_size)
-        else:
-            activations = needs.activation_bytes(limits.max_num_batched_tokens, limits.max_num_seqs, longest)
         found = plan_memory(
             needs.caches,
             memory=total,
             weight_bytes=needs.weight_bytes,
-            activation_bytes=activations,
+            activation_bytes=needs.activation_bytes(limits.max_num_batched_tokens, limits.max_num_seqs, longest),
             block_size=block_size,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -126,11 +114,11 @@ def plan(
             by_window=options.target == "cpu",
         )
     if as_json:
-        said = _as_dict(found, needs, sizes, kv_cache_dtype, measure)
+        said = _as_dict(found, needs, sizes, kv_cache_dtype)
         said["formats"] = None if formats is None else [asdict(one) for one in formats]
         print(json.dumps(said, indent=1, allow_nan=False))
     else:
-        _print(found, needs, sizes, kv_cache_dtype, measure)
+        _print(found, needs, sizes, kv_cache_dtype)
         if formats is not None:
             console = Console()
             console.print()
@@ -177,21 +165,8 @@ def _block_sizes(mean: float | None, sigma: float, longest: int, *, for_npu: boo
     return plan_block_size(LogNormalLengths(mean, sigma, longest), candidates)
 
 
-def _measured(model: str, dtype: str, options: Any, limits: EngineOptions, block_size: int) -> int:
-    """Bytes that the largest step of the checkpoint takes, compiled as ``LLM`` compiles it."""
-    from ..checkpoint.loading import load_model
-    from ..compiler.build import build_program
-    from ..device import resolve_device
-    from ..runtime.planning.measured_activations import measure_activations
-
-    module = load_model(model, dtype, False, resolve_device("auto"))
-    program = build_program(module, replace(options, verify="off", pack_weights=True), owns_weights=True)
-    tokens, seqs = limits.max_num_batched_tokens, limits.max_num_seqs
-    return measure_activations(program, tokens, seqs, block_size=block_size).peak_bytes
-
-
 def _as_dict(
-    found: MemoryPlan, needs: Requirements, sizes: BlockSizePlan | None, kv_cache_dtype: str, measured: bool
+    found: MemoryPlan, needs: Requirements, sizes: BlockSizePlan | None, kv_cache_dtype: str
 ) -> dict[str, Any]:
     """Everything that is printed, and more; sizes in bytes."""
     block_sizes = None
@@ -206,23 +181,20 @@ def _as_dict(
         "dtype": needs.weight_dtype,
         "parameters": needs.parameters,
         "kv_cache_dtype": kv_cache_dtype,
-        "activations": "measured" if measured else "estimated",
         **found.to_dict(),
         "block_sizes": block_sizes,
     }
 
 
-def _print(
-    found: MemoryPlan, needs: Requirements, sizes: BlockSizePlan | None, kv_cache_dtype: str, measured: bool
-) -> None:
+def _print(found: MemoryPlan, needs: Requirements, sizes: BlockSizePlan | None, kv_cache_dtype: str) -> None:
     console = Console()
     stored = "" if kv_cache_dtype == "auto" else f", KV cache in {kv_cache_dtype}"
     console.print(f"{needs.model} in {needs.weight_dtype}{stored}, {needs.parameters:,} parameters", highlight=False)
-    for table in (memory_table(found, measured), _limits(found), *([] if sizes is None else [_sizes(sizes)])):
+    for table in (memory_table(found), _limits(found), *([] if sizes is None else [_sizes(sizes)])):
         console.print()
         console.print(table)
     console.print()
-    for line in _words(found, measured):
+    for line in _words(found):
         console.print(line, highlight=False)
 
 
@@ -259,7 +231,7 @@ def _sizes(sizes: BlockSizePlan) -> Table:
     return table
 
 
-def _words(found: MemoryPlan, measured: bool) -> Iterator[str]:
+def _words(found: MemoryPlan) -> Iterator[str]:
     """The figures that are single numbers."""
     if found.pools:
         block = _exactly(found.block_bytes)
@@ -273,8 +245,7 @@ def _words(found: MemoryPlan, measured: bool) -> Iterator[str]:
     yield block_line(found)
     yield f"Longest sequence: {found.longest_sequence} tokens; contiguous: {found.contiguous_longest_sequence}."
     yield f"At most {found.max_num_seqs} sequences run at once (max_num_seqs)."
-    if not measured:
-        yield "Activations are the tensors alone. What malloc keeps can double them on a CPU: see --measure."
+    yield "Activations are the tensors alone. What malloc keeps can double them on a CPU."
 
 
 def _number(amount: float) -> str:
