@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from .python_values import python_value
 from .source import MAX_DEPTH, Malformed, load_json
 from .tools import Tool
 
@@ -26,7 +27,8 @@ def argument(name: str, key: str, text: str, tools: Sequence[Tool]) -> Any:
 
     Text stays text where the schema allows nothing else, or where nothing else can be read from it. Where it allows
     text and other types, text that is exactly such a value is that value: ``null``, ``12`` and ``{"a": 1}``, but
-    ``012`` is text. Where the schema says nothing, JSON is read as JSON and anything else is text.
+    ``012`` is text. Where it allows no text, Python's literals are read, too, and ``null`` is null even if the
+    schema does not name it. Where the schema says nothing, JSON is read as JSON and anything else is text.
 
     Args:
         name: of the function.
@@ -55,7 +57,7 @@ def typed_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
         return text
     bare = text.strip()
     strictly = "string" in types
-    if "null" in types and (bare == "null" or (bare == "None" and not strictly)):
+    if (bare == "null" and "null" in types) if strictly else bare.lower() in ("null", "none"):
         return None
     if "boolean" in types and (bare if strictly else bare.lower()) in ("true", "false"):
         return bare.lower() == "true"
@@ -63,8 +65,8 @@ def typed_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
         number = _number(bare, types, strictly)
         if number is not None:
             return number
-    if types & {"object", "array"} and bare[:1] in ("{", "["):
-        value = _any_value(bare)
+    if types & {"object", "array"} and bare[:1] in ("{", "[", "("):
+        value = _any_value(bare) if strictly else _literal(bare)
         if _TYPE_OF.get(type(value)) in types:
             return value
     return text
@@ -139,14 +141,25 @@ def resolve(reference: str, root: Mapping[str, Any]) -> Any:
 def _number(text: str, types: set[str], strictly: bool) -> int | float | None:
     if (_CANONICAL_INTEGER if strictly else _INTEGER).fullmatch(text):
         return int(text)
-    if not re.match(r"-?[0-9]", text):
+    if not re.match(r"[+-]?\.?[0-9]", text):
         return None
-    value = _any_value(text)
-    if isinstance(value, float) and "number" in types:
+    value = _any_value(text) if strictly else _literal(text)
+    if type(value) is float and "number" in types:
         return value
-    if isinstance(value, float) and value.is_integer() and not strictly:
+    if type(value) in (int, float) and not strictly and value == int(value):
         return int(value)
     return None
+
+
+def _literal(text: str) -> Any:
+    """JSON, or a literal of Python; the text itself where it is neither."""
+    value = _any_value(text)
+    if isinstance(value, str):
+        try:
+            return python_value(text)
+        except Malformed:
+            return text
+    return value
 
 
 def _any_value(text: str) -> Any:

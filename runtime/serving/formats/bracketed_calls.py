@@ -9,15 +9,9 @@ from typing import Any
 
 from .arguments import allowed, alternatives, declared_types, property_schema, typed_value
 from .json_calls import calls_of
+from .python_values import PythonText
 from .source import MAX_DEPTH, Malformed, ParsedCall, Source, Steps, load_json
 from .tools import Tool
-
-_PYTHON_NAME = re.compile(r"[A-Za-z_][\w.:/-]*", re.ASCII)
-_PYTHON_STRING = re.compile(r"""'((?:[^\\']|\\.)*)'|"((?:[^\\"]|\\.)*)\"""", re.DOTALL)
-_PYTHON_NUMBER = re.compile(r"[+-]?(?:\d{1,4000}(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
-_PYTHON_WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
-_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
-_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""}
 
 
 def read_lfm2(source: Source, tools: Sequence[Tool]) -> Steps[None]:
@@ -26,107 +20,32 @@ def read_lfm2(source: Source, tools: Sequence[Tool]) -> Steps[None]:
     yield from source.space()
     text = yield from source.python()
     inside = text[1:-1].strip()
-    yield calls_of(load_json(text)) if inside.startswith("{") else _PythonCalls(inside).calls()
-    yield from source.space()
+    yield calls_of(load_json(text)) if inside.startswith("{") else _python_calls(inside)
+    yield from source.stray_closers("<|tool_call_end|>")
     yield from source.accept("<|tool_call_end|>")
 
 
-class _PythonCalls:
-    """Calls with literal arguments. Brackets within each other have been counted before: it recurses into them."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._pos = 0
-
-    def calls(self) -> list[ParsedCall]:
-        found = []
-        while self._pos < len(self._text):
-            name = self._name()
-            arguments: dict[str, Any] = {}
-            self._expect("(")
-            while not self._accept(")"):
-                key = self._name()
-                self._expect("=")
-                arguments[key] = self._value()
-                if not self._accept(","):
-                    self._expect(")")
-                    break
-            found.append(ParsedCall(name, arguments))
-            if not self._accept(","):
+def _python_calls(text: str) -> list[ParsedCall]:
+    """Calls with literal arguments, a comma between two."""
+    source = PythonText(text)
+    found = []
+    while not source.at_end:
+        name = source.name()
+        arguments: dict[str, Any] = {}
+        source.expect("(")
+        while not source.accept(")"):
+            key = source.name()
+            source.expect("=")
+            arguments[key] = source.value()
+            if not source.accept(","):
+                source.expect(")")
                 break
-        if self._pos < len(self._text):
-            raise Malformed(f"no call at {self._text[self._pos : self._pos + 20]!r}")
-        return found
-
-    def _value(self) -> Any:
-        if self._accept("["):
-            return self._values("]")
-        if self._accept("("):
-            return self._values(")")
-        if self._accept("{"):
-            entries = {}
-            while not self._accept("}"):
-                key = self._value()
-                self._expect(":")
-                entries[key if isinstance(key, str) else str(key)] = self._value()
-                if not self._accept(","):
-                    self._expect("}")
-                    break
-            return entries
-        if text := self._match(_PYTHON_STRING):
-            return _ESCAPE.sub(_unescape, text[1:-1])
-        if text := self._match(_PYTHON_NUMBER):
-            digits = text.lstrip("+-")
-            if digits.isdecimal():
-                return int(text)
-            return load_json(repr(float(text)))
-        word = self._name()
-        if word not in _PYTHON_WORDS:
-            raise Malformed(f"{word[:20]!r} is no value")
-        return _PYTHON_WORDS[word]
-
-    def _values(self, closer: str) -> list[Any]:
-        values = []
-        while not self._accept(closer):
-            values.append(self._value())
-            if not self._accept(","):
-                self._expect(closer)
-                break
-        return values
-
-    def _name(self) -> str:
-        name = self._match(_PYTHON_NAME)
-        if not name:
-            raise Malformed(f"no name at {self._text[self._pos : self._pos + 20]!r}")
-        return name
-
-    def _match(self, pattern: re.Pattern[str]) -> str:
-        found = pattern.match(self._text, self._pos)
-        self._pos = found.end() if found else self._pos
-        self._space()
-        return found.group() if found else ""
-
-    def _accept(self, mark: str) -> bool:
-        if not self._text.startswith(mark, self._pos):
-            return False
-        self._pos += len(mark)
-        self._space()
-        return True
-
-    def _expect(self, mark: str) -> None:
-        if not self._accept(mark):
-            raise Malformed(f"no {mark} at {self._text[self._pos : self._pos + 20]!r}")
-
-    def _space(self) -> None:
-        while self._text[self._pos : self._pos + 1].isspace():
-            self._pos += 1
-
-
-def _unescape(escape: re.Match[str]) -> str:
-    for digits in escape.groups()[:3]:
-        if digits is not None:
-            return chr(int(digits, 16)) if int(digits, 16) <= 0x10FFFF else escape.group()
-    return escape[4] if escape[4] in "\\'\"" else _ESCAPED.get(escape[4], escape.group())
+        found.append(ParsedCall(name, arguments))
+        if not source.accept(","):
+            break
+    if not source.at_end:
+        raise source.malformed("call")
+    return found
 
 
 def read_gemma(source: Source, tools: Sequence[Tool]) -> Steps[None]:

@@ -9,7 +9,7 @@ from .format import CallSyntax
 from .grammar import CallGrammar, TaggedBody, json_body, named_body
 from .json_calls import deepseek, marked, read_kimi, read_llama, read_mistral
 from .parser import CallMarks, Reasoning, indexed_id, short_random_id
-from .tagged_calls import hunyuan, invocations, read_function_tags, read_glm
+from .tagged_calls import function_tags, glm, hunyuan, invocations
 
 _DSML = "｜DSML｜"
 _KEYED = ("<arg_key", "</arg_key", "<arg_value", "</arg_value")
@@ -21,9 +21,10 @@ _HERMES = CallSyntax(
 )
 _FUNCTION_TAGS = CallSyntax(
     CallMarks(
-        read_function_tags,
+        function_tags(),
         ("<tool_call>", "<function="),
         inside=("</tool_call>", "</function>", "<parameter=", "</parameter>"),
+        read_held=function_tags(lenient=False),
     ),
     CallGrammar(
         TaggedBody("<function={}>\n", "<parameter={}>\n", "\n</parameter>\n"),
@@ -47,6 +48,7 @@ def _deepseek_dsml(section: str) -> CallSyntax:
             invocations(opener, closer, _DSML),
             (opener,),
             inside=(closer, f"</{_DSML}invoke>", body.name, body.closer),
+            read_held=invocations(opener, closer, _DSML, lenient=False),
         ),
         CallGrammar(body, "", f"</{_DSML}invoke>\n", f"{opener}\n", closer),
     )
@@ -57,7 +59,12 @@ def hunyuan_syntax(suffix: str = "") -> CallSyntax:
     key, value = f"<arg_key{suffix}>{{}}</arg_key{suffix}>\n<arg_value{suffix}>", f"</arg_value{suffix}>\n"
     inside = ("</tool_calls", "<tool_call", "</tool_call", "<tool_sep", *_KEYED)
     return CallSyntax(
-        CallMarks(hunyuan(suffix), (f"<tool_calls{suffix}>",), inside=tuple(f"{tag}{suffix}>" for tag in inside)),
+        CallMarks(
+            hunyuan(suffix),
+            (f"<tool_calls{suffix}>",),
+            inside=tuple(f"{tag}{suffix}>" for tag in inside),
+            read_held=hunyuan(suffix, lenient=False),
+        ),
         CallGrammar(
             TaggedBody(f"{{}}<tool_sep{suffix}>\n", key, value),
             f"<tool_call{suffix}>",
@@ -71,7 +78,12 @@ def hunyuan_syntax(suffix: str = "") -> CallSyntax:
 def _glm(line: str) -> CallSyntax:
     body = TaggedBody(f"{{}}{line}", f"<arg_key>{{}}</arg_key>{line}<arg_value>", f"</arg_value>{line}")
     return CallSyntax(
-        CallMarks(read_glm, ("<tool_call>",), inside=("</tool_call>", *(f"{tag}>" for tag in _KEYED))),
+        CallMarks(
+            glm(),
+            ("<tool_call>",),
+            inside=("</tool_call>", *(f"{tag}>" for tag in _KEYED)),
+            read_held=glm(lenient=False),
+        ),
         CallGrammar(body, "<tool_call>", "</tool_call>", between=line),
     )
 
@@ -110,6 +122,7 @@ TOOL_PARSERS: Mapping[str, CallSyntax] = {
             invocations(*_MINIMAX_M2),
             _MINIMAX_M2[:1],
             inside=(_MINIMAX_M2[1], "<invoke name=", "</invoke>", "<parameter name=", "</parameter>"),
+            read_held=invocations(*_MINIMAX_M2, lenient=False),
         ),
         CallGrammar(
             TaggedBody('<invoke name="{}">\n', '<parameter name="{}">', "</parameter>\n"),

@@ -56,7 +56,8 @@ class CallSyntax:
     @property
     def held_marks(self) -> CallMarks:
         """The marks of calls that a grammar holds to their schemas: what else might begin one is text."""
-        return replace(self.marks, open=(self.grammar_mark,), open_at_start=()) if self.grammar_mark else self.marks
+        marks = replace(self.marks, read=self.marks.read_held or self.marks.read)
+        return replace(marks, open=(self.grammar_mark,), open_at_start=()) if self.grammar_mark else marks
 
 
 @dataclass(frozen=True)
@@ -127,28 +128,56 @@ class Format:
             awaits_answer: a grammar begins behind ``reasoning_ahead``: nothing else ends the reasoning.
         """
         calls = self.calls if tools else None
-        reasoning, end = self.reasoning, self.reasoning_ahead(prompt_text)
-        if reasoning is not None and end is not None and awaits_answer:
-            reasoning = replace(reasoning, close=(end,), ended_by_calls=False)
+        reasoning, (reasoning_open, in_content) = self.reasoning, self._ends_within(prompt_text)
+        if reasoning is not None and reasoning_open and awaits_answer:
+            reasoning = replace(reasoning, close=reasoning.close[:1], ended_by_calls=False)
         return Parser(
             reasoning,
             (calls.held_marks if is_held else calls.marks) if calls else None,
             tools,
-            end is not None,
+            reasoning_open,
             make_id or (calls.make_id if calls else None),
             known_only,
+            in_content,
         )
 
     def reasoning_open(self, prompt_text: str) -> bool:
-        """Whether a prompt ends within reasoning, as templates that write ``<think>`` make it."""
-        if self.reasoning is None:
-            return False
-        begin = prompt_text.rfind(self.answer_begins) if self.answer_begins else -1
+        """Whether a prompt ends within reasoning: a block of it that stands where answers begin, and is not closed.
+
+        Marks within a text that the answer begins with, a prefill, are part of that text.
+        """
+        return self._ends_within(prompt_text)[0]
+
+    def _ends_within(self, prompt_text: str) -> tuple[bool, bool]:
+        """Whether a prompt ends within reasoning, and whether it ends within content."""
+        opened = tuple(mark.rstrip() for mark in self.reasoning.open) if self.reasoning else ()
+        closed = self.reasoning_end
+        end = prompt_text.rstrip()
+        begin = end.rfind(self.answer_begins) if self.answer_begins else -1
         if begin < 0:
-            return prompt_text.rstrip().endswith(tuple(mark.rstrip() for mark in self.reasoning.open))
-        answer = prompt_text[begin + len(self.answer_begins) :]
-        opened = max(answer.rfind(mark.rstrip()) for mark in self.reasoning.open)
-        return opened > max(answer.rfind(mark) for mark in self.reasoning.close)
+            return end.endswith(opened), False
+        answer = end[begin + len(self.answer_begins) :].lstrip()
+        while mark := next((mark for mark in (*opened, *closed) if answer.startswith(mark)), None):
+            answer = answer[len(mark) :]
+            if mark in opened:
+                ends = [(at, at + len(close)) for close in closed if (at := answer.find(close)) >= 0]
+                if not ends:
+                    return True, False
+                answer = answer[min(ends)[1] :]
+            answer = answer.lstrip()
+        # After results of tools, some templates go on without another beginning.
+        open_mark = next((mark for mark in opened if end.endswith(mark)), "")
+        if not answer or end.removesuffix(open_mark).rstrip().endswith(self._token_texts):
+            return bool(answer and open_mark), False
+        return False, True
+
+    @cached_property
+    def _token_texts(self) -> tuple[str, ...]:
+        """Visible texts of tokens that the tokenizer holds whole, marks of reasoning apart."""
+        marks = {mark.strip() for mark in (*self.reasoning.open, *self.reasoning.close)} if self.reasoning else set()
+        return tuple(
+            text for text in {*self.added_tokens, *self.special_tokens.values()} if text.strip() not in {"", *marks}
+        )
 
     def grammar(
         self,

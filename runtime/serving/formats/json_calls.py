@@ -47,8 +47,8 @@ def object_of(arguments: Any) -> dict[str, Any]:
 def marked(*marks: tuple[str, str]) -> CallReader:
     """A call, or an array of calls, between two marks: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
 
-    The closing mark may be missing, as models leave it out at the end. Without an opening mark, calls count only if
-    they name a tool of the request.
+    The closing mark may be missing, as models leave it out at the end. Several calls may stand before it, and a
+    bracket too many. Without an opening mark, calls count only if they name a tool of the request.
 
     Args:
         marks: pairs that may stand around calls; either may be "".
@@ -57,14 +57,27 @@ def marked(*marks: tuple[str, str]) -> CallReader:
 
     def read(source: Source, tools: Sequence[Tool]) -> Steps[None]:
         opener = (yield from source.accept(*filter(None, closers))) or ""
+        closer = closers[opener]
         yield from source.space()
-        value = yield from source.json()
-        yield calls_of(value, not opener)
-        yield from source.space()
-        if closers[opener]:
-            yield from source.accept(closers[opener])
+        while True:
+            value = yield from source.json()
+            yield calls_of(value, not opener)
+            yield from source.stray_closers(*([closer, "{", "["] if closer else []))
+            if not closer or (yield from source.accept(closer)) or not (yield from _another(source)):
+                return
 
     return read
+
+
+def _another(source: Source) -> Steps[bool]:
+    """Whether another value stands here, up to which a comma is passed over."""
+    start = source.pos
+    yield from source.accept(",")
+    yield from source.space()
+    if (yield from source.peek("{", "[")) is not None:
+        return True
+    source.pos = start
+    return False
 
 
 def read_llama(source: Source, tools: Sequence[Tool]) -> Steps[None]:
@@ -74,7 +87,7 @@ def read_llama(source: Source, tools: Sequence[Tool]) -> Steps[None]:
         yield from source.space()
         value = yield from source.json()
         yield calls_of(value, marked is None)
-        yield from source.space()
+        yield from source.stray_closers(";")
         if (yield from source.accept(";")) is None:
             return
 
@@ -86,6 +99,7 @@ def read_mistral(source: Source, tools: Sequence[Tool]) -> Steps[None]:
     if (yield from source.peek("[{", "[ {", "{")) is not None:
         value = yield from source.json()
         yield calls_of(value)
+        yield from source.stray_closers("[TOOL_CALLS]")
         return
     own_id = None
     name, mark = yield from source.until("[ARGS]", "[CALL_ID]", "{")
@@ -96,6 +110,7 @@ def read_mistral(source: Source, tools: Sequence[Tool]) -> Steps[None]:
     yield from source.space()
     arguments = yield from source.json()
     yield [ParsedCall(name.strip(), object_of(arguments), (own_id or "").strip() or None)]
+    yield from source.stray_closers("[TOOL_CALLS]")
 
 
 def read_kimi(source: Source, tools: Sequence[Tool]) -> Steps[None]:
@@ -105,7 +120,7 @@ def read_kimi(source: Source, tools: Sequence[Tool]) -> Steps[None]:
         own_id, _ = yield from source.until("<|tool_call_argument_begin|>")
         yield from source.space()
         arguments = yield from source.json()
-        yield from source.space()
+        yield from source.stray_closers("<|tool_call_end|>")
         if not source.at_end:
             yield from source.expect("<|tool_call_end|>")
         name = own_id.strip().removeprefix("functions.").rpartition(":")
@@ -123,7 +138,7 @@ def deepseek(fenced: bool) -> CallReader:
                 name, _ = yield from source.until("```json")
             yield from source.space()
             arguments = yield from source.json()
-            yield from source.space()
+            yield from source.stray_closers("```" if fenced else "<｜tool▁call▁end｜>")
             if fenced:
                 yield from source.accept("```")
                 yield from source.space()

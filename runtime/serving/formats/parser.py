@@ -11,12 +11,12 @@ import secrets
 import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TypeAlias
 
 from .events import ContentDelta, Event, ReasoningDelta, ToolCall, merge_events
 from .source import Malformed, ParsedCall, Source, Steps
 from .tools import TOOL_NAME, Tool
+from .watch import watch
 
 _VISIBLE = re.compile(r"\S")
 
@@ -53,18 +53,20 @@ class CallMarks:
         open: any of them begins calls, wherever it stands.
         open_at_start: any of them begins calls where nothing but white space, reasoning and calls came before.
         inside: further marks that the reader looks for, as far as they may be special tokens or hold some.
+        read_held: the reader of calls that a grammar holds, where ``read`` takes more than the grammar does.
     """
 
     read: CallReader
     open: tuple[str, ...]
     open_at_start: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()
+    read_held: CallReader | None = None
 
 
 class Parser:
     """Takes a completion's text as it comes and gives events.
 
-    White space next to calls and around reasoning is dropped; a call that is malformed is content, as it was written.
+    White space around content and reasoning is dropped; a call that is malformed is content, as it was written.
 
     Args:
         reasoning: its marks, or None.
@@ -73,6 +75,7 @@ class Parser:
         reasoning_open: the prompt ends within reasoning.
         make_id: ids of calls for which the model writes none.
         known_only: calls of other functions are malformed.
+        in_content: the prompt ends within content that this text goes on with.
 
     Attributes:
         malformed: calls that could not be read.
@@ -86,6 +89,7 @@ class Parser:
         reasoning_open: bool = False,
         make_id: MakeId | None = None,
         known_only: bool = False,
+        in_content: bool = False,
     ) -> None:
         self.malformed = 0
         self.reasoning_open = reasoning_open and reasoning is not None
@@ -100,16 +104,16 @@ class Parser:
         self._unread = 0  # where the text begins that is content again if the reader fails
         self._called = False  # by this reader
         self._marked = True  # this reader began at a mark that begins nothing else
-        self._at_start = True  # of the answer, but for white space, reasoning and calls
-        self._text = AnswerText(holds_space=calls is not None)
+        self._at_start = not in_content  # of the answer, but for white space, reasoning and calls
+        self._text = AnswerText(calls is not None, in_content)
         openers = calls.open if calls else ()
         at_start = (*openers, *(calls.open_at_start if calls else ()), *self._reasoning.open, *self._reasoning.close)
         in_content = (*openers, *(self._reasoning.open if self._reasoning.anywhere else ()))
         in_reasoning = (*self._reasoning.close, *(openers if self._reasoning.ended_by_calls else ()))
-        self._watched_at_start = _watch(at_start)
-        self._watched_in_content = _watch(in_content)
-        self._watched_in_reasoning = _watch(in_reasoning)
-        self._watched_at_start_of_reasoning = _watch((*self._reasoning.open, *in_reasoning))
+        self._watched_at_start = watch(at_start)
+        self._watched_in_content = watch(in_content)
+        self._watched_in_reasoning = watch(in_reasoning)
+        self._watched_at_start_of_reasoning = watch((*self._reasoning.open, *in_reasoning))
 
     def feed(self, text: str) -> list[Event]:
         """Events that the next text brings."""
@@ -138,18 +142,18 @@ class Parser:
             blank = visible.start() if visible else len(source.text)
             self._text.give(out, self.reasoning_open, source.text[source.pos : blank])
             source.pos = blank
-            watch = self._watched_at_start_of_reasoning if self.reasoning_open else self._watched_at_start
+            watched = self._watched_at_start_of_reasoning if self.reasoning_open else self._watched_at_start
             if blank == len(source.text):
                 source.forget()
                 return False
-            if mark := watch.match(source.text, blank):
+            if mark := watched.match(source.text, blank):
                 return self._pass(mark)
-            if not source.ended and watch.may_begin(source.text, blank):
+            if not source.ended and watched.may_begin(source.text, blank):
                 return False
             self._at_start = False
-        watch = self._watched_in_reasoning if self.reasoning_open else self._watched_in_content
-        found = watch.search(source.text, source.pos)
-        end = found.start() if found else len(source.text) if source.ended else watch.held(source.text, source.pos)
+        watched = self._watched_in_reasoning if self.reasoning_open else self._watched_in_content
+        found = watched.search(source.text, source.pos)
+        end = found.start() if found else len(source.text) if source.ended else watched.held(source.text, source.pos)
         self._text.give(out, self.reasoning_open, source.text[source.pos : end])
         source.pos = end
         if found:
@@ -215,75 +219,46 @@ class Parser:
 
 
 class AnswerText:
-    """Content and reasoning, without the white space next to calls and around reasoning.
+    """Content and reasoning, without the white space around them.
+
+    White space between two parts of the content stays as it was written, even if a call or reasoning stands between
+    them; so does white space between two parts of the reasoning.
 
     Args:
         holds_space: calls may come, so that white space at the end of content waits for what follows.
+        in_content: there is content already that this goes on with.
     """
 
-    def __init__(self, holds_space: bool) -> None:
+    def __init__(self, holds_space: bool, in_content: bool = False) -> None:
         self._holds_space = holds_space
-        self._strips = False  # white space that comes next is dropped
-        self._space = ""  # held back
+        self._is_cut = False  # nothing visible came since
+        self._begun = {False: in_content, True: False}  # content, reasoning
+        self._space = {False: "", True: ""}  # held back
 
     def give(self, out: list[Event], reasoning: bool, text: str) -> None:
         """Give text, white space at its end held back."""
-        text = text.lstrip() if self._strips else text
-        if not text:
-            return
-        self._strips = False
-        kept = text.rstrip() if self._holds_space or reasoning else text
+        if self._is_cut and not self._begun[reasoning]:
+            text = text.lstrip()
+        kept = text.rstrip() if self._holds_space or reasoning or self._is_cut else text
         if kept:
-            out.append(ReasoningDelta(self._space + kept) if reasoning else ContentDelta(self._space + kept))
-            self._space = ""
-        self._space += text[len(kept) :]
+            kind = ReasoningDelta if reasoning else ContentDelta
+            out.append(kind(self._space[reasoning] + kept))
+            self._space[reasoning] = ""
+            self._begun[reasoning], self._is_cut = True, False
+        self._space[reasoning] += text[len(kept) :]
 
     def cut(self) -> None:
-        """Drop the white space here: a call stands here, or reasoning begins or ends."""
-        self._space, self._strips = "", True
+        """A call stands here, or reasoning begins or ends: white space here is given only between two parts."""
+        self._is_cut = True
+        for reasoning, begun in self._begun.items():
+            if not begun:
+                self._space[reasoning] = ""
 
     def flush(self, out: list[Event]) -> None:
-        """Give the white space that was held back: it ends the content."""
-        if self._space:
-            out.append(ContentDelta(self._space))
-            self._space = ""
-
-
-class _Watch:
-    """Marks that are looked for in text that is still growing."""
-
-    def __init__(self, marks: tuple[str, ...]) -> None:
-        ordered = sorted({mark for mark in marks if mark}, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
-        self._beginnings = {mark[:i] for mark in ordered for i in range(1, len(mark))}
-        self._firsts = {mark[0] for mark in ordered}
-        self._longest = max(map(len, ordered), default=1)
-
-    def search(self, text: str, pos: int) -> re.Match[str] | None:
-        """The first mark from ``pos`` on."""
-        return self._pattern.search(text, pos)
-
-    def match(self, text: str, pos: int) -> str | None:
-        """The mark at ``pos``."""
-        found = self._pattern.match(text, pos)
-        return found.group() if found else None
-
-    def may_begin(self, text: str, pos: int) -> bool:
-        """Whether all of the text from ``pos`` on is the beginning of a mark."""
-        return len(text) - pos < self._longest and text[pos:] in self._beginnings
-
-    def held(self, text: str, pos: int) -> int:
-        """Where the end of the text may be the beginning of a mark; the text's length where it cannot."""
-        for start in range(max(pos, len(text) - self._longest + 1), len(text)):
-            if text[start] in self._firsts and text[start:] in self._beginnings:
-                return start
-        return len(text)
-
-
-@lru_cache(maxsize=64)
-def _watch(marks: tuple[str, ...]) -> _Watch:
-    """The same for all completions of a format."""
-    return _Watch(marks)
+        """Give the white space that was held back, if it ends the content and not what stands before a call."""
+        if self._space[False] and not self._is_cut:
+            out.append(ContentDelta(self._space[False]))
+            self._space[False] = ""
 
 
 def dump(arguments: object) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
@@ -125,19 +125,45 @@ class Source:
         yield from self.space()
         return not self.at_end and (yield from self.expect(opener, closer)) == opener
 
-    def value(self, closer: str, followers: tuple[str, ...]) -> Steps[str]:
+    def value(self, closer: str, followers: tuple[str, ...], missing: MissingCloser | None = None) -> Steps[str]:
         """Text before ``closer``; one that neither a follower nor the end comes after belongs to the text.
 
         White space may stand in between. So a value can hold its own closer, as text about the format does.
+
+        Args:
+            closer: of the value.
+            followers: what may stand behind the closer.
+            missing: how it is known that the model left the closer out; None: it is not looked for.
         """
         start = self.pos
+        ends = (missing.opener, missing.end) if missing else ()
         while True:
-            yield from self.until(closer)
-            end = self.pos
-            yield from self.space()
-            if self.at_end or (yield from self.peek(*followers)) is not None:
-                return self.text[start : end - len(closer)]
+            _, mark = yield from self.until(closer, *ends)
+            begin, end = self.pos - len(mark), self.pos
+            if mark == closer:
+                yield from self.space()
+                is_end = self.at_end or (yield from self.peek(*followers)) is not None
+                begin, end = (begin, self.pos) if is_end else (begin, end)
+            else:
+                assert missing is not None
+                is_end = yield from missing.is_here(self, mark)
+                if is_end:
+                    end, begin = begin, begin - self.text.endswith("\n", start, begin) * missing.ends_lines
             self.pos = end
+            if is_end:
+                return self.text[start:begin]
+
+    def stray_closers(self, *followers: str) -> Steps[None]:
+        """Pass over white space, and closing brackets that are too many if a follower or the end comes after them."""
+        start = self.pos
+        while True:
+            yield from self.space()
+            if self.text[self.pos : self.pos + 1] not in ("}", "]"):
+                break
+            self.pos += 1
+        if not self.at_end and (not followers or (yield from self.peek(*followers)) is None):
+            self.pos = start
+            yield from self.space()
 
     def json(self) -> Steps[Any]:
         """A JSON object or array. Control characters may stand in strings as they are; NaN and infinities may not."""
@@ -188,6 +214,42 @@ class Source:
                     raise Malformed(f"{found!r} closes another bracket")
                 if not closers:
                     return self.text[start : self.pos]
+
+
+@dataclass(frozen=True)
+class MissingCloser:
+    """How a value's end is known where the model left its closer out.
+
+    Attributes:
+        opener: before the name of another argument.
+        end: of the call.
+        is_next: whether an argument of this name may come now.
+        behind_end: what comes behind the end of a call, if not the end of all text.
+        ends_lines: the line break before what ends a value is none of the value's.
+    """
+
+    opener: str
+    end: str
+    is_next: Callable[[str], bool]
+    behind_end: tuple[str, ...]
+    ends_lines: bool = True
+
+    def is_here(self, source: Source, mark: str) -> Steps[bool]:
+        """Whether the value ended at a mark, one of the two, that was just passed over."""
+        if mark == self.end:
+            yield from source.space()
+            return source.at_end or (yield from source.peek(*self.behind_end)) is not None
+        while True:
+            name = _ARGUMENT_NAME.match(source.text, source.pos)
+            if name is not None and (name.end() < len(source.text) or source.ended or len(name.group()) == MAX_NAME):
+                return self.is_next(name[1])
+            yield None
+
+
+MAX_NAME = 256
+"""Characters between the opener of an argument and the end of its name."""
+
+_ARGUMENT_NAME = re.compile(rf"""(?=["']?([^<>"']{{0,{MAX_NAME}}}))[^<>]{{0,{MAX_NAME}}}""")
 
 
 def load_json(text: str) -> Any:

@@ -106,7 +106,7 @@ async def test_one_call_is_one_call(serve: Any, engine: FakeEngine, route: str, 
         fields = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": not parallel}}
     names, text = await answered(serve, engine, route, body(route, {"f": {}, "g": {}}, **fields), texts)
     assert names == (["f", "g", "f"] if parallel else ["f"])
-    assert text == "Well.andso."
+    assert text == "Well.  and  so."
 
 
 async def test_every_choice_has_its_one_call(serve: Any, engine: FakeEngine) -> None:

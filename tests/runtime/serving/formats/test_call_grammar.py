@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -254,6 +255,18 @@ def test_no_value_holds_what_comes_after_it(family):
     for ending in (bad[cut:], bad[cut:].replace("\n", ""), bad[cut:].replace("\n", " ")):
         assert [way.calls(good[:cut] + ending + good[cut:]) for way in held] == [None, None]
     assert [way.calls(good.replace("</", "", 1)) for way in held] == [None, None]
+
+
+@pytest.mark.parametrize("family", TAGGED)
+def test_a_missing_end_of_a_value_is_not_mended_where_a_grammar_takes_it_for_text(family):
+    found, vocabulary = format_and_vocabulary(family)
+    plain, vocabulary = chat_tokenizer("phi4_mini_json"), format_and_vocabulary("phi4_mini_json")[1]
+    held = Held(replace(found, added_tokens={}), vocabulary, plain, TOOLS, "auto")
+    good, other = (written(family, [("weather", {"city": "K", "days": days})]) for days in (3, 77))
+    cut, end = good.index("K") + 1, other.index("77") + 2
+    text = good[:cut] + re.sub("</[^k]*?>", "", other[cut:end], count=1) + good[cut:]
+    (call,) = held.calls(text) or []
+    assert "77" in json.loads(call.arguments)["city"] and json.loads(call.arguments)["days"] == 3
 
 
 REFERRED = {"$defs": {"colour": {"enum": ["red", "blue"], "type": "string"}, "loop": {"$ref": "#/$defs/loop"}}}

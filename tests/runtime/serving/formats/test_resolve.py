@@ -75,6 +75,11 @@ def test_nothing_is_known_of_a_plain_template():
         ("<|im_start|>assistant\n<think>\nI was", True),
         ("<|im_start|>assistant\n<think>\nI was</think>So", False),
         ("<|im_start|>user\nwhat is <think>?<|im_end|>\n<|im_start|>assistant\n", False),
+        ("<|im_start|>assistant\nThe tag <think> means", False),
+        ("<|im_start|>assistant\nThe tag is <think>", False),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\nThe tag <think> means", False),
+        ("<|im_start|>assistant\n</think>\n\n<think>\nI was", True),
+        ("<|im_start|>assistant\nHi<|im_end|>\n<think>\n", True),
     ],
 )
 def test_whether_reasoning_is_open_follows_from_the_prompt(end, is_open):
@@ -86,6 +91,35 @@ def test_whether_reasoning_is_open_follows_from_the_prompt(end, is_open):
     assert found.parser(prompt, TOOLS).reasoning_open is is_open
     assert found.reasoning_end == ("</think>",)
     assert found.reasoning_ahead(prompt) == ("</think>" if is_open else None)
+
+
+@pytest.mark.parametrize("family", ["hermes", "gemma4", "mistral", "minimax_m3", "llama3_json"])
+def test_a_prefill_that_talks_about_marks_is_text_and_so_is_what_follows(family):
+    found = resolve(None, chat_tokenizer(family))
+    assert isinstance(found, Format) and found.reasoning is not None
+    opened, closed = found.reasoning.open[0].rstrip(), found.reasoning.close[0]
+    head = "<|im_start|>assistant\n"
+    for prefill in (f"The mark {opened} means", f"The mark is {opened}", f"{closed}\nThe mark {opened} means"):
+        assert not found.reasoning_open(head + prefill), prefill
+        parser = found.parser(head + prefill, TOOLS)
+        assert merge_events([*parser.feed(" what"), *parser.finish()]) == [ContentDelta(" what")]
+    parser = found.parser(head + f"{opened}I was", TOOLS)
+    assert merge_events([*parser.feed(f" on{closed}Hi"), *parser.finish()]) == [
+        ReasoningDelta(" on"),
+        ContentDelta("Hi"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "text"), [("hermes", "<think> opens it."), ("llama3_json", '{"name": "f", "parameters": {}}')]
+)
+def test_what_only_an_answer_begins_with_is_text_behind_a_prefill(family, text):
+    found = resolve(None, chat_tokenizer(family))
+    assert isinstance(found, Format)
+    for prefill, is_text in (("The mark", True), ("", False), ("Hi<|im_end|>\n", False)):
+        parser = found.parser(f"<|im_start|>assistant\n{prefill}", TOOLS)
+        events = merge_events([*parser.feed(text), *parser.finish()])
+        assert (events == [ContentDelta(text)]) is is_text, prefill
 
 
 def test_a_grammar_that_waits_waits_for_one_end():
@@ -165,7 +199,7 @@ KEYED = {
                 ReasoningDelta("hm"),
                 ContentDelta("Hi"),
                 ToolCall("0", "f", '{"x": "7"}'),
-                ContentDelta("and"),
+                ContentDelta(" and"),
                 ToolCall("1", "f", "{}"),
             ],
             0,

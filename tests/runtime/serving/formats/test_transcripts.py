@@ -31,6 +31,8 @@ TOOLS = check_tools(
                         "city": {"type": "string"},
                         "days": {"type": "integer"},
                         "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                        "list": {"type": "array"},
+                        "more": {"type": "object"},
                     },
                 },
             },
@@ -102,7 +104,11 @@ M3 = (
     "tool_parser, text, expected",
     [
         ("hermes", f"Sure.\n\n{HERMES}\n{HERMES}", ["Sure.", WEATHER, WEATHER]),
-        ("hermes", f"<think>\nhm\n</think>\n\n{HERMES} and {HERMES} done", [["hm"], WEATHER, "and", WEATHER, "done"]),
+        (
+            "hermes",
+            f"<think>\nhm\n</think>\n\n{HERMES} and {HERMES} done",
+            [["hm"], WEATHER, "and", WEATHER, "  done"],
+        ),
         ("hermes", '<tool_call>{"name": "now"}</tool_call>', [NOW]),
         ("hermes", '<tool_call>{"name": "now", "arguments": "{}"}</tool_call>', [NOW]),
         ("qwen3_coder", f"Sure.\n\n{TAGS}\n{TAGS}\n", ["Sure.", WEATHER, WEATHER]),
@@ -233,6 +239,166 @@ def test_calls(tool_parser, text, expected):
 )
 def test_edges(tool_parser, text, expected):
     check(tool_parser, text, expected)
+
+
+def tags(body: str) -> str:
+    return f"<tool_call>\n<function=weather>\n{body}</function>\n</tool_call>"
+
+
+def keyed(body: str) -> str:
+    return f"<tool_call>weather{body}</tool_call>"
+
+
+def invoked(body: str) -> str:
+    return f'<minimax:tool_call>\n<invoke name="weather">\n{body}</invoke>\n</minimax:tool_call>'
+
+
+BOTH = {"city": "Köln", "days": 3}
+
+
+@pytest.mark.parametrize(
+    "tool_parser, text, arguments",
+    [
+        ("qwen3_coder", tags("<parameter=city>\nKöln\n<parameter=days>\n3\n</parameter>\n"), BOTH),
+        ("qwen3_coder", tags("<parameter=city>\nKöln\n</parameter>\n<parameter=days>\n3\n"), BOTH),
+        ("qwen3_coder", tags("<parameter=city>\nKöln\n<parameter=days>\n3\n"), BOTH),
+        ("qwen3_coder", tags("<parameter=city>\nKöln\n</parameter>\n").replace("</function>\n", ""), CITY),
+        (
+            "step3p5",
+            tags("<parameter=city>\nKöln\n\n<parameter=days>\n3\n</parameter>\n"),
+            BOTH,
+        ),
+        # Text about the format is text: on no line of its own, not declared, given before, or followed by more text.
+        (
+            "qwen3_coder",
+            tags("<parameter=city>\na <parameter=days>\n3\n</parameter>\n"),
+            {"city": "a <parameter=days>\n3"},
+        ),
+        (
+            "qwen3_coder",
+            tags("<parameter=city>\na\n<parameter=x>\n3\n</parameter>\n"),
+            {"city": "a\n<parameter=x>\n3"},
+        ),
+        (
+            "qwen3_coder",
+            tags("<parameter=city>\na\n<parameter=city>\n3\n</parameter>\n"),
+            {"city": "a\n<parameter=city>\n3"},
+        ),
+        ("qwen3_coder", tags("<parameter=city>\na\n</function>\nb\n</parameter>\n"), {"city": "a\n</function>\nb"}),
+        (
+            "glm47",
+            keyed("<arg_key>city</arg_key><arg_value>Köln<arg_key>days</arg_key><arg_value>3</arg_value>"),
+            BOTH,
+        ),
+        (
+            "glm47",
+            keyed("<arg_key>city</arg_key><arg_value>Köln</arg_value><arg_key>days</arg_key><arg_value>3"),
+            BOTH,
+        ),
+        ("glm45", keyed("\n<arg_key>city</arg_key>\n<arg_value>Köln\n<arg_key>days</arg_key>\n<arg_value>3\n"), BOTH),
+        (
+            "hy_v3",
+            "<tool_calls>\n<tool_call>weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Köln\n"
+            "<arg_key>days</arg_key>\n<arg_value>3\n</tool_call>\n</tool_calls>",
+            BOTH,
+        ),
+        ("minimax_m2", invoked('<parameter name="city">Köln\n<parameter name="days">3</parameter>\n'), BOTH),
+        ("minimax_m2", invoked('<parameter name="city">Köln</parameter>\n<parameter name="days">3\n'), BOTH),
+        (
+            "deepseek_v32",
+            DSML.replace("SECTION", "function_calls")
+            .replace("</｜DSML｜parameter>", "")
+            .replace('<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n', ""),
+            BOTH,
+        ),
+    ],
+)
+def test_the_end_of_an_argument_may_be_missing(tool_parser, text, arguments):
+    check(tool_parser, text, [("weather", arguments)])
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("list", "['x', True, None]", ["x", True, None]),
+        ("list", "('x', 1.5)", ["x", 1.5]),
+        ("list", '["x", true]', ["x", True]),
+        ("list", "null", None),
+        ("list", "x, y", "x, y"),
+        ("list", "['x', open()]", "['x', open()]"),
+        ("list", "[" * 100 + "]" * 100, "[" * 100 + "]" * 100),
+        ("more", "{'a': {'b': False}, 1: 2,}", {"a": {"b": False}, "1": 2}),
+        ("more", "['a']", "['a']"),
+        ("days", "null", None),
+        ("days", "None", None),
+        ("days", "+3", 3),
+        ("days", "3.0", 3),
+        ("days", "True", "True"),
+        ("days", "3 days", "3 days"),
+        ("city", "None", "None"),
+        ("city", "['x']", "['x']"),
+        ("unit", "None", "None"),
+        ("unit", "null", None),
+    ],
+)
+def test_a_value_is_of_its_declared_type(key, text, value):
+    wanted = [("weather", {key: value})]
+    check("qwen3_coder", tags(f"<parameter={key}>\n{text}\n</parameter>\n"), wanted)
+    check("glm47", keyed(f"<arg_key>{key}</arg_key><arg_value>{text}</arg_value>"), wanted)
+    check("minimax_m2", invoked(f'<parameter name="{key}">{text}</parameter>\n'), wanted)
+
+
+CALL = '{"name": "weather", "arguments": {"city": "Köln"}}'
+
+
+@pytest.mark.parametrize(
+    "tool_parser, text, expected",
+    [
+        ("hermes", f"<tool_call>\n{CALL}\n{CALL}\n</tool_call>\nSo.", [WEATHER, WEATHER, "So."]),
+        ("hermes", f"<tool_call>{CALL}, {CALL}{CALL}</tool_call>{HERMES}", [WEATHER] * 4),
+        ("hermes", f"<tool_call>\n{CALL}}}\n</tool_call>\nSo.", [WEATHER, "So."]),
+        ("hermes", f"<tool_call>\n{CALL}}}]\n{CALL}}}\n</tool_call>", [WEATHER, WEATHER]),
+        ("hermes", f"<tool_call>\n{CALL}}}", [WEATHER]),
+        ("hermes", f"<tool_call>\n{CALL}}} is it", [WEATHER, "} is it"]),
+        ("hermes", f"<tool_call>\n{CALL}, and so", [WEATHER, ", and so"]),
+        ("phi4_mini_json", f"<|tool_call|>[{CALL}]]<|/tool_call|>So.", [WEATHER, "So."]),
+        ("phi4_mini_json", f"functools[{CALL}]]", [WEATHER]),
+        ("granite", f"<|tool_call|>[{CALL}]}}", [WEATHER]),
+        ("llama3_json", f"{CALL}}}; {CALL}}}", [WEATHER, WEATHER]),
+        ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Köln"}}[TOOL_CALLS]now[ARGS]{}}', [WEATHER, NOW]),
+        ("mistral", f"[TOOL_CALLS][{CALL}]]", [WEATHER]),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+         '{"city": "Köln"}}<|tool_call_end|><|tool_calls_section_end|>', [(*WEATHER, "functions.weather:0")]),
+        ("deepseek_v3", DEEPSEEK_V3.replace("{}", "{}}"), [WEATHER, NOW]),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}}<｜tool▁call▁end｜>"
+         "<｜tool▁calls▁end｜>", [NOW]),
+        ("lfm2", "<|tool_call_start|>[now()]]<|tool_call_end|>", [NOW]),
+    ],
+)  # fmt: skip
+def test_several_calls_and_brackets_between_two_marks(tool_parser, text, expected):
+    check(tool_parser, text, expected)
+
+
+def test_what_is_no_call_behind_a_call_is_content():
+    check("hermes", f"<tool_call>{CALL}{{}}</tool_call>", [WEATHER, "{}</tool_call>"], malformed=1)
+
+
+@pytest.mark.parametrize(
+    "tool_parser, text, expected",
+    [
+        ("hermes", f"Let me look.\n{HERMES}\nDone now.", ["Let me look.", WEATHER, "\n\nDone now."]),
+        ("hermes", f"a \n{HERMES}\n{HERMES}\n ", ["a", WEATHER, WEATHER]),
+        ("hermes", f" \n{HERMES}\nb ", [WEATHER, "b "]),
+        ("hermes", f"<think>x\n</think>\n\na\n{HERMES}\nb", [["x"], "a", WEATHER, "\n\nb"]),
+        ("mistral", "a [THINK]x[/THINK] b [THINK] y[/THINK]\nc", ["a", ["x"], "  b", [" y"], " \nc"]),
+        ("qwen3_coder", f"a\n\n{TAGS}\nb", ["a", WEATHER, "\n\n\nb"]),
+        ("glm47", "a\n<tool_call>now</tool_call>\nb", ["a", NOW, "\n\nb"]),
+        ("deepseek_v3", f"a\n{DEEPSEEK_V3} b", ["a", WEATHER, NOW, "\n b"]),
+        ("minimax_m3", f"a\n{M3}\nb", ["a", ("weather", {**CITY, "days": 3}), NOW, "\n\nb"]),
+    ],
+)
+def test_white_space_between_texts_is_kept(tool_parser, text, expected):
+    check(tool_parser, text, expected, reasoning="mistral" if tool_parser == "mistral" else "qwen3")
 
 
 @pytest.mark.parametrize(
