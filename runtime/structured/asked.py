@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from ..shown import shown
 
@@ -24,6 +24,9 @@ MAX_TAGS = 128
 MAX_AFTER = 64
 """Tokens, or characters, of what a grammar begins after."""
 
+After: TypeAlias = tuple[int, ...] | str | tuple[str, ...]
+"""What a grammar begins after; see ``AskedOutput``."""
+
 _REMEDY = "use one of " + ", ".join(KINDS)
 _OPTIONS = ", ".join(OPTIONS)
 
@@ -37,15 +40,16 @@ class AskedOutput:
         value: the schema, the regular expression, the choices, the grammar's text or the structural tag.
         strict: a schema that cannot be enforced as a whole is refused; else what cannot be enforced is left out.
         whitespace: ``"compact"``: JSON is written as ``{"a": 1, "b": [2, 3]}``; ``"any"``: with any whitespace.
-        after: the grammar begins when these tokens, or this text, have been generated, before which nothing
-            can end the completion but a stop string or its length; None: with the first token.
+        after: the grammar begins when these tokens, this text, or these texts one after the other have been
+            generated, before which nothing can end the completion but a stop string or its length; None: with the
+            first token.
     """
 
     kind: str
     value: Any
     strict: bool = True
     whitespace: Literal["compact", "any"] = "compact"
-    after: tuple[int, ...] | str | None = None
+    after: After | None = None
 
 
 def read_structured_outputs(value: object) -> AskedOutput:
@@ -224,18 +228,27 @@ def _structural_tag(name: str, value: object) -> dict[str, Any]:
     return {"structures": read}
 
 
-def _after(value: object) -> tuple[int, ...] | str | None:
+def _after(value: object) -> After | None:
     name = "structured_outputs.after"
     if value is None:
         return None
     if isinstance(value, str):
-        if len(_text(name, value)) > MAX_AFTER:
-            raise ValueError(f"{name} has {len(value)} characters, above the limit of {MAX_AFTER}; shorten it")
-        return value
-    ids = list(value) if isinstance(value, list | tuple) else []
-    if not 0 < len(ids) <= MAX_AFTER or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        raise ValueError(f"{name}={shown(value)} is neither text nor a list of 1 to {MAX_AFTER} token ids")
-    return tuple(ids)
+        return _texts(name, [value])[0]
+    entries = list(value) if isinstance(value, list | tuple) else []
+    if entries and all(isinstance(entry, str) for entry in entries):
+        return _texts(name, entries)
+    if not 0 < len(entries) <= MAX_AFTER or any(
+        isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in entries
+    ):
+        raise ValueError(f"{name}={shown(value)} is neither text nor a list of 1 to {MAX_AFTER} token ids or texts")
+    return tuple(entries)
+
+
+def _texts(name: str, texts: list[str]) -> tuple[str, ...]:
+    length = sum(len(_text(name, text)) for text in texts)
+    if length > MAX_AFTER:
+        raise ValueError(f"{name} has {length} characters, above the limit of {MAX_AFTER}; shorten it")
+    return tuple(texts)
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .asked import AskedOutput, read_structured_outputs
+from .asked import After, AskedOutput, read_structured_outputs
 from .json_numbers import NumberLengths
 from .source import GrammarSource
 from .state import GrammarState
@@ -53,7 +53,7 @@ class Grammar:
         with self._lock:
             return self._matcher.deep_copy()
 
-    def start(self, after: tuple[int, ...] | str | None = None, stop_token_ids: Sequence[int] = ()) -> GrammarState:
+    def start(self, after: After | None = None, stop_token_ids: Sequence[int] = ()) -> GrammarState:
         """The state of one completion, before its first token; arguments as ``GrammarState``'s."""
         return GrammarState(self, after, stop_token_ids)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .asked import After
     from .grammar import Grammar
     from .vocabulary import Mask
 
@@ -33,9 +34,11 @@ class GrammarState:
     """
 
     __slots__ = (
-        "_after",
+        "_ids",
+        "_num_seen",
         "_numbers",
         "_tail",
+        "_texts",
         "ended_in_text",
         "error",
         "grammar",
@@ -45,21 +48,20 @@ class GrammarState:
         "waiting_mask",
     )
 
-    def __init__(
-        self, grammar: Grammar, after: tuple[int, ...] | str | None = None, stop_token_ids: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, grammar: Grammar, after: After | None = None, stop_token_ids: Sequence[int] = ()) -> None:
         self.grammar = grammar
         self.waiting_mask: Mask | None = None
         if after is not None:
             self.waiting_mask = grammar.vocabulary.not_ending(stop_token_ids)
-        self._after = after.encode() if isinstance(after, str) else after
+        self._texts, self._ids = _texts_and_ids(after)
         self._begin()
 
     def _begin(self) -> None:
         self.matcher = self.grammar.matcher()
         self._numbers = None if self.grammar.numbers is None else self.grammar.numbers()
-        self._tail: bytes | tuple[int, ...] = b"" if isinstance(self._after, bytes) else ()
-        self.is_waiting = self._after is not None
+        self._tail: bytes | tuple[int, ...] = b"" if self._texts else ()
+        self._num_seen = 0  # of the texts
+        self.is_waiting = bool(self._texts or self._ids)
         self.is_finished = self.ended_in_text = False
         self.error: str | None = None
 
@@ -112,12 +114,25 @@ class GrammarState:
             self.consume(token)
 
     def _wait(self, token: int) -> None:
-        if isinstance(self._after, bytes):
-            tail = self._tail + self.grammar.vocabulary.token_bytes(token)  # type: ignore[operator]
-            self.is_waiting = self._after not in tail
-            self._tail = tail[-len(self._after) :]
-            if not self.is_waiting:
-                self._begin_with(tail.partition(self._after)[2].lstrip())
-        else:
-            ids = (*self._tail, token)[-len(self._after or ()) :]
-            self.is_waiting, self._tail = ids != self._after, ids
+        if not self._texts:
+            self._tail = (*self._tail, token)[-len(self._ids) :]
+            self.is_waiting = self._tail != self._ids
+            return
+        tail = self._tail + self.grammar.vocabulary.token_bytes(token)  # type: ignore[operator]
+        while self.is_waiting:
+            wanted = self._texts[self._num_seen]
+            _, found, rest = tail.partition(wanted)
+            if not found:
+                self._tail = tail[-len(wanted) :]
+                return
+            tail = rest
+            self._num_seen += 1
+            self.is_waiting = self._num_seen < len(self._texts)
+        self._begin_with(tail.lstrip())
+
+
+def _texts_and_ids(after: After | None) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
+    """The texts that a grammar waits for, and the token ids: one of the two, or neither."""
+    entries = (after,) if isinstance(after, str) else after or ()
+    texts = tuple(entry.encode() for entry in entries if isinstance(entry, str))
+    return texts, tuple(entry for entry in entries if isinstance(entry, int))

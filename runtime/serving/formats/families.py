@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from .bracketed_calls import read_gemma, read_lfm2, read_minimax_m3
 from .format import CallSyntax
 from .grammar import CallGrammar, TaggedBody, json_body, named_body
+from .harmony import HARMONY_CALLS, HARMONY_REASONING
 from .json_calls import deepseek, marked, read_kimi, read_llama, read_mistral
 from .parser import CallMarks, Reasoning, indexed_id, short_random_id
 from .tagged_calls import function_tags, glm, hunyuan, invocations
@@ -173,6 +174,7 @@ TOOL_PARSERS: Mapping[str, CallSyntax] = {
         CallMarks(read_llama, ("<|python_tag|>",), ("{", "[")),
         CallGrammar(json_body(between=', "parameters": '), "", between="; "),
     ),
+    "gpt_oss": HARMONY_CALLS,
     "granite": CallSyntax(
         CallMarks(
             marked(("<|tool_call|>", ""), ("<tool_call>", ""), ("", "")), ("<|tool_call|>", "<tool_call>"), ("[",)
@@ -190,7 +192,12 @@ TOOL_PARSERS: Mapping[str, CallSyntax] = {
 }
 """How calls are written, by the name of the tool parser."""
 
+HARMONY = "gpt_oss"
+"""The parser, of calls and of reasoning alike, whose formats are a ``HarmonyFormat``."""
+_HARMONY_NAMES = ("gpt-oss", "harmony", "openai", "openai_gptoss")
+
 TOOL_PARSER_ALIASES: Mapping[str, str] = {
+    **dict.fromkeys(_HARMONY_NAMES, HARMONY),
     "qwen3_xml": "qwen3_coder",
     "mimo": "qwen3_coder",
     "qwen3": "hermes",
@@ -215,6 +222,7 @@ REASONING_PARSERS: Mapping[str, Reasoning] = {
     "gemma4": Reasoning(("<|channel>thought\n",), ("<channel|>",), anywhere=True, ended_by_calls=True),
     "hy_v3": _THINK_OR_CALL,
     "step3p5": _THINK_OR_CALL,
+    HARMONY: HARMONY_REASONING,
     "granite": Reasoning(
         ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
     ),
@@ -222,6 +230,7 @@ REASONING_PARSERS: Mapping[str, Reasoning] = {
 """How reasoning is marked, by the name of the reasoning parser."""
 
 REASONING_PARSER_ALIASES: Mapping[str, str] = {
+    **dict.fromkeys(_HARMONY_NAMES, HARMONY),
     **dict.fromkeys(("qwen3_coder", "qwen3_xml", "mimo", "hermes"), "qwen3"),
     **dict.fromkeys(("deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4"), "deepseek_r1"),
     "glm47": "glm45",

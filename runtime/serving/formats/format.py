@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from .events import Event
 from .grammar import CallGrammar, Prepare, calls_grammar, left_out
@@ -80,6 +80,14 @@ class Format:
     special_tokens: Mapping[int, str] = field(default_factory=dict)
     added_tokens: Mapping[str, int] = field(default_factory=dict)
 
+    grammar_takes_reasoning: ClassVar[bool] = False
+    """``grammar`` is one of the whole answer, and not of what comes behind its reasoning."""
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer, beside those that the checkpoint names."""
+        return ()
+
     @property
     def calls_tools(self) -> bool:
         """Whether tool calls are found."""
@@ -90,8 +98,11 @@ class Format:
         """Texts of which any ends reasoning; none where there is no reasoning."""
         return self.reasoning.close if self.reasoning else ()
 
-    def reasoning_ahead(self, prompt_text: str) -> str | None:
-        """The text that ends the reasoning within which a prompt ends; None where it does not."""
+    def reasoning_ahead(self, prompt_text: str) -> str | tuple[str, ...] | None:
+        """The text that ends the reasoning within which a prompt ends; None where it does not.
+
+        Several texts come one after the other.
+        """
         return self.reasoning_end[0] if self.reasoning_open(prompt_text) else None
 
     def kept_special_token_ids(self, stop: Sequence[str] = ()) -> list[int] | None:
@@ -186,6 +197,7 @@ class Format:
         *,
         parallel: bool = True,
         prepare: Prepare | None = None,
+        prompt_text: str = "",
     ) -> str | None:
         """A grammar of the answer behind its reasoning, in llguidance's Lark; None where the format has none.
 
@@ -197,6 +209,7 @@ class Format:
             choice: see ``check_tool_choice``.
             parallel: several calls may be written, where the choice allows them.
             prepare: makes of a tool's schema the one that is compiled.
+            prompt_text: with which the answer may have begun.
         """
         left = chosen(tools, choice)
         if not left or self.calls is None or self.calls.grammar is None:

@@ -108,10 +108,10 @@ class Parser:
         self._text = AnswerText(calls is not None, in_content)
         openers = calls.open if calls else ()
         at_start = (*openers, *(calls.open_at_start if calls else ()), *self._reasoning.open, *self._reasoning.close)
-        in_content = (*openers, *(self._reasoning.open if self._reasoning.anywhere else ()))
+        later = (*openers, *(self._reasoning.open if self._reasoning.anywhere else ()))
         in_reasoning = (*self._reasoning.close, *(openers if self._reasoning.ended_by_calls else ()))
         self._watched_at_start = watch(at_start)
-        self._watched_in_content = watch(in_content)
+        self._watched_in_content = watch(later)
         self._watched_in_reasoning = watch(in_reasoning)
         self._watched_at_start_of_reasoning = watch((*self._reasoning.open, *in_reasoning))
 

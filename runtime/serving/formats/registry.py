@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from ...requests.special_tokens import special_tokens
 from .events import ContentDelta, ToolCall
 from .families import (
+    HARMONY,
     MISTRAL_ARRAY,
     REASONING_PARSER_ALIASES,
     REASONING_PARSERS,
@@ -19,6 +20,7 @@ from .families import (
     hunyuan_syntax,
 )
 from .format import CallSyntax, Format
+from .harmony import HARMONY_CALLS, HARMONY_REASONING, HarmonyFormat
 from .library import TemplateFormat
 from .parser import Parser, Reasoning
 from .templates import PROBE_ARGUMENTS, PROBE_NAME, PROBE_TOOL, TemplateFacts, probe_template, template_source
@@ -32,6 +34,7 @@ _PROBE = Tool(PROBE_NAME, PROBE_TOOL["function"]["parameters"], False, PROBE_TOO
 _UNMARKED = ("llama3_json",)
 """Tried last: what it reads has no mark of its own."""
 _TELLING_MARKS: Mapping[str, tuple[str, ...]] = {
+    HARMONY: ("<|channel|>commentary", "<|message|>"),
     "kimi_k2": ("<|tool_call_argument_begin|>",),
     "deepseek_v3": ("<｜tool▁sep｜>", "```json"),
     "deepseek_v31": ("<｜tool▁sep｜>",),
@@ -106,7 +109,13 @@ def resolve(
         reasoning = _reasoning_of(name if calls else None, source, added)
     if calls is None and reasoning is None:
         return None
-    return Format(
+    if (calls is HARMONY_CALLS) != (reasoning is HARMONY_REASONING) and calls is not None and reasoning is not None:
+        raise ValueError(
+            f"--tool-call-parser {name} and --reasoning-parser {reasoning_parser or 'of the chat template'} do not "
+            f"read the same text; use {HARMONY} for both, or none for one of them"
+        )
+    kind = HarmonyFormat if HARMONY_CALLS is calls or HARMONY_REASONING is reasoning else Format
+    return kind(
         name=(tool_parser or name if calls else None) or reasoning_parser or "reasoning",
         calls=calls,
         reasoning=reasoning,
@@ -166,9 +175,11 @@ def _adapted(name: str | None, calls: CallSyntax | None, added: Mapping[str, int
 def _reasoning_of(name: str | None, source: str, added: Mapping[str, int]) -> Reasoning | None:
     """The marks of reasoning that the chat template or the vocabulary holds, those of the family first."""
     own = REASONING_PARSER_ALIASES.get(name or "", name or "")
+    if own == HARMONY:
+        return HARMONY_REASONING
     candidates = [REASONING_PARSERS[own]] if own in REASONING_PARSERS else []
     if not candidates or not name:
-        candidates += [REASONING_PARSERS[other] for other in ("qwen3", "mistral", "gemma4", "minimax_m3")]
+        candidates += [REASONING_PARSERS[other] for other in (HARMONY, "qwen3", "mistral", "gemma4", "minimax_m3")]
     for reasoning in candidates:
         if any(mark.strip() in source for mark in (*reasoning.open, *reasoning.close)):
             return reasoning

@@ -47,7 +47,9 @@ def function_tags(lenient: bool = True) -> CallReader:
 
 def _may_follow(key: str, name: str, tools: Sequence[Tool], arguments: Mapping[str, Any]) -> Callable[[str], bool]:
     """Whether an argument may come behind the value of ``key``: the tool declares it, and it did not come yet."""
-    declared = next((tool.parameters.get("properties", {}) for tool in tools if tool.name == name), {})
+    declared: Mapping[str, Any] = next(
+        (tool.parameters.get("properties", {}) for tool in tools if tool.name == name), {}
+    )
     return lambda other: other.strip() in declared and other.strip() != key and other.strip() not in arguments
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..engine_process.client import EngineClient, EngineUnavailable
 from ..formats.registry import AnyFormat
+from ..formats.templates import TemplateFacts, probe_template
 from ..http.errors import ApiError
 from ..monitoring.logs import RequestLog
 from ..monitoring.metrics import ServerMetrics
@@ -68,6 +70,11 @@ class Front:
         """Those under way."""
         self.ignored_fields: set[str] = set()
         """Names that were logged already."""
+
+    @cached_property
+    def template_facts(self) -> TemplateFacts:
+        """What the chat template takes and writes, found out when it is first asked."""
+        return probe_template(self.tokenizer, self.settings.chat_template)
 
     def close(self) -> None:
         """End what belongs to the server; the engine does not."""

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from ...requests.checks import shown
 from ..engine_process.wire import TokenLogprob
 from ..formats.events import ToolCall
-from ..formats.format import AnswerParser
+from ..formats.format import AnswerParser, Format
 from ..formats.registry import AnyFormat
 from ..generation.front import Front, key_name
 from ..generation.generate import Ask, Generation, Piece
@@ -72,7 +72,7 @@ async def prepare(front: Front, request: Request, body: ChatBody, model: str) ->
     text = prompt.text or ""
     prompt = truncated(prompt, body.truncate_prompt_tokens, hello.max_model_len)
     check_room(prompt, asked, hello.max_model_len, "messages")
-    grammar, warnings = call_grammar(front, body, tools, choice) if tools else (None, [])
+    grammar, warnings = call_grammar(front, body, tools, choice, text) if tools else (None, [])
     if grammar is not None:
         if "structured_outputs" in params:
             refuse("tool_choice", "tool_choice and response_format constrain the same text; send one of them")
@@ -81,7 +81,9 @@ async def prepare(front: Front, request: Request, body: ChatBody, model: str) ->
     make_parser: Callable[[], AnswerParser] | None = None
     if formats is not None and (tools or may_reason(formats)):
         params |= _marks_in_text(formats, body.stop)
-        end = reasoning_ahead(formats, text) if "structured_outputs" in params else None
+        takes_reasoning = grammar is not None and isinstance(formats, Format) and formats.grammar_takes_reasoning
+        waits = "structured_outputs" in params and not takes_reasoning
+        end = reasoning_ahead(formats, text) if waits else None
         if end is not None:
             params["structured_outputs"] = {"after": end, **params["structured_outputs"]}
         make_parser = partial(
@@ -92,6 +94,8 @@ async def prepare(front: Front, request: Request, body: ChatBody, model: str) ->
             is_held=grammar is not None,
             awaits_answer=end is not None,
         )
+    if isinstance(formats, Format) and formats.end_token_ids and not body.ignore_eos:
+        params["stop_token_ids"] = [*(params.get("stop_token_ids") or ()), *formats.end_token_ids]
     ask = Ask(
         front.new_id("chatcmpl"),
         request.scope["state"]["request_id"],

@@ -8,6 +8,7 @@ from typing import Any
 from ...requests.checks import shown
 from ...structured.json_schema import embedded_schema
 from ..formats.format import Format
+from ..formats.harmony import HarmonyFormat, one_text_before_call
 from ..formats.registry import AnyFormat
 from ..formats.tools import Tool, ToolChoice, check_tool_choice, check_tools, chosen
 from ..generation.front import Front
@@ -34,13 +35,19 @@ def tools_of(front: Front, body: ChatBody) -> tuple[list[Tool], ToolChoice]:
         raise ApiError(400, "invalid_value", str(error), param="tool_choice") from error
     left = chosen(tools, choice)
     if left and (front.formats is None or not front.formats.calls_tools):
-        text = "this model's template does not take tools; leave tools out, or start with --tool-call-parser"
-        refuse("tools", text, "unsupported_parameter")
+        text = "this model's template does not take tools"
+        if front.template_facts.takes_tools:
+            text = "this model's template takes tools, but it is not known how the model writes its calls"
+        refuse("tools", f"{text}; leave tools out, or start with --tool-call-parser", "unsupported_parameter")
     return left, choice
 
 
-def call_grammar(front: Front, body: ChatBody, tools: list[Tool], choice: ToolChoice) -> tuple[str | None, list[str]]:
+def call_grammar(
+    front: Front, body: ChatBody, tools: list[Tool], choice: ToolChoice, prompt: str
+) -> tuple[str | None, list[str]]:
     """The grammar that calls are held to, and what of the tools' schemas it does not say; None: the model is free.
+
+    ``prompt`` is the text behind which it begins.
 
     Raises:
         ApiError: 400; calls are to be enforced, which this model's format does not allow.
@@ -52,7 +59,7 @@ def call_grammar(front: Front, body: ChatBody, tools: list[Tool], choice: ToolCh
     prepare = partial(embedded_schema, "tools: a schema of parameters", lenient=not strict)
     parallel = body.parallel_tool_calls is not False
     try:
-        grammar = front.formats.grammar(tools, choice, parallel=parallel, prepare=prepare)
+        grammar = front.formats.grammar(tools, choice, parallel=parallel, prepare=prepare, prompt_text=prompt)
     except ValueError as error:
         raise ApiError(400, "invalid_schema", str(error), param="tools") from error
     if grammar is None and choice.mode == "required":
@@ -88,8 +95,8 @@ def may_reason(formats: AnyFormat) -> bool:
     return not isinstance(formats, Format) or formats.reasoning is not None
 
 
-def reasoning_ahead(formats: AnyFormat, prompt: str) -> str | None:
-    """The text that ends the reasoning within which a prompt ends; None where it does not.
+def reasoning_ahead(formats: AnyFormat, prompt: str) -> str | tuple[str, ...] | None:
+    """The text, or texts one after the other, behind which the answer begins; None where the prompt ends there.
 
     A constraint on the answer begins behind it. A model that would open its reasoning itself answers at once.
 
@@ -124,7 +131,7 @@ async def prompt_of(front: Front, body: ChatBody, tools: list[dict[str, Any]] | 
         refuse("chat_template", f"chat_template is not taken from requests; {remedy}", "unsupported_parameter")
     continues = bool(body.continue_final_message)
     return await front.prompts.of_messages(
-        [_with_both_reasonings(message) for message in body.messages],
+        [_with_all_reasonings(message, front.formats) for message in body.messages],
         max_model_len,
         chat_template=body.chat_template,
         chat_template_kwargs=variables,
@@ -137,9 +144,12 @@ async def prompt_of(front: Front, body: ChatBody, tools: list[dict[str, Any]] | 
     )
 
 
-def _with_both_reasonings(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its reasoning under both names that templates read."""
+def _with_all_reasonings(message: dict[str, Any], formats: AnyFormat | None) -> dict[str, Any]:
+    """The message with its reasoning under all names that templates read."""
     reasoning = message.get("reasoning_content", message.get("reasoning"))
     if not isinstance(reasoning, str):
         return message
-    return {**message, "reasoning_content": reasoning, "reasoning": reasoning}
+    if isinstance(formats, HarmonyFormat):
+        message = one_text_before_call(message, reasoning)
+        reasoning = message["reasoning_content"]
+    return {**message, "reasoning_content": reasoning, "reasoning": reasoning, "thinking": reasoning}
