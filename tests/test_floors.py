@@ -47,7 +47,7 @@ FLOORS = {
             "structured",
         ),
         *(
-            "__init__ autocast blocks memory phases private_folder processors shown step_metadata",
+            "__init__ autocast blocks memory phases private_folder processors shown step_metadata token_bytes",
             "control_group state_tables window_blocks",
         ),
     ),

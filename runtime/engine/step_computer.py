@@ -16,6 +16,7 @@ from ..profiling.profiler import Profiler
 from ..requests.request import Request
 from ..sampling.beam_search import Candidates, likely_tokens
 from ..sampling.sampler import Sampler
+from ..structured.state import CANNOT_GO_ON, GrammarState
 from .device_errors import raise_if_lost
 from .device_remedies import explained_errors
 from .model_runner import ModelRunner
@@ -24,6 +25,7 @@ from .submission import one_line
 
 logger = logging.getLogger(__name__)
 
+_NOTHING_LEFT = f"{CANNOT_GO_ON} (together with fields such as allowed_token_ids it would allow no choice)"
 UNUSABLE_LOGITS = "the model's logits allow no choice (NaN, infinity, or every token ruled out)"
 
 
@@ -114,11 +116,11 @@ class StepComputer:
         requests = [request for sharing in by_row for request in sharing]
         if not requests:
             return []
-        drawn = self.sampler.sample(logits, requests, [row for row, sharing in enumerate(by_row) for _ in sharing])
+        rows = [row for row, sharing in enumerate(by_row) for _ in sharing]
+        drawn = self.sampler.sample(logits, requests, rows)
         tokens = [SampledToken(*pair) for pair in zip(drawn.token_ids, drawn.logprobs, strict=True)]
         for failed in drawn.failed:
-            grammar = requests[failed].grammar
-            tokens[failed] = SampledToken(error=(grammar.error if grammar else None) or UNUSABLE_LOGITS)
+            tokens[failed] = SampledToken(error=_no_choice(logits[rows[failed]], requests[failed].grammar))
         return tokens
 
     def _candidates(self, logits: Tensor, counts: Sequence[int]) -> list[Candidates | None]:
@@ -127,3 +129,10 @@ class StepComputer:
         if not rows:
             return []
         return likely_tokens(logits[torch.tensor(rows, device=logits.device)], [counts[row] for row in rows])
+
+
+def _no_choice(logits: Tensor, grammar: GrammarState | None) -> str:
+    """Why none of the tokens with these logits ``[V]`` can be chosen."""
+    if grammar is not None and grammar.error is not None:
+        return grammar.error
+    return UNUSABLE_LOGITS if grammar is None or not logits.isfinite().all() else _NOTHING_LEFT

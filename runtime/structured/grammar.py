@@ -68,7 +68,13 @@ def compile_grammar(asked: AskedOutput, vocabulary: Vocabulary) -> Grammar:
     digest = hashlib.sha256(source).digest()
     found = vocabulary.kept.get(digest)
     if found is None:
-        found = _compile(asked, vocabulary)
+        try:
+            found = _compile(asked, vocabulary)
+        except (ValueError, KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # a panic of llguidance is no Exception
+            name = type(error).__name__
+            raise ValueError(f"structured_outputs.{asked.kind} cannot be compiled ({name}); simplify it") from error
         vocabulary.kept.put(digest, found, len(source))
     result: Grammar = found
     return result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -37,20 +36,6 @@ the process after some 2,400."""
 
 MAX_PROPERTIES = 2_000
 """Of all objects of a schema together. The time to compile grows with their square: 0.4 s and 7 MB for so many."""
-
-
-def schema_grammar(llguidance: Any, schema: Any, whitespace: str, *, lenient: bool) -> str:
-    """The grammar of a checked schema, in llguidance's JSON.
-
-    Args:
-        llguidance: the module.
-        schema: from ``checked_schema``.
-        whitespace: as in ``AskedOutput``.
-        lenient: leave out what cannot be enforced, and read ``oneOf`` as ``anyOf``.
-    """
-    options = json_options(whitespace, lenient=lenient)
-    result: str = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
-    return result
 
 
 def json_options(whitespace: str, *, lenient: bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .state import GrammarState
+from .state import CANNOT_GO_ON, GrammarState
 from .vocabulary import Mask, load_llguidance
 
 
@@ -24,7 +24,8 @@ class MaskPool:
         """Compute the mask of each state; ``error`` is set where that took too much work.
 
         Args:
-            states: of one vocabulary, none of them finished.
+            states: of one vocabulary, none of them finished. A token that ends the text may come only where that
+                completes the grammar.
             holds_eos: for each: end-of-sequence tokens may not come as long as anything else may.
 
         Returns:
@@ -42,6 +43,9 @@ class MaskPool:
                 mask[:] = 0
                 continue
             vocabulary = state.grammar.vocabulary
+            if not _hold_back_ends(state, mask):
+                state.error = f"{CANNOT_GO_ON} (it wants text behind a token that ends the text)"
+                continue
             if (digits := state.digits_left) is not None:
                 _narrow(mask[None], vocabulary.without_digits(digits))
         # A row of zeros stays as it is.
@@ -69,6 +73,17 @@ class MaskPool:
         if self._room.shape[0] < count or self._room.shape[1] != words:
             self._room = np.empty((count, words), np.uint32)
         return self._room[:count]
+
+
+def _hold_back_ends(state: GrammarState, mask: Mask) -> bool:
+    """Take out tokens that end the text before the grammar is complete; returns whether any token is left."""
+    is_cut = False
+    for token in state.grammar.vocabulary.eos_token_ids:
+        word, bit = token // 32, np.uint32(1 << token % 32)
+        if mask[word] & bit and not state.may_end_with(token):
+            mask[word] &= ~bit
+            is_cut = True
+    return not is_cut or bool(mask.any())
 
 
 def _narrow(masks: Mask, to: Mask) -> Mask:

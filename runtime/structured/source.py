@@ -10,7 +10,7 @@ from typing import Any
 
 from .asked import AskedOutput
 from .json_numbers import JsonNumbers, NumberLengths
-from .json_schema import checked_schema, json_options, schema_grammar, unsound_parts
+from .json_schema import checked_schema, json_options, unsound_parts
 from .lark_depth import lark_depth
 from .tag_numbers import Tag, TagNumbers
 from .vocabulary import load_llguidance
@@ -22,6 +22,11 @@ MAX_GBNF_LINES = 1_000
 MAX_CHAIN = 1_000
 """Rules of a grammar that lead to each other, with the brackets within them. llguidance follows such a chain on the
 stack of its thread, which ends the process after some 2,600."""
+
+_ANY_TOKENS = '%llguidance {"no_forcing": true}'
+"""The model chooses the tokens of text that can go on in one way only. Otherwise llguidance has the tokenizer
+encode it, which finds special and added tokens in it, and normalises it to text that the grammar does not allow.
+"""
 
 _EMBEDDED_SCHEMA = re.compile(r"%json\s*")
 _ONLY_SCHEMA = re.compile(r"\s*(?:%llguidance\s*\{\s*\}\s*)?start\s*:\s*%json\s*(?=\{)")
@@ -45,7 +50,7 @@ class GrammarSource:
 
     def __init__(self, name: str, asked: AskedOutput) -> None:
         self._asked = asked
-        self._llguidance = load_llguidance()
+        llguidance = load_llguidance()
         self._schemas: list[dict[str, Any]] = []
         self._text = ""
         self.numbers: Callable[[], NumberLengths] | None = JsonNumbers if asked.kind == "json" else None
@@ -53,11 +58,12 @@ class GrammarSource:
         if asked.kind == "json":
             self._schemas = [checked_schema(name, value)]
         elif asked.kind == "regex":
-            self._text = self._llguidance.LLMatcher.grammar_from_regex(value)
+            written = json.loads(llguidance.LLMatcher.grammar_from_regex(value))
+            self._text = written["grammars"][0]["lark_grammar"]
         elif asked.kind == "choice":
             self._text = "start: " + " | ".join(_literal(choice) for choice in value)
         elif asked.kind == "grammar":
-            self._text = self._llguidance.LLMatcher.grammar_from_lark(_lark(name, value))
+            self._text = _lark(name, value)
             for i, schema in enumerate(_embedded_schemas(value)):
                 options = schema.pop("x-guidance", None)
                 checked_schema(f"{name} %json {i + 1}", schema)
@@ -74,18 +80,18 @@ class GrammarSource:
         self.problems = list(dict.fromkeys(part for schema in self._schemas for part in unsound_parts(schema)))
 
     def written(self, *, lenient: bool) -> str:
-        """The grammar in llguidance's language.
+        """The grammar in llguidance's Lark.
 
         Args:
             lenient: leave out what of a schema cannot be enforced.
         """
-        whitespace = self._asked.whitespace
+        options = json_options(self._asked.whitespace, lenient=lenient)
+        text = self._text
         if self._asked.kind == "json":
-            return schema_grammar(self._llguidance, self._schemas[0], whitespace, lenient=lenient)
-        if self._asked.kind == "structural_tag":
-            options = json_options(whitespace, lenient=lenient)
-            return _tags(self._asked.value["structures"], self._schemas, options)
-        return self._text
+            text = f"start: {_json(self._schemas[0], options)}"
+        elif self._asked.kind == "structural_tag":
+            text = _tags(self._asked.value["structures"], self._schemas, options)
+        return f"{text}\n{_ANY_TOKENS}\n"
 
 
 def _lark(name: str, text: str) -> str:
@@ -143,14 +149,20 @@ def _tag(entry: dict[str, Any]) -> Tag:
 
 def _tags(structures: list[dict[str, Any]], schemas: list[dict[str, Any]], options: dict[str, Any]) -> str:
     """Lark of any text in which each trigger opens its tag."""
-    lines = ["%llguidance {}", "start: (" + " | ".join(f"tag_{i}" for i in range(len(structures))) + ")* rest"]
+    lines = ["start: (" + " | ".join(f"tag_{i}" for i in range(len(structures))) + ")* rest"]
     lines += ["rest: TEXT", r"TEXT: /(.|\n)*/"]
     for i, (entry, schema) in enumerate(zip(structures, schemas, strict=True)):
         trigger = entry["trigger"]
         rest, end = (_literal(text) if text else "" for text in (entry["begin"][len(trigger) :], entry["end"]))
-        written = json.dumps({**schema, "x-guidance": options})
-        lines += [f"open_{i}[lazy]: TEXT {_literal(trigger)}", f"tag_{i}: open_{i} {rest} %json {written} {end}"]
+        lines += [
+            f"open_{i}[lazy]: TEXT {_literal(trigger)}",
+            f"tag_{i}: open_{i} {rest} {_json(schema, options)} {end}",
+        ]
     return "\n".join(lines)
+
+
+def _json(schema: dict[str, Any], options: dict[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": options})
 
 
 def _literal(text: str) -> str:

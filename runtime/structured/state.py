@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from .vocabulary import Mask
 
 
+CANNOT_GO_ON = "the grammar of structured_outputs cannot go on"
+"""Every error of a grammar under way begins with it: the fault is the request's."""
+
+
 class GrammarError(RuntimeError):
     """A grammar that cannot go on: a step took too much work, or a token does not belong to it."""
 
@@ -102,7 +106,16 @@ class GrammarState:
     def trouble(self) -> str:
         """Why the matcher cannot go on."""
         reason = str(self.matcher.get_error()).partition("\n")[0][:200]
-        return f"the grammar of structured_outputs cannot go on ({reason})"
+        if reason.startswith("NoExtension"):
+            reason = "it requires more text and allows none"
+        return f"{CANNOT_GO_ON} ({reason})"
+
+    def may_end_with(self, token: int) -> bool:
+        """Whether the grammar is complete behind a token that ends the text."""
+        if self.matcher.is_accepting():
+            return True
+        matcher = self.matcher.deep_copy()
+        return bool(matcher.consume_token(token) and (matcher.is_stopped() or matcher.is_accepting()))
 
     def _begin_with(self, text: bytes) -> None:
         """Take what the token that ended the wait holds of the constrained text; white space counts to the wait.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..shown import shown
+from ..token_bytes import TokenBytes
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +58,50 @@ class Kept:
                 self._bytes -= self._entries.popitem(last=False)[1][1]
 
 
+class _Tokens:
+    """Tokens as llguidance reads them (its ``TokenizerWrapper``).
+
+    Args:
+        tokens: bytes of each, or its name where it is special.
+        special: ids of those that are no part of any text.
+        eos: ids of those that end a text.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], special: Collection[int], eos: Sequence[int]) -> None:
+        self.tokens = tokens
+        self.special_token_ids = sorted(special)
+        self.eos_token_id = eos[0] if eos else None
+
+    @cached_property
+    def _ordinary(self) -> dict[bytes, int]:
+        special = set(self.special_token_ids)
+        return {text: token for token, text in enumerate(self.tokens) if text and token not in special}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._ordinary), default=0)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Ordinary tokens that spell a text, long ones first; bytes that no token begins with are passed over."""
+        rest = text.encode() if isinstance(text, str) else text
+        found: list[int] = []
+        while rest:
+            known = (end for end in range(min(len(rest), self._longest), 0, -1) if rest[:end] in self._ordinary)
+            end = next(known, 0)
+            if end:
+                found.append(self._ordinary[rest[:end]])
+            rest = rest[max(end, 1) :]
+        return found
+
+
 class Vocabulary:
     """Tokens of one tokenizer, for a model whose logits have so many columns.
+
+    Text is written in ordinary tokens only: a literal that spells a special token, an added token in angle brackets
+    or one that ends a text never becomes that token. A grammar that means such a token says its name or id.
 
     Making one takes a second and 100 MB for 150,000 tokens; ``vocabulary_of`` keeps them.
 
@@ -74,40 +117,42 @@ class Vocabulary:
         engine: what llguidance makes matchers with.
 
     Raises:
-        ValueError: llguidance is not installed, or takes no tokenizer of that kind.
+        ValueError: llguidance is not installed, or the tokens of the tokenizer cannot spell every text.
     """
 
     def __init__(self, tokenizer: Any, size: int | None = None, eos_token_ids: Iterable[int] = ()) -> None:
-        load_llguidance()
+        llguidance = load_llguidance()
         known = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
-        wanted = None if size is None else max(size, known)
-        ids = sorted(token for token in eos_token_ids if wanted is None or token < wanted)
+        width = known if size is None else max(size, known)
         own = getattr(tokenizer, "eos_token_id", None)
+        eos = sorted(token for token in eos_token_ids if token < width) or ([] if own is None else [own])
         try:
-            from llguidance.hf import from_tokenizer
-
-            self.engine = from_tokenizer(tokenizer, n_vocab=wanted, eos_token=ids or own)
+            read = TokenBytes(tokenizer)
+            if not read.covers_all_text:
+                raise ValueError("its tokens cannot spell every text")
+            texts = [read.of(token) for token in range(width)]
+            special = {token for token, text in enumerate(texts) if not text} | _special(tokenizer, eos)
+            self._tokens = _Tokens([text or b"<[%d]>" % i for i, text in enumerate(texts)], special, eos)
+            self.engine = llguidance.LLTokenizer(self._tokens, eos_token=eos or None)
         except Exception as error:
             raise ValueError(
-                f"structured_outputs needs a fast tokenizer, and llguidance does not take this "
-                f"{type(tokenizer).__name__} ({shown(str(error))}); leave structured_outputs out"
+                f"structured_outputs needs a fast tokenizer, and cannot use this {type(tokenizer).__name__} "
+                f"({shown(str(error))}); leave structured_outputs out"
             ) from error
         self.size: int = self.engine.vocab_size
         self.num_words = (self.size + 31) // 32
-        self.eos_token_ids = frozenset(self.engine.eos_tokens) if ids or own is not None else frozenset()
+        self.eos_token_ids = frozenset(eos)
         self.kept = Kept()
         """Compiled grammars."""
         self._digits: dict[int, Mask] = {}
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for."""
-        result: bytes = self.engine.decode_bytes([token])
-        return result
+        """The bytes that a token stands for, its name if it is special."""
+        return self._tokens.tokens[token]
 
     def tokens_of(self, text: bytes) -> list[int]:
-        """Tokens that stand for these bytes."""
-        result: list[int] = self.engine.tokenize_bytes(text) if text else []
-        return result
+        """Ordinary tokens that stand for these bytes, long ones first."""
+        return self._tokens(text)
 
     @cached_property
     def not_eos(self) -> Mask:
@@ -141,6 +186,13 @@ class Vocabulary:
             rest = text.lstrip(b"0123456789")
             counts[token] = min(len(text) - len(rest), 255)
         return counts
+
+
+def _special(tokenizer: Any, eos: Iterable[int]) -> set[int]:
+    """Tokens that are no part of any text: special ones, added ones such as ``<think>`` or ``</b>``, and ends."""
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    marks = {i for i, token in added.items() if token.special or token.content[:1] + token.content[-1:] == "<>"}
+    return marks | set(eos)
 
 
 def load_llguidance() -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -78,3 +80,25 @@ def _array(rng: random.Random, depth: int) -> dict[str, Any]:
 
 def _any_of(rng: random.Random, depth: int) -> dict[str, Any]:
     return {"anyOf": [random_schema(rng, depth - 1) for _ in range(2)]}
+
+
+def spelling_schema(rng: random.Random, texts: Sequence[str]) -> dict[str, Any]:
+    """A random object whose names, constants, choices and patterns hold some of these texts."""
+    schema = random_object(rng, depth=1)
+    properties, required = schema["properties"], schema["required"]
+    for text in rng.sample(texts, rng.randint(1, 3)):
+        name = rng.choice([text, f"of {text}", "plain"])
+        around = rng.choice([text, f"a{text}b", f"see {text}", f"{text} {rng.choice(texts)}"])
+        properties[name] = rng.choice(
+            [
+                {"const": around},
+                {"enum": [around, rng.choice(texts), "other"]},
+                {"type": "string", "pattern": f"^x?{re.escape(around)}[a-c]{{1,3}}$"},
+                {"const": [around, {text: None}]},
+            ]
+        )
+        if name not in required:
+            required.append(name)
+    if isinstance(schema.get("additionalProperties"), dict):
+        required[:], schema["maxProperties"] = list(properties), len(properties) + 1
+    return schema

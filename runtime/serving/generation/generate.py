@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ...structured.state import CANNOT_GO_ON
 from ..engine_process.client import DeltaStream, EngineDied, EngineUnavailable, RequestRefused
 from ..engine_process.wire import Delta, Submit, TokenLogprob
 from ..formats.events import ContentDelta, Event, ReasoningDelta, ToolCall, merge_events
@@ -242,6 +243,8 @@ class Generation:
 
     def _finish(self, delta: Delta) -> tuple[str, str | int | None]:
         reason = delta.finish_reason
+        if reason == "error" and delta.error is not None and delta.error.startswith(CANNOT_GO_ON):
+            raise ApiError(400, "invalid_schema", f"{delta.error}; change it", param="structured_outputs")
         if reason == "error":
             logger.error("request %s failed in the engine: %s", self.ask.request_id, delta.error)
             text = f"The engine failed at this request; the log has more under {self.ask.request_id}."
