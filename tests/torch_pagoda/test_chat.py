@@ -15,7 +15,7 @@ import torch_pagoda as pagoda
 TEMPLATE = (
     "</s>{% if tools %}{{ tools[0].name }};{% endif %}{% if mood %}{{ mood }};{% endif %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments.values() | join }}{% endfor %}"
     "{% if not loop.last or not continue_final_message %} ;{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
@@ -61,7 +61,7 @@ def test_openais_forms_are_made_plain(llm: pagoda.LLM) -> None:
     assert llm.chat(parts, GREEDY)[0].prompt == "</s>user: the\ncat ;assistant:"
     call = {"function": {"name": "look", "arguments": '{"x": "mat"}'}}
     calls = [*ASKS, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    assert "assistant: mat ;" in str(llm.chat(calls, GREEDY)[0].prompt)
+    assert "assistant: look mat ;" in str(llm.chat(calls, GREEDY)[0].prompt)
 
 
 @pytest.mark.parametrize(

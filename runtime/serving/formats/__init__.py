@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from ...requests.template_facts import TemplateFacts, probe_template, render
 from .events import ContentDelta, Event, ReasoningDelta, ToolCall, merge_events
 from .format import AnswerParser, CallSyntax, Format
-from .messages import template_messages
 from .registry import AnyFormat, reasoning_parsers, resolve, tool_parsers
-from .templates import TemplateFacts, probe_template, render
 from .tools import Tool, ToolChoice, check_tool_choice, check_tools
 
 __all__ = [
@@ -28,6 +27,5 @@ __all__ = [
     "reasoning_parsers",
     "render",
     "resolve",
-    "template_messages",
     "tool_parsers",
 ]

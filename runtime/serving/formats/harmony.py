@@ -39,15 +39,17 @@ _ANSWER = (f"{CHANNEL}final", MESSAGE)
 """Texts that come one after the other, the content type between them, before an answer begins."""
 
 
-def one_text_before_call(message: Mapping[str, Any], reasoning: str) -> dict[str, Any]:
-    """The message with its reasoning as ``reasoning_content``, and with no content where it calls a function.
+def one_text_before_call(message: dict[str, Any]) -> dict[str, Any]:
+    """The message without content where it reasons and calls a function.
 
     gpt-oss's template takes one text before a call, and writes it as reasoning: content is added to that.
     """
-    content = message.get("content")
-    if message.get("tool_calls") and isinstance(content, str) and content and reasoning:
-        return {**message, "content": "", "reasoning_content": f"{reasoning}\n{content}"}
-    return {**message, "reasoning_content": reasoning}
+    content, reasoning = message.get("content"), message.get("reasoning_content", message.get("reasoning"))
+    if not (message.get("tool_calls") and content and reasoning):
+        return message
+    if not isinstance(content, str) or not isinstance(reasoning, str):
+        return message
+    return {**message, "content": "", "reasoning_content": f"{reasoning}\n{content}"}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,14 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from ...requests.special_tokens import special_tokens
+from ...requests.template_facts import (
+    PROBE_ARGUMENTS,
+    PROBE_NAME,
+    PROBE_TOOL,
+    TemplateFacts,
+    probe_template,
+    template_source,
+)
 from .events import ContentDelta, ToolCall
 from .families import (
     HARMONY,
@@ -23,7 +31,6 @@ from .format import CallSyntax, Format
 from .harmony import HARMONY_CALLS, HARMONY_REASONING, HarmonyFormat
 from .library import TemplateFormat
 from .parser import Parser, Reasoning
-from .templates import PROBE_ARGUMENTS, PROBE_NAME, PROBE_TOOL, TemplateFacts, probe_template, template_source
 from .tools import Tool
 
 logger = logging.getLogger(__name__)

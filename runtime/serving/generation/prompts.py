@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ...requests.checks import shown
-from ...requests.conversation import Message, render_conversation
+from ...requests.conversation import ConversationError, Message, render_conversation
 from ...requests.tokenise import cut_above, tokenise
 from ..http.errors import ApiError, refuse
 from .template_process import TemplateProcess
@@ -102,6 +102,7 @@ class Prompts:
         self,
         messages: Sequence[Message],
         max_model_len: int,
+        name: str = "messages",
         *,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -109,7 +110,7 @@ class Prompts:
         ends: bool = False,
         **options: Any,
     ) -> Prompt:
-        """The prompt of a conversation; ``ends`` as for ``tokens``, ``options`` as for ``render_conversation``.
+        """The prompt of a conversation; ``ends`` as for ``tokens``, the others as for ``render_conversation``.
 
         Raises:
             ApiError: 400; the conversation or the template does not fit.
@@ -117,30 +118,33 @@ class Prompts:
         variables = {**self._chat_template_kwargs, **(chat_template_kwargs or {})}
         template = chat_template or self._chat_template
         if self.tokenizer is None or not (template or self.has_template):
-            refuse("messages", "this model has no chat template; use /v1/completions, or start with --chat-template")
-        if "developer" not in str(template or self.tokenizer.chat_template):
-            # The newer name of the system's role, whose messages most templates would leave out.
-            messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
+            refuse(name, "this model has no chat template; use /v1/completions, or start with --chat-template")
         sent = sum(map(_characters, (messages, variables, options.get("tools"), options.get("documents"))))
 
         def render() -> str:
             return render_conversation(
-                self.tokenizer, messages, chat_template=template, chat_template_kwargs=variables, **options
+                self.tokenizer, messages, name, chat_template=template, chat_template_kwargs=variables, **options
             )
 
         most = RENDERED_PER_SENT * (sent + len(chat_template or "")) + INLINE_CHARACTERS
         try:
             if chat_template:
                 text = await self._of_requests.render(
-                    self.tokenizer, messages, chat_template, most, chat_template_kwargs=variables, **options
+                    self.tokenizer,
+                    messages,
+                    chat_template,
+                    most,
+                    name=name,
+                    chat_template_kwargs=variables,
+                    **options,
                 )
             else:
                 text = await self._run(render, sent)
-        except ValueError as error:
-            raise ApiError(400, "invalid_value", str(error), param="messages") from error
+        except ConversationError as error:
+            raise ApiError(400, "invalid_value", str(error), param=error.field) from error
         if len(text) > most:
-            refuse("messages", f"messages become {len(text)} characters by the chat template; send fewer")
-        return Prompt(await self.tokens(text, max_model_len, add_special_tokens, "messages", ends=ends), text)
+            refuse(name, f"{name} become {len(text)} characters by the chat template; send fewer")
+        return Prompt(await self.tokens(text, max_model_len, add_special_tokens, name, ends=ends), text)
 
     async def tokens(
         self,

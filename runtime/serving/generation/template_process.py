@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ...requests.conversation import Message, template_call
+from ...requests.conversation import ConversationError, Message
 from ..child_process import ChildBusy, ChildFailed, ChildProcess
 from ..http.errors import ApiError, refuse
 
@@ -54,14 +54,13 @@ class TemplateProcess:
         Raises:
             ApiError: 400 about ``chat_template``: it takes too much time or memory, writes too much, or refuses the
                 messages; 429: too many wait.
-            ValueError: as ``template_call``.
+            ConversationError: as ``render_conversation``.
         """
-        plain, arguments = template_call(tokenizer, messages, chat_template=chat_template, **options)
         # By its name a request may choose one of several of the tokenizer's own.
-        arguments["chat_template"] = tokenizer.get_chat_template(chat_template, arguments["tools"])
+        source = tokenizer.get_chat_template(chat_template, options.get("tools"))
         request = {
-            "messages": plain,
-            "arguments": arguments,
+            "messages": messages,
+            "options": {**options, "chat_template": source},
             "special_tokens": getattr(tokenizer, "special_tokens_map", {}),
             "seconds": self._seconds,
             "bytes": self._max_bytes,
@@ -77,6 +76,8 @@ class TemplateProcess:
         read = json.loads(answer)
         if "text" in read:
             return str(read["text"])
+        if "field" in read:
+            raise ConversationError(read["field"], read["error"])
         reasons = {
             "time": f"is not rendered within {self._seconds:g} s; make it simpler",
             "memory": f"takes more than {self._max_bytes >> 20} MiB to render; make it simpler",

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from ...requests.conversation import template_refusal
+from ...requests.conversation import ConversationError, TemplateRefusal, render_conversation
 from ..child_process import LENGTH
 
 
@@ -50,7 +50,7 @@ def _answer(frame: bytes, size: int) -> dict[str, str]:
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, str]:
-    """``{"text": …}``, or ``{"error": …}``: ``"length"`` or what the template says.
+    """``{"text": …}``, or ``{"error": …}``: ``"length"``, what the template says, or what is wrong with ``"field"``.
 
     Raises:
         OutOfTime, MemoryError: as they say.
@@ -58,12 +58,12 @@ def answer_to(request: dict[str, Any]) -> dict[str, str]:
     templates: Any = Templates(request["special_tokens"])
     signal.setitimer(signal.ITIMER_REAL, request["seconds"])
     try:
-        text = str(templates.apply_chat_template(request["messages"], tokenize=False, **request["arguments"]))
+        text = render_conversation(templates, request["messages"], **request["options"])
         return {"text": text} if len(text) <= request["most"] else {"error": "length"}
-    except MemoryError:
-        raise
-    except Exception as error:
-        return {"error": template_refusal(error)}
+    except TemplateRefusal as refusal:
+        return {"error": refusal.reason}
+    except ConversationError as error:
+        return {"error": str(error), "field": error.field}
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 

@@ -131,7 +131,9 @@ async def prompt_of(front: Front, body: ChatBody, tools: list[dict[str, Any]] | 
         refuse("chat_template", f"chat_template is not taken from requests; {remedy}", "unsupported_parameter")
     continues = bool(body.continue_final_message)
     return await front.prompts.of_messages(
-        [_with_all_reasonings(message, front.formats) for message in body.messages],
+        [one_text_before_call(message) for message in body.messages]
+        if isinstance(front.formats, HarmonyFormat)
+        else body.messages,
         max_model_len,
         chat_template=body.chat_template,
         chat_template_kwargs=variables,
@@ -142,14 +144,3 @@ async def prompt_of(front: Front, body: ChatBody, tools: list[dict[str, Any]] | 
         tools=tools,
         documents=body.documents,
     )
-
-
-def _with_all_reasonings(message: dict[str, Any], formats: AnyFormat | None) -> dict[str, Any]:
-    """The message with its reasoning under all names that templates read."""
-    reasoning = message.get("reasoning_content", message.get("reasoning"))
-    if not isinstance(reasoning, str):
-        return message
-    if isinstance(formats, HarmonyFormat):
-        message = one_text_before_call(message, reasoning)
-        reasoning = message["reasoning_content"]
-    return {**message, "reasoning_content": reasoning, "reasoning": reasoning, "thinking": reasoning}

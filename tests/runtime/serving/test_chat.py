@@ -96,17 +96,21 @@ async def test_messages_reach_the_template(serve: Any, engine: FakeEngine, token
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "messages"),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]}, "messages"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+            "messages[0].tool_calls[0]",
+        ),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]}, "messages[0].tool_calls"),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"chat_template": "x"}, "chat_template"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "messages"),
-        ({"chat_template_kwargs": {"tokenizer": 1, "conversation": 1}}, "messages"),
-        ({"add_generation_prompt": True, "continue_final_message": True}, "messages"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenizer": 1, "conversation": 1}}, "chat_template_kwargs"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),
         ({"functions": [{}]}, "functions"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"modalities": ["audio"]}, "modalities"),
@@ -279,7 +283,7 @@ async def test_a_constraint_begins_behind_the_reasoning_or_where_the_request_say
 async def test_tools_that_the_choice_leaves(
     serve: Any, engine: FakeEngine, tokenizer: Any, choice: Any, names: Any
 ) -> None:
-    template = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}."
+    template = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}.{{ messages[0].content }}"
     tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
     async with serve(chat_template=template, formats=Marked()) as client:
         body = {"messages": HELLO, "tools": tools, "tool_choice": choice, "max_tokens": 1}
@@ -288,7 +292,7 @@ async def test_tools_that_the_choice_leaves(
         assert response.status_code == 400 and response.json()["error"]["param"] == "tool_choice"
         return
     assert response.status_code == 200, response.text
-    assert tokenizer.decode(engine.submits[0].prompts[0]) == "".join(names or []) + "."
+    assert tokenizer.decode(engine.submits[0].prompts[0]) == "".join(names or []) + "." + HELLO[0]["content"]
     forced = choice == "required" or (isinstance(choice, dict) and choice["type"] == "function")
     grammar = {"grammar": f'start: "required {" ".join(names or [])}"'}
     assert engine.submits[0].params.get("structured_outputs") == (grammar if forced else None)

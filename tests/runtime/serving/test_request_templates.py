@@ -17,6 +17,7 @@ from torch_pagoda.runtime.serving.http.errors import ApiError
 pytestmark = pytest.mark.anyio
 
 HELLO = [{"role": "user", "content": "Hello \u2615"}]
+ECHO = "{{ messages[0].content }}"
 LOOP = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
 HOSTILE = {
     "loops": (LOOP, "is not rendered within 0.5 s"),
@@ -31,7 +32,10 @@ HOSTILE = {
         "takes more than 64 MiB",
     ),
     "a long list": ("{{ ([0] * 10 ** 9) | length }}", "takes more than 64 MiB"),
-    "much text": ("{% for i in range(9000) %}0123456789{% endfor %}", "writes more than 40000 characters"),
+    "much text": (
+        "{{ messages[0].content }}{% for i in range(9000) %}0123456789{% endfor %}",
+        "writes more than 40000 characters",
+    ),
     "deep": (
         "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
         "fails: (RecursionError|TemplateSyntaxError|MemoryError)",
@@ -89,14 +93,14 @@ async def test_a_template_is_rendered_as_the_tokenizer_does(
 async def test_a_killed_process_leaves_others_waiting_for_no_more_than_itself(tokenizer: Any) -> None:
     process = TemplateProcess(seconds=0.3, max_bytes=2**26)
     try:
-        await process.render(tokenizer, HELLO, "a", 10)
+        await process.render(tokenizer, HELLO, ECHO, 10)
         child = psutil.Process(process._process._process.pid)  # type: ignore[union-attr]
         process._process.seconds = 0.3
         child.suspend()  # as an operation does that no signal interrupts
         with pytest.raises(ApiError, match="is not rendered within"):
-            await process.render(tokenizer, HELLO, "a", 10)
+            await process.render(tokenizer, HELLO, ECHO, 10)
         assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
-        assert await process.render(tokenizer, HELLO, "a", 10) == "a"
+        assert await process.render(tokenizer, HELLO, ECHO, 10) == HELLO[0]["content"]
     finally:
         process.close()
 
@@ -104,11 +108,11 @@ async def test_a_killed_process_leaves_others_waiting_for_no_more_than_itself(to
 async def test_too_many_wait(tokenizer: Any) -> None:
     process = TemplateProcess(seconds=0.2)
     try:
-        calls = [process.render(tokenizer, HELLO, "a", 10) for _ in range(12)]
+        calls = [process.render(tokenizer, HELLO, ECHO, 10) for _ in range(12)]
         results = await asyncio.gather(*calls, return_exceptions=True)
     finally:
         process.close()
-    assert results[:8] == ["a"] * 8
+    assert results[:8] == [HELLO[0]["content"]] * 8
     assert [(r.status_code, r.code) for r in results[8:]] == [(429, "queue_full")] * 4  # type: ignore[union-attr]
 
 

@@ -222,7 +222,10 @@ def test_tool_choice_reaches_the_formats(serve):
     assert formats.choices == ["required"] * 3
 
 
-@pytest.mark.parametrize("branch, role", [("", "system"), ("{# developer #}", "developer")])
+KNOWS = "{% if messages[0].role == 'developer' %}Obey.{% endif %}"
+
+
+@pytest.mark.parametrize("branch, role", [("", "system"), ("{# developer #}", "system"), (KNOWS, "Obey.developer")])
 def test_a_developer_speaks_as_the_system_where_the_template_knows_none(serve, engine, tokenizer, branch, role):
     items = [{"role": "developer", "content": "Be brief"}, {"role": "user", "content": "Hi"}]
     template = branch + "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"

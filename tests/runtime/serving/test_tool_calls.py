@@ -26,6 +26,7 @@ NUMBER = {
     "additionalProperties": False,
 }
 THINKS = (
+    "{{ tools | tojson if tools }}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )

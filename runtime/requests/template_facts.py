@@ -1,0 +1,209 @@
+"""What a chat template takes and writes, found by rendering probes in transformers' sandbox."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+PROBE_NAME = "probe_tool"
+PROBE_ARGUMENTS = {"probe_key": "probe value"}
+PROBE_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": PROBE_NAME,
+        "description": "A probe.",
+        "parameters": {
+            "type": "object",
+            "properties": {"probe_key": {"type": "string", "description": "A probe."}},
+            "required": ["probe_key"],
+        },
+    },
+}
+
+_QUESTION, _DETAIL = "probe question", "probe detail"
+_LISTED = re.compile(r"""['"]text['"]\s*:\s*['"]probe """)
+"""Parts that stand in a prompt as a list, not as their text."""
+_OTHER_ROLE = "proberole"
+_SHORT_ID = "probe0000"  # nine characters, as Mistral's templates demand
+_OTHER_IDS = ("call_probe0000", "c1")
+
+
+@dataclass(frozen=True)
+class TemplateFacts:
+    """What a chat template takes and writes.
+
+    Attributes:
+        takes_parts: roles whose content may be a list of several ``{"type": "text", "text": ...}``.
+        refuses_text: roles whose content has to be a list, of one part unless ``takes_parts`` has them.
+        takes_tools: it shows tools to the model.
+        arguments_as_text: a call's arguments have to be JSON text; else they are an object.
+        knows_developer: it writes messages of the role ``developer`` otherwise than those of any role.
+        short_ids: ids of calls have to be nine letters and digits.
+        generation_prompt: what it writes where an answer begins.
+        call: how it writes a call of the probe; None where it writes none.
+    """
+
+    takes_parts: frozenset[str] = frozenset()
+    refuses_text: frozenset[str] = frozenset()
+    takes_tools: bool = False
+    arguments_as_text: bool = False
+    knows_developer: bool = False
+    short_ids: bool = False
+    generation_prompt: str = ""
+    call: str | None = None
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    chat_template: str | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = False,
+    **variables: Any,
+) -> str:
+    """The prompt of a conversation; raises what the template raises."""
+    return str(
+        tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            chat_template=chat_template,
+            tools=[dict(tool) for tool in tools] if tools else None,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **variables,
+        )
+    )
+
+
+def try_render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str | None:
+    """As ``render``; None where the template refuses the conversation, for whatever reason."""
+    try:
+        return render(tokenizer, messages, **options)
+    except MemoryError:  # the bound on a request's template
+        raise
+    except Exception:
+        return None
+
+
+def probe_template(tokenizer: Any, chat_template: str | None = None) -> TemplateFacts:
+    """Facts about a chat template; those of one that takes plain text where it can render nothing.
+
+    Args:
+        tokenizer: whose template it is.
+        chat_template: in place of the tokenizer's.
+    """
+    return _Probe(tokenizer, chat_template).facts()
+
+
+class _Probe:
+    def __init__(self, tokenizer: Any, chat_template: str | None) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._question: Any = _QUESTION  # in the form that the template takes
+
+    def facts(self) -> TemplateFacts:
+        takes_parts, refuses_text = set(), set()
+        self._find_content("user", takes_parts, refuses_text)
+        if "user" in refuses_text:
+            self._question = _parts(_QUESTION)
+        asked = [_message("user", self._question)]
+        without, with_prompt = self(asked) or "", self(asked, add_generation_prompt=True) or ""
+        call, as_text = self._call()
+        arguments: Any = '{"probe_key": "probe value"}' if as_text else PROBE_ARGUMENTS
+        for role in ("system", "developer", "assistant"):
+            self._find_content(role, takes_parts, refuses_text)
+        self._find_content("tool", takes_parts, refuses_text, arguments)
+        return TemplateFacts(
+            takes_parts=frozenset(takes_parts),
+            refuses_text=frozenset(refuses_text),
+            takes_tools=PROBE_NAME in (self(asked, tools=[PROBE_TOOL], add_generation_prompt=True) or ""),
+            arguments_as_text=as_text,
+            knows_developer=self._knows_developer(),
+            short_ids=call is not None and any(self._called(arguments, other) is None for other in _OTHER_IDS),
+            generation_prompt=with_prompt[len(without) :] if without and with_prompt.startswith(without) else "",
+            call=call,
+        )
+
+    def __call__(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str | None:
+        """The rendered conversation; None where the template refuses it."""
+        return try_render(self._tokenizer, messages, chat_template=self._chat_template, **options)
+
+    def _find_content(
+        self, role: str, takes_parts: set[str], refuses_text: set[str], arguments: Any = PROBE_ARGUMENTS
+    ) -> None:
+        """Put a role where its content's forms belong."""
+        if self._shows(role, _parts(_QUESTION, _DETAIL), arguments):
+            takes_parts.add(role)
+        if self._shows(role, _QUESTION, arguments):
+            return
+        if role in takes_parts or self._shows(role, _parts(_QUESTION), arguments):
+            refuses_text.add(role)
+
+    def _shows(self, role: str, content: Any, arguments: Any) -> bool:
+        """Whether the content of a message of this role stands in the prompt."""
+        asked, message = _message("user", self._other_question()), _message(role, content)
+        if role == "tool":
+            call = _calls(arguments, _SHORT_ID)
+            text = self([asked, call, message | {"tool_call_id": _SHORT_ID, "name": PROBE_NAME}], tools=[PROBE_TOOL])
+        elif role == "assistant":
+            text = self([asked, message, asked])
+        else:
+            text = self([message] if role == "user" else [message, asked])
+        return text is not None and (
+            _QUESTION in text
+            and (isinstance(content, str) or len(content) == 1 or _DETAIL in text)
+            and not (isinstance(content, list) and _LISTED.search(text))
+        )
+
+    def _other_question(self) -> Any:
+        return "probe" if isinstance(self._question, str) else _parts("probe")
+
+    def _knows_developer(self) -> bool:
+        after = _message("user", self._other_question())
+        for content in (_QUESTION, _parts(_QUESTION)):
+            if self._shows("developer", content, PROBE_ARGUMENTS):
+                text, other = (self([_message(role, content), after]) for role in ("developer", _OTHER_ROLE))
+                return other is None or other.replace(_OTHER_ROLE, "developer") != text
+        return False
+
+    def _call(self) -> tuple[str | None, bool]:
+        """What the template writes for a call, and whether it needs the arguments as text."""
+        for arguments in (PROBE_ARGUMENTS, '{"probe_key": "probe value"}'):
+            if (written := self._called(arguments, _SHORT_ID)) is not None:
+                return written, isinstance(arguments, str)
+        return None, False
+
+    def _called(self, arguments: Any, call_id: str) -> str | None:
+        """What the template writes for a call; None where it writes none, or not its arguments."""
+        asked, call = _message("user", self._question), _calls(arguments, call_id)
+        result = _message("tool", "probe result") | {"tool_call_id": call_id, "name": PROBE_NAME}
+        for messages in ([asked, call], [asked, call, result]):
+            rendered = self(messages, tools=[PROBE_TOOL])
+            if rendered is None:
+                continue
+            written = rendered[rendered.rfind(_QUESTION) + len(_QUESTION) :]
+            # An object that was put into the text as it is looks like Python.
+            if "probe value" in written and "{'probe_key'" not in written:
+                return written
+        return None
+
+
+def _message(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _calls(arguments: Any, call_id: str) -> dict[str, Any]:
+    call = {"id": call_id, "type": "function", "function": {"name": PROBE_NAME, "arguments": arguments}}
+    return _message("assistant", "") | {"tool_calls": [call]}
+
+
+def template_source(tokenizer: Any, chat_template: str | None) -> str:
+    """Text of the template, of all of them where a tokenizer has several."""
+    source = chat_template if chat_template is not None else getattr(tokenizer, "chat_template", None)
+    return "\n".join(map(str, source.values())) if isinstance(source, Mapping) else str(source or "")

@@ -1,0 +1,178 @@
+"""Messages as a model's chat template takes them.
+
+Clients send one form; templates differ in what they take: text or parts, arguments as objects or as JSON text, the
+role ``developer`` or not, ids of any length or of nine characters. What the template does not take is turned into
+what it does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from .checks import shown
+from .template_facts import TemplateFacts
+
+MAX_TOOL_CALLS = 512
+MAX_ARGUMENTS_DEPTH = 128
+
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of parts that are text → the field that holds it."""
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+_SHORT_ID = re.compile("[0-9A-Za-z]{9}")
+
+
+class ConversationError(ValueError):
+    """A conversation that cannot be rendered.
+
+    Args:
+        field: of the request, as its sender wrote it.
+        text: the field, the value and the remedy.
+    """
+
+    def __init__(self, field: str, text: str) -> None:
+        super().__init__(text)
+        self.field = field
+
+
+def template_messages(messages: Sequence[Any], facts: TemplateFacts, places: Sequence[str]) -> list[dict[str, Any]]:
+    """The messages of a conversation, checked and turned into those that the template takes.
+
+    Content that is null is an empty text. Several text parts stay parts where the template takes such, and are joined
+    by line breaks elsewhere. Reasoning is passed under every name that templates read. Arguments of an earlier call
+    that are no JSON object, as a model may have written them, are ``{}``, or stay as they are where the template
+    takes text. A tool's message gets the name of the function that its ``tool_call_id`` belongs to. Fields that are
+    null, and empty ``tool_calls``, are left out.
+
+    Args:
+        messages: in OpenAI's form.
+        facts: about the template.
+        places: the name of each message, for errors.
+
+    Raises:
+        ConversationError: they are no conversation.
+    """
+    names: dict[str, str] = {}  # of functions, by the id of the call
+    return [_message(message, place, facts, names) for message, place in zip(messages, places, strict=True)]
+
+
+def _message(message: Any, place: str, facts: TemplateFacts, names: dict[str, str]) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
+        text = f"{place}={shown(message)} is no message; use {{'role': 'user', 'content': 'Hello'}}"
+        raise ConversationError(place, text)
+    role = "system" if role == "developer" and not facts.knows_developer else role
+    out = {key: value for key, value in message.items() if value is not None}
+    content = out.get("content", out.get("refusal"))
+    if content is None and role not in ("assistant", "tool"):
+        raise _wrong(f"{place}.content", "is missing; pass text, or parts of type 'text'")
+    out |= {"role": role, "content": _content(content, role, f"{place}.content", facts)}
+    if role == "assistant":
+        out |= _reasoning(out, place)
+    if calls := out.pop("tool_calls", None):
+        out["tool_calls"] = _tool_calls(calls, f"{place}.tool_calls", facts, names)
+    if role == "tool":
+        call_id = out.get("tool_call_id", "")
+        if not isinstance(call_id, str):
+            raise _wrong(f"{place}.tool_call_id", "is no string; pass the id of the call that this answers")
+        out["tool_call_id"] = _call_id(call_id, facts)
+        if call_id in names:
+            out.setdefault("name", names[call_id])
+    return out
+
+
+def _reasoning(message: Mapping[str, Any], place: str) -> dict[str, str]:
+    for field in _REASONING_FIELDS:
+        if (reasoning := message.get(field)) is not None:
+            if not isinstance(reasoning, str):
+                raise _wrong(f"{place}.{field}", "is no string")
+            return dict.fromkeys(_REASONING_FIELDS, reasoning)
+    return {}
+
+
+def _content(content: Any, role: str, place: str, facts: TemplateFacts) -> str | list[dict[str, str]]:
+    if isinstance(content, list | tuple):
+        texts = [_part(part, f"{place}[{index}]") for index, part in enumerate(content)]
+        if not texts and role not in ("assistant", "tool"):
+            raise _wrong(place, "has no parts; pass text, or parts of type 'text'")
+        if texts and role in facts.takes_parts:
+            return [{"type": "text", "text": text} for text in texts]
+        content = "\n".join(texts)
+    elif content is not None and not isinstance(content, str):
+        raise ConversationError(place, f"{place}={shown(content)} is neither text nor a list of parts; use a string")
+    text = content or ""
+    return [{"type": "text", "text": text}] if role in facts.refuses_text else text
+
+
+def _part(part: Any, place: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in _TEXT_PARTS:
+        raise _wrong(place, f"of type {shown(kind)} is not served; leave text parts only")
+    text = part.get(_TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise ConversationError(f"{place}.{_TEXT_PARTS[kind]}", f"{place} has {shown(text)} for a text; use a string")
+    return text
+
+
+def _tool_calls(calls: Any, place: str, facts: TemplateFacts, names: dict[str, str]) -> list[dict[str, Any]]:
+    if not isinstance(calls, list | tuple) or len(calls) > MAX_TOOL_CALLS:
+        raise _wrong(place, f"is no list of at most {MAX_TOOL_CALLS} calls")
+    return [_tool_call(call, f"{place}[{index}]", facts, names) for index, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, place: str, facts: TemplateFacts, names: dict[str, str]) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise _wrong(place, "is no call; use {'id': ..., 'type': 'function', 'function': {'name': ...}}")
+    call_id = call.get("id") or ""
+    if not isinstance(call_id, str):
+        raise _wrong(f"{place}.id", "is no string")
+    names[call_id] = function["name"]
+    arguments = _arguments(function.get("arguments"), facts.arguments_as_text)
+    return {
+        "id": _call_id(call_id, facts),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def _call_id(call_id: str, facts: TemplateFacts) -> str:
+    """The id, or nine characters made of it where the template takes no others."""
+    if not facts.short_ids or _SHORT_ID.fullmatch(call_id):
+        return call_id
+    return blake2b(call_id.encode(errors="surrogatepass")).hexdigest()[:9]
+
+
+def _arguments(arguments: Any, as_text: bool) -> Any:
+    """A call's arguments as the template takes them; clients send JSON text, some an object."""
+    if as_text and isinstance(arguments, str) and arguments.strip():
+        return arguments
+    value = arguments
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments)
+        except (ValueError, RecursionError):
+            value = {}
+    if not isinstance(value, Mapping) or _is_deep(value):
+        value = {}
+    return json.dumps(value, ensure_ascii=False) if as_text else value
+
+
+def _is_deep(value: Any) -> bool:
+    level: Sequence[Any] = [value]
+    for _ in range(MAX_ARGUMENTS_DEPTH):
+        parents = [entry for entry in level if isinstance(entry, Mapping | list | tuple)]
+        if not parents:
+            return False
+        level = [
+            child for parent in parents for child in (parent.values() if isinstance(parent, Mapping) else parent)
+        ]
+    return True
+
+
+def _wrong(place: str, text: str) -> ConversationError:
+    return ConversationError(place, f"{place} {text}")
