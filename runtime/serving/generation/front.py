@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ...requests.template_facts import TemplateFacts, probe_template
 from ..engine_process.client import EngineClient, EngineUnavailable
 from ..formats.registry import AnyFormat
-from ..formats.templates import TemplateFacts, probe_template
 from ..http.errors import ApiError
 from ..monitoring.logs import RequestLog
 from ..monitoring.metrics import ServerMetrics
