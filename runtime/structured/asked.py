@@ -24,7 +24,7 @@ MAX_TAGS = 128
 MAX_AFTER = 64
 """Tokens, or characters, of what a grammar begins after."""
 
-After: TypeAlias = tuple[int, ...] | str | tuple[str, ...]
+After: TypeAlias = str | tuple[str, ...] | tuple[int, ...]
 """What a grammar begins after; see ``AskedOutput``."""
 
 _REMEDY = "use one of " + ", ".join(KINDS)

@@ -27,7 +27,7 @@ OPENERS = (f" to={NAMESPACE}", f"{CHANNEL}commentary to={NAMESPACE}", f"{CHANNEL
 
 _ROLE_NAME = re.compile(r"\s*([^\s<:]*)")
 _CHANNEL_NAME = re.compile(rf"{re.escape(CHANNEL)}\s*([a-z]*)")
-_RECIPIENT = re.compile(r"(?<!\S)to=([^\s<]*)")
+_RECIPIENT = re.compile(r"(?<!\S)to=((?:(?!<\|)\S)*)")
 _TO_NOBODY = ("", "assistant", "user", "all")
 
 

@@ -26,6 +26,7 @@ GOOD: list[dict[str, Any]] = [
     {"grammar": 'start: "a"'},
     {"structural_tag": TAG},
     {"structural_tag": json.dumps(TAG)},
+    {"regex": "a", "after": ["<|channel|>final", "<|message|>"]},
     {"json": SCHEMA, "strict": False, "whitespace": "any", "after": [3, 4]},
     {"regex": "a", "json": None, "after": "</think>"},
 ]
@@ -143,6 +144,9 @@ def loop() -> dict[str, Any]:
         ({"json": SCHEMA, "whitespace": "some"}, "whitespace='some' is not known"),
         ({"json": SCHEMA, "after": []}, "after="),
         ({"json": SCHEMA, "after": [True]}, "after="),
+        ({"json": SCHEMA, "after": ["a", 1]}, "after="),
+        ({"json": SCHEMA, "after": ["a", ""]}, "after="),
+        ({"json": SCHEMA, "after": ["x" * 60, "y" * 5]}, "above the limit of 64"),
         ({"json": SCHEMA, "after": [-1]}, "after="),
         ({"json": SCHEMA, "after": ""}, "after="),
         ({"json": SCHEMA, "after": "x" * 65}, "above the limit of 64"),

@@ -138,13 +138,13 @@ def test_too_much_work_ends_one_request() -> None:
     assert engine.block_manager.num_used_blocks == 0
 
 
-@pytest.mark.parametrize("after", ["</think>", [DIGIT["7"], DIGIT["7"]], [EOS + 1]], ids=str)
+@pytest.mark.parametrize("after", ["</think>", ["</", "hi", "k>"], [DIGIT["7"], DIGIT["7"]], [EOS + 1]], ids=str)
 @pytest.mark.parametrize("temperature", [0, 1.5])
 def test_a_grammar_begins_after_reasoning(after: Any, temperature: float) -> None:
     program = BigramProgram(vocab_size=VOCAB, max_model_len=1000)
     engine = structured_engine(program)
     closer = list(engine.tokenizer("</think>", add_special_tokens=False).input_ids)  # type: ignore[misc]
-    wanted = closer if isinstance(after, str) else after
+    wanted = after if isinstance(after[0], int) else closer
     script = [40, 41, *wanted[:1], 42, *wanted]
     calls = 0
 
