@@ -92,15 +92,13 @@ def render_conversation(
             **({"documents": [dict(document) for document in documents]} if documents else {}),
             **variables,
         }
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
-        hidden = hidden_parts(template, tokenizer, messages, arguments)
+        if hidden := hidden_parts(template, tokenizer, messages, arguments):
+            raise _not_shown(messages, places, *hidden[0])
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
     except (ConversationError, MemoryError):
         raise
     except Exception as error:
         raise TemplateRefusal(name, error) from error
-    if hidden:
-        raise _not_shown(messages, places, *hidden[0])
-    return text
 
 
 def _variables(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -114,8 +112,8 @@ def _variables(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None) -
 
 def _not_shown(messages: Sequence[Message], places: Sequence[str], index: int, what: str) -> ConversationError:
     if index < 0:
-        text = "tools: the chat template shows no tools to the model; leave them out, or use another template"
-        return ConversationError("tools", text)
+        text = f"{what}: the chat template shows no {what} to the model; leave them out, or use another template"
+        return ConversationError(what, text)
     role, field = messages[index]["role"], f"{places[index]}.{what}"
     if what == "tool_calls":
         text = f"{field}: the chat template does not show such calls of tools; write them as text"

@@ -104,7 +104,8 @@ class _Probe:
         self._question: Any = _QUESTION  # in the form that the template takes
 
     def facts(self) -> TemplateFacts:
-        takes_parts, refuses_text = set(), set()
+        takes_parts: set[str] = set()
+        refuses_text: set[str] = set()
         self._find_content("user", takes_parts, refuses_text)
         if "user" in refuses_text:
             self._question = _parts(_QUESTION)
@@ -164,8 +165,10 @@ class _Probe:
         after = _message("user", self._other_question())
         for content in (_QUESTION, _parts(_QUESTION)):
             if self._shows("developer", content, PROBE_ARGUMENTS):
-                text, other = (self([_message(role, content), after]) for role in ("developer", _OTHER_ROLE))
-                return other is None or other.replace(_OTHER_ROLE, "developer") != text
+                own, other, system = (
+                    self([_message(r, content), after]) for r in ("developer", _OTHER_ROLE, "system")
+                )
+                return other is None or system is None or other.replace(_OTHER_ROLE, "developer") != own
         return False
 
     def _call(self) -> tuple[str | None, bool]:

@@ -42,10 +42,10 @@ def template_messages(messages: Sequence[Any], facts: TemplateFacts, places: Seq
     """The messages of a conversation, checked and turned into those that the template takes.
 
     Content that is null is an empty text. Several text parts stay parts where the template takes such, and are joined
-    by line breaks elsewhere. Reasoning is passed under every name that templates read. Arguments of an earlier call
-    that are no JSON object, as a model may have written them, are ``{}``, or stay as they are where the template
-    takes text. A tool's message gets the name of the function that its ``tool_call_id`` belongs to. Fields that are
-    null, and empty ``tool_calls``, are left out.
+    by line breaks elsewhere; a single one is a text. Reasoning is passed under every name that templates read.
+    Arguments of an earlier call that are no JSON object, as a model may have written them, are ``{}``, or stay as
+    they are where the template takes text. A tool's message gets the name of the function that its ``tool_call_id``
+    belongs to. Fields that are null, and empty ``tool_calls``, are left out.
 
     Args:
         messages: in OpenAI's form.
@@ -97,7 +97,7 @@ def _content(content: Any, role: str, place: str, facts: TemplateFacts) -> str |
         texts = [_part(part, f"{place}[{index}]") for index, part in enumerate(content)]
         if not texts and role not in ("assistant", "tool"):
             raise _wrong(place, "has no parts; pass text, or parts of type 'text'")
-        if texts and role in facts.takes_parts:
+        if len(texts) > 1 and role in facts.takes_parts:
             return [{"type": "text", "text": text} for text in texts]
         content = "\n".join(texts)
     elif content is not None and not isinstance(content, str):

@@ -56,7 +56,7 @@ def known_template(tokenizer: Any, chat_template: str) -> Template:
 def hidden_parts(
     template: Template, tokenizer: Any, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
 ) -> list[tuple[int, str]]:
-    """What the template leaves out: indices of messages, or -1, with what of them: "content", a call, or "tools".
+    """What the template leaves out: "content" or "tool_calls" of a message by its index; -1: "tools", "documents".
 
     Content beside calls, and earlier reasoning, are the template's own to leave out.
 
@@ -71,11 +71,13 @@ def hidden_parts(
     options = {**arguments, "continue_final_message": False}
     if options["tools"]:
         options["tools"] = [PROBE_TOOL if "function" in options["tools"][0] else PROBE_TOOL["function"]]
+    if options.get("documents"):
+        options["documents"] = [dict.fromkeys(document, "d0z") for document in options["documents"]]
     shape = repr((marked, {**options, "chat_template": None}))
     hidden = template.hidden.get(shape)
     if hidden is None:
         text = try_render(tokenizer, marked, **options)
-        hidden = [] if text is None else _missing(text, marked, bool(options["tools"]))
+        hidden = [] if text is None else _missing(text, marked, options)
         if len(shape) <= _LARGEST_SHAPE:
             _remember(template.hidden, shape, hidden, _MOST_VIEWS)
     return hidden
@@ -110,8 +112,9 @@ def _marked_call(call: Mapping[str, Any], mark: str, ids: dict[str, str]) -> dic
     return {"id": _marked_id(call["id"], ids), "type": "function", "function": {"name": mark, "arguments": arguments}}
 
 
-def _missing(text: str, marked: Sequence[Mapping[str, Any]], has_tools: bool) -> list[tuple[int, str]]:
-    missing = [(-1, "tools")] if has_tools and PROBE_NAME not in text else []
+def _missing(text: str, marked: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[tuple[int, str]]:
+    marks = {"tools": PROBE_NAME, "documents": "d0z"}
+    missing = [(-1, name) for name, mark in marks.items() if options.get(name) and mark not in text]
     for index, message in enumerate(marked):
         calls = message.get("tool_calls", ())
         for call in calls:
@@ -127,6 +130,6 @@ def _missing(text: str, marked: Sequence[Mapping[str, Any]], has_tools: bool) ->
 
 
 def _remember(known: dict[str, Any], key: str, value: Any, most: int) -> None:
-    while len(known) >= most:
-        known.pop(next(iter(known)), None)
+    for oldest in list(known)[: max(0, len(known) - most + 1)]:  # in one step, as a thread renders, too
+        known.pop(oldest, None)
     known[key] = value

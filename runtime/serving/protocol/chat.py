@@ -43,8 +43,20 @@ def chat_router(front: Front) -> APIRouter:
     return router
 
 
-async def prepare(front: Front, request: Request, body: ChatBody, model: str) -> Prepared:
+async def prepare(
+    front: Front,
+    request: Request,
+    body: ChatBody,
+    model: str,
+    *,
+    name: str = "messages",
+    places: list[str] | None = None,
+) -> Prepared:
     """What to ask the engine.
+
+    Args:
+        front, request, body, model: of the request.
+        name, places: of the conversation and its messages, as the client knows them; see ``prompt_of``.
 
     Raises:
         ApiError: 400.
@@ -68,7 +80,7 @@ async def prepare(front: Front, request: Request, body: ChatBody, model: str) ->
     )
     tools, choice = tools_of(front, body)
     declarations = [dict(tool.declaration) for tool in tools] or None
-    prompt = await prompt_of(front, body, declarations, hello.max_model_len)
+    prompt = await prompt_of(front, body, declarations, hello.max_model_len, name=name, places=places)
     text = prompt.text or ""
     prompt = truncated(prompt, body.truncate_prompt_tokens, hello.max_model_len)
     check_room(prompt, asked, hello.max_model_len, "messages")

@@ -110,8 +110,23 @@ def reasoning_ahead(formats: AnyFormat, prompt: str) -> str | tuple[str, ...] | 
         refuse("response_format", f"{error}, so that no grammar can begin behind it; {remedy}")
 
 
-async def prompt_of(front: Front, body: ChatBody, tools: list[dict[str, Any]] | None, max_model_len: int) -> Prompt:
+async def prompt_of(
+    front: Front,
+    body: ChatBody,
+    tools: list[dict[str, Any]] | None,
+    max_model_len: int,
+    *,
+    name: str = "messages",
+    places: list[str] | None = None,
+) -> Prompt:
     """The conversation as a prompt.
+
+    Args:
+        front, body: of the request.
+        tools: for the template.
+        max_model_len: what can run.
+        name: of the conversation's field, for errors.
+        places: names of its messages, for errors; None: ``name`` with their indices.
 
     Raises:
         ApiError: 400.
@@ -135,6 +150,8 @@ async def prompt_of(front: Front, body: ChatBody, tools: list[dict[str, Any]] | 
         if isinstance(front.formats, HarmonyFormat)
         else body.messages,
         max_model_len,
+        name,
+        places=places,
         chat_template=body.chat_template,
         chat_template_kwargs=variables,
         add_special_tokens=bool(body.add_special_tokens),

@@ -11,7 +11,7 @@ from ..http.errors import refuse
 
 _BLOCKS = {
     "user": ("text", "tool_result"),
-    "assistant": ("text", "thinking", "tool_use"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
 """Role → types of blocks that its messages may have."""
@@ -19,8 +19,10 @@ _BLOCKS = {
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_messages(messages: list[dict[str, Any]], system: str | list[Any] | None) -> list[dict[str, Any]]:
-    """Messages of a chat request.
+def chat_messages(
+    messages: list[dict[str, Any]], system: str | list[Any] | None
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Messages of a chat request, and for each its name here; turns of one side that follow each other are one.
 
     Args:
         messages: content is text, or a list of blocks.
@@ -30,18 +32,26 @@ def chat_messages(messages: list[dict[str, Any]], system: str | list[Any] | None
         ApiError: 400; a block is not served, or malformed.
     """
     found: list[dict[str, Any]] = []
+    places: list[str] = []
     if system:
-        found.append({"role": "system", "content": _joined(system, "system", ("text",))})
+        found.append({"role": "system", "content": _texts(system, "system")})
+        places.append("system")
     for i, message in enumerate(messages):
         where, role = f"messages[{i}]", message.get("role")
         if not isinstance(role, str) or role not in _BLOCKS:
             refuse(f"{where}.role", f"{where}.role={shown(role)} is not known; use 'user' or 'assistant'")
         blocks = _blocks(message.get("content"), f"{where}.content", _BLOCKS[role])
-        if role == "assistant":
-            found.append(_of_assistant(blocks, f"{where}.content"))
-        else:
-            found += _of_user(blocks, f"{where}.content", role)
-    return found
+        if not blocks and (role != "assistant" or i + 1 < len(messages)):
+            refuse(f"{where}.content", f"{where}.content=[] has no blocks; send text, or at least one block")
+        turn = [_of_assistant(blocks, f"{where}.content")] if role == "assistant" else []
+        for part in turn or _of_user(blocks, f"{where}.content", role):
+            if found and part["role"] == found[-1]["role"] in ("user", "assistant"):
+                for name in part.keys() - {"role"}:
+                    found[-1][name] = found[-1].get(name, type(part[name])()) + part[name]
+            else:
+                found.append(part)
+                places.append(where)
+    return found, places
 
 
 def chat_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -80,22 +90,27 @@ def chat_tool_choice(choice: dict[str, Any] | None) -> str | dict[str, Any] | No
 
 
 def _of_user(blocks: list[dict[str, Any]], where: str, role: str) -> list[dict[str, Any]]:
-    """A message for each result of a tool and for each run of text, in their order."""
+    """A message for each result of a tool and for each run of text, in their order.
+
+    That a tool failed is said before its result, as templates have no other place for it.
+    """
     found: list[dict[str, Any]] = []
     texts: list[str] = []
     for i, block in enumerate(blocks):
         if block["type"] == "tool_result":
             content = block.get("content")
-            text = "" if content is None else _joined(content, f"{where}[{i}].content", ("text",))
+            result = [] if content in (None, "") else _texts(content, f"{where}[{i}].content")
+            if block.get("is_error"):
+                result[:1] = [f"Error: {result[0]}" if result else "Error"]
             call_id = _text(block, "tool_use_id", f"{where}[{i}]")
             if texts:
-                found.append({"role": role, "content": "\n".join(texts)})
+                found.append({"role": role, "content": texts})
                 texts = []
-            found.append({"role": "tool", "tool_call_id": call_id, "content": text})
+            found.append({"role": "tool", "tool_call_id": call_id, "content": result})
         else:
             texts.append(_text(block, "text", f"{where}[{i}]"))
     if texts:
-        found.append({"role": role, "content": "\n".join(texts)})
+        found.append({"role": role, "content": texts})
     return found
 
 
@@ -107,13 +122,13 @@ def _of_assistant(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
             texts.append(_text(block, "text", at))
         elif block["type"] == "thinking":
             thoughts.append(_text(block, "thinking", at))
-        else:
+        elif block["type"] == "tool_use":
             if not isinstance(block.get("input"), dict):
                 refuse(f"{at}.input", f"{at}.input={shown(block.get('input'))} is no object; send the arguments")
             arguments = msgspec.json.encode(block["input"]).decode()
             function = {"name": _text(block, "name", at), "arguments": arguments}
             calls.append({"id": _text(block, "id", at), "type": "function", "function": function})
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts else None}
+    message: dict[str, Any] = {"role": "assistant", "content": texts}
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
     if calls:
@@ -121,9 +136,9 @@ def _of_assistant(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
     return message
 
 
-def _joined(content: Any, where: str, kinds: tuple[str, ...]) -> str:
-    blocks = _blocks(content, where, kinds)
-    return "\n".join(_text(block, "text", f"{where}[{i}]") for i, block in enumerate(blocks))
+def _texts(content: Any, where: str) -> list[str]:
+    blocks = _blocks(content, where, ("text",))
+    return [_text(block, "text", f"{where}[{i}]") for i, block in enumerate(blocks)]
 
 
 def _blocks(content: Any, where: str, kinds: tuple[str, ...]) -> list[dict[str, Any]]:

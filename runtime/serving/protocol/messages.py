@@ -92,11 +92,11 @@ def messages_router(front: Front) -> APIRouter:
         front.admission.check_loaded()
         body = await read_body(request, CountTokensBody)
         front.model_name(body.model)
-        asked = as_chat(body)
+        asked, places = as_chat(body)
         tools, _ = tools_of(front, asked)
         declarations = [dict(tool.declaration) for tool in tools] or None
         max_model_len = front.client.hello.max_model_len
-        prompt = await prompt_of(front, asked, declarations, max_model_len)
+        prompt = await prompt_of(front, asked, declarations, max_model_len, places=places)
         check_counted(prompt.token_ids, max_model_len, "messages")
         return JsonResponse({"input_tokens": len(prompt.token_ids)})
 
@@ -111,7 +111,8 @@ async def prepare(front: Front, request: Request, body: MessagesBody, model: str
     Raises:
         ApiError: 400.
     """
-    prepared = await chat.prepare(front, request, as_chat(body), model)
+    asked, places = as_chat(body)
+    prepared = await chat.prepare(front, request, asked, model, places=places)
     ask = prepared.ask
     room = front.client.hello.max_model_len - len(ask.prompts[0].token_ids)
     params = {**ask.params, "max_tokens": min(body.max_tokens, room)}
@@ -123,8 +124,8 @@ async def prepare(front: Front, request: Request, body: MessagesBody, model: str
     )
 
 
-def as_chat(body: CountTokensBody) -> ChatBody:
-    """The chat request that says the same, without a bound on its tokens.
+def as_chat(body: CountTokensBody) -> tuple[ChatBody, list[str]]:
+    """The chat request that says the same, without a bound on its tokens, and the names of its messages here.
 
     Raises:
         ApiError: 400.
@@ -132,8 +133,9 @@ def as_chat(body: CountTokensBody) -> ChatBody:
     extra = body.model_extra or {}
     config, choice = body.output_config or {}, body.tool_choice or {}
     fields = {name: getattr(body, name, extra.get(name)) for name in _SAME_NAME}
+    messages, places = chat_messages(body.messages, body.system)
     fields |= {
-        "messages": chat_messages(body.messages, body.system),
+        "messages": messages,
         "tools": chat_tools(body.tools or []) or None,
         "tool_choice": chat_tool_choice(body.tool_choice),
         "reasoning_effort": config.get("effort"),
@@ -148,7 +150,7 @@ def as_chat(body: CountTokensBody) -> ChatBody:
     if isinstance(body, MessagesBody):
         fields["stop"] = body.stop_sequences or None
         fields["user"] = (body.metadata or {}).get("user_id")
-    return validated({name: value for name, value in fields.items() if value is not None}, ChatBody)
+    return validated({name: value for name, value in fields.items() if value is not None}, ChatBody), places
 
 
 def _thinks(thinking: dict[str, Any] | None) -> bool | None:

@@ -13,8 +13,8 @@ _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "ref
 _ROLES = ("user", "assistant", "system", "developer")
 
 
-def input_messages(value: Any, instructions: str | None) -> list[dict[str, Any]]:
-    """Messages of the field ``input``.
+def input_messages(value: Any, instructions: str | None) -> tuple[list[dict[str, Any]], list[str]]:
+    """Messages of the field ``input``, and for each its name there.
 
     What the model said and did in one turn (reasoning, text, calls) is one message.
 
@@ -28,11 +28,12 @@ def input_messages(value: Any, instructions: str | None) -> list[dict[str, Any]]
     if not value or not isinstance(value, str | list):
         refuse("input", f"input={shown(value)} is no input; send text or a list of items")
     messages: list[dict[str, Any]] = []
+    places: list[str] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
+        places.append("instructions")
     if isinstance(value, str):
-        return [*messages, {"role": "user", "content": value}]
-    names: dict[str, str] = {}
+        return [*messages, {"role": "user", "content": value}], [*places, "input"]
     for i, item in enumerate(value):
         where = f"input[{i}]"
         if not isinstance(item, dict):
@@ -43,14 +44,11 @@ def input_messages(value: Any, instructions: str | None) -> list[dict[str, Any]]
         elif kind == "reasoning":
             _of_assistant(messages).setdefault("reasoning_content", []).append(_reasoning(item, where))
         elif kind == "function_call":
-            call = _call(item, where)
-            names[call["id"]] = call["function"]["name"]
-            _of_assistant(messages).setdefault("tool_calls", []).append(call)
+            _of_assistant(messages).setdefault("tool_calls", []).append(_call(item, where))
         elif kind == "function_call_output":
             call_id = _text(item, "call_id", where)
             content = _content(item.get("output"), f"{where}.output")
-            message = {"role": "tool", "tool_call_id": call_id, "content": content}
-            messages.append(message | ({"name": names[call_id]} if call_id in names else {}))
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         else:
             refuse(
                 f"{where}.type",
@@ -58,11 +56,11 @@ def input_messages(value: Any, instructions: str | None) -> list[dict[str, Any]]
                 "function_call_output",
                 "unsupported_parameter",
             )
+        places += [where] * (len(messages) - len(places))
     for message in messages:
-        for name in ("content", "reasoning_content"):
-            if isinstance(message.get(name), list):  # what was said in one turn
-                message[name] = "".join(message[name])
-    return messages
+        if "reasoning_content" in message:  # what was thought in one turn
+            message["reasoning_content"] = "".join(message["reasoning_content"])
+    return messages, places
 
 
 def chat_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -124,32 +122,33 @@ def _add_message(messages: list[dict[str, Any]], item: dict[str, Any], where: st
     if role != "assistant":
         messages.append({"role": role, "content": content})
         return
-    message = _of_assistant(messages)
-    if message["content"] is None:
-        message["content"] = []
-    message["content"].append(content)
+    _of_assistant(messages)["content"] += content
 
 
 def _of_assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
     """The message of the assistant's turn that is going on."""
     if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": None})
+        messages.append({"role": "assistant", "content": []})
     return messages[-1]
 
 
-def _content(value: Any, where: str) -> str:
+def _content(value: Any, where: str) -> list[str]:
+    """Texts of content."""
     if isinstance(value, str):
-        return value
+        return [value]
     if not isinstance(value, list):
         refuse(where, f"{where}={shown(value)} is no content; send text or a list of parts")
     texts = []
     for i, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(part, str):
+            texts.append(part)
+            continue
         if not isinstance(kind, str) or kind not in _TEXT_PARTS:
             text = f"{where}[{i}].type={shown(kind)} is not served; send parts of type 'input_text'"
             refuse(f"{where}[{i}].type", text, "unsupported_parameter")
         texts.append(_text(part, _TEXT_PARTS[kind], f"{where}[{i}]"))
-    return "".join(texts)
+    return texts
 
 
 def _reasoning(item: dict[str, Any], where: str) -> str:

@@ -112,24 +112,26 @@ async def prepare(front: Front, request: Request, body: ResponsesBody, model: st
     """
     _check_stateless(body)
     try:
-        prepared = await chat.prepare(front, request, as_chat(body), model)
+        asked, places = as_chat(body)
+        prepared = await chat.prepare(front, request, asked, model, name="input", places=places)
     except ApiError as error:
         raise _renamed(error) from error
     ask = replace(prepared.ask, id=f"resp_{prepared.ask.id.partition('-')[2]}")
-    asked = _repeated(body, model, ask.params)
-    return replace(prepared, ask=ask, renderer=lambda generation: ResponseAnswer(generation, asked))
+    repeated = _repeated(body, model, ask.params)
+    return replace(prepared, ask=ask, renderer=lambda generation: ResponseAnswer(generation, repeated))
 
 
-def as_chat(body: ResponsesBody) -> ChatBody:
-    """The chat request that says the same.
+def as_chat(body: ResponsesBody) -> tuple[ChatBody, list[str]]:
+    """The chat request that says the same, and the names of its messages here.
 
     Raises:
         ApiError: 400.
     """
     reasoning, extra = body.reasoning or {}, body.model_extra or {}
     fields = {name: getattr(body, name, extra.get(name)) for name in _SAME_NAME}
+    messages, places = input_messages(body.input, body.instructions)
     fields |= {
-        "messages": input_messages(body.input, body.instructions),
+        "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
         "tools": chat_tools(body.tools or []) or None,
         "tool_choice": chat_tool_choice(body.tool_choice),
@@ -138,7 +140,7 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     }
     if reasoning.get("effort") == "none":
         fields["chat_template_kwargs"] = {"enable_thinking": False, **(fields["chat_template_kwargs"] or {})}
-    return validated({name: value for name, value in fields.items() if value is not None}, ChatBody)
+    return validated({name: value for name, value in fields.items() if value is not None}, ChatBody), places
 
 
 def _check_stateless(body: ResponsesBody) -> None:

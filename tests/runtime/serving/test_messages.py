@@ -20,6 +20,7 @@ from marked_text import MarkedFormats
 
 TOOL = {"name": "look_up", "description": "d", "input_schema": {"type": "object"}}
 ANSWER = '<think>Let me see.</think>I look ☕<call>look_up {"a": "é\\n"}</call><call>stop {}</call> done'
+TOOL_USE = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
 HI = [{"role": "user", "content": "Hi"}]
 
 
@@ -206,19 +207,46 @@ def test_blocks_become_messages():
         {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x":"é"}'}},
         {"id": "2", "type": "function", "function": {"name": "g", "arguments": "{}"}},
     ]
-    assert chat_messages(messages, system) == [
-        {"role": "system", "content": "Be\nbrief"},
-        {"role": "user", "content": "a\nb"},
-        {"role": "assistant", "content": "c", "reasoning_content": "hm", "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "1", "content": "one"},
-        {"role": "tool", "tool_call_id": "2", "content": "two"},
-        {"role": "tool", "tool_call_id": "3", "content": ""},
-        {"role": "user", "content": "d"},
-        {"role": "assistant", "content": "e"},
-        {"role": "user", "content": "f"},
-        {"role": "tool", "tool_call_id": "4", "content": "four"},
-        {"role": "user", "content": "g"},
+    found, places = chat_messages(messages, system)
+    assert found == [
+        {"role": "system", "content": ["Be", "brief"]},
+        {"role": "user", "content": ["a", "b"]},
+        {"role": "assistant", "content": ["c"], "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": ["one"]},
+        {"role": "tool", "tool_call_id": "2", "content": ["two"]},
+        {"role": "tool", "tool_call_id": "3", "content": ["Error"]},
+        {"role": "user", "content": ["d"]},
+        {"role": "assistant", "content": ["e"]},
+        {"role": "user", "content": ["f"]},
+        {"role": "tool", "tool_call_id": "4", "content": ["four"]},
+        {"role": "user", "content": ["g"]},
     ]
+    indices = [0, 1, 2, 2, 2, 2, 3, 4, 4, 4]
+    assert places == ["system", *(f"messages[{i}]" for i in indices)]
+
+
+def test_turns_of_one_side_that_follow_each_other_are_one():
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "no such city", "is_error": True}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "c"}]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, TOOL_USE]},
+        {"role": "user", "content": [result]},
+        {"role": "user", "content": "d"},
+        {"role": "assistant", "content": []},
+    ]
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    assert chat_messages(messages, None) == (
+        [
+            {"role": "user", "content": ["a", "b"]},
+            {"role": "assistant", "content": ["c"], "reasoning_content": "hm", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "1", "content": ["Error: no such city"]},
+            {"role": "user", "content": ["d"]},
+            {"role": "assistant", "content": []},
+        ],
+        [f"messages[{i}]" for i in (0, 2, 4, 5, 6)],
+    )
 
 
 def test_fields_become_those_of_a_chat_request():
@@ -230,10 +258,14 @@ def test_fields_become_those_of_a_chat_request():
         **{"thinking": {"type": "enabled", "budget_tokens": 1024}, "system": "s"},
         "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": schema}},
     }
-    found = as_chat(validated(body, MessagesBody)).model_dump(exclude_none=True)
+    found = as_chat(validated(body, MessagesBody))[0].model_dump(exclude_none=True)
     function = {"name": "look_up", "description": "d", "parameters": {"type": "object"}}
     assert found == {
-        "messages": [{"role": "system", "content": "s"}, *HI, {"role": "assistant", "content": "The"}],
+        "messages": [
+            {"role": "system", "content": ["s"]},
+            {"role": "user", "content": ["Hi"]},
+            {"role": "assistant", "content": ["The"]},
+        ],
         **{"temperature": 0.5, "top_k": 3, "stop": ["x"], "user": "u", "seed": 5, "reasoning_effort": "low"},
         "tools": [{"type": "function", "function": function}],
         "tool_choice": {"type": "function", "function": {"name": "look_up"}},
@@ -271,7 +303,13 @@ def image(kind: str) -> dict[str, Any]:
         ({"messages": [{"role": "user"}]}, "messages[0].content=None is no content"),
         ({"messages": [{"role": "user", "content": [image("image")]}]}, "messages[0].content[0].type='image' is not"),
         ({"messages": [{"role": "user", "content": [image("document")]}]}, "type='document' is not served"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]}, "'redacted_thinking'"),
+        ({"messages": [{"role": "user", "content": [{"type": "redacted_thinking"}]}]}, "'redacted_thinking'"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content=[] has no blocks"),
+        ({"messages": [{"role": "assistant", "content": []}, *HI]}, "messages[0].content=[] has no blocks"),
+        (
+            {"messages": [*HI, {"role": "assistant", "content": [TOOL_USE]}]},
+            "messages[1] ends in a tool call, which cannot be continued",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "send text or tool_result"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id=None is no text"),
         (

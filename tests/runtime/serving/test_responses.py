@@ -171,16 +171,18 @@ def test_items_become_messages():
         {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}},
         {"id": "2", "type": "function", "function": {"name": "g", "arguments": '{"x": 1}'}},
     ]
-    assert input_messages(items, "Be brief") == [
+    messages, places = input_messages(items, "Be brief")
+    assert messages == [
         {"role": "system", "content": "Be brief"},
-        {"role": "user", "content": "ab"},
-        {"role": "assistant", "content": "c", "reasoning_content": "hm", "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "2", "content": "two", "name": "g"},
-        {"role": "tool", "tool_call_id": "1", "content": "one", "name": "f"},
-        {"role": "assistant", "content": "d", "reasoning_content": "so"},
-        {"role": "developer", "content": "e"},
+        {"role": "user", "content": ["a", "b"]},
+        {"role": "assistant", "content": ["c"], "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "2", "content": ["two"]},
+        {"role": "tool", "tool_call_id": "1", "content": ["one"]},
+        {"role": "assistant", "content": ["d"], "reasoning_content": "so"},
+        {"role": "developer", "content": ["e"]},
     ]
-    assert input_messages("Hi", None) == [{"role": "user", "content": "Hi"}]
+    assert places == ["instructions", *(f"input[{i}]" for i in (0, 1, 5, 6, 7, 9))]
+    assert input_messages("Hi", None) == ([{"role": "user", "content": "Hi"}], ["input"])
 
 
 def test_fields_become_those_of_a_chat_request():
@@ -196,7 +198,7 @@ def test_fields_become_those_of_a_chat_request():
         "text": {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}},
         "reasoning": {"effort": "none"},
     }
-    found = as_chat(validated(body, ResponsesBody)).model_dump(exclude_none=True)
+    found = as_chat(validated(body, ResponsesBody))[0].model_dump(exclude_none=True)
     function = {"name": "look_up", "description": "d", "parameters": {"type": "object"}, "strict": False}
     assert found == {
         "messages": [{"role": "user", "content": "Hi"}],
