@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from ..passes import PassRecord, TracedGraph, UnsupportedModel
 from ..passes.graph.fx_nodes import callee, value
+from .capture.exchanged_functions import keep_exchanged
 from .capture.module_scalars import recover_module_scalars
 from .options import CompileOptions, selected_passes
 from .pipeline import apply_one_by_one
@@ -98,6 +99,7 @@ def pagoda(
             f"schedule={dict(parsed.schedule)!r} is not for backend 'pagoda', whose steps may be of any kind; leave "
             "it out, or use torch_pagoda.compile or torch_pagoda.LLM"
         )
+    keep_exchanged(gm)
     parsed = parsed.for_device(next((x.device.type for x in example_inputs if isinstance(x, torch.Tensor)), "cpu"))
     why = _training_reason(example_inputs)
     if why:

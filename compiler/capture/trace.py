@@ -18,6 +18,7 @@ from ...passes.graph.fx_nodes import callee, shape, value
 from ...passes.graph.traced import TracedGraph, UnsupportedModel
 from ...runtime.phases import phase
 from ..report import first_line
+from .exchanged_functions import keep_exchanged, trace_exchanged
 from .kernel_functions import operators_in_place_of_kernels
 from .model_facts import configs, max_positions, takes_positions
 from .plain_buffers import plain_buffers
@@ -65,6 +66,7 @@ def capture(model: nn.Module) -> Captured:
     caught: dict[str, Any] = {}
 
     def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        keep_exchanged(gm)
         caught.update(gm=gm, inputs=list(example_inputs), context=TracingContext.get())
 
         def stop(*args: Any) -> Any:
@@ -79,6 +81,7 @@ def capture(model: nn.Module) -> Captured:
     torch._dynamo.mark_dynamic(input_ids, 1)
     torch._dynamo.mark_dynamic(positions, 1)
     step = _step_function(model, has_positions)
+    trace_exchanged()
     try:
         with (
             operators_in_place_of_kernels(model),

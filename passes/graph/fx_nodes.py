@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 import operator
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -150,7 +151,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
 def _asked_in_place(node: fx.Node) -> bool:
     """Tell whether a function is called with ``inplace=True``, as ``nn.ReLU(inplace=True)`` calls ``relu``."""
     target: Any = node.target
-    place = _place_of_inplace(target) if getattr(target, "__module__", "") == "torch.nn.functional" else None
+    place = _place_of_inplace(target) if isinstance(target, types.FunctionType) else None
     return place is not None and argument(node, place, "inplace") is True
 
 
