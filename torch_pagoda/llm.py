@@ -457,12 +457,15 @@ def _refusals_named(model: object) -> Iterator[None]:
 
 
 def eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """Tokens that end a sequence: the generation config's, else the model config's, else the tokenizer's.
+    """Tokens that end a sequence: the generation config's, else the model config's, and the tokenizer's, as in vLLM.
 
     Negative ones, with which some configs say that nothing does, are left out: no token is one.
     """
-    for owner in (getattr(module, "generation_config", None), module.config, tokenizer):
+    configs = (getattr(module, "generation_config", None), module.config)
+    configured = next((config for config in configs if getattr(config, "eos_token_id", None) is not None), None)
+    ends: set[int] = set()
+    for owner in (configured, tokenizer):
         found = getattr(owner, "eos_token_id", None)
         if found is not None:
-            return [int(t) for t in (found if isinstance(found, list | tuple) else [found]) if t >= 0]
-    return []
+            ends.update(int(t) for t in (found if isinstance(found, list | tuple) else [found]) if t >= 0)
+    return sorted(ends)

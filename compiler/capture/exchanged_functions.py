@@ -23,8 +23,8 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
 def trace_exchanged() -> None:
-    """Have Dynamo trace functions of the program's that it takes for torch's, since they stood in their places when it
-    looked there first."""
+    """Have Dynamo trace functions of the program's that it takes for torch's, since it looked first when they stood
+    in the places of these."""
     rules = get_torch_obj_rule_map()
     for function in [item for item in rules if _is_a_programs(item)]:
         rule = rules.pop(function)

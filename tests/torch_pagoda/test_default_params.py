@@ -66,7 +66,7 @@ def test_vllm_and_folders(
         assert neutral.get_default_sampling_params() == pagoda.SamplingParams()
         assert pagoda.LLM(checkpoint, **fast).get_default_sampling_params() == pagoda.SamplingParams()
     assert not [record for record in caplog.records if "generation_config" in record.getMessage()]
-    assert neutral.engine.eos_token_ids == {3}  # what ends a text is no matter of taste
+    assert neutral.engine.eos_token_ids == {0, 3}  # and the tokenizer's: what ends a text is no matter of taste
     other = pagoda.LLM(checkpoint, generation_config=str(chatty), **fast)
     assert other.get_default_sampling_params() == AS_PARAMS
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import torch_pagoda as pagoda
 from torch_pagoda.compiler import CompileOptions, build
+from torch_pagoda.llm import eos_token_ids
 
 from tiny_models import build_tiny_model
 
@@ -39,6 +41,42 @@ def test_end_tokens_below_zero_end_nothing(
     compiled = pagoda.compile(llama, **fast)
     more = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": end, "pad_token_id": 1}
     assert compiled.generate(ids, attention_mask=torch.ones_like(ids), **more)[0, 3:].tolist() == tokens(reference)
+
+
+def test_the_tokenizers_end_token_ends_beside_those_of_the_config(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, fast: dict[str, Any]
+) -> None:
+    llama.generation_config.eos_token_id = [200]
+    engine = pagoda.LLM(llama, tokenizer, **fast)
+    assert engine.engine.eos_token_ids == {0, 200}
+
+    def run(**more: Any) -> tuple[int, str | None]:
+        params = pagoda.SamplingParams(max_tokens=4, temperature=0, logit_bias={0: 100.0}, **more)
+        found = engine.generate([PROMPT], params)[0].outputs[0]
+        return len(found.token_ids), found.finish_reason
+
+    assert run() == (1, "stop")
+    assert run(ignore_eos=True) == (4, "length")
+    assert run(min_tokens=3) == (3 + 1, "stop")
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "tokenizers", "expected"),
+    [
+        (None, None, 2, [2]),
+        (None, 7, 2, [2, 7]),
+        (5, 7, 2, [2, 5]),
+        ([5, 6], 7, None, [5, 6]),
+        (-1, 7, 2, [2]),
+        (None, None, None, []),
+    ],
+)
+def test_ends_are_those_of_the_first_config_and_of_the_tokenizer(
+    generation: Any, config: Any, tokenizers: Any, expected: list[int]
+) -> None:
+    owner = SimpleNamespace
+    module = owner(generation_config=owner(eos_token_id=generation), config=owner(eos_token_id=config))
+    assert eos_token_ids(module, owner(eos_token_id=tokenizers)) == expected
 
 
 def test_autocast_around_the_engine_changes_nothing(
