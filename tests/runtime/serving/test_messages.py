@@ -322,7 +322,7 @@ def image(kind: str) -> dict[str, Any]:
         ),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type='bash_20250124' is not served"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
-        ({"tools": [TOOL]}, "does not take tools"),
+        ({"tools": [TOOL]}, "leave tools out"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type='some' is not known"),
         ({"thinking": {"type": "deep"}}, "thinking.type='deep' is not known"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format="),

@@ -264,7 +264,7 @@ USER = {"role": "user", "content": "Hi"}
         ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].output", "no content"),
         ({"input": [{"type": "reasoning", "content": "x"}]}, "input[0].content", "no list of parts"),
         ({"input": "Hi", "tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search' is not served"),
-        ({"input": "Hi", "tools": [TOOL]}, "tools", "does not take tools"),
+        ({"input": "Hi", "tools": [TOOL]}, "tools", "leave tools out"),
         ({"input": "Hi", "tool_choice": "required"}, "tool_choice", "pass tools"),
         ({"input": "Hi", "text": {"format": {"type": "xml"}}}, "text.format.type", "'xml' is not served"),
         ({"input": "Hi", "text": {"format": {"type": "json_schema"}}}, "text.format.schema", "is missing"),

@@ -243,11 +243,12 @@ def test_names_and_what_fits_together():
 
 def test_one_text_stands_before_a_call():
     call = {"function": {"name": "f", "arguments": {"a": 1}}}
-    message = {"role": "assistant", "content": "Plan.", "tool_calls": [call]}
-    folded = one_text_before_call(message, "Hm.")
+    message = {"role": "assistant", "content": "Plan.", "tool_calls": [call], "reasoning": "Hm."}
+    folded = one_text_before_call(message)
     assert folded == {**message, "content": "", "reasoning_content": "Hm.\nPlan."}
-    assert one_text_before_call({**message, "content": ""}, "Hm.")["reasoning_content"] == "Hm."
-    assert one_text_before_call({"role": "assistant", "content": "b"}, "Hm.")["content"] == "b"
+    assert one_text_before_call({**message, "content": ""}) == {**message, "content": ""}
+    without = {"role": "assistant", "content": "b", "reasoning": "Hm."}
+    assert one_text_before_call(without) == without
     history = [{"role": "user", "content": "?"}, {**folded, "thinking": folded["reasoning_content"]}]
     text = render(harmony_tokenizer(), history)
     assert parsed([text.partition("?<|end|><|start|>assistant")[2]])[0] == [ReasoningDelta("Hm.\nPlan."), F]
