@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
+from .covered_patterns import CoveredPatterns
+
 _ANNOTATIONS = frozenset(
     "$schema $id $comment $defs definitions title description default examples deprecated readOnly writeOnly".split()
 )
@@ -37,6 +39,9 @@ the process after some 2,400."""
 MAX_PROPERTIES = 2_000
 """Of all objects of a schema together. The time to compile grows with their square: 0.4 s and 7 MB for so many."""
 
+MAX_PATTERNS = 100
+"""Of one object. llguidance compares each with all others: 0.1 s for so many, a second for 200."""
+
 
 def json_options(whitespace: str, *, lenient: bool) -> dict[str, Any]:
     """llguidance's ``JsonCompileOptions``."""
@@ -62,9 +67,10 @@ def embedded_schema(name: str, schema: Any, *, lenient: bool) -> dict[str, Any]:
 
 
 def checked_schema(name: str, schema: Any) -> dict[str, Any]:
-    """The schema, or ``{"type": "object"}`` for one that constrains nothing.
+    """The schema as llguidance holds to it, or ``{"type": "object"}`` for one that constrains nothing.
 
-    A number of any length would be an answer to such a one, and that is what weak models write.
+    A number of any length would be an answer to such a one, and that is what weak models write. Pattern properties
+    that only match declared properties are written into these.
 
     Args:
         name: of the field, for the message.
@@ -87,12 +93,19 @@ def checked_schema(name: str, schema: Any) -> dict[str, Any]:
             properties += len(value)
             if properties > MAX_PROPERTIES:
                 raise ValueError(f"{name} has more than {MAX_PROPERTIES} properties; use fewer")
+            if keyword == "patternProperties" and len(value) > MAX_PATTERNS:
+                raise ValueError(f"{name} has more than {MAX_PATTERNS} patternProperties in one object; use fewer")
         if keyword == "multipleOf" and isinstance(value, int | float) and value > 0:
             multiple = _least_common_multiple(multiple, Fraction(str(value)))
             if multiple.numerator > MAX_MULTIPLE:
                 why = f"the least common multiple is above {MAX_MULTIPLE}"
                 raise ValueError(f"{name} has multipleOf={value}: {why}; use rounder ones")
-    result: dict[str, Any] = schema
+    try:
+        result: dict[str, Any] = CoveredPatterns(json_options("compact", lenient=False)).written_out(schema)
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from None
+    except RecursionError:
+        raise ValueError(f"{name} is nested too deeply; flatten it") from None
     return result
 
 

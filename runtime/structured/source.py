@@ -66,7 +66,12 @@ class GrammarSource:
             self._text = _lark(name, value)
             for i, schema in enumerate(_embedded_schemas(value)):
                 options = schema.pop("x-guidance", None)
-                checked_schema(f"{name} %json {i + 1}", schema)
+                here = f"{name} %json {i + 1}"
+                if checked_schema(here, schema) not in (schema, {"type": "object"}):
+                    raise ValueError(
+                        f"{here} has patternProperties that match declared properties only; move their schemas into "
+                        "properties"
+                    )
                 if not (isinstance(options, dict) and options.get("lenient") is True):
                     self._schemas.append(schema)
             if _is_one_schema(value):
