@@ -81,7 +81,7 @@ def render_conversation(
         source = tokenizer.get_chat_template(chat_template, given)  # one of several, which a name may choose
         template = known_template(tokenizer, source)
         messages = template_messages(conversation, template.facts, places)
-        if continue_final_message and messages and messages[-1].get("tool_calls"):
+        if continue_final_message and conversation and conversation[-1].get("tool_calls"):
             text = f"{places[-1]} ends in a tool call, which cannot be continued; send the tool's result"
             raise ConversationError(places[-1], text)
         arguments = {

@@ -40,6 +40,7 @@ class TemplateFacts:
         takes_tools: it shows tools to the model.
         arguments_as_text: a call's arguments have to be JSON text; else they are an object.
         knows_developer: it writes messages of the role ``developer`` otherwise than those of any role.
+        hides_calls: it renders a conversation with a call, and leaves the call out.
         short_ids: ids of calls have to be nine letters and digits.
         generation_prompt: what it writes where an answer begins.
         call: how it writes a call of the probe; None where it writes none.
@@ -50,6 +51,7 @@ class TemplateFacts:
     takes_tools: bool = False
     arguments_as_text: bool = False
     knows_developer: bool = False
+    hides_calls: bool = False
     short_ids: bool = False
     generation_prompt: str = ""
     call: str | None = None
@@ -101,7 +103,8 @@ class _Probe:
     def __init__(self, tokenizer: Any, chat_template: str | None) -> None:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
-        self._question: Any = _QUESTION  # in the form that the template takes
+        self._question: Any = _QUESTION  # in the form that the template takes, as the others
+        self._nothing: Any = ""
 
     def facts(self) -> TemplateFacts:
         takes_parts: set[str] = set()
@@ -111,10 +114,12 @@ class _Probe:
             self._question = _parts(_QUESTION)
         asked = [_message("user", self._question)]
         without, with_prompt = self(asked) or "", self(asked, add_generation_prompt=True) or ""
-        call, as_text = self._call()
-        arguments: Any = '{"probe_key": "probe value"}' if as_text else PROBE_ARGUMENTS
         for role in ("system", "developer", "assistant"):
             self._find_content(role, takes_parts, refuses_text)
+        if "assistant" in refuses_text:
+            self._nothing = _parts("")
+        call, as_text = self._call()
+        arguments: Any = '{"probe_key": "probe value"}' if as_text else PROBE_ARGUMENTS
         self._find_content("tool", takes_parts, refuses_text, arguments)
         return TemplateFacts(
             takes_parts=frozenset(takes_parts),
@@ -122,6 +127,8 @@ class _Probe:
             takes_tools=PROBE_NAME in (self(asked, tools=[PROBE_TOOL], add_generation_prompt=True) or ""),
             arguments_as_text=as_text,
             knows_developer=self._knows_developer(),
+            hides_calls=call is None
+            and self([*asked, self._calls(arguments, _SHORT_ID)], tools=[PROBE_TOOL]) is not None,
             short_ids=call is not None and any(self._called(arguments, other) is None for other in _OTHER_IDS),
             generation_prompt=with_prompt[len(without) :] if without and with_prompt.startswith(without) else "",
             call=call,
@@ -146,7 +153,7 @@ class _Probe:
         """Whether the content of a message of this role stands in the prompt."""
         asked, message = _message("user", self._other_question()), _message(role, content)
         if role == "tool":
-            call = _calls(arguments, _SHORT_ID)
+            call = self._calls(arguments, _SHORT_ID)
             text = self([asked, call, message | {"tool_call_id": _SHORT_ID, "name": PROBE_NAME}], tools=[PROBE_TOOL])
         elif role == "assistant":
             text = self([asked, message, asked])
@@ -178,9 +185,13 @@ class _Probe:
                 return written, isinstance(arguments, str)
         return None, False
 
+    def _calls(self, arguments: Any, call_id: str) -> dict[str, Any]:
+        call = {"id": call_id, "type": "function", "function": {"name": PROBE_NAME, "arguments": arguments}}
+        return _message("assistant", self._nothing) | {"tool_calls": [call]}
+
     def _called(self, arguments: Any, call_id: str) -> str | None:
         """What the template writes for a call; None where it writes none, or not its arguments."""
-        asked, call = _message("user", self._question), _calls(arguments, call_id)
+        asked, call = _message("user", self._question), self._calls(arguments, call_id)
         result = _message("tool", "probe result") | {"tool_call_id": call_id, "name": PROBE_NAME}
         for messages in ([asked, call], [asked, call, result]):
             rendered = self(messages, tools=[PROBE_TOOL])
@@ -199,11 +210,6 @@ def _message(role: str, content: Any) -> dict[str, Any]:
 
 def _parts(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts]
-
-
-def _calls(arguments: Any, call_id: str) -> dict[str, Any]:
-    call = {"id": call_id, "type": "function", "function": {"name": PROBE_NAME, "arguments": arguments}}
-    return _message("assistant", "") | {"tool_calls": [call]}
 
 
 def template_source(tokenizer: Any, chat_template: str | None) -> str:

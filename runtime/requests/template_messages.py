@@ -45,7 +45,8 @@ def template_messages(messages: Sequence[Any], facts: TemplateFacts, places: Seq
     by line breaks elsewhere; a single one is a text. Reasoning is passed under every name that templates read.
     Arguments of an earlier call that are no JSON object, as a model may have written them, are ``{}``, or stay as
     they are where the template takes text. A tool's message gets the name of the function that its ``tool_call_id``
-    belongs to. Fields that are null, and empty ``tool_calls``, are left out.
+    belongs to. Calls that the template leaves out are a JSON text behind the content. Fields that are null, and empty
+    ``tool_calls``, are left out.
 
     Args:
         messages: in OpenAI's form.
@@ -72,7 +73,8 @@ def _message(message: Any, place: str, facts: TemplateFacts, names: dict[str, st
     if role == "assistant":
         out |= _reasoning(out, place)
     if calls := out.pop("tool_calls", None):
-        out["tool_calls"] = _tool_calls(calls, f"{place}.tool_calls", facts, names)
+        called = _tool_calls(calls, f"{place}.tool_calls", facts, names)
+        out |= {"content": _with_calls(out["content"], called)} if facts.hides_calls else {"tool_calls": called}
     if role == "tool":
         call_id = out.get("tool_call_id", "")
         if not isinstance(call_id, str):
@@ -122,6 +124,14 @@ def _tool_calls(calls: Any, place: str, facts: TemplateFacts, names: dict[str, s
     if not isinstance(calls, list | tuple) or len(calls) > MAX_TOOL_CALLS:
         raise _wrong(place, f"is no list of at most {MAX_TOOL_CALLS} calls")
     return [_tool_call(call, f"{place}[{index}]", facts, names) for index, call in enumerate(calls)]
+
+
+def _with_calls(content: str | list[dict[str, str]], calls: Sequence[Mapping[str, Any]]) -> Any:
+    """Content with its calls behind it."""
+    text = json.dumps([call["function"] for call in calls], ensure_ascii=False)
+    if isinstance(content, str):
+        return f"{content}\n{text}" if content else text
+    return [*(part for part in content if part["text"]), {"type": "text", "text": text}]
 
 
 def _tool_call(call: Any, place: str, facts: TemplateFacts, names: dict[str, str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ _MOST_TEMPLATES = 16
 """Of a tokenizer that are remembered."""
 _MOST_VIEWS = 256
 """Shapes of conversations that are remembered for a template."""
-_LARGEST_SHAPE = 10_000
+_LARGEST_SHAPE = 4000
 """Characters of a shape that is remembered."""
 
 

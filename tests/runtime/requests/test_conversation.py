@@ -128,7 +128,17 @@ def test_ids_are_short_where_the_template_refuses_others(tokenizer):
     )
 
 
+@pytest.mark.parametrize("content", ["{{ m.content }}", PARTS.replace(";", "")])
+def test_calls_are_text_where_the_template_leaves_them_out(tokenizer, content):
+    calls = '[{"name": "look", "arguments": {"city": "Ulm"}}]'
+    found = render_conversation(tokenizer, turn(), chat_template=loop(content))
+    assert found == f"<user>q<assistant>{calls}<tool>rain<assistant>"
+    found = render_conversation(tokenizer, turn("Let me look."), chat_template=loop())
+    assert f"<assistant>Let me look.\n{calls}<tool>" in found
+
+
 LATER = {"role": "system", "content": "s"}
+ONE_CALL = loop("{{ m.content }}{% if m.tool_calls %}{% set c = m.tool_calls[0] %}" + CALLS + "{% endif %}")
 FIRST_ONLY = loop("{% if m.role != 'system' or loop.first %}{{ m.content }}{% endif %}")
 
 
@@ -137,8 +147,7 @@ FIRST_ONLY = loop("{% if m.role != 'system' or loop.first %}{{ m.content }}{% en
     [
         (loop(calls=CALLS), [USER], {"tools": [TOOL]}, "tools"),
         (loop(), [USER], {"documents": [{"title": "t", "text": "x"}]}, "documents"),
-        (loop(), turn(), {}, "messages[1].tool_calls"),
-        (loop(calls="{{ c.function.name }}"), turn(), {}, "messages[1].tool_calls"),
+        (ONE_CALL, turn(None, call(), call(call_id="c2")), {}, "messages[1].tool_calls"),
         (loop("{% if m.role != 'tool' %}{{ m.content }}{% endif %}", CALLS), turn(), {}, "messages[2].content"),
         (FIRST_ONLY, [USER, LATER, USER], {}, "messages[1].content"),
         ("{{ messages[0].content }}", [USER, {"role": "assistant", "content": "a"}], {}, "messages[1].content"),
@@ -196,16 +205,17 @@ def test_a_template_is_probed_once_and_a_shape_once(tokenizer, monkeypatch):
     assert len(template_views._TEMPLATES[tokenizer]) == template_views._MOST_TEMPLATES
 
 
+ENDS: dict[str, Any] = {"hides_calls": True, "generation_prompt": "<assistant>"}
 ALL = frozenset({"system", "developer", "user", "assistant"})
 
 
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (loop(), TemplateFacts(generation_prompt="<assistant>")),
-        (loop(PARTS), TemplateFacts(takes_parts=ALL, refuses_text=ALL, generation_prompt="<assistant>")),
-        (loop(FIRST_PART), TemplateFacts(refuses_text=ALL, generation_prompt="<assistant>")),
-        (loop(head=TOOLS), TemplateFacts(takes_tools=True, generation_prompt="<assistant>")),
+        (loop(), TemplateFacts(**ENDS)),
+        (loop(PARTS), TemplateFacts(takes_parts=ALL, refuses_text=ALL, **ENDS)),
+        (loop(FIRST_PART), TemplateFacts(refuses_text=ALL, **ENDS)),
+        (loop(head=TOOLS), TemplateFacts(takes_tools=True, **ENDS)),
         ("{{ raise_exception('no') }}", TemplateFacts()),
         ("{{ ''.__class__.__mro__ }}", TemplateFacts()),
     ],

@@ -118,11 +118,6 @@ FIRST = "{% for m in messages[:2] %}{{ m.role }}: {{ m.content }}{% endfor %}"
         (CHAT, {"messages": [USER, USER, USER]}, "messages[2].content"),
         (RESPONSES, {"input": [USER, USER], "instructions": "s"}, "input[1].content"),
         (RESPONSES, {"input": [USER, {"role": "user", "content": []}]}, "input[1].content"),
-        (
-            RESPONSES,
-            {"input": [USER, {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]},
-            "input[1].tool_calls",
-        ),
         (RESPONSES, {"input": "q " * 200}, "input"),
         (MESSAGES, {"system": "s", "messages": [USER, {"role": "assistant", "content": "a"}]}, "messages[1].content"),
     ],
