@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 
 from torch import nn
@@ -460,6 +461,9 @@ def eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
     """Tokens that end a sequence: the generation config's, else the model config's, and the tokenizer's, as in vLLM.
 
     Negative ones, with which some configs say that nothing does, are left out: no token is one.
+
+    Raises:
+        ValueError: one is no integer.
     """
     configs = (getattr(module, "generation_config", None), module.config)
     configured = next((config for config in configs if getattr(config, "eos_token_id", None) is not None), None)
@@ -467,5 +471,10 @@ def eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
     for owner in (configured, tokenizer):
         found = getattr(owner, "eos_token_id", None)
         if found is not None:
-            ends.update(int(t) for t in (found if isinstance(found, list | tuple) else [found]) if t >= 0)
-    return sorted(ends)
+            for token in found if isinstance(found, list | tuple) else [found]:
+                if isinstance(token, bool) or not isinstance(token, Integral):
+                    raise ValueError(
+                        f"eos_token_id={found!r} of {type(owner).__name__} holds {token!r}; use token ids, such as 2"
+                    )
+                ends.add(int(token))
+    return sorted(token for token in ends if token >= 0)
