@@ -139,6 +139,7 @@ def test_calls_are_text_where_the_template_leaves_them_out(tokenizer, content):
 
 LATER = {"role": "system", "content": "s"}
 ONE_CALL = loop("{{ m.content }}{% if m.tool_calls %}{% set c = m.tool_calls[0] %}" + CALLS + "{% endif %}")
+FIRST_ARGUMENTS = loop(calls="{{ c.function.name }}{{ c.function.arguments | tojson if loop.first }}")
 FIRST_ONLY = loop("{% if m.role != 'system' or loop.first %}{{ m.content }}{% endif %}")
 
 
@@ -148,6 +149,7 @@ FIRST_ONLY = loop("{% if m.role != 'system' or loop.first %}{{ m.content }}{% en
         (loop(calls=CALLS), [USER], {"tools": [TOOL]}, "tools"),
         (loop(), [USER], {"documents": [{"title": "t", "text": "x"}]}, "documents"),
         (ONE_CALL, turn(None, call(), call(call_id="c2")), {}, "messages[1].tool_calls"),
+        (FIRST_ARGUMENTS, turn(None, call(), call(call_id="c2")), {}, "messages[1].tool_calls"),
         (loop("{% if m.role != 'tool' %}{{ m.content }}{% endif %}", CALLS), turn(), {}, "messages[2].content"),
         (FIRST_ONLY, [USER, LATER, USER], {}, "messages[1].content"),
         ("{{ messages[0].content }}", [USER, {"role": "assistant", "content": "a"}], {}, "messages[1].content"),
