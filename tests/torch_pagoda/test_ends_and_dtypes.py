@@ -155,5 +155,5 @@ def test_checkpoints_of_models_with_state_are_refused_before_their_weights_are_r
 @pytest.mark.parametrize("end", [["2"], "2", 2.5, [2, True]], ids=str)
 def test_end_tokens_that_are_no_ids_are_named(end: Any) -> None:
     module = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=end), config=SimpleNamespace())
-    with pytest.raises(ValueError, match="eos_token_id=.* of SimpleNamespace holds"):
+    with pytest.raises(ValueError, match=r"eos_token_id=.* of SimpleNamespace holds"):
         eos_token_ids(module, None)  # type: ignore[arg-type]
