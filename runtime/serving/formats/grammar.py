@@ -59,8 +59,13 @@ class Lark:
         self._rules.append(f"{name}{attributes}: {body}")
         return name
 
+    def value(self, text: str, before: str = "", behind: str = "") -> str:
+        """A client's text, in ordinary tokens even where it spells an added one, between two texts of the family."""
+        parts = [self.literal(before) if before else "", _quoted(text), self.literal(behind) if behind else ""]
+        return " ".join(filter(None, parts))
+
     def literal(self, text: str) -> str:
-        """Exactly this text."""
+        """Exactly this text of the family: added tokens in it are meant."""
         parts = self._added.split(text)
         return " ".join(f"<[{self._ids[p]}]>" if i % 2 else _quoted(p) for i, p in enumerate(parts) if p) or '""'
 
@@ -138,8 +143,8 @@ def json_body(
     """A call as JSON, the name in quotes: ``{"name": "f", "arguments": {...}}``."""
 
     def body(lark: Lark, tool: Tool) -> str:
-        name = before + json.dumps(tool.name) + between
-        return " ".join([lark.literal(name), lark.json(tool.parameters), *([lark.literal(after)] if after else [])])
+        name = lark.value(json.dumps(tool.name), before, between)
+        return " ".join([name, lark.json(tool.parameters), *([lark.literal(after)] if after else [])])
 
     return body
 
@@ -148,9 +153,7 @@ def named_body(between: str, before: str = "", after: str = "", indexed: bool = 
     """A call as its bare name, with a colon and a number if ``indexed``, and JSON arguments."""
 
     def body(lark: Lark, tool: Tool) -> str:
-        name = (
-            [lark.literal(f"{before}{tool.name}:"), "/[0-9]{1,3}/"] if indexed else [lark.literal(before + tool.name)]
-        )
+        name = [lark.value(tool.name, before, ":"), "/[0-9]{1,3}/"] if indexed else [lark.value(tool.name, before)]
         end = [lark.literal(after)] if after else []
         return " ".join([*name, lark.literal(between), lark.json(tool.parameters), *end])
 
@@ -177,7 +180,7 @@ class TaggedBody:
 
     def __call__(self, lark: Lark, tool: Tool) -> str:
         required = tool.parameters.get("required", [])
-        parts = [lark.literal(self.name.format(tool.name))]
+        parts = [_filled(lark, self.name, tool.name)]
         properties = tool.parameters.get("properties", {})
         undeclared = [key for key in required if key not in properties]
         for key in (*properties, *undeclared):
@@ -198,14 +201,20 @@ class TaggedBody:
 
     def _argument(self, lark: Lark, root: Mapping[str, Any], key: str) -> str:
         schema = property_schema(root, key)
-        opener, text_opener = (lark.literal(tag.format(key)) for tag in (self.key, self.text_key or self.key))
+        opener, text_opener = (_filled(lark, tag, key) for tag in (self.key, self.text_key or self.key))
         if not _is_text(schema, root):
             return f"{opener} {lark.json(_by_itself(schema, root))} {lark.literal(self.closer)}"
         values = bare_text(schema, root).constants
         if values is None:
             return f"{text_opener} {lark.begun(self.closer, self.closer.strip())}"
         written = [(text_opener, v) if isinstance(v, str) else (opener, json.dumps(v)) for v in values]
-        return " | ".join(f"{tag} {lark.literal(text + self.closer)}" for tag, text in dict.fromkeys(written))
+        return " | ".join(f"{tag} {lark.value(text, behind=self.closer)}" for tag, text in dict.fromkeys(written))
+
+
+def _filled(lark: Lark, tag: str, text: str) -> str:
+    """A tag with a client's text at its ``{}``."""
+    before, _, behind = tag.partition("{}")
+    return lark.value(text, before, behind)
 
 
 def left_out(calls: CallGrammar, tool: Tool) -> list[str]:
@@ -225,4 +234,4 @@ def _by_itself(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, 
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -12,6 +12,7 @@ import pytest
 from torch_pagoda.runtime.serving.generation import grammars
 from torch_pagoda.runtime.serving.generation.grammars import Grammars
 from torch_pagoda.runtime.serving.http.errors import ApiError
+from torch_pagoda.runtime.structured.state import CANNOT_GO_ON
 
 from fake_engine import FakeEngine
 
@@ -140,3 +141,18 @@ async def test_grammars_that_take_long_hold_nobody_up_and_are_not_piled_up(
 async def test_without_a_tokenizer_nothing_can_be_constrained() -> None:
     with pytest.raises(ApiError, match="no tokenizer"):
         await Grammars(None).check({"regex": "a"})
+
+
+@pytest.mark.parametrize("url", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_a_grammar_that_cannot_go_on_is_the_requests_fault(serve: Any, engine: FakeEngine, url: str) -> None:
+    engine.error = f"{CANNOT_GO_ON} (it requires more text and allows none)"
+    asked = {"prompt": "a"} if url == URL else {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
+    asked = {"input": "a"} if url == "/v1/responses" else asked
+    async with serve() as client:
+        whole = await client.post(url, json=asked)
+        streamed = await client.post(url, json={**asked, "stream": True})
+        engine.error = "out of memory"
+        failed = await client.post(url, json=asked)
+    assert (whole.status_code, failed.status_code) == (400, 500)
+    assert "cannot go on (it requires more text and allows none)" in whole.json()["error"]["message"]
+    assert streamed.status_code == 200 and "cannot go on" in streamed.text and "The engine failed" not in streamed.text
