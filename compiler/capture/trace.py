@@ -18,6 +18,7 @@ from ...passes.graph.fx_nodes import callee, shape, value
 from ...passes.graph.traced import TracedGraph, UnsupportedModel
 from ...runtime.phases import phase
 from ..report import first_line
+from .dynamic_rope import plain_rope, rope_types
 from .exchanged_functions import keep_exchanged, trace_exchanged
 from .kernel_functions import operators_in_place_of_kernels
 from .model_facts import configs, max_positions, takes_positions
@@ -87,6 +88,7 @@ def capture(model: nn.Module) -> Captured:
             operators_in_place_of_kernels(model),
             operators_in_place_of_loops(model),
             plain_buffers(model),
+            plain_rope(model),
             torch._dynamo.config.patch(specialize_float=True, ignore_logging_functions=_LOGGING),
             torch.no_grad(),
             placeholders_for_stored(model) as standing,
@@ -98,7 +100,7 @@ def capture(model: nn.Module) -> Captured:
         raise
     except Exception as error:
         raise UnsupportedModel(
-            f"{type(model).__name__} cannot be traced into one graph: {first_line(error)}"
+            f"{type(model).__name__} cannot be traced into one graph: {first_line(error)}{_of_rope(model)}"
         ) from error
     if "gm" not in caught:
         raise UnsupportedModel(f"{type(model).__name__} does nothing that can be traced")
@@ -108,6 +110,18 @@ def capture(model: nn.Module) -> Captured:
     # Dynamo hands backends a context with a fresh fake mode; the recorded values belong to the one it traced with.
     caught["context"].fake_mode = traced.fake_mode
     return Captured(traced, caught["context"])
+
+
+def _of_rope(model: nn.Module) -> str:
+    """What to try where a rotary table may be why a model cannot be traced."""
+    kinds = list(dict.fromkeys(kind for config in configs(model) for kind in rope_types(config)))
+    if not kinds:
+        return ""
+    stated = ", ".join(map(repr, kinds))
+    return (
+        f" (its config's rope_type is {stated}: if its table depends on the length of a sequence, take rope_scaling "
+        "out of config.json for sequences of the original length)"
+    )
 
 
 def trace_length(model: nn.Module) -> int:

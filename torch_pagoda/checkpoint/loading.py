@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from transformers.utils import cached_file
 
 from ..compiler import CheckpointFiles
+from ..compiler.capture.dynamic_rope import rope_types
 from ..runtime.ops.stored_weight import StoredWeight
 from .gguf.checkpoint import GgufCheckpoint, open_gguf
 from .gguf.container import BadGguf, is_gguf
@@ -113,7 +114,7 @@ def load_model(
                 ignore_mismatched_sizes=True,  # reported below, where transformers only says that there are some
             )
 
-        model, report = one_line(could_not, load)
+        model, report = one_line(could_not, lambda: _made(load, config))
         check_loaded(stored, model, report["unexpected_keys"], name)
     else:
         model, report = _load_quantized(name, config, method, files, stored, wanted)
@@ -204,8 +205,23 @@ def _made_of(
             ignore_mismatched_sizes=True,
         )
 
-    found: tuple[Any, Any] = one_line(f"model={name!r}: could not load its weights", load)
+    found: tuple[Any, Any] = one_line(f"model={name!r}: could not load its weights", lambda: _made(load, config))
     return found
+
+
+def _made(load: Callable[[], Any], config: Any) -> Any:
+    """What a loader of transformers makes; a kind of rotary table that it does not know is called one."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    try:
+        return load()
+    except KeyError as error:
+        if error.args and error.args[0] in rope_types(config):
+            raise ValueError(
+                f"its config's rope_type is {error.args[0]!r}, and transformers knows 'default', "
+                f"{', '.join(map(repr, ROPE_INIT_FUNCTIONS))}; correct rope_scaling in config.json"
+            ) from error
+        raise
 
 
 def _load_gguf(name: str, config: Any, wanted: torch.dtype | None) -> Any:
