@@ -214,10 +214,7 @@ class Completion:
             if self.is_finished:
                 detokenizer.finish(check_stop=False)
             if self.logprobs is not None:
-                for entry in self.logprobs[self._num_named :]:
-                    for token, logprob in entry.items():
-                        logprob.decoded_token = detokenizer.token_text(token)
-                self._num_named = len(self.logprobs)
+                self._name_tokens(detokenizer, self.logprobs)
             if self.prompt_logprobs is not None:
                 for known in self.prompt_logprobs.entries[self._num_named_prompt :]:
                     for token, logprob in (known or {}).items():
@@ -225,6 +222,16 @@ class Completion:
                 self._num_named_prompt = len(self.prompt_logprobs.entries)
         except Exception as error:
             self._give_up_text(error)
+
+    def _name_tokens(self, detokenizer: Detokenizer, logprobs: list[dict[int, Logprob]]) -> None:
+        """Fill in the texts of new log-probabilities."""
+        first, tokens = self._num_named, self.request.output_token_ids
+        texts = detokenizer.added_texts(first, len(logprobs), at_end=self.is_finished)
+        for chosen, entry, text in zip(tokens[first:], logprobs[first:], texts, strict=False):
+            for token, logprob in entry.items():
+                logprob.decoded_token = detokenizer.token_text(token)
+            entry[chosen].added_text = text
+        self._num_named = len(logprobs)
 
 
 @dataclass(eq=False, slots=True)
@@ -280,6 +287,7 @@ class Submission:
                     skip_special_tokens=own.skip_special_tokens,
                     kept_special_token_ids=own.kept_special_token_ids,
                     include_stop=own.include_stop_str_in_output,
+                    marks_ends=own.logprobs is not None,
                 )
             request = options.request(name, self.prompt_token_ids, own, self.arrival_time)
             if grammar is not None and asked is not None:

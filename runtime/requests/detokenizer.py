@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
+from ..token_bytes import token_bytes
 from .special_tokens import special_tokens
 from .stop_strings import StopStrings
 
@@ -45,6 +47,7 @@ class Detokenizer:
         skip_special_tokens: special tokens have no text.
         kept_special_token_ids: but for these; None: none of them has.
         include_stop: the text ends after the stop string.
+        marks_ends: note where the text of each token ends, see ``ends``.
     """
 
     def __init__(
@@ -56,8 +59,10 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         kept_special_token_ids: Collection[int] | None = None,
         include_stop: bool = False,
+        marks_ends: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
+        self._marks_ends = marks_ends
         self._skip_special_tokens = skip_special_tokens
         self._left_out: Collection[int] = ()
         if skip_special_tokens and kept_special_token_ids is not None:
@@ -72,6 +77,8 @@ class Detokenizer:
         """Forget everything after the prompt."""
         self.num_tokens = 0
         """Tokens taken so far."""
+        self.ends: list[int] = []
+        """``length`` behind each token, where that is noted: a character belongs to the token that completes it."""
         self.stop_string: str | None = None
         """The stop string that ended the text."""
         self._text: list[str] = []
@@ -96,6 +103,24 @@ class Detokenizer:
             at -= len(self._text[first])
         return "".join(self._text[first:])[start - at : end - at]
 
+    def added_texts(self, first: int, end: int, *, at_end: bool) -> list[str]:
+        """What each token from ``first`` to before ``end`` added to the text, where ends are noted.
+
+        It is "" for a token that was not taken, and for one whose character a later one completes.
+
+        Args:
+            first: index of a token.
+            end: likewise.
+            at_end: no token follows, so that what no other token has belongs to the last one.
+        """
+        known = self.ends[max(first - 1, 0) : end]
+        ends = [0] * (not first) + [min(each, self._length) for each in known]
+        ends += [self._length] * (end - max(first - 1, 0) - len(known))
+        if at_end:
+            ends[-1] = self._length
+        text = self.text_between(ends[0], self._length)
+        return [text[begin - ends[0] : stop - ends[0]] for begin, stop in pairwise(ends)]
+
     @property
     def length(self) -> int:
         """Characters of ``text``."""
@@ -118,6 +143,14 @@ class Detokenizer:
         Returns:
             Whether a stop string was found.
         """
+        if self._marks_ends:
+            for token in token_ids:
+                self._append((token,), check_stop)
+                self.ends.append(self._length)
+            return self.stop_string is not None
+        return self._append(token_ids, check_stop)
+
+    def _append(self, token_ids: Sequence[int], check_stop: bool) -> bool:
         if self.stop_string is not None:
             return True
         self.num_tokens += len(token_ids)
@@ -138,8 +171,8 @@ class Detokenizer:
         return self._add(self._take(at_end=True), check_stop)
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token by itself, special tokens included."""
-        return str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+        """Text of one token by itself, with the space that it begins with; special tokens have their names."""
+        return token_text(self._tokenizer, token_id)
 
     def _decode(self, token_ids: list[int]) -> str:
         if self._left_out:
@@ -219,3 +252,15 @@ class Detokenizer:
         self._text.append(added)
         self._length += len(added)
         return False
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """Text of one token by itself, with the space that it begins with; special tokens have their names.
+
+    A decoder may strip that space, because it takes the token for the first of a text.
+    """
+    known = token_bytes(tokenizer)
+    found = None if known is None else known.of(token_id)
+    if found is None:
+        return str(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+    return found.decode(errors="replace")

@@ -14,12 +14,16 @@ class Logprob:
 
     Attributes:
         rank: 1 for the most likely token; among equals the lower token id comes first.
-        decoded_token: its text, where the engine has a tokenizer.
+        decoded_token: its text by itself, where the engine has a tokenizer.
+        added_text: what it added to the text of its completion, of generated tokens; those of all tokens make that
+            text. "" for one that has none there, such as a special token, and for one whose character is completed
+            by a later one.
     """
 
     logprob: float
     rank: int
     decoded_token: str | None = None
+    added_text: str | None = None
 
 
 @dataclass(frozen=True)

@@ -78,12 +78,17 @@ class Ask(Struct, array_like=True, frozen=True, tag="ask"):
 
 
 class TokenLogprob(Struct, array_like=True, frozen=True):
-    """A token's log-probability (natural logarithm), its rank (1: the likeliest) and its text."""
+    """A token's log-probability (natural logarithm), its rank (1: the likeliest) and its text by itself.
+
+    Attributes:
+        added: what it added to the text of the completion, of generated tokens; see ``Logprob.added_text``.
+    """
 
     token_id: int
     logprob: float
     rank: int
     text: str = ""
+    added: str | None = None
 
 
 class RequestTimes(Struct, array_like=True, frozen=True):

@@ -325,7 +325,7 @@ class Worker:
 
 def _entries(entry: Mapping[int, Logprob]) -> list[TokenLogprob]:
     return [
-        TokenLogprob(token, logprob.logprob, logprob.rank, logprob.decoded_token or "")
+        TokenLogprob(token, logprob.logprob, logprob.rank, logprob.decoded_token or "", logprob.added_text)
         for token, logprob in entry.items()
     ]
 

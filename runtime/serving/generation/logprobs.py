@@ -6,14 +6,18 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
+from ...token_bytes import token_bytes
 from ..engine_process.wire import TokenLogprob
 
+_REPLACEMENT = "\ufffd"
 LOWEST = -9999.0
 """For minus infinity, which JSON has no word for, what is not a number, and all that is below; as vLLM has it."""
 
 
 class TokenTexts:
-    """Texts and bytes of single tokens.
+    """Texts and bytes of tokens.
 
     Args:
         tokenizer: a HuggingFace tokenizer.
@@ -21,35 +25,53 @@ class TokenTexts:
     """
 
     def __init__(self, tokenizer: Any, as_ids: bool = False) -> None:
-        self._tokenizer = tokenizer
+        self._known = None if tokenizer is None else token_bytes(tokenizer)
         self._as_ids = as_ids
 
     def text(self, token: TokenLogprob) -> str:
-        """Text of a token by itself."""
-        return f"token_id:{token.token_id}" if self._as_ids else token.text
+        """Text that a token added to the answer, where that is known, or its text by itself."""
+        return f"token_id:{token.token_id}" if self._as_ids else _text(token)
 
-    def bytes(self, token: TokenLogprob) -> list[int]:
-        """Bytes of a token, of which several may make a character."""
-        if "\ufffd" in token.text and self._tokenizer is not None:
-            piece = self._tokenizer.convert_ids_to_tokens(token.token_id)
-            if isinstance(piece, str) and (found := _bytes_of_piece(piece)) is not None:
-                return found
-        return list(token.text.encode("utf-8", errors="replace"))
+    def bytes(self, token: TokenLogprob) -> bytes:
+        """Bytes of that text; of a part of a character the token's own."""
+        own = None if self._known is None else self._known.of(token.token_id)
+        if own is None or _is_text(own):
+            return _text(token).lstrip(_REPLACEMENT).encode(errors="replace")
+        return own
+
+    def name(self, token: TokenLogprob) -> str:
+        """Text of a token by itself; a part of a character is written as by OpenAI, ``bytes:\\xf0\\x9f``."""
+        text = self.text(token)
+        if _REPLACEMENT not in text or _is_text(own := self.bytes(token)):
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
 
 def chat_logprobs(entries: Sequence[Sequence[TokenLogprob]], count: int, texts: TokenTexts) -> list[dict[str, Any]]:
-    """``choices[].logprobs.content``: a token each, with its ``count`` likeliest ones."""
+    """``choices[].logprobs.content``: a token each, with its ``count`` likeliest ones.
+
+    Texts and bytes of the tokens, one after the other, are those of the answer; a likely token that adds no text to
+    it has its name.
+    """
     return [
         {
             **_chat_token(entry[0], texts),
-            "top_logprobs": [_chat_token(token, texts) for token in _likeliest(entry, count)],
+            "top_logprobs": [
+                _chat_token(token if token.added else replace(token, added=None), texts)
+                for token in _likeliest(entry, count)
+            ],
         }
         for entry in entries
     ]
 
 
 def completion_logprobs(
-    entries: Sequence[Sequence[TokenLogprob] | None], count: int, texts: TokenTexts, offset: int, first: str = ""
+    entries: Sequence[Sequence[TokenLogprob] | None],
+    count: int,
+    texts: TokenTexts,
+    offset: int,
+    echoed: Sequence[str] = (),
+    first: int = 0,
 ) -> dict[str, Any]:
     """``choices[].logprobs`` of ``/v1/completions``; a token's likeliest ones include the token itself.
 
@@ -57,25 +79,26 @@ def completion_logprobs(
         entries: a token each; None for a prompt's first, before which there is nothing.
         count: most likely ones.
         texts: of tokens.
-        offset: characters before the first token.
-        first: text of a prompt's first token.
+        offset: characters of the text before the first token.
+        echoed: what the first of them, those of the prompt, are of the text.
+        first: id of a prompt's first token.
     """
     result: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for entry in entries:
-        if entry is None:
-            for name, value in (("tokens", first), ("token_logprobs", None), ("top_logprobs", None)):
-                result[name].append(value)
-            result["text_offset"].append(offset)
-            offset += len(first)
-            continue
-        chosen = entry[0]
-        shown = {texts.text(token): _finite(token.logprob) for token in [*_likeliest(entry, count), chosen]}
+    for entry, text in zip(entries, added_texts(entries, echoed), strict=True):
+        chosen = TokenLogprob(first, 0.0, 0, added=text) if entry is None else replace(entry[0], added=text)
         result["tokens"].append(texts.text(chosen))
-        result["token_logprobs"].append(_finite(chosen.logprob))
-        result["top_logprobs"].append(shown if count else None)
+        result["token_logprobs"].append(None if entry is None else _finite(chosen.logprob))
+        result["top_logprobs"].append(_by_name(chosen, _likeliest(entry, count), texts) if entry and count else None)
         result["text_offset"].append(offset)
-        offset += len(chosen.text)
+        offset += len(text)
     return result
+
+
+def added_texts(entries: Sequence[Sequence[TokenLogprob] | None], echoed: Sequence[str] = ()) -> list[str]:
+    """What each token is of the text; arguments as for ``completion_logprobs``."""
+    new = [entry[0] for entry in entries[len(echoed) :] if entry is not None]
+    before = echoed or [""] * (len(entries) - len(new))
+    return [*before, *map(_text, new)]
 
 
 def prompt_logprobs(entries: Sequence[Sequence[TokenLogprob] | None]) -> list[dict[str, Any] | None]:
@@ -95,8 +118,22 @@ def prompt_logprobs(entries: Sequence[Sequence[TokenLogprob] | None]) -> list[di
     ]
 
 
+def _by_name(chosen: TokenLogprob, likely: Sequence[TokenLogprob], texts: TokenTexts) -> dict[str, float]:
+    """Text → log-probability of the chosen token and of likely ones; one whose text is taken goes by its id."""
+    found = {texts.text(chosen): _finite(chosen.logprob)}
+    for token in likely:
+        if token.token_id != chosen.token_id:
+            name = texts.name(token)
+            found[f"token_id:{token.token_id}" if name in found else name] = _finite(token.logprob)
+    return found
+
+
 def _chat_token(token: TokenLogprob, texts: TokenTexts) -> dict[str, Any]:
-    return {"token": texts.text(token), "logprob": _finite(token.logprob), "bytes": texts.bytes(token)}
+    return {"token": texts.text(token), "logprob": _finite(token.logprob), "bytes": list(texts.bytes(token))}
+
+
+def _text(token: TokenLogprob) -> str:
+    return token.text if token.added is None else token.added
 
 
 def _likeliest(entry: Sequence[TokenLogprob], count: int) -> list[TokenLogprob]:
@@ -107,24 +144,9 @@ def _finite(logprob: float) -> float:
     return logprob if LOWEST < logprob < math.inf else LOWEST
 
 
-def _byte_letters() -> dict[str, int]:
-    """Letters by which byte-level vocabularies write bytes (GPT-2's table)."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    letters = {chr(byte): byte for byte in plain}
-    return letters | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_LETTERS = _byte_letters()
-
-
-def _bytes_of_piece(piece: str) -> list[int] | None:
-    """Bytes of a vocabulary's entry for a part of a character; None where it is not written in a known way."""
-    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-        try:
-            return [int(piece[3:5], 16)]
-        except ValueError:
-            return None
-    if all(letter in _LETTERS for letter in piece):
-        return [_LETTERS[letter] for letter in piece]
-    return None
+def _is_text(text: bytes) -> bool:
+    """They are whole characters, none of them U+FFFD, which stands for what is none."""
+    try:
+        return _REPLACEMENT not in text.decode()
+    except UnicodeDecodeError:
+        return False

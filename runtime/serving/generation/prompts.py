@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from ...requests.checks import shown
 from ...requests.conversation import ConversationError, Message, render_conversation
 from ...requests.tokenise import cut_above, tokenise
 from ..http.errors import ApiError, refuse
+from .prompt_texts import prompt_texts
 from .template_process import TemplateProcess
 
 INLINE_CHARACTERS = 32 * 1024
@@ -188,6 +190,11 @@ class Prompts:
             return str(self.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
 
         return await self._run(decode, 4 * len(token_ids))
+
+    async def added_texts(self, prompt: Prompt) -> list[str]:
+        """What each token of a prompt is of its text, see ``prompt_texts``."""
+        work = partial(prompt_texts, self.tokenizer, prompt.token_ids, prompt.text)
+        return await self._run(work, 40 * len(prompt.token_ids))
 
     async def _run(self, work: Callable[[], _T], characters: int) -> _T:
         if characters <= INLINE_CHARACTERS:

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from ..engine_process.wire import TokenLogprob
 from ..generation.front import Front, key_name
 from ..generation.generate import Ask, Generation, Piece
-from ..generation.logprobs import completion_logprobs, prompt_logprobs
-from ..generation.prompts import check_room, truncated
+from ..generation.logprobs import added_texts, completion_logprobs, prompt_logprobs
+from ..generation.prompts import Prompt, check_room, truncated
 from ..http.errors import refuse
 from .answer_schemas import Completion, CompletionEvents
 from .answers import Answer
@@ -82,7 +82,7 @@ async def prepare(front: Front, request: Request, body: CompletionBody, model: s
         check_room(prompt, body.max_tokens, hello.max_model_len, "prompt")
     echoes = None
     if body.echo:
-        echoes = [await front.prompts.decode(p.token_ids) if p.text is None else p.text for p in prompts]
+        echoes = [await _echo(front, prompt, body.logprobs is not None) for prompt in prompts]
     ask = Ask(
         front.new_id("cmpl"),
         request.scope["state"]["request_id"],
@@ -94,15 +94,24 @@ async def prepare(front: Front, request: Request, body: CompletionBody, model: s
     return Prepared(ask, lambda generation: CompletionAnswer(generation, body, model, echoes))
 
 
+async def _echo(front: Front, prompt: Prompt, by_token: bool) -> list[str]:
+    """Text of a prompt, ``by_token`` as what each of its tokens is of it."""
+    if by_token and front.tokenizer is not None:
+        return await front.prompts.added_texts(prompt)
+    return [await front.prompts.decode(prompt.token_ids) if prompt.text is None else prompt.text]
+
+
 class CompletionAnswer(Answer):
     """The answer, whole or in events.
 
     Args:
         generation, body, model: see ``Answer``.
-        echoes: text of each prompt, where the answer begins with it.
+        echoes: text of each prompt in parts, where the answer begins with it: with ``logprobs`` one for each token.
     """
 
-    def __init__(self, generation: Generation, body: CompletionBody, model: str, echoes: list[str] | None) -> None:
+    def __init__(
+        self, generation: Generation, body: CompletionBody, model: str, echoes: list[list[str]] | None
+    ) -> None:
         super().__init__(generation, body, model, "text_completion", "text_completion")
         self._count = body.logprobs
         self._wants_prompt_logprobs = body.prompt_logprobs is not None
@@ -152,16 +161,21 @@ class CompletionAnswer(Answer):
         is_first = index not in self._offsets
         offset = self._offsets.get(index, 0)
         entries: list[list[TokenLogprob] | None] = list(logprobs or ())
+        echoed: list[str] = []
         scored = self.generation.prompt_logprobs[prompt]
         if is_first and self._echoes is not None:
-            text = self._echoes[prompt] + text
-            entries = [*(scored or ()), *entries]
+            before = "".join(self._echoes[prompt])
+            text = before + text
+            if scored is not None:
+                entries, echoed = [*scored, *entries], self._echoes[prompt]
+            else:
+                offset = len(before)
         choice = _plain_choice(index, text)
         if self._count is not None:
-            first = self._first_token(prompt) if None in entries else ""
-            choice["logprobs"] = completion_logprobs(entries, self._count, self.texts, offset, first)
+            first = self.generation.ask.prompts[prompt].token_ids[0] if echoed else 0
+            choice["logprobs"] = completion_logprobs(entries, self._count, self.texts, offset, echoed, first)
             # By the texts of tokens, as in a whole answer: what may begin a stop string is held back.
-            offset += sum(len(first) if entry is None else len(entry[0].text) for entry in entries)
+            offset += sum(map(len, added_texts(entries, echoed)))
         self._offsets[index] = offset
         choice |= {"finish_reason": finish_reason, "stop_reason": stop_reason}
         if self._wants_prompt_logprobs:
@@ -171,12 +185,6 @@ class CompletionAnswer(Answer):
             if is_first:
                 choice["prompt_token_ids"] = self.generation.ask.prompts[prompt].token_ids
         return choice
-
-    def _first_token(self, prompt: int) -> str:
-        first = self.generation.ask.prompts[prompt].token_ids[0]
-        if self.asked.return_tokens_as_token_ids or self.generation.front.tokenizer is None:
-            return f"token_id:{first}"
-        return str(self.generation.front.tokenizer.decode([first], clean_up_tokenization_spaces=False))
 
 
 def _plain_choice(index: int, text: str) -> dict[str, Any]:
