@@ -50,8 +50,8 @@ class TokenTexts:
 def chat_logprobs(entries: Sequence[Sequence[TokenLogprob]], count: int, texts: TokenTexts) -> list[dict[str, Any]]:
     """``choices[].logprobs.content``: a token each, with its ``count`` likeliest ones.
 
-    Texts and bytes of the tokens, one after the other, are those of the answer; a likely token that adds no text to
-    it has its name.
+    Texts and bytes of the tokens, one after the other, are those of the answer. A token without any text in it, such
+    as the end, has its name and no bytes; among the likeliest ones, the bytes of its name.
     """
     return [
         {
@@ -129,7 +129,9 @@ def _by_name(chosen: TokenLogprob, likely: Sequence[TokenLogprob], texts: TokenT
 
 
 def _chat_token(token: TokenLogprob, texts: TokenTexts) -> dict[str, Any]:
-    return {"token": texts.text(token), "logprob": _finite(token.logprob), "bytes": list(texts.bytes(token))}
+    found = texts.bytes(token)
+    name = texts.text(token if found or token.added is None else replace(token, added=None))
+    return {"token": name, "logprob": _finite(token.logprob), "bytes": list(found)}
 
 
 def _text(token: TokenLogprob) -> str:
