@@ -1,10 +1,13 @@
-"""Phases of compiling, told to whoever watches: a library prints nothing by itself."""
+"""Phases of compiling, told to whoever watches, or logged: a library prints nothing by itself."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+
+logger = logging.getLogger(__name__)
 
 Watcher = Callable[[str], None]
 """Called with the name of what begins; "" when nothing that has a name is under way."""
@@ -12,6 +15,38 @@ Watcher = Callable[[str], None]
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 _current: ContextVar[str] = ContextVar("current", default="")
 _reader: ContextVar[Watcher | None] = ContextVar("reader", default=None)
+
+
+_DOING = {
+    "load": "looking for the program of an earlier start",
+    "reference": "running the model by transformers, whose logits are compared with the program's",
+    "capture": "tracing the model",
+    "passes": "rewriting its graph",
+    "aten": "tracing the graph down to ATen operators",
+    "verify": "comparing the program with the model",
+    "codegen": "generating and compiling code for the graph, which can take minutes on first use",
+    "pack": "laying the weights out for this processor",
+    "kernels": "waiting for the C++ kernels, which are compiled on first use and kept",
+    "torchair": "converting the graph with torchair",
+    "warm-up": "compiling the sizes of steps",
+}
+
+
+@contextmanager
+def logged() -> Iterator[None]:
+    """Log each phase that begins inside, the first time, at INFO; nothing where somebody watches already."""
+    if _watcher.get() is not None or not logger.isEnabledFor(logging.INFO):
+        yield
+        return
+    said: set[str] = set()
+
+    def tell(name: str) -> None:
+        if name and name not in said:
+            said.add(name)
+            logger.info("%s", _DOING.get(name, name))
+
+    with watched(tell):
+        yield
 
 
 @contextmanager

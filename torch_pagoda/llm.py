@@ -43,6 +43,7 @@ from .options import LLMOptions, signature_with_options, split_options
 from .runtime.autocast import without_autocast
 from .runtime.engine.engine import Engine
 from .runtime.garbage_collection import collection_paused
+from .runtime.phases import logged
 from .runtime.processors import limit_threads
 from .runtime.profiling.profile import Profile
 from .runtime.program import Program
@@ -91,6 +92,7 @@ class LLM:
     """
 
     @collection_paused()
+    @logged()
     def __init__(
         self,
         model: str | os.PathLike[str] | PreTrainedModel,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -15,7 +16,8 @@ import pytest
 from torch_pagoda.cli.phases import show_phases
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.build import build_program
-from torch_pagoda.runtime.phases import note, phase, watched
+from torch_pagoda.runtime import phases
+from torch_pagoda.runtime.phases import logged, note, phase, watched
 
 from tiny_models import build_tiny_model
 
@@ -112,11 +114,48 @@ def test_nothing_is_shown_before_the_first_phase() -> None:
         assert terminal.sent() == ""
 
 
-def test_nothing_is_shown_in_a_pipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def piped(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    """What is logged to a stderr that is no terminal, with the levels that commands set."""
     monkeypatch.setenv("FORCE_COLOR", "1")  # asks for colours, and makes no terminal of a pipe
-    with show_phases(), phase("capture"):
-        note("3 of 12 sizes")
-    assert capsys.readouterr() == ("", "")
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
+    root.addHandler(handler)
+    yield stream
+    root.removeHandler(handler)
+    root.setLevel(level)
+
+
+def test_a_pipe_has_a_line_as_each_phase_begins(piped: io.StringIO) -> None:
+    with show_phases("some/model"):
+        assert piped.getvalue() == "INFO loading some/model\n"
+        with phase("passes"):
+            assert piped.getvalue().splitlines()[1:] == ["INFO rewriting its graph"]
+            note("3 of 12 sizes")
+            with phase("verify"), logged():
+                pass
+        with phase("verify"), phase("of a plugin"):
+            pass
+    said = [line.removeprefix("INFO ") for line in piped.getvalue().splitlines()]
+    assert said[2:] == ["comparing the program with the model", "of a plugin"]  # each once
+    with logged(), phase("capture"):
+        pass
+    assert len(piped.getvalue().splitlines()) == 4  # no more where nobody asks
+
+
+def test_every_phase_has_words() -> None:
+    found = {
+        name
+        for folder in ("compiler", "passes", "runtime", "torch_pagoda")
+        for file in Path(folder).rglob("*.py")
+        for name in re.findall(r'phase\("([^"]+)"\)', file.read_text(encoding="utf-8"))
+    }
+    assert found == set(phases._DOING)
 
 
 def test_generate_shows_them_on_a_terminal(run: Run, checkpoint: Path) -> None:

@@ -34,6 +34,7 @@ def main(fd: int) -> int:
     threading.Thread(target=_end_with, args=(sock.fileno(),), name="pagoda-watch", daemon=True).start()
 
     from ..runtime.serving.engine_process.wire import EXIT_BAD_MESSAGE, EXIT_DONE
+    from ..runtime.serving.monitoring.logs import formatter
 
     try:
         start = _read_start(sock)
@@ -42,7 +43,9 @@ def main(fd: int) -> int:
         return EXIT_BAD_MESSAGE
     if start is None:
         return EXIT_DONE
-    logging.basicConfig(level=start.log_level, format="%(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter("json" if start.log_format == "json" else "text"))
+    logging.basicConfig(level=start.log_level, handlers=[handler])
 
     import typer
     from transformers.utils import logging as transformers_logging
@@ -57,7 +60,7 @@ def main(fd: int) -> int:
 
     transformers_logging.disable_progress_bar()
     try:
-        with one_line_errors(debug=False), show_phases():
+        with one_line_errors(debug=False), show_phases(start.model):
             bind_to_node_of(resolve_device(start.options.get("device", "auto")))
             llm = LLM(start.model, start.tokenizer, **start.options)
     except typer.Exit as end:

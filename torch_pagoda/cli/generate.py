@@ -240,7 +240,7 @@ def generate(
         SamplingParams(logit_bias=bias, **asked_for)  # a mistake in them is found before the model is loaded
         options_for(len(prompts), **terms)
         options = llm_options(given)
-        with show_phases():
+        with show_phases(model):
             llm = LLM(model, tokenizer, **options)
         params = SamplingParams(logit_bias=bias, **_NOT_RECOMMENDED | llm.recommended_params | asked_for)
         scores: list[list[float]] | None = None

@@ -1,4 +1,4 @@
-"""A line on the terminal that says what the compiler is doing, and for how long."""
+"""What a start is doing: a line on the terminal, with seconds; log lines where stderr is none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ..runtime.phases import watched
+from ..runtime.phases import logged, logger, watched
 
 
 class PhaseLine:
@@ -49,14 +49,19 @@ class PhaseLine:
 
 
 @contextmanager
-def show_phases() -> Iterator[None]:
+def show_phases(model: str = "") -> Iterator[None]:
     """Show the phases of what is compiled inside on stderr, and clear them at the end.
 
-    Nothing is shown unless stderr is a terminal, nor before the first phase begins.
+    Nothing is shown before the first phase begins. Where stderr is no terminal, a line is logged at INFO as each
+    begins, whatever is logged otherwise.
+
+    Args:
+        model: what is loaded first, for such a line; "" for nothing.
     """
     console = Console(stderr=True)
     if not (console.is_terminal and sys.stderr.isatty()):
-        yield
+        with log_phases(model):
+            yield
         return
     line = PhaseLine()
     with ExitStack() as stack:
@@ -73,6 +78,20 @@ def show_phases() -> Iterator[None]:
         live = Live(line, console=console, transient=True, refresh_per_second=8, redirect_stdout=False)
         stack.enter_context(watched(show, line.note))
         yield
+
+
+@contextmanager
+def log_phases(model: str = "") -> Iterator[None]:
+    """Log what ``show_phases`` shows, even where no more than warnings are logged."""
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    if model:
+        logger.info("loading %s", model)
+    try:
+        with logged():
+            yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextmanager

@@ -92,9 +92,9 @@ def inspect(
     with one_line_errors(debug):
         from ..compiler.explain import explain
 
-        module = _load_or_build(model, dtype, trust_remote_code, target)
-        formats = _formats(module, target)
-        with show_phases():
+        with show_phases(model):
+            module = _load_or_build(model, dtype, trust_remote_code, target)
+            formats = _formats(module, target)
             explanation = explain(
                 module,
                 target=target,
@@ -160,14 +160,14 @@ def bisect(
                 "passes": pass_selection(skip_pass, only_pass),
             }
         )
-        module = _load(model, dtype, trust_remote_code, target)
-        report = CompileReport(type(module).__name__)
-        try:
-            with show_phases():
+        with show_phases(model):
+            module = _load(model, dtype, trust_remote_code, target)
+            report = CompileReport(type(module).__name__)
+            try:
                 build_program(module, options, owns_weights=True, report=report)
-        except UnsupportedModel:
-            if not _culprit(report):
-                raise
+            except UnsupportedModel:
+                if not _culprit(report):
+                    raise
     Console().print(_checks(report))
     name, reason = _culprit(report)
     if name:

@@ -26,6 +26,7 @@ from ..runtime.serving.server import Server, StartedClient, bind
 from ..runtime.serving.settings import Settings
 from .engine_process import engine_argv
 from .frozen_objects import freeze_objects
+from .phases import log_phases
 
 QUEUE_PER_SEQUENCE = 4
 """``max_queue`` by default, for each sequence that runs."""
@@ -119,14 +120,15 @@ class Glue:
         )
 
     def _process_client(self) -> ProcessClient:
-        start = Start(self._model, self._tokenizer_name, self._options)
+        start = Start(self._model, self._tokenizer_name, self._options, log_format=self._given["log_format"])
         restarts = self._given["restart_engine"]
         return ProcessClient(engine_argv(), start, restarts=RestartLimit(restarts))
 
     def _thread_client(self) -> ThreadClient:
         from ..llm import LLM
 
-        llm = LLM(self._model, self._tokenizer, **self._options)
+        with log_phases(self._model):
+            llm = LLM(self._model, self._tokenizer, **self._options)
         llm.engine.prepare_structured_outputs()
         return ThreadClient(llm.engine, model=self._model, default_params=llm.recommended_params)
 

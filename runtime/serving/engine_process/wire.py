@@ -32,6 +32,7 @@ class Start(Struct, array_like=True, frozen=True, tag="start"):
         options: keywords of ``LLM``, as plain values.
         log_level: of ``logging``, by name.
         version: ``WIRE_VERSION``.
+        log_format: "text" or "json".
     """
 
     model: str
@@ -39,6 +40,7 @@ class Start(Struct, array_like=True, frozen=True, tag="start"):
     options: dict[str, Any]
     log_level: str = "WARNING"
     version: int = WIRE_VERSION
+    log_format: str = "text"
 
 
 class Submit(Struct, array_like=True, frozen=True, tag="submit"):
