@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .findings import Findings
+from .fitted_table import FittedTable
 from .model_sections import heading, sections
 from .section import Cell, Section, as_styled, split_marks
 
@@ -34,7 +35,7 @@ def _heading(found: Findings) -> Table:
 
 def section_tables(section: Section) -> list[RenderableType]:
     """A section for a terminal."""
-    table = Table(
+    table = FittedTable(
         title=section.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     columns = [split_marks(column) for column in section.columns]
@@ -42,7 +43,7 @@ def section_tables(section: Section) -> list[RenderableType]:
     for i in shown:
         name, marks = columns[i]
         justify: JustifyMethod = "right" if "#" in marks else "left"
-        table.add_column(name, justify=justify, no_wrap="#" in marks or "!" in marks, overflow="fold")
+        table.add_column(name, justify=justify)
     for row in section.rows:
         table.add_row(*(_text(row[i]) for i in shown))
     parts: list[RenderableType] = [table if columns else Text(section.title, style="bold")]
@@ -56,7 +57,7 @@ def section_tables(section: Section) -> list[RenderableType]:
 def _long_cells(section: Section, first: str, shown: list[int]) -> Table:
     """The cells that are too long for the table, each behind that of the column called ``first``."""
     lists = Table.grid(padding=(0, 2, 0, 0))
-    lists.add_column(no_wrap=True)
+    lists.add_column(overflow="fold")
     lists.add_column(overflow="fold")
     for row in section.rows:
         label = as_styled(row[0]).text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.table import Table
+from ..compiler.explain.fitted_table import FittedTable
 
 if TYPE_CHECKING:
     from ..checkpoint.format_bytes import FormatBytes
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 _MIB = 2**20
 
 
-def format_table(formats: Sequence[FormatBytes]) -> Table:
+def format_table(formats: Sequence[FormatBytes]) -> FittedTable:
     """A row for each format of a run of layers that are alike; sizes are of one such layer."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = FittedTable(box=None, padding=(0, 2, 0, 0))
     for name in ("layers", "format", "served"):
         table.add_column(name)
     for name in ("weights", "read MiB", "served MiB"):

@@ -246,7 +246,9 @@ def _culprit(report: CompileReport) -> tuple[str, str]:
 
 def _checks(report: CompileReport) -> Table:
     """A row for every pass: its matches and the error after it."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    from ..compiler.explain.fitted_table import FittedTable
+
+    table = FittedTable(box=None, padding=(0, 2, 0, 0))
     table.add_column("pass")
     for name in ("matches", "error"):
         table.add_column(name, justify="right")
