@@ -33,11 +33,15 @@ Model = TypeVar("Model")
 
 
 def compile(model: Model, **options: Unpack[ModelOptions]) -> Model:
-    """Make ``model.generate`` run on the paged engine; returns the same object.
+    """Run ``model.generate`` on the paged engine: the same tokens in float32, within rounding in half precision.
 
-    The engine is built on the first call that needs it. Calling this again with the same options, or with
-    none, changes nothing, unless the weights were replaced or moved since (``generate`` then raises): that, and
-    other options, build the engine anew. :func:`restore` undoes it.
+    In bfloat16 and float16 logits are as far from float32's as transformers' own, so that where two candidates are
+    nearly tied the other one can be chosen. With ``quantization="int8"`` the model is another one, of rounded weights
+    and inputs, whose products are summed exactly.
+
+    The same object is returned. The engine is built on the first call that needs it. Calling this again with the same
+    options, or with none, changes nothing, unless the weights were replaced or moved since (``generate`` then
+    raises): that, and other options, build the engine anew. :func:`restore` undoes it.
 
     Args:
         model: a transformers causal LM. Its weights stay its own.
