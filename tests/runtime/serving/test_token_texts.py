@@ -96,12 +96,14 @@ async def test_a_space_at_the_beginning_of_tokens() -> None:
     the = word_tokenizer(kind).get_vocab()["▁the"]
     asked = {"max_tokens": 3, "temperature": 0, "allowed_token_ids": [the]}
     async with served(kind) as client:
-        body = {"prompt": "a list", **asked, "logprobs": 1}
+        body = {"prompt": "a list", **asked, "logprobs": 20}
         choice = (await client.post("/v1/completions", json=body)).json()["choices"][0]
         chat = {"messages": [{"role": "user", "content": "q"}], **asked, "logprobs": True}
         answer = (await client.post("/v1/chat/completions", json=chat)).json()["choices"][0]
     assert choice["text"] == " the the the" == answer["message"]["content"]
     assert choice["logprobs"]["tokens"] == [" the"] * 3 and choice["logprobs"]["text_offset"] == [0, 4, 8]
+    names = [name for top in choice["logprobs"]["top_logprobs"] for name in top]
+    assert any(name.startswith(" ") and name != " the" for name in names) and not any("▁" in name for name in names)
     assert bytes(byte for token in answer["logprobs"]["content"] for byte in token["bytes"]) == b" the the the"
 
 

@@ -73,6 +73,13 @@ def test_no_literal_is_a_special_token(kind: str) -> None:
     assert answer.finish_reason == "stop" and not marks & set(answer.token_ids)
 
 
+def test_the_model_chooses_the_tokens_of_a_literal() -> None:
+    engine = engine_of(word_tokenizer("byte-level"))
+    answers = [complete(engine, {"choice": ["the list"]}, seed=seed) for seed in range(6)]
+    assert {answer.text for answer in answers} == {"the list"}
+    assert len({tuple(answer.token_ids) for answer in answers}) > 1
+
+
 def test_a_grammar_that_means_a_token_gets_it() -> None:
     tokenizer = word_tokenizer("byte-level with tags")
     engine = engine_of(tokenizer)
