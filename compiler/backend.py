@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from ..passes import PassRecord, TracedGraph, UnsupportedModel
 from ..passes.graph.fx_nodes import callee, value
+from ..runtime.phases import logged
 from .capture.exchanged_functions import keep_exchanged
 from .capture.module_scalars import recover_module_scalars
 from .options import CompileOptions, selected_passes
@@ -37,6 +38,7 @@ _TRAINING_WARNING = (
 _warned_of_training = False
 
 
+@logged()
 def pagoda(
     gm: fx.GraphModule,
     example_inputs: list[Any],
