@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,14 +103,25 @@ def one_line() -> Callable[[BaseException], str]:
     return check
 
 
+PHASES = ("torch_pagoda.runtime.phases: ", "torch_pagoda.cli.phases: ")
+"""What lines on phases begin with."""
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Calls ``pagoda`` with the arguments given; yields its exit status, stdout and stderr."""
+    """Calls ``pagoda`` with the arguments given; yields its exit status, stdout, and stderr without lines on phases."""
 
     def call(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(argument) for argument in arguments])
+        root = logging.getLogger()
+        level, handlers, root.handlers = root.level, root.handlers, []  # as in a process of its own
+        try:
+            with pytest.raises(SystemExit) as ended:
+                cli.main([str(argument) for argument in arguments])
+        finally:
+            root.handlers = handlers
+            root.setLevel(level)
         captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
+        lines = [line for line in captured.err.splitlines(keepends=True) if not line.startswith(PHASES)]
+        return int(ended.value.code or 0), captured.out, "".join(lines)
 
     return call
