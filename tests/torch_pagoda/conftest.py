@@ -109,7 +109,7 @@ PHASES = ("torch_pagoda.runtime.phases: ", "torch_pagoda.cli.phases: ")
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Calls ``pagoda`` with the arguments given; yields its exit status, stdout, and stderr without lines on phases."""
+    """Calls ``pagoda`` with the arguments given; yields exit status, stdout, and stderr without lines on phases."""
 
     def call(*arguments: object) -> tuple[int, str, str]:
         root = logging.getLogger()
