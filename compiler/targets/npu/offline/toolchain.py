@@ -142,7 +142,8 @@ def set_up_toolchain(on_step: Callable[[str], None] = _logger.info, toolchain: T
         _check_private(toolchain)
         return toolchain
     find_tools()  # before the download: it is the cheaper thing to miss
-    if util.find_spec("pip") is None:
+    # Looking for its module would switch off setuptools' distutils in this process, which Inductor needs.
+    if not any(metadata.distributions(name="pip")):
         raise ToolchainError(f"pip is missing in {sys.executable}; run: {sys.executable} -m ensurepip")
     try:
         make_private_folder(toolchain.folder.parent)

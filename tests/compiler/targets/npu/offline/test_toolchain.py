@@ -170,7 +170,7 @@ def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_compiler
 def test_no_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(module.metadata, "distributions", lambda name: ())
     with pytest.raises(ToolchainError, match=r"pip is missing .*-m ensurepip"):
         set_up_toolchain(toolchain=Toolchain(tmp_path / "chain", ()))
 
@@ -351,3 +351,20 @@ def test_what_others_can_write_is_not_loaded(part: str) -> None:
     for find in (find_toolchain, set_up_toolchain):
         with pytest.raises(ToolchainError, match=r"is not used: others may write to .*chmod go-w"):
             find()
+
+
+@needs_compiler
+def test_the_module_of_pip_is_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Python 3.12 setuptools takes that for a run of pip, and Inductor cannot import setuptools after it."""
+    looked: list[str] = []
+
+    class Noted:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> None:
+            looked.append(name)
+
+    monkeypatch.setattr("sys.meta_path", [Noted, *sys.meta_path])
+    (tmp_path / "file").touch()
+    with pytest.raises(ToolchainError, match="set TORCH_PAGODA_CACHE"):
+        set_up_toolchain(toolchain=Toolchain(tmp_path / "file" / "chain", ()))
+    assert "pip" not in looked
