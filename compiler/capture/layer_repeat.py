@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...passes import TracedGraph
 from ...passes.graph.fx_nodes import cache_index, is_pure, value
@@ -32,6 +33,7 @@ from ...runtime.program import is_cache_input
 from ..fingerprint.describer import CannotIdentify
 from ..fingerprint.tensor_contents import module_tensors
 from .layer_kinds import find_decoder_layers, layer_kinds
+from .model_facts import configs
 
 log = logging.getLogger(__name__)
 
@@ -110,12 +112,19 @@ class LayerRepeat:
 
 
 def _check_code(model: nn.Module) -> None:
-    """Raise :class:`CannotRepeat` if a module runs code that is not transformers' or PyTorch's."""
+    """Raise :class:`CannotRepeat` if a module or a registered attention is not transformers' or PyTorch's."""
+    for config in configs(model):
+        chosen = getattr(config, "_attn_implementation", None)
+        if isinstance(chosen, str) and not _is_known(ALL_ATTENTION_FUNCTIONS.get(chosen, None)):
+            raise CannotRepeat(f"attn_implementation={chosen!r} is code that is not transformers'")
     for name, module in model.named_modules():
-        forward = inspect.unwrap(vars(module).get("forward", type(module).forward))
         hooked = module._forward_hooks or module._forward_pre_hooks
-        if hooked or not getattr(forward, "__module__", "").startswith(_KNOWN_CODE):
+        if hooked or not _is_known(vars(module).get("forward", type(module).forward)):
             raise CannotRepeat(f"{name or type(module).__name__} runs code that is not transformers'")
+
+
+def _is_known(function: Any) -> bool:
+    return function is None or getattr(inspect.unwrap(function), "__module__", "").startswith(_KNOWN_CODE)
 
 
 def _periods(kinds: Sequence[Hashable]) -> tuple[int, int] | None:

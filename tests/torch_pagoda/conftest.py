@@ -103,7 +103,7 @@ def one_line() -> Callable[[BaseException], str]:
     return check
 
 
-PHASES = ("torch_pagoda.runtime.phases: ", "torch_pagoda.cli.phases: ")
+PHASES = "torch_pagoda.runtime.phases: "
 """What lines on phases begin with."""
 
 

@@ -80,10 +80,10 @@ class HarmonyFormat(Format):
         *,
         make_id: MakeId | None = None,
         known_only: bool = False,
-        is_held: bool = False,
         awaits_answer: bool = False,
+        **options: Any,
     ) -> AnswerParser:
-        """A parser of one completion; arguments as ``Format.parser``'s."""
+        """A parser of one completion; arguments as ``Format.parser``'s. What a grammar holds is read alike."""
         return HarmonyParser(
             prompt_text,
             tools if self.calls else (),

@@ -110,7 +110,7 @@ class BodyMiddleware:
                 if message["type"] != "http.request":
                     return message
                 parts.append(message.get("body", b""))
-            body = decoded(b"".join(parts), coding, self._max_size)
+            body = await asyncio.to_thread(decoded, b"".join(parts), coding, self._max_size)
             hold(len(body))
             return {"type": "http.request", "body": body, "more_body": False}
 

@@ -16,7 +16,8 @@ MAX_IGNORED_SHOWN = 16
 
 
 def _whole(value: object) -> object:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53  # beyond, floats skip integers
+    return int(value) if is_whole else value  # type: ignore[call-overload]
 
 
 Whole = Annotated[int, BeforeValidator(_whole)]

@@ -216,13 +216,12 @@ DECIDE = {
 """Architecture → a use that is more, and why the copies of its layers are right."""
 
 
-@pytest.mark.parametrize("kind", causal_lm_types())
+NOT_BUILT = {"gemma3n", "gemma4_assistant"}  # the one needs pillow, the other has no configuration so small
+
+
+@pytest.mark.parametrize("kind", sorted(set(causal_lm_types()) - NOT_BUILT))
 def test_real_layers_only_address_what_they_cache(kind):
-    try:
-        model = build_tiny_model(kind)
-    except Exception as error:
-        pytest.skip(f"transformers cannot build it: {error}"[:200])
-    uses = uses_of_place(find_decoder_layers(model)[1])
+    uses = uses_of_place(find_decoder_layers(build_tiny_model(kind))[1])
     assert DECIDE[kind] in uses if kind in DECIDE else uses == []
 
 

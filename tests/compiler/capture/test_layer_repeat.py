@@ -12,6 +12,7 @@ from functools import cache
 import pytest
 import torch
 from torch import nn
+from transformers import AttentionInterface
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
@@ -237,7 +238,7 @@ def test_windows_by_the_layers_index_are_served():
     assert [spec.sliding_window for spec in program.caches] == [1 << 20] * 3 + [256] * 3
 
 
-def test_code_from_elsewhere_is_seen():
+def test_code_from_elsewhere_is_seen(monkeypatch):
     def patched(model):
         model.model.forward = model.model.forward.__func__.__get__(model.model)
         assert LayerRepeat.of(model) is not None
@@ -249,7 +250,11 @@ def test_code_from_elsewhere_is_seen():
     def hooked_before(model):
         model.model.layers[3].register_forward_pre_hook(lambda *_: None)
 
-    for change in (patched, hooked, hooked_before):
+    def registered(model):
+        monkeypatch.setitem(AttentionInterface._global_mapping, "by_index", lambda *args, **_: args[1])
+        model.config._attn_implementation = "by_index"
+
+    for change in (patched, hooked, hooked_before, registered):
         model = deep("llama")
         assert LayerRepeat.of(model) is not None
         change(model)

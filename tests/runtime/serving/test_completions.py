@@ -281,6 +281,8 @@ async def test_values_that_mean_a_served_one(serve: Any, asked: dict[str, Any]) 
     ("asked", "param", "message"),
     [
         ({"max_tokens": 2.5}, "max_tokens", "max_tokens=2.5"),
+        ({"max_tokens": 1e300}, "max_tokens", "max_tokens=1e+300"),
+        ({"seed": 2.0**53}, "seed", "seed=9007199254740992.0"),
         ({"max_tokens": "2"}, "max_tokens", "max_tokens='2'"),
         ({"max_tokens": True}, "max_tokens", "max_tokens=True"),
         ({"stop": ["a", ""]}, "stop", "stop[1] has 0 characters"),

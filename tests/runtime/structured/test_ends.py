@@ -138,6 +138,19 @@ def test_too_much_work_ends_one_request() -> None:
     assert engine.block_manager.num_used_blocks == 0
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [{"regex": "(a{1000}){1000}"}, {"grammar": 'start: A{1000}\nA: B{1000}\nB: "a"{1000}'}],
+    ids=["regex", "grammar"],
+)
+def test_repetitions_of_repetitions_run_as_far_as_is_asked(asked: dict[str, str]) -> None:
+    engine = structured_engine()
+    params = SamplingParams(temperature=0, max_tokens=40, structured_outputs=asked)
+    output = engine.generate(["b"], params)[0].outputs[0]
+    assert output.finish_reason == "length" and output.error is None
+    assert set(output.text) == {"a"} and len(output.text) >= 40
+
+
 @pytest.mark.parametrize("after", ["</think>", ["</", "hi", "k>"], [DIGIT["7"], DIGIT["7"]], [EOS + 1]], ids=str)
 @pytest.mark.parametrize("temperature", [0, 1.5])
 def test_a_grammar_begins_after_reasoning(after: Any, temperature: float) -> None:
