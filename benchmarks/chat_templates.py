@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
 import torch_pagoda  # noqa: F401
 from torch_pagoda.runtime.requests.conversation import render_conversation
 
@@ -108,14 +110,25 @@ def judged(render: Render, tokenizer: Any, template: str, kind: str) -> tuple[st
     return ("wrong", ", ".join(wrong)) if wrong else ("in prompt", "")
 
 
+class Templates:
+    """Stands in for a tokenizer: renders the template that it is given."""
+
+    apply_chat_template = PreTrainedTokenizerBase.apply_chat_template
+
+    def __init__(self, special_tokens: dict[str, str]) -> None:
+        self.special_tokens_map = special_tokens
+        for name, value in special_tokens.items():
+            setattr(self, name, value)
+
+    def get_chat_template(self, chat_template: str, tools: Any = None) -> str:
+        """The one that is given."""
+        return chat_template
+
+
 def table(render: Render, files: list[Path]) -> dict[str, dict[str, list[str]]]:
     """Kind → judgement → a line for each template."""
-    from torch_pagoda.runtime.serving.generation.template_worker import Templates
-
     found: dict[str, dict[str, list[str]]] = {kind: {"in prompt": [], "refused": [], "wrong": []} for kind in KINDS}
     tokenizer = Templates(SPECIAL)
-    for name, value in SPECIAL.items():
-        setattr(tokenizer, name, value)
     for file in files:
         for kind, lines in found.items():
             judgement, reason = judged(render, tokenizer, file.read_text(), kind)

@@ -53,7 +53,7 @@ FLOORS = {
     ),
     "serving": (
         *("__init__ app server", "protocol", "generation", "http page", "settings", "monitoring"),
-        "child_process engine_process formats",
+        "engine_process formats",
     ),
 }
 """Folder → its floors from the top downwards; each names the rooms (files and folders) that lie beside each other."""

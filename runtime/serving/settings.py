@@ -45,7 +45,8 @@ class Settings:
             loopback is listened on.
         chat_template: Jinja text in place of the tokenizer's own.
         chat_template_kwargs: variables of the template that requests may override.
-        trust_request_chat_template: a request may bring a template of its own.
+        trust_request_chat_template: a request may bring a template of its own, which runs in jinja2's sandbox in the
+            server's process.
         tool_call_parser: name of the format of tool calls; None: that of the model.
         reasoning_parser: name of the format of reasoning; None: that of the model.
         max_queue: completions under way beyond those that run at the same time; None: four times ``max_num_seqs``.

@@ -167,7 +167,7 @@ def serve(
         bool,
         typer.Option(
             "--trust-request-chat-template",
-            help="Requests may bring one, which is rendered within bounds of time and memory.",
+            help="Accept a chat template in requests. Use it with clients that you trust.",
             rich_help_panel=_ANSWERS,
         ),
     ] = False,

@@ -10,11 +10,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ...requests.checks import shown
-from ...requests.conversation import ConversationError, Message, render_conversation
+from ...requests.conversation import ConversationError, Message, TemplateRefusal, render_conversation
 from ...requests.tokenise import cut_above, tokenise
 from ..http.errors import ApiError, refuse
 from .prompt_texts import prompt_texts
-from .template_process import TemplateProcess
 
 INLINE_CHARACTERS = 32 * 1024
 """Of texts that are tokenised on the event loop; longer ones go to a thread, so that no stream waits for them."""
@@ -24,6 +23,9 @@ PREPARE_SECONDS = 20.0
 
 RENDERED_PER_SENT = 4
 """A template may write so many characters for each that was sent (and ``INLINE_CHARACTERS`` besides)."""
+
+TEMPLATE_CHARACTERS = 64 * 1024
+"""Limit on a template that a request brings; those of models have up to 20,000."""
 
 _T = TypeVar("_T")
 
@@ -42,7 +44,7 @@ class Prompt:
 
 
 class Prompts:
-    """Makes prompts of what clients send; has one thread for long ones, and a process for templates of requests.
+    """Makes prompts of what clients send; has one thread for long ones, and one for templates of requests.
 
     Args:
         tokenizer: a HuggingFace tokenizer; None: prompts are token ids, and there are no conversations.
@@ -57,12 +59,12 @@ class Prompts:
         self._chat_template = chat_template
         self._chat_template_kwargs = dict(chat_template_kwargs or {})
         self._thread = ThreadPoolExecutor(1, "tokenise")
-        self._of_requests = TemplateProcess()
+        self._template_thread = ThreadPoolExecutor(1, "template")  # one that loops keeps nobody else waiting
 
     def close(self) -> None:
-        """End the thread, and the process of templates where there is one."""
-        self._of_requests.close()
+        """End the threads."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._template_thread.shutdown(wait=False, cancel_futures=True)
 
     @property
     def has_template(self) -> bool:
@@ -129,20 +131,18 @@ class Prompts:
             )
 
         most = RENDERED_PER_SENT * (sent + len(chat_template or "")) + INLINE_CHARACTERS
+        if len(chat_template or "") > TEMPLATE_CHARACTERS:
+            refuse(
+                "chat_template", f"chat_template is longer than {TEMPLATE_CHARACTERS} characters; send a shorter one"
+            )
         try:
             if chat_template:
-                text = await self._of_requests.render(
-                    self.tokenizer,
-                    messages,
-                    chat_template,
-                    most,
-                    name=name,
-                    chat_template_kwargs=variables,
-                    **options,
-                )
+                text = await self._within_time(self._template_thread, render)
             else:
                 text = await self._run(render, sent)
         except ConversationError as error:
+            if chat_template and isinstance(error, TemplateRefusal):
+                refuse("chat_template", f"chat_template fails: {error.reason}")
             raise ApiError(400, "invalid_value", str(error), param=error.field) from error
         if len(text) > most:
             refuse(name, f"{name} become {len(text)} characters by the chat template; send fewer")
@@ -197,12 +197,13 @@ class Prompts:
         return await self._run(work, 40 * len(prompt.token_ids))
 
     async def _run(self, work: Callable[[], _T], characters: int) -> _T:
-        if characters <= INLINE_CHARACTERS:
-            return work()
+        return work() if characters <= INLINE_CHARACTERS else await self._within_time(self._thread, work)
+
+    @staticmethod
+    async def _within_time(thread: ThreadPoolExecutor, work: Callable[[], _T]) -> _T:
         try:
-            return await asyncio.wait_for(
-                asyncio.get_running_loop().run_in_executor(self._thread, work), timeout=PREPARE_SECONDS
-            )
+            running = asyncio.get_running_loop().run_in_executor(thread, work)
+            return await asyncio.wait_for(running, timeout=PREPARE_SECONDS)
         except TimeoutError:
             text = f"The prompt was not ready for the model within {PREPARE_SECONDS:g} s; send a shorter one."
             raise ApiError(504, "deadline_exceeded", text) from None

@@ -20,8 +20,8 @@ from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
 from markdown_it.utils import EnvType, OptionsDict
 
-from ..child_process import LENGTH
 from .code_colours import coloured
+from .markdown_process import LENGTH
 
 MAX_NESTING = 40
 """Depth of quotes, lists and emphasis; what lies deeper is text."""

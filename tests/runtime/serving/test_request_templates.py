@@ -1,67 +1,53 @@
-"""Chat templates that requests bring: as the tokenizer renders them, and ended where they do not end."""
+"""Chat templates that requests bring: rendered as the tokenizer renders them, and within limits."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Iterator
+import threading
 from typing import Any
 
-import psutil
 import pytest
 
 from torch_pagoda.runtime.requests.conversation import render_conversation
-from torch_pagoda.runtime.serving.generation.template_process import TemplateProcess
+from torch_pagoda.runtime.serving.generation import prompts
+from torch_pagoda.runtime.serving.generation.prompts import TEMPLATE_CHARACTERS, Prompts
 from torch_pagoda.runtime.serving.http.errors import ApiError
 
 pytestmark = pytest.mark.anyio
 
 HELLO = [{"role": "user", "content": "Hello \u2615"}]
-ECHO = "{{ messages[0].content }}"
-LOOP = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
-HOSTILE = {
-    "loops": (LOOP, "is not rendered within 0.5 s"),
-    "a loop in a macro that calls itself": (
-        "{% macro m(n) %}{% for i in range(99999) %}{{ m(n) }}{% endfor %}{% endmacro %}{{ m(1) }}",
-        "fails: RecursionError|is not rendered within 0.5 s",
+REFUSED = {
+    "too long a template": (
+        "{#" + "x" * TEMPLATE_CHARACTERS + "#}",
+        "chat_template",
+        "is longer than 65536 characters",
     ),
-    "one long operation": ("{{ (7 ** (10 ** 9)) % 10 }}", "is not rendered within 0.5 s|takes more than 64 MiB"),
-    "a long text": ("{{ 'x' * 10 ** 9 }}", "takes more than 64 MiB"),
-    "a text that doubles": (
-        "{% set n = namespace(t='xxxxxxxx') %}{% for i in range(40) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
-        "takes more than 64 MiB",
-    ),
-    "a long list": ("{{ ([0] * 10 ** 9) | length }}", "takes more than 64 MiB"),
     "much text": (
         "{{ messages[0].content }}{% for i in range(9000) %}0123456789{% endfor %}",
-        "writes more than 40000 characters",
+        "messages",
+        "messages become 90007 characters",
     ),
+    "a long loop": ("{% for i in range(10 ** 9) %}x{% endfor %}", "chat_template", "fails: OverflowError"),
     "deep": (
         "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "chat_template",
         "fails: (RecursionError|TemplateSyntaxError|MemoryError)",
     ),
-    "no template": ("{% for %}", "fails: TemplateSyntaxError"),
-    "a refusal": ("{{ raise_exception('no ' ~ messages | length) }}", "fails: TemplateError: no 1"),
-    "a look behind": ("{{ ''.__class__.__mro__ }}", "fails: SecurityError"),
+    "no template": ("{% for %}", "chat_template", "fails: TemplateSyntaxError"),
+    "a refusal": ("{{ raise_exception('no ' ~ messages | length) }}", "chat_template", "fails: TemplateError: no 1"),
+    "a look behind": ("{{ ''.__class__.__mro__ }}", "chat_template", "fails: SecurityError"),
 }
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[TemplateProcess]:
-    made = TemplateProcess(seconds=0.5, max_bytes=2**26)
-    yield made
-    made.close()
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-async def test_a_template_without_end_is_ended_by_name(process: TemplateProcess, tokenizer: Any, name: str) -> None:
-    template, words = HOSTILE[name]
+@pytest.mark.parametrize("name", REFUSED)
+async def test_a_template_that_goes_too_far_is_refused_by_name(tokenizer: Any, name: str) -> None:
+    template, param, words = REFUSED[name]
+    made = Prompts(tokenizer)
     with pytest.raises(ApiError, match=words) as caught:
-        await process.render(tokenizer, HELLO, template, 40_000)
-    assert (caught.value.status_code, caught.value.param) == (400, "chat_template")
+        await made.of_messages(HELLO, 4096, chat_template=template)
+    assert (caught.value.status_code, caught.value.param) == (400, param)
     assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
-    # The next one is none the worse for it.
-    assert await process.render(tokenizer, HELLO, "{{ messages[0].content }}", 100) == HELLO[0]["content"]
+    made.close()
 
 
 @pytest.mark.parametrize(
@@ -78,61 +64,47 @@ async def test_a_template_without_end_is_ended_by_name(process: TemplateProcess,
     ],
     ids=str,
 )
-async def test_a_template_is_rendered_as_the_tokenizer_does(
-    process: TemplateProcess, tokenizer: Any, options: dict[str, Any]
-) -> None:
+async def test_a_template_is_rendered_as_the_tokenizer_does(tokenizer: Any, options: dict[str, Any]) -> None:
     template = (
         "{{ bos_token }}|{{ eos_token }}|{% for m in messages %}<{{ m.role }}>{{ m.content }}<>{% endfor %}"
         "{{ tools | tojson }}{{ documents | tojson }}{{ flag }}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     messages = [*HELLO, {"role": "assistant", "content": "a", "tool_calls": None}]
     expected = render_conversation(tokenizer, messages, chat_template=template, **options)
-    assert await process.render(tokenizer, messages, template, 10_000, **options) == expected
+    made = Prompts(tokenizer)
+    assert (await made.of_messages(messages, 4096, chat_template=template, **options)).text == expected
+    made.close()
 
 
-async def test_a_killed_process_leaves_others_waiting_for_no_more_than_itself(tokenizer: Any) -> None:
-    process = TemplateProcess(seconds=0.3, max_bytes=2**26)
-    try:
-        await process.render(tokenizer, HELLO, ECHO, 10)
-        child = psutil.Process(process._process._process.pid)  # type: ignore[union-attr]
-        process._process.seconds = 0.3
-        child.suspend()  # as an operation does that no signal interrupts
-        with pytest.raises(ApiError, match="is not rendered within"):
-            await process.render(tokenizer, HELLO, ECHO, 10)
-        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
-        assert await process.render(tokenizer, HELLO, ECHO, 10) == HELLO[0]["content"]
-    finally:
-        process.close()
-
-
-async def test_too_many_wait(tokenizer: Any) -> None:
-    process = TemplateProcess(seconds=0.2)
-    try:
-        calls = [process.render(tokenizer, HELLO, ECHO, 10) for _ in range(12)]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-    finally:
-        process.close()
-    assert results[:8] == [HELLO[0]["content"]] * 8
-    assert [(r.status_code, r.code) for r in results[8:]] == [(429, "queue_full")] * 4  # type: ignore[union-attr]
-
-
-async def test_a_server_goes_on_while_a_template_does(serve: Any, engine: Any) -> None:
+async def test_a_server_goes_on_while_a_template_does(
+    serve: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     body = {"messages": HELLO, "max_tokens": 1}
+    own, looping_text = "{{ messages[0].content }}", "{{ messages[0].content }}{# loop #}"
+    begun, release, render = threading.Event(), threading.Event(), prompts.render_conversation
+
+    def held(*args: Any, chat_template: str | None, **options: Any) -> str:
+        if chat_template == looping_text:
+            begun.set()
+            release.wait(60)
+        return render(*args, chat_template=chat_template, **options)
+
+    monkeypatch.setattr(prompts, "render_conversation", held)
     async with serve(trust_request_chat_template=True) as client:
-        client.front.prompts._of_requests = TemplateProcess(seconds=1.0)
-        hostile = asyncio.create_task(
-            client.post("/v1/chat/completions", json={**body, "chat_template": LOOP}, timeout=60)
+        looping = asyncio.create_task(
+            client.post("/v1/chat/completions", json={**body, "chat_template": looping_text})
         )
-        slowest = 0.0
-        while not hostile.done():
-            begin = time.monotonic()
-            assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
-            slowest = max(slowest, time.monotonic() - begin)
-        response = await hostile
-        own = await client.post("/v1/chat/completions", json={**body, "chat_template": "{{ messages[0].content }}"})
-        counted = await client.post("/tokenize", json={"messages": HELLO, "chat_template": LOOP}, timeout=60)
-    error = response.json()["error"]
-    assert (response.status_code, error["code"], error["param"]) == (400, "invalid_value", "chat_template")
-    assert slowest < 0.8, "the others waited for the template"
-    assert own.status_code == 200 and counted.json()["error"]["param"] == "chat_template"
+        await asyncio.to_thread(begun.wait, 60)
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        long = {"messages": [{"role": "user", "content": "word " * 10_000}], "max_tokens": 1}
+        assert (await client.post("/v1/chat/completions", json=long)).status_code in (200, 400)
+        monkeypatch.setattr(prompts, "PREPARE_SECONDS", 0.05)
+        waiting = await client.post("/v1/chat/completions", json={**body, "chat_template": own})
+        monkeypatch.setattr(prompts, "PREPARE_SECONDS", 60)
+        assert not looping.done()
+        release.set()
+        assert (await looping).status_code == 200
+        after = await client.post("/v1/chat/completions", json={**body, "chat_template": own})
+    assert (waiting.status_code, waiting.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert after.status_code == 200
     assert engine.submits[-1].prompts == [client.front.tokenizer("Hello \u2615", add_special_tokens=False).input_ids]
