@@ -12,9 +12,9 @@ import torch
 from ..passes import PASSES, Pass
 from ..passes.graph.npu_target import DEFAULT_BLOCK_SIZE, DEFAULT_SOC, NpuTarget
 from ..runtime.ops.quantized_weight import DEFAULT_GROUP_SIZES, Quantization, check_group_size
-from .targets.npu.offline.run import is_offline
 from .targets.npu.schedule_options import asked_for, check_schedule
 from .targets.npu.toolchain_options import check_options
+from .targets.npu.without_device import is_offline
 from .user_passes import OPT_LEVELS, Pattern, with_user_passes
 
 VERIFY = ("model", "off", "every-pass")

@@ -24,8 +24,9 @@ from ..options import CompileOptions
 from ..targets.npu.flat_graph import cache_inputs
 from ..targets.npu.ge.static_graph import why_not_static
 from ..targets.npu.offline.ge_graph import GeGraph
-from ..targets.npu.offline.run import call_offline, is_offline
+from ..targets.npu.offline.run import call_offline
 from ..targets.npu.offline.toolchain import ToolchainError, find_toolchain
+from ..targets.npu.without_device import is_offline
 from .stored_formats import Formats, marks_of_layers, store_as, stored_formats
 
 

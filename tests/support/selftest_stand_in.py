@@ -154,7 +154,7 @@ def _stand_for_graphs(wrong_size: int) -> None:
     """Let planned sizes run the lowered graph."""
     from torch_pagoda.compiler.targets.npu.aclgraph.aclgraph_route import AclGraphs
     from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
-    from torch_pagoda.compiler.targets.npu.offline.run import is_offline
+    from torch_pagoda.compiler.targets.npu.without_device import is_offline
 
     def graph(route: Any) -> Callable[..., Sequence[Any]]:
         at = [node.name for node in route.traced.placeholders].index(route.traced.input_ids)

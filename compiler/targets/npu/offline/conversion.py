@@ -30,10 +30,9 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from ..ge.converters import registered_converters
 from ..ge.scheduled import WriteRowsAndSchedule
 from ..in_place import write_rows_in_place
+from ..without_device import is_offline, without_device
 from .ge_graph import GeGraph
 from .ge_reader import read_graph
-from .run import is_offline
-from .without_device import without_device
 
 _ORIGIN = "pagoda_node"
 _EXECUTING = re.compile(r"While executing %(\w+) :.*?target=(\S+?)\]")

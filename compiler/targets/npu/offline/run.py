@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..without_device import OFFLINE_TOOLCHAIN, is_offline
 from .toolchain import Toolchain, find_toolchain, set_up_toolchain
 
 _logger = logging.getLogger(__name__)
-_MARK = "TORCH_PAGODA_NPU_TOOLCHAIN"
 
 
 class OfflineCallError(RuntimeError):
@@ -53,13 +53,8 @@ def environment(toolchain: Toolchain, base: Mapping[str, str] = os.environ) -> d
     variables["CUDA_VISIBLE_DEVICES"] = ""
     variables["ASCEND_HOME_PATH"] = str(toolchain.cann / "home")
     variables["ASCEND_OPP_PATH"] = str(toolchain.cann / "opp")
-    variables[_MARK] = str(toolchain.folder)
+    variables[OFFLINE_TOOLCHAIN] = str(toolchain.folder)
     return variables
-
-
-def is_offline() -> bool:
-    """True if this process was started with the toolchain, so that it can import torch_npu and torchair."""
-    return _MARK in os.environ
 
 
 def run_python(arguments: Sequence[str], toolchain: Toolchain | None = None) -> int:

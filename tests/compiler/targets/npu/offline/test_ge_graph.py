@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch_pagoda.compiler.targets.npu.offline.conversion import ConversionError, convert, convert_and_keep
 from torch_pagoda.compiler.targets.npu.offline.ge_graph import GeGraph, GeNode
 from torch_pagoda.compiler.targets.npu.offline.run import OfflineCallError, call_offline
-from torch_pagoda.compiler.targets.npu.offline.without_device import soc_version
+from torch_pagoda.compiler.targets.npu.without_device import soc_version
 
 from ge_graphs import ge_graph_of, traced
 
@@ -319,7 +319,7 @@ def test_scheduling_attributes_are_kept() -> None:
 @pytest.mark.torchair
 def test_calls_from_an_ordinary_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("TORCH_PAGODA_NPU_TOOLCHAIN")
-    assert call_offline("torch_pagoda.compiler.targets.npu.offline.run:is_offline") is True
+    assert call_offline("torch_pagoda.compiler.targets.npu.without_device:is_offline") is True
     with pytest.raises(OfflineCallError, match="JSONDecodeError: Expecting") as failed:
         call_offline("json:loads", s="{")
     assert "Traceback" in failed.value.traceback

@@ -17,7 +17,7 @@ import pytest
 
 from torch_pagoda import cli
 from torch_pagoda.compiler.targets.npu.offline import toolchain as module
-from torch_pagoda.compiler.targets.npu.offline.run import environment, is_offline, run_python
+from torch_pagoda.compiler.targets.npu.offline.run import environment, run_python
 from torch_pagoda.compiler.targets.npu.offline.stand_in import (
     build_stand_ins,
     defined_symbols,
@@ -34,6 +34,7 @@ from torch_pagoda.compiler.targets.npu.offline.toolchain import (
     set_up_toolchain,
 )
 from torch_pagoda.compiler.targets.npu.offline.wheels import MACHINES, PROTOBUF, TORCH_NPU, TRIED, Requirement
+from torch_pagoda.compiler.targets.npu.without_device import is_offline
 
 needs_compiler = pytest.mark.skipif(
     not all(shutil.which(tool) for tool in ("cc", "nm", "readelf")), reason="builds shared libraries"

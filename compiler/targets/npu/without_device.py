@@ -1,4 +1,4 @@
-"""Let torchair convert graphs on a machine without an Ascend device.
+"""Conversion of graphs by torchair on a machine without an Ascend device.
 
 Torchair asks the device and CANN in a few places: which SoC this is, whether CANN has an operator, and to start the
 graph engine. The answers here are those of a machine of the wanted SoC whose CANN has every operator.
@@ -6,9 +6,13 @@ graph engine. The answers here are those of a machine of the wanted SoC whose CA
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+
+OFFLINE_TOOLCHAIN = "TORCH_PAGODA_NPU_TOOLCHAIN"
+"""Environment variable of a process that was started with the offline Ascend toolchain: the toolchain's folder."""
 
 # Family by the prefix of its SoCs' names → torch_npu's SocVersion of one of its members (NpuVariables.h).
 # The longer of two prefixes that fit is the family.
@@ -20,6 +24,11 @@ SOC_FAMILIES = {
     "Ascend310P": 200,
     "Ascend310B": 240,
 }
+
+
+def is_offline() -> bool:
+    """True if this process was started with the toolchain, so that it can import torch_npu and torchair."""
+    return OFFLINE_TOOLCHAIN in os.environ
 
 
 def soc_version(soc: str) -> int:
