@@ -206,7 +206,7 @@ def test_commands_exist(page: str) -> None:
 
 def test_commands_are_found_in_the_pages() -> None:
     assert ("docs/models.md", "python benchmarks/coverage.py --fusions") in LINES
-    assert ("docs/npu.md", "pagoda bisect MODEL --target npu --codegen none") in MENTIONS
+    assert ("docs/npu-evidence.md", "pagoda bisect MODEL --target npu --codegen none") in MENTIONS
     found = [command for page, command in LINES if page == "docs/usage.md"]
     assert 'pagoda generate examples/tiny-pydoc --prompt "Return the" --max-tokens 64' in found
 
