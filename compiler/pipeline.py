@@ -24,7 +24,7 @@ from .capture.layer_repeat import CannotRepeat, LayerRepeat
 from .capture.trace import Captured
 from .link.linker import link
 from .options import CompileOptions, selected_passes
-from .report import CompileReport, PassCheck, PhaseClock, Verdict, first_line, rejection_line
+from .report import CompileReport, PassCheck, Verdict, first_line, rejection_line
 from .targets.npu.dtype_advice import dtype_advice
 from .verify import dump
 from .verify.fake_values import propagate
@@ -40,6 +40,7 @@ Refusal: TypeAlias = Callable[[int, TracedGraph, "TracedGraph | UnsupportedModel
 to be left out, or ""."""
 
 
+@phase("passes")
 def run_pipeline(
     captured: Captured, options: CompileOptions, reference: Reference | None, report: CompileReport
 ) -> TracedGraph:
@@ -55,13 +56,11 @@ def run_pipeline(
         CannotRepeat: the layers that were captured cannot stand for the others.
         UnsupportedModel: something of the model has no exact counterpart in a paged program.
     """
-    clock = PhaseClock(report.seconds)
     if options.target == "npu" and captured.traced.npu is None:
         device = value(captured.traced.placeholder(captured.traced.input_ids)).device
         captured.traced.npu = options.npu_target(device.type)
     if options.cache_dtype is not None and reference is not None:
         options, dropped = _checked_without_rounding(captured, options, reference, report)
-        clock.lap("verify")
     else:
         dropped = []
     captured.traced.cache_dtype = options.cache_dtype
@@ -69,11 +68,10 @@ def run_pipeline(
     captured.traced.input_bits = options.input_bits
     if reference is not None:
         measure_rounding(captured, reference)
-        clock.lap("verify")
     found: _Rewritten | None = None
     if options.verify != "every-pass":
         try:
-            found = _all_at_once(captured, options, report, clock)
+            found = _all_at_once(captured, options, report)
         except PassError as error:
             if captured.repeat is not None:
                 raise CannotRepeat(str(error)) from error
@@ -82,17 +80,14 @@ def run_pipeline(
             if captured.repeat is not None:
                 found = replace(found, traced=_with_all_layers(captured.repeat, found.captured, options))
                 report.attention_recognised = report.attention_total = len(list(paged_attention_nodes(found.traced)))
-                clock.lap("passes")
             if reference is not None:
                 report.verdict = _difference(captured, found.traced, found.captured, reference)
-                clock.lap("verify")
     if captured.repeat is not None and report.verdict is not None and not report.verdict.ok:
         raise CannotRepeat(report.verdict.reason)
     if found is None or (report.verdict is not None and not report.verdict.ok):
-        found = _one_by_one(captured, options, reference, report, clock)
+        found = _one_by_one(captured, options, reference, report)
         if reference is not None:
             report.verdict = _difference(captured, found.traced, found.captured, reference)
-            clock.lap("verify")
     if report.verdict is not None and not report.verdict.ok:
         raise UnsupportedModel(
             f"{report.model}: the paged program is not exact ({report.verdict.reason}), though each pass is for "
@@ -101,13 +96,11 @@ def run_pipeline(
         )
     if reference is not None:
         _check_long_windows(captured, found, options, reference, report)
-        clock.lap("verify")
     report.dropped_passes = dropped + report.dropped_passes
     _hold_weights(found.traced, options, report)
     if found.traced.npu is not None:
         routes = [route for record in report.passes for route in record.routes]
         report.dtype_advice = dtype_advice(routes, _dtype_of(captured.traced), found.traced.npu.product)
-    clock.lap("passes")
     return found.traced
 
 
@@ -211,7 +204,7 @@ def _checked_without_rounding(
     return replace(options, passes=passes), dropped
 
 
-def _all_at_once(captured: Captured, options: CompileOptions, report: CompileReport, clock: PhaseClock) -> _Rewritten:
+def _all_at_once(captured: Captured, options: CompileOptions, report: CompileReport) -> _Rewritten:
     """Apply all passes and prove the paged graph between the two stages.
 
     Raises:
@@ -220,23 +213,20 @@ def _all_at_once(captured: Captured, options: CompileOptions, report: CompileRep
     traced = captured.traced.copy()
     report.passes = run_passes(traced, selected_passes(options, "dynamo"))
     check_paging(traced, report)
-    clock.lap("passes")
     try:
         traced = to_aten(traced, captured.context)
     except Exception as error:
         raise PassError(f"AOTAutograd cannot trace the rewritten graph: {first_line(error)}") from error
     dump.write_graph(traced, "aten")
-    clock.lap("aten")
     before, lowering = _aten_passes(options)
     report.passes += run_passes(traced, before)
     paged = traced.copy() if lowering else traced
     report.passes += run_passes(traced, lowering)
-    clock.lap("passes")
     return _Rewritten(traced, traced, paged)
 
 
 def _one_by_one(
-    captured: Captured, options: CompileOptions, reference: Reference | None, report: CompileReport, clock: PhaseClock
+    captured: Captured, options: CompileOptions, reference: Reference | None, report: CompileReport
 ) -> _Rewritten:
     """Apply the passes one at a time, comparing after each; leave out optional ones that fail or break the numbers.
 
@@ -246,14 +236,12 @@ def _one_by_one(
     report.passes, report.dropped_passes = [], []
     traced = _each(captured, captured.traced.copy(), selected_passes(options, "dynamo"), reference, report)
     check_paging(traced, report)
-    clock.lap("passes")
     try:
         aten = to_aten(traced, captured.context)
         dump.write_graph(aten, "aten")
         reason = _difference(captured, aten, aten, reference).reason if reference is not None else ""
     except Exception as error:
         reason = first_line(error)
-    clock.lap("aten")
     if reason:
         report.dropped_passes.append(("to_aten", reason))
         log.warning("no pass on the ATen graph is applied: %s", reason)
@@ -262,10 +250,10 @@ def _one_by_one(
     traced = _each(captured, aten, before, reference, report)
     paged = traced.copy() if lowering else traced
     traced = _each(captured, traced, lowering, reference, report)
-    clock.lap("passes")
     return _Rewritten(traced, traced, paged)
 
 
+@phase("verify")
 def _difference(
     captured: Captured, traced: TracedGraph, shallow: TracedGraph, reference: Reference, *, alone: bool = False
 ) -> Verdict:
@@ -320,6 +308,7 @@ def _each(
     return apply_one_by_one(traced, passes, refusal, report.passes)
 
 
+@phase("passes")
 def apply_one_by_one(
     traced: TracedGraph, passes: Sequence[Pass], refusal: Refusal, records: list[PassRecord]
 ) -> TracedGraph:
@@ -355,7 +344,6 @@ class PassError(UnsupportedModel):
     """A pass failed or left a graph that is not well-formed. The message names the pass."""
 
 
-@phase("passes")
 def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
     """Apply ``passes`` in order.
 
