@@ -22,13 +22,12 @@ class ChildFailed(ValueError):
 
 
 class ChildProcess:
-    """A Python module that runs in a process, begun with the first request and ended when nothing came for a while.
+    """A Python module that runs in a process, begun with the first request.
 
     Args:
         module: that reads frames, ``LENGTH`` and as many bytes, and answers each with one, in turn. It may end after
             an answer, with status 0.
         seconds: that one request may take; then the process is killed, and the next request begins a new one.
-        idle_seconds: without a request, after which the process ends.
         max_waiting: requests that may wait for their turn.
         start_seconds: None: the time for the first request counts from the start of the process; else the module
             writes an empty frame when it is ready, within so many seconds.
@@ -38,19 +37,16 @@ class ChildProcess:
         self,
         module: str,
         seconds: float,
-        idle_seconds: float = 120.0,
         max_waiting: int = 16,
         start_seconds: float | None = None,
     ) -> None:
         self.seconds = seconds
-        self.idle_seconds = idle_seconds
         self.max_waiting = max_waiting
         self._module = module
         self._start_seconds = start_seconds
         self._waiting = 0
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._idle: Timer | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=module.rpartition(".")[2])
 
     async def ask(self, request: bytes) -> bytes:
@@ -76,14 +72,8 @@ class ChildProcess:
         with self._lock:
             self._end()
 
-    def _rest(self) -> None:
-        with self._lock:
-            self._end()
-
     def _call(self, request: bytes) -> bytes:
         with self._lock:
-            if self._idle is not None:
-                self._idle.cancel()
             process = self._running()
             answer = _within(self.seconds, process, request)
             if answer is None and process.wait() == 0:
@@ -91,9 +81,6 @@ class ChildProcess:
             if answer is None:
                 self._end()
                 raise ChildFailed(f"there was no answer within {self.seconds:g} s")
-            self._idle = Timer(self.idle_seconds, self._rest)
-            self._idle.daemon = True
-            self._idle.start()
         return answer
 
     def _running(self) -> subprocess.Popen[bytes]:
@@ -108,9 +95,6 @@ class ChildProcess:
         return self._process
 
     def _end(self) -> None:
-        if self._idle is not None:
-            self._idle.cancel()
-            self._idle = None
         if self._process is not None:
             self._process.kill()
             self._process.communicate()

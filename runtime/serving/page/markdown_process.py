@@ -21,11 +21,11 @@ class MarkdownRenderer(ChildProcess):
 
     Args:
         seconds: that one call may take, all its texts together.
-        idle_seconds, max_waiting: as for ``ChildProcess``.
+        max_waiting: as for ``ChildProcess``.
     """
 
-    def __init__(self, seconds: float = 5.0, idle_seconds: float = 120.0, max_waiting: int = 16) -> None:
-        super().__init__(f"{__package__}.markdown", seconds, idle_seconds, max_waiting)
+    def __init__(self, seconds: float = 5.0, max_waiting: int = 16) -> None:
+        super().__init__(f"{__package__}.markdown", seconds, max_waiting)
 
     async def render(self, texts: Sequence[str]) -> bytes:
         """JSON of the blocks of each text, see ``markdown.Block``.
