@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -19,12 +20,12 @@ from ..passes.graph.fx_nodes import callee, value
 from ..runtime.phases import logged
 from .capture.exchanged_functions import keep_exchanged
 from .capture.module_scalars import recover_module_scalars
+from .option_conflicts import check_conflicts
 from .options import CompileOptions, selected_passes
 from .pipeline import apply_one_by_one
 from .targets.cpu.inductor import generate_code, is_fusible
 from .targets.cpu.kernels import call_kernels
 from .targets.npu.ge.ge_route import GeGraphs
-from .targets.npu.schedule_options import asked_for
 from .verify import dump
 from .verify.drop_in_check import difference
 from .weights.merged_weights import AddedArguments, link_merged_weights
@@ -62,45 +63,10 @@ def pagoda(
     """
     if mode not in (None, "default"):
         raise ValueError(f"mode={mode!r} is not supported by backend 'pagoda'; leave it out or use options={{...}}")
-    given = dict(options or {})
-    if given.get("batch_invariant"):
-        raise ValueError(
-            "batch_invariant=True is not for backend 'pagoda', where batches are the caller's; leave it out, or use "
-            "torch_pagoda.compile or torch_pagoda.LLM"
-        )
-    if given.get("target") != "npu":
-        given.setdefault("codegen", "inductor")
-    parsed = CompileOptions.from_dict(given)
-    if parsed.pack_weights:
-        raise ValueError(
-            "pack_weights=True is not for backend 'pagoda', where the weights stay the caller's; leave it out, or "
-            "use torch_pagoda.compile or torch_pagoda.LLM"
-        )
-    if parsed.cache_dtype is not None:
-        raise ValueError(
-            f"kv_cache_dtype={parsed.kv_cache_dtype!r} is not for backend 'pagoda', where the cache is the caller's; "
-            "leave it out, or use torch_pagoda.compile or torch_pagoda.LLM"
-        )
-    if parsed.quantization is not None:
-        raise ValueError(
-            f"quantization={parsed.quantization!r} is not for backend 'pagoda', where the weights stay the caller's; "
-            "leave it out, or use torch_pagoda.compile or torch_pagoda.LLM"
-        )
-    if parsed.input_bits is not None:
-        raise ValueError(
-            f"input_bits={parsed.input_bits!r} is not for backend 'pagoda', where nothing is quantised; leave it "
-            "out, or use torch_pagoda.LLM"
-        )
-    if parsed.static_decode:
-        raise ValueError(
-            "static_decode=True is not for backend 'pagoda', where the sizes of a step are the caller's; leave it "
-            "out, or use torch_pagoda.compile or torch_pagoda.LLM"
-        )
-    if asked_for(parsed.schedule):
-        raise ValueError(
-            f"schedule={dict(parsed.schedule)!r} is not for backend 'pagoda', whose steps may be of any kind; leave "
-            "it out, or use torch_pagoda.compile or torch_pagoda.LLM"
-        )
+    parsed = CompileOptions.from_dict(options)
+    check_conflicts(vars(parsed), backend="pagoda")
+    if parsed.target != "npu" and "codegen" not in (options or {}):
+        parsed = replace(parsed, codegen="inductor")
     keep_exchanged(gm)
     parsed = parsed.for_device(next((x.device.type for x in example_inputs if isinstance(x, torch.Tensor)), "cpu"))
     why = _training_reason(example_inputs)

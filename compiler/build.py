@@ -16,6 +16,7 @@ from ..passes.graph.notes import fewest_bits
 from ..passes.lower.npu.decode_attention import decode_graph_or_reason
 from ..runtime.engine.device_errors import raise_if_lost
 from ..runtime.ops.stored_weight import StoredWeight
+from ..runtime.phases import phase, timed
 from .capture.layer_repeat import CannotRepeat, LayerRepeat
 from .capture.recurrent_modules import check_recurrent_modules
 from .capture.state_layers import check_state
@@ -25,7 +26,7 @@ from .estimates.schedules import annotate_schedules
 from .link.linker import LinkedProgram, link
 from .options import CompileOptions
 from .pipeline import run_pipeline
-from .report import CompileReport, PhaseClock, Verdict, first_line
+from .report import CompileReport, Verdict, first_line
 from .targets.cpu.inductor import generate_code, is_fusible
 from .targets.cpu.kernels import call_kernels
 from .targets.npu.decode_steps import DecodeCalls
@@ -37,7 +38,7 @@ from .tolerance import Tolerance, routes_tokens
 from .user_passes import registered_passes
 from .verify import dump
 from .verify.cache_restart import restart_length
-from .verify.self_check import Reference, check, compared_steps, judge, reference_of_model
+from .verify.self_check import Reference, check, compared_steps, judge, reference_of_model, tolerating_rounding
 
 log = logging.getLogger(__name__)
 
@@ -115,36 +116,32 @@ def build_unpacked(
     if options.target == "npu" and (unpacked := unpack_latent_attention(model)):
         log.warning("%d stored weights of latent attention are unpacked, %s first", len(unpacked), unpacked[0])
     dump.begin(report.model)
-    clock = PhaseClock(report.seconds)
-    # The reference comes first: some models settle into their final form at the first call.
-    if options.verify == "off":
-        reference = None
-    elif reference is None:
-        reference = reference_of_model(model)
-    clock.lap("reference")
-    found = _with_few_layers(model, options, reference, report)
-    if found is None:
-        clock = PhaseClock(report.seconds)
-        captured = capture(model)
-        dump.write_graph(captured.traced, "captured")
-        clock.lap("capture")
-        found = captured, run_pipeline(captured, options, reference, report)
-    captured, traced = found
-    for remark in (remark for record in report.passes for remark in record.remarks):
-        log.warning("%s: %s", report.model, remark)
-    clock = PhaseClock(report.seconds)
-    switch = traced.notes.rope_switch
-    restart = None if switch is None else restart_length(model, switch)
-    linked = functools.partial(link, traced, report=report, restart_length=restart)
-    if traced.npu is not None:
-        program = _link_for_npu(linked, traced, options, reference, report, clock, owns_weights)
-    elif options.uses_inductor(sum(p.numel() for p in model.parameters()), is_fusible(traced)):
-        # Until weights are rounded and packed, every product would round its own.
-        unpacked = options.quantization or has_stored_parameters(model)
-        program = _link_inductor(linked, captured, traced, None if unpacked else reference, report, clock)
-    else:
-        program = linked(call_kernels(traced))
-    return Built(program, traced, options, reference)
+    with timed(report.seconds):
+        # The reference comes first: some models settle into their final form at the first call.
+        if options.verify == "off":
+            reference = None
+        elif reference is None:
+            reference = reference_of_model(model)
+        found = _with_few_layers(model, options, reference, report)
+        if found is None:
+            captured = capture(model)
+            dump.write_graph(captured.traced, "captured")
+            found = captured, run_pipeline(captured, options, reference, report)
+        captured, traced = found
+        for remark in (remark for record in report.passes for remark in record.remarks):
+            log.warning("%s: %s", report.model, remark)
+        switch = traced.notes.rope_switch
+        restart = None if switch is None else restart_length(model, switch)
+        linked = functools.partial(link, traced, report=report, restart_length=restart)
+        if traced.npu is not None:
+            program = _link_for_npu(linked, traced, options, reference, report, owns_weights)
+        elif options.uses_inductor(sum(p.numel() for p in model.parameters()), is_fusible(traced)):
+            # Until weights are rounded and packed, every product would round its own.
+            unpacked = options.quantization or has_stored_parameters(model)
+            program = _link_inductor(linked, captured, traced, None if unpacked else reference, report)
+        else:
+            program = linked(call_kernels(traced))
+        return Built(program, traced, options, reference)
 
 
 def _with_few_layers(
@@ -159,13 +156,11 @@ def _with_few_layers(
     repeat = LayerRepeat.of(model)
     if repeat is None:
         return None
-    clock = PhaseClock(report.seconds)
     try:
         check_recurrent_modules(model)  # those of the layers that are left out, too
         with repeat.shortened():
             captured = replace(capture(model), repeat=repeat)
         captured.traced.notes.of_layers = repeat.inputs_of_layers(captured.traced)
-        clock.lap("capture")
         traced = run_pipeline(captured, options, reference, report)
     except (CannotRepeat, UnsupportedModel) as error:
         log.info("%s is compiled with all its layers: %s", report.model, error)
@@ -181,16 +176,14 @@ def finish(built: Built, *, owns_weights: bool) -> None:
     if built.traced.npu is not None:
         return
     report = built.program.report
-    clock = PhaseClock(report.seconds)
-    if built.options.pack_weights or built.options.quantization or built.program.has_stored_weights:
-        _pack(built, report, owns_weights)
-        clock.lap("pack")
-    if built.options.batch_invariant and built.reference is not None and not built.options.quantization:
-        verdict = check(built.program, built.reference)
-        clock.lap("verify")
-        if not verdict.ok:
-            raise UnsupportedModel(f"{report.model}: with batch_invariant=True {verdict.reason}; leave it out")
-        report.verdict = verdict
+    with timed(report.seconds):
+        if built.options.pack_weights or built.options.quantization or built.program.has_stored_weights:
+            _pack(built, report, owns_weights)
+        if built.options.batch_invariant and built.reference is not None and not built.options.quantization:
+            verdict = check(built.program, built.reference)
+            if not verdict.ok:
+                raise UnsupportedModel(f"{report.model}: with batch_invariant=True {verdict.reason}; leave it out")
+            report.verdict = verdict
 
 
 def _pack(built: Built, report: CompileReport, release: bool) -> None:
@@ -224,7 +217,6 @@ def _link_inductor(
     traced: TracedGraph,
     reference: Reference | None,
     report: CompileReport,
-    clock: PhaseClock,
 ) -> LinkedProgram:
     try:
         run = generate_code(traced, captured.context)
@@ -233,11 +225,9 @@ def _link_inductor(
         report.dropped_passes.append(("inductor", first_line(error)))
         return linked(call_kernels(traced))
     program = linked(run)
-    clock.lap("codegen")
     report.codegen = "inductor"
     if reference is not None:
         verdict = check(program, reference)
-        clock.lap("verify")
         if not verdict.ok:
             log.warning("inductor's code is not used: %s; the rewritten graph runs as it is", verdict.reason)
             report.dropped_passes.append(("inductor", verdict.reason))
@@ -253,7 +243,6 @@ def _link_for_npu(
     options: CompileOptions,
     reference: Reference | None,
     report: CompileReport,
-    clock: PhaseClock,
     release: bool,
 ) -> LinkedProgram:
     if report.dtype_advice:
@@ -262,17 +251,14 @@ def _link_for_npu(
     changed = bool(traced.notes.quantized) or any(isinstance(t, StoredWeight) for t in traced.constants.values())
     bits = fewest_bits(traced.notes.quantized)
     prepare_weights(traced, fractal_nz=options.pack_weights, release=release, check=reference is not None)
-    clock.lap("pack")
     eager = call_kernels(traced)
     if reference is not None and changed:
         verdict = check(linked(eager), reference, weight_bits=bits)
-        clock.lap("verify")
         if not verdict.ok:
             remedy = "leave quantization out" if options.quantization else "use target='cpu'"
             raise UnsupportedModel(f"{report.model}: with quantised weights {verdict.reason}; {remedy}")
         report.verdict = verdict
     decode = _decode_calls(linked, traced, eager, reference, report)
-    clock.lap("verify")
     if asked := asked_for(options.schedule):
         annotate_schedules(traced if decode is None else decode.graph, asked, report)
     route = make_route(
@@ -289,13 +275,14 @@ def _link_for_npu(
         program.tolerance = Tolerance(reference.tolerance, share)
     if reference is not None:
         try:
-            verdict = check(program, reference, weight_bits=bits)
+            with phase("codegen"):  # the first steps compile the graphs
+                judged = tolerating_rounding(reference, program.caches, bits)
+                verdict = judge(compared_steps(program, reference), judged)
         except Exception as error:  # an operator without converter, a device without room
             raise_if_lost(error)
             reason = f"it fails: {first_line(error)}"
         else:
             reason = verdict.reason or route.failure
-        clock.lap("codegen")
     if reason:
         log.warning("codegen=%r is not used: %s; the lowered graph runs call by call, slower", route.name, reason)
         report.dropped_passes.append((route.name, reason))
@@ -308,6 +295,7 @@ def _link_for_npu(
     return program
 
 
+@phase("verify")
 def _decode_calls(
     linked: _Linked, traced: TracedGraph, eager: Run, reference: Reference | None, report: CompileReport
 ) -> DecodeCalls | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Container
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,14 +13,14 @@ from torch import nn
 from ..passes import UnsupportedModel
 from ..runtime.ops.kernel_check import check_kernels
 from ..runtime.ops.native import begin_loading
-from ..runtime.phases import phase
+from ..runtime.phases import phase, timed
 from .fingerprint.describer import CannotIdentify
 from .fingerprint.fingerprint import Fingerprint, fingerprint
 from .fingerprint.framework_state import Touched
 from .fingerprint.tensor_contents import contents_digest, module_tensors
 from .link.linker import LinkedProgram
 from .options import CompileOptions
-from .report import CompileReport, PhaseClock
+from .report import CompileReport
 from .store.checkpoint_files import CheckpointFiles
 from .store.graph_data import CannotStore
 from .store.program_store import ProgramStore, open_store
@@ -67,31 +66,35 @@ def compile_program(
         facts: what that is to return besides.
         loaded: names of the Python modules that were loaded before the model was; by default those that are now.
     """
-    start = time.perf_counter()
     options = options.for_device(next(model.parameters()).device.type)
     if options.target == "cpu":
         begin_loading()  # what must be compiled is ready when the first program runs
-    store, key, contents = open_store(), "", ""
+    store, key, contents, record = open_store(), "", "", None
     reason = _not_stored(options)
     if store is not None and reason:
         log.info("the program is not kept for later starts: %s", reason)
         store = None
     if store is not None:
-        try:
-            contents = contents_digest(model)
-            found = fingerprint(model, options, contents)
-            key = found.digest
-        except CannotIdentify as error:
-            log.info("the program is not kept for later starts: %s", error)
-            store = None
-    # Before anything packs the weights, or moves them.
-    record = None
-    if store is not None and files is not None and options.verify != "off":
-        record = _record(model, options, found, files, facts or {}, sys.modules if loaded is None else loaded)
-    if store is not None and (program := _stored(store, key, model, options, owns_weights, start)) is not None:
-        if record is not None and program.rope_switch is None:
-            store.save(*record)
-        return program
+        seconds: dict[str, float] = {}
+        with timed(seconds), phase("load"):
+            try:
+                contents = contents_digest(model)
+                found = fingerprint(model, options, contents)
+                key = found.digest
+            except CannotIdentify as error:
+                log.info("the program is not kept for later starts: %s", error)
+                store = stored = None
+            else:
+                # Before anything packs the weights, or moves them.
+                if files is not None and options.verify != "off":
+                    loaded = sys.modules if loaded is None else loaded
+                    record = _record(model, options, found, files, facts or {}, loaded)
+                stored = _stored(store, key, model, options, owns_weights)
+        if store is not None and stored is not None:
+            stored.report.stored, stored.report.seconds = True, seconds
+            if record is not None and stored.rope_switch is None:
+                store.save(*record)
+            return stored
     # Imported here: it brings the tracer, which a process that finds its program in the store never needs.
     from .build import build_unpacked, finish
 
@@ -142,28 +145,31 @@ def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tu
     Returns:
         None where there is no such program, or it may not be the checkpoint's any more.
     """
-    start = time.perf_counter()
     options = options.for_device("cpu")
     store = open_store()
     if store is None or options.verify == "off" or _not_stored(options):
         return None
     begin_loading()
-    try:
-        name = warm_key(files, options)
-        if (data := store.load(name)) is None:
+    seconds: dict[str, float] = {}
+    with timed(seconds), phase("load"):
+        try:
+            name = warm_key(files, options)
+            if (data := store.load(name)) is None:
+                return None
+            record = read_record(data)
+            check_record(record)
+        except (CannotIdentify, NotAsItWas, Touched, OSError, ValueError) as error:
+            log.info("the model's class is loaded: %s", error)
             return None
-        record = read_record(data)
-        check_record(record)
-    except (CannotIdentify, NotAsItWas, Touched, OSError, ValueError) as error:
-        log.info("the model's class is loaded: %s", error)
+        program = _of_record(store, name, record, files, options)
+    if program is None:
         return None
-    program = _of_record(store, name, record, files, options, start)
-    return None if program is None else (program, record.facts)
+    program.report.stored, program.report.seconds = True, seconds
+    return program, record.facts
 
 
-@phase("load")
 def _of_record(
-    store: ProgramStore, name: str, record: WarmStart, files: CheckpointFiles, options: CompileOptions, start: float
+    store: ProgramStore, name: str, record: WarmStart, files: CheckpointFiles, options: CompileOptions
 ) -> LinkedProgram | None:
     """The program that a record names, its weights packed and compared; None where it is gone or wrong."""
     if (data := store.load(record.program)) is None:
@@ -175,27 +181,16 @@ def _of_record(
         log.warning("the stored program %s cannot be used (%s); the model's class is loaded", record.program, error)
         store.discard(name)
         return None
-    clock = _restored(program.report, start)
     check_kernels()
     if _packs(options) or program.has_stored_weights:
         program.pack_weights(release=True)
-        clock.lap("pack")
     verdict = check(program, reference, weight_bits=program.weight_bits)
-    clock.lap("verify")
     if not verdict.ok:
         log.warning("the stored program %s is not the model's: %s; compiling again", record.program, verdict.reason)
         store.discard(name)
         store.discard(record.program)
         return None
     return program
-
-
-def _restored(report: CompileReport, start: float) -> PhaseClock:
-    """The clock of a start whose program was restored; the report's seconds were those of compiling."""
-    report.stored, report.seconds = True, {}
-    clock = PhaseClock(report.seconds, start)
-    clock.lap("load")
-    return clock
 
 
 def _packs(options: CompileOptions) -> bool:
@@ -211,9 +206,8 @@ def _not_stored(options: CompileOptions) -> str:
     return f"the content of pass {names[0]!r} is not known" if names else ""
 
 
-@phase("load")
 def _stored(
-    store: ProgramStore, key: str, model: nn.Module, options: CompileOptions, release: bool, start: float
+    store: ProgramStore, key: str, model: nn.Module, options: CompileOptions, release: bool
 ) -> LinkedProgram | None:
     """The program that is kept under ``key``, compared with the model and its weights packed; None where there is
     none that fits.
@@ -235,7 +229,6 @@ def _stored(
         log.warning("the stored program %s cannot be used (%s); compiling again", key, error)
         store.discard(key)
         return None
-    clock = _restored(program.report, start)
     reference = None
     if judged is not None:
         check_kernels()
@@ -245,17 +238,14 @@ def _stored(
     packs_first = bool(options.quantization) or program.has_stored_weights
     if reference is not None and not packs_first:
         verdict = check(program, reference)
-        clock.lap("verify")
         if not verdict.ok:
             log.warning("the stored program %s is not the model's: %s; compiling again", key, verdict.reason)
             store.discard(key)
             return None
     if _packs(options) or packs_first:
         program.pack_weights(release=release)
-        clock.lap("pack")
     if reference is not None and packs_first:
         verdict = check(program, reference, weight_bits=program.weight_bits)
-        clock.lap("verify")
         if not verdict.ok:
             store.discard(key)
             raise UnsupportedModel(f"the stored program is not the model's: {verdict.reason}; start again")

@@ -12,15 +12,14 @@ import torch
 from ..passes import PASSES, Pass
 from ..passes.graph.npu_target import DEFAULT_BLOCK_SIZE, DEFAULT_SOC, NpuTarget
 from ..runtime.ops.quantized_weight import DEFAULT_GROUP_SIZES, Quantization, check_group_size
-from .targets.npu.schedule_options import asked_for, check_schedule
+from .option_conflicts import check_conflicts
+from .targets.npu.schedule_options import asked_for
 from .targets.npu.toolchain_options import check_options
 from .targets.npu.without_device import is_offline
 from .user_passes import OPT_LEVELS, Pattern, with_user_passes
 
 VERIFY = ("model", "off", "every-pass")
 CODEGEN = ("auto", "none", "inductor", "ge", "aclgraph")
-_CODEGEN_OF_NPU = ("ge", "aclgraph")
-_QUANTIZATIONS_OF_NPU = ("int8", "int8-weight-only", "int4-weight-only")
 TARGETS = ("auto", "cpu", "npu")
 KV_CACHE_DTYPES = ("auto", "int8")
 _FLOATS_OF_FEW_BITS = ("fp8", "float8", "e4m3", "e5m2", "fp4", "nvfp4", "mxfp")
@@ -28,6 +27,15 @@ _CACHE_DTYPES_OF_MODELS = ("bfloat16", "float16", "float32")
 INPUT_BITS = (None, 8, 16)
 QUANTIZATIONS = ("int8", "int8-weight-only", "int4", "int4-weight-only")
 AUTO_CODEGEN_PARAMETERS = 50_000_000
+_CHOICES: Mapping[str, Sequence[Any]] = {
+    "opt_level": OPT_LEVELS,
+    "verify": VERIFY,
+    "codegen": CODEGEN,
+    "target": TARGETS,
+    "quantization": (*QUANTIZATIONS, None),
+    "input_bits": INPUT_BITS,
+    **dict.fromkeys(("pack_weights", "batch_invariant", "static_decode"), (True, False)),
+}
 
 
 @dataclass(frozen=True)
@@ -95,41 +103,11 @@ class CompileOptions:
     patterns: Sequence[Pattern] = ()
 
     def __post_init__(self) -> None:
-        _one_of("opt_level", self.opt_level, OPT_LEVELS)
-        _one_of("verify", self.verify, VERIFY)
-        _one_of("codegen", self.codegen, CODEGEN)
-        _one_of("target", self.target, TARGETS)
-        _one_of("pack_weights", self.pack_weights, (True, False))
-        _one_of("batch_invariant", self.batch_invariant, (True, False))
-        _one_of("static_decode", self.static_decode, (True, False))
-        if self.static_decode and (self.target == "cpu" or self.codegen not in ("auto", "ge")):
-            raise self._no_static_decode()
-        if self.batch_invariant and self.codegen not in ("auto", "none"):
-            raise ValueError(
-                f"codegen={self.codegen!r} does not keep batch_invariant=True, whose order of sums generated code "
-                "does not know; leave one of them out"
-            )
+        for option, allowed in _CHOICES.items():
+            _one_of(option, getattr(self, option), allowed)
         _check_kv_cache_dtype(self.kv_cache_dtype)
-        if self.quantization is not None:
-            _one_of("quantization", self.quantization, QUANTIZATIONS)
         if self.group_size is not None:
-            if self.quantization is None:
-                raise ValueError(f"group_size={self.group_size!r} is for quantized weights; give quantization too")
             check_group_size(self.group_size)
-        _one_of("input_bits", self.input_bits, INPUT_BITS)
-        if self.input_bits is not None and self.quantization is not None:
-            raise ValueError(
-                f"input_bits={self.input_bits} is for checkpoints whose weights are rounded already; leave it out: "
-                f"quantization={self.quantization!r} says how inputs are rounded"
-            )
-        if self.target == "npu" and self.codegen == "inductor":
-            raise ValueError(
-                "codegen='inductor' is for target='cpu'; for an NPU use 'ge', 'aclgraph', 'none' or 'auto'"
-            )
-        if self.target == "cpu" and self.codegen in _CODEGEN_OF_NPU:
-            raise ValueError(
-                f"codegen={self.codegen!r} is for target='npu'; for a CPU use 'inductor', 'none' or 'auto'"
-            )
         if isinstance(self.block_size, bool) or not isinstance(self.block_size, int) or self.block_size % 16:
             raise ValueError(
                 f"block_size={self.block_size!r} is not a multiple of 16, as Ascend's attention needs it"
@@ -154,6 +132,7 @@ class CompileOptions:
             for name in names:
                 if name not in known:
                     raise ValueError(f"passes names an unknown pass {name!r}{_hint(str(name), known)}")
+        check_conflicts(vars(self))
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any] | None) -> CompileOptions:
@@ -185,45 +164,15 @@ class CompileOptions:
         codegen = self.codegen
         if target == "npu" and codegen == "auto":
             codegen = "ge" if device == "npu" else "none"
-        simulated = target == "npu" and device != "npu"
-        if self.static_decode and (target, codegen) != ("npu", "ge"):
-            raise replace(self, static_decode=False, target=target, codegen=codegen)._no_static_decode()
-        if target == "npu" and self.batch_invariant:
-            raise ValueError("batch_invariant=True is for target='cpu' so far; leave it out, or use the CPU")
-        if target == "npu":
-            self._check_quantization_of_npu()
-        if simulated and codegen in _CODEGEN_OF_NPU and not (codegen == "ge" and is_offline()):
+        chosen = replace(self, target=target, codegen=codegen)
+        if target == "npu" != device and codegen in ("ge", "aclgraph") and not (codegen == "ge" and is_offline()):
             where = ", or a Python with the real torchair (pagoda npu python)" if codegen == "ge" else ""
             raise ValueError(
                 f"codegen={codegen!r} needs an NPU{where}, and the model is on {device!r}; leave it out to run by "
                 "the reference kernels"
             )
-        if self.npu_options and target != "npu":
-            raise ValueError(f"npu_options={dict(self.npu_options)!r} are for target='npu'; leave them out")
-        check_options(self.npu_options, codegen, self.npu_target(device).product)
-        check_schedule(self.schedule, target, codegen, static_decode=self.static_decode, npu_options=self.npu_options)
-        return replace(self, target=target, codegen=codegen)
-
-    def _no_static_decode(self) -> ValueError:
-        if self.target == "cpu":
-            why = f"target={self.target!r}; leave it out, or use target='npu' with codegen='ge'"
-        elif self.codegen == "aclgraph":
-            why = "codegen='aclgraph', whose graphs have fixed sizes already; leave it out, or use codegen='ge'"
-        else:
-            why = f"codegen={self.codegen!r}, which makes no graphs for the graph engine; use codegen='ge'"
-        return ValueError(f"static_decode=True is not for {why}")
-
-    def _check_quantization_of_npu(self) -> None:
-        if self.quantization not in (None, *_QUANTIZATIONS_OF_NPU):
-            raise ValueError(
-                f"quantization={self.quantization!r} is for target='cpu': no product of an NPU takes it; use "
-                f"{' or '.join(map(repr, _QUANTIZATIONS_OF_NPU))}, or the CPU"
-            )
-        if self.quantization == "int8" and self.group_size:
-            raise ValueError(
-                f"group_size={self.group_size!r} is for target='cpu': with quantization='int8' an NPU has one scale "
-                "for each output; leave group_size out"
-            )
+        check_options(self.npu_options, codegen, chosen.npu_target(device).product)
+        return chosen
 
     def npu_target(self, device: str = "cpu") -> NpuTarget:
         """The facts that lowering for an NPU has to know.

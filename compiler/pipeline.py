@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -24,7 +24,7 @@ from .capture.layer_repeat import CannotRepeat, LayerRepeat
 from .capture.trace import Captured
 from .link.linker import link
 from .options import CompileOptions, selected_passes
-from .report import CompileReport, PassCheck, PhaseClock, Verdict, first_line, rejection_line
+from .report import CompileReport, PassCheck, Verdict, first_line, rejection_line
 from .targets.npu.dtype_advice import dtype_advice
 from .verify import dump
 from .verify.fake_values import propagate
@@ -40,6 +40,7 @@ Refusal: TypeAlias = Callable[[int, TracedGraph, "TracedGraph | UnsupportedModel
 to be left out, or ""."""
 
 
+@phase("passes")
 def run_pipeline(
     captured: Captured, options: CompileOptions, reference: Reference | None, report: CompileReport
 ) -> TracedGraph:
@@ -55,13 +56,11 @@ def run_pipeline(
         CannotRepeat: the layers that were captured cannot stand for the others.
         UnsupportedModel: something of the model has no exact counterpart in a paged program.
     """
-    clock = PhaseClock(report.seconds)
     if options.target == "npu" and captured.traced.npu is None:
         device = value(captured.traced.placeholder(captured.traced.input_ids)).device
         captured.traced.npu = options.npu_target(device.type)
     if options.cache_dtype is not None and reference is not None:
         options, dropped = _checked_without_rounding(captured, options, reference, report)
-        clock.lap("verify")
     else:
         dropped = []
     captured.traced.cache_dtype = options.cache_dtype
@@ -69,30 +68,27 @@ def run_pipeline(
     captured.traced.input_bits = options.input_bits
     if reference is not None:
         measure_rounding(captured, reference)
-        clock.lap("verify")
+    stages = _stages(options)
     found: _Rewritten | None = None
     if options.verify != "every-pass":
         try:
-            found = _all_at_once(captured, options, report, clock)
+            found = _all_at_once(captured, stages, report)
         except PassError as error:
             if captured.repeat is not None:
                 raise CannotRepeat(str(error)) from error
             log.warning("%s; applying the passes one by one", error)
         else:
             if captured.repeat is not None:
-                found = replace(found, traced=_with_all_layers(captured.repeat, found.captured, options))
+                found = replace(found, traced=_with_all_layers(captured.repeat, found.captured, stages))
                 report.attention_recognised = report.attention_total = len(list(paged_attention_nodes(found.traced)))
-                clock.lap("passes")
             if reference is not None:
                 report.verdict = _difference(captured, found.traced, found.captured, reference)
-                clock.lap("verify")
     if captured.repeat is not None and report.verdict is not None and not report.verdict.ok:
         raise CannotRepeat(report.verdict.reason)
     if found is None or (report.verdict is not None and not report.verdict.ok):
-        found = _one_by_one(captured, options, reference, report, clock)
+        found = _one_by_one(captured, stages, reference, report)
         if reference is not None:
             report.verdict = _difference(captured, found.traced, found.captured, reference)
-            clock.lap("verify")
     if report.verdict is not None and not report.verdict.ok:
         raise UnsupportedModel(
             f"{report.model}: the paged program is not exact ({report.verdict.reason}), though each pass is for "
@@ -100,19 +96,17 @@ def run_pipeline(
             "regardless"
         )
     if reference is not None:
-        _check_long_windows(captured, found, options, reference, report)
-        clock.lap("verify")
+        _check_long_windows(captured, found, stages.lowering, reference, report)
     report.dropped_passes = dropped + report.dropped_passes
-    _hold_weights(found.traced, options, report)
+    _hold_weights(found.traced, stages.weights, options.quantization, report)
     if found.traced.npu is not None:
         routes = [route for record in report.passes for route in record.routes]
         report.dtype_advice = dtype_advice(routes, _dtype_of(captured.traced), found.traced.npu.product)
-    clock.lap("passes")
     return found.traced
 
 
 def _check_long_windows(
-    captured: Captured, found: _Rewritten, options: CompileOptions, reference: Reference, report: CompileReport
+    captured: Captured, found: _Rewritten, lowering: Sequence[Pass], reference: Reference, report: CompileReport
 ) -> None:
     """Compare windows that no sequence of the self-check passes. Decode steps over int8 caches that are wrong there
     keep the formula.
@@ -120,7 +114,6 @@ def _check_long_windows(
     Raises:
         UnsupportedModel: the graph is wrong there.
     """
-    _, lowering = _aten_passes(options)
 
     def lower(graph: TracedGraph) -> None:
         run_passes(graph, lowering)
@@ -156,36 +149,47 @@ class _Rewritten:
     paged: TracedGraph
 
 
-def _with_all_layers(repeat: LayerRepeat, captured: TracedGraph, options: CompileOptions) -> TracedGraph:
+class _Stages(NamedTuple):
+    """The passes that the options ask for; ``lowering`` from the first that puts the target's own operators in the
+    place of canonical ones."""
+
+    dynamo: list[Pass]
+    aten: list[Pass]
+    lowering: list[Pass]
+    weights: list[Pass]
+
+
+def _stages(options: CompileOptions) -> _Stages:
+    passes = selected_passes(options)
+    dynamo, aten, weights = ([p for p in passes if p.stage == stage] for stage in ("dynamo", "aten", "weights"))
+    first = next((i for i, entry in enumerate(aten) if entry.target), len(aten))
+    return _Stages(dynamo, aten[:first], aten[first:], weights)
+
+
+def _with_all_layers(repeat: LayerRepeat, captured: TracedGraph, stages: _Stages) -> TracedGraph:
     """Unroll a graph of few layers, and fold what is computed from the weights of each."""
     traced = repeat.unroll(captured)
     traced.notes.of_layers = frozenset()
-    run_passes(traced, [entry for entry in selected_passes(options, "aten") if entry.apply is fold_constants])
+    run_passes(traced, [p for p in (*stages.aten, *stages.lowering) if p.apply is fold_constants])
     return traced
 
 
-def _aten_passes(options: CompileOptions) -> tuple[list[Pass], list[Pass]]:
-    """The passes on the ATen graph: those on canonical operators, and from the first that puts the target's own in
-    their place."""
-    passes = selected_passes(options, "aten")
-    first = next((i for i, entry in enumerate(passes) if entry.target), len(passes))
-    return passes[:first], passes[first:]
-
-
-def _hold_weights(traced: TracedGraph, options: CompileOptions, report: CompileReport) -> None:
+def _hold_weights(
+    traced: TracedGraph, passes: Sequence[Pass], quantization: str | None, report: CompileReport
+) -> None:
     """Apply the passes that say how weights are held.
 
     Raises:
         UnsupportedModel: weights are to be rounded, and there is none that can be.
     """
-    records = run_passes(traced, selected_passes(options, "weights"))
+    records = run_passes(traced, passes)
     report.passes += records
     for record in records:
-        rounds = options.quantization and record.name in ("quantise_linears", "quantise_npu_linears")
+        rounds = quantization and record.name in ("quantise_linears", "quantise_npu_linears")
         if rounds and not record.matches:
             why = f": {rejection_line(record.rejections[0])}" if record.rejections else ""
             raise UnsupportedModel(
-                f"{report.model}: quantization={options.quantization!r} finds no linear layer that it can round{why}"
+                f"{report.model}: quantization={quantization!r} finds no linear layer that it can round{why}"
             )
 
 
@@ -211,32 +215,28 @@ def _checked_without_rounding(
     return replace(options, passes=passes), dropped
 
 
-def _all_at_once(captured: Captured, options: CompileOptions, report: CompileReport, clock: PhaseClock) -> _Rewritten:
+def _all_at_once(captured: Captured, stages: _Stages, report: CompileReport) -> _Rewritten:
     """Apply all passes and prove the paged graph between the two stages.
 
     Raises:
         PassError: a pass or the conversion to ATen failed.
     """
     traced = captured.traced.copy()
-    report.passes = run_passes(traced, selected_passes(options, "dynamo"))
+    report.passes = run_passes(traced, stages.dynamo)
     check_paging(traced, report)
-    clock.lap("passes")
     try:
         traced = to_aten(traced, captured.context)
     except Exception as error:
         raise PassError(f"AOTAutograd cannot trace the rewritten graph: {first_line(error)}") from error
     dump.write_graph(traced, "aten")
-    clock.lap("aten")
-    before, lowering = _aten_passes(options)
-    report.passes += run_passes(traced, before)
-    paged = traced.copy() if lowering else traced
-    report.passes += run_passes(traced, lowering)
-    clock.lap("passes")
+    report.passes += run_passes(traced, stages.aten)
+    paged = traced.copy() if stages.lowering else traced
+    report.passes += run_passes(traced, stages.lowering)
     return _Rewritten(traced, traced, paged)
 
 
 def _one_by_one(
-    captured: Captured, options: CompileOptions, reference: Reference | None, report: CompileReport, clock: PhaseClock
+    captured: Captured, stages: _Stages, reference: Reference | None, report: CompileReport
 ) -> _Rewritten:
     """Apply the passes one at a time, comparing after each; leave out optional ones that fail or break the numbers.
 
@@ -244,28 +244,25 @@ def _one_by_one(
         UnsupportedModel: a required pass fails (PassError) or breaks the numbers; the message names it.
     """
     report.passes, report.dropped_passes = [], []
-    traced = _each(captured, captured.traced.copy(), selected_passes(options, "dynamo"), reference, report)
+    traced = _each(captured, captured.traced.copy(), stages.dynamo, reference, report)
     check_paging(traced, report)
-    clock.lap("passes")
     try:
         aten = to_aten(traced, captured.context)
         dump.write_graph(aten, "aten")
         reason = _difference(captured, aten, aten, reference).reason if reference is not None else ""
     except Exception as error:
         reason = first_line(error)
-    clock.lap("aten")
     if reason:
         report.dropped_passes.append(("to_aten", reason))
         log.warning("no pass on the ATen graph is applied: %s", reason)
         return _Rewritten(traced, traced, traced)
-    before, lowering = _aten_passes(options)
-    traced = _each(captured, aten, before, reference, report)
-    paged = traced.copy() if lowering else traced
-    traced = _each(captured, traced, lowering, reference, report)
-    clock.lap("passes")
+    traced = _each(captured, aten, stages.aten, reference, report)
+    paged = traced.copy() if stages.lowering else traced
+    traced = _each(captured, traced, stages.lowering, reference, report)
     return _Rewritten(traced, traced, paged)
 
 
+@phase("verify")
 def _difference(
     captured: Captured, traced: TracedGraph, shallow: TracedGraph, reference: Reference, *, alone: bool = False
 ) -> Verdict:
@@ -320,6 +317,7 @@ def _each(
     return apply_one_by_one(traced, passes, refusal, report.passes)
 
 
+@phase("passes")
 def apply_one_by_one(
     traced: TracedGraph, passes: Sequence[Pass], refusal: Refusal, records: list[PassRecord]
 ) -> TracedGraph:
@@ -355,7 +353,6 @@ class PassError(UnsupportedModel):
     """A pass failed or left a graph that is not well-formed. The message names the pass."""
 
 
-@phase("passes")
 def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
     """Apply ``passes`` in order.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 from ..passes import PassRecord, Rejection
@@ -101,20 +100,6 @@ class CompileReport:
     sizes: list[SizeCheck] = field(default_factory=list)
     size_limits: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
-
-
-class PhaseClock:
-    """Adds up what the phases of compiling take, in a report's ``seconds``; the first one begins now, or at
-    ``start``."""
-
-    def __init__(self, seconds: dict[str, float], start: float | None = None) -> None:
-        self._seconds, self._start = seconds, time.perf_counter() if start is None else start
-
-    def lap(self, phase: str) -> None:
-        """The phase ``phase`` ends now and another one begins."""
-        now = time.perf_counter()
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._start
-        self._start = now
 
 
 def first_line(error: BaseException) -> str:

@@ -1,8 +1,9 @@
-"""Phases of compiling, told to whoever watches, or logged: a library prints nothing by itself."""
+"""Phases of compiling, timed, and told to whoever watches, or logged: a library prints nothing by itself."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,6 +14,7 @@ Watcher = Callable[[str], None]
 """Called with the name of what begins; "" when nothing that has a name is under way."""
 
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+_timer: ContextVar[Watcher | None] = ContextVar("timer", default=None)
 _current: ContextVar[str] = ContextVar("current", default="")
 _reader: ContextVar[Watcher | None] = ContextVar("reader", default=None)
 
@@ -61,6 +63,44 @@ def watched(watcher: Watcher, reader: Watcher | None = None) -> Iterator[None]:
         _reader.reset(tokens[1])
 
 
+class Stopwatch:
+    """Adds up the seconds of phases, in the order in which they first began; one that comes again goes on.
+
+    Args:
+        seconds: by phase, added to; by default none yet.
+    """
+
+    def __init__(self, seconds: dict[str, float] | None = None) -> None:
+        self.seconds = {} if seconds is None else seconds
+        self.current, self.since = "", time.perf_counter()
+
+    def begin(self, phase: str) -> None:
+        """End the phase that was under way and begin ``phase``; "" for none."""
+        now = time.perf_counter()
+        if self.current:
+            self.seconds[self.current] += now - self.since
+        self.current, self.since = phase, now
+        if phase:
+            self.seconds.setdefault(phase, 0.0)
+
+
+@contextmanager
+def timed(seconds: dict[str, float]) -> Iterator[None]:
+    """Add what each phase takes that begins inside in this thread to ``seconds``; of nested ones the innermost
+    counts, but waiting for the C++ kernels counts as the phase that waits."""
+    stopwatch = Stopwatch(seconds)
+
+    def begin(name: str) -> None:
+        if name != "kernels":
+            stopwatch.begin(name)
+
+    token = _timer.set(begin)
+    try:
+        yield
+    finally:
+        _timer.reset(token)
+
+
 def note(text: str) -> None:
     """Say how far the phase under way has come; "" takes the last note back."""
     reader = _reader.get()
@@ -71,17 +111,14 @@ def note(text: str) -> None:
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """Name what is done inside; also a decorator. Phases nest: the innermost counts."""
-    watcher = _watcher.get()
-    if watcher is None:
-        yield
-        return
     outer = _current.get()
+    told = [watcher for watcher in (_watcher.get(), _timer.get()) if watcher is not None and name != outer]
     token = _current.set(name)
-    if name != outer:
+    for watcher in told:
         watcher(name)
     try:
         yield
     finally:
         _current.reset(token)
-        if name != outer:
+        for watcher in told:
             watcher(outer)

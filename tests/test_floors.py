@@ -33,7 +33,7 @@ FLOORS = {
             "calibrate verify",
             "capture store",
         ),
-        *("fingerprint", "link options", "targets", "report tolerance user_passes weights"),
+        *("fingerprint", "link options", "targets", "option_conflicts report tolerance user_passes weights"),
     ),
     "passes": ("__init__", "rewrite", "lower proof recognise schedule", "graph"),
     "runtime": (

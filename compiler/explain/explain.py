@@ -17,6 +17,7 @@ from ...passes.graph.fx_nodes import callee, value
 from ...passes.graph.provenance import DecoderLayers, decoder_layers, launches_work, operator_name
 from ...passes.lower.npu.decode_attention import decode_graph_or_reason
 from ...runtime.cache.cache_specs import bytes_per_block, bytes_per_slot
+from ...runtime.phases import timed
 from ...runtime.program import is_cache_input
 from ..calibrate.recorded_grid import on_recorded_grid
 from ..capture.aten import to_aten
@@ -115,20 +116,17 @@ def explain(
     report = CompileReport(type(model).__name__)
     refused, captured, reference = "", None, None
     dump.begin(report.model)
-    try:
-        start = time.perf_counter()
-        if parsed.verify != "off":
-            reference = reference_of_model(model)
-            report.seconds["reference"] = time.perf_counter() - start
-    except UnsupportedModel as error:
-        refused = str(error)
-    try:
-        start = time.perf_counter()
-        captured = capture(model)
-        dump.write_graph(captured.traced, "captured")
-        report.seconds["capture"] = time.perf_counter() - start
-    except UnsupportedModel as error:
-        refused = refused or str(error)
+    with timed(report.seconds):
+        try:
+            if parsed.verify != "off":
+                reference = reference_of_model(model)
+        except UnsupportedModel as error:
+            refused = str(error)
+        try:
+            captured = capture(model)
+            dump.write_graph(captured.traced, "captured")
+        except UnsupportedModel as error:
+            refused = refused or str(error)
     drop_in = _drop_in(model, example, captured)
     start = time.perf_counter()
     before = _untouched(captured)
@@ -136,7 +134,8 @@ def explain(
     after: TracedGraph | None = None
     if captured is not None and not refused:
         try:
-            after = run_pipeline(captured, parsed, reference, report)
+            with timed(report.seconds):
+                after = run_pipeline(captured, parsed, reference, report)
         except UnsupportedModel as error:
             refused = str(error)
     explanation = _explained(before, after, report, parsed, drop_in, refused, skeleton)

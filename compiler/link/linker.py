@@ -14,11 +14,11 @@ from ...runtime.memory import give_back_freed_memory
 from ...runtime.ops.packed_linear import pack_weight
 from ...runtime.ops.quantized_weight import PANEL, pack_stored, packed_bytes, quantize_weight, scheme_of
 from ...runtime.ops.stored_weight import StoredWeight
-from ...runtime.phases import phase
+from ...runtime.phases import phase, timed
 from ...runtime.program import CachePart, CacheSpec, KVCache, StateSpec
 from ...runtime.state_tables import CHUNK_TABLES, MOST_CHUNKED_TOKENS
 from ...runtime.step_metadata import StepMetadata
-from ..report import CompileReport, PhaseClock
+from ..report import CompileReport
 from ..targets.cpu.kernels import GraphCalls
 from ..targets.cpu.recorded_step import RecordedSteps
 from ..targets.npu.route import Route
@@ -185,10 +185,9 @@ class LinkedProgram:
         """
         if self._route is None:
             return
-        clock = PhaseClock(self.report.seconds)
-        self.report.sizes = warm_up(self, self._route)
+        with timed(self.report.seconds):
+            self.report.sizes = warm_up(self, self._route)
         self.report.size_limits = list(self._route.limits)
-        clock.lap("warm-up")
 
     def graph_stats(self) -> dict[str, int]:
         """Figures of steps that run as whole graphs on an NPU: ``graph_sizes`` ready, ``graph_sizes_dropped`` in

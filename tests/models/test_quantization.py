@@ -133,9 +133,9 @@ def test_a_live_module_keeps_its_weights():
     ("options", "message"),
     [
         ({"quantization": "int5"}, "quantization='int5' is not one of 'int8', 'int8-weight-only'"),
-        ({"group_size": 128}, "group_size=128 is for quantized weights"),
+        ({"group_size": 128}, "group_size=128 is not for quantization=None: it is for quantized weights"),
         ({"quantization": "int4", "group_size": 96}, "group_size=96 is not supported; use a multiple of 64"),
-        ({"quantization": "int4", "target": "npu"}, "quantization='int4' is for target='cpu'"),
+        ({"quantization": "int4", "target": "npu"}, "quantization='int4' is not for target='npu'"),
     ],
 )
 def test_mistakes_are_named(options, message):

@@ -86,7 +86,18 @@ def _slow(progress: Progress) -> dict[str, Any]:
 
 def _noise(progress: Progress) -> dict[str, Any]:
     print("a library prints")
+    os.write(1, b"\0\0\0\2{}" * 20000)
     return {"wrong": "", "printed": True}
+
+
+def _rubbish(progress: Progress) -> dict[str, Any]:
+    os.write(int(sys.argv[1]), b"\0\0\0\3{}}")
+    return {"wrong": ""}
+
+
+def _text(progress: Progress) -> dict[str, Any]:
+    os.write(int(sys.argv[1]), b"Fatal: no such file descriptor\n")
+    return {"wrong": ""}
 
 
 def _machine(progress: Progress) -> dict[str, Any]:
@@ -110,5 +121,7 @@ _ITEMS = {
     "hang": _hang,
     "slow": _slow,
     "noise": _noise,
+    "rubbish": _rubbish,
+    "text": _text,
     "machine": _machine,
 }

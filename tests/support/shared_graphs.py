@@ -136,9 +136,8 @@ def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
         return run_passes_anew(traced, passes)
     hits["passes"] += 1
     own = {name: getattr(traced, name) for name in ("quantization", "npu")}
-    with phase("passes"):
-        vars(traced).update({**vars(kept.over(named)), **own})
-        return copy.deepcopy(kept.more)
+    vars(traced).update({**vars(kept.over(named)), **own})
+    return copy.deepcopy(kept.more)
 
 
 def _run_for_any_npu(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:

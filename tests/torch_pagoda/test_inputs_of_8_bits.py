@@ -107,7 +107,10 @@ def test_which_inputs_are_rounded(form: WeightFormat, bits: int | None, expected
     ("options", "message"),
     [
         ({"input_bits": 4}, "input_bits=4 is not one of None, 8, 16"),
-        ({"input_bits": 16, "quantization": "int8"}, "quantization='int8' says how inputs are rounded"),
+        (
+            {"input_bits": 16, "quantization": "int8"},
+            "is not for quantization='int8': that says how inputs are rounded",
+        ),
         ({"input_bits": 16}, "this one's are not; leave it out"),
     ],
 )

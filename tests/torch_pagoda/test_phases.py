@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,7 @@ from torch_pagoda.cli.phases import show_phases
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.build import build_program
 from torch_pagoda.runtime import phases
-from torch_pagoda.runtime.phases import logged, note, phase, watched
+from torch_pagoda.runtime.phases import logged, note, phase, timed, watched
 
 from tiny_models import build_tiny_model
 
@@ -72,6 +73,33 @@ def test_phases_are_told_and_nest() -> None:
     with phase("nobody watches"):
         pass
     assert told == ["passes", "verify", "kernels", "verify", "passes", "aten", "passes", ""]
+
+
+def test_seconds_count_as_the_innermost_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(phases, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    told: list[str] = []
+
+    def work(seconds: float) -> None:
+        now[0] += seconds
+
+    seconds = {"passes": 100.0}
+    with watched(told.append), timed(seconds):
+        work(50)  # of no phase
+        with phase("passes"):
+            work(1)
+            with phase("verify"):
+                work(2)
+                with phase("kernels"):  # whoever waits for them
+                    work(4)
+            work(8)
+        with pytest.raises(ValueError), phase("aten"):
+            work(16)
+            raise ValueError
+    with phase("aten"):
+        work(32)  # nobody's
+    assert seconds == {"passes": 109.0, "verify": 6.0, "aten": 16.0}
+    assert told == ["passes", "verify", "kernels", "verify", "passes", "", "aten", ""]
 
 
 def test_compiling_tells_its_phases() -> None:

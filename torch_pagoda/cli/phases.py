@@ -12,35 +12,25 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ..runtime.phases import logged, logger, watched
+from ..runtime.phases import Stopwatch, logged, logger, watched
 
 
-class PhaseLine:
-    """Phases in the order in which they first began, with their seconds so far; one that comes again goes on."""
+class PhaseLine(Stopwatch):
+    """A line of phases with their seconds so far."""
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._current, self._since = "", time.perf_counter()
+        super().__init__()
         self._note = ""
 
     def note(self, text: str) -> None:
         """Show how far the phase under way has come; "" for nothing."""
         self._note = text
 
-    def begin(self, phase: str) -> None:
-        """The phase that was under way ends and ``phase`` begins; "" for none."""
-        now = time.perf_counter()
-        if self._current:
-            self._seconds[self._current] += now - self._since
-        self._current, self._since = phase, now
-        if phase:
-            self._seconds.setdefault(phase, 0.0)
-
     def __rich__(self) -> Text:
         text = Text("compiling, seconds:")
-        running = time.perf_counter() - self._since
-        for phase, seconds in self._seconds.items():
-            current = phase == self._current
+        running = time.perf_counter() - self.since
+        for phase, seconds in self.seconds.items():
+            current = phase == self.current
             # Spaces inside an entry do not break, so that a narrow terminal keeps name and figure together.
             text.append(f" {phase}\u00a0{seconds + running * current:.1f}", style="bold cyan" if current else "dim")
         if self._note:

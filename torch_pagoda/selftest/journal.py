@@ -1,24 +1,26 @@
 """The journal of a test: what was begun and what it ended in, on disk before the next thing begins.
 
-A line of JSON for each event. Where the machine, the device's driver or this process ended in the middle, the last
-item that was begun has no end: it is what was under way, and is not tried again.
+A line of JSON for each event; a later run replays them. Where the machine, the device's driver or this process ended
+in the middle, the last item that was begun has no end: it is what was under way, and is not tried again.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 __all__ = ["CRASHED", "FAILED", "HUNG", "NOT_RUN", "RIGHT", "WRONG", "Journal", "Outcome"]
 
+log = logging.getLogger(__name__)
+
 RIGHT, WRONG, FAILED, CRASHED, HUNG, NOT_RUN = "right", "wrong", "failed", "crashed", "hung", "not run"
 _STATUSES = (RIGHT, WRONG, FAILED, CRASHED, HUNG, NOT_RUN)
-_MOST_BYTES = 64 * 2**20
 _DIED = "the process, or the machine, ended while this ran; it is not tried again"
 
 
@@ -61,9 +63,9 @@ class Journal:
     def __init__(self, path: Path, subject: Mapping[str, Any], *, again: bool = False) -> None:
         self._outcomes: dict[str, dict[str, Outcome]] = {}
         self._plans: dict[str, list[str]] = {}
-        subject = json.loads(json.dumps(subject))
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._file = os.fdopen(descriptor, "a", encoding="utf-8")
+        self._under_way: dict[str, Outcome] = {}
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file = os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -71,16 +73,19 @@ class Journal:
             raise ValueError(f"another run writes to {path.parent}; wait for it, or name another --out") from None
         except OSError:  # a file system without locks
             pass
-        lines = [] if again else _lines(path)
-        self.resumed = bool(lines) and lines[0] == {"subject": subject} and {"finished": True} not in lines
-        died = self._read(lines[1:]) if self.resumed else []
-        if self.resumed:
-            self._file.write("\n")  # behind a line that was cut off
-        else:
-            os.ftruncate(descriptor, 0)
-            self._write(subject=subject)
-        for stage, outcome in died:
-            self.end(stage, outcome)
+        first = {"subject": json.loads(json.dumps(subject))}
+        self._file.seek(0)
+        events = [] if again else list(_events(self._file))
+        self.resumed = events[:1] == [first] and {"finished": True} not in events
+        if not self.resumed:
+            self._file.truncate(0)
+            self._write(first)
+            return
+        self._file.write("\n")  # behind a line that was cut off
+        for event in events[1:]:
+            self._replay(event)
+        for stage, died in list(self._under_way.items()):
+            self.end(stage, died)
 
     def outcomes(self, stage: str) -> dict[str, Outcome]:
         """Item → what became of it, of those of a stage that were begun."""
@@ -90,89 +95,60 @@ class Journal:
         """Names of the items of a stage, in order; None as long as they are not known."""
         return self._plans.get(stage)
 
-    def planned(self, stage: str, items: list[str]) -> None:
-        """Note the items of a stage."""
-        self._plans[stage] = items
-        self._write(stage=stage, plan=items)
+    def note(self, stage: str, **event: Any) -> None:
+        """Note what happened in a stage; this is on disk when it returns.
 
-    def begin(self, stage: str, item: str) -> None:
-        """Note that an item begins; this is on disk when it returns."""
-        self._write(stage=stage, begin=item)
-
-    def progress(self, stage: str, item: str, found: Mapping[str, Any]) -> None:
-        """Note what an item under way has said."""
-        self._write(stage=stage, progress=item, found=found)
+        Args:
+            stage: its name.
+            **event: ``plan=`` its items, ``begin=`` an item, ``progress=`` an item and what it has ``found=``, or
+                ``interrupted=`` an item that the user stopped, which is tried again.
+        """
+        self._replay({"stage": stage, **event})
+        self._write({"stage": stage, **event})
 
     def end(self, stage: str, outcome: Outcome) -> None:
         """Note what became of an item."""
-        self._outcomes.setdefault(stage, {})[outcome.item] = outcome
-        self._write(stage=stage, end=asdict(outcome))
-
-    def interrupted(self, stage: str, item: str) -> None:
-        """Note that an item was stopped by the user; it is tried again."""
-        self._write(stage=stage, interrupted=item)
+        self.note(stage, end=asdict(outcome))
 
     def close(self, *, finished: bool) -> None:
         """Close the file; the next run begins anew where this one is finished."""
         if finished:
-            self._write(finished=True)
+            self._write({"finished": True})
         self._file.close()
 
-    def _write(self, **event: Any) -> None:
+    def _write(self, event: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(event) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def _read(self, events: list[dict[str, Any]]) -> list[tuple[str, Outcome]]:
-        """Take over what an earlier run noted; stage and outcome of the items that have no end."""
-        begun: dict[str, str] = {}
-        said: dict[tuple[str, str], dict[str, Any]] = {}
-        for event in events:
-            stage = event.get("stage")
-            if not isinstance(stage, str):
-                continue
-            plan, begin, interrupted = event.get("plan"), event.get("begin"), event.get("interrupted")
-            if isinstance(plan, list) and all(isinstance(item, str) for item in plan):
-                self._plans[stage] = plan
-            if isinstance(begin, str):
-                begun[stage] = begin
-            if isinstance(interrupted, str):
-                begun.pop(stage, None)
-            if isinstance(item := event.get("progress"), str) and isinstance(found := event.get("found"), dict):
-                said[stage, item] = {**said.get((stage, item), {}), **found}
-            if (outcome := _outcome(event.get("end"))) is not None:
-                self._outcomes.setdefault(stage, {})[outcome.item] = outcome
-                if begun.get(stage) == outcome.item:
-                    del begun[stage]
-        return [
-            (stage, Outcome(item, CRASHED, _DIED, found=said.get((stage, item), {}))) for stage, item in begun.items()
-        ]
+    def _replay(self, event: object) -> None:
+        match event:
+            case {"stage": str(stage), "plan": [*items]} if all(isinstance(item, str) for item in items):
+                self._plans[stage] = items
+            case {"stage": str(stage), "begin": str(item)}:
+                self._under_way[stage] = Outcome(item, CRASHED, _DIED)
+            case {"stage": str(stage), "progress": str(), "found": dict(found)} if stage in self._under_way:
+                self._under_way[stage].found.update(found)
+            case {"stage": str(stage), "interrupted": str()}:
+                self._under_way.pop(stage, None)
+            case {"stage": str(stage), "end": dict(end)} if _is_outcome(end):
+                self._under_way.pop(stage, None)
+                self._outcomes.setdefault(stage, {})[end["item"]] = Outcome(**end)
+            case _:
+                log.warning("a line of the journal is passed over: it is no event: %.200s", event)
 
 
-def _outcome(data: Any) -> Outcome | None:
-    """An outcome as it was written; None for anything else."""
-    if not isinstance(data, dict) or set(data) != {"item", "status", "reason", "seconds", "found"}:
-        return None
-    texts = all(isinstance(data[name], str) for name in ("item", "status", "reason"))
-    if not texts or data["status"] not in _STATUSES or not isinstance(data["found"], dict):
-        return None
-    return Outcome(**data) if isinstance(data["seconds"], int | float) else None
+def _is_outcome(data: Mapping[str, Any]) -> bool:
+    match data:
+        case {"item": str(), "status": status, "reason": str(), "seconds": int() | float(), "found": dict(), **more}:
+            return status in _STATUSES and not more
+    return False
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The events of a file, without what is no event; none where it cannot be read."""
-    try:
-        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
-            return []
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    found = []
-    for line in text.splitlines():
+def _events(lines: Iterator[str]) -> Iterator[object]:
+    for line in lines:
         try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):  # cut off
-            continue
-        if isinstance(event, dict):
-            found.append(event)
-    return found
+            yield json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if line.strip():
+                log.warning("a line of the journal is passed over: it was cut off: %s", error)

@@ -1,7 +1,7 @@
 """The process of a stage: it makes the stage's items, then runs those that it is told to, one after the other.
 
-Requests and answers are lines of JSON on its standard input and output. What libraries print goes to standard error.
-Nothing heavy is imported here, so that a stage decides itself what it needs.
+Requests and answers are JSON over a pipe whose number it is given; libraries print where its parent looks for last
+words. Nothing heavy is imported here, so that a stage decides itself what it needs.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import contextlib
 import ctypes
 import importlib
 import json
-import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
 Progress: TypeAlias = Callable[[dict[str, Any]], None]
@@ -29,14 +29,12 @@ def main() -> None:
     """Serve the process that started this one."""
     with contextlib.suppress(OSError, AttributeError):  # not on every system
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    pipe = Connection(int(sys.argv[1]))
 
     def say(**message: Any) -> None:
-        answers.write(json.dumps(message) + "\n")
-        answers.flush()
+        pipe.send_bytes(json.dumps(message).encode())
 
-    request = json.loads(sys.stdin.readline())
+    request = json.loads(pipe.recv_bytes())
     module, _, name = request["stage"].partition(":")
     try:
         items: Items = getattr(importlib.import_module(module), name)(**request["arguments"])
@@ -44,16 +42,18 @@ def main() -> None:
         say(**_failure(error))
         return
     say(items=list(items))
-    for line in sys.stdin:
-        try:
-            result = items[json.loads(line)["run"]](lambda found: say(progress=found))
-        except Exception as error:
-            failure = _failure(error)
-            say(**failure)
-            if failure["fatal"]:
-                return
-        else:
-            say(result=result)
+    with contextlib.suppress(EOFError):  # nothing is left to run
+        while True:
+            item = json.loads(pipe.recv_bytes())["run"]
+            try:
+                result = items[item](lambda found: say(progress=found))
+            except Exception as error:
+                failure = _failure(error)
+                say(**failure)
+                if failure["fatal"]:
+                    return
+            else:
+                say(result=result)
 
 
 def _failure(error: Exception) -> dict[str, Any]:

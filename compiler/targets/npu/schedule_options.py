@@ -29,7 +29,6 @@ LEFT_OUT = {
     "super_kernels": "no launches are fused into super kernels",
 }
 """Schedule → what it means that it is left out."""
-_SINGLE_STREAM, _DUMP = "ge_config.enable_single_stream", "dump_config.enable_dump"
 
 
 def asked_for(schedule: Mapping[str, Any]) -> list[str]:
@@ -48,56 +47,6 @@ def asked_for(schedule: Mapping[str, Any]) -> list[str]:
         if not isinstance(on, bool):
             raise ValueError(f"schedule[{name!r}]={on!r} is neither True nor False; give one of them")
     return [name for name, on in schedule.items() if on]
-
-
-def check_schedule(
-    schedule: Mapping[str, Any],
-    target: str,
-    codegen: str,
-    *,
-    static_decode: bool = False,
-    npu_options: Mapping[str, Any] | None = None,
-) -> None:
-    """Check that what a schedule asks for can run.
-
-    Args:
-        schedule: by name.
-        target: "cpu" or "npu".
-        codegen: what the lowered graph goes through.
-        static_decode: decode steps have graphs of fixed sizes on the graph engine.
-        npu_options: of the toolchain.
-
-    Raises:
-        ValueError: it cannot, or ``asked_for`` refuses it.
-    """
-    asked = asked_for(schedule)
-    if not asked:
-        return
-    given, options = f"schedule={dict(schedule)!r}", npu_options or {}
-    if target != "npu":
-        raise ValueError(f"{given} is for target='npu': a CPU runs one launch after the other; leave it out")
-    if codegen not in ("ge", "aclgraph"):
-        raise ValueError(
-            f"{given} is not for codegen={codegen!r}, which makes the calls one by one; use codegen='aclgraph', or "
-            "'ge' with static_decode=True"
-        )
-    if codegen == "aclgraph" and "super_kernels" in asked:
-        raise ValueError(
-            f"{given} has scopes of 'super_kernels' for the graph engine; with codegen='aclgraph' give npu_options="
-            "{'static_kernel_compile': True, 'super_kernel_optimize': True}, which fuse what is captured"
-        )
-    if codegen == "ge" and not static_decode:
-        raise ValueError(
-            f"{given} needs static_decode=True with codegen='ge': dynamic graphs ignore schedules; give it, or use "
-            "codegen='aclgraph'"
-        )
-    single = {"streams", "prefetch"}.intersection(asked)
-    if codegen == "ge" and single and options.get(_SINGLE_STREAM):
-        raise ValueError(f"{given} contradicts npu_options[{_SINGLE_STREAM!r}]; leave one of them out")
-    if "super_kernels" in asked and options.get(_DUMP):
-        raise ValueError(
-            f"{given} contradicts npu_options[{_DUMP!r}]: of what is fused nothing is dumped; leave one of them out"
-        )
 
 
 def leave_out(name: str, reason: str, dropped: dict[str, str]) -> None:

@@ -117,7 +117,7 @@ def check_options(options: Mapping[str, Any], codegen: str, product: Product) ->
 
     Args:
         options: by name.
-        codegen: "ge" or "aclgraph"; for another nothing may be given.
+        codegen: "ge" or "aclgraph"; another where nothing is given.
         product: family of the chip.
 
     Raises:
@@ -125,11 +125,6 @@ def check_options(options: Mapping[str, Any], codegen: str, product: Product) ->
     """
     if not options:
         return
-    if codegen not in KNOWN:
-        raise ValueError(
-            f"npu_options={dict(options)!r} are for the toolchain of codegen='ge' or 'aclgraph', and codegen is "
-            f"{codegen!r}; leave them out"
-        )
     known = known_options(codegen)
     for name, value in options.items():
         if name in _OURS[codegen]:

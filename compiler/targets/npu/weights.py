@@ -24,6 +24,7 @@ from ....passes import TracedGraph
 from ....passes.graph.npu_target import Product
 from ....runtime.ops import npu  # noqa: F401  registers the operators
 from ....runtime.ops.stored_weight import StoredWeight
+from ....runtime.phases import phase
 from ...weights.merged_weights import link_merged_weights
 from .quantized_weights import check_inputs, make_inputs
 
@@ -83,6 +84,7 @@ def plan_weights(traced: TracedGraph) -> list[WeightPlan]:
     return plans
 
 
+@phase("pack")
 def prepare_weights(traced: TracedGraph, *, fractal_nz: bool, release: bool, check: bool = False) -> int:
     """Prepare the weights of a lowered graph, one at a time. On a CPU no format is cast.
 

@@ -24,23 +24,20 @@ class RenderFailed(ValueError):
 
 
 class MarkdownRenderer:
-    """A process that renders; it starts with the first call and ends when none came for a while.
+    """A process that renders; it starts with the first call.
 
     Args:
         seconds: limit on one call, all its texts together; the process is killed after it, and the next call starts a
             new one.
-        idle_seconds: time without a call after which the process ends.
         max_waiting: limit on calls that wait for their turn.
     """
 
-    def __init__(self, seconds: float = 5.0, idle_seconds: float = 120.0, max_waiting: int = 16) -> None:
+    def __init__(self, seconds: float = 5.0, max_waiting: int = 16) -> None:
         self.seconds = seconds
-        self.idle_seconds = idle_seconds
         self.max_waiting = max_waiting
         self._waiting = 0
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._idle: Timer | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="markdown")
 
     async def render(self, texts: Sequence[str]) -> bytes:
@@ -70,14 +67,8 @@ class MarkdownRenderer:
         with self._lock:
             self._end()
 
-    def _end_when_idle(self) -> None:
-        with self._lock:
-            self._end()
-
     def _call(self, request: bytes) -> bytes:
         with self._lock:
-            if self._idle is not None:
-                self._idle.cancel()
             process = self._running()
             limit = Timer(self.seconds, process.kill)
             limit.daemon = True
@@ -89,9 +80,6 @@ class MarkdownRenderer:
             if answer is None:
                 self._end()
                 raise RenderFailed(f"the text was not rendered within {self.seconds} s; show it as it is")
-            self._idle = Timer(self.idle_seconds, self._end_when_idle)
-            self._idle.daemon = True
-            self._idle.start()
         return answer
 
     def _running(self) -> subprocess.Popen[bytes]:
@@ -103,9 +91,6 @@ class MarkdownRenderer:
         return self._process
 
     def _end(self) -> None:
-        if self._idle is not None:
-            self._idle.cancel()
-            self._idle = None
         if self._process is not None:
             self._process.kill()
             self._process.communicate()

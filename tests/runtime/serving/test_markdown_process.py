@@ -1,4 +1,4 @@
-"""The process that renders: killed, idle, crowded, orphaned."""
+"""The process that renders: killed, crowded, orphaned."""
 
 from __future__ import annotations
 
@@ -26,19 +26,6 @@ def test_a_process_that_was_killed_is_begun_again():
     finally:
         renderer.close()
     assert before == after
-
-
-def test_a_renderer_ends_its_process_when_nothing_comes():
-    renderer = MarkdownRenderer(idle_seconds=0.05)
-
-    async def ask():
-        await renderer.render(["a"])
-        return renderer._process
-
-    process = asyncio.run(ask())
-    if process is not None:
-        process.wait(timeout=30)
-    assert renderer._process is None or renderer._process.poll() is not None
 
 
 def test_no_more_than_so_many_texts_wait():

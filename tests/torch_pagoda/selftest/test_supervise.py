@@ -72,6 +72,12 @@ def test_a_process_that_leaves_another_behind_has_crashed(tmp_path: Path) -> Non
     assert found.status == CRASHED and "ended with status 7" in found.reason and found.seconds < 20
 
 
+def test_a_process_that_writes_rubbish_to_its_supervisor_has_crashed(tmp_path: Path) -> None:
+    found = run_stage(stage("rubbish", "text", "right"), journal(tmp_path), 60)
+    assert [outcome.status for outcome in found] == [CRASHED, CRASHED, RIGHT]
+    assert "something that is no answer" in found[0].reason
+
+
 def test_a_stage_that_cannot_be_prepared(tmp_path: Path) -> None:
     (found,) = run_stage(stage("prepare"), journal(tmp_path), 5)
     assert found.item == PREPARE and found.status == FAILED and "NPU out of memory" in found.reason
@@ -117,7 +123,7 @@ def test_a_finished_run_and_another_subject_begin_anew(tmp_path: Path) -> None:
 
 def test_two_runs_do_not_share_a_journal(tmp_path: Path) -> None:
     first = journal(tmp_path)
-    first.begin("toys", "right")
+    first.note("toys", begin="right")
     for again in (False, True):
         with pytest.raises(ValueError, match=f"another run writes to {tmp_path}; wait for it, or name another --out"):
             Journal(tmp_path / "journal", {"subject": "a"}, again=again)
@@ -131,8 +137,8 @@ def test_two_runs_do_not_share_a_journal(tmp_path: Path) -> None:
 
 def test_an_item_that_the_user_stopped_is_tried_again(tmp_path: Path) -> None:
     first = journal(tmp_path)
-    first.begin("toys", "right")
-    first.interrupted("toys", "right")
+    first.note("toys", begin="right")
+    first.note("toys", interrupted="right")
     first.close(finished=False)
     assert journal(tmp_path).outcomes("toys") == {}
 
@@ -151,7 +157,7 @@ def test_an_item_that_the_user_stopped_is_tried_again(tmp_path: Path) -> None:
         "[" * 100000,
     ],
 )
-def test_what_is_no_event_is_passed_over(tmp_path: Path, line: str) -> None:
+def test_what_is_no_event_is_passed_over(tmp_path: Path, line: str, caplog: pytest.LogCaptureFixture) -> None:
     first = journal(tmp_path)
     first.end("toys", Outcome("right", RIGHT))
     first.close(finished=False)
@@ -159,6 +165,9 @@ def test_what_is_no_event_is_passed_over(tmp_path: Path, line: str) -> None:
         file.write(line)  # the last line may be cut off
     taken = journal(tmp_path)
     assert taken.resumed and list(taken.outcomes("toys")) == ["right"] and taken.plan("toys") is None
+    assert [r.getMessage().partition(": ")[0] for r in caplog.records] == ["a line of the journal is passed over"] * (
+        line != ""
+    )
     taken.end("toys", Outcome("other", RIGHT))
     taken.close(finished=False)
     assert list(journal(tmp_path).outcomes("toys")) == ["right", "other"], "what comes behind it can be read"

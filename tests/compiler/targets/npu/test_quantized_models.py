@@ -406,8 +406,11 @@ def test_weights_alone_are_rounded(quantization):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"quantization": "int4"}, "quantization='int4' is for target='cpu': no product of an NPU takes it"),
-        ({"quantization": "int8", "group_size": 128}, "group_size=128 is for target='cpu'"),
+        ({"quantization": "int4"}, "quantization='int4' is not for target='npu': no product of an NPU takes it"),
+        (
+            {"quantization": "int8", "group_size": 128},
+            "group_size=128 is not for target='npu' with quantization='int8'",
+        ),
     ],
 )
 def test_options_that_an_npu_does_not_take(options, words):

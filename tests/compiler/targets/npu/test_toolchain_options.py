@@ -73,11 +73,6 @@ def test_what_may_be_given(codegen, options):
             "='.*' is no list",
         ),
         ("aclgraph", {**SUPER, "super_kernel_optimize_options": 3}, "=3 is no dictionary"),
-        (
-            "none",
-            {"static_kernel_compile": True},
-            "are for the toolchain of codegen='ge' or 'aclgraph', and codegen is",
-        ),
     ],
 )
 def test_what_is_refused_and_what_there_is(codegen, options, words):
@@ -96,8 +91,11 @@ def test_super_kernels_are_for_a2_and_a3(product):
 def test_an_engine_refuses_them_before_anything_is_loaded():
     model = build_tiny_model("llama")
     for options, words in (
-        ({"npu_options": {"static_kernel": True}}, "for target='npu'; leave them out"),
-        ({"target": "npu", "npu_options": {"static_kernel": True}}, "and codegen is 'none'"),
+        ({"npu_options": {"static_kernel": True}}, "is not for target='cpu': leave them out"),
+        (
+            {"target": "npu", "npu_options": {"static_kernel": True}},
+            "is not for target='npu' with codegen='none': 'ge' and 'aclgraph' have a toolchain that takes them",
+        ),
         ({"npu_options": [1]}, r"npu_options=\[1\] is not understood"),
         ({"npu_options": {3: 1}}, "give a dictionary"),
     ):
