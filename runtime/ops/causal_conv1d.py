@@ -7,7 +7,7 @@ import struct
 import torch
 
 from .native import FLOAT_CODES, kernel_function
-from .registration import like_input, register_operator
+from .registration import Facts, like_input, register_operator
 from .state_slots import (
     FLOATS,
     SCHEMA,
@@ -184,12 +184,14 @@ def _convolve(
 
 causal_conv1d_seq = register_operator(
     f"causal_conv1d_seq({_TENSORS}) -> Tensor",
+    Facts(over="all", invariant=True, kind="", spelled_out=False),
     fake=like_input,
     reference=causal_conv1d_seq_reference,
     cpu=causal_conv1d_seq_cpu,
 )
 causal_conv1d = register_operator(
     f"causal_conv1d({_TENSORS}, {SCHEMA}) -> Tensor",
+    Facts(over="sequences", invariant=True, kind="", spelled_out=False),
     fake=like_input,
     reference=causal_conv1d_reference,
     cpu=causal_conv1d_cpu,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .native import FLOAT_CODES, kernel_function
-from .registration import register_operator
+from .registration import Facts, register_operator
 from .state_slots import (
     SCHEMA,
     StateSlots,
@@ -256,12 +256,14 @@ def _like_value(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_:
 
 linear_recurrence_seq = register_operator(
     f"linear_recurrence_seq({_TENSORS}) -> Tensor",
+    Facts(over="all", invariant=True, kind="", spelled_out=False),
     fake=_like_value,
     reference=linear_recurrence_seq_reference,
     cpu=linear_recurrence_seq_cpu,
 )
 linear_recurrence = register_operator(
     f"linear_recurrence({_TENSORS}, {SCHEMA}) -> Tensor",
+    Facts(over="sequences", invariant=True, kind="", spelled_out=False),
     fake=_like_value,
     reference=linear_recurrence_reference,
     cpu=linear_recurrence_cpu,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .native import FLOAT_CODES, kernel_function
-from .registration import like_input, register_operator
+from .registration import Facts, like_input, register_operator
 from .state_slots import (
     SCHEMA,
     StateSlots,
@@ -202,12 +202,14 @@ def _scan(
 
 selective_scan_seq = register_operator(
     f"selective_scan_seq({_TENSORS}) -> Tensor",
+    Facts(over="all", invariant=True, kind="", spelled_out=False),
     fake=like_input,
     reference=selective_scan_seq_reference,
     cpu=selective_scan_seq_cpu,
 )
 selective_scan = register_operator(
     f"selective_scan({_TENSORS}, {SCHEMA}) -> Tensor",
+    Facts(over="sequences", invariant=True, kind="", spelled_out=False),
     fake=like_input,
     reference=selective_scan_reference,
     cpu=selective_scan_cpu,
