@@ -1,7 +1,8 @@
 """The `pagoda::` operators: importing this package registers them (schema, fake, reference, CPU kernel).
 
 In graphs they are ``torch.ops.pagoda.attention`` and so on, the overloads that the modules hold under their names.
-The documentation is the reference's (``rms_norm.rms_norm`` and ``rms_norm.rms_norm_reference``).
+The documentation is the reference's: ``rms_norm.rms_norm_reference`` tells of ``rms_norm.rms_norm``, and, as an
+operator with state, ``selective_scan.scan`` of ``selective_scan.selective_scan``.
 """
 
 from __future__ import annotations
