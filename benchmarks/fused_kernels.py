@@ -21,7 +21,7 @@ import torch
 from torch._inductor.compile_fx import compile_fx
 from torch.nn import functional as F
 
-from torch_pagoda.runtime.ops import CPU_FUNCTIONS
+from torch_pagoda.runtime.ops import OPERATORS
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 2048, 32, 4, 64, 5632
 DELTA_HEADS, DELTA_DIM, SCAN_WIDTH = 16, 128, 4096
@@ -98,7 +98,9 @@ class Case:
 
 def cases(rows: int, dtype: torch.dtype) -> Iterator[Case]:
     """Every operator on ``rows`` tokens."""
-    functions = {overload._schema.name.removeprefix("pagoda::"): f for overload, f in CPU_FUNCTIONS.items()}
+    functions = {
+        overload._schema.name.removeprefix("pagoda::"): operator.cpu for overload, operator in OPERATORS.items()
+    }
 
     def tensor(*shape: int) -> torch.Tensor:
         return torch.randn(*shape).to(dtype)

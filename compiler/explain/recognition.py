@@ -7,30 +7,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from ...passes import PassRecord
 from ...passes.graph.fx_nodes import module_path
 from ...passes.graph.provenance import DecoderLayers, scopes
+from ...runtime.ops import OPERATORS
 from .expected import KINDS, Expected
 from .regions import UNSAID, said_about
 
-# What a canonical operator stands for; a rotation counts each tensor.
-_KIND_OF_OPERATOR = {
-    "attention": "attention",
-    "paged_attention": "attention",
-    "rms_norm": "norm",
-    "add_rms_norm": "norm",
-    "gated_rms_norm": "norm",
-    "layer_norm": "norm",
-    "add_layer_norm": "norm",
-    "rope": "rope",
-    "gated_activation": "gated_mlp",
-    "activation": "activation",
-    "moe": "moe",
-    "quantized_moe": "moe",
-}
 _EXPERTS = re.compile(r"Experts$")
 # The passes that recognise a kind, and those that take some of it for another kind.
 _PASSES_OF_KIND: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -136,11 +121,9 @@ def _before_lowering(expected: Sequence[Expected], records: Sequence[PassRecord]
 
 def canonical(node: fx.Node) -> tuple[str, int]:
     """The kind that a canonical operator stands for and how many of it; ("", 0) for any other node."""
-    target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target.namespace != "pagoda":
-        return "", 0
-    kind = _KIND_OF_OPERATOR.get(target._schema.name.partition("::")[2], "")
-    if kind == "rope":
+    own = OPERATORS.get(node.target)  # type: ignore[call-overload]
+    kind = own.facts.kind if own else ""
+    if kind == "rope":  # counts each tensor
         tensors = node.args[0]
         return kind, len(tensors) if isinstance(tensors, list | tuple) else 1
     return kind, 1 if kind else 0

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from ...runtime.ops import OPERATORS
 from ..graph.data_movement import CAST_CALLS, REARRANGING_CALLS
 from ..graph.evaluate import is_size
 from ..graph.fx_nodes import (
@@ -74,10 +75,7 @@ _FACTORIES = frozenset(
     "zeros ones empty full arange tensor new_zeros new_ones new_empty new_full zeros_like ones_like "
     "empty_like full_like eye linspace scalar_tensor new_tensor".split()
 )
-_ROW_OPERATORS = frozenset(
-    "linear packed_linear quantized_linear embedding layer_norm rms_norm one_hot attention paged_attention "
-    "causal_conv1d lightning_indexer linear_recurrence selective_scan".split()
-)
+_ROW_OPERATORS = frozenset("linear embedding layer_norm rms_norm one_hot".split())
 _INDEXING = frozenset(
     "index_select gather scatter scatter_ scatter_add scatter_add_ index_add index_add_ index_copy "
     "index_copy_ index_put index_put_ take_along_dim masked_scatter scatter_reduce scatter_reduce_ "
@@ -174,6 +172,9 @@ class _Check:
         """The reason why ``node`` mixes what stands along the tokens, routing or not, or ""."""
         if is_where_true(node):
             return "where finds rows among all tokens"
+        # Dynamo's graph holds what a model calls, which may be all overloads.
+        if own := OPERATORS.get(getattr(node.target, "default", node.target)):
+            return self._own(name, own.facts.over, dims)
         if name in _POINTWISE:
             return self._size_operand(node, name)
         if name in _REDUCTIONS:
@@ -205,6 +206,14 @@ class _Check:
         if name in _SHAPES or name in _ROW_OPERATORS or name in GROUPED_PRODUCTS:
             return self._last_dim_operator(node, name)
         return f"{name} is not known to work token by token"
+
+    def _own(self, name: str, over: str, dims: dict[fx.Node, list[int]]) -> str:
+        """The reason why an operator of ours mixes tokens, or ""."""
+        if over == "all":
+            return f"{name} is not known to work token by token"
+        if over == "rows" and any(len(shape(n)) - 1 in places for n, places in dims.items()):
+            return f"{name} runs over the tokens"
+        return ""
 
     def _scalar_reason(self, node: fx.Node, name: str) -> str:
         reads = any(self._varies(value(n)) for n in node.all_input_nodes if not is_tensor(n))
@@ -385,7 +394,7 @@ class _Check:
         return math.prod(sizes[: dims[0]])
 
     def _last_dim_operator(self, node: fx.Node, name: str) -> str:
-        if name not in ("layer_norm", "rms_norm", "linear", "packed_linear", "quantized_linear"):
+        if name not in ("layer_norm", "rms_norm", "linear"):
             return ""
         source = node.args[0] if node.args else node.kwargs.get("input")
         rank = len(shape(source))

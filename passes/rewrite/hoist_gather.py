@@ -18,18 +18,14 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from ...runtime.ops import OPERATORS
 from ..graph.data_movement import RESHAPES
 from ..graph.fx_nodes import CUT_DIM_AT, argument, callee, is_dynamic, is_tensor, shape, value
 from ..graph.provenance import launches_work
 from ..graph.record import PassRecord
 from ..graph.traced import TracedGraph
 
-_ELEMENTWISE = frozenset(
-    "add.Tensor sub.Tensor mul.Tensor div.Tensor neg tanh sigmoid _to_copy clone activation gated_activation".split()
-)
-_ALONG_THE_LAST_DIM = frozenset(
-    "linear rms_norm add_rms_norm gated_rms_norm layer_norm add_layer_norm moe moe_gating".split()
-)
+_ELEMENTWISE = frozenset("add.Tensor sub.Tensor mul.Tensor div.Tensor neg tanh sigmoid _to_copy clone".split())
 
 
 def hoist_gather(traced: TracedGraph) -> PassRecord:
@@ -98,9 +94,10 @@ def _is_per_token(node: fx.Node) -> bool:
         return False
     # Counted from the end, as broadcasting does.
     places = {dim - len(shape(n)) for n in node.all_input_nodes if (dim := _rows_dim(n)) is not None}
-    if name in _ELEMENTWISE:
+    own = OPERATORS.get(node.target)  # type: ignore[call-overload]
+    if name in _ELEMENTWISE or (own and own.facts.over == "elements"):
         return len(places) == 1
-    return name in _ALONG_THE_LAST_DIM and places == {-2} and first not in fixed
+    return (name == "linear" or (own and own.facts.over == "rows")) and places == {-2} and first not in fixed
 
 
 def _rows_dim(item: Any) -> int | None:

@@ -10,7 +10,7 @@ import torch
 from .arguments import AttentionArguments
 from .native import DTYPE_CODES, kernel_function
 from .reference import attention_reference
-from .registration import check_per_head, register_operator
+from .registration import Facts, check_per_head, register_operator
 from .relative_bias import check_relative_bias
 from .selected_keys import check_selected
 
@@ -118,4 +118,10 @@ def _packed(call: _Call, attn_mask: torch.Tensor | None, sizes: tuple[int, ...],
     )
 
 
-attention = register_operator(_SCHEMA, fake=_attention_fake, reference=attention_reference, cpu=attention_cpu)
+attention = register_operator(
+    _SCHEMA,
+    Facts(over="all", invariant=False, kind="attention", spelled_out=True),
+    fake=_attention_fake,
+    reference=attention_reference,
+    cpu=attention_cpu,
+)

@@ -11,7 +11,7 @@ import struct
 import torch
 
 from .native import FLOAT_CODES, kernel_function
-from .registration import like_input, register_operator
+from .registration import Facts, like_input, register_operator
 
 aten = torch.ops.aten
 
@@ -64,4 +64,10 @@ def _check(function: str) -> None:
         raise ValueError(f"function is {function!r}; it must be one of {', '.join(FUNCTIONS)}")
 
 
-elementwise = register_operator(_SCHEMA, fake=like_input, reference=elementwise_reference, cpu=elementwise_cpu)
+elementwise = register_operator(
+    _SCHEMA,
+    Facts(over="elements", invariant=True, kind="", spelled_out=False),
+    fake=like_input,
+    reference=elementwise_reference,
+    cpu=elementwise_cpu,
+)

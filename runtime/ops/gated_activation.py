@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from .native import FLOAT_CODES, kernel_function
-from .registration import like_input, register_operator
+from .registration import Facts, like_input, register_operator
 
 aten = torch.ops.aten
 
@@ -149,6 +149,16 @@ def _run(
 
 
 gated_activation = register_operator(
-    _SCHEMA, fake=like_input, reference=gated_activation_reference, cpu=gated_activation_cpu
+    _SCHEMA,
+    Facts(over="elements", invariant=True, kind="gated_mlp", spelled_out=True),
+    fake=like_input,
+    reference=gated_activation_reference,
+    cpu=gated_activation_cpu,
 )
-activation = register_operator(_PLAIN_SCHEMA, fake=like_input, reference=activation_reference, cpu=activation_cpu)
+activation = register_operator(
+    _PLAIN_SCHEMA,
+    Facts(over="elements", invariant=True, kind="activation", spelled_out=True),
+    fake=like_input,
+    reference=activation_reference,
+    cpu=activation_cpu,
+)

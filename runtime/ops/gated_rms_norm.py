@@ -10,7 +10,7 @@ import torch
 
 from .native import FLOAT_CODES, kernel_function
 from .norm_kernel import check_parameter, in_rows
-from .registration import register_operator
+from .registration import Facts, register_operator
 
 aten = torch.ops.aten
 
@@ -141,5 +141,9 @@ def _like_gate(input: torch.Tensor, gate: torch.Tensor, *_: object) -> torch.Ten
 
 
 gated_rms_norm = register_operator(
-    _SCHEMA, fake=_like_gate, reference=gated_rms_norm_reference, cpu=gated_rms_norm_cpu
+    _SCHEMA,
+    Facts(over="rows", invariant=True, kind="norm", spelled_out=False),
+    fake=_like_gate,
+    reference=gated_rms_norm_reference,
+    cpu=gated_rms_norm_cpu,
 )

@@ -7,7 +7,7 @@ import struct
 import torch
 
 from .native import FLOAT_CODES, kernel_function
-from .registration import register_operator
+from .registration import Facts, register_operator
 
 aten = torch.ops.aten
 
@@ -89,5 +89,9 @@ def _fake(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
 
 
 invariant_linear = register_operator(
-    _SCHEMA, fake=_fake, reference=invariant_linear_reference, cpu=invariant_linear_cpu
+    _SCHEMA,
+    Facts(over="rows", invariant=True, kind="", spelled_out=False),
+    fake=_fake,
+    reference=invariant_linear_reference,
+    cpu=invariant_linear_cpu,
 )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from .norm_kernel import check_parameter, check_residual, fake_norm_and_sum, norm_of_sum, run_norm
+from .norm_kernel import NORM, check_parameter, check_residual, fake_norm_and_sum, norm_of_sum, run_norm
 from .registration import like_input, register_operator
 
 _SCHEMA = "layer_norm(Tensor input, Tensor? weight, Tensor? bias, float eps) -> Tensor"
@@ -85,7 +85,7 @@ def _run(
     return run_norm(input, residual, weight, bias, True, eps, 0.0, False)
 
 
-layer_norm = register_operator(_SCHEMA, fake=like_input, reference=layer_norm_reference, cpu=layer_norm_cpu)
+layer_norm = register_operator(_SCHEMA, NORM, fake=like_input, reference=layer_norm_reference, cpu=layer_norm_cpu)
 add_layer_norm = register_operator(
-    _ADD_SCHEMA, fake=fake_norm_and_sum, reference=add_layer_norm_reference, cpu=add_layer_norm_cpu
+    _ADD_SCHEMA, NORM, fake=fake_norm_and_sum, reference=add_layer_norm_reference, cpu=add_layer_norm_cpu
 )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .registration import register_operator
+from .registration import Facts, register_operator
 from .selected_keys import NO_KEY
 
 aten = torch.ops.aten
@@ -201,12 +201,14 @@ def _fake(query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor, topk: i
 
 lightning_indexer_seq = register_operator(
     f"lightning_indexer_seq({_TENSORS}) -> Tensor",
+    Facts(over="all", invariant=False, kind="", spelled_out=False),
     fake=_fake,
     reference=lightning_indexer_seq_reference,
     cpu=lightning_indexer_seq_reference,
 )
 lightning_indexer = register_operator(
     f"lightning_indexer({_TENSORS}, {_PAGED}) -> Tensor",
+    Facts(over="sequences", invariant=False, kind="", spelled_out=False),
     fake=_fake,
     reference=lightning_indexer_reference,
     cpu=lightning_indexer_reference,

@@ -14,7 +14,7 @@ from .elementwise import elementwise_cpu
 from .gated_activation import activation_cpu, activation_reference, gated_activation_cpu, gated_activation_reference
 from .invariant_linear import invariant_linear_cpu
 from .native import kernel_function
-from .registration import register_operator
+from .registration import Facts, register_operator
 
 aten = torch.ops.aten
 
@@ -399,7 +399,17 @@ def _gating_fake(
     return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
 
 
-moe = register_operator(_SCHEMA, fake=_fake, reference=moe_reference, cpu=moe_cpu)
+moe = register_operator(
+    _SCHEMA,
+    Facts(over="rows", invariant=True, kind="moe", spelled_out=False),
+    fake=_fake,
+    reference=moe_reference,
+    cpu=moe_cpu,
+)
 moe_gating = register_operator(
-    _GATING_SCHEMA, fake=_gating_fake, reference=moe_gating_reference, cpu=moe_gating_reference
+    _GATING_SCHEMA,
+    Facts(over="rows", invariant=True, kind="", spelled_out=True),
+    fake=_gating_fake,
+    reference=moe_gating_reference,
+    cpu=moe_gating_reference,
 )

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 
 from .native import FLOAT_CODES, kernel_function
-from .registration import like_input
+from .registration import Facts, like_input
+
+NORM = Facts(over="rows", invariant=True, kind="norm", spelled_out=True)
+"""The facts of norms that can be spelled out for an NPU."""
 
 # Field for field the struct NormArguments of csrc/norm.cpp.
 _ARGUMENTS = struct.Struct("=23q2d")

@@ -16,7 +16,7 @@ import torch
 from .invariant_linear import invariant_linear_cpu
 from .native import FLOAT_CODES, bind_function, kernel_function, load_kernels
 from .onednn_weight import pack_for_onednn
-from .registration import register_operator
+from .registration import Facts, register_operator
 from .weight_panels import STEP, lay_out_rows
 
 aten = torch.ops.aten
@@ -97,7 +97,12 @@ def _fake(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
 
 
 packed_linear = register_operator(
-    _SCHEMA, fake=_fake, reference=packed_linear_reference, cpu=packed_linear_cpu, opaque=True
+    _SCHEMA,
+    Facts(over="rows", invariant=False, kind="", spelled_out=False),
+    fake=_fake,
+    reference=packed_linear_reference,
+    cpu=packed_linear_cpu,
+    opaque=True,
 )
 
 

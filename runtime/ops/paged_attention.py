@@ -11,7 +11,7 @@ from .arguments import PagedAttentionArguments
 from .int8_rows import check_scales
 from .native import DTYPE_CODES, FLOAT_CODES, kernel_function
 from .reference import paged_attention_reference
-from .registration import check_per_head, register_operator
+from .registration import Facts, check_per_head, register_operator
 from .relative_bias import check_relative_bias
 from .selected_keys import check_selected, mask_of_selected
 
@@ -225,5 +225,9 @@ def _raise_failure(
 
 
 paged_attention = register_operator(
-    _SCHEMA, fake=_paged_attention_fake, reference=paged_attention_reference, cpu=paged_attention_cpu
+    _SCHEMA,
+    Facts(over="sequences", invariant=True, kind="attention", spelled_out=False),
+    fake=_paged_attention_fake,
+    reference=paged_attention_reference,
+    cpu=paged_attention_cpu,
 )

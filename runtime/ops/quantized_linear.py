@@ -12,7 +12,7 @@ from ..shown import shown
 from .int8_rows import dequantize_rows, quantize_rows
 from .native import FLOAT_CODES, kernel_function
 from .quantized_weight import CODES, PANEL, Quantization, packed_bytes, restored_weight, round_weight, unpack_weight
-from .registration import register_operator
+from .registration import Facts, register_operator
 from .weight_format import InputScale
 
 aten = torch.ops.aten
@@ -267,5 +267,9 @@ def _fake(
 
 
 quantized_linear = register_operator(
-    _SCHEMA, fake=_fake, reference=quantized_linear_reference, cpu=quantized_linear_cpu
+    _SCHEMA,
+    Facts(over="rows", invariant=True, kind="", spelled_out=False),
+    fake=_fake,
+    reference=quantized_linear_reference,
+    cpu=quantized_linear_cpu,
 )

@@ -12,7 +12,7 @@ from .arguments import MoeArguments
 from .moe import activate, activate_cpu, moe_reference, routed, rows_by_expert, weighted_sum
 from .quantized_linear import quantized_linear_reference, quantized_linears_cpu
 from .quantized_weight import Quantization
-from .registration import register_operator
+from .registration import Facts, register_operator
 
 _SCHEMA = (
     "quantized_moe(Tensor input, Tensor topk_weights, Tensor topk_ids, Tensor up, Tensor down, Tensor? up_bias, "
@@ -108,4 +108,10 @@ def _fake(*arguments: Any) -> torch.Tensor:
     return call.input.new_empty(call.input.shape[0], packed.outputs)
 
 
-quantized_moe = register_operator(_SCHEMA, fake=_fake, reference=quantized_moe_reference, cpu=quantized_moe_cpu)
+quantized_moe = register_operator(
+    _SCHEMA,
+    Facts(over="rows", invariant=True, kind="moe", spelled_out=False),
+    fake=_fake,
+    reference=quantized_moe_reference,
+    cpu=quantized_moe_cpu,
+)

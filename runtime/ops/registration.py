@@ -1,9 +1,10 @@
-"""Registers operators with torch's dispatcher: schema, fake, kernels and the guard against autograd."""
+"""Registers operators: schema, fake, kernels and the guard against autograd with torch, facts for the compiler."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
@@ -13,8 +14,50 @@ _PER_HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What passes and reports ask about an operator. There are no defaults: whoever adds an operator has to know.
+
+    Attributes:
+        over: the operands that a part of a result depends on. "elements": those at its place, after broadcasting.
+            "rows": those in its row of ``[..., rows, features]``, and operands that have no rows. "sequences": those
+            of its sequence, as the metadata of a flat step tells. "all": any; it is taken to mix tokens.
+        invariant: a token's result has the same bits whatever else is in the batch, for any number of threads; with
+            ``batch_invariant=True`` where the schema has that argument.
+        kind: what explain counts it as, one of its ``KINDS``; "" for none.
+        spelled_out: in a graph for an NPU its reference may take its place, as ATen operators.
+    """
+
+    over: Literal["elements", "rows", "sequences", "all"]
+    invariant: bool
+    kind: str
+    spelled_out: bool
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A registered operator.
+
+    Attributes:
+        reference: plain-torch meaning; runs on every device without a kernel of its own.
+        cpu: what runs for CPU tensors. Called directly it saves the dispatcher, which costs more than a small kernel.
+            It takes all of the schema's arguments, by position, and nothing is guarded: the tensors must be on the
+            CPU, and the result of an input that requires grad is simply cut from the autograd graph.
+        facts: what passes and reports ask about it.
+    """
+
+    reference: Callable[..., Any]
+    cpu: Callable[..., Any]
+    facts: Facts
+
+
+OPERATORS: dict[torch._ops.OpOverload, Operator] = {}
+"""Every registered operator, by the overload that stands for it in graphs."""
+
+
 def register_operator(
     schema: str,
+    facts: Facts,
     *,
     fake: Callable[..., Any],
     reference: Callable[..., Any],
@@ -25,9 +68,9 @@ def register_operator(
 
     Args:
         schema: operator schema without the namespace.
+        facts: what passes and reports ask about it.
         fake: shape, dtype and strides of the result, for tracing.
-        reference: plain-torch meaning; runs on every device without a kernel of its own.
-        cpu: what runs for CPU tensors.
+        reference: as in :class:`Operator`, like ``cpu``.
         opaque: ``cpu`` also takes tensors in oneDNN's layouts; torch's dispatcher does not count them as CPU tensors.
 
     The operator has no derivative: with grad mode on and an input that requires grad it raises
@@ -35,11 +78,14 @@ def register_operator(
     """
     name = schema[: schema.index("(")]
     namespace = getattr(torch.ops, _NAMESPACE)
-    if hasattr(namespace, name):
-        return getattr(namespace, name).default
-    # flexible_layout: every kernel takes any strides; inductor need not copy an input to restore its layout.
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
+    known = hasattr(namespace, name)
+    if not known:
+        # flexible_layout: every kernel takes any strides; inductor need not copy an input to restore its layout.
+        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
     overload: torch._ops.OpOverload = getattr(namespace, name).default
+    OPERATORS[overload] = Operator(reference, cpu, facts)
+    if known:
+        return overload
 
     def refuse_autograd(*args: Any) -> Any:
         if torch.is_grad_enabled():

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .norm_kernel import check_parameter, check_residual, fake_norm_and_sum, norm_of_sum, run_norm
+from .norm_kernel import NORM, check_parameter, check_residual, fake_norm_and_sum, norm_of_sum, run_norm
 from .registration import like_input, register_operator
 
 aten = torch.ops.aten
@@ -92,7 +92,7 @@ def _run(
     return run_norm(input, residual, weight, None, False, eps, weight_offset, round_before_scale)
 
 
-rms_norm = register_operator(_SCHEMA, fake=like_input, reference=rms_norm_reference, cpu=rms_norm_cpu)
+rms_norm = register_operator(_SCHEMA, NORM, fake=like_input, reference=rms_norm_reference, cpu=rms_norm_cpu)
 add_rms_norm = register_operator(
-    _ADD_SCHEMA, fake=fake_norm_and_sum, reference=add_rms_norm_reference, cpu=add_rms_norm_cpu
+    _ADD_SCHEMA, NORM, fake=fake_norm_and_sum, reference=add_rms_norm_reference, cpu=add_rms_norm_cpu
 )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from .native import FLOAT_CODES, kernel_function
-from .registration import register_operator
+from .registration import Facts, register_operator
 
 aten = torch.ops.aten
 
@@ -181,4 +181,10 @@ def _arguments(inputs: int) -> struct.Struct:
     return struct.Struct(f"={20 + 8 * inputs}q")
 
 
-rope = register_operator(_SCHEMA, fake=_fake, reference=rope_reference, cpu=rope_cpu)
+rope = register_operator(
+    _SCHEMA,
+    Facts(over="all", invariant=True, kind="rope", spelled_out=True),
+    fake=_fake,
+    reference=rope_reference,
+    cpu=rope_cpu,
+)

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from .causal_conv1d import causal_conv1d_cpu, causal_conv1d_reference
-from .linear_recurrence import linear_recurrence_cpu, linear_recurrence_reference
-from .selective_scan import selective_scan_cpu, selective_scan_reference
+from .causal_conv1d import causal_conv1d
+from .linear_recurrence import linear_recurrence
+from .registration import OPERATORS
+from .selective_scan import selective_scan
 
 aten = torch.ops.aten
 
@@ -27,23 +28,19 @@ _TOKENS = sum(_LENGTHS) + _PADDING
 _STATE_SIZES = ((136, 48), (70, 20))
 _TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
 
-Operator = Callable[..., torch.Tensor]
-_PAIRS: dict[str, tuple[Operator, Operator]] = {
-    "a convolution": (causal_conv1d_cpu, causal_conv1d_reference),
-    "a recurrence": (linear_recurrence_cpu, linear_recurrence_reference),
-    "a scan": (selective_scan_cpu, selective_scan_reference),
-}
+Function = Callable[..., torch.Tensor]
+_OPERATORS = {"a convolution": causal_conv1d, "a recurrence": linear_recurrence, "a scan": selective_scan}
 
 
 def wrong_states() -> str:
     """The mistake of a kernel that keeps state; "" if none is found."""
-    for what, pair in _PAIRS.items():
-        if why := wrong_state(what, *pair):
+    for what, overload in _OPERATORS.items():
+        if why := wrong_state(what, OPERATORS[overload].cpu, OPERATORS[overload].reference):
             return why
     return ""
 
 
-def wrong_state(what: str, function: Operator, reference: Operator) -> str:
+def wrong_state(what: str, function: Function, reference: Function) -> str:
     """The mistake of a function that is to do what ``reference`` does; "" if none is found.
 
     Args:
@@ -65,7 +62,7 @@ def wrong_state(what: str, function: Operator, reference: Operator) -> str:
 
 
 def _run(
-    function: Operator, given: list[Any], state: torch.Tensor, read: tuple[int, ...] = _READ
+    function: Function, given: list[Any], state: torch.Tensor, read: tuple[int, ...] = _READ
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, and the states behind it."""
     state = state.clone()

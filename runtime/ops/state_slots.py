@@ -1,4 +1,4 @@
-"""Slots that hold the states of a step's sequences: their checks, and the walk of the references over sequences.
+"""Operators with state: the slots that hold the states of a step's sequences, their checks, and the registration.
 
 Operators with state take it and where it is as their last four arguments:
 
@@ -16,16 +16,17 @@ A sequence without tokens neither reads nor writes. All three are on the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from .native import FLOAT_CODES
+from .registration import Facts, register_operator
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What the numbers of an operator with state may be."""
-SCHEMA = "Tensor(a!) state, Tensor query_start_loc, Tensor state_read, Tensor state_write"
-"""The last four arguments in an operator's schema."""
+_SCHEMA = "Tensor(a!) state, Tensor query_start_loc, Tensor state_read, Tensor state_write"
 
 
 class StateSlots(NamedTuple):
@@ -37,25 +38,98 @@ class StateSlots(NamedTuple):
     state_write: torch.Tensor
 
 
-def slots_of(
-    state: torch.Tensor, query_start_loc: torch.Tensor, state_read: torch.Tensor, state_write: torch.Tensor
-) -> StateSlots:
-    """The arguments by name, the metadata contiguous as kernels read it."""
-    return StateSlots(state, query_start_loc.contiguous(), state_read.contiguous(), state_write.contiguous())
+class StateForm(NamedTuple):
+    """The state of one sequence, as the arguments of an operator ask for it.
+
+    Attributes:
+        shape: its sizes.
+        dtypes: that it may be kept in; the first one is that of the state which the reference computes with.
+    """
+
+    shape: Sequence[int]
+    dtypes: Sequence[torch.dtype]
 
 
-def check_slots(slots: StateSlots, unit_shape: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
-    """Check shapes and dtypes; ids and offsets are left to who follows them.
+def register_with_state(
+    name: str,
+    tensors: str,
+    *,
+    result_like: int,
+    check: Callable[..., StateForm],
+    reference: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    kernel: Callable[..., tuple[int, torch.Tensor] | None],
+) -> tuple[torch._ops.OpOverload, torch._ops.OpOverload]:
+    """Register ``pagoda::<name>_seq``, for one sequence from its first token, and ``pagoda::<name>``, for a step.
+
+    A step is the flat tokens of sequences that go on; it takes the four arguments of :class:`StateSlots` behind the
+    others, and the results of padding are zero. Either raises ``ValueError`` for arguments that do not fit and writes
+    nothing then. On CPU a token's result does not change by a bit with the other sequences or the number of threads,
+    nor, with a state that is kept in the dtype of the computation, with the steps into which its sequence is cut.
 
     Args:
-        slots: as the operator got them.
-        unit_shape: of the state of one sequence, as the other arguments ask for it.
-        dtypes: that the state may have.
+        name: of the operator of a step.
+        tensors: the arguments of both in the schema.
+        result_like: index of the one, ``[1, T, ...]``, whose shape and dtype the result has; it is contiguous.
+        check: the arguments → the state that they ask for; raises ``ValueError`` where they do not fit.
+        reference: the arguments, a slice of the tokens, and the state of their sequence before them → their results
+            ``[n, ...]`` and the state behind them.
+        kernel: the checked slots, or None for one sequence that begins, and the arguments → the status of the C++
+            kernel and the result; None where it does not run.
+    """
+    count = tensors.count(",") + 1
+
+    def fake(*arguments: Any) -> torch.Tensor:
+        value: torch.Tensor = arguments[result_like]
+        return value.new_empty(value.shape)
+
+    def run_reference(*arguments: Any) -> torch.Tensor:
+        given, where = arguments[:count], arguments[count:]
+        form = check(*given)
+        value, dtype = given[result_like], form.dtypes[0]
+        result: torch.Tensor = value.new_zeros(value.shape)
+        if where:
+            slots = checked_slots(form, *where)
+            return run_sequences(lambda tokens, state: reference(*given, tokens, state), slots, result, dtype)
+        result[0], _ = reference(*given, slice(0, value.shape[1]), value.new_zeros(form.shape, dtype=dtype))
+        return result
+
+    def run_cpu(*arguments: Any) -> torch.Tensor:
+        given, where = arguments[:count], arguments[count:]
+        form = check(*given)
+        slots = checked_slots(form, *where) if where else None
+        ran = kernel(slots, *given) if slots is None or kernel_takes(slots) else None
+        if ran is None:
+            return run_reference(*arguments)
+        status, result = ran
+        if status and slots is not None:
+            raise_failure(status, slots, result.shape[1])
+        return result
+
+    run_cpu.__name__ = f"{name}_cpu"  # as the code of a graph shows it
+    register = partial(register_operator, fake=fake, reference=run_reference, cpu=run_cpu)
+    alone, flat = (Facts(over=over, invariant=True, kind="", spelled_out=False) for over in ("all", "sequences"))
+    return (
+        register(f"{name}_seq({tensors}) -> Tensor", alone),
+        register(f"{name}({tensors}, {_SCHEMA}) -> Tensor", flat),
+    )
+
+
+def checked_slots(
+    form: StateForm,
+    state: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    state_read: torch.Tensor,
+    state_write: torch.Tensor,
+) -> StateSlots:
+    """The last four arguments by name, the metadata contiguous as kernels read it.
+
+    Shapes and dtypes are checked; ids and offsets are left to who follows them.
 
     Raises:
-        ValueError: what does not fit.
+        ValueError: what does not fit, or not the state that the other arguments ask for.
     """
-    state, starts, read, write = slots
+    unit_shape, dtypes = form
+    starts, read, write = query_start_loc.contiguous(), state_read.contiguous(), state_write.contiguous()
     if state.dim() != len(unit_shape) + 1 or state.shape[1:] != tuple(unit_shape):
         raise ValueError(
             f"state has shape {tuple(state.shape)}; the other arguments ask for [slots, "
@@ -73,12 +147,13 @@ def check_slots(slots: StateSlots, unit_shape: Sequence[int], dtypes: Sequence[t
             f"query_start_loc, state_read and state_write have dtypes {starts.dtype}, {read.dtype} and "
             f"{write.dtype}; make them torch.int32"
         )
+    return StateSlots(state, starts, read, write)
 
 
-def check_recurrent_state(slots: StateSlots, unit_shape: Sequence[int], value: torch.Tensor) -> None:
-    """:func:`check_slots` for a recurrence: its states are fp32 or bf16, or fp64 if what they take in is."""
+def recurrent_state(shape: Sequence[int], value: torch.Tensor) -> StateForm:
+    """The state of a recurrence of ``value``: fp64 as that is, else computed in fp32, and kept so or in bf16."""
     computed = compute_dtype(value)
-    check_slots(slots, unit_shape, (computed,) if computed is torch.float64 else (computed, torch.bfloat16))
+    return StateForm(shape, (computed,) if computed is torch.float64 else (computed, torch.bfloat16))
 
 
 def compute_dtype(value: torch.Tensor) -> torch.dtype:

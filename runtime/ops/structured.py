@@ -7,7 +7,7 @@ import struct
 import torch
 
 from .native import FLOAT_CODES, kernel_function
-from .registration import register_operator
+from .registration import Facts, register_operator
 
 aten = torch.ops.aten
 
@@ -130,8 +130,16 @@ def _fake_apply(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor)
 
 
 masked_argmax = register_operator(
-    _ARGMAX_SCHEMA, fake=_fake_argmax, reference=masked_argmax_reference, cpu=masked_argmax_cpu
+    _ARGMAX_SCHEMA,
+    Facts(over="rows", invariant=True, kind="", spelled_out=False),
+    fake=_fake_argmax,
+    reference=masked_argmax_reference,
+    cpu=masked_argmax_cpu,
 )
 apply_bitmask_ = register_operator(
-    _APPLY_SCHEMA, fake=_fake_apply, reference=apply_bitmask_reference, cpu=apply_bitmask_cpu
+    _APPLY_SCHEMA,
+    Facts(over="rows", invariant=True, kind="", spelled_out=False),
+    fake=_fake_apply,
+    reference=apply_bitmask_reference,
+    cpu=apply_bitmask_cpu,
 )

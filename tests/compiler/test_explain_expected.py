@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from torch_pagoda.compiler.capture.aten import to_aten
 from torch_pagoda.compiler.capture.trace import capture
-from torch_pagoda.compiler.explain.expected import expected_matches, per_layer
+from torch_pagoda.compiler.explain.expected import KINDS, expected_matches, per_layer
 from torch_pagoda.compiler.explain.regions import region
 from torch_pagoda.passes.graph.provenance import (
     decoder_layers,
@@ -22,8 +22,13 @@ from torch_pagoda.passes.graph.provenance import (
     scopes,
     source_line,
 )
+from torch_pagoda.runtime.ops import OPERATORS
 
 VOCAB, HIDDEN, HEADS, DIM = 53, 32, 4, 8
+
+
+def test_operators_declare_kinds_that_are_reported():
+    assert {own.facts.kind for own in OPERATORS.values()} == {"", *KINDS}
 
 
 class ToyRMSNorm(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from ....passes import TracedGraph
-from ....runtime.ops import CPU_FUNCTIONS
+from ....runtime.ops import OPERATORS
 
 
 class GraphCalls:
@@ -34,7 +34,7 @@ def call_kernels(traced: TracedGraph) -> GraphCalls:
 def kernel_calls(module: fx.GraphModule) -> GraphCalls:
     """Likewise for a graph module of one's own, which is changed."""
     for node in module.graph.nodes:
-        if node.op == "call_function" and node.target in CPU_FUNCTIONS:
-            node.target = CPU_FUNCTIONS[node.target]
+        if node.op == "call_function" and node.target in OPERATORS:
+            node.target = OPERATORS[node.target].cpu
     module.recompile()
     return GraphCalls(module)

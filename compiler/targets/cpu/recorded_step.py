@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....runtime.ops import CPU_FUNCTIONS
+from ....runtime.ops import OPERATORS
 from ....runtime.ops.native import NotedCall, load_kernels, noting_calls
 from ....runtime.ops.replay import Replay
 from .kernels import GraphCalls
@@ -37,7 +37,7 @@ NO_BLOCK = -1
 
 _LEAST_WIDTH = 16  # of a block table
 _BY_VALUE = {torch.ops.pagoda.moe.default, torch.ops.pagoda.moe_gating.default}
-_BY_SHAPE = {function for overload, function in CPU_FUNCTIONS.items() if overload not in _BY_VALUE}
+_BY_SHAPE = {operator.cpu for overload, operator in OPERATORS.items() if overload not in _BY_VALUE}
 """Functions whose arguments' shapes, and not values, say which kernels they call with what."""
 _NUMBERS = (int, float, bool, str, tuple, list, torch.SymInt, torch.dtype, torch.device)
 

@@ -26,13 +26,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....runtime.ops import OPERATORS
 from ....runtime.ops.elementwise import FUNCTIONS, elementwise
 from ....runtime.ops.invariant_linear import invariant_linear
-from ....runtime.ops.lightning_indexer import lightning_indexer
-from ....runtime.ops.moe import INVARIANT_SCORINGS, moe, moe_gating
+from ....runtime.ops.moe import INVARIANT_SCORINGS, moe_gating
 from ....runtime.ops.native import FLOAT_CODES, load_kernels
-from ....runtime.ops.quantized_moe import quantized_moe
-from ...graph.attention_node import PAGED_ATTENTION
 from ...graph.data_movement import MOVES
 from ...graph.fx_nodes import argument, callee, eliminate_dead_code, module_path
 from ...graph.record import PassRecord
@@ -40,12 +38,7 @@ from ...graph.traced import TracedGraph, UnsupportedModel
 
 _aten = torch.ops.aten
 _FUNCTIONS = {getattr(_aten, name).default: name for name in FUNCTIONS}
-_FLAGGED = {PAGED_ATTENTION, moe, quantized_moe, moe_gating}
-_OWN = frozenset(
-    "paged_attention moe moe_gating invariant_linear elementwise quantized_linear quantized_moe rms_norm "
-    "add_rms_norm gated_rms_norm layer_norm add_layer_norm rope gated_activation activation causal_conv1d "
-    "causal_conv1d_seq linear_recurrence linear_recurrence_seq selective_scan selective_scan_seq".split()
-)
+_FLAGGED = {overload for overload in OPERATORS if overload._schema.arguments[-1].name == "batch_invariant"}
 _MOVES = frozenset(name.partition(".")[0] for name in MOVES) | frozenset(
     "t chunk narrow contiguous embedding index index_select gather repeat flatten unflatten constant_pad_nd flip "
     "copy lift_fresh_copy as_strided".split()
@@ -113,17 +106,16 @@ def _refusal(node: fx.Node) -> str:
     """The reason why a node's numbers may depend on the batch; "" if they do not."""
     if node.op not in ("call_function", "call_method"):
         return ""
-    if node.target is lightning_indexer:
-        return "scores keys with products that depend on sizes and threads"
+    own = OPERATORS.get(node.target)  # type: ignore[call-overload]
+    if own and not own.facts.invariant:
+        return _SUMS
     dtypes = {x.dtype for x in _tensors(node.meta.get("val", node.meta.get("example_value")))}
     dtypes = {dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
     if not dtypes or node.target is operator.getitem:
         return ""
     name = callee(node).partition(".")[0]
-    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "pagoda":
-        if name not in _OWN:
-            return "is not known to be invariant"
-        if name == "moe_gating" and (unknown := {node.args[3], node.args[7]} - INVARIANT_SCORINGS):
+    if own:
+        if node.target is moe_gating and (unknown := {node.args[3], node.args[7]} - INVARIANT_SCORINGS):
             return f"has no invariant form of {', '.join(sorted(map(str, unknown)))}"
         wide = dtypes - set(FLOAT_CODES)
         return f"has no kernel for {wide.pop()}" if wide else ""

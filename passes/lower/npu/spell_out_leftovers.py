@@ -21,25 +21,10 @@ from typing import Any
 
 import torch
 
-from ....runtime.ops import gated_activation, layer_norm, moe, rms_norm, rope
-from ....runtime.ops.reference import attention_reference
+from ....runtime.ops import OPERATORS
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph
 from .site import Lowering, lower_each
-
-_pagoda = torch.ops.pagoda
-
-_FORMULAS: dict[Any, Callable[..., Any]] = {
-    _pagoda.attention.default: attention_reference,
-    _pagoda.moe_gating.default: moe.moe_gating_reference,
-    _pagoda.rms_norm.default: rms_norm.rms_norm_reference,
-    _pagoda.add_rms_norm.default: rms_norm.add_rms_norm_reference,
-    _pagoda.layer_norm.default: layer_norm.layer_norm_reference,
-    _pagoda.add_layer_norm.default: layer_norm.add_layer_norm_reference,
-    _pagoda.rope.default: rope.rope_reference,
-    _pagoda.gated_activation.default: gated_activation.gated_activation_reference,
-    _pagoda.activation.default: gated_activation.activation_reference,
-}
 
 
 def spell_out_leftovers(traced: TracedGraph) -> PassRecord:
@@ -48,11 +33,10 @@ def spell_out_leftovers(traced: TracedGraph) -> PassRecord:
     Raises:
         ValueError: one whose formula there is none of.
     """
+    formulas = {overload: own.reference for overload, own in OPERATORS.items() if own.facts.spelled_out}
     for node in traced.graph.nodes:
-        ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "pagoda"
-        if ours and node.target not in _FORMULAS:
+        if node.target in OPERATORS and node.target not in formulas:
             raise ValueError(f"{node.name} ({node.target}) has no form for {traced.npu}")
-    formulas = dict(_FORMULAS)
     if traced.npu is not None and traced.npu.graph_mode == "ge":
         formulas[torch.ops.aten.softplus.default] = softplus_reference
         formulas[torch.ops.aten.std.correction] = std_reference

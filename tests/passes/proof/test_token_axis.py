@@ -14,6 +14,8 @@ from torch_pagoda.passes.proof.token_axis import mixers
 
 from toy_lm import DYNAMO_PASSES, HIDDEN, VOCAB, ToyLM, sdpa, traced
 
+pagoda = torch.ops.pagoda
+
 
 def found_in(before):
     graph = traced(ToyLM(sdpa, before=before))
@@ -61,6 +63,7 @@ MIXING = {
     "length of all": (lambda m, h, pos: h / torch.linalg.vector_norm(h), "linalg_vector_norm runs over all"),
     "hstack": (lambda m, h, pos: torch.hstack([h, h])[:, : h.shape[1]], "joined along the tokens"),
     "norm over all": (lambda m, h, pos: F.layer_norm(h, h.shape[1:]), "layer_norm runs over the tokens"),
+    "own norm": (lambda m, h, pos: pagoda.rms_norm(h.mT, None, 1e-5, 0.0, True).mT, "rms_norm runs over the tokens"),
 }
 
 
@@ -288,6 +291,7 @@ PER_TOKEN = {
     "masked experts": lambda m, h, pos: sum(h * (h[..., :4].argmax(-1, keepdim=True) == e) * e for e in range(4)),
     "inverse permutation": inverse_permutation,
     "norm": lambda m, h, pos: F.layer_norm(h, (HIDDEN,)) * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6),
+    "own norm": lambda m, h, pos: pagoda.rms_norm(pagoda.activation(h.mT, "silu").mT, None, 1e-5, 0.0, True),
     "gate": lambda m, h, pos: F.silu(h) * h.sigmoid() + h.clamp(min=-1).softmax(-1),
     "heads": lambda m, h, pos: torch.stack(h.view(1, -1, 4, 8).unbind(2), 2).sum(2).repeat(1, 1, 4),
     "split": lambda m, h, pos: torch.cat([h[..., HIDDEN // 2 :], h.chunk(2, -1)[0]], dim=-1),

@@ -8,14 +8,14 @@ from transformers.models.lfm2.modeling_lfm2 import causal_conv1d_fn as lfm2_conv
 from transformers.models.mamba.modeling_mamba import causal_conv1d_fn as mamba_convolution
 
 from torch_pagoda.runtime.ops import causal_conv1d as module
-from torch_pagoda.runtime.ops.causal_conv1d import (
-    causal_conv1d_seq,
-    causal_conv1d_seq_cpu,
-    causal_conv1d_seq_reference,
-)
+from torch_pagoda.runtime.ops.causal_conv1d import causal_conv1d, causal_conv1d_seq
+from torch_pagoda.runtime.ops.registration import OPERATORS
+
+causal_conv1d_reference = OPERATORS[causal_conv1d].reference
+causal_conv1d_cpu = OPERATORS[causal_conv1d].cpu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-FUNCTIONS = [causal_conv1d_seq_reference, causal_conv1d_seq_cpu]
+FUNCTIONS = [causal_conv1d_reference, causal_conv1d_cpu]
 
 
 def of_models(x, weight, bias, activation):
@@ -69,7 +69,7 @@ MISTAKES = {
 def test_a_mistake_is_seen(mistake, assert_rounded_alike):
     given = torch.randn(1, 9, 16), torch.randn(16, 4), torch.randn(16)
     with pytest.raises(AssertionError):
-        assert_rounded_alike(causal_conv1d_seq_cpu(*MISTAKES[mistake](*given), "silu"), of_models(*given, "silu"))
+        assert_rounded_alike(causal_conv1d_cpu(*MISTAKES[mistake](*given), "silu"), of_models(*given, "silu"))
 
 
 STRIDED = {
@@ -85,15 +85,15 @@ STRIDED = {
 def test_any_strides(name, dtype, assert_alike):
     x, weight = STRIDED[name]().to(dtype), torch.randn(4, 80).to(dtype).T[::2]
     for given in ((x, weight, torch.randn(80).to(dtype)[::2], ""), (x, weight.contiguous(), None, "silu")):
-        result = causal_conv1d_seq_cpu(*given)
+        result = causal_conv1d_cpu(*given)
         assert result.is_contiguous()
-        assert_alike(result, causal_conv1d_seq_reference(*given))
+        assert_alike(result, causal_conv1d_reference(*given))
 
 
 def test_large_and_missing_numbers():
     x = torch.zeros(1, 6, 8)
     x[0, 0], x[0, 1], x[0, 2] = 1e30, -1e30, torch.nan
-    result = causal_conv1d_seq_cpu(x, torch.tensor([[0.0, 1.0]]).expand(8, 2), None, "silu")
+    result = causal_conv1d_cpu(x, torch.tensor([[0.0, 1.0]]).expand(8, 2), None, "silu")
     assert (result[0, 0] == 1e30).all() and (result[0, 1] == 0).all()
     assert result[0, 2:4].isnan().all() and (result[0, 4:] == 0).all()  # 0 · NaN is NaN
 
@@ -104,7 +104,7 @@ def test_the_reference_runs_where_the_kernel_does_not(monkeypatch):
         causal_conv1d_seq(*(x.double() if isinstance(x, torch.Tensor) else x for x in given)).dtype is torch.float64
     )
     monkeypatch.setattr(module, "kernel_function", lambda name: None)
-    assert torch.equal(causal_conv1d_seq_cpu(*given), causal_conv1d_seq_reference(*given))
+    assert torch.equal(causal_conv1d_cpu(*given), causal_conv1d_reference(*given))
 
 
 @pytest.mark.parametrize("function", [causal_conv1d_seq, *FUNCTIONS])

@@ -7,8 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from torch_pagoda.runtime.ops import CPU_FUNCTIONS
+from torch_pagoda.runtime.ops import OPERATORS
 from torch_pagoda.runtime.ops.attention import attention_cpu
+from torch_pagoda.runtime.ops.registration import Facts
 
 pagoda = torch.ops.pagoda
 
@@ -96,8 +97,8 @@ def test_gradients_are_refused(name):
 
 
 def test_every_operator_has_its_cpu_function():
-    assert CPU_FUNCTIONS[pagoda.attention.default] is attention_cpu
-    assert {overload._schema.name.removeprefix("pagoda::") for overload in CPU_FUNCTIONS} >= {
+    assert OPERATORS[pagoda.attention.default].cpu is attention_cpu
+    assert {overload._schema.name.removeprefix("pagoda::") for overload in OPERATORS} >= {
         *NAMES,
         "attention",
         "paged_attention",
@@ -106,8 +107,32 @@ def test_every_operator_has_its_cpu_function():
     for name in NAMES:
         overload = getattr(pagoda, name).default
         arguments = arguments_of(name, torch.bfloat16)
-        direct, dispatched = flat(CPU_FUNCTIONS[overload](*arguments)), flat(overload(*arguments))
+        direct, dispatched = flat(OPERATORS[overload].cpu(*arguments)), flat(overload(*arguments))
         assert all(map(torch.equal, direct, dispatched))
+
+
+def test_an_operator_has_to_declare_every_fact():
+    facts = {"over": "rows", "invariant": True, "kind": "", "spelled_out": False}
+    for missing in facts:
+        with pytest.raises(TypeError, match=missing):
+            Facts(**{name: fact for name, fact in facts.items() if name != missing})
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "rope"])
+def test_results_depend_on_what_is_declared(name):
+    """A change of one row, or of one element, changes no other."""
+    facts = OPERATORS[getattr(pagoda, name).default].facts
+    arguments = arguments_of(name)
+    before = flat(getattr(pagoda, name).default(*arguments))
+    changed = arguments[0].clone()
+    changed[1, 3, 0] += 1
+    after = flat(getattr(pagoda, name).default(changed, *arguments[1:]))
+    for old, new in zip(before, after, strict=True):
+        expected = torch.zeros_like(old, dtype=torch.bool)
+        expected[1, 3] = facts.over == "rows"
+        expected[1, 3, 0] = True
+        assert not ((old != new) & ~expected).any()
+    assert facts.over in ("elements", "rows") and any((o != n).any() for o, n in zip(before, after, strict=True))
 
 
 def layer(x, residual, weight, product, cos, sin):

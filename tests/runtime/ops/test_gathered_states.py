@@ -9,12 +9,13 @@ import pytest
 import torch
 from state_graphs import step_of
 
-from torch_pagoda.runtime.ops.causal_conv1d import causal_conv1d_reference
+from torch_pagoda.runtime.ops.causal_conv1d import causal_conv1d
 from torch_pagoda.runtime.ops.chunked_recurrence import Chunks, chunk_width, chunked_recurrence
 from torch_pagoda.runtime.ops.chunked_scan import SCAN_CHUNK, chunked_scan
 from torch_pagoda.runtime.ops.gathered_states import gathered_causal_conv1d
-from torch_pagoda.runtime.ops.linear_recurrence import linear_recurrence_reference
-from torch_pagoda.runtime.ops.selective_scan import selective_scan_reference
+from torch_pagoda.runtime.ops.linear_recurrence import linear_recurrence
+from torch_pagoda.runtime.ops.registration import OPERATORS
+from torch_pagoda.runtime.ops.selective_scan import selective_scan
 from torch_pagoda.runtime.state_tables import (
     CHUNK_TABLES,
     CONVOLUTION_TABLES,
@@ -22,6 +23,10 @@ from torch_pagoda.runtime.state_tables import (
     chunk_tables,
     convolution_tables,
 )
+
+linear_recurrence_reference = OPERATORS[linear_recurrence].reference
+selective_scan_reference = OPERATORS[selective_scan].reference
+causal_conv1d_reference = OPERATORS[causal_conv1d].reference
 
 # Tokens of each sequence of a step: decode, short parts, one that fills chunks of every width, and several of them.
 STEPS = [[1], [1, 1, 1], [3, 1, 7, 2], [64, 16, 1], [70, 1, 200], [130, 64, 65, 63]]

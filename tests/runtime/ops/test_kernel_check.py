@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from torch_pagoda.runtime.ops import kernel_check, state_check
-from torch_pagoda.runtime.ops.causal_conv1d import causal_conv1d_reference
+from torch_pagoda.runtime.ops import kernel_check
+from torch_pagoda.runtime.ops.causal_conv1d import causal_conv1d
 from torch_pagoda.runtime.ops.kernel_check import check_kernels, wrong_attention, wrong_experts
-from torch_pagoda.runtime.ops.linear_recurrence import linear_recurrence_reference
+from torch_pagoda.runtime.ops.linear_recurrence import linear_recurrence
 from torch_pagoda.runtime.ops.moe import moe_cpu, moe_reference
 from torch_pagoda.runtime.ops.paged_attention import paged_attention_cpu
 from torch_pagoda.runtime.ops.reference import paged_attention_reference
-from torch_pagoda.runtime.ops.selective_scan import selective_scan_reference
+from torch_pagoda.runtime.ops.registration import OPERATORS
+from torch_pagoda.runtime.ops.selective_scan import selective_scan
 from torch_pagoda.runtime.ops.state_check import wrong_state, wrong_states
+
+linear_recurrence_reference = OPERATORS[linear_recurrence].reference
+selective_scan_reference = OPERATORS[selective_scan].reference
+causal_conv1d_reference = OPERATORS[causal_conv1d].reference
 
 COMPUTING = set(
     "addmm baddbmm bmm cat conv1d einsum exp gelu layer log log1p logsumexp matmul maximum minimum mm mv relu rms "
@@ -204,7 +210,7 @@ def test_wrong_states_are_reported(monkeypatch):
     if kernel_check.load_kernels() is None:
         pytest.skip("there are no kernels")
     wrong = functools.partial(begin_anew, selective_scan_reference)
-    monkeypatch.setitem(state_check._PAIRS, "a scan", (wrong, selective_scan_reference))
+    monkeypatch.setitem(OPERATORS, selective_scan, replace(OPERATORS[selective_scan], cpu=wrong))
     check_kernels.cache_clear()
     with pytest.raises(RuntimeError, match=r"are wrong on this machine: a scan in torch.float32 differs"):
         check_kernels()

@@ -12,18 +12,16 @@ from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from torch_pagoda.runtime.ops import linear_recurrence as module
-from torch_pagoda.runtime.ops.linear_recurrence import (
-    linear_recurrence_cpu,
-    linear_recurrence_reference,
-    linear_recurrence_seq,
-    linear_recurrence_seq_cpu,
-    linear_recurrence_seq_reference,
-)
+from torch_pagoda.runtime.ops.linear_recurrence import linear_recurrence, linear_recurrence_seq
+from torch_pagoda.runtime.ops.registration import OPERATORS
+
+linear_recurrence_reference = OPERATORS[linear_recurrence].reference
+linear_recurrence_cpu = OPERATORS[linear_recurrence].cpu
 
 # Key heads, value heads, size of keys, of values.
 HEADS = [(1, 1, 128, 128), (2, 4, 64, 32), (4, 4, 16, 24), (1, 4, 20, 7)]
 LENGTHS = [1, 2, 7, 63, 64, 65, 130]
-FUNCTIONS = [linear_recurrence_seq_reference, linear_recurrence_seq_cpu]
+FUNCTIONS = [linear_recurrence_reference, linear_recurrence_cpu]
 
 
 def delta_case(tokens, heads, dtype=torch.float32, by_channel=False, strong=False):
@@ -50,7 +48,7 @@ def kimi(query, key, value, decay, beta, scale, eps):
 
 def exact(given):
     wide = (x.double() if isinstance(x, torch.Tensor) else x for x in given)
-    return linear_recurrence_seq_reference(*wide).to(given[2].dtype)
+    return linear_recurrence_reference(*wide).to(given[2].dtype)
 
 
 @pytest.mark.parametrize("by_channel", [False, True])
@@ -62,10 +60,10 @@ def test_it_is_the_delta_rule_of_models(by_channel, heads, assert_close):
         strong = delta_case(tokens, heads, by_channel=by_channel, strong=True)
         half = delta_case(tokens, heads, torch.bfloat16, by_channel)
         for arguments, expected in ((given, model(*given)), (strong, exact(strong)), (half, model(*half))):
-            assert_close(linear_recurrence_seq_reference(*arguments), expected)
-            assert_close(linear_recurrence_seq_cpu(*arguments), expected)
+            assert_close(linear_recurrence_reference(*arguments), expected)
+            assert_close(linear_recurrence_cpu(*arguments), expected)
         # Models subtract sums of logarithms, which are large by now.
-        torch.testing.assert_close(linear_recurrence_seq_cpu(*strong), model(*strong), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(linear_recurrence_cpu(*strong), model(*strong), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -125,7 +123,7 @@ def test_a_mistake_is_seen(mistake, assert_close):
     expected = qwen(*given)
     MISTAKES[mistake](given)
     with pytest.raises(AssertionError, match="relative error"):
-        assert_close(linear_recurrence_seq_cpu(*given), expected)
+        assert_close(linear_recurrence_cpu(*given), expected)
 
 
 STRIDED = {
@@ -144,13 +142,13 @@ def test_any_strides_and_dtypes(name, dtype, assert_close):
     for given in (decay, -torch.rand(1, 9, 4).to(dtype)[..., ::2], -torch.rand(1, 9, 64, 2).transpose(2, 3)):
         for beta in (None, torch.rand(1, 9, 4)[..., ::2]):
             arguments = (query, key, value, given, beta, 0.3, 1e-6)
-            assert_close(linear_recurrence_seq_cpu(*arguments), linear_recurrence_seq_reference(*arguments))
+            assert_close(linear_recurrence_cpu(*arguments), linear_recurrence_reference(*arguments))
 
 
 def test_the_reference_runs_where_the_kernel_does_not(monkeypatch):
     given = delta_case(9, HEADS[1])
     monkeypatch.setattr(module, "kernel_function", lambda name: None)
-    assert torch.equal(linear_recurrence_seq_cpu(*given), linear_recurrence_seq_reference(*given))
+    assert torch.equal(linear_recurrence_cpu(*given), linear_recurrence_reference(*given))
 
 
 def test_a_state_in_bf16_is_rounded_once_a_step(assert_close):

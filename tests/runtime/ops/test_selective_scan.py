@@ -7,13 +7,13 @@ import torch
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
 from torch_pagoda.runtime.ops import selective_scan as module
-from torch_pagoda.runtime.ops.selective_scan import (
-    selective_scan_seq,
-    selective_scan_seq_cpu,
-    selective_scan_seq_reference,
-)
+from torch_pagoda.runtime.ops.registration import OPERATORS
+from torch_pagoda.runtime.ops.selective_scan import selective_scan, selective_scan_seq
 
-FUNCTIONS = [selective_scan_seq_reference, selective_scan_seq_cpu]
+selective_scan_reference = OPERATORS[selective_scan].reference
+selective_scan_cpu = OPERATORS[selective_scan].cpu
+
+FUNCTIONS = [selective_scan_reference, selective_scan_cpu]
 
 
 def scan_case(tokens, channels, dim, dtype=torch.float32):
@@ -38,7 +38,7 @@ def test_it_is_the_scan_of_mamba(function, dtype, channels, dim, assert_close):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_state_is_rounded_only_if_asked(function):
     given = scan_case(33, 64, 16, torch.bfloat16)
-    exact = selective_scan_seq_reference(*(x.double() if isinstance(x, torch.Tensor) else x for x in given))
+    exact = selective_scan_reference(*(x.double() if isinstance(x, torch.Tensor) else x for x in given))
     errors = [(function(*given[:-1], flag).double() - exact).abs().mean() for flag in (False, True)]
     assert 1.2 * errors[0] < errors[1] < 0.02
 
@@ -58,7 +58,7 @@ def test_a_mistake_is_seen(mistake, assert_close):
     place, change = MISTAKES[mistake]
     given[place] = change(given[place])
     with pytest.raises(AssertionError, match="relative error"):
-        assert_close(selective_scan_seq_cpu(*given), expected)
+        assert_close(selective_scan_cpu(*given), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -66,10 +66,10 @@ def test_any_strides(dtype, assert_close):
     x, dt = torch.randn(1, 40, 9).to(dtype).mT, torch.rand(1, 9, 120)[..., ::3]
     merged = torch.randn(1, 9, 50).to(dtype)
     given = (x, dt, -torch.rand(16, 40).T, merged[..., 2:18], merged[..., 20:36], False)
-    result = selective_scan_seq_cpu(*given)
+    result = selective_scan_cpu(*given)
     assert result.is_contiguous()
-    assert_close(result, selective_scan_seq_reference(*given))
-    assert selective_scan_seq_cpu(x[:, :0], dt[:, :0], given[2], *(y[:, :0] for y in given[3:5]), True).numel() == 0
+    assert_close(result, selective_scan_reference(*given))
+    assert selective_scan_cpu(x[:, :0], dt[:, :0], given[2], *(y[:, :0] for y in given[3:5]), True).numel() == 0
 
 
 def test_the_reference_runs_where_the_kernel_does_not(monkeypatch):
@@ -78,7 +78,7 @@ def test_the_reference_runs_where_the_kernel_does_not(monkeypatch):
     assert wide.dtype is torch.float64
     torch.testing.assert_close(wide.float(), selective_scan_seq(*given), rtol=1e-4, atol=1e-4)
     monkeypatch.setattr(module, "kernel_function", lambda name: None)
-    assert torch.equal(selective_scan_seq_cpu(*given), selective_scan_seq_reference(*given))
+    assert torch.equal(selective_scan_cpu(*given), selective_scan_reference(*given))
 
 
 @pytest.mark.parametrize("function", [selective_scan_seq, *FUNCTIONS])

@@ -11,35 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from torch_pagoda.runtime.ops.causal_conv1d import (
-    causal_conv1d,
-    causal_conv1d_cpu,
-    causal_conv1d_reference,
-    causal_conv1d_seq_cpu,
-    causal_conv1d_seq_reference,
-)
-from torch_pagoda.runtime.ops.linear_recurrence import (
-    linear_recurrence,
-    linear_recurrence_cpu,
-    linear_recurrence_reference,
-    linear_recurrence_seq_cpu,
-    linear_recurrence_seq_reference,
-)
+from torch_pagoda.runtime.ops.causal_conv1d import causal_conv1d
+from torch_pagoda.runtime.ops.linear_recurrence import linear_recurrence
 from torch_pagoda.runtime.ops.native import load_kernels
-from torch_pagoda.runtime.ops.selective_scan import (
-    selective_scan,
-    selective_scan_cpu,
-    selective_scan_reference,
-    selective_scan_seq_cpu,
-    selective_scan_seq_reference,
-)
+from torch_pagoda.runtime.ops.registration import OPERATORS
+from torch_pagoda.runtime.ops.selective_scan import selective_scan
 
 SLOTS = 9
 
 
 @dataclass(frozen=True)
 class Stateful:
-    """An operator in its two forms, kernel and reference of each, and arguments for some number of tokens.
+    """An operator in its two forms, which a kernel or a reference runs, and arguments for some number of tokens.
 
     ``by_token`` are the places of the arguments that have a row for each.
     """
@@ -103,28 +86,19 @@ SCANS = {
     "scan": (scan, (0, 1, 3, 4), (70, 16)),
     "scan of odd size": (lambda tokens: scan(tokens, 5), (0, 1, 3, 4), (70, 5)),
 }
-KERNELS = {
-    "convolution": Stateful(causal_conv1d, causal_conv1d_cpu, causal_conv1d_seq_cpu, *CONVOLUTION),
-    **{
-        name: Stateful(linear_recurrence, linear_recurrence_cpu, linear_recurrence_seq_cpu, *case)
-        for name, case in RECURRENCES.items()
-    },
-    **{
-        name: Stateful(selective_scan, selective_scan_cpu, selective_scan_seq_cpu, *case)
-        for name, case in SCANS.items()
-    },
+CASES = {
+    "convolution": (causal_conv1d, *CONVOLUTION),
+    **{name: (linear_recurrence, *case) for name, case in RECURRENCES.items()},
+    **{name: (selective_scan, *case) for name, case in SCANS.items()},
 }
-REFERENCES = {
-    "convolution": Stateful(causal_conv1d, causal_conv1d_reference, causal_conv1d_seq_reference, *CONVOLUTION),
-    **{
-        name: Stateful(linear_recurrence, linear_recurrence_reference, linear_recurrence_seq_reference, *case)
-        for name, case in RECURRENCES.items()
-    },
-    **{
-        name: Stateful(selective_scan, selective_scan_reference, selective_scan_seq_reference, *case)
-        for name, case in SCANS.items()
-    },
-}
+
+
+def by(function: str) -> dict[str, Stateful]:
+    own = {name: getattr(OPERATORS[overload], function) for name, (overload, *_) in CASES.items()}
+    return {name: Stateful(case[0], own[name], own[name], *case[1:]) for name, case in CASES.items()}
+
+
+KERNELS, REFERENCES = by("cpu"), by("reference")
 BOTH = [
     *(pytest.param(operator, id=f"{name}, kernel") for name, operator in KERNELS.items()),
     *(pytest.param(operator, id=f"{name}, reference") for name, operator in REFERENCES.items()),
