@@ -3,7 +3,6 @@
     python benchmarks/serving.py                                   # examples/tiny-pydoc, the worst case for a server
     python benchmarks/serving.py --model DIR --tokens 64           # a checkpoint
     python benchmarks/serving.py --shape tinyllama-1.1b            # random weights of that shape, and words
-    python benchmarks/serving.py --engine thread --only throughput
     python benchmarks/serving.py --vllm-bench                      # instead, beside "vllm serve"; installs vLLM
 
 Everything runs on this machine and takes its cores from each other, as it would for a user: the server's two
@@ -156,11 +155,11 @@ async def run_all(port: int, bodies: Sequence[dict[str, Any]]) -> list[Answer]:
     return [read_answer(found) for found in await exchange_all(port, bodies)]
 
 
-def throughput(work: Work, engine: str, rounds: int) -> dict[str, Any]:
+def throughput(work: Work, rounds: int) -> dict[str, Any]:
     """Rounds of the three ways in turn; medians."""
     found: dict[str, list[tuple[float, float, list[float]]]] = {"offline": [], "answer": [], "stream": []}
     alone = offline(work, rounds + 1)
-    with serving(work, "--engine", engine) as server:
+    with serving(work) as server:
         for seed in range(rounds + 1):
             result = next(alone)
             rows = {"offline": (result["tokens"] / result["seconds"], result["cpu"] / result["tokens"], [])}
@@ -203,7 +202,7 @@ def _delays(made: Sequence[dict[str, Any]], answers: dict[str, Answer]) -> list[
     return delays
 
 
-def latency(work: Work, engine: str) -> dict[str, Any]:
+def latency(work: Work) -> dict[str, Any]:
     """Milliseconds that a step's text takes from the engine to the client, and a first token.
 
     Text is found again by its place in the answer: an event may carry several steps' text; some tokens have none.
@@ -214,7 +213,6 @@ def latency(work: Work, engine: str) -> dict[str, Any]:
         try:
             command = [sys.executable, str(HERE / "serving_traced.py"), str(work.model), "--port", "0"]
             command += [*work.options, "--no-enable-prefix-caching", "--log-requests", "none"]
-            command += ["--engine", engine]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         finally:
             del os.environ["PAGODA_BENCHMARK_STEPS"]
@@ -249,9 +247,9 @@ def latency(work: Work, engine: str) -> dict[str, Any]:
     }
 
 
-def overload(work: Work, engine: str) -> dict[str, Any]:
+def overload(work: Work) -> dict[str, Any]:
     """640 requests at once where 64 run and 128 wait."""
-    options = ("--max-num-seqs", "64", "--max-queue", "128", "--engine", engine)
+    options = ("--max-num-seqs", "64", "--max-queue", "128")
     many = Work(work.model, work.vocab_size, 640, 16, 32, tuple(_without(work.options, "--max-num-seqs")))
     with serving(many, *options) as server:
         stream = {"stream": True, "stream_options": {"include_usage": True}}
@@ -280,7 +278,7 @@ def overload(work: Work, engine: str) -> dict[str, Any]:
         }
 
 
-def leaving(work: Work, engine: str, count: int) -> dict[str, Any]:
+def leaving(work: Work, count: int) -> dict[str, Any]:
     """Clients that close their connection after some events, or before their one answer."""
     draw = random.Random(0)
 
@@ -307,7 +305,7 @@ def leaving(work: Work, engine: str, count: int) -> dict[str, Any]:
             "running_after": metric(text, "vllm:num_requests_running"),
         }
 
-    with serving(work, "--engine", engine) as server:
+    with serving(work) as server:
         return uvloop.run(run(server.port))
 
 
@@ -317,7 +315,7 @@ async def _leave_early(port: int, body: dict[str, Any], seconds: float) -> None:
         await asyncio.wait_for(ask(port, body), seconds)
 
 
-def slow(work: Work, engine: str, count: int) -> dict[str, Any]:
+def slow(work: Work, count: int) -> dict[str, Any]:
     """Readers that take a byte each 100 ms, beside eight normal ones."""
 
     async def crawl(port: int, body: dict[str, Any], stop: asyncio.Event) -> None:
@@ -356,7 +354,7 @@ def slow(work: Work, engine: str, count: int) -> dict[str, Any]:
             "kb_per_connection": grown * 1024 / count,
         }
 
-    with serving(work, "--engine", engine, "--max-queue", str(2 * count)) as server:
+    with serving(work, "--max-queue", str(2 * count)) as server:
         return uvloop.run(run(server))
 
 
@@ -365,11 +363,11 @@ def _percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
-def vllm_bench(work: Work, engine: str, rounds: int) -> list[dict[str, Any]]:
+def vllm_bench(work: Work, rounds: int) -> list[dict[str, Any]]:
     """``vllm bench serve`` against ours and, where it starts, ``vllm serve``: a row for each number of streams."""
     longest = int(work.options[work.options.index("--max-model-len") + 1])
     with (
-        serving(work, "--engine", engine, "--dtype", "bfloat16", "--served-model-name", NAME) as ours,
+        serving(work, "--dtype", "bfloat16", "--served-model-name", NAME) as ours,
         vllm_serving(work.model, work.requests, longest) as theirs,
     ):
         ports = {"pagoda serve": ours.port} | ({"vllm serve": theirs.port} if theirs else {})
@@ -417,7 +415,6 @@ def main() -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", type=Path, default=EXAMPLE)
     source.add_argument("--shape", choices=list(SHAPES))
-    parser.add_argument("--engine", choices=("process", "thread"), default="process")
     parser.add_argument("--only", choices=EXPERIMENTS, action="append")
     parser.add_argument(
         "--vllm-bench", action="store_true", help="load it and vllm serve by vllm bench serve, instead"
@@ -442,18 +439,18 @@ def main() -> None:
         results: dict[str, Any] = {}
         for name in ("vllm-bench",) if arguments.vllm_bench else arguments.only or EXPERIMENTS:
             if name == "vllm-bench":
-                results[name] = vllm_bench(work, arguments.engine, arguments.rounds)
+                results[name] = vllm_bench(work, arguments.rounds)
             elif name == "throughput":
-                results[name] = throughput(work, arguments.engine, arguments.rounds)
+                results[name] = throughput(work, arguments.rounds)
             elif name == "latency":
-                results[name] = latency(work, arguments.engine)
+                results[name] = latency(work)
             elif name == "overload":
-                results[name] = overload(work, arguments.engine)
+                results[name] = overload(work)
             elif name == "leaving":
                 fifty = Work(model, vocab_size, 50, arguments.prompt_tokens, arguments.tokens, options)
-                results[name] = leaving(fifty, arguments.engine, arguments.leaving)
+                results[name] = leaving(fifty, arguments.leaving)
             else:
-                results[name] = slow(work, arguments.engine, arguments.readers)
+                results[name] = slow(work, arguments.readers)
             print(table({name: results[name]}), flush=True)
     save(arguments.out, "serving", {"conditions": conditions(arguments.threads), **results}, table(results))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,11 +20,8 @@ from ..requests.request import Request
 from ..requests.request_options import RequestOptions
 from ..requests.sampling_params import SamplingParams
 from ..sampling.beam_search import BeamSearch, Candidates
-from .step_output import SampleTask, StepOutput
+from .state import EngineState
 from .submission import Completion, Submission, earliest, undecodable
-
-if TYPE_CHECKING:
-    from .core import EngineCore
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,53 +68,56 @@ class BeamSubmission(Submission):
         request = options.request(self._next_request_id(), self.prompt_token_ids, params, self.arrival_time)
         self.completions = [Completion(self, request, 0, max_model_len, (), None, None)]
 
-    def sample_task(self, core: EngineCore, completion: Completion) -> SampleTask:
-        return SampleTask(num_candidates=self.search.num_candidates)
-
     def end_with(self, completion: Completion, error: str | None) -> list[Completion]:
         """A beam takes its whole search with it."""
         self.error = "its deadline has passed" if error is None else error
         return [other for other in self.completions if other is not completion]
 
-    def update(self, core: EngineCore, completion: Completion, output: StepOutput, now: float) -> list[Completion]:
-        """Keep what may follow a beam; when all beams have that, the search takes a step."""
-        if output.candidates is None:
-            return []
-        core.batcher.pause(completion.request)
-        self.candidates[completion] = output.candidates
-        return self._advance(core, now) if len(self.candidates) == len(self.completions) else []
+    def take_candidates(
+        self, state: EngineState, completion: Completion, candidates: Candidates | None, now: float
+    ) -> list[Completion]:
+        """Keep what may follow a beam; when all beams have that, the search takes a step.
 
-    def _advance(self, core: EngineCore, now: float) -> list[Completion]:
+        Returns:
+            The completions that got a token and go on.
+        """
+        if candidates is None:
+            return []
+        state.batcher.pause(completion.request)
+        self.candidates[completion] = candidates
+        return self._advance(state, now) if len(self.candidates) == len(self.completions) else []
+
+    def _advance(self, state: EngineState, now: float) -> list[Completion]:
         """Let the search take a step; returns the completions that got a token."""
         step = self.next_step()
         num_tokens = len(self.completions)
         for completion in self.completions:
-            core.note_sampled(completion.request, now)
+            state.note_sampled(completion.request, now)
         # From here on what is to be done follows from the search: see ``restore``.
         self.search = step.search
         self.candidates = {}
         self.num_steps += num_tokens
-        core.num_generated_tokens += num_tokens
+        state.num_generated_tokens += num_tokens
         if step.search.is_done:
             for completion in self.completions:
-                core.end(completion, "stop")
+                state.end(completion, "stop")
             return []
         for completion in step.ended:
             self.num_former_preemptions += completion.request.num_preemptions
-            core.end(completion, "stop")
+            state.end(completion, "stop")
         for parent, child in step.branches:
             child.request.first_token_time = parent.request.first_token_time
-            core.completions[child.request.request_id] = child
-            core.batcher.branch(parent.request, child.request)
+            state.completions[child.request.request_id] = child
+            state.batcher.branch(parent.request, child.request)
         new = {child for _, child in step.branches}
         self.completions = step.completions
         for completion, beam in zip(step.completions, step.search.beams, strict=True):
             request = completion.request
             if completion not in new:
                 request.output_token_ids.append(beam.token_ids[-1])
-                core.batcher.resume(request)
+                state.batcher.resume(request)
             completion.num_settled = request.num_output_tokens
-            core.restart_if_outgrown(request)
+            state.restart_if_outgrown(request)
         return step.completions
 
     def next_step(self) -> BeamStep:

@@ -46,6 +46,8 @@ from .engine_options import DEFAULT_BLOCK_SIZE, EngineOptions
 from .look_ahead import LookAhead
 from .model_runner import ModelRunner
 from .pieces import end_undecodable, new_pieces
+from .state import EngineState
+from .step_runner import StepRunner
 from .submission import Submission
 
 logger = logging.getLogger(__name__)
@@ -142,10 +144,10 @@ class Engine:
                 warm_up()
         self.sampler = Sampler(sorted(self.eos_token_ids))
         copier = BlockCopier(cache, host, [spec.group for spec in program.caches])
-        self._core = EngineCore(self.batcher, self.runner, self.sampler, copier, cost, before_step)
-        asks_ahead = program.device.type == "npu"
-        if asks_ahead if options.async_scheduling is None else options.async_scheduling:
-            self._core.look_ahead = LookAhead(self._core)
+        state = EngineState(self.batcher, self.runner, cost)
+        runs_ahead = program.device.type == "npu" if options.async_scheduling is None else options.async_scheduling
+        steps = (LookAhead if runs_ahead else StepRunner)(state, self.sampler, copier)
+        self._core = EngineCore(state, steps, before_step)
         self._next_id = 0
         if program.device.type == "cpu":
             keep_freed_memory()
@@ -273,14 +275,14 @@ class Engine:
         return self._core.turns.take(self._step)
 
     def _step(self) -> list[RequestOutput]:
-        core = self._core
+        core, state = self._core, self._core.state
         core.run_step()
         with core.transaction:
-            outputs = [self._output(s) for s in core.updated.values() if s.is_finished or not s.final_only]
-            for submission in core.updated.values():
+            outputs = [self._output(s) for s in state.updated.values() if s.is_finished or not s.final_only]
+            for submission in state.updated.values():
                 if submission.is_finished:
-                    core.submissions.pop(submission.request_id, None)
-        core.updated = {}  # last: whatever is interrupted before this is returned by the next call
+                    state.submissions.pop(submission.request_id, None)
+        state.updated = {}  # last: whatever is interrupted before this is returned by the next call
         return outputs
 
     def step_pieces(self) -> list[StreamPiece]:
@@ -294,19 +296,19 @@ class Engine:
         return self._core.turns.take(self._step_pieces)
 
     def _step_pieces(self) -> list[StreamPiece]:
-        core = self._core
+        core, state = self._core, self._core.state
         core.run_step()
         with core.transaction:
-            for known in core.pieces:  # of a call that was interrupted
+            for known in state.pieces:  # of a call that was interrupted
                 known.give()
-            new = [piece for submission in core.updated.values() for piece in new_pieces(core, submission)]
-            core.pieces = [*core.pieces, *new]
-            pieces = [piece.give() for piece in core.pieces]
-            for submission in core.updated.values():
+            new = [piece for submission in state.updated.values() for piece in new_pieces(state, submission)]
+            state.pieces = [*state.pieces, *new]
+            pieces = [piece.give() for piece in state.pieces]
+            for submission in state.updated.values():
                 if submission.is_finished:
-                    core.submissions.pop(submission.request_id, None)
-        core.updated = {}
-        core.pieces = []  # last: whatever is interrupted before this is returned by the next call
+                    state.submissions.pop(submission.request_id, None)
+        state.updated = {}
+        state.pieces = []  # last: whatever is interrupted before this is returned by the next call
         return pieces
 
     def cancel(self, request_id: str) -> bool:
@@ -329,18 +331,18 @@ class Engine:
         count = 0
         with self._core.transaction:
             for request_id in request_ids:
-                submission = self._core.submissions.get(request_id)
+                submission = self._core.state.submissions.get(request_id)
                 if submission is None or submission.is_finished:
                     continue
                 for completion in submission.completions:
-                    self._core.end(completion, "cancelled")
+                    self._core.state.end(completion, "cancelled")
                 count += 1
         return count
 
     def has_unfinished(self) -> bool:
         """True if another ``step`` has something to run or to return."""
-        core = self._core
-        return bool(core.updated or core.completions or core.pieces or core.is_under_way)
+        state = self._core.state
+        return bool(state.updated or state.completions or state.pieces or self._core.steps.is_under_way)
 
     def generate(
         self,
@@ -430,13 +432,13 @@ class Engine:
     def _run_to_the_end(self, batch: Sequence[Submission], on_progress: Callable[[Progress], None] | None) -> None:
         core = self._core
         unfinished = set(batch)
-        before = core.num_generated_tokens
+        before = core.state.num_generated_tokens
         while unfinished:
             own = [submission for submission in core.turns.take(core.run_step) if submission in unfinished]
             # Without progress of ours, somebody else's step or a cancel may have ended some.
             unfinished.difference_update([s for s in own or batch if s.is_finished])
             if on_progress is not None:
-                generated = core.num_generated_tokens - before
+                generated = core.state.num_generated_tokens - before
                 on_progress(Progress(len(batch) - len(unfinished), len(batch), generated))
 
     def stream(
@@ -479,23 +481,23 @@ class Engine:
         return self._core.turns.take(self._stats)
 
     def _stats(self) -> dict[str, int | float]:
-        core = self._core
+        core, state = self._core, self._core.state
         with core.transaction:
             return {
                 **self.batcher.stats(),
                 "block_size": self.block_manager.block_size,
-                "steps": core.num_steps,
-                **core.step_sizes.stats(),
-                **(core.look_ahead.stats() if core.look_ahead is not None else {}),
+                "steps": state.num_steps,
+                **state.step_sizes.stats(),
+                **core.steps.stats(),
                 **getattr(self.runner.program, "graph_stats", dict)(),
-                "computed_tokens": core.num_computed_tokens,
-                "generated_tokens": core.num_generated_tokens,
-                "prompt_tokens": core.num_prompt_tokens,
-                "cached_tokens": core.num_cached_tokens,
-                **{f"finished_{reason}": count for reason, count in core.num_finished.items()},
-                "failed": core.num_failed,
-                "model_seconds": core.computer.model_seconds,
-                "total_seconds": core.total_seconds,
+                "computed_tokens": state.num_computed_tokens,
+                "generated_tokens": state.num_generated_tokens,
+                "prompt_tokens": state.num_prompt_tokens,
+                "cached_tokens": state.num_cached_tokens,
+                **{f"finished_{reason}": count for reason, count in state.num_finished.items()},
+                "failed": state.num_failed,
+                "model_seconds": state.model_seconds,
+                "total_seconds": state.total_seconds,
             }
 
     def profile(self, *, reset: bool = False) -> Profile:
@@ -503,9 +505,9 @@ class Engine:
         return self._core.turns.take(self._profile, reset)
 
     def _profile(self, reset: bool) -> Profile:
-        result = self._core.profiler.result()
+        result = self._core.state.profiler.result()
         if reset:
-            self._core.profiler.reset()
+            self._core.state.profiler.reset()
         return result
 
     def defragment(self) -> int:
@@ -581,7 +583,7 @@ class Engine:
 
     def _next_pieces(self, submission: Submission) -> list[StreamPiece]:
         with self._core.transaction:
-            return [piece.give() for piece in new_pieces(self._core, submission)]
+            return [piece.give() for piece in new_pieces(self._core.state, submission)]
 
     def _results(self, batch: Iterable[AnySubmission], result: Callable[[AnySubmission], Result]) -> list[Result]:
         with self._core.transaction:
@@ -590,7 +592,7 @@ class Engine:
     def _output(self, submission: Submission) -> RequestOutput:
         """Everything up to now; a completion whose text cannot be given ends with an error."""
         output = submission.output()
-        if any([end_undecodable(self._core, completion) for completion in submission.completions]):
+        if any([end_undecodable(self._core.state, completion) for completion in submission.completions]):
             output = submission.output()
         return output
 
@@ -609,7 +611,7 @@ class Engine:
             request_id = self._new_id()
         elif not isinstance(request_id, str) or "\0" in request_id:
             raise ValueError(f"request_id={request_id!r} is not plain text; choose another, or leave it out")
-        elif request_id in self._core.submissions:
+        elif request_id in self._core.state.submissions:
             raise ValueError(f"request_id={request_id!r} is in use; choose another, or leave it out")
         submission = Submission(request_id, prompt.text, prompt.token_ids, time.perf_counter(), is_private)
         submission.final_only = final_only
@@ -652,7 +654,7 @@ class Engine:
 
     def _new_id(self) -> str:
         """An id that no unfinished request has."""
-        while str(self._next_id) in self._core.submissions:
+        while str(self._next_id) in self._core.state.submissions:
             self._next_id += 1
         self._next_id += 1
         return str(self._next_id - 1)

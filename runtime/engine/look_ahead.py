@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
@@ -25,19 +24,20 @@ from torch import Tensor
 from ..autocast import without_autocast
 from ..batching import Schedule, ScheduledRequest
 from ..blocks import CacheCopy
+from ..cache.block_copier import BlockCopier
 from ..profiling.profile import MODEL, PACK, SAMPLE, SCHEDULE
 from ..requests.request import Request, RequestStatus
+from ..sampling.sampler import Sampler
 from . import synchronous_steps
 from .device_errors import raise_if_lost
 from .device_queue import DeviceQueue, HostCopy
 from .device_remedies import explain
+from .state import EngineState
 from .step_computer import UNUSABLE_LOGITS
 from .step_output import SampledToken, SampleTask, StepOutput
+from .step_runner import StepRunner
 from .submission import Submission, one_line
 from .synchronous_steps import why_synchronous
-
-if TYPE_CHECKING:
-    from .core import EngineCore
 
 logger = logging.getLogger(__name__)
 
@@ -67,34 +67,30 @@ class LaunchedStep:
     void: set[Request] = field(default_factory=set)
 
 
-class LookAhead:
+class LookAhead(StepRunner):
     """Runs the steps of an engine, one ahead of what is settled.
 
-    Between two calls at most one step is launched. Everything is called inside ``EngineCore.transaction``; after an
-    exception that leaves it, ``reset`` takes back what is under way.
-
-    Args:
-        core: whose steps they are.
+    Between two calls at most one step is launched. After an exception that leaves ``EngineCore.transaction``,
+    ``reset`` takes back what is under way.
 
     Attributes:
         num_ahead: steps that were launched before the one before them was settled.
         synchronous: steps that were settled before the next was planned, by reason.
     """
 
-    def __init__(self, core: EngineCore) -> None:
-        self.core = core
-        program = core.runner.program
+    def __init__(self, state: EngineState, sampler: Sampler, copier: BlockCopier) -> None:
+        super().__init__(state, sampler, copier)
+        program = state.runner.program
         self.queue: DeviceQueue = getattr(program, "queue", None) or DeviceQueue(program.device)
         self.num_ahead = 0
         self.synchronous: Counter[str] = Counter()
         self._launched: LaunchedStep | None = None
         self._last_end = 0.0
         self._uncertain: WeakSet[Request] = WeakSet()
-        core.computer.wait = self.queue.synchronize
+        self.computer.wait = self.queue.synchronize
 
     @property
     def is_under_way(self) -> bool:
-        """A step is launched and not settled."""
         return self._launched is not None
 
     def run_step(self, progressed: list[Submission]) -> None:
@@ -105,21 +101,15 @@ class LookAhead:
             self.settle(progressed)
 
     def settle(self, progressed: list[Submission]) -> bool:
-        """Settle the step that is under way, if there is one.
-
-        Returns:
-            False if it has failed on the device: everybody in it is to be computed anew.
-        """
         step, self._launched = self._launched, None
         return step is None or self._settle(step, progressed)
 
     def settle_if_idle(self) -> None:
-        """Settle what is under way if everybody in it has ended."""
-        if self._launched is not None and not self.core.batcher.has_unfinished():
+        if self._launched is not None and not self.state.batcher.has_unfinished():
             self.settle([])
 
     def reset(self) -> None:
-        """Forget what is under way, when the device has done it, whatever came of it."""
+        super().reset()
         self._synchronize()
         self._launched = None
 
@@ -137,20 +127,20 @@ class LookAhead:
             Whether a step is under way that may be followed by another: not where there was nothing to run, or where
             all is settled.
         """
-        core, started = self.core, time.perf_counter()
-        schedule = core.plan(started, progressed)
+        started = time.perf_counter()
+        schedule = self.plan(started, progressed)
         before = self._launched
         if schedule is None:
-            if before is None or not core.batcher.planner.could_preempt():
+            if before is None or not self.state.batcher.planner.could_preempt():
                 return False
             self.synchronous[synchronous_steps.BLOCKS] += 1
             self.settle(progressed)
             return self._run_next(progressed)
         if schedule.copies and before is not None:
             self._synchronize()
-        core.prepare(schedule, started)
+        self.prepare(schedule, started)
         scheduled = schedule.requests
-        tasks = list(map(core.sample_task, scheduled))
+        tasks = list(map(self.sample_task, scheduled))
         reason = self._why_synchronous(schedule, tasks)
         if reason is None:
             try:
@@ -173,9 +163,9 @@ class LookAhead:
         """The first reason why a step is to be settled before the next is planned, if there is one."""
         if schedule.overlapped_copies:
             return synchronous_steps.SWAP
-        if self.core.batcher.planner.suspects:
+        if self.state.batcher.planner.suspects:
             return synchronous_steps.FAILED
-        limit = self.core.runner.program.restart_length
+        limit = self.state.runner.program.restart_length
         for item, task in zip(schedule.requests, tasks, strict=True):
             reason = why_synchronous(item, task, limit, self._uncertain)
             if reason is not None:
@@ -192,17 +182,16 @@ class LookAhead:
         one_by_one: bool = False,
     ) -> None:
         """Compute and settle a prepared step, when the one before it is settled and as far as that leaves it."""
-        core = self.core
         if self._launched is not None:
             if not self.settle(progressed):
                 self._restart(scheduled)
                 scheduled = ()
-            core.profiler.begin_step()
+            self.state.profiler.begin_step()
         left = [item for item in scheduled if self._goes_on(item)]
         if left:
-            core.run(left, started, progressed, copies, one_by_one=one_by_one)
+            self.run(left, started, progressed, copies, one_by_one=one_by_one)
         else:
-            core.copier.run(copies)
+            self.copier.run(copies)
 
     def _goes_on(self, item: ScheduledRequest) -> bool:
         """True if a planned share is still the next of its request."""
@@ -211,19 +200,19 @@ class LookAhead:
 
     def _launch(self, scheduled: list[ScheduledRequest], tasks: list[SampleTask], started: float) -> LaunchedStep:
         """Give the device a step, behind the one that is under way."""
-        core = self.core
-        core.profiler.mark(SCHEDULE)
+        state = self.state
+        state.profiler.mark(SCHEDULE)
         launched = time.perf_counter()
-        ids, positions, metadata = core.runner.pack(scheduled)
+        ids, positions, metadata = state.runner.pack(scheduled)
         requests = [item.request for item in scheduled if item.is_last_chunk]
-        with torch.inference_mode(), without_autocast(core.runner.program.device.type):
+        with torch.inference_mode(), without_autocast(state.runner.program.device.type):
             if self._launched is not None:
                 ids = self._with_sampled(ids, scheduled, self._launched)
-            core.profiler.mark(PACK)
-            logits = core.runner.run(scheduled, (ids, positions, metadata))
-            drawn = core.computer.sampler.launch(logits.sampled, requests, self.queue.send)
+            state.profiler.mark(PACK)
+            logits = state.runner.run(scheduled, (ids, positions, metadata))
+            drawn = self.computer.sampler.launch(logits.sampled, requests, self.queue.send)
             outcome = self.queue.read_later(drawn)
-        core.profiler.mark(MODEL)
+        state.profiler.mark(MODEL)
         places = {request: place for place, request in enumerate(requests)}
         return LaunchedStep(scheduled, tasks, drawn[0], outcome, places, started, launched)
 
@@ -243,7 +232,7 @@ class LookAhead:
         return send(ids).index_copy(1, send(torch.tensor(where)), tokens[None])
 
     def _note_launched(self, step: LaunchedStep) -> None:
-        batcher = self.core.batcher
+        batcher = self.state.batcher
         for item, task in zip(step.scheduled, step.tasks, strict=True):
             batcher.launch(item.request, item.num_tokens, len(task.requests))
         batcher.planner.in_flight = frozenset([item.request for item in step.scheduled])
@@ -251,18 +240,18 @@ class LookAhead:
 
     def _settle(self, step: LaunchedStep, progressed: list[Submission]) -> bool:
         """Wait for a step and draw its consequences; the one after it may be under way. False if it has failed."""
-        core, batcher = self.core, self.core.batcher
+        state, batcher = self.state, self.state.batcher
         try:
             columns = step.outcome.wait().T.tolist()
         except Exception as error:
             raise_if_lost(error)
             self._take_back(step, error)
             return False
-        core.profiler.mark(SAMPLE)
+        state.profiler.mark(SAMPLE)
         now, last_end = time.perf_counter(), self._last_end
         seconds, self._last_end = now - max(step.launched, last_end), now
-        core.computer.model_seconds += seconds
-        core.cost.measure_step(step.scheduled, seconds)
+        state.model_seconds += seconds
+        state.cost.measure_step(step.scheduled, seconds)
         batcher.block_manager.release_held()
         if self._launched is None:
             batcher.planner.in_flight = frozenset()
@@ -278,8 +267,8 @@ class LookAhead:
             if item.request not in step.void:
                 scheduled.append(item)
                 outputs.append(output)
-        core.update(scheduled, outputs, progressed, was_launched=True)
-        core.end_step(step.scheduled, max(step.started, last_end))
+        self.update(scheduled, outputs, progressed, was_launched=True)
+        self.end_step(step.scheduled, max(step.started, last_end))
         return True
 
     def _sample_again(self, item: ScheduledRequest, step: LaunchedStep) -> None:
@@ -288,7 +277,7 @@ class LookAhead:
         if request in step.void or not self._is_running(request):
             return
         self._uncertain.add(request)
-        self.core.batcher.rewind(request, item.start + item.num_tokens - 1)
+        self.state.batcher.rewind(request, item.start + item.num_tokens - 1)
         if self._launched is not None:
             self._launched.void.add(request)
 
@@ -297,7 +286,7 @@ class LookAhead:
         logger.warning(
             "a step of %d requests failed (%s); computing them anew", len(step.scheduled), one_line(explain(error))
         )
-        batcher, behind = self.core.batcher, self._launched
+        batcher, behind = self.state.batcher, self._launched
         self.reset()
         batcher.planner.in_flight = frozenset()
         batcher.block_manager.release_held()
@@ -309,13 +298,13 @@ class LookAhead:
     def _restart(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Let a step that was planned behind a failed one begin anew: who was admitted since may hold a prefix that
         the failed one was to compute."""
-        batcher = self.core.batcher
+        batcher = self.state.batcher
         for item in scheduled:
             if self._is_running(item.request) and item.request not in batcher.planner.suspects:
                 batcher.restart(item.request)
 
     def _is_running(self, request: Request) -> bool:
-        return request.status is RequestStatus.RUNNING and self.core.batcher.get(request.request_id) is request
+        return request.status is RequestStatus.RUNNING and self.state.batcher.get(request.request_id) is request
 
     def stats(self) -> dict[str, int]:
         """``steps_ahead``, and ``synchronous_steps_`` of each reason."""

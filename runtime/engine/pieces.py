@@ -6,50 +6,27 @@ whoever is interrupted between the two either gives it again or makes it anew, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from ..requests.outputs import StreamPiece
-from .submission import Completion, Mark, Submission
-
-if TYPE_CHECKING:
-    from .core import EngineCore
+from .state import EngineState
+from .submission import Completion, NewPiece, Submission
 
 
-@dataclass(frozen=True, slots=True)
-class NewPiece:
-    """A piece, and how far the caller has its completions when it has been given.
-
-    Attributes:
-        piece: what is new.
-        marks: for each completion that it is about.
-    """
-
-    piece: StreamPiece
-    marks: Sequence[tuple[Completion, Mark]]
-
-    def give(self) -> StreamPiece:
-        """Note that the caller has it; returns the piece."""
-        for completion, mark in self.marks:
-            completion.given = mark
-        return self.piece
-
-
-def new_pieces(core: EngineCore, submission: Submission) -> list[NewPiece]:
-    """What of a submission is new, at most a piece for each completion, inside ``transaction``.
+def new_pieces(state: EngineState, submission: Submission) -> list[NewPiece]:
+    """What of a submission is new, at most a piece for each completion, inside ``EngineCore.transaction``.
 
     Of one that is ``final_only`` each completion has a single piece, at its end; where the best ones are to be found,
     all have it when the last has ended.
     """
     if submission.num_returned is not None:
-        return _best(core, submission) if submission.is_finished else []
+        return _best(submission) if submission.is_finished else []
     found = []
     for completion in submission.completions:
         if submission.final_only and not completion.is_finished:
             continue
         new = completion.new_piece()
-        if end_undecodable(core, completion):
+        if end_undecodable(state, completion):
             new = completion.new_piece()
         if new is not None:
             found.append(NewPiece(new[0], [(completion, new[1])]))
@@ -63,15 +40,15 @@ def new_pieces(core: EngineCore, submission: Submission) -> list[NewPiece]:
     return found
 
 
-def end_undecodable(core: EngineCore, completion: Completion) -> bool:
+def end_undecodable(state: EngineState, completion: Completion) -> bool:
     """End a completion whose text cannot be given, inside ``transaction``; returns whether it was ended by this."""
     if completion.text_error is None or completion.is_finished:
         return False
-    core.end(completion, "error", completion.text_error)
+    state.end(completion, "error", completion.text_error)
     return True
 
 
-def _best(core: EngineCore, submission: Submission) -> list[NewPiece]:
+def _best(submission: Submission) -> list[NewPiece]:
     """The only pieces of a submission whose best completions are wanted; none if they have been given."""
     if any(completion.is_given for completion in submission.completions):
         return []

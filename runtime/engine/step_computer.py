@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from ..autocast import without_autocast
-from ..batching import PreemptionCost, ScheduledRequest
+from ..batching import ScheduledRequest
 from ..profiling.profile import MODEL, PACK, SAMPLE
-from ..profiling.profiler import Profiler
 from ..requests.request import Request
 from ..sampling.beam_search import Candidates, likely_tokens
 from ..sampling.sampler import Sampler
 from ..structured.state import CANNOT_GO_ON, GrammarState
 from .device_errors import raise_if_lost
 from .device_remedies import explained_errors
-from .model_runner import ModelRunner
+from .state import EngineState
 from .step_output import SampledToken, SampleTask, StepOutput
 from .submission import one_line
 
@@ -33,22 +32,16 @@ class StepComputer:
     """Runs what was planned.
 
     Args:
-        runner: packs steps and runs the model.
+        state: its runner packs steps and runs the model, its clocks are told.
         sampler: chooses tokens.
-        cost: of preemption; it is told how long steps take.
-        profiler: gets the marks of the phases.
 
     Attributes:
-        model_seconds: spent in packing and in the model.
         wait: called between the model and the choice of tokens.
     """
 
-    def __init__(self, runner: ModelRunner, sampler: Sampler, cost: PreemptionCost, profiler: Profiler) -> None:
-        self.runner = runner
+    def __init__(self, state: EngineState, sampler: Sampler) -> None:
+        self.state = state
         self.sampler = sampler
-        self.cost = cost
-        self.profiler = profiler
-        self.model_seconds = 0.0
         self.wait: Callable[[], None] = lambda: None
 
     def compute(self, scheduled: Sequence[ScheduledRequest], tasks: Sequence[SampleTask]) -> list[StepOutput]:
@@ -62,7 +55,7 @@ class StepComputer:
             tasks: one for each; nothing is sampled for those that have tokens left to compute.
         """
         try:
-            with explained_errors(), without_autocast(self.runner.program.device.type):
+            with explained_errors(), without_autocast(self.state.runner.program.device.type):
                 return self._compute_together(scheduled, tasks)
         except Exception as error:
             raise_if_lost(error)
@@ -88,19 +81,19 @@ class StepComputer:
     def _compute_together(
         self, scheduled: Sequence[ScheduledRequest], tasks: Sequence[SampleTask]
     ) -> list[StepOutput]:
-        started = time.perf_counter()
-        packed = self.runner.pack(scheduled)
-        self.profiler.mark(PACK)
-        logits = self.runner.run(scheduled, packed)
+        started, state = time.perf_counter(), self.state
+        packed = state.runner.pack(scheduled)
+        state.profiler.mark(PACK)
+        logits = state.runner.run(scheduled, packed)
         self.wait()
-        self.profiler.mark(MODEL)
+        state.profiler.mark(MODEL)
         seconds = time.perf_counter() - started
-        self.model_seconds += seconds
-        self.cost.measure_step(scheduled, seconds)
+        state.model_seconds += seconds
+        state.cost.measure_step(scheduled, seconds)
         sampling = [i for i, item in enumerate(scheduled) if item.is_last_chunk]
         tokens = iter(self._sample(logits.sampled, [tasks[i].requests for i in sampling]))
         candidates = iter(self._candidates(logits.sampled, [tasks[i].num_candidates for i in sampling]))
-        self.profiler.mark(SAMPLE)
+        state.profiler.mark(SAMPLE)
         outputs = [StepOutput(prompt_logits=logits.prompts.get(i)) for i in range(len(scheduled))]
         for i in sampling:
             if tasks[i].num_candidates:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from ..requests.detokenizer import Detokenizer, Tokenizer
 from ..requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamPiece
@@ -14,11 +13,6 @@ from ..requests.sampling_params import SamplingParams
 from ..sampling.logprobs import PromptLogprobs
 from ..structured.grammar import Grammar
 from ..structured.state import GrammarError
-from .step_output import SampleTask, StepOutput
-
-if TYPE_CHECKING:
-    from .core import EngineCore
-
 
 Mark = tuple[int, int]
 """How much of a completion its caller has been given: tokens and characters; a token more than there are when it has
@@ -234,6 +228,25 @@ class Completion:
         self._num_named = len(logprobs)
 
 
+@dataclass(frozen=True, slots=True)
+class NewPiece:
+    """A piece, and how far the caller has its completions when it has been given.
+
+    Attributes:
+        piece: what is new.
+        marks: for each completion that it is about.
+    """
+
+    piece: StreamPiece
+    marks: Sequence[tuple[Completion, Mark]]
+
+    def give(self) -> StreamPiece:
+        """Note that the caller has it; returns the piece."""
+        for completion, mark in self.marks:
+            completion.given = mark
+        return self.piece
+
+
 @dataclass(eq=False, slots=True)
 class Submission:
     """A prompt on its way through the engine.
@@ -310,29 +323,6 @@ class Submission:
     def is_finished(self) -> bool:
         """All completions have ended."""
         return all([completion.request.is_finished for completion in self.completions])
-
-    def sample_task(self, core: EngineCore, completion: Completion) -> SampleTask:
-        """Say what is made of the logits after a completion's last token."""
-        if completion.request.max_tokens == 0:
-            return SampleTask()
-        return SampleTask((completion.request, *(follower.request for follower in core.followers(completion))))
-
-    def update(self, core: EngineCore, completion: Completion, output: StepOutput, now: float) -> list[Completion]:
-        """Take what a step gave one of the completions.
-
-        Args:
-            core: the engine's, whose step it was.
-            completion: it has computed its tokens of the step.
-            output: without an error.
-            now: ``time.perf_counter``.
-
-        Returns:
-            The completions that got a token and go on.
-        """
-        if completion.request.max_tokens == 0:
-            core.end(completion, "length")
-            return []
-        return core.append_tokens(completion, output.tokens, now)
 
     def end_with(self, completion: Completion, error: str | None) -> list[Completion]:
         """Say which others end because a completion ends before it is complete, by its deadline or an error."""

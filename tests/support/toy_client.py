@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from thread_client import ThreadClient
+
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.serving.engine_process.client import DeltaStream
-from torch_pagoda.runtime.serving.engine_process.thread_client import ThreadClient
 from torch_pagoda.runtime.serving.engine_process.wire import Delta
 
 from toy_program import ToyProgram, character_tokenizer

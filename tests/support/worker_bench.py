@@ -63,7 +63,7 @@ class Bench:
         assert not self._thread.is_alive(), "the worker hangs"
         self.sock.close()
         assert self.engine.block_manager.num_used_blocks == 0 and not self.engine.has_unfinished()
-        assert not self.engine._core.submissions
+        assert not self.engine._core.state.submissions
         assert self.exit_status is not None
         return self.exit_status
 

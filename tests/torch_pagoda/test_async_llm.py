@@ -45,7 +45,7 @@ def assert_idle(llm: pagoda.LLM) -> None:
         engine.step()
     engine.batcher.check()
     assert engine.block_manager.num_available_blocks == engine.block_manager.num_blocks
-    assert not engine._core.submissions and not engine._core.completions
+    assert not engine._core.state.submissions and not engine._core.state.completions
 
 
 def run(main: Any) -> Any:

@@ -90,7 +90,6 @@ def test_a_file_that_cannot_be_used(run: Run, glue: list[Any], tmp_path: Path, t
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--engine", "fork"], "--engine fork"),
         (["--port", "70000"], "port=70000"),
         (["--ssl-certfile", "x"], "--ssl-keyfile"),
         (["--ssl-ca-certs", "x"], "--ssl-certfile"),

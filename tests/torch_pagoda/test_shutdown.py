@@ -72,8 +72,8 @@ def test_memory_is_free(checkpoint: Path, fast: dict[str, Any]) -> None:
     with pagoda.LLM(checkpoint, **fast) as llm:
         llm.generate([list(range(5, 90))], GREEDY)  # too long a step to be recorded
         engine = llm.engine  # whoever still has it does not keep the memory
-        held = [weakref.ref(llm.program), weakref.ref(engine._core.copier)]
-        held += [weakref.ref(tensor) for tensors in engine._core.copier._device.values() for tensor in tensors]
+        held = [weakref.ref(llm.program), weakref.ref(engine._core.steps.copier)]
+        held += [weakref.ref(tensor) for tensors in engine._core.steps.copier._device.values() for tensor in tensors]
         assert len(held) > 2 and all(entry() is not None for entry in held)
     assert [entry() for entry in held] == [None] * len(held)
     assert not engine.has_unfinished()

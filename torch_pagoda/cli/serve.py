@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -68,9 +68,6 @@ def serve(
         list[str] | None,
         typer.Option(help="Name of the model for clients; repeatable.", metavar="NAME", rich_help_panel=_SERVER),
     ] = None,
-    engine: Annotated[
-        str, typer.Option(help="process, or thread (of this process).", rich_help_panel=_SERVER)
-    ] = "process",
     restart_engine: Annotated[
         int, typer.Option(help="Starts of another engine in 10 minutes.", rich_help_panel=_SERVER)
     ] = 3,
@@ -227,21 +224,17 @@ def serve(
     with one_line_errors(debug):
         _check_extra()
         check_engine_options(given)
-        if engine not in ("process", "thread"):
-            raise ValueError(f"--engine {engine} is not known; use process or thread")
         if (ssl_certfile is None) != (ssl_keyfile is None):
             raise ValueError("--ssl-certfile and --ssl-keyfile belong together; give both")
         if ssl_ca_certs is not None and ssl_certfile is None:
             raise ValueError("--ssl-ca-certs needs https; give --ssl-certfile and --ssl-keyfile")
-        # All cores are the engine's, wherever it runs.
-        with _one_thread() if engine == "process" else nullcontext():
+        with _one_thread():  # all cores are the engine's
             import torch
 
             from .. import __version__
             from .serving import Glue
 
-            if engine == "process":
-                torch.set_num_threads(1)
+            torch.set_num_threads(1)
         if generation_config == "none":
             given["generation_config"] = "vllm"
         given["max_queue"] = None  # the server's own, not the engine's

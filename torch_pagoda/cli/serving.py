@@ -17,7 +17,6 @@ from ..runtime.engine.engine_options import EngineOptions
 from ..runtime.serving.app import make_app
 from ..runtime.serving.engine_process.process_client import ProcessClient
 from ..runtime.serving.engine_process.supervisor import RestartLimit
-from ..runtime.serving.engine_process.thread_client import ThreadClient
 from ..runtime.serving.engine_process.wire import Start
 from ..runtime.serving.formats.registry import AnyFormat, resolve
 from ..runtime.serving.monitoring.logs import LogFormat, LogRequests, RequestLog, formatter
@@ -26,7 +25,6 @@ from ..runtime.serving.server import Server, StartedClient, bind
 from ..runtime.serving.settings import Settings
 from .engine_process import engine_argv
 from .frozen_objects import freeze_objects
-from .phases import log_phases
 
 QUEUE_PER_SEQUENCE = 4
 """``max_queue`` by default, for each sequence that runs."""
@@ -93,14 +91,14 @@ class Glue:
             factory: Callable[[], asyncio.AbstractEventLoop] | None = uvloop.new_event_loop
         except ImportError:
             factory = None
-        client_of = self._thread_client if self._given["engine"] == "thread" else self._process_client
         with asyncio.Runner(loop_factory=factory) as runner:
-            return runner.run(self._serve(client_of, say))
+            return runner.run(self._serve(say))
 
-    async def _serve(self, client_of: Callable[[], Any], say: Callable[[str], None]) -> int:
-        client: StartedClient = client_of()
+    async def _serve(self, say: Callable[[str], None]) -> int:
+        start = Start(self._model, self._tokenizer_name, self._options, log_format=self._given["log_format"])
+        client = ProcessClient(engine_argv(), start, restarts=RestartLimit(self._given["restart_engine"]))
         server = Server(self._app(client), client, self._settings, self._sock, self._tls)
-        await client.start()  # type: ignore[attr-defined]
+        await client.start()
 
         def ready(address: str) -> None:
             freeze_objects()
@@ -118,19 +116,6 @@ class Glue:
             log=RequestLog(self._given["log_requests"]),
             tracer=None if endpoint is None else RequestTracer.to_endpoint(endpoint),
         )
-
-    def _process_client(self) -> ProcessClient:
-        start = Start(self._model, self._tokenizer_name, self._options, log_format=self._given["log_format"])
-        restarts = self._given["restart_engine"]
-        return ProcessClient(engine_argv(), start, restarts=RestartLimit(restarts))
-
-    def _thread_client(self) -> ThreadClient:
-        from ..llm import LLM
-
-        with log_phases(self._model):
-            llm = LLM(self._model, self._tokenizer, **self._options)
-        llm.engine.prepare_structured_outputs()
-        return ThreadClient(llm.engine, model=self._model, default_params=llm.recommended_params)
 
 
 def _set_up_logs(log_format: LogFormat, verbose: bool) -> None:

@@ -47,7 +47,7 @@ def assert_idle(engine: Engine) -> None:
     engine.batcher.check()
     assert engine.block_manager.num_available_blocks == engine.block_manager.num_blocks
     assert not engine.has_unfinished()
-    assert not engine._core.submissions and not engine._core.completions
+    assert not engine._core.state.submissions and not engine._core.state.completions
     assert engine.runner._requests == [None] * engine.runner.max_num_seqs
 
 
@@ -379,8 +379,8 @@ def test_cancel_from_the_callback_of_generate(expected: list[list[int]]) -> None
     engine = make_engine()
 
     def cancel_first(progress: Progress) -> None:
-        if engine._core.submissions:
-            engine.cancel(min(engine._core.submissions, key=int))
+        if engine._core.state.submissions:
+            engine.cancel(min(engine._core.state.submissions, key=int))
 
     outputs = engine.generate(PROMPTS, greedy(12), cancel_first)
     assert all(output.finished for output in outputs)

@@ -76,7 +76,7 @@ def assert_idle(engine: Engine) -> None:
     assert engine.block_manager.num_used_blocks == 0
     assert engine.block_manager.stats()["host_blocks_used"] == 0
     assert not engine.has_unfinished() and not engine.batcher.has_unfinished()
-    assert not engine._core.submissions and not engine._core.completions
+    assert not engine._core.state.submissions and not engine._core.state.completions
     assert engine.runner._requests == [None] * engine.runner.max_num_seqs
 
 
@@ -92,7 +92,7 @@ def search_checked(engine: Engine, prompts: Any = PROMPTS, params: Any = PARAMS)
 
 
 def searches(engine: Engine) -> list[BeamSubmission]:
-    return [s for s in engine._core.submissions.values() if isinstance(s, BeamSubmission)]
+    return [s for s in engine._core.state.submissions.values() if isinstance(s, BeamSubmission)]
 
 
 @pytest.mark.parametrize("block_size", [4, 16])
@@ -415,13 +415,15 @@ RUNTIME = Path(engine_module.__file__).parents[1]
 TRACED = {
     str(RUNTIME / f"{name}.py")
     for name in (
-        *("engine/engine", "engine/core", "engine/beam_submission", "engine/model_runner", "engine/submission"),
+        *("engine/engine", "engine/core", "engine/state", "engine/step_runner", "engine/beam_submission"),
+        *("engine/model_runner", "engine/submission"),
         *("sampling/beam_search", "batching/batcher", "blocks/manager"),
     )
 }
 OF_A_STEP = {
     *(
-        "_update",
+        "_take_output",
+        "take_candidates",
         "update",
         "_advance",
         "next_step",

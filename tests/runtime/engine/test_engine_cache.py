@@ -192,7 +192,7 @@ def test_samples_that_wait_have_the_cached_tokens_of_their_prompt() -> None:
     engine = make_engine(max_num_seqs=2)
     engine.submit(PROMPTS[0], SamplingParams(n=5, seed=3, max_tokens=9))
     engine.step()
-    copied = {name: completion.request for name, completion in engine._core.completions.items()}
+    copied = {name: completion.request for name, completion in engine._core.state.completions.items()}
     while engine.has_unfinished():
         engine.step()
     assert [request.num_cached_tokens for request in copied.values()] == [0] * 5

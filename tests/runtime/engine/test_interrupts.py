@@ -24,7 +24,7 @@ TRACED = {
     str(RUNTIME / f"{name}.py")
     for name in (
         *("engine/engine", "engine/core", "engine/model_runner", "engine/submission", "engine/pieces"),
-        "engine/look_ahead",
+        *("engine/look_ahead", "engine/state", "engine/step_runner"),
         *("requests/detokenizer", "sampling/sampler"),
     )
 }
@@ -82,7 +82,7 @@ def assert_idle(engine: Engine) -> None:
     engine.batcher.check()
     assert engine.block_manager.num_used_blocks == 0
     assert not engine.has_unfinished()
-    assert not engine._core.submissions and not engine._core.completions
+    assert not engine._core.state.submissions and not engine._core.state.completions
     assert all(submission.is_finished for submission in engine._core._dropped)
     assert engine.runner._requests == [None] * 3
 

@@ -13,9 +13,9 @@ from toy_state_program import ToyStateProgram
 
 from torch_pagoda.runtime.batching import Batcher, snapshots
 from torch_pagoda.runtime.blocks import BlockManager, chain_start, extend_chain
-from torch_pagoda.runtime.engine.core import EngineCore
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.engine.look_ahead import LaunchedStep, LookAhead
+from torch_pagoda.runtime.engine.step_runner import StepRunner
 from torch_pagoda.runtime.requests.beam_search_params import BeamSearchParams
 from torch_pagoda.runtime.requests.outputs import RequestOutput
 from torch_pagoda.runtime.requests.request import Request
@@ -61,23 +61,23 @@ def seen(outputs: list[RequestOutput]) -> list[Any]:
 def assert_idle(engine: Engine) -> None:
     engine.batcher.check()
     assert engine.block_manager.num_used_blocks == 0 and not engine.block_manager.held
-    assert not engine.has_unfinished() and not engine._core.completions and not engine._core.submissions
+    assert not engine.has_unfinished() and not engine._core.state.completions and not engine._core.state.submissions
     assert engine.runner._requests == [None] * engine.runner.max_num_seqs
 
 
 def audited(engine: Engine) -> Iterator[None]:
     """Step to the end; after each call the books are right, and nothing that a launched step uses is given away."""
-    core = engine._core
-    assert core.look_ahead is not None
+    steps = engine._core.steps
+    assert isinstance(steps, LookAhead)
     for _ in range(500):
         if not engine.has_unfinished():
             return
         engine.step()
         engine.batcher.check()
-        step = core.look_ahead._launched
+        step = steps._launched
         used = [] if step is None else USED[step]
         assert all(engine.block_manager.pools[g].is_held(block) for g, block in used), "freed while a step uses it"
-        for completion in core.completions.values():
+        for completion in steps.state.completions.values():
             request, hashes = completion.request, list[bytes]()
             extend_chain(
                 hashes, request.tokens(0, request.num_tokens), 0, engine.block_manager.block_size, chain_start("0/")
@@ -99,7 +99,7 @@ def note_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def noted(self: LookAhead, step: LaunchedStep) -> None:
         note(self, step)
-        blocks = self.core.batcher.block_manager
+        blocks = self.state.batcher.block_manager
         USED[step] = [
             (g, block)
             for item in step.scheduled
@@ -175,8 +175,8 @@ def stopping(engine: Engine) -> list[RequestOutput]:
         return outputs
 
     engine.step = noted  # type: ignore[method-assign]
-    for _ in audited(engine) if engine._core.look_ahead is not None else iter(engine.has_unfinished, False):
-        if engine._core.look_ahead is None:
+    for _ in audited(engine) if isinstance(engine._core.steps, LookAhead) else iter(engine.has_unfinished, False):
+        if not isinstance(engine._core.steps, LookAhead):
             engine.step()
     return [finished[name] for name in names] + engine.generate(PROMPTS, params)
 
@@ -193,16 +193,16 @@ def test_stops_are_noticed_late_and_nobody_sees_it() -> None:
 
 
 def leak_the_extra_token(patch: pytest.MonkeyPatch) -> None:
-    update = EngineCore.update
+    update = StepRunner.update
 
-    def leaking(self: EngineCore, scheduled: Any, outputs: Any, progressed: Any, **how: Any) -> None:
+    def leaking(self: StepRunner, scheduled: Any, outputs: Any, progressed: Any, **how: Any) -> None:
         pairs = [(item.request, output) for item, output in zip(scheduled, outputs, strict=True)]
         ended = [(request, output) for request, output in pairs if request.is_finished and output.tokens]
         update(self, scheduled, outputs, progressed, **how)
         for request, output in ended:
             request.output_token_ids.append(output.tokens[0][0].token_id)
 
-    patch.setattr(EngineCore, "update", leaking)
+    patch.setattr(StepRunner, "update", leaking)
 
 
 def free_blocks_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -330,7 +330,7 @@ def test_cancels_deadlines_and_names_that_come_back() -> None:
         engine.submit(prompt, greedy(), f"r{i}", options)
     for _ in range(3):
         engine.step()
-    assert engine._core.is_under_way and engine.cancel("r0") and engine.cancel("r5")
+    assert engine._core.steps.is_under_way and engine.cancel("r0") and engine.cancel("r5")
     assert engine.block_manager.held, "the launched step still writes to them"
     engine.batcher.check()
     last = {output.request_id: output for output in engine.step() if output.finished}
@@ -343,8 +343,8 @@ def test_cancels_deadlines_and_names_that_come_back() -> None:
     engine.step()
     engine.cancel("again")
     engine.submit(PROMPTS[1], greedy(), "again2")
-    assert engine.reset_prefix_cache() is None and engine.defragment() >= 0 and not engine._core.is_under_way
-    assert engine.in_turn(lambda: engine._core.is_under_way) is False
+    assert engine.reset_prefix_cache() is None and engine.defragment() >= 0 and not engine._core.steps.is_under_way
+    assert engine.in_turn(lambda: engine._core.steps.is_under_way) is False
     engine.step()
     assert {o.request_id for o in engine.shutdown()} >= {"again2"}
 
@@ -433,8 +433,8 @@ def test_launched_draws_are_those_of_sample(vocab: int) -> None:
 
 
 def test_the_option() -> None:
-    assert make_engine(ahead=False)._core.look_ahead is None
-    assert Engine(ToyProgram(), num_blocks=8)._core.look_ahead is None, "never by default on a CPU"
+    assert type(make_engine(ahead=False)._core.steps) is StepRunner
+    assert type(Engine(ToyProgram(), num_blocks=8)._core.steps) is StepRunner, "never by default on a CPU"
     assert "steps_ahead" not in Engine(ToyProgram(), num_blocks=8).stats()
     with pytest.raises(ValueError, match="async_scheduling='yes'"):
         Engine(ToyProgram(), num_blocks=8, async_scheduling="yes")

@@ -15,6 +15,7 @@ from toy_state_program import ToyStateProgram
 
 from torch_pagoda.runtime.batching import snapshots
 from torch_pagoda.runtime.engine.engine import Engine
+from torch_pagoda.runtime.engine.look_ahead import LookAhead
 from torch_pagoda.runtime.requests.outputs import RequestOutput
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
@@ -164,7 +165,7 @@ class LookAheadMachine(RuleBasedStateMachine):
             self.toy_queue().synchronize_quietly()
         self.failure = None
         if self.ahead and several:
-            if self.engine._core.is_under_way:  # it is noticed now
+            if self.engine._core.steps.is_under_way:  # it is noticed now
                 self.step(1)
             self.toy.mistakes = []  # what was behind it read states that were never written, and counts for nothing
 
@@ -184,11 +185,10 @@ class LookAheadMachine(RuleBasedStateMachine):
             return
         self.engine.batcher.check()
         assert getattr(self.toy, "mistakes", []) == []
-        ahead = self.engine._core.look_ahead
-        assert (ahead is not None) == self.ahead
-        assert self.engine.block_manager.held == [] or self.engine._core.is_under_way
+        assert isinstance(self.engine._core.steps, LookAhead) == self.ahead
+        assert self.engine.block_manager.held == [] or self.engine._core.steps.is_under_way
         for request in self.engine.batcher.running:
-            assert request.num_output_placeholders <= self.engine._core.is_under_way
+            assert request.num_output_placeholders <= self.engine._core.steps.is_under_way
             assert request.num_computed_tokens <= request.num_tokens_with_placeholders <= 56
 
     def teardown(self) -> None:
@@ -204,7 +204,7 @@ class LookAheadMachine(RuleBasedStateMachine):
             if name in self.cancelled:
                 continue
             assert ends(output) == alone(self.kind, *self.asked[name])
-        assert not self.engine._core.is_under_way
+        assert not self.engine._core.steps.is_under_way
         self.engine.block_manager.finish_copies()
         assert self.engine.block_manager.num_used_blocks == 0
 

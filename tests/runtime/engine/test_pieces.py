@@ -117,7 +117,7 @@ def test_pieces_make_up_what_generate_returns(options: dict[str, Any], final_onl
         metrics = pieces[-1].metrics
         assert metrics is not None and metrics.num_generated_tokens == output.metrics.num_generated_tokens
         assert metrics.finished_time is not None
-    assert not found and not tight._core.submissions and tight.block_manager.num_used_blocks == 0
+    assert not found and not tight._core.state.submissions and tight.block_manager.num_used_blocks == 0
 
 
 def test_characters_of_several_tokens_and_stop_strings_across_pieces() -> None:
@@ -191,7 +191,7 @@ def test_several_prompts_are_taken_together_or_not_at_all() -> None:
         engine.submit_many(["a", "b"], params, ["x", "x"])
     with pytest.raises(QueueFull):
         engine.submit_many(["a", "b", "c"], SamplingParams(n=2))
-    assert not engine.has_unfinished() and not engine._core.submissions
+    assert not engine.has_unfinished() and not engine._core.state.submissions
     assert engine.submit_many(["a", "b"], params, ["x", "y"]) == ["x", "y"]
     with pytest.raises(ValueError, match="'y' is in use"):
         engine.submit_many(["c", "d"], params, ["z", "y"])

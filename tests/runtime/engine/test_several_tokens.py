@@ -43,11 +43,11 @@ class Oracle(StepComputer):
     def into(
         cls, engine: Engine, known: dict[str, CompletionOutput], choose: Callable[[], int] | None = None
     ) -> Oracle:
-        core = engine._core
-        oracle = cls(core.runner, core.computer.sampler, core.cost, core.profiler)
+        steps = engine._core.steps
+        oracle = cls(steps.state, steps.computer.sampler)
         draws = random.Random(0)
         oracle.known, oracle.counts, oracle.choose = known, [], choose or (lambda: draws.randint(1, 4))
-        core.computer = oracle
+        steps.computer = oracle
         return oracle
 
     def compute(self, scheduled: Sequence[ScheduledRequest], tasks: Sequence[SampleTask]) -> list[StepOutput]:

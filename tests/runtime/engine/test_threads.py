@@ -49,7 +49,7 @@ def assert_idle(engine: Engine) -> None:
     engine.batcher.check()
     assert engine.block_manager.num_used_blocks == 0
     assert not engine.has_unfinished()
-    assert not engine._core.submissions and not engine._core.completions
+    assert not engine._core.state.submissions and not engine._core.state.completions
 
 
 def await_next(engine: Engine, asked: threading.Lock) -> threading.Lock:
@@ -283,7 +283,7 @@ def test_ctrl_c_while_waiting_for_a_turn(expected: list[list[int]], heeds_ctrl_c
             signal.pthread_kill(main.ident or 0, signal.SIGINT)
             await_next(engine, asked)  # its submit
             time.sleep(0.05)  # in which it would act, were it let in
-            was_excluded.append("next" not in engine._core.submissions)
+            was_excluded.append("next" not in engine._core.state.submissions)
 
     results: list[Any] = []
     program.before_call = press

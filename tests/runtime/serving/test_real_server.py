@@ -347,7 +347,7 @@ def test_sigterm_lets_what_is_under_way_end() -> None:
 
 
 def test_sigint_cuts_streams_in_order() -> None:
-    served = Served(*OPTIONS, "--engine", "thread")
+    served = Served(*OPTIONS)
     try:
         stream = served.post("/v1/completions", LONG | {"stream": True})
         read_until(stream, b"data: ")

@@ -229,7 +229,7 @@ def test_closing_ends_what_is_under_way() -> None:
         with pytest.raises(EngineDied):
             await read_all(stream)
         assert client.state == "dead" and engine.block_manager.num_used_blocks == 0
-        assert not engine.has_unfinished() and not engine._core.submissions
+        assert not engine.has_unfinished() and not engine._core.state.submissions
         with pytest.raises(EngineUnavailable):
             client.submit(Submit("x", IDS, {}))
         with pytest.raises(EngineUnavailable):

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from ...engine.engine import Engine
-from .socket_client import SocketClient
-from .worker import Worker
+from torch_pagoda.runtime.engine.engine import Engine
+from torch_pagoda.runtime.serving.engine_process.socket_client import SocketClient
+from torch_pagoda.runtime.serving.engine_process.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ _END_SECONDS = 30.0
 
 
 class ThreadClient(SocketClient):
-    """An ``EngineClient`` for tests, notebooks, and whoever wants one process.
+    """An ``EngineClient`` on a thread, for tests.
 
     Args:
         engine: used by nobody else from ``start`` to ``close``; it is not shut down.
