@@ -80,7 +80,7 @@ class MessageAnswer:
         if self._is_begun:
             return b""
         self._is_begun = True
-        usage = {"input_tokens": self._generation.usage(final=False)["prompt_tokens"], "output_tokens": 0}
+        usage = {"input_tokens": self._generation.usage_so_far().prompt_tokens, "output_tokens": 0}
         message = self._message(content=[], stop_reason=None, stop_sequence=None, usage=usage)
         return _event("message_start", message=message) + _event("ping")
 
@@ -113,12 +113,12 @@ class MessageAnswer:
     def _usage(self) -> dict[str, Any]:
         """Here cached tokens are no part of the input's."""
         usage = self._generation.usage()
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        cached = usage.prompt_tokens_details.cached_tokens
         return {
-            "input_tokens": usage["prompt_tokens"] - cached,
+            "input_tokens": usage.prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
-            "output_tokens": usage["completion_tokens"],
+            "output_tokens": usage.completion_tokens,
         }
 
     def _message(self, **fields: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import TypeAliasType, TypedDict
 
-from .answer_schemas import Count
+Count = Annotated[int, Field(ge=0)]
 
 
 class AnthropicErrorObject(TypedDict):

@@ -78,6 +78,7 @@ def messages_router(front: Front) -> APIRouter:
             "The next message of a conversation, in Anthropic's form.",
             answer=AnthropicMessage,
             events=MessageEvents,
+            are_named=True,
             error=AnthropicError,
         ),
     )

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ..generation.generate import Generation, Piece
-from ..http.errors import ApiError
+from ..http.errors import ApiError, Error
 from .blocks import Block, Blocks, Change, Closed, Grew, Opened
 from .reasoning_tokens import count_reasoning_tokens
 
@@ -51,7 +51,7 @@ class ResponseAnswer:
         failed = self._response("failed", error={"code": code, "message": error.message})
         return begin + self._event("response.failed", response=failed)
 
-    def failure_body(self, error: ApiError, request_id: str) -> dict[str, Any]:
+    def failure_body(self, error: ApiError, request_id: str) -> Error:
         """OpenAI's error object."""
         return error.body()
 
@@ -182,13 +182,13 @@ class ResponseAnswer:
         usage = self._generation.usage()
         reasoning = "".join(block.text for block in self._blocks.all if block.kind == "reasoning")
         counted = count_reasoning_tokens(self._generation.front.tokenizer, reasoning)
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        cached = usage.prompt_tokens_details.cached_tokens
         return {
-            "input_tokens": usage["prompt_tokens"],
+            "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": min(counted, usage["completion_tokens"])},
-            "total_tokens": usage["total_tokens"],
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": min(counted, usage.completion_tokens)},
+            "total_tokens": usage.total_tokens,
         }
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:

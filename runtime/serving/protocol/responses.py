@@ -96,6 +96,7 @@ def responses_router(front: Front) -> APIRouter:
             "The next turn of a conversation that you keep.",
             answer=ResponseObject,
             events=ResponseEvents,
+            are_named=True,
         ),
     )
     async def responses(request: Request) -> Response:
