@@ -31,9 +31,8 @@ from .protocol.completions import Completion, CompletionEvents, completions_rout
 from .protocol.docs import docs_router
 from .protocol.fields import ChatBody, CompletionBody
 from .protocol.health import Load, Version, health_router
-from .protocol.message_events import anthropic_error
-from .protocol.message_schemas import AnthropicError, AnthropicMessage, InputTokens, MessageEvents
-from .protocol.messages import CountTokensBody, MessagesBody, messages_router
+from .protocol.message_events import AnthropicError, AnthropicMessage, MessageEvents, anthropic_error
+from .protocol.messages import CountTokensBody, InputTokens, MessagesBody, messages_router
 from .protocol.models import Model, Models, models_router
 from .protocol.openapi import Empty, describe, documented
 from .protocol.response_schemas import ResponseEvents, ResponseObject
@@ -92,18 +91,10 @@ def make_app(
         open_paths |= {path for path, _ in page_paths()}
     bodies = (CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountTokensBody, TokenizeBody, DetokenizeBody)
     answers = (
-        *(Completion, CompletionEvents, ChatCompletion, ChatEvents, Tokens, TokensText, Models, Model),
-        *(Version, Load, ServerInfo, Empty, Error),
+        *(Completion, CompletionEvents, ChatCompletion, ChatEvents, AnthropicMessage, MessageEvents),
+        *(InputTokens, Tokens, TokensText, Models, Model, Version, Load, ServerInfo, Empty, Error, AnthropicError),
     )
-    described = (
-        *bodies,
-        ResponseObject,
-        ResponseEvents,
-        AnthropicMessage,
-        MessageEvents,
-        InputTokens,
-        AnthropicError,
-    )
+    described = (*bodies, ResponseObject, ResponseEvents)
     describe(app, described, answers)
 
     # The last one added is the outermost.

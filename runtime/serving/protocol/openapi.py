@@ -118,8 +118,19 @@ def _schemas_of(bodies: tuple[Any, ...], answers: tuple[Any, ...]) -> dict[str, 
     _, sent = msgspec.json.schema_components([*structs, *sum(events.values(), ())], ref_template=_REF + "{name}")
     for schema in sent.values():
         _describe_as_sent(schema)
-    unions = {name: {"anyOf": [_ref(kind) for kind in kinds]} for name, kinds in events.items()}
+    unions = {name: _union({kind.__name__: sent[kind.__name__] for kind in kinds}) for name, kinds in events.items()}
     return {**taken["$defs"], **sent, **unions}
+
+
+def _union(schemas: dict[str, Any]) -> dict[str, Any]:
+    """Any of these, told apart by their field ``type`` where all have one."""
+    references = {name: _REF + name for name in schemas}
+    union: dict[str, Any] = {"anyOf": [{"$ref": reference} for reference in references.values()]}
+    types = {name: schema["properties"].get("type", {}).get("enum", ()) for name, schema in schemas.items()}
+    if all(types.values()):
+        mapping = {kind: references[name] for name in types for kind in types[name]}
+        union["discriminator"] = {"propertyName": "type", "mapping": mapping}
+    return union
 
 
 def _describe_as_sent(schema: dict[str, Any]) -> None:
