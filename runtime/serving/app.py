@@ -35,7 +35,7 @@ from .protocol.message_events import AnthropicError, AnthropicMessage, MessageEv
 from .protocol.messages import CountTokensBody, InputTokens, MessagesBody, messages_router
 from .protocol.models import Model, Models, models_router
 from .protocol.openapi import Empty, describe, documented
-from .protocol.response_schemas import ResponseEvents, ResponseObject
+from .protocol.response_events import ResponseEvents, ResponseObject
 from .protocol.responses import ResponsesBody, responses_router
 from .protocol.tokenize import DetokenizeBody, TokenizeBody, Tokens, TokensText, tokenize_router
 from .protocol.unserved import unserved_router
@@ -91,11 +91,11 @@ def make_app(
         open_paths |= {path for path, _ in page_paths()}
     bodies = (CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountTokensBody, TokenizeBody, DetokenizeBody)
     answers = (
-        *(Completion, CompletionEvents, ChatCompletion, ChatEvents, AnthropicMessage, MessageEvents),
-        *(InputTokens, Tokens, TokensText, Models, Model, Version, Load, ServerInfo, Empty, Error, AnthropicError),
+        *(Completion, CompletionEvents, ChatCompletion, ChatEvents, ResponseObject, ResponseEvents),
+        *(AnthropicMessage, MessageEvents, InputTokens, Tokens, TokensText, Models, Model),
+        *(Version, Load, ServerInfo, Empty, Error, AnthropicError),
     )
-    described = (*bodies, ResponseObject, ResponseEvents)
-    describe(app, described, answers)
+    describe(app, bodies, answers)
 
     # The last one added is the outermost.
     app.add_middleware(GateMiddleware, front=front)
