@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -41,18 +41,16 @@ class Answer:
         generation: whose pieces are shown.
         body: what was asked.
         model: the name to answer under.
+
+    Attributes:
         kind: of the whole answer, a ``Generated``.
         chunk_kind: of its events, likewise.
     """
 
-    def __init__(
-        self,
-        generation: Generation,
-        body: GenerationBody,
-        model: str,
-        kind: Callable[..., Any],
-        chunk_kind: Callable[..., Any],
-    ) -> None:
+    kind: ClassVar[Callable[..., Any]]
+    chunk_kind: ClassVar[Callable[..., Any]]
+
+    def __init__(self, generation: Generation, body: GenerationBody, model: str) -> None:
         self.generation, self.asked = generation, body
         self.choices = Choices(generation.ask.num_choices)
         front = generation.front
@@ -60,7 +58,6 @@ class Answer:
         options = body.stream_options
         self._includes_usage = bool(options and options.include_usage)
         self._usage_always = bool(options and options.continuous_usage_stats)
-        self._kind, self._chunk_kind = kind, chunk_kind
         self._head = generation.ask.id, int(time.time()), model, front.settings.system_fingerprint
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         self.is_plain = not (self._usage_always or body.return_token_ids)
@@ -85,14 +82,14 @@ class Answer:
 
     def whole(self, choices: list[Any]) -> Any:
         """The answer as one object."""
-        return self._kind(*self._head, choices=choices, usage=self.generation.usage())
+        return self.kind(*self._head, choices=choices, usage=self.generation.usage())
 
     def chunk(self, choices: list[Any]) -> bytes:
         """An event with these choices."""
         usage: UsageSoFar | UnsetType | None = None if self._includes_usage else UNSET
         if self._usage_always:
             usage = self.generation.usage_so_far()
-        return event(self._chunk_kind(*self._head, choices=choices, usage=usage))
+        return event(self.chunk_kind(*self._head, choices=choices, usage=usage))
 
     def text_chunk(self, index: int, text: str, make_choice: Any) -> bytes:
         """An event with a piece of text; what is around it is encoded once for each choice.
@@ -112,4 +109,4 @@ class Answer:
         """The event with the usage, where it is asked for."""
         if not self._includes_usage:
             return b""
-        return event(self._chunk_kind(*self._head, choices=[], usage=self.generation.usage()))
+        return event(self.chunk_kind(*self._head, choices=[], usage=self.generation.usage()))

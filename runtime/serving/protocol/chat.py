@@ -232,8 +232,10 @@ class ChatAnswer(Answer):
         generation, body, model: see ``Answer``.
     """
 
+    kind, chunk_kind = ChatCompletion, ChatCompletionChunk
+
     def __init__(self, generation: Generation, body: ChatBody, model: str) -> None:
-        super().__init__(generation, body, model, ChatCompletion, ChatCompletionChunk)
+        super().__init__(generation, body, model)
         self._count = (body.top_logprobs or 0) if body.logprobs else None
         self._shows_reasoning = body.include_reasoning is not False
         self._begun: set[int] = set()

@@ -159,10 +159,12 @@ class CompletionAnswer(Answer):
         echoes: text of each prompt in parts, where the answer begins with it: with ``logprobs`` one for each token.
     """
 
+    kind, chunk_kind = Completion, CompletionChunk
+
     def __init__(
         self, generation: Generation, body: CompletionBody, model: str, echoes: list[list[str]] | None
     ) -> None:
-        super().__init__(generation, body, model, Completion, CompletionChunk)
+        super().__init__(generation, body, model)
         self._count = body.logprobs
         self._wants_prompt_logprobs = body.prompt_logprobs is not None
         self._echoes = echoes

@@ -113,22 +113,22 @@ def _schemas_of(bodies: tuple[Any, ...], answers: tuple[Any, ...]) -> dict[str, 
     """JSON schemas by the names of types."""
     adapters: list[tuple[Any, Any, TypeAdapter[Any]]] = [(kind, "validation", TypeAdapter(kind)) for kind in bodies]
     _, taken = TypeAdapter.json_schemas(adapters, ref_template=_REF + "{model}")
-    events = {kind.__name__: get_args(kind.__value__) for kind in answers if isinstance(kind, TypeAliasType)}
-    structs = [kind for kind in answers if not isinstance(kind, TypeAliasType)]
-    _, sent = msgspec.json.schema_components([*structs, *sum(events.values(), ())], ref_template=_REF + "{name}")
+    unions = [kind for kind in answers if isinstance(kind, TypeAliasType)]
+    structs = [kind for kind in answers if kind not in unions]
+    structs += [kind for union in unions for kind in get_args(union.__value__)]
+    _, sent = msgspec.json.schema_components(structs, ref_template=_REF + "{name}")
     for schema in sent.values():
         _describe_as_sent(schema)
-    unions = {name: _union({kind.__name__: sent[kind.__name__] for kind in kinds}) for name, kinds in events.items()}
-    return {**taken["$defs"], **sent, **unions}
+    for union in unions:
+        sent[union.__name__] = _any_of([kind.__name__ for kind in get_args(union.__value__)], sent)
+    return {**taken["$defs"], **sent}
 
 
-def _union(schemas: dict[str, Any]) -> dict[str, Any]:
-    """Any of these, told apart by their field ``type`` where all have one."""
-    references = {name: _REF + name for name in schemas}
-    union: dict[str, Any] = {"anyOf": [{"$ref": reference} for reference in references.values()]}
-    types = {name: schema["properties"].get("type", {}).get("enum", ()) for name, schema in schemas.items()}
-    if all(types.values()):
-        mapping = {kind: references[name] for name in types for kind in types[name]}
+def _any_of(names: list[str], schemas: dict[str, Any]) -> dict[str, Any]:
+    """One of these schemas, told apart by ``type`` where they have that field."""
+    union: dict[str, Any] = {"anyOf": [{"$ref": _REF + name} for name in names]}
+    types = {name: schemas[name]["properties"].get("type", {}).get("enum", ()) for name in names}
+    if mapping := {value: _REF + name for name in names for value in types[name]}:
         union["discriminator"] = {"propertyName": "type", "mapping": mapping}
     return union
 
