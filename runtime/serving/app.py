@@ -18,25 +18,26 @@ from .formats.registry import AnyFormat
 from .generation.front import Front
 from .generation.gate import GateMiddleware
 from .http.auth import OPEN_PATHS, AuthMiddleware
-from .http.errors import ApiError, ErrorMiddleware, answer_http_exception
+from .http.errors import ApiError, Error, ErrorMiddleware, answer_http_exception
 from .http.limits import BodyMiddleware, HostMiddleware
 from .http.paths import PathMiddleware
 from .monitoring.logs import RequestLog
 from .monitoring.metrics import ServerMetrics, metrics_endpoint
 from .monitoring.tracing import RequestTracer
 from .page.chat_page import chat_page_router, page_paths
-from .protocol.admin import admin_router
-from .protocol.chat import chat_router
-from .protocol.completions import completions_router
+from .protocol.admin import ServerInfo, admin_router
+from .protocol.chat import ChatCompletion, ChatEvents, chat_router
+from .protocol.completions import Completion, CompletionEvents, completions_router
 from .protocol.docs import docs_router
 from .protocol.fields import ChatBody, CompletionBody
-from .protocol.health import health_router
-from .protocol.message_events import anthropic_error
-from .protocol.messages import CountTokensBody, MessagesBody, messages_router
-from .protocol.models import models_router
-from .protocol.openapi import describe, documented
+from .protocol.health import Load, Version, health_router
+from .protocol.message_events import AnthropicError, AnthropicMessage, MessageEvents, anthropic_error
+from .protocol.messages import CountTokensBody, InputTokens, MessagesBody, messages_router
+from .protocol.models import Model, Models, models_router
+from .protocol.openapi import Empty, describe, documented
+from .protocol.response_events import ResponseEvents, ResponseObject
 from .protocol.responses import ResponsesBody, responses_router
-from .protocol.tokenize import DetokenizeBody, TokenizeBody, tokenize_router
+from .protocol.tokenize import DetokenizeBody, TokenizeBody, Tokens, TokensText, tokenize_router
 from .protocol.unserved import unserved_router
 from .settings import Settings
 
@@ -89,7 +90,12 @@ def make_app(
         app.include_router(chat_page_router(front.renderer))
         open_paths |= {path for path, _ in page_paths()}
     bodies = (CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountTokensBody, TokenizeBody, DetokenizeBody)
-    describe(app, bodies)
+    answers = (
+        *(Completion, CompletionEvents, ChatCompletion, ChatEvents, ResponseObject, ResponseEvents),
+        *(AnthropicMessage, MessageEvents, InputTokens, Tokens, TokensText, Models, Model),
+        *(Version, Load, ServerInfo, Empty, Error, AnthropicError),
+    )
+    describe(app, bodies, answers)
 
     # The last one added is the outermost.
     app.add_middleware(GateMiddleware, front=front)

@@ -84,7 +84,7 @@ def _closed(schemas: Any) -> Any:
     if not isinstance(schemas, dict):
         return schemas
     closed = {name: _closed(each) for name, each in schemas.items()}
-    if schemas.get("type") == "object" and "additionalProperties" not in schemas:
+    if schemas.get("type") == "object" and "properties" in schemas:
         closed["additionalProperties"] = False
     return closed
 

@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 
 from msgspec import Struct
 
+from ...requests.request import FinishReason
+
 WIRE_VERSION = 1
 """Of these messages; both sides must have the same."""
 
@@ -135,7 +137,7 @@ class Delta(Struct, array_like=True):
     text: str
     token_ids: list[int]
     logprobs: list[list[TokenLogprob]] | None = None
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
     prompt_logprobs: list[list[TokenLogprob] | None] | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..engine_process.wire import TokenLogprob
 from ..formats.events import ToolCall
-from .generate import Piece
+from .generate import ChoiceEnd, Piece, StopReason
 
 
 @dataclass(slots=True)
@@ -19,8 +19,8 @@ class Choice:
     tool_calls: list[ToolCall] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[list[TokenLogprob]] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
+    finish_reason: ChoiceEnd | None = None
+    stop_reason: StopReason = None
 
     @property
     def text(self) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from ...structured.state import CANNOT_GO_ON
 from ..engine_process.client import DeltaStream, EngineDied, EngineUnavailable, RequestRefused
@@ -18,8 +18,15 @@ from ..monitoring.request_watch import RequestWatch
 from .admission import Place, Ticket, of_unavailable, unavailable
 from .front import Front
 from .prompts import Prompt
+from .usage import CachedTokens, Usage, UsageSoFar
 
 logger = logging.getLogger(__name__)
+
+ChoiceEnd: TypeAlias = Literal["stop", "length", "tool_calls"]
+"""OpenAI's ``finish_reason``."""
+
+StopReason: TypeAlias = str | int | None
+"""The stop string or token that ended a choice, ``"timeout"`` or ``"shutdown"``."""
 
 Left = Literal["disconnect", "stall"]
 """Why nobody reads an answer any more."""
@@ -77,16 +84,15 @@ class Piece:
         parsed: content, reasoning and calls in the order of the text; None: all of it is content.
         token_ids: new tokens.
         logprobs: of them.
-        finish_reason: OpenAI's, with the last piece.
-        stop_reason: what ended it: a stop string or token, ``"timeout"`` or ``"shutdown"``.
+        finish_reason, stop_reason: with the last piece.
     """
 
     choice: int
     text: str
     token_ids: list[int]
     logprobs: list[list[TokenLogprob]] | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
+    finish_reason: ChoiceEnd | None = None
+    stop_reason: StopReason = None
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
     parsed: list[Event] | None = None
@@ -197,17 +203,16 @@ class Generation:
                 self.prompt_logprobs[delta.prompt_index] = delta.prompt_logprobs
         return [self._piece(delta) for delta in deltas]
 
-    def usage(self, final: bool = True) -> dict[str, Any]:
-        """OpenAI's object ``usage``, as of now; cached tokens are known at the end only."""
+    def usage_so_far(self) -> UsageSoFar:
+        """OpenAI's object ``usage``, as of now."""
         prompt = sum(len(prompt.token_ids) for prompt in self.ask.prompts)
-        usage: dict[str, Any] = {
-            "prompt_tokens": prompt,
-            "completion_tokens": self.num_tokens,
-            "total_tokens": prompt + self.num_tokens,
-        }
-        if final:
-            usage["prompt_tokens_details"] = {"cached_tokens": sum(self._cached)}
-        return usage
+        return UsageSoFar(prompt, self.num_tokens, prompt + self.num_tokens)
+
+    def usage(self) -> Usage:
+        """The same at the end."""
+        so_far = self.usage_so_far()
+        cached = CachedTokens(sum(self._cached))
+        return Usage(so_far.prompt_tokens, so_far.completion_tokens, so_far.total_tokens, cached)
 
     def cut(self) -> None:
         """End it with what it has, because the server shuts down."""
@@ -241,7 +246,7 @@ class Generation:
             self._parse(piece)
         return piece
 
-    def _finish(self, delta: Delta) -> tuple[str, str | int | None]:
+    def _finish(self, delta: Delta) -> tuple[ChoiceEnd, StopReason]:
         reason = delta.finish_reason
         if reason == "error" and delta.error is not None and delta.error.startswith(CANNOT_GO_ON):
             raise ApiError(400, "invalid_schema", f"{delta.error}; change it", param="structured_outputs")

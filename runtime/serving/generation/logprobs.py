@@ -4,16 +4,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from ...token_bytes import token_bytes
 from ..engine_process.wire import TokenLogprob
+from .usage import Ids
 
 _REPLACEMENT = "\ufffd"
 LOWEST = -9999.0
 """For minus infinity, which JSON has no word for, what is not a number, and all that is below; as vLLM has it."""
+
+
+class PromptLogprob(Struct):
+    """A token at a place of the prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
+"""For each token of a prompt, by token ids; null for the first."""
+
+
+class CompletionLogprobs(Struct):
+    """Lists with an entry for each token; the first token of a prompt has no log-probability."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: Ids
+
+
+class ChatToken(Struct):
+    """A token by itself."""
+
+    token: str
+    logprob: float
+    bytes: list[Annotated[int, Meta(ge=0, le=255)]]
+
+
+class ChatTokenLogprob(ChatToken):
+    """A token that was chosen, and the likeliest ones."""
+
+    top_logprobs: list[ChatToken]
 
 
 class TokenTexts:
@@ -47,20 +84,20 @@ class TokenTexts:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
 
-def chat_logprobs(entries: Sequence[Sequence[TokenLogprob]], count: int, texts: TokenTexts) -> list[dict[str, Any]]:
+def chat_logprobs(entries: Sequence[Sequence[TokenLogprob]], count: int, texts: TokenTexts) -> list[ChatTokenLogprob]:
     """``choices[].logprobs.content``: a token each, with its ``count`` likeliest ones.
 
     Texts and bytes of the tokens, one after the other, are those of the answer. A token without any text in it, such
     as the end, has its name and no bytes; among the likeliest ones, the bytes of its name.
     """
     return [
-        {
-            **_chat_token(entry[0], texts),
-            "top_logprobs": [
-                _chat_token(token if token.added else replace(token, added=None), texts)
+        ChatTokenLogprob(
+            *_chat_token(entry[0], texts),
+            [
+                ChatToken(*_chat_token(token if token.added else replace(token, added=None), texts))
                 for token in _likeliest(entry, count)
             ],
-        }
+        )
         for entry in entries
     ]
 
@@ -72,7 +109,7 @@ def completion_logprobs(
     offset: int,
     echoed: Sequence[str] = (),
     first: int = 0,
-) -> dict[str, Any]:
+) -> CompletionLogprobs:
     """``choices[].logprobs`` of ``/v1/completions``; a token's likeliest ones include the token itself.
 
     Args:
@@ -83,13 +120,13 @@ def completion_logprobs(
         echoed: what the first of them, those of the prompt, are of the text.
         first: id of a prompt's first token.
     """
-    result: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    result = CompletionLogprobs([], [], [], [])
     for entry, text in zip(entries, added_texts(entries, echoed), strict=True):
         chosen = TokenLogprob(first, 0.0, 0, added=text) if entry is None else replace(entry[0], added=text)
-        result["tokens"].append(texts.text(chosen))
-        result["token_logprobs"].append(None if entry is None else _finite(chosen.logprob))
-        result["top_logprobs"].append(_by_name(chosen, _likeliest(entry, count), texts) if entry and count else None)
-        result["text_offset"].append(offset)
+        result.tokens.append(texts.text(chosen))
+        result.token_logprobs.append(None if entry is None else _finite(chosen.logprob))
+        result.top_logprobs.append(_by_name(chosen, _likeliest(entry, count), texts) if entry and count else None)
+        result.text_offset.append(offset)
         offset += len(text)
     return result
 
@@ -101,19 +138,12 @@ def added_texts(entries: Sequence[Sequence[TokenLogprob] | None], echoed: Sequen
     return [*before, *map(_text, new)]
 
 
-def prompt_logprobs(entries: Sequence[Sequence[TokenLogprob] | None]) -> list[dict[str, Any] | None]:
+def prompt_logprobs(entries: Sequence[Sequence[TokenLogprob] | None]) -> PromptLogprobs:
     """``choices[].prompt_logprobs`` as vLLM has it: token id → its log-probability, rank and text."""
     return [
         None
         if entry is None
-        else {
-            str(token.token_id): {
-                "logprob": _finite(token.logprob),
-                "rank": token.rank,
-                "decoded_token": token.text,
-            }
-            for token in entry
-        }
+        else {str(token.token_id): PromptLogprob(_finite(token.logprob), token.rank, token.text) for token in entry}
         for entry in entries
     ]
 
@@ -128,10 +158,11 @@ def _by_name(chosen: TokenLogprob, likely: Sequence[TokenLogprob], texts: TokenT
     return found
 
 
-def _chat_token(token: TokenLogprob, texts: TokenTexts) -> dict[str, Any]:
+def _chat_token(token: TokenLogprob, texts: TokenTexts) -> tuple[str, float, list[int]]:
+    """Fields of a ``ChatToken``."""
     found = texts.bytes(token)
     name = texts.text(token if found or token.added is None else replace(token, added=None))
-    return {"token": name, "logprob": _finite(token.logprob), "bytes": list(found)}
+    return name, _finite(token.logprob), list(found)
 
 
 def _text(token: TokenLogprob) -> str:

@@ -48,7 +48,7 @@ class Renderer(Protocol):
         """Events that say why a stream ends early, without ``done``."""
         ...
 
-    def failure_body(self, error: ApiError, request_id: str) -> dict[str, Any]:
+    def failure_body(self, error: ApiError, request_id: str) -> Any:
         """The error object of an answer that has not begun."""
         ...
 
@@ -56,7 +56,7 @@ class Renderer(Protocol):
         """Keep pieces for ``body``."""
         ...
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Any:
         """The answer as one object."""
         ...
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import msgspec
+from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,6 +31,21 @@ _TYPES = {
     504: "timeout_error",
 }
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 415: "unsupported_media_type"}
+
+
+class ErrorObject(Struct):
+    """What went wrong; ``param`` is the field that it is about."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(Struct):
+    """OpenAI's error object."""
+
+    error: ErrorObject
 
 
 class ApiError(HTTPException):
@@ -55,10 +71,9 @@ class ApiError(HTTPException):
         self.code, self.message, self.param = code, message, param
         self.error_type = _TYPES.get(status_code, "invalid_request_error")
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Error:
         """The error object."""
-        error = {"message": self.message, "type": self.error_type, "param": self.param, "code": self.code}
-        return {"error": error}
+        return Error(ErrorObject(self.message, self.error_type, self.param, self.code))
 
     def response(self) -> Response:
         """As a response."""
@@ -121,7 +136,7 @@ def answer_http_exception(request: Request, error: Exception) -> Response:
     return found.response()
 
 
-ErrorForm = Callable[[ApiError, str], dict[str, Any]]
+ErrorForm = Callable[[ApiError, str], Any]
 """Makes the error object of an error and the request's id."""
 
 

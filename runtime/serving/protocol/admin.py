@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter
@@ -12,9 +13,18 @@ from starlette.responses import Response
 from ..engine_process.client import EngineUnavailable
 from ..generation.admission import of_unavailable
 from ..generation.front import Front
+from ..generation.usage import Count
 from ..http.errors import ApiError, JsonResponse
-from .answer_schemas import ServerInfo
-from .openapi import documented
+from .openapi import Empty, documented
+
+
+class ServerInfo(msgspec.Struct):
+    """Answer of ``GET /server_info``; ``tasks`` are asyncio's of the API process."""
+
+    settings: dict[str, Any]
+    engine: dict[str, Any]
+    stats: dict[str, Any]
+    tasks: Count
 
 
 def admin_router(front: Front) -> APIRouter:
@@ -27,8 +37,7 @@ def admin_router(front: Front) -> APIRouter:
         settings = asdict(front.settings)
         settings["api_keys"] = [key.name for key in front.settings.api_keys]
         engine = msgspec.structs.asdict(front.client.hello)
-        figures = {"stats": dict(front.client.stats), "tasks": len(asyncio.all_tasks())}
-        return JsonResponse({"settings": settings, "engine": engine, **figures})
+        return JsonResponse(ServerInfo(settings, engine, dict(front.client.stats), len(asyncio.all_tasks())))
 
     @router.post("/reset_prefix_cache", **documented(None, "Forget cached prompts.", (401, 415, 503, 504)))
     async def reset_prefix_cache() -> Response:
@@ -38,6 +47,6 @@ def admin_router(front: Front) -> APIRouter:
             raise of_unavailable(error) from error
         except TimeoutError as error:
             raise ApiError(504, "deadline_exceeded", "The engine did not answer in time.") from error
-        return JsonResponse({})
+        return JsonResponse(Empty())
 
     return router

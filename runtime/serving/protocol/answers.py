@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import msgspec
+from msgspec import UNSET, Struct, UnsetType
 
 from ..generation.choices import Choices
 from ..generation.generate import Generation, Piece
 from ..generation.logprobs import TokenTexts
 from ..generation.stream import DONE
-from ..http.errors import ApiError
+from ..generation.usage import Count, UsageSoFar
+from ..http.errors import ApiError, Error
 from .fields import GenerationBody
 
 _TEXT = "\x00text\x00"
 
 
-def event(value: dict[str, Any]) -> bytes:
+def event(value: Struct) -> bytes:
     """A server-sent event."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+class Generated(Struct):
+    """What every answer with generated tokens begins with."""
+
+    id: str
+    created: Count
+    model: str
+    system_fingerprint: str
 
 
 class Answer:
@@ -29,11 +41,16 @@ class Answer:
         generation: whose pieces are shown.
         body: what was asked.
         model: the name to answer under.
-        kind: ``object`` of the whole answer.
-        chunk_kind: of its events.
+
+    Attributes:
+        kind: of the whole answer, a ``Generated``.
+        chunk_kind: of its events, likewise.
     """
 
-    def __init__(self, generation: Generation, body: GenerationBody, model: str, kind: str, chunk_kind: str) -> None:
+    kind: ClassVar[Callable[..., Any]]
+    chunk_kind: ClassVar[Callable[..., Any]]
+
+    def __init__(self, generation: Generation, body: GenerationBody, model: str) -> None:
         self.generation, self.asked = generation, body
         self.choices = Choices(generation.ask.num_choices)
         front = generation.front
@@ -41,13 +58,7 @@ class Answer:
         options = body.stream_options
         self._includes_usage = bool(options and options.include_usage)
         self._usage_always = bool(options and options.continuous_usage_stats)
-        self._kind, self._chunk_kind = kind, chunk_kind
-        self._head = {
-            "id": generation.ask.id,
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": front.settings.system_fingerprint,
-        }
+        self._head = generation.ask.id, int(time.time()), model, front.settings.system_fingerprint
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         self.is_plain = not (self._usage_always or body.return_token_ids)
         """Events of text have nothing but the text in them."""
@@ -61,7 +72,7 @@ class Answer:
         """The error object as an event, which OpenAI's clients raise."""
         return event(error.body())
 
-    def failure_body(self, error: ApiError, request_id: str) -> dict[str, Any]:
+    def failure_body(self, error: ApiError, request_id: str) -> Error:
         """OpenAI's error object."""
         return error.body()
 
@@ -69,13 +80,16 @@ class Answer:
         """Keep pieces for the whole answer."""
         self.choices.add(pieces)
 
-    def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def whole(self, choices: list[Any]) -> Any:
         """The answer as one object."""
-        return {**self._head, "object": self._kind, "choices": choices, "usage": self.generation.usage()}
+        return self.kind(*self._head, choices=choices, usage=self.generation.usage())
 
-    def chunk(self, choices: list[dict[str, Any]]) -> bytes:
+    def chunk(self, choices: list[Any]) -> bytes:
         """An event with these choices."""
-        return event(self._chunk(choices))
+        usage: UsageSoFar | UnsetType | None = None if self._includes_usage else UNSET
+        if self._usage_always:
+            usage = self.generation.usage_so_far()
+        return event(self.chunk_kind(*self._head, choices=choices, usage=usage))
 
     def text_chunk(self, index: int, text: str, make_choice: Any) -> bytes:
         """An event with a piece of text; what is around it is encoded once for each choice.
@@ -95,12 +109,4 @@ class Answer:
         """The event with the usage, where it is asked for."""
         if not self._includes_usage:
             return b""
-        return event({**self._chunk([]), "usage": self.generation.usage()})
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = {**self._head, "object": self._chunk_kind, "choices": choices}
-        if self._usage_always:
-            chunk["usage"] = self.generation.usage(final=False)
-        elif self._includes_usage:
-            chunk["usage"] = None
-        return chunk
+        return event(self.chunk_kind(*self._head, choices=[], usage=self.generation.usage()))

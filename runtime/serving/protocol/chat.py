@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypeAliasType
 
 from ...requests.checks import shown
 from ..engine_process.wire import TokenLogprob
@@ -16,17 +18,113 @@ from ..formats.events import ToolCall
 from ..formats.format import AnswerParser, Format
 from ..formats.registry import AnyFormat
 from ..generation.front import Front, key_name
-from ..generation.generate import Ask, Generation, Piece
-from ..generation.logprobs import chat_logprobs, prompt_logprobs
+from ..generation.generate import Ask, ChoiceEnd, Generation, Piece, StopReason
+from ..generation.logprobs import ChatTokenLogprob, PromptLogprobs, chat_logprobs, prompt_logprobs
 from ..generation.prompts import check_room, truncated
-from ..http.errors import refuse
-from .answer_schemas import ChatCompletion, ChatEvents
-from .answers import Answer
+from ..generation.usage import Count, Ids, Usage, UsageSoFar
+from ..http.errors import Error, refuse
+from .answers import Answer, Generated
 from .chat_request import call_grammar, may_reason, prompt_of, reasoning_ahead, tools_of
 from .fields import ChatBody
 from .generation_route import Prepared, respond
 from .openapi import documented
 from .sampling import request_options, sampling_params
+
+
+class CalledFunction(Struct):
+    """A function and its arguments, as the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class CalledTool(Struct, kw_only=True):
+    """A call."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class CalledToolChunk(Struct, kw_only=True):
+    """A call at its place among those of the choice."""
+
+    index: Count
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatLogprobs(Struct):
+    """An entry for each token."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class ChatMessage(Struct, kw_only=True):
+    """The assistant's message; its reasoning stands under two names."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CalledTool] | UnsetType = UNSET
+
+
+class ChatChoice(Struct):
+    """A message."""
+
+    index: Count
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: ChoiceEnd
+    stop_reason: StopReason
+    token_ids: Ids | UnsetType = UNSET
+
+
+class ChatCompletion(Generated, kw_only=True):
+    """Answer of ``POST /v1/chat/completions``."""
+
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    prompt_token_ids: Ids | UnsetType = UNSET
+
+
+class ChatDelta(Struct):
+    """What is new of a message."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CalledToolChunk] | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct):
+    """A piece of a message."""
+
+    index: Count
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: ChoiceEnd | None = None
+    stop_reason: StopReason | UnsetType = UNSET
+    token_ids: Ids | UnsetType = UNSET
+    prompt_token_ids: Ids | UnsetType = UNSET
+
+
+class ChatCompletionChunk(Generated, kw_only=True):
+    """Event of ``POST /v1/chat/completions``; one with the usage of all has no choices."""
+
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+    usage: UsageSoFar | UnsetType | None = UNSET
+
+
+ChatEvents = TypeAliasType("ChatEvents", ChatCompletionChunk | Error)
 
 
 def chat_router(front: Front) -> APIRouter:
@@ -134,8 +232,10 @@ class ChatAnswer(Answer):
         generation, body, model: see ``Answer``.
     """
 
+    kind, chunk_kind = ChatCompletion, ChatCompletionChunk
+
     def __init__(self, generation: Generation, body: ChatBody, model: str) -> None:
-        super().__init__(generation, body, model, "chat.completion", "chat.completion.chunk")
+        super().__init__(generation, body, model)
         self._count = (body.top_logprobs or 0) if body.logprobs else None
         self._shows_reasoning = body.include_reasoning is not False
         self._begun: set[int] = set()
@@ -146,32 +246,27 @@ class ChatAnswer(Answer):
         """Events of new pieces."""
         return b"".join([self._events(piece) for piece in pieces])
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> ChatCompletion:
         """The answer as one object."""
-        choices = []
+        answer: ChatCompletion = self.whole([])
         for i, choice in enumerate(self.choices.by_index):
-            message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+            message = ChatMessage(content=choice.text)
             if choice.reasoning and self._shows_reasoning:
-                message |= {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}
+                message.reasoning_content = message.reasoning = choice.reasoning
             if choice.tool_calls:
-                message["content"] = choice.text or None
-                message["tool_calls"] = [_call(call) for call in choice.tool_calls]
-            entry = {
-                "index": i,
-                "message": message,
-                "logprobs": self._logprobs(choice.logprobs),
-                "finish_reason": choice.finish_reason,
-                "stop_reason": choice.stop_reason,
-            }
+                message.content = choice.text or None
+                message.tool_calls = [CalledTool(**_call(call)) for call in choice.tool_calls]
+            logprobs = self._logprobs(choice.logprobs)
+            assert choice.finish_reason is not None
+            entry = ChatChoice(i, message, logprobs, choice.finish_reason, choice.stop_reason)
             if self.asked.return_token_ids:
-                entry["token_ids"] = choice.token_ids
-            choices.append(entry)
-        answer = self.whole(choices)
+                entry.token_ids = choice.token_ids
+            answer.choices.append(entry)
         if self.asked.prompt_logprobs is not None:
             scored = self.generation.prompt_logprobs[0]
-            answer["prompt_logprobs"] = None if scored is None else prompt_logprobs(scored)
+            answer.prompt_logprobs = None if scored is None else prompt_logprobs(scored)
         if self.asked.return_token_ids:
-            answer["prompt_token_ids"] = self.generation.ask.prompts[0].token_ids
+            answer.prompt_token_ids = self.generation.ask.prompts[0].token_ids
         return answer
 
     def _events(self, piece: Piece) -> bytes:
@@ -179,37 +274,37 @@ class ChatAnswer(Answer):
         role = b""
         if index not in self._begun:
             self._begun.add(index)
-            first = _choice(index, {"role": "assistant", "content": ""})
+            first = ChatChunkChoice(index, ChatDelta(role="assistant", content=""))
             if self.asked.return_token_ids:
-                first["prompt_token_ids"] = self.generation.ask.prompts[0].token_ids
+                first.prompt_token_ids = self.generation.ask.prompts[0].token_ids
             role = self.chunk([first])
         if self.is_plain and piece.finish_reason is None and not piece.reasoning and not piece.tool_calls:
             if not piece.text:
                 return role
-            return role + self.text_chunk(index, piece.text, lambda text: _choice(index, {"content": text}))
-        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+            return role + self.text_chunk(
+                index, piece.text, lambda text: ChatChunkChoice(index, ChatDelta(content=text))
+            )
+        delta = ChatDelta(content=piece.text or UNSET)
         if piece.reasoning and self._shows_reasoning:
-            delta |= {"reasoning_content": piece.reasoning, "reasoning": piece.reasoning}
+            delta.reasoning_content = delta.reasoning = piece.reasoning
         if piece.tool_calls:
             begin = self._num_calls[index]
             self._num_calls[index] += len(piece.tool_calls)
-            delta["tool_calls"] = [{"index": begin + i, **_call(call)} for i, call in enumerate(piece.tool_calls)]
-        choice = _choice(index, delta)
-        choice |= {"logprobs": self._logprobs(piece.logprobs), "finish_reason": piece.finish_reason}
-        choice["stop_reason"] = piece.stop_reason
+            delta.tool_calls = [
+                CalledToolChunk(index=begin + i, **_call(call)) for i, call in enumerate(piece.tool_calls)
+            ]
+        logprobs = self._logprobs(piece.logprobs)
+        choice = ChatChunkChoice(index, delta, logprobs, piece.finish_reason, piece.stop_reason)
         if self.asked.return_token_ids:
-            choice["token_ids"] = piece.token_ids
+            choice.token_ids = piece.token_ids
         return role + self.chunk([choice])
 
-    def _logprobs(self, entries: list[list[TokenLogprob]] | None) -> dict[str, Any] | None:
+    def _logprobs(self, entries: list[list[TokenLogprob]] | None) -> ChatLogprobs | None:
         if self._count is None:
             return None
-        return {"content": chat_logprobs(entries or [], self._count, self.texts), "refusal": None}
-
-
-def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return ChatLogprobs(chat_logprobs(entries or [], self._count, self.texts))
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    """Fields of a ``CalledTool``."""
+    return {"id": call.id, "function": CalledFunction(call.name, call.arguments)}

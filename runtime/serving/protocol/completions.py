@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal, TypeVar
 
 from fastapi import APIRouter
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypeAliasType
 
 from ..engine_process.wire import TokenLogprob
+from ..generation.choices import Choice
 from ..generation.front import Front, key_name
-from ..generation.generate import Ask, Generation, Piece
-from ..generation.logprobs import added_texts, completion_logprobs, prompt_logprobs
+from ..generation.generate import Ask, Generation, Piece, StopReason
+from ..generation.logprobs import (
+    CompletionLogprobs,
+    PromptLogprobs,
+    added_texts,
+    completion_logprobs,
+    prompt_logprobs,
+)
 from ..generation.prompts import Prompt, check_room, truncated
-from ..http.errors import refuse
-from .answer_schemas import Completion, CompletionEvents
-from .answers import Answer
+from ..generation.usage import Count, Ids, Usage, UsageSoFar
+from ..http.errors import Error, refuse
+from .answers import Answer, Generated
 from .fields import CompletionBody
 from .generation_route import Prepared, respond
 from .openapi import documented
@@ -23,6 +32,44 @@ from .sampling import request_options, sampling_params
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
+
+
+class CompletionChunkChoice(Struct, kw_only=True):
+    """A piece of a text."""
+
+    index: Count
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: StopReason = None
+    token_ids: Ids | UnsetType = UNSET
+    prompt_token_ids: Ids | UnsetType = UNSET
+
+
+class CompletionChoice(CompletionChunkChoice, kw_only=True):
+    """A text."""
+
+    finish_reason: Literal["stop", "length"]
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+
+
+class Completion(Generated, kw_only=True):
+    """Answer of ``POST /v1/completions``."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunk(Generated, kw_only=True):
+    """Event of ``POST /v1/completions``; one with the usage of all has no choices."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChunkChoice]
+    usage: UsageSoFar | UnsetType | None = UNSET
+
+
+CompletionEvents = TypeAliasType("CompletionEvents", CompletionChunk | Error)
 
 
 def completions_router(front: Front) -> APIRouter:
@@ -101,6 +148,9 @@ async def _echo(front: Front, prompt: Prompt, by_token: bool) -> list[str]:
     return [await front.prompts.decode(prompt.token_ids) if prompt.text is None else prompt.text]
 
 
+_Kind = TypeVar("_Kind", bound=CompletionChunkChoice)
+
+
 class CompletionAnswer(Answer):
     """The answer, whole or in events.
 
@@ -109,10 +159,12 @@ class CompletionAnswer(Answer):
         echoes: text of each prompt in parts, where the answer begins with it: with ``logprobs`` one for each token.
     """
 
+    kind, chunk_kind = Completion, CompletionChunk
+
     def __init__(
         self, generation: Generation, body: CompletionBody, model: str, echoes: list[list[str]] | None
     ) -> None:
-        super().__init__(generation, body, model, "text_completion", "text_completion")
+        super().__init__(generation, body, model)
         self._count = body.logprobs
         self._wants_prompt_logprobs = body.prompt_logprobs is not None
         self._echoes = echoes
@@ -123,14 +175,14 @@ class CompletionAnswer(Answer):
         """Events of new pieces."""
         return b"".join([self._event(piece) for piece in pieces])
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Completion:
         """The answer as one object."""
-        return self.whole(
-            [
-                self._choice(i, c.text, c.token_ids, c.logprobs, c.finish_reason, c.stop_reason)
-                for i, c in enumerate(self.choices.by_index)
-            ]
-        )
+        choices = [self._choice(CompletionChoice, i, choice) for i, choice in enumerate(self.choices.by_index)]
+        if self._wants_prompt_logprobs:
+            for choice in choices:
+                scored = self.generation.prompt_logprobs[choice.index // self.generation.ask.n]
+                choice.prompt_logprobs = None if scored is None else prompt_logprobs(scored)
+        return self.whole(choices)
 
     def _event(self, piece: Piece) -> bytes:
         is_first = piece.choice not in self._offsets
@@ -138,29 +190,18 @@ class CompletionAnswer(Answer):
             self._offsets[piece.choice] = 0
             if not piece.text:
                 return b""
-            return self.text_chunk(piece.choice, piece.text, lambda text: _plain_choice(piece.choice, text))
-        return self.chunk(
-            [
-                self._choice(
-                    piece.choice, piece.text, piece.token_ids, piece.logprobs, piece.finish_reason, piece.stop_reason
-                )
-            ]
-        )
+            return self.text_chunk(
+                piece.choice, piece.text, lambda text: CompletionChunkChoice(index=piece.choice, text=text)
+            )
+        return self.chunk([self._choice(CompletionChunkChoice, piece.choice, piece)])
 
-    def _choice(
-        self,
-        index: int,
-        text: str,
-        token_ids: list[int],
-        logprobs: list[list[TokenLogprob]] | None,
-        finish_reason: str | None,
-        stop_reason: str | int | None,
-    ) -> dict[str, Any]:
-        """The object of a choice, or of a part of it."""
+    def _choice(self, kind: type[_Kind], index: int, part: Choice | Piece) -> _Kind:
+        """A choice, or a part of it."""
         prompt = index // self.generation.ask.n
         is_first = index not in self._offsets
         offset = self._offsets.get(index, 0)
-        entries: list[list[TokenLogprob] | None] = list(logprobs or ())
+        text = part.text
+        entries: list[list[TokenLogprob] | None] = list(part.logprobs or ())
         echoed: list[str] = []
         scored = self.generation.prompt_logprobs[prompt]
         if is_first and self._echoes is not None:
@@ -170,22 +211,17 @@ class CompletionAnswer(Answer):
                 entries, echoed = [*scored, *entries], self._echoes[prompt]
             else:
                 offset = len(before)
-        choice = _plain_choice(index, text)
+        reason = part.finish_reason
+        assert reason != "tool_calls"
+        choice = kind(index=index, text=text, finish_reason=reason, stop_reason=part.stop_reason)
         if self._count is not None:
             first = self.generation.ask.prompts[prompt].token_ids[0] if echoed else 0
-            choice["logprobs"] = completion_logprobs(entries, self._count, self.texts, offset, echoed, first)
+            choice.logprobs = completion_logprobs(entries, self._count, self.texts, offset, echoed, first)
             # By the texts of tokens, as in a whole answer: what may begin a stop string is held back.
             offset += sum(map(len, added_texts(entries, echoed)))
         self._offsets[index] = offset
-        choice |= {"finish_reason": finish_reason, "stop_reason": stop_reason}
-        if self._wants_prompt_logprobs:
-            choice["prompt_logprobs"] = None if scored is None else prompt_logprobs(scored)
         if self.asked.return_token_ids:
-            choice["token_ids"] = token_ids
+            choice.token_ids = part.token_ids
             if is_first:
-                choice["prompt_token_ids"] = self.generation.ask.prompts[prompt].token_ids
+                choice.prompt_token_ids = self.generation.ask.prompts[prompt].token_ids
         return choice
-
-
-def _plain_choice(index: int, text: str) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None}

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from fastapi import APIRouter
+from msgspec import Meta, Struct
 from starlette.responses import Response
 
 from ..generation.admission import unavailable
 from ..generation.front import Front
+from ..generation.usage import Count
 from ..http.errors import JsonResponse
-from .answer_schemas import Load, Version
-from .openapi import documented
+from .openapi import Empty, documented
+
+
+class Version(Struct):
+    """Answer of ``GET /version``."""
+
+    version: str
+
+
+class Load(Struct):
+    """Answer of ``GET /load``: requests, completions that run and wait, and the share of blocks in use."""
+
+    server_load: Count
+    running: Count
+    waiting: Count
+    kv_cache_usage: Annotated[float, Meta(ge=0, le=1)]
 
 
 def health_router(front: Front) -> APIRouter:
@@ -26,35 +44,35 @@ def health_router(front: Front) -> APIRouter:
     @router.get("/health", **documented(None, "200 while the engine works.", (503,)))
     async def health() -> Response:
         check()
-        return JsonResponse({})
+        return JsonResponse(Empty())
 
     @router.get("/ready", **documented(None, "200 while requests are taken.", (503,)))
     async def ready() -> Response:
         front.admission.check_open()
         check()
-        return JsonResponse({})
+        return JsonResponse(Empty())
 
     @router.post("/ping", **documented(None, "The same as /health, for SageMaker.", (401, 415, 503)))
     @router.get("/ping", **documented(None, "The same as /health, for SageMaker.", (503,)))
     async def ping() -> Response:
         check()
-        return JsonResponse({})
+        return JsonResponse(Empty())
 
     @router.get("/version", **documented(None, "Version of the server.", (), answer=Version))
     async def version() -> Response:
-        return JsonResponse({"version": front.settings.version})
+        return JsonResponse(Version(front.settings.version))
 
     @router.get("/load", **documented(None, "How much is under way.", (401,), answer=Load))
     async def load() -> Response:
         stats = front.client.stats
         total = stats.get("blocks_total", 0)
         return JsonResponse(
-            {
-                "server_load": front.admission.num_requests,
-                "running": stats.get("running", 0),
-                "waiting": stats.get("queue_length", 0),
-                "kv_cache_usage": stats.get("blocks_used", 0) / total if total else 0.0,
-            }
+            Load(
+                server_load=front.admission.num_requests,
+                running=int(stats.get("running", 0)),
+                waiting=int(stats.get("queue_length", 0)),
+                kv_cache_usage=stats.get("blocks_used", 0) / total if total else 0.0,
+            )
         )
 
     return router

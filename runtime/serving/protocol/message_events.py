@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import msgspec
+from msgspec import Struct
+from typing_extensions import TypeAliasType
 
 from ..generation.generate import Generation, Piece
+from ..generation.usage import Count
 from ..http.errors import ApiError
-from .blocks import Block, Blocks, Change, Closed, Grew, Opened
+from .blocks import Block, Blocks, Change, Closed, Grew, Kind, Opened
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -23,10 +26,177 @@ _ERROR_TYPES = {
 }
 
 
-def anthropic_error(error: ApiError, request_id: str) -> dict[str, Any]:
+class AnthropicErrorObject(Struct):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(Struct, tag="error"):
+    """Anthropic's error object, also as an event."""
+
+    error: AnthropicErrorObject
+    request_id: str
+
+
+class TextBlock(Struct, tag="text"):
+    """What the model said."""
+
+    text: str
+
+
+class ThinkingBlock(Struct, tag="thinking"):
+    """What it thought."""
+
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(Struct, tag="tool_use"):
+    """A call; its input is empty where it begins."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+ContentBlock: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class BegunUsage(Struct):
+    """Tokens of a message that begins."""
+
+    input_tokens: Count
+    output_tokens: Count = 0
+
+
+class MessageUsage(Struct, kw_only=True):
+    """Tokens of a message; cached ones are no part of the input's."""
+
+    input_tokens: Count
+    cache_creation_input_tokens: Count = 0
+    cache_read_input_tokens: Count
+    output_tokens: Count
+
+
+MessageStopReason: TypeAlias = Literal[
+    "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+]
+
+
+class MessageEnd(Struct):
+    """How a message ended."""
+
+    stop_reason: MessageStopReason
+    stop_sequence: str | None
+
+
+class _Message(Struct, kw_only=True):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[ContentBlock]
+
+
+class AnthropicMessage(_Message, kw_only=True):
+    """Answer of ``POST /v1/messages``."""
+
+    stop_reason: MessageStopReason
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class BegunMessage(_Message, kw_only=True):
+    """A message without content or end yet."""
+
+    stop_reason: None = None
+    stop_sequence: None = None
+    usage: BegunUsage
+
+
+class MessageStartEvent(Struct, tag="message_start"):
+    """A message begins."""
+
+    message: BegunMessage
+
+
+class PingEvent(Struct, tag="ping"):
+    """Means nothing."""
+
+
+class BlockStartEvent(Struct, tag="content_block_start"):
+    """A block of the content begins."""
+
+    index: Count
+    content_block: ContentBlock
+
+
+class TextDelta(Struct, tag="text_delta"):
+    """A piece of text."""
+
+    text: str
+
+
+class ThinkingDelta(Struct, tag="thinking_delta"):
+    """A piece of thinking."""
+
+    thinking: str
+
+
+class InputJsonDelta(Struct, tag="input_json_delta"):
+    """A piece of a call's input, as JSON."""
+
+    partial_json: str
+
+
+Delta: TypeAlias = TextDelta | ThinkingDelta | InputJsonDelta
+
+
+class BlockDeltaEvent(Struct, tag="content_block_delta"):
+    """A block of the content grows."""
+
+    index: Count
+    delta: Delta
+
+
+class BlockStopEvent(Struct, tag="content_block_stop"):
+    """A block of the content has ended."""
+
+    index: Count
+
+
+class MessageDeltaEvent(Struct, tag="message_delta"):
+    """How the message ended."""
+
+    delta: MessageEnd
+    usage: MessageUsage
+
+
+class MessageStopEvent(Struct, tag="message_stop"):
+    """The message is over."""
+
+
+MessageEvents = TypeAliasType(
+    "MessageEvents",
+    MessageStartEvent
+    | PingEvent
+    | BlockStartEvent
+    | BlockDeltaEvent
+    | BlockStopEvent
+    | MessageDeltaEvent
+    | MessageStopEvent
+    | AnthropicError,
+)
+
+_DELTAS: dict[Kind, type[Delta]] = {"text": TextDelta, "reasoning": ThinkingDelta, "tool_call": InputJsonDelta}
+
+
+def anthropic_error(error: ApiError, request_id: str) -> AnthropicError:
     """Anthropic's error object."""
     kind = _ERROR_TYPES.get(error.status_code, "api_error" if error.status_code >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    return AnthropicError(AnthropicErrorObject(kind, error.message), request_id)
 
 
 class MessageAnswer:
@@ -54,16 +224,13 @@ class MessageAnswer:
     def last_events(self) -> bytes:
         """The end of the last block and of the message."""
         ends = self._begin() + self._events(self._blocks.close())
-        usage = self._usage()
-        return b"".join(
-            (ends, _event("message_delta", delta=self._end(), usage=usage), _event("message_stop")),
-        )
+        return ends + _event(MessageDeltaEvent(self._end(), self._usage())) + _event(MessageStopEvent())
 
     def failure_events(self, error: ApiError) -> bytes:
         """The error as an event."""
-        return _event(**anthropic_error(error, self._generation.ask.request_id))
+        return _event(anthropic_error(error, self._generation.ask.request_id))
 
-    def failure_body(self, error: ApiError, request_id: str) -> dict[str, Any]:
+    def failure_body(self, error: ApiError, request_id: str) -> AnthropicError:
         """Anthropic's error object."""
         return anthropic_error(error, request_id)
 
@@ -71,35 +238,41 @@ class MessageAnswer:
         """Keep pieces for the whole answer."""
         self._blocks.add(pieces)
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> AnthropicMessage:
         """The answer as one object."""
-        content = [_whole(block) for block in self._blocks.all]
-        return self._message(content=content, **self._end(), usage=self._usage())
+        end = self._end()
+        return AnthropicMessage(
+            id=self._generation.ask.id,
+            model=self._model,
+            content=[_content(block, block.text) for block in self._blocks.all],
+            stop_reason=end.stop_reason,
+            stop_sequence=end.stop_sequence,
+            usage=self._usage(),
+        )
 
     def _begin(self) -> bytes:
         if self._is_begun:
             return b""
         self._is_begun = True
-        usage = {"input_tokens": self._generation.usage(final=False)["prompt_tokens"], "output_tokens": 0}
-        message = self._message(content=[], stop_reason=None, stop_sequence=None, usage=usage)
-        return _event("message_start", message=message) + _event("ping")
+        usage = BegunUsage(self._generation.usage_so_far().prompt_tokens)
+        message = BegunMessage(id=self._generation.ask.id, model=self._model, content=[], usage=usage)
+        return _event(MessageStartEvent(message)) + _event(PingEvent())
 
     def _events(self, changes: Iterable[Change]) -> bytes:
         found = []
         for change in changes:
             index = change.block.index
             if isinstance(change, Opened):
-                found.append(_event("content_block_start", index=index, content_block=_empty(change.block)))
+                found.append(_event(BlockStartEvent(index, _content(change.block, ""))))
             elif isinstance(change, Grew):
-                delta = _delta(change.block, change.text)
-                found.append(_event("content_block_delta", index=index, delta=delta))
+                found.append(_event(BlockDeltaEvent(index, _DELTAS[change.block.kind](change.text))))
             elif isinstance(change, Closed):
-                found.append(_event("content_block_stop", index=index))
+                found.append(_event(BlockStopEvent(index)))
         return b"".join(found)
 
-    def _end(self) -> dict[str, Any]:
-        """How it ended."""
-        reason, sequence = "end_turn", None
+    def _end(self) -> MessageEnd:
+        reason: MessageStopReason = "end_turn"
+        sequence = None
         stop = self._blocks.stop_reason
         if self._blocks.finish_reason == "tool_calls":
             reason = "tool_use"
@@ -108,53 +281,24 @@ class MessageAnswer:
             reason = "model_context_window_exceeded" if is_full else "max_tokens"
         elif isinstance(stop, str):
             reason, sequence = "stop_sequence", stop
-        return {"stop_reason": reason, "stop_sequence": sequence}
+        return MessageEnd(reason, sequence)
 
-    def _usage(self) -> dict[str, Any]:
-        """Here cached tokens are no part of the input's."""
+    def _usage(self) -> MessageUsage:
         usage = self._generation.usage()
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        return {
-            "input_tokens": usage["prompt_tokens"] - cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": usage["completion_tokens"],
-        }
-
-    def _message(self, **fields: Any) -> dict[str, Any]:
-        return {
-            "id": self._generation.ask.id,
-            "type": "message",
-            "role": "assistant",
-            "model": self._model,
-            **fields,
-        }
+        cached = usage.prompt_tokens_details.cached_tokens
+        return MessageUsage(
+            input_tokens=usage.prompt_tokens - cached,
+            cache_read_input_tokens=cached,
+            output_tokens=usage.completion_tokens,
+        )
 
 
-def _event(type: str, **fields: Any) -> bytes:
-    data = msgspec.json.encode({"type": type, **fields})
-    return b"event: " + type.encode() + b"\ndata: " + data + b"\n\n"
+def _event(event: Struct) -> bytes:
+    return f"event: {event.__struct_config__.tag}\ndata: ".encode() + msgspec.json.encode(event) + b"\n\n"
 
 
-def _empty(block: Block) -> dict[str, Any]:
-    if block.kind == "tool_call":
-        assert block.call is not None
-        return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": {}}
-    if block.kind == "reasoning":
-        return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "text", "text": ""}
-
-
-def _delta(block: Block, text: str) -> dict[str, Any]:
-    if block.kind == "tool_call":
-        return {"type": "input_json_delta", "partial_json": text}
-    if block.kind == "reasoning":
-        return {"type": "thinking_delta", "thinking": text}
-    return {"type": "text_delta", "text": text}
-
-
-def _whole(block: Block) -> dict[str, Any]:
-    found = _empty(block)
-    if block.kind == "tool_call":
-        return found | {"input": msgspec.json.decode(block.text or "{}")}
-    return found | {"thinking" if block.kind == "reasoning" else "text": block.text}
+def _content(block: Block, text: str) -> ContentBlock:
+    """A block with this much of its text."""
+    if block.call is not None:
+        return ToolUseBlock(block.call.id, block.call.name, msgspec.json.decode(text or "{}"))
+    return ThinkingBlock(text) if block.kind == "reasoning" else TextBlock(text)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from fastapi import APIRouter
+from msgspec import Struct
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from ...requests.checks import shown
 from ..generation.front import Front
 from ..generation.prompts import check_counted
+from ..generation.usage import Count
 from ..http.errors import JsonResponse, refuse
 from ..http.json_body import read_body, validated
 from . import chat
@@ -20,8 +22,7 @@ from .chat_request import prompt_of, tools_of
 from .fields import ChatBody, RequestBody, ShortTexts, Whole
 from .generation_route import Prepared, respond
 from .message_blocks import chat_messages, chat_tool_choice, chat_tools
-from .message_events import MessageAnswer
-from .message_schemas import AnthropicError, AnthropicMessage, InputTokens, MessageEvents
+from .message_events import AnthropicError, AnthropicMessage, MessageAnswer, MessageEvents
 from .openapi import documented
 
 _SAME_NAME = (
@@ -67,6 +68,12 @@ class MessagesBody(CountTokensBody):
     stream: bool | None = None
 
 
+class InputTokens(Struct):
+    """Answer of ``POST /v1/messages/count_tokens``."""
+
+    input_tokens: Count
+
+
 def messages_router(front: Front) -> APIRouter:
     """The routes."""
     router = APIRouter()
@@ -78,6 +85,7 @@ def messages_router(front: Front) -> APIRouter:
             "The next message of a conversation, in Anthropic's form.",
             answer=AnthropicMessage,
             events=MessageEvents,
+            are_named=True,
             error=AnthropicError,
         ),
     )
@@ -98,7 +106,7 @@ def messages_router(front: Front) -> APIRouter:
         max_model_len = front.client.hello.max_model_len
         prompt = await prompt_of(front, asked, declarations, max_model_len, places=places)
         check_counted(prompt.token_ids, max_model_len, "messages")
-        return JsonResponse({"input_tokens": len(prompt.token_ids)})
+        return JsonResponse(InputTokens(len(prompt.token_ids)))
 
     return router
 

@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Literal
 
 from fastapi import APIRouter
+from msgspec import Struct
+from starlette.responses import Response
 
 from ..generation.front import Front
-from .answer_schemas import Model, Models
+from ..generation.usage import Count
+from ..http.errors import JsonResponse
 from .openapi import documented
+
+
+class Capabilities(Struct):
+    """What a model can be asked for beyond completions."""
+
+    chat: bool
+    tools: bool
+
+
+class Model(Struct, kw_only=True):
+    """The model under one of its names."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: Count
+    owned_by: str = "pagoda"
+    root: str
+    parent: None = None
+    max_model_len: Count
+    capabilities: Capabilities
+
+
+class Models(Struct, kw_only=True):
+    """Answer of ``GET /v1/models``."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
 
 
 def models_router(front: Front) -> APIRouter:
@@ -17,33 +47,27 @@ def models_router(front: Front) -> APIRouter:
     router = APIRouter()
     created = int(time.time())
 
-    def entry(name: str) -> dict[str, Any]:
-        settings, hello = front.settings, front.client.hello
-        return {
-            "id": name,
-            "object": "model",
-            "created": created,
-            "owned_by": "pagoda",
-            "root": settings.model_name,
-            "parent": None,
-            "max_model_len": hello.max_model_len,
-            "capabilities": {
-                "chat": front.prompts.has_template,
-                "tools": front.formats is not None and front.formats.calls_tools,
-            },
-        }
+    def entry(name: str) -> Model:
+        calls_tools = front.formats is not None and front.formats.calls_tools
+        return Model(
+            id=name,
+            created=created,
+            root=front.settings.model_name,
+            max_model_len=front.client.hello.max_model_len,
+            capabilities=Capabilities(front.prompts.has_template, calls_tools),
+        )
 
     @router.get("/v1/models", **documented(None, "The model under all of its names.", (401, 503), answer=Models))
-    async def models() -> dict[str, Any]:
+    async def models() -> Response:
         front.admission.check_loaded()
-        return {"object": "list", "data": [entry(name) for name in front.settings.served_model_names]}
+        return JsonResponse(Models(data=[entry(name) for name in front.settings.served_model_names]))
 
     @router.get(
         "/v1/models/{model:path}",
         **documented(None, "The model under one of its names.", (401, 404, 503), answer=Model),
     )
-    async def model(model: str) -> dict[str, Any]:
+    async def model(model: str) -> Response:
         front.admission.check_loaded()
-        return entry(front.model_name(model))
+        return JsonResponse(entry(front.model_name(model)))
 
     return router

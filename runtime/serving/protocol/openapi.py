@@ -3,43 +3,20 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from msgspec import Struct
 from pydantic import BaseModel, TypeAdapter
 from starlette.responses import JSONResponse, Response
+from typing_extensions import TypeAliasType
 
 from ..generation.stream import DONE
-from .answer_schemas import (
-    ChatCompletion,
-    ChatEvents,
-    Completion,
-    CompletionEvents,
-    Empty,
-    Error,
-    Load,
-    Model,
-    Models,
-    ServerInfo,
-    Tokens,
-    TokensText,
-    Version,
-)
-from .message_schemas import AnthropicError, AnthropicMessage, InputTokens, MessageEvents
-from .response_schemas import ResponseEvents, ResponseObject
+from ..http.errors import Error
 
-_REF = "#/components/schemas/{model}"
-
-_ANSWERS = (
-    *(Completion, CompletionEvents, ChatCompletion, ChatEvents, ResponseObject, ResponseEvents),
-    *(AnthropicMessage, MessageEvents, InputTokens, Tokens, TokensText, Models, Model),
-    *(Version, Load, ServerInfo, Empty, Error, AnthropicError),
-)
-"""Types of all answers and events."""
-
-_NAMED_EVENTS = (ResponseEvents, MessageEvents)
-"""Of streams whose events have names and that end without ``[DONE]``."""
+_REF = "#/components/schemas/"
 
 _ERRORS = {
     400: "A field that cannot be served; code and param say which.",
@@ -55,13 +32,18 @@ _ERRORS = {
 }
 
 
+class Empty(Struct):
+    """Nothing but the status."""
+
+
 def documented(
     body: type[BaseModel] | None,
     summary: str,
     errors: tuple[int, ...] = tuple(_ERRORS),
     *,
     answer: Any = Empty,
-    events: Any = None,
+    events: TypeAliasType | None = None,
+    are_named: bool = False,
     error: Any = Error,
     text_types: tuple[str, ...] = (),
 ) -> dict[str, Any]:
@@ -73,6 +55,7 @@ def documented(
         errors: statuses that it may answer.
         answer: the type of what it answers with 200.
         events: the type of what a stream's events hold; None: it does not stream.
+        are_named: the events have names, and end without ``[DONE]``.
         error: the type of its error objects.
         text_types: media types of its answer where that is text and no JSON.
     """
@@ -80,7 +63,7 @@ def documented(
     if text_types:
         content = {kind: {"schema": {"type": "string"}} for kind in text_types}
     if events is not None:
-        content["text/event-stream"] = {"itemSchema": _item_schema(events)}
+        content["text/event-stream"] = {"itemSchema": _item_schema(events, are_named)}
     streams = ", or its events with stream=true" if events is not None else ""
     answers: dict[int, Any] = {200: {"description": f"The answer{streams}.", "content": content}}
     for status in errors:
@@ -94,26 +77,26 @@ def documented(
 
 
 def _ref(kind: Any) -> dict[str, str]:
-    return {"$ref": _REF.format(model=kind.__name__)}
+    return {"$ref": _REF + kind.__name__}
 
 
-def _item_schema(events: Any) -> dict[str, Any]:
+def _item_schema(events: Any, are_named: bool) -> dict[str, Any]:
     """An event of a stream as OpenAPI 3.2 describes one: an object of its fields, whose data is JSON."""
     data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(events)}
-    if events in _NAMED_EVENTS:
+    if are_named:
         named = {"event": {"type": "string"}, "data": data}
         return {"type": "object", "required": ["event", "data"], "properties": named}
     last = {"const": DONE.decode().removeprefix("data: ").strip()}
     return {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [data, last]}}}
 
 
-def describe(app: FastAPI, bodies: tuple[type[BaseModel], ...]) -> None:
-    """Make ``app.openapi`` hold the schemas of these bodies, and of all answers and errors."""
+def describe(app: FastAPI, bodies: tuple[Any, ...], answers: tuple[Any, ...]) -> None:
+    """Make ``app.openapi`` hold the schemas of these bodies, and of these answers, events and errors."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-            schema.setdefault("components", {}).setdefault("schemas", {}).update(_schemas_of(bodies))
+            schema.setdefault("components", {}).setdefault("schemas", {}).update(_schemas_of(bodies, answers))
             for name in ("HTTPValidationError", "ValidationError"):
                 schema["components"]["schemas"].pop(name, None)
             for path in schema["paths"].values():
@@ -126,9 +109,36 @@ def describe(app: FastAPI, bodies: tuple[type[BaseModel], ...]) -> None:
 
 
 @cache
-def _schemas_of(bodies: tuple[type[BaseModel], ...]) -> dict[str, Any]:
+def _schemas_of(bodies: tuple[Any, ...], answers: tuple[Any, ...]) -> dict[str, Any]:
     """JSON schemas by the names of types."""
-    kinds: tuple[Any, ...] = (*bodies, *_ANSWERS)
-    adapters: list[tuple[Any, Any, TypeAdapter[Any]]] = [(kind, "validation", TypeAdapter(kind)) for kind in kinds]
-    _, found = TypeAdapter.json_schemas(adapters, ref_template=_REF)
-    return dict(found["$defs"])
+    adapters: list[tuple[Any, Any, TypeAdapter[Any]]] = [(kind, "validation", TypeAdapter(kind)) for kind in bodies]
+    _, taken = TypeAdapter.json_schemas(adapters, ref_template=_REF + "{model}")
+    unions = [kind for kind in answers if isinstance(kind, TypeAliasType)]
+    structs = [kind for kind in answers if kind not in unions]
+    structs += [kind for union in unions for kind in get_args(union.__value__)]
+    _, sent = msgspec.json.schema_components(structs, ref_template=_REF + "{name}")
+    for schema in sent.values():
+        _describe_as_sent(schema)
+    for union in unions:
+        sent[union.__name__] = _any_of([kind.__name__ for kind in get_args(union.__value__)], sent)
+    return {**taken["$defs"], **sent}
+
+
+def _any_of(names: list[str], schemas: dict[str, Any]) -> dict[str, Any]:
+    """One of these schemas, told apart by ``type`` where they have that field."""
+    union: dict[str, Any] = {"anyOf": [{"$ref": _REF + name} for name in names]}
+    types = {name: schemas[name]["properties"].get("type", {}).get("enum", ()) for name in names}
+    if mapping := {value: _REF + name for name in names for value in types[name]}:
+        union["discriminator"] = {"propertyName": "type", "mapping": mapping}
+    return union
+
+
+def _describe_as_sent(schema: dict[str, Any]) -> None:
+    """Make the schema of what msgspec reads one of what it writes: fields with defaults are never left out."""
+    fields = schema["properties"]
+    schema["required"] = [name for name in fields if name in schema["required"] or "default" in fields[name]]
+    for field in fields.values():
+        field.pop("default", None)
+        for option in field.get("anyOf", [field]):
+            if "enum" in option:
+                option["type"] = "string"

@@ -2,18 +2,257 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+from typing_extensions import TypeAliasType
 
-from ..generation.generate import Generation, Piece
-from ..http.errors import ApiError
+from ..generation.generate import Generation, Piece, StopReason
+from ..generation.usage import Count
+from ..http.errors import ApiError, Error
 from .blocks import Block, Blocks, Change, Closed, Grew, Opened
 from .reasoning_tokens import count_reasoning_tokens
 
-_ENDED_BY_SERVER = ("timeout", "shutdown")
+ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(Struct, tag="output_text"):
+    """Text of a message."""
+
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class ReasoningText(Struct, tag="reasoning_text"):
+    """Text of reasoning."""
+
+    text: str
+
+
+Part: TypeAlias = OutputText | ReasoningText
+
+
+class MessageItem(Struct, tag="message", kw_only=True):
+    """What the model said; empty while it is in progress."""
+
+    id: str
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+    status: ItemStatus
+
+
+class ReasoningItem(Struct, tag="reasoning", kw_only=True):
+    """What it thought."""
+
+    id: str
+    summary: list[Any] = []
+    content: list[ReasoningText]
+    encrypted_content: None = None
+    status: ItemStatus
+
+
+class FunctionCallItem(Struct, tag="function_call", kw_only=True):
+    """A call; its arguments are the text of a JSON object."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: ItemStatus
+
+
+Item: TypeAlias = MessageItem | ReasoningItem | FunctionCallItem
+
+
+class InputDetails(Struct):
+    """Of the input's tokens."""
+
+    cached_tokens: Count
+    cache_write_tokens: Count = 0
+
+
+class OutputDetails(Struct):
+    """Of the output's tokens."""
+
+    reasoning_tokens: Count
+
+
+class ResponseUsage(Struct):
+    """Tokens of a response."""
+
+    input_tokens: Count
+    input_tokens_details: InputDetails
+    output_tokens: Count
+    output_tokens_details: OutputDetails
+    total_tokens: Count
+
+
+class ResponseError(Struct):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+IncompleteReason: TypeAlias = Literal["max_output_tokens", "timeout", "shutdown"]
+
+
+class IncompleteDetails(Struct):
+    """Why a response ended early."""
+
+    reason: IncompleteReason
+
+
+class ReasoningSettings(Struct):
+    """How much the model was to think."""
+
+    effort: str | None
+    summary: None = None
+
+
+class TextSettings(Struct):
+    """The form of the text that was asked for."""
+
+    format: dict[str, Any]
+
+
+AlwaysFalse: TypeAlias = Annotated[bool, Meta(extra_json_schema={"const": False})]
+
+
+class ResponseObject(Struct, kw_only=True):
+    """A response, in any state; most fields repeat what was asked."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: Count
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    model: str
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None = None
+    metadata: dict[str, Any]
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    background: AlwaysFalse = False
+    store: AlwaysFalse = False
+    reasoning: ReasoningSettings
+    service_tier: str = "default"
+    temperature: float
+    text: TextSettings
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: Count = 0
+    top_p: float
+    truncation: str = "disabled"
+    user: str | None
+    output: list[Item] = []
+    usage: ResponseUsage | None = None
+
+
+class _Event(Struct):
+    type: str
+    sequence_number: Count
+
+
+class ResponseEvent(_Event):
+    """The response as it is now: at the beginning, and at the end."""
+
+    type: Literal[
+        "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
+    ]
+    response: ResponseObject
+
+
+class ItemEvent(_Event):
+    """An item begins or has ended."""
+
+    type: Literal["response.output_item.added", "response.output_item.done"]
+    output_index: Count
+    item: Item
+
+
+class _PartEvent(_Event):
+    item_id: str
+    output_index: Count
+    content_index: Count
+
+
+class PartEvent(_PartEvent):
+    """A part of an item begins or has ended."""
+
+    type: Literal["response.content_part.added", "response.content_part.done"]
+    part: Part
+
+
+class TextDeltaEvent(_PartEvent):
+    """A piece of text."""
+
+    type: Literal["response.output_text.delta"]
+    delta: str
+    logprobs: list[Any] = []
+
+
+class TextDoneEvent(_PartEvent):
+    """The whole text of a part."""
+
+    type: Literal["response.output_text.done"]
+    text: str
+    logprobs: list[Any] = []
+
+
+class ReasoningDeltaEvent(_PartEvent):
+    """A piece of reasoning."""
+
+    type: Literal["response.reasoning_text.delta"]
+    delta: str
+
+
+class ReasoningDoneEvent(_PartEvent):
+    """The whole reasoning of a part."""
+
+    type: Literal["response.reasoning_text.done"]
+    text: str
+
+
+class ArgumentsDeltaEvent(_Event):
+    """A piece of a call's arguments."""
+
+    type: Literal["response.function_call_arguments.delta"]
+    item_id: str
+    output_index: Count
+    delta: str
+
+
+class ArgumentsDoneEvent(_Event):
+    """All arguments of a call."""
+
+    type: Literal["response.function_call_arguments.done"]
+    item_id: str
+    output_index: Count
+    name: str
+    arguments: str
+
+
+ResponseEvents = TypeAliasType(
+    "ResponseEvents",
+    ResponseEvent
+    | ItemEvent
+    | PartEvent
+    | TextDeltaEvent
+    | TextDoneEvent
+    | ReasoningDeltaEvent
+    | ReasoningDoneEvent
+    | ArgumentsDeltaEvent
+    | ArgumentsDoneEvent,
+)
+
+_ENDED_BY_SERVER: dict[StopReason, IncompleteReason] = {"timeout": "timeout", "shutdown": "shutdown"}
 
 
 class ResponseAnswer:
@@ -21,16 +260,15 @@ class ResponseAnswer:
 
     Args:
         generation: whose pieces are shown.
-        asked: fields of the object ``response`` that repeat the request.
+        begun: the response as it begins.
     """
 
     done = b""
 
-    def __init__(self, generation: Generation, asked: dict[str, Any]) -> None:
+    def __init__(self, generation: Generation, begun: ResponseObject) -> None:
         self._generation = generation
-        self._asked = asked
+        self._begun = begun
         self._mark = generation.ask.id.partition("_")[2]
-        self._created = int(time.time())
         self._blocks = Blocks()
         self._sequence = 0
 
@@ -42,16 +280,16 @@ class ResponseAnswer:
         """The rest, and the whole answer once more."""
         ends = self._begin() + self._events(self._last_changes(), self._status)
         answer = self.body()
-        return ends + self._event(f"response.{answer['status']}", response=answer)
+        return ends + self._event(ResponseEvent, f"response.{answer.status}", answer)
 
     def failure_events(self, error: ApiError) -> bytes:
         """The event of a failed response."""
         begin = self._begin()
         code = "server_error" if error.status_code >= 500 else error.code
-        failed = self._response("failed", error={"code": code, "message": error.message})
-        return begin + self._event("response.failed", response=failed)
+        failed = replace(self._begun, status="failed", error=ResponseError(code, error.message))
+        return begin + self._event(ResponseEvent, "response.failed", failed)
 
-    def failure_body(self, error: ApiError, request_id: str) -> dict[str, Any]:
+    def failure_body(self, error: ApiError, request_id: str) -> Error:
         """OpenAI's error object."""
         return error.body()
 
@@ -59,22 +297,19 @@ class ResponseAnswer:
         """Keep pieces for the whole answer."""
         self._blocks.add(pieces)
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> ResponseObject:
         """The answer as one object."""
         for _ in self._last_changes():
             pass
         status, details = self._status, None
         if status == "incomplete":
-            ended_by = (
-                self._blocks.stop_reason if self._blocks.stop_reason in _ENDED_BY_SERVER else "max_output_tokens"
-            )
-            details = {"reason": ended_by}
+            details = IncompleteDetails(_ENDED_BY_SERVER.get(self._blocks.stop_reason, "max_output_tokens"))
         *earlier, last = self._blocks.all
         output = [*(self._item(block, "completed") for block in earlier), self._item(last, status)]
-        return self._response(status, output=output, incomplete_details=details, usage=self._usage())
+        return replace(self._begun, status=status, output=output, incomplete_details=details, usage=self._usage())
 
     @property
-    def _status(self) -> str:
+    def _status(self) -> ItemStatus:
         return "incomplete" if self._blocks.finish_reason == "length" else "completed"
 
     def _last_changes(self) -> Iterable[Change]:
@@ -86,127 +321,89 @@ class ResponseAnswer:
     def _begin(self) -> bytes:
         if self._sequence:
             return b""
-        response = self._response("in_progress")
-        return self._event("response.created", response=response) + self._event(
-            "response.in_progress", response=response
-        )
+        created = self._event(ResponseEvent, "response.created", self._begun)
+        return created + self._event(ResponseEvent, "response.in_progress", self._begun)
 
-    def _events(self, changes: Iterable[Change], status: str = "completed") -> bytes:
+    def _events(self, changes: Iterable[Change], status: ItemStatus = "completed") -> bytes:
         """Events of changes, made one by one as they happen; blocks that end have this status."""
         found = []
         for change in changes:
             block = change.block
-            place = {"output_index": block.index}
             if isinstance(change, Opened):
-                found.append(
-                    self._event("response.output_item.added", **place, item=self._item(block, "in_progress"))
-                )
+                begun = self._item(block, "in_progress")
+                found.append(self._event(ItemEvent, "response.output_item.added", block.index, begun))
                 if block.kind != "tool_call":
-                    found.append(
-                        self._event("response.content_part.added", **self._part_of(block), part=_part(block))
-                    )
+                    place = self._place(block)
+                    found.append(self._event(PartEvent, "response.content_part.added", *place, _part(block)))
             elif isinstance(change, Grew):
                 found.append(self._grew(block, change.text))
             elif isinstance(change, Closed):
                 found.append(self._closed(block))
-                found.append(self._event("response.output_item.done", **place, item=self._item(block, status)))
+                ended = self._item(block, status)
+                found.append(self._event(ItemEvent, "response.output_item.done", block.index, ended))
         return b"".join(found)
 
     def _grew(self, block: Block, text: str) -> bytes:
         if block.kind == "text":
-            return self._event("response.output_text.delta", **self._part_of(block), delta=text, logprobs=[])
+            return self._event(TextDeltaEvent, "response.output_text.delta", *self._place(block), text)
         if block.kind == "reasoning":
-            return self._event("response.reasoning_text.delta", **self._part_of(block), delta=text)
-        return self._event(
-            "response.function_call_arguments.delta",
-            item_id=self._item_id(block),
-            output_index=block.index,
-            delta=text,
-        )
+            return self._event(ReasoningDeltaEvent, "response.reasoning_text.delta", *self._place(block), text)
+        name = "response.function_call_arguments.delta"
+        return self._event(ArgumentsDeltaEvent, name, self._item_id(block), block.index, text)
 
     def _closed(self, block: Block) -> bytes:
-        if block.kind == "tool_call":
-            assert block.call is not None
-            return self._event(
-                "response.function_call_arguments.done",
-                item_id=self._item_id(block),
-                output_index=block.index,
-                name=block.call.name,
-                arguments=block.text,
-            )
-        place = self._part_of(block)
+        if block.call is not None:
+            name = "response.function_call_arguments.done"
+            fields = self._item_id(block), block.index, block.call.name, block.text
+            return self._event(ArgumentsDoneEvent, name, *fields)
+        place = self._place(block)
         if block.kind == "text":
-            ended = self._event("response.output_text.done", **place, text=block.text, logprobs=[])
+            ended = self._event(TextDoneEvent, "response.output_text.done", *place, block.text)
         else:
-            ended = self._event("response.reasoning_text.done", **place, text=block.text)
-        return ended + self._event("response.content_part.done", **place, part=_part(block))
+            ended = self._event(ReasoningDoneEvent, "response.reasoning_text.done", *place, block.text)
+        return ended + self._event(PartEvent, "response.content_part.done", *place, _part(block))
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        data = msgspec.json.encode({"type": kind, "sequence_number": self._sequence, **fields})
+    def _event(self, kind: Callable[..., Struct], name: str, *fields: Any) -> bytes:
+        data = msgspec.json.encode(kind(name, self._sequence, *fields))
         self._sequence += 1
-        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+        return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
 
-    def _part_of(self, block: Block) -> dict[str, Any]:
-        return {"item_id": self._item_id(block), "output_index": block.index, "content_index": 0}
+    def _place(self, block: Block) -> tuple[str, int, int]:
+        """Of a block's only part."""
+        return self._item_id(block), block.index, 0
 
     def _item_id(self, block: Block) -> str:
         prefix = {"text": "msg", "reasoning": "rs", "tool_call": "fc"}[block.kind]
         return f"{prefix}_{self._mark}_{block.index}"
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
+    def _item(self, block: Block, status: ItemStatus) -> Item:
         """A block as an item of the output; while it is in progress, without its text."""
         begun = status == "in_progress"
-        if block.kind == "tool_call":
-            assert block.call is not None
-            return {
-                "type": "function_call",
-                "id": self._item_id(block),
-                "call_id": block.call.id,
-                "name": block.call.name,
-                "arguments": block.text,
-                "status": status if begun else "completed",
-            }
-        content = [] if begun else [_part(block)]
-        if block.kind == "reasoning":
-            item = {"type": "reasoning", "id": self._item_id(block), "summary": [], "content": content}
-            return item | {"encrypted_content": None, "status": status}
-        return {
-            "type": "message",
-            "id": self._item_id(block),
-            "role": "assistant",
-            "content": content,
-            "status": status,
-        }
+        item_id = self._item_id(block)
+        if block.call is not None:
+            return FunctionCallItem(
+                id=item_id,
+                call_id=block.call.id,
+                name=block.call.name,
+                arguments=block.text,
+                status=status if begun else "completed",
+            )
+        content: list[Any] = [] if begun else [_part(block)]
+        kind = ReasoningItem if block.kind == "reasoning" else MessageItem
+        return kind(id=item_id, content=content, status=status)
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> ResponseUsage:
         usage = self._generation.usage()
         reasoning = "".join(block.text for block in self._blocks.all if block.kind == "reasoning")
         counted = count_reasoning_tokens(self._generation.front.tokenizer, reasoning)
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        return {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": min(counted, usage["completion_tokens"])},
-            "total_tokens": usage["total_tokens"],
-        }
-
-    def _response(self, status: str, **fields: Any) -> dict[str, Any]:
-        return {
-            "id": self._generation.ask.id,
-            "object": "response",
-            "created_at": self._created,
-            "status": status,
-            "error": None,
-            "incomplete_details": None,
-            **self._asked,
-            "output": [],
-            "usage": None,
-            **fields,
-        }
+        return ResponseUsage(
+            usage.prompt_tokens,
+            InputDetails(usage.prompt_tokens_details.cached_tokens),
+            usage.completion_tokens,
+            OutputDetails(min(counted, usage.completion_tokens)),
+            usage.total_tokens,
+        )
 
 
-def _part(block: Block) -> dict[str, Any]:
-    if block.kind == "reasoning":
-        return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+def _part(block: Block) -> Part:
+    return ReasoningText(block.text) if block.kind == "reasoning" else OutputText(block.text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -12,15 +13,15 @@ from starlette.responses import Response
 
 from ...requests.checks import shown
 from ..generation.front import Front
+from ..generation.generate import Ask
 from ..http.errors import ApiError, refuse
 from ..http.json_body import validated
 from . import chat
 from .fields import ChatBody, RequestBody, Whole
 from .generation_route import Prepared, respond
 from .openapi import documented
-from .response_events import ResponseAnswer
+from .response_events import ReasoningSettings, ResponseAnswer, ResponseEvents, ResponseObject, TextSettings
 from .response_items import chat_tool_choice, chat_tools, input_messages, response_format
-from .response_schemas import ResponseEvents, ResponseObject
 
 _SAME_NAME = (
     *("temperature", "top_p", "parallel_tool_calls", "user", "stream"),
@@ -96,6 +97,7 @@ def responses_router(front: Front) -> APIRouter:
             "The next turn of a conversation that you keep.",
             answer=ResponseObject,
             events=ResponseEvents,
+            are_named=True,
         ),
     )
     async def responses(request: Request) -> Response:
@@ -117,8 +119,9 @@ async def prepare(front: Front, request: Request, body: ResponsesBody, model: st
     except ApiError as error:
         raise _renamed(error) from error
     ask = replace(prepared.ask, id=f"resp_{prepared.ask.id.partition('-')[2]}")
-    repeated = _repeated(body, model, ask.params)
-    return replace(prepared, ask=ask, renderer=lambda generation: ResponseAnswer(generation, repeated))
+    return replace(
+        prepared, ask=ask, renderer=lambda generation: ResponseAnswer(generation, _begun(body, model, ask))
+    )
 
 
 def as_chat(body: ResponsesBody) -> tuple[ChatBody, list[str]]:
@@ -165,28 +168,22 @@ def _renamed(error: ApiError) -> ApiError:
     return ApiError(error.status_code, error.code, error.message, param=param, headers=error.headers)
 
 
-def _repeated(body: ResponsesBody, model: str, params: dict[str, Any]) -> dict[str, Any]:
-    """Fields of the answer that repeat what was asked, or say what was taken for it."""
-    text = body.text or {}
-    reasoning = body.reasoning or {}
-    return {
-        "model": model,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": None,
-        "metadata": body.metadata or {},
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
-        "background": False,
-        "store": False,
-        "reasoning": {"effort": reasoning.get("effort"), "summary": None},
-        "service_tier": "default",
-        "temperature": params.get("temperature", 1.0),
-        "text": {"format": text.get("format") or {"type": "text"}},
-        "tool_choice": body.tool_choice or "auto",
-        "tools": body.tools or [],
-        "top_logprobs": 0,
-        "top_p": params.get("top_p", 1.0),
-        "truncation": "disabled",
-        "user": body.user,
-    }
+def _begun(body: ResponsesBody, model: str, ask: Ask) -> ResponseObject:
+    """The response as it begins: what was asked, or what was taken for it."""
+    return ResponseObject(
+        id=ask.id,
+        created_at=int(time.time()),
+        status="in_progress",
+        model=model,
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        reasoning=ReasoningSettings((body.reasoning or {}).get("effort")),
+        temperature=ask.params.get("temperature", 1.0),
+        text=TextSettings((body.text or {}).get("format") or {"type": "text"}),
+        tool_choice=body.tool_choice or "auto",
+        tools=body.tools or [],
+        top_p=ask.params.get("top_p", 1.0),
+        user=body.user,
+    )

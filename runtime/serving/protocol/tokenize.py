@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
+from msgspec import Struct
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ..generation.front import Front
 from ..generation.prompts import check_counted, checked_ids
+from ..generation.usage import Count, Ids
 from ..http.errors import JsonResponse, refuse
 from ..http.json_body import read_body
-from .answer_schemas import Tokens, TokensText
 from .chat_request import prompt_of
 from .fields import Body, ChatBody
 from .openapi import documented
@@ -43,6 +44,21 @@ class DetokenizeBody(Body):
     tokens: list[int] = Field(max_length=2**20)
 
 
+class Tokens(Struct):
+    """Answer of ``POST /tokenize``; texts of the tokens only where they are asked for."""
+
+    count: Count
+    max_model_len: Count
+    tokens: Ids
+    token_strs: list[str] | None
+
+
+class TokensText(Struct):
+    """Answer of ``POST /detokenize``."""
+
+    prompt: str
+
+
 def tokenize_router(front: Front) -> APIRouter:
     """The routes."""
     router = APIRouter()
@@ -65,15 +81,8 @@ def tokenize_router(front: Front) -> APIRouter:
             asked = ChatBody(**{name: getattr(body, name) for name in names})
             token_ids = (await prompt_of(front, asked, body.tools, hello.max_model_len)).token_ids
         check_counted(token_ids, hello.max_model_len, "messages" if body.prompt is None else "prompt")
-        result: dict[str, Any] = {
-            "count": len(token_ids),
-            "max_model_len": hello.max_model_len,
-            "tokens": token_ids,
-            "token_strs": None,
-        }
-        if body.return_token_strs:
-            result["token_strs"] = front.tokenizer.convert_ids_to_tokens(token_ids)
-        return JsonResponse(result)
+        texts = front.tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
+        return JsonResponse(Tokens(len(token_ids), hello.max_model_len, token_ids, texts))
 
     @router.post("/detokenize", **documented(DetokenizeBody, "Text of token ids.", _ERRORS, answer=TokensText))
     async def detokenize(request: Request) -> Response:
@@ -83,6 +92,6 @@ def tokenize_router(front: Front) -> APIRouter:
         if front.tokenizer is None:
             refuse("tokens", "this model came without a tokenizer; its tokens have no text")
         tokens = checked_ids(body.tokens, front.client.hello.vocab_size, "tokens") if body.tokens else []
-        return JsonResponse({"prompt": await front.prompts.decode(tokens) if tokens else ""})
+        return JsonResponse(TokensText(await front.prompts.decode(tokens) if tokens else ""))
 
     return router

@@ -9,7 +9,8 @@ import pytest
 
 from torch_pagoda.runtime.serving.engine_process.wire import TokenLogprob
 from torch_pagoda.runtime.serving.generation import prompts
-from torch_pagoda.runtime.serving.protocol.completions import CompletionAnswer
+from torch_pagoda.runtime.serving.generation.generate import Piece
+from torch_pagoda.runtime.serving.protocol.completions import CompletionAnswer, CompletionChunkChoice
 
 from event_streams import completion_text, events
 from fake_engine import WORDS, FakeEngine
@@ -242,7 +243,7 @@ async def test_truncation_keeps_the_last_tokens_of_a_text_of_any_length(
 def offsets(parts: list[tuple[str, str]]) -> list[int]:
     """Offsets of tokens in the parts of one answer: new text, and the text of the new token."""
     answer = CompletionAnswer.__new__(CompletionAnswer)
-    answer._count, answer._wants_prompt_logprobs, answer._echoes, answer._offsets = 1, False, None, {}
+    answer._count, answer._echoes, answer._offsets = 1, None, {}
     answer.texts = SimpleNamespace(text=lambda token: token.text)  # type: ignore[assignment]
     answer.asked = SimpleNamespace(return_token_ids=False)  # type: ignore[assignment]
     ask = SimpleNamespace(n=1)
@@ -250,7 +251,9 @@ def offsets(parts: list[tuple[str, str]]) -> list[int]:
     found = []
     for text, token in parts:
         entries = [[TokenLogprob(5, -1.0, 1, piece)] for piece in token.split("|")]
-        found += answer._choice(0, text, [5], entries, None, None)["logprobs"]["text_offset"]
+        choice = answer._choice(CompletionChunkChoice, 0, Piece(0, text, [5], entries))
+        assert choice.logprobs is not None
+        found += choice.logprobs.text_offset
     return found
 
 

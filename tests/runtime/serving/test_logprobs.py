@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import msgspec
 import pytest
 
 from torch_pagoda.runtime.serving.engine_process.wire import TokenLogprob
@@ -33,8 +34,8 @@ def test_all_forms_are_json_and_end_where_those_of_vllm_do(logprob: float, expec
     chat = chat_logprobs([entry], 2, texts)
     completion = completion_logprobs([None, entry], 2, texts, 0)
     prompt = prompt_logprobs([None, entry])
-    json.dumps([chat, completion, prompt], allow_nan=False)
-    assert chat[0]["logprob"] == chat[0]["top_logprobs"][1]["logprob"] == expected
-    assert completion["token_logprobs"] == [None, expected]
-    assert completion["top_logprobs"] == [None, {"a": expected, "b": expected}]
-    assert prompt[1] is not None and prompt[1]["8"]["logprob"] == expected
+    json.dumps(msgspec.to_builtins([chat, completion, prompt]), allow_nan=False)
+    assert chat[0].logprob == chat[0].top_logprobs[1].logprob == expected
+    assert completion.token_logprobs == [None, expected]
+    assert completion.top_logprobs == [None, {"a": expected, "b": expected}]
+    assert prompt[1] is not None and prompt[1]["8"].logprob == expected

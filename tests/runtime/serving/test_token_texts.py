@@ -143,5 +143,5 @@ def test_likely_tokens_of_one_text_are_told_apart() -> None:
         TokenLogprob(token, -1.0 - i, i + 1, text) for i, (token, text) in enumerate(zip(ids, texts, strict=True))
     ]
     entry[0] = TokenLogprob(ids[0], -1.0, 1, "\ufffd", "")
-    (top,) = completion_logprobs([entry], 4, TokenTexts(tokenizer), 0)["top_logprobs"]
+    (top,) = completion_logprobs([entry], 4, TokenTexts(tokenizer), 0).top_logprobs
     assert top == {"": -1.0, "bytes:\\xf1": -2.0, " ": -3.0, f"token_id:{ids[3]}": -4.0}
