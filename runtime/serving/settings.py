@@ -6,10 +6,13 @@ import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..option import option
 from ..requests.checks import check_bool, real_number, shown, whole_number
-from .monitoring.engine_families import MetricsPrefix
+
+if TYPE_CHECKING:
+    from .monitoring.engine_families import MetricsPrefix
 
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
 
@@ -76,40 +79,42 @@ class Settings:
     """
 
     served_model_names: tuple[str, ...] = ("model",)
-    host: str = "127.0.0.1"
-    port: int = 8000
-    uds: str | None = None
-    root_path: str = ""
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8000, "0: any free one.")
+    uds: str | None = option(None, "Path of a Unix socket instead.", metavar="PATH")
+    root_path: str = option("", "Prefix that a proxy takes off paths.")
     api_keys: tuple[ApiKey, ...] = ()
-    protect_metrics: bool = False
-    isolate_keys: bool = False
-    allowed_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
+    protect_metrics: bool = option(False, "/metrics needs a key, too.")
+    isolate_keys: bool = option(False, "Keys share no cached prompts.")
+    allowed_origins: tuple[str, ...] = option((), "Pages that may call (CORS); repeatable.")
+    allowed_hosts: tuple[str, ...] = option((), "Names of a proxy in front; repeatable.")
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    trust_request_chat_template: bool = False
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    max_queue: int | None = None
-    max_queued_tokens: int | None = None
-    max_logprobs: int = 20
+    trust_request_chat_template: bool = option(
+        False, "Requests may bring one, which is rendered within bounds of time and memory."
+    )
+    tool_call_parser: str | None = option(None, "Format of tool calls.", metavar="NAME")
+    reasoning_parser: str | None = option(None, "Format of reasoning.", metavar="NAME")
+    max_queue: int | None = option(None, "Completions that wait; 4 for each seq.")
+    max_queued_tokens: int | None = option(None, "Prompt tokens that wait.")
+    max_logprobs: int = option(20, "Likely tokens per token.")
     max_prompts: int = 256
     max_n: int = 64
-    max_body_size: int = 8 * 2**20
-    max_connections: int = 2048
-    header_timeout: float = 10.0
-    body_timeout: float = 30.0
+    max_body_size: int = option(8 * 2**20, "Bytes of a request.")
+    max_connections: int = option(2048, "Open at a time.")
+    header_timeout: float = option(10.0, "For headers.")
+    body_timeout: float = option(30.0, "For a body.")
     keep_alive_timeout: int = 75
-    request_timeout: float | None = None
-    stream_stall_timeout: float = 60.0
-    sse_ping: float = 15.0
+    request_timeout: float | None = option(None, "Seconds for an answer.")
+    stream_stall_timeout: float = option(60.0, "For a reader that is stuck.")
+    sse_ping: float = option(15.0, "Without news, until a comment.")
     engine_silence: float = 10.0
-    shutdown_timeout: float = 30.0
+    shutdown_timeout: float = option(30.0, "After SIGTERM, for what runs.")
     listen_while_draining: float = 1.0
-    strict_fields: bool = False
-    enable_admin: bool = False
+    strict_fields: bool = option(False, "Refuse unknown fields.")
+    enable_admin: bool = option(False, "/server_info, /reset_prefix_cache.")
     enable_ui: bool = True
-    metrics_prefix: MetricsPrefix = "both"
+    metrics_prefix: MetricsPrefix = option("both", "Names in /metrics: both, vllm, pagoda.")
     system_fingerprint: str = "fp_pagoda"
     version: str = "0"
 
