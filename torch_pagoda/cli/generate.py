@@ -103,7 +103,7 @@ def generate(model: Model, own: GenerateOptions, engine: dict[str, Any]) -> None
         prompts = _read_prompts(own.prompt, own.prompts_file)
         for name, count in (("--logprobs", own.logprobs), ("--prompt-logprobs", own.prompt_logprobs)):
             if count is not None and not own.as_json:
-                raise ValueError(f"{name} {count} has nowhere to go; add --json")
+                raise ValueError(f"{name} requires --json")
         bias = _read_biases(own.logit_bias)
         max_tokens = _DEFAULT_MAX_TOKENS if own.max_tokens is None else own.max_tokens
         beams = beam_params(own, max_tokens, [*sampling, "logit_bias"])

@@ -86,7 +86,7 @@ class ServeOptions(EngineCommandOptions):
     restart_engine: int = option(3, "Starts of another engine in 10 minutes.")
     no_ui: bool = option(False, "No chat page at /.")
     ssl_certfile: Path | None = option(None, "Certificate, for https.", metavar="FILE")
-    ssl_keyfile: Path | None = option(None, "Its key.", metavar="FILE")
+    ssl_keyfile: Path | None = option(None, "TLS private key.", metavar="FILE")
     ssl_ca_certs: Path | None = option(None, "Clients must show a certificate of these.", metavar="FILE")
     log_format: LogFormat = option("text", "text or json.")
     log_requests: LogRequests = option("ids", "none, ids (a line each), or content.")
@@ -98,7 +98,7 @@ class ServeOptions(EngineCommandOptions):
     api_key_file: Path | None = option(None, "The same, one per line.", metavar="FILE")
     max_num_queued_reqs: int | None = option(None, "vLLM's name of --max-queue.", hidden=True)
     chat_template: Path | None = option(None, "Jinja, in place of the model's.", metavar="FILE")
-    default_chat_template_kwargs: str | None = option(None, "Its variables.", metavar="JSON")
+    default_chat_template_kwargs: str | None = option(None, "Chat-template variables (JSON).", metavar="JSON")
     generation_config: str = option("auto", "The model's defaults: auto, a folder, none.")
     verbose: bool = option(False, "Log more, to stderr.", flags=("--verbose", "-v"))
 
