@@ -1,25 +1,13 @@
-"""The compiler's public names: ``compile_program``, its options, its report, its errors, and the two guards."""
+"""The compiler. The names in ``public`` are imported on first use, so that ``choices`` can be read without torch."""
 
 from __future__ import annotations
 
-from ..passes.graph.traced import NotFinite, UnsupportedModel
-from .compile import compile_program, program_of_checkpoint
-from .fingerprint.module_guard import ModuleGuard
-from .options import CompileOptions
-from .report import CompileReport
-from .store.checkpoint_files import CheckpointFiles
-from .store.warm_start import Facts
-from .weights.weight_guard import WeightGuard
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "CheckpointFiles",
-    "CompileOptions",
-    "CompileReport",
-    "Facts",
-    "ModuleGuard",
-    "NotFinite",
-    "UnsupportedModel",
-    "WeightGuard",
-    "compile_program",
-    "program_of_checkpoint",
-]
+if TYPE_CHECKING:
+    from .public import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(import_module(".public", __name__), name)

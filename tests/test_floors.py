@@ -19,6 +19,7 @@ FLOORS = {
             "async_llm generation",
             "llm",
             "chat default_params options selftest",
+            "load_options",
             "checkpoint known_program",
         ),
         "decoding device doctor model_facts",
@@ -26,6 +27,7 @@ FLOORS = {
     "compiler": (
         *(
             "__init__",
+            "public",
             "compile explain",
             "build",
             "backend estimates",
@@ -33,7 +35,7 @@ FLOORS = {
             "calibrate verify",
             "capture store",
         ),
-        *("fingerprint", "link options", "targets", "option_conflicts report tolerance user_passes weights"),
+        *("fingerprint", "link options", "choices option_conflicts targets", "report tolerance user_passes weights"),
     ),
     "passes": ("__init__", "rewrite", "lower proof recognise schedule", "graph"),
     "runtime": (
@@ -47,7 +49,7 @@ FLOORS = {
             "structured",
         ),
         *(
-            "__init__ autocast blocks memory phases private_folder processors shown step_metadata token_bytes",
+            "__init__ autocast blocks memory option phases private_folder processors shown step_metadata token_bytes",
             "control_group state_tables window_blocks",
         ),
     ),

@@ -6,45 +6,16 @@ import difflib
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from typing import Any, TypedDict, get_type_hints
 
 import torch
 
-from .checkpoint.loading import resolve_dtype
 from .compiler import CompileOptions
 from .compiler.user_passes import Pattern
 from .device import resolve_device
+from .load_options import LoadOptions
 from .runtime.engine.engine_options import EngineOptions
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """Loading of a model, and what its checkpoint has a say in.
-
-    Attributes:
-        dtype: ``"auto"`` (the checkpoint's, or the live module's), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        device: ``"auto"`` (an NPU if torch_npu reports one, else the CPU), ``"cpu"`` or ``"npu"``.
-        generation_config: where the parameters of requests come from that bring none: ``"auto"``, the generation
-            config of the checkpoint (or live module); ``"vllm"``, ``SamplingParams()``; or a folder with such a file.
-            Its temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens are read, and
-            ``do_sample=False`` as greedy. What ends a text is the model's own in any case.
-        trust_remote_code: run model code that comes with the checkpoint.
-        gguf_file: the name of the GGUF file in the folder or repository that is meant, as transformers has it.
-
-    Raises:
-        ValueError: an unknown dtype or device, or an NPU that is not there.
-    """
-
-    dtype: str | torch.dtype = "auto"
-    device: str | torch.device = "auto"
-    generation_config: str | os.PathLike[str] = "auto"
-    trust_remote_code: bool = False
-    gguf_file: str | None = None
-
-    def __post_init__(self) -> None:
-        resolve_dtype(self.dtype)
-        resolve_device(self.device)
 
 
 class ModelOptions(TypedDict, total=False):

@@ -23,29 +23,6 @@ DEFAULT_CPU_CACHE_BYTES = 4 << 30
 UNSTATED_MODEL_LEN = 1 << 17
 """Tokens per sequence that the default cache provides for when the model does not say its own number."""
 
-_UNITS = {"": 1, "b": 1}
-for _power, _letter in enumerate("kmgt", start=1):
-    _UNITS[f"{_letter}b"] = 1000**_power
-    _UNITS[f"{_letter}ib"] = _UNITS[_letter] = 1024**_power
-
-
-def parse_memory(value: int | str, name: str = "kv_cache_memory") -> int:
-    """Bytes meant by an int or by text such as ``"4GiB"``, ``"512 MB"``, ``"2g"`` (g is GiB, GB is 10**9).
-
-    Raises:
-        ValueError: it cannot be read, or is not positive; ``name`` is the argument that the message names.
-    """
-    if isinstance(value, int) and not isinstance(value, bool):
-        amount = value
-    else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower()) if isinstance(value, str) else None
-        if match is None or match[2] not in _UNITS:
-            raise ValueError(f'{name}={value!r} is not a size; use bytes or text such as "4GiB" or "512MiB"')
-        amount = int(float(match[1]) * _UNITS[match[2]])
-    if amount < 1:
-        raise ValueError(f"{name}={value!r} is not a positive size; use at least the bytes of one block")
-    return amount
-
 
 def available_memory() -> int:
     """Bytes that this process can still take on the host: free memory, or what the control group leaves."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from ..batching import make_policy, preemption_mode
-from ..cache.kv_cache import parse_memory
+from ..option import option
 from ..requests.checks import check_at_least, check_bool
 
 DEFAULT_BLOCK_SIZE = 32
@@ -13,6 +13,11 @@ DEFAULT_BLOCK_SIZE = 32
 
 
 NPU_WARMUPS = ("full", "lazy")
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[f"{_letter}b"] = 1000**_power
+    _UNITS[f"{_letter}ib"] = _UNITS[_letter] = 1024**_power
 
 
 @dataclass(frozen=True)
@@ -51,22 +56,26 @@ class EngineOptions:
         ValueError: a value out of range, or a name that there is not.
     """
 
-    block_size: int | None = None
-    num_blocks: int | None = None
-    kv_cache_memory: int | str | None = None
-    min_kv_cache_memory: int | str | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None
-    enable_prefix_caching: bool = True
-    policy: str = "fcfs"
-    preemption: str = "auto"
-    swap_space: int | str = 0
-    max_queue: int | None = None
-    async_scheduling: bool | None = None
-    npu_warmup: str = "full"
+    block_size: int | None = option(None, "Tokens per KV-cache block.")
+    num_blocks: int | None = option(None, "Blocks in the KV cache.")
+    kv_cache_memory: int | str | None = option(None, "The same as memory, e.g. 4GiB.")
+    min_kv_cache_memory: int | str | None = option(None, "Size the cache shrinks to when idle.")
+    max_num_seqs: int = option(64, "Sequences at the same time.")
+    max_num_batched_tokens: int = option(2048, "Tokens per step.")
+    max_model_len: int | None = option(None, "Tokens per sequence, prompt included.")
+    enable_prefix_caching: bool = option(True, "Disable prefix caching.")
+    policy: str = option("fcfs", "fcfs, priority, sjf, fair or prefix.")
+    preemption: str = option("auto", "auto, recompute or swap.")
+    swap_space: int | str = option(0, "Host memory for swapped sequences, e.g. 1GiB.")
+    max_queue: int | None = option(None, "Refuse to start with more prompts.")
+    async_scheduling: bool | None = option(
+        None, "Plan each step while the one before runs; by default on an NPU (else: --no-async-scheduling)."
+    )
+    npu_warmup: str = option("full", "On an NPU: full (compile all steps first), or lazy.")
 
     def __post_init__(self) -> None:
+        from ..batching import make_policy, preemption_mode  # costs a command that only shows its help too much
+
         remedy = "use at least 1, or leave it out"
         optional = {name: getattr(self, name) for name in ("block_size", "num_blocks", "max_model_len", "max_queue")}
         sizes = {"max_num_seqs": self.max_num_seqs, "max_num_batched_tokens": self.max_num_batched_tokens}
@@ -102,3 +111,21 @@ class EngineOptions:
     def swap_bytes(self) -> int:
         """Bytes that ``swap_space`` stands for."""
         return 0 if self.swap_space in (0, "0") else parse_memory(self.swap_space, "swap_space")
+
+
+def parse_memory(value: int | str, name: str = "kv_cache_memory") -> int:
+    """Bytes meant by an int or by text such as ``"4GiB"``, ``"512 MB"``, ``"2g"`` (g is GiB, GB is 10**9).
+
+    Raises:
+        ValueError: it cannot be read, or is not positive; ``name`` is the argument that the message names.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        amount = value
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower()) if isinstance(value, str) else None
+        if match is None or match[2] not in _UNITS:
+            raise ValueError(f'{name}={value!r} is not a size; use bytes or text such as "4GiB" or "512MiB"')
+        amount = int(float(match[1]) * _UNITS[match[2]])
+    if amount < 1:
+        raise ValueError(f"{name}={value!r} is not a positive size; use at least the bytes of one block")
+    return amount

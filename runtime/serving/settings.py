@@ -6,10 +6,13 @@ import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..option import option
 from ..requests.checks import check_bool, real_number, shown, whole_number
-from .monitoring.engine_families import MetricsPrefix
+
+if TYPE_CHECKING:
+    from .monitoring.engine_families import MetricsPrefix
 
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
 
@@ -29,46 +32,24 @@ class ApiKey:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of one server.
+    """Settings of one server; a field that is an option of ``pagoda serve`` has its help text beside it.
 
     Attributes:
         served_model_names: names under which clients ask for the model; answers carry the first.
-        host: address that is listened on; with ``uds`` it is not used.
-        port: 0 takes any free one.
-        uds: path of a Unix socket to listen on instead.
-        root_path: prefix that a proxy strips from paths, for the links of ``/docs``.
         api_keys: any of them opens the server; none: it is open to all that reach it.
-        protect_metrics: ``/metrics`` needs a key, too.
-        isolate_keys: requests of different keys share no cached blocks.
-        allowed_origins: origins whose pages may call the server from a browser (CORS); ``"*"`` allows all.
         allowed_hosts: names in the ``Host`` header that are served besides the loopback's own, where only the
             loopback is listened on.
         chat_template: Jinja text in place of the tokenizer's own.
         chat_template_kwargs: variables of the template that requests may override.
-        trust_request_chat_template: a request may bring a template of its own, which runs in jinja2's sandbox in the
-            server's process.
-        tool_call_parser: name of the format of tool calls; None: that of the model.
-        reasoning_parser: name of the format of reasoning; None: that of the model.
-        max_queue: completions under way beyond those that run at the same time; None: four times ``max_num_seqs``.
-        max_queued_tokens: prompt tokens that may wait; None: any number.
-        max_logprobs: most likely tokens that a request may ask for.
         max_prompts: prompts of one request.
         max_n: completions of one prompt.
-        max_body_size: bytes of a request's body.
-        max_connections: open at the same time.
         header_timeout: seconds from the first byte of a request (or from connecting) to the end of its headers.
         body_timeout: seconds from there to the end of its body.
         keep_alive_timeout: seconds for which an idle connection stays open.
-        request_timeout: seconds after which a request ends as it is; None: never. Requests may ask for less.
-        stream_stall_timeout: seconds after which an answer is cut whose reader takes nothing.
         sse_ping: seconds without news after which a stream sends a comment.
         engine_silence: seconds without a word of a busy engine after which ``/health`` says so.
-        shutdown_timeout: seconds that SIGTERM leaves to what is under way.
         listen_while_draining: seconds for which new connections are still taken (and refused with 503) then.
-        strict_fields: fields of a request that are not known are refused, not ignored.
-        enable_admin: ``/server_info`` and ``/reset_prefix_cache`` are served.
         enable_ui: the chat page is served at ``/``.
-        metrics_prefix: ``"both"``, ``"vllm"`` or ``"pagoda"``, see ``ServerMetrics``.
         system_fingerprint: of model and program; clients see whether it changed.
         version: of this software.
 
@@ -77,40 +58,44 @@ class Settings:
     """
 
     served_model_names: tuple[str, ...] = ("model",)
-    host: str = "127.0.0.1"
-    port: int = 8000
-    uds: str | None = None
-    root_path: str = ""
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8000, "Port to listen on; 0: any free one.")
+    uds: str | None = option(None, "Path of a Unix socket to listen on instead.", metavar="PATH")
+    root_path: str = option("", "Prefix that a proxy strips from paths, for the links of /docs.")
     api_keys: tuple[ApiKey, ...] = ()
-    protect_metrics: bool = False
-    isolate_keys: bool = False
-    allowed_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
+    protect_metrics: bool = option(False, "/metrics needs a key, too.")
+    isolate_keys: bool = option(False, "Keys share no cached prompts.")
+    allowed_origins: tuple[str, ...] = option((), "Origins whose pages may call (CORS), * for all; repeatable.")
+    allowed_hosts: tuple[str, ...] = option((), "Host names that a proxy in front sends; repeatable.")
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    trust_request_chat_template: bool = False
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    max_queue: int | None = None
-    max_queued_tokens: int | None = None
-    max_logprobs: int = 20
+    trust_request_chat_template: bool = option(
+        False, "Accept a chat template in requests. Use it with clients that you trust."
+    )
+    tool_call_parser: str | None = option(None, "Format of tool calls; by default the model's.", metavar="NAME")
+    reasoning_parser: str | None = option(None, "Format of reasoning; by default the model's.", metavar="NAME")
+    max_queue: int | None = option(None, "Completions that may wait; by default 4 * --max-num-seqs.")
+    max_queued_tokens: int | None = option(None, "Prompt tokens that may wait.")
+    max_logprobs: int = option(20, "Most likely tokens that a request may ask for.")
     max_prompts: int = 256
     max_n: int = 64
-    max_body_size: int = 8 * 2**20
-    max_connections: int = 2048
-    header_timeout: float = 10.0
-    body_timeout: float = 30.0
+    max_body_size: int = option(8 * 2**20, "Bytes of a request's body.")
+    max_connections: int = option(2048, "Maximum open connections.")
+    header_timeout: float = option(10.0, "Seconds to receive the headers of a request.")
+    body_timeout: float = option(30.0, "Seconds to receive the body of a request.")
     keep_alive_timeout: int = 75
-    request_timeout: float | None = None
-    stream_stall_timeout: float = 60.0
-    sse_ping: float = 15.0
+    request_timeout: float | None = option(
+        None, "Seconds after which a request ends as it is; requests may ask for less."
+    )
+    stream_stall_timeout: float = option(60.0, "Drop clients that stop reading for this long (s).")
+    sse_ping: float = option(15.0, "Seconds between SSE keep-alive comments.")
     engine_silence: float = 10.0
-    shutdown_timeout: float = 30.0
+    shutdown_timeout: float = option(30.0, "Seconds that SIGTERM leaves to unfinished requests.")
     listen_while_draining: float = 1.0
-    strict_fields: bool = False
-    enable_admin: bool = False
+    strict_fields: bool = option(False, "Refuse requests with unknown fields.")
+    enable_admin: bool = option(False, "Serve /server_info and /reset_prefix_cache.")
     enable_ui: bool = True
-    metrics_prefix: MetricsPrefix = "both"
+    metrics_prefix: MetricsPrefix = option("both", "Names in /metrics: both, vllm or pagoda.")
     system_fingerprint: str = "fp_pagoda"
     version: str = "0"
 

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 import torch_pagoda as pagoda
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.user_passes import Pattern
-from torch_pagoda.options import LLMOptions, LoadOptions, ModelOptions, split_options
+from torch_pagoda.load_options import LoadOptions
+from torch_pagoda.options import LLMOptions, ModelOptions, split_options
 from torch_pagoda.runtime.engine.engine_options import EngineOptions
 
 

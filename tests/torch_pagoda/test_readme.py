@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from dataclasses import fields
 
 from page_text import PAGES, ROOT, code_blocks, section
 
 from torch_pagoda import LLM, SamplingParams
+from torch_pagoda.cli.engine_options import LLM_OPTIONS
 from torch_pagoda.runtime.batching.policies import POLICIES
 
 
@@ -37,6 +39,27 @@ def test_options_table_is_the_signature() -> None:
             assert ast.literal_eval(literal[1]) == parameters[name].default, name
     sampling = section(page, "SamplingParams").split("`SamplingParams` takes")[1].split("`")[1]
     assert set(sampling.split(", ")) <= set(inspect.signature(SamplingParams).parameters)
+
+
+def unnamed_values(page: str) -> list[str]:
+    """Values that ``--help`` lists for an option ("a, b or c."), and the row of the option does not."""
+    rows = dict(re.findall(r"^\| `(\w+)` (.*)$", page, re.MULTILINE))
+    listed = {
+        field.name: re.findall(r"[\w-]+", field.metadata["help"].replace(" or ", ", "))
+        for part in LLM_OPTIONS
+        for field in fields(part)
+        if re.fullmatch(r"[\w-]+(, [\w-]+)* or [\w-]+\.", field.metadata.get("help", ""))
+    }
+    assert set(listed) >= {"dtype", "device", "policy", "preemption", "verify", "codegen"}
+    return [
+        f"{name}={value}" for name, values in listed.items() for value in values if f'"{value}"' not in rows[name]
+    ]
+
+
+def test_options_table_names_the_values_of_help() -> None:
+    page = PAGES["docs/options.md"]
+    assert unnamed_values(page) == []
+    assert unnamed_values(page.replace('"sjf"', '"sfj"')) == ["policy=sjf"]
 
 
 def test_policies_table_is_the_list() -> None:

@@ -54,8 +54,8 @@ def test_options_become_settings(run: Run, glue: list[Any], tmp_path: Path) -> N
         *("--max-num-seqs", "3", "--generation-config", "none", "--allowed-origins", "http://a", "--sse-ping", "2.5"),
     )
     assert status == 0, err
-    model, tokenizer, options, settings, _ = glue
-    assert (model, tokenizer) == ("org/model", None)
+    model, options, settings, own = glue
+    assert (model, own.tokenizer) == ("org/model", None)
     assert options["max_num_seqs"] == 3 and options["generation_config"] == "vllm" and "max_queue" not in options
     assert settings.served_model_names == ("org/model",)
     assert [(key.name, key.key) for key in settings.api_keys] == [("ann", "sk-a"), ("key2", "sk-b")]
@@ -67,7 +67,7 @@ def test_options_become_settings(run: Run, glue: list[Any], tmp_path: Path) -> N
 
 def test_vllms_name_of_the_queue(run: Run, glue: list[Any]) -> None:
     assert run("serve", "m", "--max-num-queued-reqs", "5")[0] == 0
-    assert glue[3].max_queue == 5
+    assert glue[2].max_queue == 5
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_file_gives_defaults(run: Run, glue: list[Any], tmp_path: Path, name: 
     (tmp_path / name).write_text(text)
     status, _, err = run("serve", "m", "--config", tmp_path / name, "--max-num-seqs", "4")
     assert status == 0, err
-    assert glue[3].port == 9 and glue[2]["max_num_seqs"] == 4
+    assert glue[2].port == 9 and glue[1]["max_num_seqs"] == 4
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"prot": 9}', '{"port": "x"}'])

@@ -2,50 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..runtime.requests.beam_search_params import BeamSearchParams
     from ..runtime.requests.outputs import BeamSearchOutput, RequestOutput
+    from .generate import GenerateOptions
 
 _ALLOWED = ("max_tokens", "ignore_eos", "n")
 
 
-def beam_params(
-    beam_width: int | None, length_penalty: float | None, sampling: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> BeamSearchParams | None:
+def beam_params(own: GenerateOptions, max_tokens: int, names: Sequence[str]) -> BeamSearchParams | None:
     """Parameters of the search; None where no beam search is asked for.
 
     Args:
-        beam_width: what ``--beam-width`` was given.
-        length_penalty: what ``--length-penalty`` was given.
-        sampling: option → value, of all options that say how to choose tokens.
-        defaults: option → its value when it is not given; None for options that are not named.
+        own: options of the command.
+        max_tokens: new tokens per beam at most.
+        names: all options that say how to choose tokens.
 
     Raises:
         ValueError: an option was given that does not go with these; the message names it.
     """
-    if beam_width is None:
-        if length_penalty is not None:
-            raise ValueError(f"--length-penalty {length_penalty:g} ranks beams; add --beam-width, or leave it out")
+    width, penalty = own.beam_width, own.length_penalty
+    if width is None:
+        if penalty is not None:
+            raise ValueError(f"--length-penalty {penalty:g} ranks beams; add --beam-width, or leave it out")
         return None
-    for name, value in sampling.items():
-        if name not in _ALLOWED and value != defaults.get(name):
+    for name in names:
+        if name not in _ALLOWED and getattr(own, name) != getattr(type(own), name):
             raise ValueError(
-                f"--{name.replace('_', '-')} does not go with --beam-width {beam_width}, which chooses by the "
+                f"--{name.replace('_', '-')} does not go with --beam-width {width}, which chooses by the "
                 "model's probabilities alone; leave one of them out"
             )
     from ..runtime.requests.beam_search_params import BeamSearchParams
 
     params = BeamSearchParams(
-        beam_width,
-        sampling["max_tokens"],
-        ignore_eos=sampling["ignore_eos"],
-        length_penalty=1.0 if length_penalty is None else length_penalty,
+        width, max_tokens, ignore_eos=own.ignore_eos, length_penalty=1.0 if penalty is None else penalty
     )
-    if sampling["n"] > beam_width:
-        raise ValueError(f"--n {sampling['n']} is above --beam-width {beam_width}; raise the width")
+    if own.n > width:
+        raise ValueError(f"--n {own.n} is above --beam-width {width}; raise the width")
     return params
 
 

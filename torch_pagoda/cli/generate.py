@@ -7,226 +7,106 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..runtime.option import option
 from .beams import beam_params, best_texts
-from .engine_options import (
-    AsyncScheduling,
-    BatchInvariant,
-    BlockSize,
-    Codegen,
-    Device,
-    Dtype,
-    EnablePrefixCaching,
-    GroupSize,
-    InputBits,
-    KvCacheDtype,
-    KvCacheMemory,
-    MaxModelLen,
-    MaxNumBatchedTokens,
-    MaxNumSeqs,
-    MinKvCacheMemory,
-    NoAsyncScheduling,
-    NoEnablePrefixCaching,
-    NpuOptions,
-    NpuWarmup,
-    NumBlocks,
-    OnlyPass,
-    Policy,
-    Preemption,
-    Quantization,
-    Schedule,
-    SkipPass,
-    StaticDecode,
-    SwapSpace,
-    Tokenizer,
-    TrustRemoteCode,
-    Verify,
-    check_engine_options,
-    llm_options,
-)
+from .engine_options import ENGINE_PANELS, LLM_OPTIONS, EngineCommandOptions
 from .errors import REQUEST_FAILED, one_line_errors
 from .phases import show_phases
 from .printing import print_outputs, print_summary, stats_table
+from .with_options import Model, with_options
 
 if TYPE_CHECKING:
     from ..runtime.requests.outputs import Progress as EngineProgress
 
 _SAMPLING = (
-    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "bad_words", "allowed_token_ids", "seed", "n", "best_of", "stop", "ignore_eos"),
-    *("logprobs", "prompt_logprobs"),
+    "max_tokens temperature top_k top_p min_p repetition_penalty generation_config presence_penalty "
+    "frequency_penalty logit_bias bad_words allowed_token_ids seed n best_of beam_width length_penalty stop "
+    "ignore_eos logprobs prompt_logprobs"
 )
-"""Options that go to ``SamplingParams`` as they are."""
+_PANELS = (
+    ("", "prompt prompts_file"),
+    ("Sampling", _SAMPLING),
+    *ENGINE_PANELS,
+    ("Scheduling", "max_queue priority client deadline"),
+    ("", "profile stats as_json verbose debug"),
+)
+_NOT_OF_PARAMS = ("generation_config", "logit_bias", "beam_width", "length_penalty")
+"""Options of sampling that do not go to ``SamplingParams`` as they are."""
 
-_REPEATABLE = ("bad_words", "allowed_token_ids", "stop")
-
-_NOT_GIVEN = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""What sampling options are when they are not given; the others are None."""
-
-_NOT_RECOMMENDED = {"max_tokens": 64, "temperature": 0.0}
+_DEFAULT_MAX_TOKENS = 64
+_NOT_RECOMMENDED = {"max_tokens": _DEFAULT_MAX_TOKENS, "temperature": 0.0}
 """What is used where neither the options nor the checkpoint say anything; else ``SamplingParams``' own defaults."""
 
 
-def generate(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, or hub id.", metavar="MODEL")],
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", "-p", help="A prompt; give it several times for several prompts."),
-    ] = None,
-    prompts_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts-file", "-f", help="UTF-8 text, one prompt per line, blank lines skipped; '-': stdin."
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(help="New tokens per prompt at most; else the model's, or 64.", rich_help_panel="Sampling"),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="0 takes the likeliest token; else the model's, or 0.", rich_help_panel="Sampling"),
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="0: off; else the model's.", rich_help_panel="Sampling")] = None,
-    top_p: Annotated[float | None, typer.Option(help="1: off; else the model's.", rich_help_panel="Sampling")] = None,
-    min_p: Annotated[float | None, typer.Option(help="0: off; else the model's.", rich_help_panel="Sampling")] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="1: off; else the model's.", rich_help_panel="Sampling")
-    ] = None,
-    generation_config: Annotated[
-        str,
-        typer.Option(
-            help="Where the model's own values are: auto (its checkpoint), a folder, or vllm (nowhere).",
-            rich_help_panel="Sampling",
-        ),
-    ] = "auto",
-    presence_penalty: Annotated[
-        float, typer.Option(help="-2 to 2, off each token the output holds; 0: off.", rich_help_panel="Sampling")
-    ] = 0.0,
-    frequency_penalty: Annotated[
-        float, typer.Option(help="-2 to 2, off each token per occurrence; 0: off.", rich_help_panel="Sampling")
-    ] = 0.0,
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ID:BIAS", help="Add -100 to 100 to a token; repeatable.", rich_help_panel="Sampling"),
-    ] = None,
-    bad_words: Annotated[
-        list[str] | None, typer.Option(help="Never generate this text; repeatable.", rich_help_panel="Sampling")
-    ] = None,
-    allowed_token_ids: Annotated[
-        list[int] | None, typer.Option(help="Generate no other tokens; repeatable.", rich_help_panel="Sampling")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel="Sampling")] = None,
-    n: Annotated[int, typer.Option("--n", "-n", help="Completions per prompt.", rich_help_panel="Sampling")] = 1,
-    best_of: Annotated[
-        int | None, typer.Option(help="Run so many, show the likeliest --n.", rich_help_panel="Sampling")
-    ] = None,
-    beam_width: Annotated[
-        int | None,
-        typer.Option(help="Beam search with so many beams; shows the best --n.", rich_help_panel="Sampling"),
-    ] = None,
-    length_penalty: Annotated[
-        float | None,
-        typer.Option(help="Of beams; 0: none, 1: the default, more favours long texts.", rich_help_panel="Sampling"),
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Stop before this text; repeatable.", rich_help_panel="Sampling")
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after the end token.", rich_help_panel="Sampling")
-    ] = False,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(help="With --json: per token, and so many likely ones.", rich_help_panel="Sampling"),
-    ] = None,
-    prompt_logprobs: Annotated[
-        int | None, typer.Option(help="With --json: the same of the prompt.", rich_help_panel="Sampling")
-    ] = None,
-    tokenizer: Tokenizer = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    block_size: BlockSize = None,
-    num_blocks: NumBlocks = None,
-    kv_cache_memory: KvCacheMemory = None,
-    min_kv_cache_memory: MinKvCacheMemory = None,
-    kv_cache_dtype: KvCacheDtype = "auto",
-    quantization: Quantization = None,
-    group_size: GroupSize = None,
-    input_bits: InputBits = None,
-    batch_invariant: BatchInvariant = False,
-    max_num_seqs: MaxNumSeqs = None,
-    max_num_batched_tokens: MaxNumBatchedTokens = None,
-    max_model_len: MaxModelLen = None,
-    no_enable_prefix_caching: NoEnablePrefixCaching = False,
-    enable_prefix_caching: EnablePrefixCaching = False,
-    policy: Policy = "fcfs",
-    preemption: Preemption = "auto",
-    swap_space: SwapSpace = "0",
-    async_scheduling: AsyncScheduling = False,
-    no_async_scheduling: NoAsyncScheduling = False,
-    npu_warmup: NpuWarmup = "full",
-    max_queue: Annotated[
-        int | None, typer.Option(help="Refuse to start with more prompts.", rich_help_panel="Scheduling")
-    ] = None,
-    priority: Annotated[
-        list[int] | None,
-        typer.Option(help="Lower comes first; once, or once for each prompt.", rich_help_panel="Scheduling"),
-    ] = None,
-    client: Annotated[
-        list[str] | None,
-        typer.Option(help="Whose prompt it is; once, or once for each.", rich_help_panel="Scheduling"),
-    ] = None,
-    deadline: Annotated[
-        float | None,
-        typer.Option(help="Seconds after which prompts end as they are.", rich_help_panel="Scheduling"),
-    ] = None,
-    verify: Verify = "model",
-    codegen: Codegen = "auto",
-    npu_options: NpuOptions = None,
-    static_decode: StaticDecode = False,
-    schedule: Schedule = None,
-    skip_pass: SkipPass = None,
-    only_pass: OnlyPass = None,
-    trust_remote_code: TrustRemoteCode = False,
-    profile: Annotated[
-        Path | None,
-        typer.Option(help="Write a trace for Perfetto there, and print where the time went.", metavar="FILE"),
-    ] = None,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Print figures of the KV cache, the queue and the steps.")
-    ] = False,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="One JSON object per prompt and line, token ids and times included."),
-    ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is done, to stderr.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-) -> None:
+@dataclass(frozen=True)
+class GenerateOptions(EngineCommandOptions):
+    """Options of ``pagoda generate`` beside the keywords of ``LLM``."""
+
+    prompt: list[str] | None = option(
+        None, "A prompt; give it several times for several prompts.", flags=("--prompt", "-p")
+    )
+    prompts_file: Path | None = option(
+        None, "UTF-8 text, one prompt per line, blank lines skipped; '-': stdin.", flags=("--prompts-file", "-f")
+    )
+    max_tokens: int | None = option(None, "New tokens per prompt at most; else the model's, or 64.")
+    temperature: float | None = option(None, "0 takes the likeliest token; else the model's, or 0.")
+    top_k: int | None = option(None, "0: off; else the model's.")
+    top_p: float | None = option(None, "1: off; else the model's.")
+    min_p: float | None = option(None, "0: off; else the model's.")
+    repetition_penalty: float | None = option(None, "1: off; else the model's.")
+    presence_penalty: float = option(0.0, "-2 to 2, off each token the output holds; 0: off.")
+    frequency_penalty: float = option(0.0, "-2 to 2, off each token per occurrence; 0: off.")
+    logit_bias: list[str] | None = option(None, "Add -100 to 100 to a token; repeatable.", metavar="ID:BIAS")
+    bad_words: list[str] | None = option(None, "Never generate this text; repeatable.")
+    allowed_token_ids: list[int] | None = option(None, "Generate no other tokens; repeatable.")
+    seed: int | None = option(None, "Makes sampling repeatable.")
+    n: int = option(1, "Completions per prompt.", flags=("--n", "-n"))
+    best_of: int | None = option(None, "Run so many, show the likeliest --n.")
+    beam_width: int | None = option(None, "Beam search with so many beams; shows the best --n.")
+    length_penalty: float | None = option(None, "Of beams; 0: none, 1: the default, more favours long texts.")
+    stop: list[str] | None = option(None, "Stop before this text; repeatable.")
+    ignore_eos: bool = option(False, "Go on after the end token.")
+    logprobs: int | None = option(None, "With --json: per token, and so many likely ones.")
+    prompt_logprobs: int | None = option(None, "With --json: the same of the prompt.")
+    priority: list[int] | None = option(None, "Lower comes first; once, or once for each prompt.")
+    client: list[str] | None = option(None, "Whose prompt it is; once, or once for each.")
+    deadline: float | None = option(None, "Seconds after which prompts end as they are.")
+    profile: Path | None = option(
+        None, "Write a trace for Perfetto there, and print where the time went.", metavar="FILE"
+    )
+    stats: bool = option(False, "Print figures of the KV cache, the queue and the steps.")
+    as_json: bool = option(
+        False, "One JSON object per prompt and line, token ids and times included.", flags=("--json",)
+    )
+
+
+@with_options(GenerateOptions, _PANELS, LLM_OPTIONS)
+def generate(model: Model, own: GenerateOptions, engine: dict[str, Any]) -> None:
     """Continue one prompt or many, all in one continuous batch.
 
     Text goes to stdout; a progress bar (on a terminal only), the summary and errors go to stderr. Exit
     status: 0, 1 if a prompt failed while it ran, 2 for a mistake in the arguments.
     """
-    given = dict(locals())
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s")
-    sampling = {name: given[name] or None if name in _REPEATABLE else given[name] for name in _SAMPLING}
-    asked = {"priority": _one_or_each(priority), "client": _one_or_each(client), "deadline": deadline}
+    logging.basicConfig(level=logging.INFO if own.verbose else logging.WARNING, format="%(name)s: %(message)s")
+    sampling = {name: getattr(own, name) for name in _SAMPLING.split() if name not in _NOT_OF_PARAMS}
+    asked = {"priority": _one_or_each(own.priority), "client": _one_or_each(own.client), "deadline": own.deadline}
     terms: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    with one_line_errors(debug):
-        check_engine_options(given)
-        prompts = _read_prompts(prompt, prompts_file)
-        for name, count in (("--logprobs", logprobs), ("--prompt-logprobs", prompt_logprobs)):
-            if count is not None and not as_json:
-                raise ValueError(f"{name} {count} has nowhere to go; add --json")
-        bias = _read_biases(logit_bias)
-        length = {"max_tokens": _NOT_RECOMMENDED["max_tokens"] if max_tokens is None else max_tokens}
-        beams = beam_params(beam_width, length_penalty, {**sampling, **length, "logit_bias": bias}, _NOT_GIVEN)
+    with one_line_errors(own.debug):
+        prompts = _read_prompts(own.prompt, own.prompts_file)
+        for name, count in (("--logprobs", own.logprobs), ("--prompt-logprobs", own.prompt_logprobs)):
+            if count is not None and not own.as_json:
+                raise ValueError(f"{name} requires --json")
+        bias = _read_biases(own.logit_bias)
+        max_tokens = _DEFAULT_MAX_TOKENS if own.max_tokens is None else own.max_tokens
+        beams = beam_params(own, max_tokens, [*sampling, "logit_bias"])
         # Imported here, so that --help and --version answer at once.
         from transformers.utils import logging as transformers_logging
 
@@ -239,9 +119,9 @@ def generate(
         asked_for: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
         SamplingParams(logit_bias=bias, **asked_for)  # a mistake in them is found before the model is loaded
         options_for(len(prompts), **terms)
-        options = llm_options(given)
+        options = own.llm_options(engine)
         with show_phases(model):
-            llm = LLM(model, tokenizer, **options)
+            llm = LLM(model, own.tokenizer, **options)
         params = SamplingParams(logit_bias=bias, **_NOT_RECOMMENDED | llm.recommended_params | asked_for)
         scores: list[list[float]] | None = None
         begin = time.perf_counter()
@@ -250,22 +130,22 @@ def generate(
                 outputs = llm.generate(prompts, params, on_progress=advance, **terms)
             else:
                 found = llm.beam_search(prompts, beams, on_progress=advance, **terms)
-                best = [best_texts(output, n) for output in found]
+                best = [best_texts(output, own.n) for output in found]
                 outputs, scores = [texts for texts, _ in best], [values for _, values in best]
         seconds = time.perf_counter() - begin
         found_profile = None
-        if profile is not None:
+        if own.profile is not None:
             found_profile = llm.profile()
-            found_profile.save_trace(profile)
-    print_outputs(outputs, as_json, scores)
+            found_profile.save_trace(own.profile)
+    print_outputs(outputs, own.as_json, scores)
     print_summary(outputs, seconds)
-    if stats:
+    if own.stats:
         Console(stderr=True).print(stats_table(llm.stats()))
     if found_profile is not None:
         from .profile_table import profile_table
 
         Console(stderr=True).print(profile_table(found_profile))
-        typer.echo(f"written: {profile}", err=True)
+        typer.echo(f"written: {own.profile}", err=True)
     if any(c.finish_reason == "error" for output in outputs for c in output.outputs):
         raise typer.Exit(REQUEST_FAILED)
 

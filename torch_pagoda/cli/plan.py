@@ -72,8 +72,8 @@ def plan(
         from ..compiler.estimates.requirements import requirements
         from ..compiler.options import CompileOptions
         from ..device import resolve_device
-        from ..runtime.cache.kv_cache import UNSTATED_MODEL_LEN, available_memory, parse_memory
-        from ..runtime.engine.engine_options import EngineOptions
+        from ..runtime.cache.kv_cache import UNSTATED_MODEL_LEN, available_memory
+        from ..runtime.engine.engine_options import EngineOptions, parse_memory
         from ..runtime.planning.memory_plan import plan_memory
 
         limits = EngineOptions(

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .engine_options import KvCacheDtype, Quantization, pass_selection
+from ..compiler.choices import Choices
+from ..load_options import LoadOptions
+from ..runtime.option import option
+from .engine_options import PassOptions
 from .errors import one_line_errors
 from .format_table import format_table
 from .phases import show_phases
+from .with_options import Model, with_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,17 +32,36 @@ if TYPE_CHECKING:
 
 CULPRIT_FOUND = 1
 
-Model = Annotated[str, typer.Argument(help="Checkpoint folder, or hub id.", metavar="MODEL")]
-Target = Annotated[str, typer.Option(help="auto, cpu or npu.")]
-OptLevel = Annotated[int, typer.Option(help="0 to 2.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-SkipPass = Annotated[list[str] | None, typer.Option(help="Leave this pass out; repeatable.")]
-OnlyPass = Annotated[list[str] | None, typer.Option(help="Of the optional passes run only this one; repeatable.")]
-RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what is done, to stderr.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+_COMPILING = "dtype skip_pass only_pass trust_remote_code verbose debug"
 
 
+@dataclass(frozen=True)
+class InspectOptions(PassOptions):
+    """Options of ``pagoda inspect`` beside those of the compiler."""
+
+    context: int = option(1024, "Tokens of the sequence whose decode step is estimated, for an NPU.")
+    torchair: bool = option(
+        True,
+        "Let the real torchair convert the graph for an NPU, where it is set up.",
+        flags=("--torchair/--no-torchair",),
+    )
+    schedule: bool = option(
+        False, "Show what a decode step could run on a second stream of an NPU, fetch early and launch as one."
+    )
+    html: Path | None = option(None, "Write a page with drawings there.", metavar="FILE")
+    json_file: Path | None = option(
+        None, "Write everything as JSON there; '-': stdout.", flags=("--json",), metavar="FILE"
+    )
+    layer: int | None = option(None, "Decoder layer to draw in the page.")
+
+
+_INSPECT_PANELS = (
+    ("", f"target soc context torchair schedule html json_file layer verify opt_level {_COMPILING}"),
+    ("Engine", "quantization kv_cache_dtype"),
+)
+
+
+@with_options(InspectOptions, _INSPECT_PANELS, (LoadOptions,), (Choices,))
 def inspect(
     model: Annotated[
         str,
@@ -47,38 +71,9 @@ def inspect(
             metavar="MODEL",
         ),
     ],
-    target: Target = "auto",
-    soc: Annotated[
-        str, typer.Option(help="Ascend chip to lower for, e.g. Ascend910B3; auto: the one that is there.")
-    ] = "auto",
-    context: Annotated[
-        int, typer.Option(help="Tokens of the sequence whose decode step is estimated, for an NPU.")
-    ] = 1024,
-    torchair: Annotated[
-        bool, typer.Option(help="Let the real torchair convert the graph for an NPU, where it is set up.")
-    ] = True,
-    schedule: Annotated[
-        bool,
-        typer.Option(
-            "--schedule",
-            help="Show what a decode step could run on a second stream of an NPU, fetch early and launch as one.",
-        ),
-    ] = False,
-    quantization: Quantization = None,
-    kv_cache_dtype: KvCacheDtype = "auto",
-    html: Annotated[Path | None, typer.Option(help="Write a page with drawings there.", metavar="FILE")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything as JSON there; '-': stdout.", metavar="FILE")
-    ] = None,
-    layer: Annotated[int | None, typer.Option(help="Decoder layer to draw in the page.")] = None,
-    verify: Annotated[str, typer.Option(help="model, every-pass or off.")] = "model",
-    opt_level: OptLevel = 2,
-    dtype: Dtype = "auto",
-    skip_pass: SkipPass = None,
-    only_pass: OnlyPass = None,
-    trust_remote_code: RemoteCode = False,
-    verbose: Verbose = False,
-    debug: Debug = False,
+    own: InspectOptions,
+    load: dict[str, Any],
+    choices: dict[str, Any],
 ) -> None:
     """Show what each pass did to a model, what it left alone and why, and every decoder layer before and after.
 
@@ -88,80 +83,57 @@ def inspect(
     Nothing is generated. Exit status: 0, also for a model that cannot be served (the report says why), 2 for a
     mistake in the arguments.
     """
-    _log(verbose)
-    with one_line_errors(debug):
+    _log(own.verbose)
+    with one_line_errors(own.debug):
         from ..compiler.explain import explain
 
         with show_phases(model):
-            module = _load_or_build(model, dtype, trust_remote_code, target)
-            formats = _formats(module, target)
+            module = _load_or_build(model, load, choices["target"])
+            formats = _formats(module, choices["target"])
             explanation = explain(
                 module,
-                target=target,
-                soc=soc,
-                context=context,
-                torchair=torchair,
-                schedule=schedule,
-                verify=verify,
-                opt_level=opt_level,
-                passes=pass_selection(skip_pass, only_pass),
-                quantization=quantization,
-                kv_cache_dtype=kv_cache_dtype,
+                **choices,
+                passes=own.passes,
+                context=own.context,
+                torchair=own.torchair,
+                schedule=own.schedule,
             )
-        if html is not None:
-            explanation.to_html(html, layer)
+        if own.html is not None:
+            explanation.to_html(own.html, own.layer)
         said = explanation.to_dict()
         if formats:
             said["formats"] = [asdict(one) for one in formats]
         text = json.dumps(said, indent=1, allow_nan=False)
-        if json_file is not None and str(json_file) != "-":
-            json_file.write_text(text + "\n", encoding="utf-8")
-    if json_file is not None and str(json_file) == "-":
+        if own.json_file is not None and str(own.json_file) != "-":
+            own.json_file.write_text(text + "\n", encoding="utf-8")
+    if own.json_file is not None and str(own.json_file) == "-":
         print(text)
         return
     Console().print(explanation)
     if formats:
         Console().print(format_table(formats))
-    for file in (html, json_file):
+    for file in (own.html, own.json_file):
         if file is not None:
             typer.echo(f"written: {file}", err=True)
 
 
-def bisect(
-    model: Model,
-    target: Target = "auto",
-    codegen: Annotated[str, typer.Option(help="auto, none, inductor, ge or aclgraph.")] = "auto",
-    opt_level: OptLevel = 2,
-    dtype: Dtype = "auto",
-    skip_pass: SkipPass = None,
-    only_pass: OnlyPass = None,
-    trust_remote_code: RemoteCode = False,
-    verbose: Verbose = False,
-    debug: Debug = False,
-) -> None:
+@with_options(PassOptions, (("", f"target codegen opt_level {_COMPILING}"),), (LoadOptions,), (Choices,))
+def bisect(model: Model, own: PassOptions, load: dict[str, Any], choices: dict[str, Any]) -> None:
     """Compile a model, compare it with the original after each pass, and name the first pass that breaks it.
 
     With PAGODA_DUMP=folder in the environment, a script that shows the failure is written there. Exit status: 0 when
     every pass is right, 1 when one is not, 2 for a mistake in the arguments or a model that cannot be served.
     """
-    _log(verbose)
-    with one_line_errors(debug):
+    _log(own.verbose)
+    with one_line_errors(own.debug):
         from ..compiler import UnsupportedModel
         from ..compiler.build import build_program
         from ..compiler.options import CompileOptions
         from ..compiler.report import CompileReport
 
-        options = CompileOptions.from_dict(
-            {
-                "verify": "every-pass",
-                "codegen": codegen,
-                "target": target,
-                "opt_level": opt_level,
-                "passes": pass_selection(skip_pass, only_pass),
-            }
-        )
+        options = CompileOptions.from_dict({**choices, "verify": "every-pass", "passes": own.passes})
         with show_phases(model):
-            module = _load(model, dtype, trust_remote_code, target)
+            module = _load(model, load, options.target)
             report = CompileReport(type(module).__name__)
             try:
                 build_program(module, options, owns_weights=True, report=report)
@@ -183,10 +155,10 @@ def _log(verbose: bool) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(name)s: %(message)s")
 
 
-def _load_or_build(model: str, dtype: str, trust_remote_code: bool, target: str) -> PreTrainedModel | Skeleton:
+def _load_or_build(model: str, load: Mapping[str, Any], target: str) -> PreTrainedModel | Skeleton:
     """The model, or a few layers of it where the folder holds no weights."""
     if not _lacks_weights(Path(model).expanduser()):
-        return _load(model, dtype, trust_remote_code, target)
+        return _load(model, load, target)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from ..checkpoint.loading import load_config, resolve_dtype
@@ -195,7 +167,7 @@ def _load_or_build(model: str, dtype: str, trust_remote_code: bool, target: str)
 
     name, config = load_config(model, trust_remote_code=False)
     check_float(config, name, "a model without weights")
-    return build_skeleton(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, resolve_dtype(dtype))
+    return build_skeleton(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, resolve_dtype(load["dtype"]))
 
 
 def _formats(module: PreTrainedModel | Skeleton, target: str) -> list[FormatBytes]:
@@ -222,8 +194,14 @@ def _lacks_weights(folder: Path) -> bool:
     )
 
 
-def _load(model: str, dtype: str, trust_remote_code: bool, target: str) -> PreTrainedModel:
-    """The model, after the checks that need no weights."""
+def _load(model: str, load: Mapping[str, Any], target: str) -> PreTrainedModel:
+    """The model, after the checks that need no weights.
+
+    Args:
+        model: checkpoint folder or hub id.
+        load: keywords of ``load_model``.
+        target: "auto", "cpu" or "npu".
+    """
     import sys
 
     from transformers.utils import logging as transformers_logging
@@ -235,7 +213,7 @@ def _load(model: str, dtype: str, trust_remote_code: bool, target: str) -> PreTr
     CompileOptions(target=target)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    return load_model(model, dtype, trust_remote_code, resolve_device("auto"))
+    return load_model(model, **load, device=resolve_device("auto"))
 
 
 def _culprit(report: CompileReport) -> tuple[str, str]:

@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from .engine_options import pass_selection
 from .errors import one_line_errors
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ def selftest(
             "trust_remote_code": trust_remote_code,
             "quantization": quantization,
             "kv_cache_dtype": kv_cache_dtype,
-            "passes": pass_selection(skip_pass, None),
+            "passes": {"skip": skip_pass} if skip_pass else None,
             "block_size": block_size,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,

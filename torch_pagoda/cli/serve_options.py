@@ -6,93 +6,25 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .engine_options import json_object
+from ..runtime.option import option
+from ..runtime.serving.settings import ApiKey, Settings
+from .engine_options import EngineCommandOptions
+from .with_options import json_object
 
 if TYPE_CHECKING:
-    from ..runtime.serving.settings import ApiKey, Settings
+    from ..runtime.serving.monitoring.logs import LogFormat, LogRequests
 
 KEY_VARIABLE = "PAGODA_API_KEY"
 
 _NAMED_KEY = re.compile(r"([A-Za-z0-9_.-]{1,64})=([^=].*)")
 _MAX_FILE = 2**20
 """Bytes of a file of keys, a template or a configuration."""
-
-_SAME_NAME = (
-    *("host", "port", "uds", "root_path", "protect_metrics", "isolate_keys", "trust_request_chat_template"),
-    *("tool_call_parser", "reasoning_parser", "max_queue", "max_queued_tokens", "max_logprobs", "max_body_size"),
-    *("max_connections", "request_timeout", "stream_stall_timeout", "sse_ping", "shutdown_timeout"),
-    *("header_timeout", "body_timeout", "strict_fields", "enable_admin", "metrics_prefix"),
-)
-"""Options that ``Settings`` has under the same name."""
-
-
-def make_settings(model: str, given: Mapping[str, Any], engine: Mapping[str, Any], version: str) -> Settings:
-    """The server's settings.
-
-    Args:
-        model: as it was named.
-        given: all options of the command by their names.
-        engine: keywords of ``LLM``; they are part of the fingerprint.
-        version: of this software.
-
-    Raises:
-        ValueError: an option or a file cannot be used.
-    """
-    from ..runtime.serving.settings import Settings
-
-    values = {name: given[name] for name in _SAME_NAME if given[name] is not None}
-    kwargs = given["default_chat_template_kwargs"]
-    return Settings(
-        **values,
-        served_model_names=served_names(model, given["served_model_name"]),
-        api_keys=api_keys(given["api_key"] or (), given["api_key_file"], os.environ.get(KEY_VARIABLE)),
-        allowed_origins=tuple(given["allowed_origins"] or ()),
-        allowed_hosts=tuple(given["allowed_hosts"] or ()),
-        chat_template=None
-        if given["chat_template"] is None
-        else read_text("--chat-template", given["chat_template"]),
-        chat_template_kwargs={} if kwargs is None else json_object("--default-chat-template-kwargs", kwargs),
-        enable_ui=not given["no_ui"],
-        system_fingerprint=_fingerprint(version, model, engine),
-        version=version,
-    )
-
-
-def served_names(model: str, given: Sequence[str] | None) -> tuple[str, ...]:
-    """Names that clients may ask for: those that were given, else the folder's and the model as it was named."""
-    if given:
-        return tuple(dict.fromkeys(given))
-    name = Path(model).resolve().name if Path(model).is_dir() else model
-    return tuple(dict.fromkeys((name, model))) if len(model) <= 256 else (name,)
-
-
-def api_keys(given: Sequence[str], file: Path | None, variable: str | None) -> tuple[ApiKey, ...]:
-    """Keys from the options ``--api-key``, a file with one in each line, and the environment.
-
-    Each is ``KEY`` or ``NAME=KEY``.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
-    from ..runtime.serving.settings import ApiKey
-
-    entries = [entry for entry in (*given, variable or "") if entry]
-    if file is not None:
-        lines = (line.strip() for line in read_text("--api-key-file", file).splitlines())
-        found = [line for line in lines if line and not line.startswith("#")]
-        if not found:
-            raise ValueError(f"--api-key-file {file} holds no key; write one per line")
-        entries += found
-    keys = []
-    for number, entry in enumerate(entries, 1):
-        named = _NAMED_KEY.fullmatch(entry)
-        keys.append(ApiKey(named[1], named[2]) if named else ApiKey(f"key{number}", entry))
-    return tuple(keys)
 
 
 def read_text(option: str, file: Path) -> str:
@@ -143,6 +75,92 @@ def _yaml_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("--config is no YAML mapping; write 'option: value' lines")
     return value
+
+
+@dataclass(frozen=True)
+class ServeOptions(EngineCommandOptions):
+    """Options of ``pagoda serve`` beside the server's settings and the keywords of ``LLM``."""
+
+    served_model_name: list[str] | None = option(None, "Name of the model for clients; repeatable.", metavar="NAME")
+    restart_engine: int = option(3, "Starts of another engine in 10 minutes.")
+    no_ui: bool = option(False, "No chat page at /.")
+    ssl_certfile: Path | None = option(None, "Certificate, for https.", metavar="FILE")
+    ssl_keyfile: Path | None = option(None, "TLS private key.", metavar="FILE")
+    ssl_ca_certs: Path | None = option(None, "Clients must show a certificate of these.", metavar="FILE")
+    log_format: LogFormat = option("text", "text or json.")
+    log_requests: LogRequests = option("ids", "none, ids (a line each), or content.")
+    trace_endpoint: str | None = option(None, "OTLP collector for traces.", metavar="URL")
+    config: Path | None = option(
+        None, "JSON or YAML: defaults of these options.", metavar="FILE", callback=read_config, is_eager=True
+    )
+    api_key: list[str] | None = option(None, f"KEY or NAME=KEY; repeatable; or {KEY_VARIABLE}.")
+    api_key_file: Path | None = option(None, "The same, one per line.", metavar="FILE")
+    max_num_queued_reqs: int | None = option(None, "vLLM's name of --max-queue.", hidden=True)
+    chat_template: Path | None = option(None, "Jinja, in place of the model's.", metavar="FILE")
+    default_chat_template_kwargs: str | None = option(None, "Chat-template variables (JSON).", metavar="JSON")
+    generation_config: str = option("auto", "The model's defaults: auto, a folder, none.")
+    verbose: bool = option(False, "Log more, to stderr.", flags=("--verbose", "-v"))
+
+
+def make_settings(
+    model: str, own: ServeOptions, settings: Mapping[str, Any], engine: Mapping[str, Any], version: str
+) -> Settings:
+    """The server's settings.
+
+    Args:
+        model: as it was named.
+        own: options of the command alone.
+        settings: fields of ``Settings`` that are options, too.
+        engine: keywords of ``LLM``; they are part of the fingerprint.
+        version: of this software.
+
+    Raises:
+        ValueError: an option or a file cannot be used.
+    """
+    kwargs, queue = own.default_chat_template_kwargs, settings["max_queue"]
+    return Settings(
+        **{
+            **settings,
+            "max_queue": own.max_num_queued_reqs if queue is None else queue,
+            "served_model_names": served_names(model, own.served_model_name),
+            "api_keys": api_keys(own.api_key or (), own.api_key_file, os.environ.get(KEY_VARIABLE)),
+            "chat_template": None if own.chat_template is None else read_text("--chat-template", own.chat_template),
+            "chat_template_kwargs": {} if kwargs is None else json_object("--default-chat-template-kwargs", kwargs),
+            "enable_ui": not own.no_ui,
+            "system_fingerprint": _fingerprint(version, model, engine),
+            "version": version,
+        }
+    )
+
+
+def served_names(model: str, given: Sequence[str] | None) -> tuple[str, ...]:
+    """Names that clients may ask for: those that were given, else the folder's and the model as it was named."""
+    if given:
+        return tuple(dict.fromkeys(given))
+    name = Path(model).resolve().name if Path(model).is_dir() else model
+    return tuple(dict.fromkeys((name, model))) if len(model) <= 256 else (name,)
+
+
+def api_keys(given: Sequence[str], file: Path | None, variable: str | None) -> tuple[ApiKey, ...]:
+    """Keys from the options ``--api-key``, a file with one in each line, and the environment.
+
+    Each is ``KEY`` or ``NAME=KEY``.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    entries = [entry for entry in (*given, variable or "") if entry]
+    if file is not None:
+        lines = (line.strip() for line in read_text("--api-key-file", file).splitlines())
+        found = [line for line in lines if line and not line.startswith("#")]
+        if not found:
+            raise ValueError(f"--api-key-file {file} holds no key; write one per line")
+        entries += found
+    keys = []
+    for number, entry in enumerate(entries, 1):
+        named = _NAMED_KEY.fullmatch(entry)
+        keys.append(ApiKey(named[1], named[2]) if named else ApiKey(f"key{number}", entry))
+    return tuple(keys)
 
 
 def _fingerprint(version: str, model: str, engine: Mapping[str, Any]) -> str:

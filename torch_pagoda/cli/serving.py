@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -25,6 +25,7 @@ from ..runtime.serving.server import Server, StartedClient, bind
 from ..runtime.serving.settings import Settings
 from .engine_process import engine_argv
 from .frozen_objects import freeze_objects
+from .serve_options import ServeOptions
 
 QUEUE_PER_SEQUENCE = 4
 """``max_queue`` by default, for each sequence that runs."""
@@ -35,38 +36,32 @@ class Glue:
 
     Args:
         model: checkpoint folder or hub id.
-        tokenizer: likewise; None: the model's.
         options: keywords of ``LLM``.
         settings: of the server.
-        given: all options of the command by their names.
+        own: options of the command alone.
 
     Raises:
         ValueError: an option or address cannot be used.
     """
 
-    def __init__(
-        self, model: str, tokenizer: str | None, options: dict[str, Any], settings: Settings, given: Mapping[str, Any]
-    ) -> None:
-        _check_choice("--log-format", given["log_format"], get_args(LogFormat))
-        _check_choice("--log-requests", given["log_requests"], get_args(LogRequests))
-        _set_up_logs(given["log_format"], given["verbose"])
+    def __init__(self, model: str, options: dict[str, Any], settings: Settings, own: ServeOptions) -> None:
+        _check_choice("--log-format", own.log_format, get_args(LogFormat))
+        _check_choice("--log-requests", own.log_requests, get_args(LogRequests))
+        _set_up_logs(own.log_format, own.verbose)
         sequences = options.get("max_num_seqs", EngineOptions.max_num_seqs)
         queue = QUEUE_PER_SEQUENCE * sequences if settings.max_queue is None else settings.max_queue
         # What comes between two steps of the engine waits there all at once: the server's limit holds, not this.
         self._options = {**options, "max_queue": queue + sequences}
         self._settings = replace(settings, max_queue=queue)
-        self._model, self._tokenizer_name, self._given = model, tokenizer, given
+        self._model, self._own = model, own
         self._sock = bind(settings)
         if not sys.stderr.isatty():
             transformers_logging.disable_progress_bar()
-        trusts = bool(given["trust_remote_code"])
-        self._tokenizer = load_tokenizer(tokenizer or model, trusts, required=tokenizer is not None)
+        trusts = options["trust_remote_code"]
+        self._tokenizer = load_tokenizer(own.tokenizer or model, trusts, required=own.tokenizer is not None)
         self._formats = None if self._tokenizer is None else self._resolve_formats()
-        self._tls = {
-            name: str(given[name])
-            for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
-            if given[name] is not None
-        }
+        files = {name: getattr(own, name) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
+        self._tls = {name: str(file) for name, file in files.items() if file is not None}
         if "ssl_ca_certs" in self._tls:
             import ssl
 
@@ -95,8 +90,8 @@ class Glue:
             return runner.run(self._serve(say))
 
     async def _serve(self, say: Callable[[str], None]) -> int:
-        start = Start(self._model, self._tokenizer_name, self._options, log_format=self._given["log_format"])
-        client = ProcessClient(engine_argv(), start, restarts=RestartLimit(self._given["restart_engine"]))
+        start = Start(self._model, self._own.tokenizer, self._options, log_format=self._own.log_format)
+        client = ProcessClient(engine_argv(), start, restarts=RestartLimit(self._own.restart_engine))
         server = Server(self._app(client), client, self._settings, self._sock, self._tls)
         await client.start()
 
@@ -107,13 +102,13 @@ class Glue:
         return await server.run(ready)
 
     def _app(self, client: StartedClient) -> FastAPI:
-        endpoint = self._given["trace_endpoint"]
+        endpoint = self._own.trace_endpoint
         return make_app(
             self._settings,
             client,
             self._tokenizer,
             formats=self._formats,
-            log=RequestLog(self._given["log_requests"]),
+            log=RequestLog(self._own.log_requests),
             tracer=None if endpoint is None else RequestTracer.to_endpoint(endpoint),
         )
 

@@ -10,8 +10,8 @@ from torch_pagoda.runtime.cache.kv_cache import (
     available_memory,
     default_num_blocks,
     num_blocks_in,
-    parse_memory,
 )
+from torch_pagoda.runtime.engine.engine_options import parse_memory
 from torch_pagoda.runtime.program import CacheSpec
 
 SPECS = [

@@ -1,0 +1,25 @@
+"""The compiler's public names: ``compile_program``, its options, its report, its errors, and the two guards."""
+
+from __future__ import annotations
+
+from ..passes.graph.traced import NotFinite, UnsupportedModel
+from .compile import compile_program, program_of_checkpoint
+from .fingerprint.module_guard import ModuleGuard
+from .options import CompileOptions
+from .report import CompileReport
+from .store.checkpoint_files import CheckpointFiles
+from .store.warm_start import Facts
+from .weights.weight_guard import WeightGuard
+
+__all__ = [
+    "CheckpointFiles",
+    "CompileOptions",
+    "CompileReport",
+    "Facts",
+    "ModuleGuard",
+    "NotFinite",
+    "UnsupportedModel",
+    "WeightGuard",
+    "compile_program",
+    "program_of_checkpoint",
+]
