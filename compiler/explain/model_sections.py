@@ -8,7 +8,7 @@ from .findings import Findings, groups_of_layers
 from .npu_sections import npu_sections
 from .regions import Leftover
 from .section import Cell, Section, Styled
-from .wording import alike, counted, milliseconds, operator_list, size
+from .wording import alike, counted, milliseconds, operator_list, size, times
 
 
 def heading(found: Findings) -> list[tuple[str, Styled]]:
@@ -71,7 +71,7 @@ def _recognised(found: Findings) -> Section:
     for r in found.recognised:
         if r.expected:
             missed = counted((alike(m.module), m.reason) for m in r.missed)
-            lines = "\n".join(f"{module}{_times(count)}: {reason}" for (module, reason), count in missed)
+            lines = "\n".join(f"{times(module, count)}: {reason}" for (module, reason), count in missed)
             matched = Styled(str(r.matched), "good" if r.matched == r.expected else "warn")
             rows.append((r.kind, str(r.expected), matched, lines))
     hint = "What the model holds is counted by the modules and functions it comes from, apart from the passes."
@@ -100,7 +100,7 @@ def _layers(found: Findings) -> Section:
 
 def _near_misses(found: Findings) -> Section:
     rows = [
-        (p.name, module + _times(count), reason)
+        (p.name, times(module, count), reason)
         for p in found.passes
         for (module, reason), count in counted((alike(m.module), m.reason) for m in p.near_misses)
     ]
@@ -126,7 +126,7 @@ def _leftover_rows(leftovers: Iterable[Leftover]) -> list[tuple[str, str, str, s
     rows = []
     for (region, module, reason), operators in names.items():
         count = len(modules[region, module, reason])
-        rows.append((region, module + (f" ×{count}" if count > 1 else ""), " · ".join(operators), reason))
+        rows.append((region, times(module, count), " · ".join(operators), reason))
     return rows
 
 
@@ -171,7 +171,3 @@ def _launches_line(found: Findings) -> str:
         return f"{before} per decoder layer"
     after = size(heaviest.traffic_after.per_token)
     return f"{before} → {found.target_graph.launches_per_layer} operators and {after} per token"
-
-
-def _times(count: int) -> str:
-    return f" ×{count}" if count > 1 else ""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
+from itertools import groupby
 from typing import TypeVar
 
 Entry = TypeVar("Entry", bound=Hashable)
@@ -18,10 +20,7 @@ def alike(path: str) -> str:
 
 def counted(entries: Iterable[Entry]) -> list[tuple[Entry, int]]:
     """Distinct entries in order of their first appearance, with how often they come."""
-    counts: dict[Entry, int] = {}
-    for entry in entries:
-        counts[entry] = counts.get(entry, 0) + 1
-    return list(counts.items())
+    return list(Counter(entries).items())
 
 
 def in_runs(numbers: Iterable[int]) -> str:
@@ -35,20 +34,19 @@ def in_runs(numbers: Iterable[int]) -> str:
     return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
 
 
+def times(name: str, count: int) -> str:
+    """``aten.linear ×2``; the name alone for one."""
+    return name if count == 1 else f"{name} ×{count}"
+
+
 def operator_list(operators: Iterable[str]) -> str:
     """``pagoda.rms_norm · aten.linear ×2``: in order, repetitions next to each other joined."""
-    joined: list[tuple[str, int]] = []
-    for name in operators:
-        if joined and joined[-1][0] == name:
-            joined[-1] = (name, joined[-1][1] + 1)
-        else:
-            joined.append((name, 1))
-    return " · ".join(name if count == 1 else f"{name} ×{count}" for name, count in joined)
+    return " · ".join(times(name, len(list(same))) for name, same in groupby(operators))
 
 
 def counted_names(counts: Mapping[str, int]) -> str:
     """``RmsNorm · MatMul ×4``."""
-    return " · ".join(name if count == 1 else f"{name} ×{count}" for name, count in counts.items())
+    return " · ".join(times(name, count) for name, count in counts.items())
 
 
 def quantity(count: float, unit: str) -> str:

@@ -30,8 +30,8 @@ from torch import fx
 
 from ....runtime.ops.gathered_attention import gathered_attention
 from ....runtime.ops.int8_rows import quantize_rows
-from ...graph.attention_node import PagedAttentionCall, paged_attention_nodes
-from ...graph.fx_nodes import cache_index, callee, eliminate_dead_code, shape, value
+from ...graph.attention_node import PAGED_ATTENTION, PagedAttentionCall
+from ...graph.fx_nodes import cache_index, callee, shape, value
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph, UnsupportedModel
 from .attention_limits import MASK_SIZE, UNLIMITED
@@ -41,7 +41,7 @@ from .call import Call
 from .decode_attention import note_decoded, why_not_decoded
 from .limits import violations
 from .sink_transposes import transposes_heads
-from .site import Site
+from .site import Site, lower_each
 
 _npu, _aten = torch.ops.npu, torch.ops.aten
 _CAUSAL, _BAND = 3, 4
@@ -51,20 +51,12 @@ DECODED = "gathered, by the kernel at decode"
 
 def lower_npu_paged_attention(traced: TracedGraph) -> PassRecord:
     """Lower every paged attention of the graph; its caches get the layout and block size of the target."""
-    record = PassRecord("lower_npu_paged_attention")
-    nodes = list(paged_attention_nodes(traced))
-    if traced.npu is None:
-        return record
     routes: dict[fx.Node, str] = {}
-    for node in nodes:
-        site = Site(traced, node, record)
-        with traced.before(node):
-            new = _PagedAttention(site, routes).lower()
-        site.replace_heads_first(node, new)
-        site.done()
-    if nodes:
-        eliminate_dead_code(traced.graph)
-    return record
+
+    def lower(site: Site, *_: Any) -> None:
+        site.replace_heads_first(site.node, _PagedAttention(site, routes).lower())
+
+    return lower_each(traced, "lower_npu_paged_attention", {PAGED_ATTENTION: lower})
 
 
 class _PagedAttention:

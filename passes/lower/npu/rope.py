@@ -18,38 +18,30 @@ import torch
 from torch import fx
 
 from ....runtime.ops.rope import rope_reference
-from ...graph.fx_nodes import eliminate_dead_code, shape, value
+from ...graph.fx_nodes import shape, value
 from ...graph.npu_target import Product
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph
-from .site import Site
+from .site import Site, lower_each
 
 _pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
 
 
 def lower_npu_rope(traced: TracedGraph) -> PassRecord:
     """Lower every rotation of the graph."""
-    record = PassRecord("lower_npu_rope")
-    for node in list(traced.graph.nodes):
-        if node.op != "call_function" or node.target is not _pagoda.rope.default:
-            continue
-        site = Site(traced, node, record)
-        xs, cos, sin, mode, start, rounds = site.args
-        for item in list(node.users):
-            x = xs[item.args[1]]
-            with traced.before(node):
-                rotated = _rotate(site, x, cos, sin, mode, start)
-                if rotated is None:
-                    (formula,) = site.inline(rope_reference, [x], cos, sin, mode, start, rounds)
-            if rotated is None:
-                traced.substitute(item, formula)
-            else:
-                site.replace_heads_first(item, rotated)
-        traced.graph.erase_node(node)
-        site.done()
-    if record.matches:
-        eliminate_dead_code(traced.graph)
-    return record
+    return lower_each(traced, "lower_npu_rope", {_pagoda.rope.default: _rope})
+
+
+def _rope(site: Site, xs: list[fx.Node], cos: fx.Node, sin: fx.Node, mode: str, start: int, rounds: bool) -> None:
+    for item in list(site.node.users):
+        x = xs[item.args[1]]  # type: ignore[index]
+        rotated = _rotate(site, x, cos, sin, mode, start)
+        if rotated is None:
+            (formula,) = site.inline(rope_reference, [x], cos, sin, mode, start, rounds)
+            site.traced.substitute(item, formula)
+        else:
+            site.replace_heads_first(item, rotated)
+    site.traced.graph.erase_node(site.node)
 
 
 def _rotate(site: Site, x: fx.Node, cos: fx.Node, sin: fx.Node, mode: str, start: int) -> fx.Node | None:

@@ -148,8 +148,9 @@ class Site:
             self.traced.graph.erase_node(old)
 
 
-Lowering = Callable[..., "fx.Node | Sequence[fx.Node]"]
-"""Makes what stands for a node, one node or one for each of its results, of a site and the node's arguments."""
+Lowering = Callable[..., "fx.Node | Sequence[fx.Node] | None"]
+"""Makes what stands for a node, one node or one for each of its results, of a site and the node's arguments; None if
+it has put that in the node's place itself."""
 
 
 def lower_each(traced: TracedGraph, name: str, lowerings: Mapping[Any, Lowering]) -> PassRecord:
@@ -161,7 +162,10 @@ def lower_each(traced: TracedGraph, name: str, lowerings: Mapping[Any, Lowering]
         site = Site(traced, node, record)
         with traced.before(node):
             new = lowerings[node.target](site, *site.args)
-        site.replace(new)
+        if new is None:
+            site.done()
+        else:
+            site.replace(new)
     if record.matches:
         eliminate_dead_code(traced.graph)
     return record
