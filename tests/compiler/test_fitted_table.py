@@ -11,7 +11,7 @@ from rich.console import Console
 
 from torch_pagoda.compiler.explain.fitted_table import FittedTable, fit
 from torch_pagoda.compiler.explain.section import Section
-from torch_pagoda.compiler.explain.tables import section_tables
+from torch_pagoda.compiler.explain.terminal import section_tables
 
 COLUMNS = ("pass`!", "level#", "matches#", "expected#", "near misses#", "ms#", "")
 ROWS = (

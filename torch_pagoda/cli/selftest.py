@@ -112,7 +112,7 @@ def run_and_write(asked: dict[str, Any], out: Path, stages: list[str] | None, ti
 
 
 def _shown(report: Report) -> list[Any]:
-    from ..compiler.explain.tables import section_tables
+    from ..compiler.explain.terminal import section_tables
     from ..selftest.page import sections
 
     return [part for section in sections(report.data, short=True) for part in section_tables(section)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from ..compiler.explain.page import document, section_html
+from ..compiler.explain.html import document, section_html
 from ..compiler.explain.section import Cell, Section, Styled
 from .journal import NOT_RUN, RIGHT
 from .numbers import number
