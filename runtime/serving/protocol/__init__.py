@@ -1,1 +1,1 @@
-"""The server's routes, by subject: what comes in as pydantic models, what goes out as plain JSON."""
+"""The server's routes, by subject: what comes in as pydantic models, what goes out as structs that msgspec writes."""
