@@ -276,7 +276,7 @@ def test_misuse_is_refused():
         batcher.add(request)
     blocks = BlockManager([BlockGroup(4)], 4)
     for bad in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
-        with pytest.raises(ValueError, match="=0 is not a whole number >= 1"):
+        with pytest.raises(ValueError, match="=0 is not an integer >= 1"):
             Batcher(blocks, *bad)
     with pytest.raises(ValueError, match="max_model_len=17 is above the 16 tokens"):
         Batcher(blocks, 1, 1, 17)
