@@ -35,7 +35,7 @@ def test_a_restarted_request_is_computed_again_in_its_own_blocks():
     request, other = make_request("a", prompt=5, max_tokens=9), make_request("b", prompt=2, max_tokens=9)
     batcher.add(request)
     batcher.add(other)
-    with pytest.raises(ValueError, match="'x' is waiting; only unfinished ones restart"):
+    with pytest.raises(ValueError, match="'x' is waiting; restart only unfinished requests"):
         batcher.restart(make_request("x"))
     for _ in range(4):
         run(batcher, batcher.schedule())
