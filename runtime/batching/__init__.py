@@ -1,4 +1,4 @@
-"""The batcher: who runs how many tokens in the next step."""
+"""The batcher: decides which requests run how many tokens in the next step."""
 
 from .batcher import Batcher, QueueFull
 from .modes import Batches, PaddedBatches, StaticBatches

@@ -1,6 +1,6 @@
-"""The plan of the next step, who runs how many tokens: continuous batching, chunked prefill, preemption, admission.
+"""Plans the next step: continuous batching, chunked prefill, preemption, admission.
 
-Deterministic, without a clock and without tensors, so that it can be simulated at any scale. Iteration-level
+Deterministic, without a clock and without tensors, so tests can simulate it at any scale. Iteration-level
 scheduling is from Orca (OSDI 2022), chunked prefill with decode priority from Sarathi-Serve (arXiv
 2403.02310).
 """
@@ -23,35 +23,35 @@ from .snapshots import Snapshots
 
 
 class QueueFull(RuntimeError):
-    """So many requests wait already that no more are taken; try again later."""
+    """The queue is full, so the batcher rejects new requests; try again later."""
 
 
 class Batcher:
-    """Plans steps: ``add`` requests, then ``schedule`` → run it → ``advance`` / ``finish``, over and over.
+    """Plans steps: ``add`` requests, then repeat ``schedule`` → run it → ``advance`` / ``finish``.
 
     One token budget is spent first on running requests that decode, then on prefill chunks of running requests, then
     on the queue, all in the order of the policy. A request is admitted when the blocks for all of its tokens and one
     more are available, with a block to spare for each running request that may still grow, or when nothing else runs.
-    A running request that finds no block takes those of the last in the order, which returns to its place in the
-    queue, keeps its output, and is computed again or swapped out. The last itself waits, with its blocks, for others
-    to finish. Hence the first in the order always progresses: nothing starves. A paused request gets no tokens; its
-    blocks and its seat go to others when they come last in the order, or when nobody else could progress.
+    If a running request finds no free block, it preempts the last request in the order. That one returns to its
+    position in the queue, keeps its output, and is recomputed or swapped out. The last request itself waits, with its
+    blocks, for others to finish. Hence the first in the order always progresses: nothing starves. A paused request
+    gets no tokens; it is preempted when it comes last in the order, or when no other request could progress.
 
     Args:
-        block_manager: owns the cache's blocks; tables are named by request id.
+        block_manager: owns the cache's blocks; block tables are named by request id.
         max_num_seqs: most requests that hold blocks at once.
         max_num_batched_tokens: most tokens in one step.
         max_model_len: most tokens (prompt + output) of one request; one this long must fit in the cache.
-        policy: the order; first come, first served if None.
-        preemption: "recompute", "swap" (where the host's blocks suffice), or "auto": whatever ``cost`` says is
+        policy: the order of requests; first come, first served if None.
+        preemption: "recompute", "swap" (if the host has enough blocks), or "auto": whichever ``cost`` estimates to be
             cheaper.
-        cost: of preemption, measured by whoever runs the steps; "auto" recomputes without one.
-        max_queue: most requests that wait; None: any number. Preempted ones are not refused, but they count.
-        key_variant: what, beside its tokens, a request's keys depend on, by name: requests with different ones share
-            no blocks.
+        cost: measured cost of preemption, updated by the engine; without one, "auto" recomputes.
+        max_queue: most waiting requests; None: no limit. Preempted requests count, but are never rejected.
+        key_variant: returns what a request's keys depend on in addition to its tokens; requests with different
+            variants share no blocks.
         batches: forms batches that run to their end before the next begins; None: sequences join at any step.
-        snapshot_interval: tokens of a long prompt after which another snapshot of its state is kept; None: none is,
-            but at the prompt's end and where prompts part.
+        snapshot_interval: number of tokens of a long prompt between two snapshots of its state; None: snapshots are
+            kept only at the prompt's end and where prompts diverge.
 
     Attributes:
         planner: spends the tokens of a step; its ``preemption`` can be set at any time.
@@ -74,7 +74,7 @@ class Batcher:
     ) -> None:
         sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
         queue = {} if max_queue is None else {"max_queue": max_queue}
-        check_at_least(1, "use a positive one", **sizes, max_model_len=max_model_len, **queue)
+        check_at_least(1, "use a positive value", **sizes, max_model_len=max_model_len, **queue)
         capacity = block_manager.capacity
         if capacity is not None and max_model_len > capacity:
             raise ValueError(
@@ -109,58 +109,58 @@ class Batcher:
 
     @property
     def num_preemptions(self) -> int:
-        """Times that a sequence lost its blocks."""
+        """Number of times that a sequence lost its blocks."""
         return self.planner.num_preemptions
 
     @property
     def num_swaps(self) -> int:
-        """Times that a sequence that lost its blocks was copied to host memory."""
+        """Number of preempted sequences that were copied to host memory."""
         return self.planner.num_swaps
 
     @property
     def num_waiting(self) -> int:
-        """Requests without blocks, preempted ones included."""
+        """Number of requests without blocks, including preempted ones."""
         return self._queues.num_waiting
 
     @property
     def num_running(self) -> int:
-        """Requests that hold blocks."""
+        """Number of requests that hold blocks."""
         return len(self._queues.running)
 
     @property
     def waiting(self) -> list[Request]:
-        """The queue, next one first (a copy)."""
+        """A copy of the queue, next request first."""
         return list(self._queues.waiting)
 
     @property
     def running(self) -> list[Request]:
-        """The requests that hold blocks, in the order of the policy (a copy)."""
+        """A copy of the requests that hold blocks, in the order of the policy."""
         return list(self._queues.running)
 
     def has_unfinished(self) -> bool:
-        """True if anything waits or runs."""
+        """True if any request waits or runs."""
         return bool(self._queues.requests)
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that wait or run."""
+        """Number of requests that wait or run."""
         return len(self._queues.requests)
 
     def get(self, request_id: str) -> Request | None:
-        """The unfinished request of that id, if there is one."""
+        """Return the unfinished request with that id, or None."""
         return self._queues.requests.get(request_id)
 
     def add(self, request: Request, now: float = 0.0, *, was_promised: bool = False) -> None:
-        """Put a new request in the queue and number its arrival.
+        """Put a new request into the queue and number its arrival.
 
         Args:
-            request: it has no blocks, and nothing of it is computed.
+            request: a new request, without blocks or computed tokens.
             now: seconds, as for ``schedule``.
-            was_promised: it is taken in whatever the length of the queue.
+            was_promised: accept it even if the queue is full.
 
         Raises:
-            ValueError: its id is taken, it is not new, or it is longer than ``max_model_len``.
-            QueueFull: ``max_queue`` requests wait.
+            ValueError: the id is in use, the request is not new, or it is longer than ``max_model_len``.
+            QueueFull: ``max_queue`` requests are waiting.
         """
         self._check_new(request)
         if not was_promised:
@@ -169,62 +169,62 @@ class Batcher:
         self._queues.enqueue(request)
 
     def check_queue(self, count: int, num_promised: int = 0) -> None:
-        """Raise ``QueueFull`` if the queue has no room for so many more requests, beside those promised."""
+        """Raise ``QueueFull`` if the queue has no room for ``count`` more requests on top of ``num_promised``."""
         waiting = len(self._queues.waiting) + num_promised
         if self.max_queue is not None and waiting + count > self.max_queue:
             raise QueueFull(
-                f"{count} more requests find {waiting} waiting, max_queue={self.max_queue}; "
-                "send them again later, or raise max_queue"
+                f"the queue is full: {count} new requests, {waiting} waiting, max_queue={self.max_queue}; "
+                "retry later, or raise max_queue"
             )
 
     def fork(self, parent: Request, child: Request) -> bool:
-        """Add ``child``, whose first tokens are those that ``parent`` has computed, on the parent's blocks.
+        """Add ``child`` on the parent's blocks; its first tokens are those that ``parent`` has computed.
 
         Returns:
-            Whether it runs at once; where ``max_num_seqs`` run already it waits like any other.
+            True if the child runs at once; with ``max_num_seqs`` requests running it waits in the queue.
 
         Raises:
-            ValueError: as for ``add``, or the parent does not run.
+            ValueError: as for ``add``, or the parent is not running.
         """
         self._check_new(child)
         computed = parent.num_computed_tokens
         runs = parent.status is RequestStatus.RUNNING and self._queues.holds(parent)
         if not runs or not 1 <= computed <= child.num_tokens:
             raise ValueError(
-                f"parent {parent.request_id!r} is {parent.status.value} with {computed} computed tokens; only a "
-                "running one with at most the child's tokens can be forked"
+                f"cannot fork {parent.request_id!r}: it is {parent.status.value} with {computed} computed tokens; "
+                "fork only a running request with at most the child's tokens"
             )
         self._accept(child, self.planner.now)
         return self._share(parent, child)
 
     def branch(self, parent: Request, child: Request) -> bool:
-        """As ``fork``, but the child stands directly behind its parent in the order, and the policy is not asked: the
-        two are branches of one search. The parent may hold no blocks; then the child waits.
+        """Fork ``parent`` as two branches of one search: the child follows its parent directly in the order, without
+        consulting the policy. The parent may hold no blocks; then the child waits.
 
         Raises:
-            ValueError: as for ``add``, or the child does not begin with what the parent has computed.
+            ValueError: as for ``add``, or the child does not begin with the tokens that the parent has computed.
         """
         self._check_new(child)
         if not self._queues.holds(parent) or parent.num_computed_tokens > child.num_tokens:
             raise ValueError(
-                f"parent {parent.request_id!r} is {parent.status.value} with {parent.num_computed_tokens} computed "
-                f"tokens, the child has {child.num_tokens}; only an unfinished one with at most the child's tokens "
-                "can be branched"
+                f"cannot branch {parent.request_id!r}: it is {parent.status.value} with "
+                f"{parent.num_computed_tokens} computed tokens and the child has {child.num_tokens}; branch only an "
+                "unfinished request with at most the child's tokens"
             )
         self._accept(child, self.planner.now, parent)
         return self._share(parent, child)
 
     def pause(self, request: Request) -> None:
-        """Schedule nothing of a running request, whose tokens are all computed, until it is resumed or finished.
+        """Pause a running request whose tokens are all computed, until it is resumed or finished.
 
-        Meanwhile it may be preempted; then it does not return before it is resumed.
+        It may be preempted meanwhile; then it stays out of the queue until it is resumed.
         """
         if request.status is not RequestStatus.RUNNING or not self._queues.holds(request):
-            raise ValueError(f"request {request.request_id!r} is {request.status.value}; only running ones pause")
+            raise ValueError(f"cannot pause {request.request_id!r}: it is {request.status.value}, not running")
         request.is_paused = True
 
     def resume(self, request: Request) -> None:
-        """Schedule a paused request again, which has got another token; nothing happens if it is not paused."""
+        """Schedule a paused request again, after it got another token; no-op if it is not paused."""
         self._queues.resume(request)
 
     def advance(self, request: Request, num_tokens: int) -> None:
@@ -237,17 +237,17 @@ class Batcher:
 
     def launch(self, request: Request, num_tokens: int, num_sampled: int = 0) -> None:
         """Record that ``num_tokens`` more tokens of the request are being computed, and that ``num_sampled`` tokens
-        will follow them: steps that are launched after this one find them computed.
+        will follow them: later steps treat them as computed.
 
-        ``settle`` follows when the step is done. The engine tells the planner who is ``in_flight``.
+        Call ``settle`` when the step is done. The engine sets the planner's ``in_flight``.
         """
         blocks = self.block_manager
         computed = request.num_computed_tokens + num_tokens
         if request.status is not RequestStatus.RUNNING or not self._queues.holds(request):
-            raise ValueError(f"request {request.request_id!r} is {request.status.value}; only running ones advance")
+            raise ValueError(f"request {request.request_id!r} is {request.status.value}, so it cannot advance")
         if num_tokens < 1 or computed > blocks.num_tokens(request.request_id):
             raise ValueError(
-                f"num_tokens={num_tokens} of request {request.request_id!r} is not what was scheduled; "
+                f"num_tokens={num_tokens} of request {request.request_id!r} was not scheduled: "
                 f"{request.num_computed_tokens} are computed and its blocks are reserved for "
                 f"{blocks.num_tokens(request.request_id)}"
             )
@@ -260,7 +260,7 @@ class Batcher:
 
     def settle(self, request: Request, num_tokens: int, num_sampled: int = 0) -> None:
         """Record that a launched step is done, which computed the tokens up to ``num_tokens``. The engine appends the
-        ``num_sampled`` tokens that it sampled."""
+        ``num_sampled`` tokens that the step sampled."""
         request.num_output_placeholders -= num_sampled
         if num_tokens > request.num_prompt_tokens and num_tokens % self.block_manager.block_size == 0:
             self._commit(request, num_tokens)
@@ -274,15 +274,15 @@ class Batcher:
             self.planner.suspects.discard(request)
 
     def _commit(self, request: Request, computed: int) -> None:
-        """Let full blocks of the first ``computed`` tokens be found by hashes, as far as the tokens are known."""
+        """Publish the hashes of full blocks of the first ``computed`` tokens, as far as the tokens are known."""
         if self.block_manager.enable_prefix_caching:
             known = min(computed, request.num_tokens)
             self._prefixes.extend(request, known)
             self.block_manager.commit(request.request_id, request.block_hashes, known)
 
     def rewind(self, request: Request, num_tokens: int) -> None:
-        """Compute a running request again from token ``num_tokens`` on; from its first one where it keeps state or a
-        window, whose past may be gone."""
+        """Recompute a running request from token ``num_tokens`` on, or from its first token if it keeps state or a
+        window, because their past may be gone."""
         blocks = self.block_manager
         request.num_output_placeholders = 0
         if blocks.has_state or any(group.window for group in blocks.groups):
@@ -291,11 +291,11 @@ class Batcher:
             request.num_computed_tokens = num_tokens
 
     def restart(self, request: Request) -> None:
-        """Compute all tokens of an unfinished request anew; it keeps its place, and if it runs its blocks, unless a
-        window has passed some of them."""
+        """Recompute all tokens of an unfinished request. It keeps its position in the order and, if it runs, its
+        blocks, unless a window has passed some of them."""
         if not self._queues.holds(request):
             raise ValueError(
-                f"request {request.request_id!r} is {request.status.value}; only unfinished ones restart"
+                f"request {request.request_id!r} is {request.status.value}; restart only unfinished requests"
             )
         if request.status is RequestStatus.RUNNING:
             self.block_manager.restart(request.request_id)
@@ -305,12 +305,12 @@ class Batcher:
         request.block_hashes = []
 
     def compute_anew(self, request: Request) -> None:
-        """``restart`` a request whose state a failed step has spoilt; until it has caught up it runs alone."""
+        """Restart a request whose state a failed step has spoilt; it runs alone until it has caught up."""
         self.restart(request)
         self.planner.suspects.add(request)
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        """End a waiting or running request and free its blocks; does nothing if it has ended already."""
+        """End a waiting or running request and free its blocks; no-op if it has already ended."""
         if not self._queues.holds(request):
             if request.is_finished:
                 return
@@ -327,20 +327,20 @@ class Batcher:
         self._free(request)
 
     def cancel(self, request_id: str) -> Request | None:
-        """End a request at any moment; returns it, or None when no unfinished request has that id."""
+        """End a request at any moment; returns it, or None if no unfinished request has that id."""
         request = self._queues.requests.get(request_id)
         if request is not None:
             self.finish(request, "cancelled")
         return request
 
     def requeue_all(self) -> list[Request]:
-        """Take the blocks of every request and queue them all, to be computed again.
+        """Take the blocks of all requests and queue them all for recomputation.
 
-        Puts the batcher and its block manager into a consistent state from whatever state an exception or Ctrl-C
-        inside any of their methods left them in. Outputs are kept; none is paused any more.
+        Restores a consistent state of the batcher and its block manager after an exception or Ctrl-C inside any of
+        their methods. Outputs are kept; no request is paused any more.
 
         Returns:
-            Every unfinished request, in the order of the policy; none of them runs any more.
+            All unfinished requests, in the order of the policy; none of them is running.
         """
         self.block_manager.reset()
         self.planner.suspects.clear()
@@ -351,17 +351,17 @@ class Batcher:
         return self.waiting
 
     def schedule(self, now: float = 0.0) -> Schedule:
-        """Plan the next step and reserve its blocks. The copies of the step before must be done.
+        """Plan the next step and reserve its blocks. The copies of the previous step must be done.
 
         Args:
-            now: seconds, on the clock that deadlines are given in; it does not run backwards.
+            now: seconds, on the clock of the deadlines; it never goes backwards.
 
         Returns:
-            the step; empty only when nothing is unfinished, when all that is has expired, while a batch waits for
-            more requests, or when a launched step is to be settled first.
+            The step; empty only if no request is unfinished, all unfinished ones have expired, a batch waits for more
+            requests, or a launched step must be settled first.
 
         Raises:
-            RuntimeError: no request can progress, because somebody else holds blocks of the cache.
+            RuntimeError: no request can progress, because another user holds blocks of the cache.
         """
         planner, blocks = self.planner, self.block_manager
         planner.now = max(planner.now, now)
@@ -387,7 +387,7 @@ class Batcher:
         for request_id in unsent & plan.planned.keys():
             tables[request_id] = blocks.tables(request_id)
             plan.new_blocks.pop(request_id, None)
-        # Those who were rewritten but do not run in this step are told when they do.
+        # Requests with rewritten tables that are not in this step get theirs when they run.
         self._queues.unsent_tables = {name for name in unsent if name in blocks} - tables.keys()
         return Schedule(
             list(plan.planned.values()),
@@ -401,7 +401,7 @@ class Batcher:
         )
 
     def stats(self) -> dict[str, int | float]:
-        """Queue figures and the block manager's."""
+        """Return statistics of the queue and the block manager."""
         return {
             "queue_length": self.num_waiting,
             "queue_tokens": self._queues.num_waiting_tokens,
@@ -415,7 +415,7 @@ class Batcher:
         """Verify every invariant of the batcher and its block manager; for tests.
 
         Raises:
-            RuntimeError: one is broken; the message says which.
+            RuntimeError: an invariant is broken; the message names it.
         """
         self.block_manager.check()
         self._queues.check()
@@ -423,19 +423,19 @@ class Batcher:
             raise RuntimeError(f"{len(self._queues.running)} requests run, max_num_seqs={self.max_num_seqs}")
         leaks = self.block_manager.leaks(self._queues.requests)
         if leaks:
-            raise RuntimeError(f"blocks are held for {leaks}, which are not there any more")
+            raise RuntimeError(f"blocks are held for {leaks}, which no longer exist")
         for request in (*self._queues.waiting, *self._queues.paused):
             if request.request_id in self.block_manager:
                 raise RuntimeError(f"waiting request {request.request_id!r} holds blocks")
             if request.num_computed_tokens and not self.block_manager.is_swapped(request.request_id):
-                raise RuntimeError(f"waiting request {request.request_id!r} has computed tokens nowhere")
+                raise RuntimeError(f"waiting request {request.request_id!r} has computed tokens that nothing stores")
         for request in self._queues.running:
             if request.num_computed_tokens > self.block_manager.num_tokens(request.request_id):
                 raise RuntimeError(f"request {request.request_id!r} computed tokens that no block holds")
 
     def _check_new(self, request: Request) -> None:
         if request.request_id in self._queues.requests:
-            raise ValueError(f"request_id={request.request_id!r} is already in use; choose another")
+            raise ValueError(f"request_id={request.request_id!r} is already in use; choose another id")
         if request.status is not RequestStatus.WAITING or request.num_computed_tokens:
             raise ValueError(f"request {request.request_id!r} is {request.status.value}; add a new Request")
         if request.num_tokens > self.max_model_len:
@@ -452,7 +452,7 @@ class Batcher:
         self._queues.add(request)
 
     def _share(self, parent: Request, child: Request) -> bool:
-        """Let a new child run on its parent's blocks, or wait; returns which."""
+        """Run a new child on its parent's blocks, or let it wait; returns True if it runs."""
         computed = parent.num_computed_tokens
         if (
             parent.status is not RequestStatus.RUNNING

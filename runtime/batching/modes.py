@@ -1,6 +1,6 @@
-"""Batches that are formed once and run to their end: how servers batched before sequences could join at any step.
+"""Batches that are formed once and run to their end, as servers did before sequences could join at any step.
 
-They are kept for comparison. The default, continuous batching, forms none: see ``Batcher``.
+They are kept for comparison. The default is continuous batching, which forms no batches: see ``Batcher``.
 """
 
 from __future__ import annotations
@@ -13,44 +13,45 @@ from .waiting import WaitingQueue
 
 
 class Batches(Protocol):
-    """Chooses who runs together when nobody runs."""
+    """Chooses the next batch when no request is running."""
 
     def form(self, waiting: WaitingQueue, max_num_seqs: int, now: float) -> list[Request]:
-        """The next batch, in order.
+        """Return the next batch, in order.
 
         Args:
-            waiting: the queue, not empty; it is left as it is.
-            max_num_seqs: most requests in it.
+            waiting: the queue, not empty; it is not modified.
+            max_num_seqs: most requests in the batch.
             now: seconds on the batcher's clock.
 
         Returns:
-            At least one request, or nothing to wait for more.
+            At least one request, or an empty list to wait for more.
         """
 
 
 class StaticBatches:
-    """The first requests of the queue, as many as may run, at once."""
+    """Takes as many of the first requests of the queue as may run."""
 
     def form(self, waiting: WaitingQueue, max_num_seqs: int, now: float) -> list[Request]:
         return waiting.leading(max_num_seqs)
 
 
 class PaddedBatches:
-    """Requests of like length, as many as fit when each is padded to the longest.
+    """Takes requests of similar length, as many as fit when each is padded to the longest.
 
     Args:
-        max_padded_tokens: a batch of n requests of which the longest may reach t tokens has n times t of them.
-        max_wait: seconds that the first of the queue waits for others to fill its batch.
-        lookahead: how many of the queue, from the first on, are looked at for such of its length.
+        max_padded_tokens: most tokens of a batch: n requests, the longest of which may reach t tokens, count n times
+            t.
+        max_wait: seconds that the first request waits for others to fill its batch.
+        lookahead: number of requests at the head of the queue that are searched for similar lengths.
 
     Raises:
         ValueError: a value is out of range.
     """
 
     def __init__(self, max_padded_tokens: int = 8192, max_wait: float = 0.0, lookahead: int = 256) -> None:
-        check_at_least(1, "use a positive one", max_padded_tokens=max_padded_tokens, lookahead=lookahead)
+        check_at_least(1, "use a positive value", max_padded_tokens=max_padded_tokens, lookahead=lookahead)
         if not max_wait >= 0:
-            raise ValueError(f"max_wait={max_wait} is not a number of seconds; use 0 to wait for nobody")
+            raise ValueError(f"max_wait={max_wait} is not a number of seconds; use 0 not to wait")
         self.max_padded_tokens = max_padded_tokens
         self.max_wait = max_wait
         self.lookahead = lookahead
@@ -58,11 +59,11 @@ class PaddedBatches:
     def form(self, waiting: WaitingQueue, max_num_seqs: int, now: float) -> list[Request]:
         first, *others = waiting.leading(self.lookahead)
         batch, longest = [first], first.longest
-        # The sort is stable: of equally long ones those that stand first.
+        # The sort is stable: equally long requests keep their order.
         for request in sorted(others, key=lambda request: abs(request.longest - first.longest)):
             padded = max(longest, request.longest)
             if len(batch) == max_num_seqs or (len(batch) + 1) * padded > self.max_padded_tokens:
-                # Full; who is shorter and further off might fit still, but is not of like length.
+                # Full; a shorter request further on might still fit, but its length differs too much.
                 return sorted(batch, key=lambda request: request.rank)
             batch.append(request)
             longest = padded

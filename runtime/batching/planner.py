@@ -1,4 +1,4 @@
-"""The planner of one step: who continues, who is admitted, and who gives up blocks for it."""
+"""Plans one step: which requests continue, which are admitted, and which give up blocks for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .snapshots import Snapshots
 logger = logging.getLogger(__name__)
 
 _MAX_DEFERRED = 64
-"""Requests that may be deferred in one step because others compute their prefix."""
+"""Most requests deferred in one step because others compute their prefix."""
 
 
 class Planner:
@@ -24,11 +24,11 @@ class Planner:
 
     Attributes:
         now: seconds on the batcher's clock.
-        num_preemptions: sequences that lost their blocks so far.
-        num_swaps: those of them that were copied to host memory.
-        suspects: requests whose state a failed step has spoilt. They are computed anew, one at a time and with nobody
-            else, up to their newest token: so only who makes steps fail ends by it.
-        in_flight: requests of the step that is launched and not settled. Nothing is taken from them, see
+        num_preemptions: number of sequences that lost their blocks so far.
+        num_swaps: number of these that were copied to host memory.
+        suspects: requests whose state a failed step has spoilt. Each is recomputed alone up to its newest token, so
+            that only a request that makes steps fail is ended for it.
+        in_flight: requests of the step that is launched and not settled. They keep their blocks, see
             ``could_preempt``; those that await its outcome are left out of the next step.
     """
 
@@ -61,10 +61,10 @@ class Planner:
         self.num_swaps = 0
         self.suspects: set[Request] = set()
         self.in_flight: frozenset[Request] = frozenset()
-        self._batch: list[Request] = []  # what was formed last, where batches are formed
+        self._batch: list[Request] = []  # the last batch, if ``batches`` forms them
 
     def plan(self) -> Plan:
-        """The next step; empty where nobody can progress, or while a batch waits for more requests."""
+        """Return the next step; empty if no request can progress, or while a batch waits for more requests."""
         plan = Plan(self.max_num_batched_tokens)
         if self.in_flight and self.could_preempt():
             return plan
@@ -74,17 +74,17 @@ class Planner:
                 return plan
         self._fill(plan)
         if not plan.planned and self.blocks.has_overlapped_copies:
-            # The only ones that could run wait for copies: make these first.
+            # The only runnable requests wait for copies: make these first.
             self.blocks.copy_before_step()
             self._fill(plan)
         while not (plan.planned or self.in_flight) and (paused := [r for r in self.queues.running if r.is_paused]):
-            # Nobody can progress while they hold blocks, and count towards max_num_seqs.
+            # No request can progress while they hold blocks and count towards max_num_seqs.
             self._preempt(paused[-1], plan)
             self._fill(plan)
         return plan
 
     def could_preempt(self) -> bool:
-        """True if the next step of the running requests might not find all blocks that it needs; O(running)."""
+        """Return True if the next step of the running requests might need more blocks than there are; O(running)."""
         blocks, running = self.blocks, self.queues.running
         most = self.max_num_batched_tokens // blocks.block_size + 2 * len(running) + 1
         if all([pool.num_available >= most for pool in blocks.pools]):
@@ -103,8 +103,8 @@ class Planner:
         return not blocks.can_take(needed, 2 * chunks)
 
     def _awaits(self, request: Request) -> bool:
-        """True if a request of the launched step cannot run before that is settled: its end is known, by its length,
-        or its state is to be kept as it is then."""
+        """Return True if a request of the launched step cannot run before that step is settled: its length already
+        ends it, or its state after the step must be kept."""
         tokens = request.num_tokens_with_placeholders
         if tokens == request.num_computed_tokens:
             return True
@@ -114,7 +114,7 @@ class Planner:
 
     @property
     def waits_for_a_batch(self) -> bool:
-        """True if nobody runs because the next batch is not full yet."""
+        """True if no request runs because the next batch is not full yet."""
         return self.batches is not None and not self.queues.running and not self._batch
 
     def _next_suspect(self) -> Request | None:
@@ -138,12 +138,12 @@ class Planner:
             for request in group:
                 if plan.budget and request.status is RequestStatus.RUNNING:
                     self._continue(request, plan)
-        # What was just taken from a running request is not given to the queue, unless nobody else could use it.
+        # Blocks just taken from a running request do not go to the queue, unless no other request could use them.
         if not plan.preempted or not plan.planned:
             self._admit(plan)
 
     def _continue(self, request: Request, plan: Plan) -> None:
-        """Plan the running request's next tokens, unless it is the last in the order and there is no block."""
+        """Plan the running request's next tokens, unless it is the last in the order and no block is free."""
         blocks, computed = self.blocks, request.num_computed_tokens
         wanted = min(request.num_tokens_with_placeholders - computed, plan.budget)
         if self.snapshots is not None and wanted > 1:
@@ -154,7 +154,7 @@ class Planner:
         blocks.remove_skipped_blocks(request.request_id, computed)
         while (room := blocks.num_tokens_that_fit(request.request_id, computed) - computed) < 1:
             victim = self.queues.running[-1]
-            # Whose blocks are on their way out already gives no more by waiting for another victim.
+            # A request whose blocks are being copied out gives up no more by waiting for another victim.
             if victim is request or blocks.has_overlapped_copies:
                 return
             self._preempt(victim, plan)
@@ -163,7 +163,7 @@ class Planner:
     def _admit(self, plan: Plan) -> None:
         if not self.queues.waiting or not plan.budget or len(self.queues.running) >= self.max_num_seqs:
             return
-        # One more block for everyone who may grow. Without it most admissions into a full cache end in a
+        # One more block for each request that may grow. Without it most admissions into a full cache end in a
         # preemption soon after: simulated, that recomputes 40 % of all tokens instead of 6 %.
         spare = sum(map(self._may_grow, self.queues.running))
         computing = self.prefixes.being_computed(self.queues.running)
@@ -188,7 +188,7 @@ class Planner:
             self.queues.waiting.push(request)
 
     def _candidate(self) -> Request | None:
-        """The request to admit next; None where the batch that was formed is complete."""
+        """Return the request to admit next; None if the current batch is complete."""
         if self.batches is None:
             return self.prefixes.next(self.queues.waiting)
         self._batch = [request for request in self._batch if not request.is_finished]
@@ -197,7 +197,7 @@ class Planner:
         return next((request for request in self._batch if request in self.queues.waiting), None)
 
     def _begin(self, request: Request, spare: int, plan: Plan) -> bool:
-        """Admit a request that has nothing in the cache but what others computed."""
+        """Admit a request that has nothing in the cache except shared prefixes."""
         blocks, name = self.blocks, request.request_id
         hashes = self.prefixes.full_blocks(request)
         prefix = blocks.find_prefix(hashes)
@@ -216,7 +216,7 @@ class Planner:
             if prefix.num_blocks:
                 blocks.free(name)
             return False
-        # Whoever has output has run before, or took it over from a sibling together with its count.
+        # A request with output has run before, or got the output from a sibling together with its count.
         if blocks.enable_prefix_caching and not request.num_preemptions and not request.output_token_ids:
             blocks.count_prefix(request.num_tokens, start)
             request.num_cached_tokens = start
@@ -227,7 +227,7 @@ class Planner:
         return True
 
     def _return_swapped(self, request: Request, spare: int, plan: Plan) -> bool:
-        """Bring a request back from host memory; it runs in the next step if others run in this one."""
+        """Bring a request back from host memory; if others run in this step, it runs in the next one."""
         blocks, name = self.blocks, request.request_id
         needed = blocks.num_blocks_to_swap_in(name)
         extra = spare + 1 if self.queues.running else 0
@@ -255,7 +255,7 @@ class Planner:
         self._put(request, count, plan)
 
     def _put(self, request: Request, count: int, plan: Plan) -> None:
-        """Note a share for which there are blocks."""
+        """Add a share whose blocks are reserved."""
         start = request.num_computed_tokens
         last = start + count == request.num_tokens_with_placeholders
         item = ScheduledRequest(request, count, start, last)
@@ -266,7 +266,7 @@ class Planner:
 
     def _preempt(self, victim: Request, plan: Plan) -> None:
         if victim in self.in_flight:
-            raise RuntimeError(f"request {victim.request_id!r} is in a step that is under way; settle that first")
+            raise RuntimeError(f"request {victim.request_id!r} is in a launched step; settle the step first")
         plan.drop(victim)
         blocks, name, computed = self.blocks, victim.request_id, victim.num_computed_tokens
         mode = self.preemption

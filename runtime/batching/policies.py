@@ -1,4 +1,4 @@
-"""Orders of requests, each fixed when a request arrives, so that nobody starves."""
+"""Orders of requests; each rank is fixed when a request arrives, so that no request starves."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from ..requests.checks import real_number, whole_number
 from ..requests.request import Request
 
 _FEW = 64
-"""Clients whose tags are kept without looking whether they still matter."""
+"""Number of clients above which tags are checked and dropped if they no longer matter."""
 
 Rank = tuple[float, int]
-"""Lower comes first; the second number is the order of arrival, so that no two are equal."""
+"""Lower comes first; the second number is the order of arrival, so ranks are unique."""
 
 
 class Policy(Protocol):
-    """An order in which requests are admitted, continued and, from its end, preempted.
+    """An order in which requests are admitted and continued, and in reverse preempted.
 
-    A rank never changes. Whoever stands first can therefore take the blocks of all others and always progresses, and
-    whatever arrives later overtakes a waiting request only so often: what a policy prefers is a bounded head start in
-    time or in service, not a class of its own. That is ageing without touching the queue.
+    A rank never changes. The first request can therefore take the blocks of all others and always progresses, and
+    later arrivals overtake a waiting request a bounded number of times: a policy grants a bounded head start in time
+    or in service, not a class of its own. This is ageing without reordering the queue.
 
     Attributes:
-        lookahead: how many waiting requests, from the first on, are compared for the longest prefix in the cache; 1
-            to take them strictly in order.
+        lookahead: number of waiting requests, from the first on, that are compared for the longest prefix in the
+            cache; 1 takes them strictly in order.
     """
 
     lookahead: int
 
     def rank(self, request: Request, now: float) -> Rank:
-        """The request's place in the order, asked once, when it arrives at ``now`` (seconds)."""
+        """Return the request's rank; called once, when it arrives at ``now`` (seconds)."""
 
     def admitted(self, request: Request) -> None:
-        """The request begins to run, for the first time or again."""
+        """Handle the start of a request, for the first time or again."""
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
+        """Handle the end of a request."""
 
 
 class _InOrder:
-    """An order that depends on nothing but the requests themselves."""
+    """An order that depends only on the requests themselves."""
 
     lookahead = 1
 
@@ -53,17 +53,17 @@ class _InOrder:
 
 
 class FirstComeFirstServed(_InOrder):
-    """In order of arrival."""
+    """Orders requests by arrival."""
 
     def rank(self, request: Request, now: float) -> Rank:
         return float(request.arrival), request.arrival
 
 
 class ByPriority(_InOrder):
-    """The lowest ``Request.priority`` first, as in vLLM.
+    """Orders requests by ``Request.priority``, lowest first, as in vLLM.
 
     Args:
-        ageing_seconds: a request is overtaken by one of the next better priority only if that arrives at most so much
+        ageing_seconds: a request of the next better priority overtakes another only if it arrives at most this much
             later.
     """
 
@@ -75,10 +75,10 @@ class ByPriority(_InOrder):
 
 
 class ShortestJobFirst(_InOrder):
-    """The fewest tokens first, prompt and the most that may be generated.
+    """Orders requests by their prompt tokens plus the most that may be generated, fewest first.
 
     Args:
-        seconds_per_token: a request is overtaken by one that is n tokens shorter only if that arrives at most n times
+        seconds_per_token: a request that is n tokens shorter overtakes another only if it arrives at most n times
             this later.
     """
 
@@ -90,16 +90,16 @@ class ShortestJobFirst(_InOrder):
 
 
 class FairByClient:
-    """Every client gets the same service while it has requests: start-time fair queueing (Goyal et al., SIGCOMM
+    """Gives every client with requests the same service: start-time fair queueing (Goyal et al., SIGCOMM
     1996).
 
-    Each request gets a start tag: the virtual time, or where its client's previous request ends if that is later; it
-    ends its number of tokens after that. Virtual time is the greatest start tag that was admitted, and runs on with
-    the clock. So clients take turns by tokens, and one that was idle saves nothing up.
+    Each request gets a start tag: the virtual time, or the end tag of its client's previous request if that is later.
+    Its end tag is its number of tokens after that. Virtual time is the greatest start tag admitted so far, and
+    advances with the clock. So clients share the engine by tokens, and an idle client accumulates no credit.
 
     Args:
-        tokens_per_second: of virtual time. Clients whose first request starts at the virtual time can overtake a
-            request of one that is n tokens ahead only if they arrive at most n divided by this later.
+        tokens_per_second: speed of virtual time. Clients whose first request starts at the virtual time can overtake
+            a request of a client that is n tokens ahead only if they arrive at most n divided by this later.
     """
 
     lookahead = 1
@@ -109,7 +109,7 @@ class FairByClient:
         self._time = 0.0
         self._now = -math.inf
         self._most_ends = _FEW
-        self._ends: dict[str, float] = {}  # client → end tag of its last request, while it lies ahead of the time
+        self._ends: dict[str, float] = {}  # client → end tag of its last request, while ahead of virtual time
         self._starts: dict[Request, float] = {}
 
     def rank(self, request: Request, now: float) -> Rank:
@@ -134,11 +134,11 @@ class FairByClient:
 
 
 class LongestPrefixFirst(FirstComeFirstServed):
-    """Among the first of the queue, whoever finds most of its tokens in the prefix cache (SGLang's cache-aware
+    """Takes, among the first of the queue, the request with the longest cached prefix (SGLang's cache-aware
     order).
 
     Args:
-        lookahead: how many are compared. A request is overtaken a few times at most, see ``shared_prefixes``.
+        lookahead: number of requests compared. A request is overtaken a few times at most, see ``shared_prefixes``.
     """
 
     def __init__(self, lookahead: int = 32) -> None:
@@ -152,14 +152,14 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "fair": FairByClient,
     "prefix": LongestPrefixFirst,
 }
-"""Name → class, as ``LLM(policy=…)`` takes it."""
+"""Name → class, for ``LLM(policy=…)``."""
 
 
 def make_policy(name: str) -> Policy:
-    """The policy of that name.
+    """Return the policy of that name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the name is unknown.
     """
     if not isinstance(name, str) or name not in POLICIES:
         raise ValueError(f"policy={name!r} is not known; use one of {', '.join(map(repr, POLICIES))}")
@@ -167,4 +167,4 @@ def make_policy(name: str) -> Policy:
 
 
 def _positive(name: str, value: float) -> float:
-    return real_number(name, value, 0, math.inf, "nobody may wait for ever", open_low=True)
+    return real_number(name, value, 0, math.inf, "use a positive value, or requests starve", open_low=True)

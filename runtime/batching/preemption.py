@@ -1,4 +1,4 @@
-"""Costs of a preempted sequence: to compute it again, or to copy it to host memory and back."""
+"""Costs of preempting a sequence: recomputing it, or copying it to host memory and back."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SMOOTHING = 0.1  # weight of the newest measurement
 
 
 def preemption_mode(name: str) -> PreemptionMode:
-    """The mode of that name.
+    """Return the mode of that name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the name is unknown.
     """
     for mode in PREEMPTION_MODES:
         if mode == name:
@@ -32,10 +32,10 @@ class PreemptionCost:
     """Speeds of this machine, measured while it serves.
 
     Attributes:
-        bytes_per_token: of keys and values, in all layers.
-        state_bytes: of a sequence's state, in all layers.
-        tokens_per_second: at which prompts are computed.
-        bytes_per_second: at which blocks are copied between device and host.
+        bytes_per_token: bytes of a token's keys and values, in all layers.
+        state_bytes: bytes of a sequence's state, in all layers.
+        tokens_per_second: speed of computing prompts.
+        bytes_per_second: speed of copying blocks between device and host.
     """
 
     bytes_per_token: int
@@ -44,18 +44,18 @@ class PreemptionCost:
     state_bytes: int = 0
 
     def measure_step(self, scheduled: Sequence[ScheduledRequest], seconds: float) -> None:
-        """A step took so long; it tells how fast prompts are computed if it is made of them, mostly."""
+        """Record the seconds of a step; if it consists mostly of prompts, it measures how fast these are computed."""
         tokens = sum(item.num_tokens for item in scheduled)
         if tokens > 2 * len(scheduled) and seconds > 0:
             self.tokens_per_second += _SMOOTHING * (tokens / seconds - self.tokens_per_second)
 
     def measure_copies(self, num_bytes: int, seconds: float) -> None:
-        """Copying ``num_bytes`` took so long, from the beginning on."""
+        """Record that copying ``num_bytes`` took ``seconds`` from start to end."""
         if num_bytes > 0 and seconds > 0:
             self.bytes_per_second = num_bytes / seconds
 
     def cheaper(self, num_tokens: int) -> Literal["recompute", "swap"]:
-        """The cheaper way to preempt a sequence with ``num_tokens`` computed tokens."""
+        """Return the cheaper way to preempt a sequence with ``num_tokens`` computed tokens."""
         recompute = num_tokens / self.tokens_per_second
         swap = 2 * (num_tokens * self.bytes_per_token + self.state_bytes) / self.bytes_per_second
         return "swap" if swap < recompute else "recompute"

@@ -1,4 +1,4 @@
-"""The waiting queue, the running list, and the paused requests: every unfinished request has one place."""
+"""The waiting queue, the running list and the paused requests; each unfinished request is in one of them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .waiting import WaitingQueue
 
 
 class RequestQueues:
-    """Every unfinished request, in exactly one place: waiting, running or paused.
+    """All unfinished requests, each of them waiting, running or paused.
 
     Args:
-        policy: is told who begins to run.
-        prefixes: likewise.
+        policy: notified when a request begins to run.
+        prefixes: notified likewise.
 
     Attributes:
-        requests: all, by id.
+        requests: all requests, by id.
         waiting: the queue.
-        running: those that hold blocks, by rank.
-        paused: those that were paused and then lost their blocks.
-        unsent_tables: ids of running ones whose tables have not been handed out as they are now.
+        running: requests that hold blocks, by rank.
+        paused: requests that were paused and then lost their blocks.
+        unsent_tables: ids of running requests whose current tables have not been handed out yet.
     """
 
     def __init__(self, policy: Policy, prefixes: SharedPrefixes) -> None:
@@ -39,26 +39,26 @@ class RequestQueues:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without blocks."""
+        """Number of requests without blocks."""
         return len(self.waiting) + len(self.paused)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Tokens of the requests without blocks, prompt and output; O(requests)."""
+        """Number of tokens of the requests without blocks, prompt and output; O(requests)."""
         return sum(r.num_tokens for r in self.requests.values() if r.status is RequestStatus.WAITING)
 
     def holds(self, request: Request) -> bool:
-        """True if it is one of the unfinished requests."""
+        """Return True if it is one of the unfinished requests."""
         return self.requests.get(request.request_id) is request
 
     def add(self, request: Request) -> None:
-        """Take in a new request; it has no place yet."""
+        """Register a new request; it neither waits nor runs yet."""
         self.requests[request.request_id] = request
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
 
     def enqueue(self, request: Request) -> None:
-        """Let a request that has no place wait; a paused one stays out of the queue until it is resumed."""
+        """Let a request wait that is in no list; a paused one stays out of the queue until it is resumed."""
         request.status = RequestStatus.WAITING
         if request.is_paused:
             self.paused.add(request)
@@ -73,7 +73,7 @@ class RequestQueues:
             self.waiting.push(request)
 
     def start_running(self, request: Request) -> None:
-        """Let a request that has no place run."""
+        """Let a request run that is in no list."""
         request.status = RequestStatus.RUNNING
         bisect.insort(self.running, request, key=lambda r: r.rank)
         self.unsent_tables.add(request.request_id)
@@ -81,7 +81,7 @@ class RequestQueues:
         self.policy.admitted(request)
 
     def stop_running(self, request: Request) -> None:
-        """Remove a request from the running ones; it has no place then."""
+        """Remove a request from the running ones; it is then in no list."""
         at = bisect.bisect_left(self.running, request.rank, key=lambda r: r.rank)
         if at < len(self.running) and self.running[at] is request:
             del self.running[at]
@@ -103,7 +103,7 @@ class RequestQueues:
             self._collect_deadlines()
 
     def expired(self, now: float) -> list[Request]:
-        """Unfinished requests whose deadline has passed; each is named once."""
+        """Return the unfinished requests whose deadline has passed; each is returned once."""
         expired = []
         while self._deadlines and self._deadlines[0][0] <= now:
             request = heapq.heappop(self._deadlines)[2]
@@ -112,7 +112,7 @@ class RequestQueues:
         return expired
 
     def requeue_all(self) -> None:
-        """Let all wait again, from whatever state an interrupted call left behind; none is paused any more."""
+        """Let all requests wait again, whatever state an interrupted call left behind; none is paused any more."""
         self.running.clear()
         self.waiting.clear()
         self.paused.clear()
@@ -126,27 +126,27 @@ class RequestQueues:
         self._collect_deadlines()
 
     def check(self) -> None:
-        """Verify that everybody has one place, and the right one.
+        """Verify that each request is in exactly one list, and in the right one.
 
         Raises:
-            RuntimeError: not so; the message says who.
+            RuntimeError: an invariant is broken; the message names it.
         """
         waiting, running = set(self.waiting), set(self.running)
         if any(request.is_paused for request in waiting) or not all(request.is_paused for request in self.paused):
-            raise RuntimeError("a paused request is in the queue, or one that is not paused is kept out of it")
+            raise RuntimeError("a paused request is in the queue, or a request that is not paused is kept out of it")
         if waiting & self.paused:
-            raise RuntimeError("a request waits twice")
+            raise RuntimeError("a request is in the queue twice")
         waiting |= self.paused
         if set(self.requests.values()) != waiting | running or waiting & running:
-            raise RuntimeError("an unfinished request neither waits nor runs, or does both, or a finished one does")
+            raise RuntimeError("an unfinished request is in no list or in two, or a finished one is still in one")
         ranks = [request.rank for request in self.running]
         if ranks != sorted(ranks) or len(running) != len(self.running):
-            raise RuntimeError(f"running requests are out of order, or one runs twice: {ranks}")
+            raise RuntimeError(f"running requests are out of order, or a request is listed twice: {ranks}")
         _check_status(waiting, RequestStatus.WAITING)
         _check_status(running, RequestStatus.RUNNING)
 
     def _collect_deadlines(self) -> None:
-        """Forget the deadlines of those who ended, and recall all others."""
+        """Rebuild the deadlines from the unfinished requests."""
         self._deadlines = [(r.deadline, r.arrival, r) for r in self.requests.values() if r.deadline is not None]
         heapq.heapify(self._deadlines)
 
@@ -154,4 +154,4 @@ class RequestQueues:
 def _check_status(requests: Iterable[Request], status: RequestStatus) -> None:
     for request in requests:
         if request.status is not status:
-            raise RuntimeError(f"{status.value} request {request.request_id!r} is not marked so")
+            raise RuntimeError(f"{status.value} request {request.request_id!r} has another status")

@@ -1,4 +1,4 @@
-"""The plan of one step, as the batcher hands it out."""
+"""The plan of one step, as the batcher returns it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class ScheduledRequest(NamedTuple):
     """A request's share of one step: tokens ``start .. start + num_tokens - 1`` of prompt + output.
 
     Attributes:
-        request: whose tokens they are; its tables already hold ``start + num_tokens`` tokens.
-        num_tokens: how many to compute, >= 1.
+        request: the request; its tables already hold ``start + num_tokens`` tokens.
+        num_tokens: number of tokens to compute, >= 1.
         start: the request's ``num_computed_tokens`` when the step was planned.
-        is_last_chunk: nothing is left to compute after it, so its last token's logits are sampled.
-        state_read, state_write: slots of its state, see ``StepMetadata``; -1 where the model keeps none.
+        is_last_chunk: no token is left to compute after this share, so its last token's logits are sampled.
+        state_read, state_write: slots of its state, see ``StepMetadata``; -1 if the model keeps none.
     """
 
     request: Request
@@ -29,7 +29,7 @@ class ScheduledRequest(NamedTuple):
 
     @property
     def overwrites_state(self) -> bool:
-        """True if the step writes over the state that it goes on from: it cannot be run a second time."""
+        """True if the step overwrites the state that it reads, so that it cannot be run a second time."""
         return self.state_read >= 0 and self.state_read == self.state_write
 
 
@@ -38,15 +38,15 @@ class Schedule:
     """One step.
 
     Attributes:
-        requests: what runs: decodes first, then prefill chunks, each in the order of the policy.
+        requests: shares to run: decodes first, then prefill chunks, each in the order of the policy.
         preempted: requests that lost their blocks and went back to the queue; none of them is in ``requests``.
-        expired: requests whose deadline has passed; they are still queued or hold blocks until they are finished.
-        new_blocks: request id → for each group block ids to append to its table, only where there are any.
-        tables: request id → its tables, one for each group, where they are not the former ones with blocks appended.
-            In both the group of states, if there is one, is the last, and need not be kept: see ``requests``.
+        expired: requests whose deadline has passed; they stay queued or hold blocks until they are finished.
+        new_blocks: request id → block ids to append to its table, for each group; only for requests with new ones.
+        tables: request id → its tables, one per group, if they are not the former ones with blocks appended. In both,
+            the group of states, if there is one, is the last and need not be stored: see ``requests``.
         num_tokens: tokens of all ``requests`` together.
-        copies: of blocks, to be made one after the other before the step runs.
-        overlapped_copies: of blocks that the step does not touch, to be made while it runs.
+        copies: block copies to make one after the other before the step runs.
+        overlapped_copies: copies of blocks that the step does not use, to make while it runs.
     """
 
     requests: list[ScheduledRequest]
@@ -60,10 +60,10 @@ class Schedule:
 
 
 class Plan:
-    """A schedule in the making.
+    """A schedule under construction.
 
     Args:
-        budget: tokens that may still be planned.
+        budget: number of tokens that may still be planned.
     """
 
     __slots__ = ("budget", "new_blocks", "planned", "preempted")
@@ -75,7 +75,7 @@ class Plan:
         self.new_blocks: dict[str, list[list[int]]] = {}
 
     def drop(self, request: Request) -> None:
-        """Take back what was planned for the request."""
+        """Remove the request's share from the plan."""
         planned = self.planned.pop(request.request_id, None)
         if planned is not None:
             self.budget += planned.num_tokens

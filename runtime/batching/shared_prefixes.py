@@ -1,4 +1,4 @@
-"""Prefixes that requests share: the hashes of their blocks, and whom to admit first or later because of them."""
+"""Prefixes that requests share: the hashes of their blocks, and the effect on the order of admission."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from .policies import Policy
 from .waiting import WaitingQueue
 
 _MAX_DELAYS = 16
-"""How often a request may be overtaken by ones with a longer cached prefix, and how often it may be deferred."""
+"""Most times that a request is overtaken by ones with a longer cached prefix, and most times that it is deferred."""
 
 
 class SharedPrefixes:
-    """Hashes requests' blocks and decides by them whom to admit.
+    """Hashes the blocks of requests and uses the hashes to decide on admission.
 
     Args:
-        blocks: knows what is cached.
-        policy: the order of those that wait, and how many of them may be compared.
-        key_variant: what, beside its tokens, a request's keys depend on, by name.
+        blocks: knows the cached blocks.
+        policy: the order of waiting requests, and how many of them may be compared.
+        key_variant: returns what a request's keys depend on in addition to its tokens.
     """
 
     def __init__(self, blocks: BlockManager, policy: Policy, key_variant: Callable[[Request], str]) -> None:
@@ -31,7 +31,7 @@ class SharedPrefixes:
         self._deferrals: dict[Request, int] = {}
 
     def full_blocks(self, request: Request) -> list[bytes]:
-        """Hashes of the blocks that may come from the cache: at least the last token is computed, for its logits."""
+        """Return the hashes of blocks that may come from the cache; the last token is computed for its logits."""
         if not self.blocks.enable_prefix_caching or request.params.prompt_logprobs is not None:
             return []
         self.extend(request, request.num_tokens)
@@ -48,7 +48,7 @@ class SharedPrefixes:
         extend_chain(hashes, request.tokens(first, num_tokens), first, size, start)
 
     def next(self, waiting: WaitingQueue) -> Request:
-        """The request to admit next: the first, or whoever finds more cached than all others that are compared."""
+        """Return the next request to admit: the first, or of those compared the one with most tokens cached."""
         first = waiting.first()
         assert first is not None
         if self.policy.lookahead < 2 or not self.blocks.enable_prefix_caching:
@@ -63,27 +63,27 @@ class SharedPrefixes:
         return best
 
     def admitted(self, request: Request, waiting: WaitingQueue) -> None:
-        """Note that the request is admitted, in front of those that still wait."""
+        """Record that the request is admitted, ahead of those that still wait."""
         self.forget(request)
         first = waiting.first()
         if first is not None and first.rank < request.rank:
             self._overtaken[first] = self._overtaken.get(first, 0) + 1
 
     def being_computed(self, running: Iterable[Request]) -> set[bytes]:
-        """Hashes of the blocks that running requests will have computed soon."""
+        """Return the hashes of the blocks that running requests are about to compute."""
         if not self.blocks.enable_prefix_caching:
             return set()
         prefills = (r for r in running if r.num_tokens - r.num_computed_tokens > 1)
         return {content for request in prefills for content in self.uncomputed(request)}
 
     def uncomputed(self, request: Request) -> list[bytes]:
-        """Hashes of the request's blocks that it has not computed yet."""
+        """Return the hashes of the request's blocks that it has not computed yet."""
         return request.block_hashes[request.num_computed_tokens // self.blocks.block_size :]
 
     def defers(self, request: Request, computing: set[bytes]) -> bool:
-        """Say whether to admit the request later: most of it is being computed for others, and will be cached soon.
+        """Return True to admit the request later, because others are computing most of it and it will be cached soon.
 
-        It is deferred a few times at most: what others compute may be evicted before it comes to use it.
+        A request is deferred a few times at most: the blocks of others may be evicted before it uses them.
         """
         if not computing or self._deferrals.get(request, 0) >= _MAX_DELAYS:
             return False
@@ -97,12 +97,12 @@ class SharedPrefixes:
         return True
 
     def forget(self, request: Request) -> None:
-        """Forget how long the request has waited: it runs, or has ended."""
+        """Forget the request's counts of waiting: it runs, or has ended."""
         self._overtaken.pop(request, None)
         self._deferrals.pop(request, None)
 
     def keep(self, requests: Iterable[Request]) -> None:
-        """Forget all but these."""
+        """Forget all but these requests."""
         kept = set(requests)
         self._overtaken = {r: n for r, n in self._overtaken.items() if r in kept}
         self._deferrals = {r: n for r, n in self._deferrals.items() if r in kept}

@@ -1,11 +1,11 @@
-"""Snapshots of states for prefix caching: where a sequence leaves its slot behind for others that begin alike.
+"""Snapshots of states for prefix caching: slots that a sequence leaves behind for others with the same beginning.
 
-Keys and values of a prefix can be used up to any block, a state only at the moment at which somebody kept it. A slot
-is kept by leaving it: the step after reads it and writes another. So nothing is copied, but the state must be there
+Keys and values of a prefix can be reused up to any block, but a state only at a point where it was kept. A slot is
+kept by leaving it: the next step reads it and writes another one. So nothing is copied, but the state must exist
 when a step ends: chunks of prompts are cut where a snapshot is worth another step.
 
-Places, in the order of their value: the last block's end before a prompt's end; where a prompt leaves others whose
-keys and values are there (the second that is seen makes the third a hit at that depth); while decoding, the latest
+Positions, most valuable first: the last block's end before a prompt's end; where a prompt diverges from others whose
+keys and values are cached (the second such prompt makes the third a hit at that depth); while decoding, the latest
 only, for the next turn of a chat; inside long prompts. The last are kept only where a chunk ends anyway.
 """
 
@@ -19,7 +19,7 @@ from ..blocks import BlockManager, Prefix
 from ..requests.request import Request
 
 WORTH: Final = 64
-"""Tokens that a snapshot must save to be worth a step that ends there, and between two of a decoding sequence."""
+"""Least tokens that a snapshot must save to be worth ending a step there; also between two while decoding."""
 
 _WITHIN, _DECODED, _PROMPT = 1, 2, 3
 
@@ -27,9 +27,9 @@ _WITHIN, _DECODED, _PROMPT = 1, 2, 3
 @dataclass(slots=True)
 class _Marks:
     """Attributes:
-    cuts: numbers of tokens, ascending, at which a step is to end.
-    last: tokens of the last snapshot that it took or made.
-    decoded: hash of the last one that it made while decoding.
+    cuts: token counts, ascending, at which a step should end.
+    last: token count of the last snapshot that it used or made.
+    decoded: hash of the last snapshot that it made while decoding.
     """
 
     cuts: list[int] = field(default_factory=list)
@@ -44,9 +44,9 @@ class Snapshots:
     """Decides where sequences leave snapshots of their states.
 
     Args:
-        blocks: has states, and caches prefixes.
-        interval: least tokens between two inside a prompt, so that they take no more bytes than the keys and values
-            that they stand for; None: there are none.
+        blocks: block manager with states and prefix caching.
+        interval: least tokens between two snapshots inside a prompt, so that they take no more bytes than the keys
+            and values of these tokens; None: no such snapshots.
     """
 
     def __init__(self, blocks: BlockManager, interval: int | None) -> None:
@@ -55,23 +55,23 @@ class Snapshots:
         self._marks: dict[Request, _Marks] = {}
 
     def begin(self, request: Request, hashes: Sequence[bytes], prefix: Prefix) -> None:
-        """A request is to be computed from the prefix on that was found of it.
+        """Start a request that is computed from its cached prefix on.
 
         Args:
-            request: that is admitted.
-            hashes: of its blocks that may come from the cache.
-            prefix: what was found.
+            request: the admitted request.
+            hashes: hashes of its blocks that may come from the cache.
+            prefix: the prefix that was found.
         """
         size = self.blocks.block_size
         start = prefix.num_blocks * size
         end = min((request.num_prompt_tokens - 1) // size, len(hashes)) * size
         places = {tokens for tokens in (prefix.known_blocks * size, end) if tokens >= start + WORTH}
-        # Two that are closer than a snapshot is worth: that which others share, too.
+        # Of two closer than a snapshot is worth, the one that others share, too.
         cuts = [tokens for tokens in sorted(places) if not 0 < tokens - min(places) < WORTH]
         self._marks[request] = _Marks(cuts, start)
 
     def chunk(self, request: Request, start: int, count: int) -> int:
-        """Tokens to compute, of ``count`` from ``start`` on, so that the step ends where a snapshot is wanted."""
+        """Return how many of ``count`` tokens from ``start`` on to compute, so that the step ends at a snapshot."""
         marks = self._marks.get(request)
         if marks is None:
             return count
@@ -87,7 +87,7 @@ class Snapshots:
         return count
 
     def keep(self, request: Request, computed: int) -> None:
-        """Keep the state of a request whose step has ended with a block, if it stands at one of the places."""
+        """Keep the state of a request whose step ended with a block, if a snapshot is wanted there."""
         marks = self._marks.get(request)
         if marks is None:
             marks = self._marks[request] = _Marks()
@@ -102,13 +102,13 @@ class Snapshots:
             marks.decoded = content
 
     def awaits(self, request: Request) -> bool:
-        """True if the state that the request's launched step leaves is to be kept when that is settled: it may not be
-        written over before."""
+        """Return True if the state that the request's launched step leaves is kept when the step is settled: until
+        then it must not be overwritten."""
         computed = request.num_computed_tokens
         return not computed % self.blocks.block_size and bool(self._value(request, computed))
 
     def _value(self, request: Request, computed: int) -> int:
-        """The value of a snapshot at that place; 0: none is wanted."""
+        """Return the value of a snapshot at that token; 0: none is wanted."""
         marks = self._marks.get(request, _NO_MARKS)
         if computed in marks.cuts:
             return _PROMPT
@@ -119,9 +119,9 @@ class Snapshots:
         return 0
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         self._marks.pop(request, None)
 
     def clear(self) -> None:
-        """Nothing that was kept is there any more."""
+        """Forget all snapshots, which no longer exist."""
         self._marks.clear()

@@ -1,4 +1,4 @@
-"""The queue of requests that wait, in the order of a policy; it stays fast at any length."""
+"""The queue of waiting requests, in the order of a policy; it stays fast at any length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..requests.request import Request
 class WaitingQueue:
     """Requests by rank, lowest first: O(log n) to add and to take the first, O(1) to remove any.
 
-    What is removed from the middle stays in the heap until it comes up, or until such leftovers outnumber the rest.
+    A request removed from the middle stays in the heap until it comes up, or until such leftovers outnumber the rest.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class WaitingQueue:
         return request in self._entry
 
     def __iter__(self) -> Iterator[Request]:
-        """All of them, first one first; O(n log n)."""
+        """Iterate over all requests, first one first; O(n log n)."""
         return iter(sorted(self._entry, key=lambda request: request.rank))
 
     def push(self, request: Request) -> None:
@@ -36,19 +36,19 @@ class WaitingQueue:
         heapq.heappush(self._heap, (request.rank, self._numbers, request))
 
     def remove(self, request: Request) -> None:
-        """Take a request out of the queue, wherever it stands."""
+        """Remove a request from the queue, wherever it is."""
         del self._entry[request]
         if len(self._heap) > 2 * len(self._entry) + 64:
             self._heap = [item for item in self._heap if self._entry.get(item[2]) == item[1]]
             heapq.heapify(self._heap)
 
     def first(self) -> Request | None:
-        """The request of the lowest rank."""
+        """Return the request with the lowest rank, or None."""
         self._drop_leftovers()
         return self._heap[0][2] if self._heap else None
 
     def leading(self, count: int) -> list[Request]:
-        """The first ``count`` requests, in order; O(count log n)."""
+        """Return the first ``count`` requests, in order; O(count log n)."""
         taken: list[tuple[tuple[float, int], int, Request]] = []
         while len(taken) < count:
             self._drop_leftovers()
@@ -60,7 +60,7 @@ class WaitingQueue:
         return [item[2] for item in taken]
 
     def clear(self) -> None:
-        """Remove all."""
+        """Remove all requests."""
         self._heap.clear()
         self._entry.clear()
 

@@ -1,20 +1,20 @@
-"""A pool of blocks that grows under load and shrinks when there is little, in chunks, between two limits."""
+"""A pool of blocks that grows under load and shrinks when idle, in chunks, between two limits."""
 
 from __future__ import annotations
 
 from .pool import BlockPool
 
 _CHUNKS = 16
-"""A pool goes from nothing to its upper limit in so many steps."""
+"""Number of steps in which a pool grows from nothing to its upper limit."""
 
 
 class ElasticPool(BlockPool):
-    """Grows when a block is asked for and none is available, before anybody is preempted for it.
+    """A pool that grows when no block is available, before any request is preempted.
 
     Args:
-        min_blocks: it never has fewer.
-        max_blocks: it never has more.
-        patience: after so many looks at a pool of which two chunks are unused it may lose one.
+        min_blocks: lower limit of its size.
+        max_blocks: upper limit of its size.
+        patience: number of steps with two unused chunks after which the pool may shrink by one chunk.
     """
 
     def __init__(self, min_blocks: int, max_blocks: int, patience: int = 64) -> None:
@@ -36,7 +36,7 @@ class ElasticPool(BlockPool):
         return super().take(count)
 
     def size_for_load(self) -> int:
-        """Blocks that it should have, asked once per step; fewer after ``patience`` steps of little use."""
+        """Return the number of blocks to have, fewer after ``patience`` steps of low use; call once per step."""
         smaller = max(self.min_blocks, self.num_blocks - self.chunk)
         self._looks = self._looks + 1 if self.num_used + self.chunk <= smaller < self.num_blocks else 0
         if self._looks < self.patience:

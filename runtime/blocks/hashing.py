@@ -1,4 +1,4 @@
-"""Names for the content of full blocks: a chain of hashes over the tokens of a sequence."""
+"""Hashes that identify the content of full blocks: a chain over the tokens of a sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DIGEST = 16  # bytes; two of 2**32 blocks agree by chance once in 2**64 caches
 
 
 def chain_start(salt: str) -> bytes:
-    """The hash that a sequence's first block is chained to. Sequences with different salts share nothing."""
+    """Return the hash that starts a sequence's chain. Sequences with different salts share nothing."""
     return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=_DIGEST, person=b"pagoda-salt").digest()
 
 
@@ -21,15 +21,15 @@ def extend_chain(
 ) -> None:
     """Append the hashes of the full blocks that ``tokens`` complete.
 
-    A block's hash covers its own tokens and, by the hash of the block before it, all earlier ones: keys and values
-    depend on these too (vLLM's prefix caching does the same).
+    A block's hash covers its own tokens and, through the previous block's hash, all earlier ones, because keys and
+    values depend on these too (vLLM's prefix caching does the same).
 
     Args:
-        hashes: of the sequence's leading full blocks; appended to.
+        hashes: hashes of the sequence's leading full blocks; new ones are appended.
         tokens: ids from position ``first`` on.
         first: at most ``len(hashes) * block_size``.
         block_size: tokens per block.
-        start: of ``chain_start``.
+        start: the result of ``chain_start``.
     """
     at = len(hashes) * block_size - first
     count = (len(tokens) - at) // block_size

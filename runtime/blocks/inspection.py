@@ -1,4 +1,4 @@
-"""Looking at a block manager from outside: its figures, and whether its books are right."""
+"""Statistics of a block manager and the check of its invariants."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ if TYPE_CHECKING:
 
 
 def stats(manager: BlockManager) -> dict[str, int | float]:
-    """Figures of all groups together.
+    """Return statistics of all groups together.
 
     Returns:
-        ``utilisation``: used blocks of all; ``internal_fragmentation``: slots without a token of all slots of used
-        blocks; ``prefix_hit_rate``: tokens found cached of those looked up; the others are counts, of blocks unless
-        they say tokens. Slots of states are no blocks; where the model has any, they are counted as
-        ``state_slots_total``, ``_used``, ``_cached`` (snapshots) and ``_free``, ``_used_peak`` and ``_evicted``.
+        ``utilisation``: used blocks divided by all blocks; ``internal_fragmentation``: empty token slots divided by
+        all token slots of used blocks; ``prefix_hit_rate``: tokens found cached divided by tokens looked up. The
+        others are counts of blocks, or of tokens if the name says so. State slots are not counted as blocks; if the
+        model has any, they are ``state_slots_total``, ``_used``, ``_cached`` (snapshots) and ``_free``,
+        ``_used_peak`` and ``_evicted``.
     """
     tokens, slots = _filled(manager)
     counts = manager.counts
@@ -53,10 +54,10 @@ def _state_figures(pool: BlockPool) -> dict[str, int]:
 
 
 def _filled(manager: BlockManager) -> tuple[int, int]:
-    """Slots with a token, and slots, of all blocks in tables.
+    """Return the token slots in use and all token slots of the blocks in tables.
 
-    Only the last block of a table can have slots without a token. So blocks need not be looked at one by one unless
-    one of these is another table's, too, which may have filled it.
+    Only the last block of a table can have empty token slots. So the blocks need no individual check, unless one of
+    these is also in another table, which may have filled it.
     """
     size = manager.block_size
     slots = sum(pool.num_used for pool in manager.token_pools) * size
@@ -73,7 +74,7 @@ def _filled(manager: BlockManager) -> tuple[int, int]:
 
 
 def _filled_block_by_block(manager: BlockManager) -> tuple[int, int]:
-    """As ``_filled``, in O(table entries)."""
+    """Return the same as ``_filled``, in O(table entries)."""
     filled: list[dict[int, int]] = [{} for _ in manager.token_pools]
     for sequence in manager.sequences.values():
         for known, table in zip(filled, sequence.tables, strict=False):  # not of slots, which come last
@@ -89,7 +90,7 @@ def check(manager: BlockManager) -> None:
     """Verify every invariant, in O(blocks + table entries).
 
     Raises:
-        RuntimeError: one is broken; the message says which.
+        RuntimeError: an invariant is broken; the message names it.
     """
     space = manager.swap_space
     holders = {pool: [0] * pool.num_blocks for pool in (*manager.pools, *space.pools)}
@@ -115,9 +116,9 @@ def check(manager: BlockManager) -> None:
 
 
 def _check_target(pool: BlockPool, request_id: str, target: int) -> None:
-    """A step writes it: nobody else may hold it, or find what it held before."""
+    """Check that no other sequence holds the slot that a step writes, and that no hash leads to it."""
     if not pool.is_private(target):
-        raise RuntimeError(f"{request_id!r} is to write its state to slot {target}, which is not its own")
+        raise RuntimeError(f"{request_id!r} writes its state to slot {target}, which it does not own")
 
 
 def _check_table(
@@ -127,8 +128,8 @@ def _check_table(
     if len(table) != manager.groups[group].length(num_tokens, manager.block_size):
         raise RuntimeError(f"table {group} of {request_id!r} has {len(table)} blocks for {num_tokens} tokens")
     if len(set(live)) != len(live):
-        raise RuntimeError(f"table {group} of {request_id!r} names a block twice: {table}")
+        raise RuntimeError(f"table {group} of {request_id!r} contains a block twice: {table}")
     for block in live:
         if not 0 <= block < len(holders):
-            raise RuntimeError(f"table {group} of {request_id!r} names block {block} of {len(holders)}")
+            raise RuntimeError(f"table {group} of {request_id!r} contains block {block} of {len(holders)}")
         holders[block] += 1

@@ -1,4 +1,4 @@
-"""Books of who holds which blocks of the KV cache: block tables with reference counts, in pure Python, no tensors."""
+"""Block tables with reference counts for the KV cache, in pure Python, without tensors."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from .swap_space import SwapSpace
 
 
 class BlockManager:
-    """Hands out the blocks of a paged KV cache (PagedAttention, arXiv 2309.06180, section 4).
+    """Allocates the blocks of a paged KV cache (PagedAttention, arXiv 2309.06180, section 4).
 
-    A sequence's *table* lists its blocks in order: token i lies in block ``table[i // block_size]`` at offset
+    A sequence's *table* lists its blocks in order: token i is in block ``table[i // block_size]`` at offset
     ``i % block_size``. There is one table for each group of layers; all have the same length. A block may be in
-    several tables: of forked sequences, and of those that begin with the same tokens (prefix caching). A block that
-    others hold too is never written: ``allocate`` puts a copy in its place. What must be copied is collected until
-    ``take_changes``.
+    several tables: of forked sequences, and of sequences that begin with the same tokens (prefix caching). A shared
+    block is never written: ``allocate`` replaces it with a copy. ``take_changes`` returns the copies to make since
+    its last call.
 
-    States are the last group, if the model has any. A table of it is the one slot that the sequence goes on from;
-    what writes it is a step, from ``allocate`` to ``end_step``, and ``slots_of_step`` says where.
+    If the model has states, they are the last group. Its table is the one slot that the sequence continues from. A
+    step writes states, from ``allocate`` to ``end_step``; ``slots_of_step`` returns the slots that it reads and
+    writes.
 
     Every operation costs O(blocks that it adds or drops), never O(``num_blocks``), except ``defragment``, ``resize``,
     ``stats``, ``check`` and allocation in one run.
 
     Args:
-        groups: at least one; one of states is the last.
+        groups: at least one; a group of states must be the last.
         block_size: tokens per block.
         enable_prefix_caching: keep the content of freed blocks and find it again by its hash.
 
@@ -40,12 +41,12 @@ class BlockManager:
 
     def __init__(self, groups: Sequence[BlockGroup], block_size: int, *, enable_prefix_caching: bool = False) -> None:
         if not groups:
-            raise ValueError("groups=[] is empty; name at least one group of layers")
+            raise ValueError("groups=[] is empty; pass at least one group of layers")
         if block_size < 1:
             raise ValueError(f"block_size={block_size} is below 1; use 16 or another positive size")
         if any(group.is_state for group in groups[:-1]):
             raise ValueError(
-                "a group of states is not the last of groups; put all states of a model in one, at the end"
+                "a group of states is not the last of groups; put all states of a model into one group at the end"
             )
         self.groups = list(groups)
         self.has_state = groups[-1].is_state
@@ -66,7 +67,7 @@ class BlockManager:
         self.counts = Counts()
 
     def reset(self) -> None:
-        """Free everything and forget all content, whatever state an interrupted operation left behind."""
+        """Free all blocks and forget all content, whatever state an interrupted operation left behind."""
         for pool in self.pools:
             pool.reset()
         self.swap_space.reset()
@@ -76,27 +77,27 @@ class BlockManager:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all groups together, without the slots of states."""
+        """Number of blocks in all groups, without state slots."""
         return sum(pool.num_blocks for pool in self.token_pools)
 
     @property
     def num_available_blocks(self) -> int:
-        """Blocks that could be given out, free and cached ones, of all groups together, without slots."""
+        """Number of blocks that can be allocated, free and cached ones, in all groups, without state slots."""
         return sum(pool.num_available for pool in self.token_pools)
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that somebody holds, of all groups together, without slots."""
+        """Number of blocks with a holder in all groups, without state slots."""
         return sum(pool.num_used for pool in self.token_pools)
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks that nobody holds and whose content can be found again, of all groups together, without slots."""
+        """Number of blocks without a holder whose content can be found again, in all groups, without state slots."""
         return sum(pool.num_cached for pool in self.token_pools)
 
     @property
     def capacity(self) -> int | None:
-        """Tokens of the longest sequence that fits when nothing else is there; None when any fits."""
+        """Tokens of the longest sequence that fits into the empty cache; None if any sequence fits."""
         most = [
             pool.max_blocks * self.block_size
             for group, pool in zip(self.groups, self.pools, strict=True)
@@ -108,27 +109,27 @@ class BlockManager:
         return request_id in self.sequences
 
     def table(self, request_id: str, group: int = 0) -> list[int]:
-        """The sequence's block ids in order (a copy); ``NULL_BLOCK`` where the window has passed."""
+        """Return the sequence's block ids in order (a copy); ``NULL_BLOCK`` for blocks behind the window."""
         return list(self._sequence(request_id).tables[group])
 
     def tables(self, request_id: str) -> list[list[int]]:
-        """The sequence's tables, one for each group (copies)."""
+        """Return the sequence's tables, one for each group (copies)."""
         return [list(table) for table in self._sequence(request_id).tables]
 
     def num_tokens(self, request_id: str) -> int:
-        """Tokens that the sequence's table was asked to hold, 0 when it has none."""
+        """Return the number of tokens that the sequence's table was made to hold, 0 if it has none."""
         sequence = self.sequences.get(request_id)
         return sequence.num_tokens if sequence is not None else 0
 
     def num_tokens_that_fit(self, request_id: str, start: int) -> int:
-        """Tokens that the sequence could hold if it got every available block and wrote from token ``start`` on."""
+        """Return how many tokens the sequence could hold with every available block, if written from ``start`` on."""
         sequence = self.sequences.get(request_id)
         fitting = []
         for g, pool in enumerate(self.token_pools):
             table = sequence.tables[g] if sequence is not None else []
             spare = pool.num_available - self._shared_ahead(g, table, start)
             if spare < 0:
-                fitting.append(start)  # nothing can be written before all that others hold too is replaced
+                fitting.append(start)  # a write needs all shared blocks replaced first
             else:
                 fitting.append((len(table) + spare) * self.block_size)
         if self.has_state and state_slots.num_to_take(self.pools[-1], sequence, start) > self.pools[-1].num_available:
@@ -136,8 +137,8 @@ class BlockManager:
         return min(fitting, default=1 << 62)
 
     def num_blocks_to_allocate(self, request_id: str, num_tokens: int, start: int) -> list[int]:
-        """For each group, blocks to take so that the table holds ``num_tokens`` and can be written from ``start``
-        on."""
+        """Return, for each group, the number of blocks to take so that the table holds ``num_tokens`` and can be
+        written from ``start`` on."""
         sequence = self.sequences.get(request_id)
         counts = []
         for g in range(len(self.token_pools)):
@@ -148,17 +149,17 @@ class BlockManager:
         return counts
 
     def num_blocks_to_admit(self, prefix: Prefix, num_tokens: int, chunk: int) -> list[int]:
-        """For each group, blocks that must be available so that a new sequence can reach ``num_tokens`` tokens.
+        """Return, for each group, the blocks that must be available for a new sequence of ``num_tokens`` tokens.
 
         Args:
-            prefix: what ``find_prefix`` found of it.
+            prefix: the result of ``find_prefix`` for it.
             num_tokens: prompt and output.
-            chunk: most tokens in one step; a group with a window holds no more than that and the window at once.
+            chunk: most tokens in one step; a group with a window holds at most these and the window at once.
         """
         counts = []
         for g, group in enumerate(self.groups):
             if group.is_state:
-                # What it goes on from, if anything, and what it writes.
+                # The slot that it continues from, if any, and the slot that it writes.
                 counts.append(1 + prefix.revived[g])
                 continue
             length, found = (
@@ -171,7 +172,7 @@ class BlockManager:
         return counts
 
     def can_take(self, counts: Sequence[int], beside: int = 0) -> bool:
-        """True if each group has so many blocks available, and ``beside`` more where sequences grow with their
+        """Return True if each group has that many blocks available, and ``beside`` more in groups that grow with the
         tokens."""
         return all(
             count + (0 if group.is_state else beside) <= pool.num_available
@@ -179,27 +180,28 @@ class BlockManager:
         )
 
     def allocate(self, request_id: str, num_tokens: int, start: int, *, in_one_run: bool = False) -> list[list[int]]:
-        """Make the sequence's tables hold ``num_tokens`` tokens, of which those from ``start`` on will be written.
+        """Make the sequence's tables hold ``num_tokens`` tokens, so that those from ``start`` on can be written.
 
-        Blocks to be written that others hold too are replaced by copies. A table never shrinks here. A state is given
-        the slot that the step writes.
+        Shared blocks that are to be written are replaced by copies. This never shrinks a table. A state gets the slot
+        that the step writes.
 
         Args:
-            request_id: a new one gets empty tables first.
+            request_id: the sequence; a new one gets empty tables first.
             num_tokens: prompt and output, >= 1.
             start: tokens before it stay as they are.
-            in_one_run: give neighbouring blocks where a run of them is available, moving others out of the way if
-                that helps.
+            in_one_run: take neighbouring blocks if a run of them is available, moving others out of the way if that
+                helps.
 
         Returns:
-            For each group the block ids added to the end of its table, often none.
+            For each group, the block ids added to the end of its table, often none.
 
         Raises:
-            OutOfBlocks: too few are available; nothing was changed.
-            ValueError: nothing would be written, the sequence is swapped out, or it has no state of ``start`` tokens.
+            OutOfBlocks: too few blocks are available; nothing was changed.
+            ValueError: there is nothing to write, the sequence is swapped out, or it has no state of ``start``
+                tokens.
         """
         if num_tokens < 1 or not 0 <= start < num_tokens:
-            raise ValueError(f"num_tokens={num_tokens}, start={start} writes nothing; ask for start < num_tokens")
+            raise ValueError(f"num_tokens={num_tokens}, start={start} writes nothing; use start < num_tokens")
         needed = self.num_blocks_to_allocate(request_id, num_tokens, start)
         if not self.can_take(needed):
             available = [pool.num_available for pool in self.pools]
@@ -212,7 +214,7 @@ class BlockManager:
             if request_id in self.swap_space:
                 raise ValueError(f"request_id={request_id!r} is swapped out; swap it in first")
             sequence = SequenceBlocks(0, [[] for _ in self.groups], [0] * len(self.groups))
-        # First, as it raises where the sequence has no such state.
+        # First, because it raises if the sequence has no such state.
         slot = [state_slots.begin_step(self.pools[-1], sequence, start)] if self.has_state else []
         self.sequences[request_id] = sequence
         sequence.num_committed = min(sequence.num_committed, start // self.block_size)
@@ -231,14 +233,14 @@ class BlockManager:
         return added + slot
 
     def allocate_in_place(self, request_id: str, num_tokens: int, start: int) -> bool:
-        """``allocate`` for the usual case of decoding: the tokens fit in blocks that are the sequence's own already.
+        """Allocate for the usual case of decoding: the tokens fit into blocks that only this sequence holds.
 
         Returns:
-            Whether they do; nothing was changed if not.
+            True if they fit; otherwise nothing was changed.
         """
         sequence = self._sequence(request_id)
         size = self.block_size
-        # Without the table of states, which comes last.
+        # Without the table of states, which is the last.
         for pool, table in zip(self.token_pools, sequence.tables, strict=False):
             if len(table) * size < num_tokens:
                 return False
@@ -250,30 +252,30 @@ class BlockManager:
         return True
 
     def slots_of_step(self, request_id: str, start: int) -> tuple[int, int]:
-        """The slots that the step reads and writes which was allocated for from token ``start`` on; the first one is
-        -1 where that is 0."""
+        """Return the slots that the step allocated from token ``start`` on reads and writes; the first is -1 if
+        ``start`` is 0."""
         return state_slots.slots_of_step(self._sequence(request_id), start)
 
     def end_step(self, request_id: str, num_tokens: int) -> None:
-        """The step is computed, and the sequence's state that of ``num_tokens`` tokens; for models with state."""
+        """Record that a step is computed: a sequence's state now covers ``num_tokens`` tokens (models with state)."""
         state_slots.end_step(self.pools[-1], self._sequence(request_id), num_tokens)
 
     def free(self, request_id: str) -> None:
-        """Drop the sequence, wherever it is; what nobody else holds becomes free, or cached if its content has a
-        hash.
+        """Drop the sequence, wherever it is; blocks without another holder become free, or cached if their content
+        has a hash.
 
         Raises:
-            ValueError: it holds nothing.
+            ValueError: the sequence holds nothing.
         """
         if request_id in self.swap_space:
-            # What is being copied out just now must not be given to another before it has arrived.
+            # Blocks that are being copied out must not be reused before the copy is done.
             self.in_flight += self.swap_space.forget(request_id)
         else:
             self._drop(request_id)
 
     def hold(self, request_id: str) -> None:
-        """Keep the sequence's blocks from being given to others, even if it is freed, until ``release_held``: a step
-        that was launched may still read and write them."""
+        """Keep the sequence's blocks from being reused, even if it is freed, until ``release_held``: a launched step
+        may still read and write them."""
         sequence = self._sequence(request_id)
         blocks = [(pool, block) for pool, table in zip(self.pools, sequence.tables, strict=True) for block in table]
         if self.has_state:
@@ -284,36 +286,36 @@ class BlockManager:
                 self.held.append((pool, block))
 
     def release_held(self) -> None:
-        """The launched step is settled: let go what ``hold`` kept."""
+        """Release what ``hold`` kept, once the launched step is settled."""
         held, self.held = self.held, []
         for pool, block in held:
             pool.release(block)
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
-        """Give ``child_id`` tables with the blocks that hold the parent's first ``num_tokens`` tokens; none is copied
-        until one of the two writes into it.
+        """Give ``child_id`` tables with the blocks of the parent's first ``num_tokens`` tokens; nothing is copied
+        until one of the two writes to a shared block.
 
         Raises:
-            ValueError: the parent holds fewer tokens, its state is that of more, the window has passed what the child
-                would see, or the child holds blocks.
+            ValueError: the parent holds fewer tokens, its state covers more, the window has passed blocks that the
+                child would see, or the child holds blocks.
         """
         parent = self._sequence(parent_id)
         if child_id in self.sequences or child_id in self.swap_space:
             raise ValueError(f"child_id={child_id!r} already holds blocks; free it or use another id")
         if not 1 <= num_tokens <= parent.num_tokens:
             raise ValueError(
-                f"num_tokens={num_tokens} is not among the {parent.num_tokens} tokens of parent_id={parent_id!r}"
+                f"num_tokens={num_tokens} is not in 1..{parent.num_tokens}, the tokens of parent_id={parent_id!r}"
             )
         if self.has_state and num_tokens != parent.state_tokens:
             raise ValueError(
-                f"num_tokens={num_tokens} is not what the state of parent_id={parent_id!r} covers, which is "
-                f"{parent.state_tokens}; fork it where it is"
+                f"num_tokens={num_tokens} differs from the {parent.state_tokens} tokens that the state of "
+                f"parent_id={parent_id!r} covers; fork at the end of its state"
             )
         tables = [table[: self._length(g, num_tokens)] for g, table in enumerate(parent.tables)]
         for group, table in zip(self.groups, tables, strict=True):
             if group.window and NULL_BLOCK in table[max(0, num_tokens - group.window + 1) // self.block_size :]:
                 raise ValueError(
-                    f"num_tokens={num_tokens} lies behind the window of parent_id={parent_id!r}; fork it where it is"
+                    f"num_tokens={num_tokens} is behind the window of parent_id={parent_id!r}; fork at its end"
                 )
         for pool, table in zip(self.pools, tables, strict=True):
             for block in table:
@@ -338,9 +340,9 @@ class BlockManager:
             sequence.num_null[g] = max(sequence.num_null[g], end)
 
     def restart(self, request_id: str) -> None:
-        """Let the sequence be written from its first token on again.
+        """Prepare to write the sequence from its first token on again.
 
-        It keeps its blocks, unless a window has passed some of them: then it lets go of the others too.
+        It keeps its blocks, unless a window has passed some of them: then it releases the others too.
         """
         sequence = self._sequence(request_id)
         if self.has_state:
@@ -358,23 +360,23 @@ class BlockManager:
         self._rewritten.add(request_id)
 
     def find_prefix(self, hashes: Sequence[bytes]) -> Prefix:
-        """The part of a sequence, whose full blocks have these hashes, that the cache holds."""
+        """Return the cached prefix of a sequence whose full blocks have these hashes."""
         known = hashes if self.enable_prefix_caching else ()
         return find_prefix(self.groups, self.pools, known, self.block_size)
 
     def take_prefix(self, request_id: str, hashes: Sequence[bytes], num_blocks: int) -> None:
-        """Begin a sequence with the blocks that ``find_prefix`` found."""
+        """Start a sequence on the blocks that ``find_prefix`` found."""
         if request_id in self.sequences or request_id in self.swap_space:
             raise ValueError(f"request_id={request_id!r} already holds blocks; free it or use another id")
         if not 1 <= num_blocks <= len(hashes):
-            raise ValueError(f"num_blocks={num_blocks} is not among the {len(hashes)} hashes; take what was found")
+            raise ValueError(f"num_blocks={num_blocks} is not in 1..{len(hashes)}, the number of hashes")
         tables, num_null = [], []
         for group, pool in zip(self.groups, self.pools, strict=True):
             first = group.first_seen(num_blocks, self.block_size)
             table = [] if group.is_state else [NULL_BLOCK] * first
             for content in hashes[first:num_blocks]:
                 block = pool.lookup(content)
-                assert block is not None, "find_prefix is asked in the same step"
+                assert block is not None, "find_prefix ran in the same step"
                 pool.retain(block)
                 table.append(block)
             tables.append(table)
@@ -383,12 +385,12 @@ class BlockManager:
         self.sequences[request_id] = SequenceBlocks(num_tokens, tables, num_null, num_blocks, state_tokens=num_tokens)
 
     def count_prefix(self, num_tokens: int, num_hits: int) -> None:
-        """Note for the statistics that a sequence of ``num_tokens`` found ``num_hits`` of them cached."""
+        """Record for the statistics that a sequence of ``num_tokens`` tokens found ``num_hits`` of them cached."""
         self.counts.prefix_queries += num_tokens
         self.counts.prefix_hits += num_hits
 
     def commit(self, request_id: str, hashes: Sequence[bytes], num_tokens: int) -> None:
-        """The first ``num_tokens`` tokens are computed: let their full blocks be found by these hashes."""
+        """Publish the full blocks of the first ``num_tokens`` tokens, which are computed, under these hashes."""
         if not self.enable_prefix_caching:
             return
         sequence = self._sequence(request_id)
@@ -402,25 +404,26 @@ class BlockManager:
         sequence.num_committed = max(sequence.num_committed, end)
 
     def can_keep_state(self, request_id: str, start: int, value: int) -> bool:
-        """True if there is room for a snapshot of that value after the sequence's step from token ``start`` on."""
+        """Return True if there is room for a snapshot of that value after the sequence's step from ``start`` on."""
         pool, sequence = self.pools[-1], self.sequences.get(request_id)
         return pool.num_available_for(value) > state_slots.num_to_take(pool, sequence, start)
 
     def keep_state(self, request_id: str, content: bytes, value: int) -> bool:
-        """Let the state that the sequence has now be found by the hash of the full block that ends with it. The next
-        step leaves it where it is and writes another slot.
+        """Publish the sequence's present state under the hash of the full block that ends with it. The next step
+        leaves that slot unchanged and writes another one.
 
         Args:
-            request_id: its last step has ended, at the end of a block.
+            request_id: the sequence; its last step has ended at the end of a block.
             content: the block's hash.
-            value: of snapshots those of the lowest value are evicted first.
+            value: snapshots of the lowest value are evicted first.
 
         Returns:
-            Whether it was kept: not where there is no room but for more valuable ones, or where there is one already.
+            True if it was kept; False if only more valuable snapshots could make room, or if there is one already.
         """
         sequence, pool = self._sequence(request_id), self.pools[-1]
         if sequence.state_tokens < 1 or sequence.state_tokens % self.block_size:
-            raise ValueError(f"the state of {request_id!r} covers {sequence.state_tokens} tokens, no full blocks")
+            covered = sequence.state_tokens
+            raise ValueError(f"the state of {request_id!r} covers {covered} tokens, not a multiple of block_size")
         slot = sequence.tables[-1][0]
         if sequence.is_stale or pool.lookup(content) is not None or pool.num_available_for(value) < 1:
             return False
@@ -428,7 +431,7 @@ class BlockManager:
         return True
 
     def forget_prefixes(self) -> None:
-        """Drop all cached content, as is needed when the model's weights change."""
+        """Drop all cached content; required when the model's weights change."""
         for pool in (*self.pools, *self.swap_space.pools):
             pool.forget_all()
         for sequence in self.sequences.values():
@@ -439,13 +442,13 @@ class BlockManager:
         """Move the sequence's first ``num_tokens`` tokens to host memory.
 
         Args:
-            request_id: it holds blocks and does not run in this step.
-            num_tokens: that are computed, >= 1.
-            overlapped: copy while the step runs; what is copied is available only after ``finish_copies``. Else copy
-                before it, and all is available at once.
+            request_id: the sequence; it holds blocks and does not run in this step.
+            num_tokens: number of computed tokens, >= 1.
+            overlapped: copy while the step runs; the blocks are available only after ``finish_copies``. Otherwise
+                copy before the step, and all blocks are available at once.
 
         Returns:
-            Whether there was room; nothing was changed if not.
+            True if there was room; otherwise nothing was changed.
         """
         sequence = self._sequence(request_id)
         tables = [table[: self._length(g, num_tokens)] for g, table in enumerate(sequence.tables)]
@@ -463,22 +466,22 @@ class BlockManager:
         return True
 
     def is_swapped(self, request_id: str) -> bool:
-        """True if the sequence's keys and values are in host memory."""
+        """Return True if the sequence's keys and values are in host memory."""
         return request_id in self.swap_space
 
     def num_blocks_to_swap_in(self, request_id: str) -> list[int]:
-        """For each group, blocks that bringing the sequence back takes at most."""
+        """Return, for each group, the most blocks that bringing the sequence back takes."""
         return [sum(block != NULL_BLOCK for block in table) for table in self.swap_space.tables(request_id)]
 
     def swap_in(self, request_id: str, *, overlapped: bool) -> int:
-        """Bring the sequence's tokens back; its blocks can be read when the copies are done.
+        """Bring the sequence's tokens back; its blocks are readable once the copies are done.
 
         Args:
-            request_id: it is swapped out.
-            overlapped: copy while the step runs, else before it.
+            request_id: a swapped-out sequence.
+            overlapped: copy while the step runs instead of before it.
 
         Returns:
-            How many tokens its tables hold.
+            The number of tokens that its tables hold.
 
         Raises:
             OutOfBlocks: too few blocks are available; nothing was changed.
@@ -492,7 +495,7 @@ class BlockManager:
         num_tokens, tables, copies, stored = self.swap_space.load(
             request_id, self.pools, may_share=self.enable_prefix_caching
         )
-        # The host's blocks must not be written again before they are read.
+        # The host's blocks must not be rewritten before they are read.
         self.in_flight += stored
         if overlapped:
             self._overlapped_copies += copies
@@ -506,25 +509,25 @@ class BlockManager:
 
     @property
     def has_overlapped_copies(self) -> bool:
-        """True if anything is to be copied while the step runs."""
+        """True if there are copies to make while the step runs."""
         return bool(self._overlapped_copies)
 
     def copy_before_step(self) -> None:
-        """Make the copies that were to overlap the step before it: what they need is available at once."""
+        """Make the overlapped copies before the step instead, so that their blocks are available at once."""
         self._copies += self._overlapped_copies
         self._overlapped_copies = []
         self.finish_copies()
 
     def finish_copies(self) -> None:
-        """Let go what the copies of the last step needed; they are done."""
+        """Release what the copies of the last step needed, now that they are done."""
         held, self.in_flight = self.in_flight, []
         for pool, block in held:
             pool.release(block)
 
     def defragment(self) -> int:
-        """Move what is used and cached to the lowest ids; tables are rewritten. Returns how many blocks move.
+        """Move used and cached blocks to the lowest ids, rewrite the tables, and return the number of moved blocks.
 
-        Nothing moves while copies of the last step may be under way, between ``take_changes`` and ``finish_copies``,
+        Nothing moves while copies of the last step may be running, between ``take_changes`` and ``finish_copies``,
         nor while blocks of ended sequences are held.
         """
         if not self._may_move:
@@ -535,11 +538,11 @@ class BlockManager:
         return sum(map(len, plans))
 
     def resize(self, num_blocks: Sequence[int]) -> list[int]:
-        """Grow or shrink each group's pool; used blocks are moved to lower ids, never dropped.
+        """Grow or shrink each group's pool; used blocks move to lower ids and are never dropped.
 
-        Returns:
-            The sizes now: a pool is not made smaller than what is used in it, nor while copies may be under way or
-            blocks are held.
+                Returns:
+        The new sizes. A pool never shrinks below its used blocks, nor while copies may be running or blocks are
+                    held.
         """
         for g, (pool, size) in enumerate(zip(self.pools, num_blocks, strict=True)):
             if size < pool.num_blocks:
@@ -551,35 +554,35 @@ class BlockManager:
         return [pool.num_blocks for pool in self.pools]
 
     def fit_to_load(self) -> None:
-        """Let pools that have been too large for a while shrink; asked once per step."""
+        """Shrink pools that have been too large for a while; call once per step."""
         sizes = [pool.size_for_load() for pool in self.pools]
         if sizes != [pool.num_blocks for pool in self.pools]:
             self.resize(sizes)
 
     def take_changes(self) -> tuple[list[CacheCopy], list[CacheCopy], set[str]]:
-        """Hand out what happened since the last call.
+        """Return the changes since the last call.
 
         Returns:
             Copies to make one after the other before the step, copies to make while it runs, and the sequences whose
-            tables have other entries than they had.
+            tables have changed entries.
         """
         drained = (self._copies, self._overlapped_copies, self._rewritten)
         self._copies, self._overlapped_copies, self._rewritten = [], [], set()
         return drained
 
     def stats(self) -> dict[str, int | float]:
-        """Figures of all groups together, see ``inspection.stats``."""
+        """Return statistics of all groups together, see ``inspection.stats``."""
         return stats(self)
 
     def leaks(self, owners: Collection[str]) -> list[str]:
-        """Ids that hold blocks although nobody of that name is there any more."""
+        """Return the ids that hold blocks but are not in ``owners``."""
         return sorted({*self.sequences, *self.swap_space} - set(owners))
 
     def check(self) -> None:
         """Verify every invariant, in O(blocks + table entries).
 
         Raises:
-            RuntimeError: one is broken; the message says which.
+            RuntimeError: an invariant is broken; the message names it.
         """
         check(self)
 
@@ -590,7 +593,7 @@ class BlockManager:
         if self.has_state:
             state_slots.drop_target(self.pools[-1], sequence)
         for pool, table in zip(self.pools, sequence.tables, strict=True):
-            # Backwards: the end of a chain of hashes is of no use without its beginning and is evicted first.
+            # Backwards: the end of a chain of hashes is useless without its beginning, so it is evicted first.
             for block in reversed(table):
                 if block != NULL_BLOCK:
                     pool.release(block)
@@ -604,7 +607,7 @@ class BlockManager:
         return sum(table[i] != NULL_BLOCK and pool.refs(table[i]) > 1 for i in ahead)
 
     def _copy_on_write(self, request_id: str, group: int, table: list[int], start: int) -> None:
-        """Let the sequence be the only holder of what it is about to write."""
+        """Make the sequence the only holder of the blocks that it is about to write."""
         pool = self.pools[group]
         for i in range(start // self.block_size, len(table)):
             block = table[i]
@@ -621,7 +624,7 @@ class BlockManager:
                 self.counts.copies_on_write += 1
 
     def _contiguous_run(self, group: int, count: int) -> list[int] | None:
-        """Neighbouring blocks, after moving others out of the way where that can make a run."""
+        """Return neighbouring blocks, after moving others out of the way if that makes a run."""
         pool = self.pools[group]
         run = pool.take_run(count)
         if run is None and self._may_move:

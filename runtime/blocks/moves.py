@@ -1,4 +1,4 @@
-"""Copies of whole blocks, and which to move so that the others lie as they should."""
+"""Copies of whole blocks, and the moves that defragment a pool."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from .pool import BlockPool
 
 
 class CacheCopy(NamedTuple):
-    """One block's content to be copied, in all layers of a group.
+    """A copy of one block's content, in all layers of a group.
 
     Attributes:
-        where: "move" within the device's cache, "out" to the host's, "in" from it.
+        where: "move" within the device's cache, "out" to host memory, "in" from it.
         group: index of the group.
         source: block id.
         target: block id.
@@ -24,10 +24,10 @@ class CacheCopy(NamedTuple):
 
 
 def moves_to_front(pool: BlockPool, size: int) -> dict[int, int]:
-    """Source → target of the moves after which no used block lies at an id of ``size`` or above.
+    """Return source → target of the moves after which no used block has an id of ``size`` or above.
 
-    Used blocks go to free ids, and to the ids of cached blocks when these run out; cached ones go to what is left of
-    the free ids. O(``num_blocks``).
+    Used blocks go to free ids, and to the ids of cached blocks when free ones run out; cached blocks go to the
+    remaining free ids. O(``num_blocks``).
     """
     used = [block for block in range(size, pool.num_blocks) if pool.is_held(block)]
     cached = [block for block in range(size, pool.num_blocks) if pool.is_cached(block)]
@@ -37,8 +37,8 @@ def moves_to_front(pool: BlockPool, size: int) -> dict[int, int]:
 
 
 def moves_for_run(pool: BlockPool, count: int) -> dict[int, int]:
-    """Source → target of the fewest moves that leave ``count`` neighbouring blocks without a holder; empty where that
-    cannot be. O(``num_blocks``)."""
+    """Return source → target of the fewest moves that leave ``count`` neighbouring blocks without a holder; empty if
+    that is impossible. O(``num_blocks``)."""
     if count > pool.num_free + pool.num_cached:
         return {}
     held = [pool.is_held(block) for block in range(pool.num_blocks)]

@@ -1,4 +1,4 @@
-"""Blocks of one kind: how many hold each, which are free, and what the free ones still contain."""
+"""One kind of blocks: their reference counts, the free ones, and the cached content."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 NULL_BLOCK = -1
-"""The entry of a block table whose block left the sliding window and was let go."""
+"""Entry of a block table whose block left the sliding window and was released."""
 
 
 class OutOfBlocks(RuntimeError):
-    """Too few free blocks for what was asked; nothing was changed."""
+    """Too few blocks are available; nothing was changed."""
 
 
 class BlockPool:
-    """Blocks ``0 .. num_blocks - 1``, each *used* (somebody holds it), *cached* (nobody does, but its content has a
+    """Blocks ``0 .. num_blocks - 1``, each *used* (it has a holder), *cached* (it has none, but its content has a
     hash and can be found again) or *free*; ``used + cached + free = num_blocks`` at every moment.
 
-    Every operation costs O(blocks that it touches). Free blocks are given out last in, first out, so that a cache
-    whose pages are touched lazily stays as small as the load; when none is free, the cached block that was let go the
-    longest ago is evicted.
+    Every operation costs O(blocks that it uses). Free blocks are allocated last in, first out, so that a cache whose
+    pages the OS commits lazily stays as small as the load; if none is free, the least recently released cached block
+    is evicted.
 
     Args:
         num_blocks: at least 1.
 
     Attributes:
-        num_blocks: it has now.
-        max_blocks: it can have.
-        evictions: cached blocks whose content was given up so far.
-        peak_used: most blocks that were used at once.
+        num_blocks: current number of blocks.
+        max_blocks: largest number of blocks.
+        evictions: number of cached blocks evicted so far.
+        peak_used: most blocks used at once.
     """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
-            raise ValueError(f"num_blocks={num_blocks} is below 1; give the cache at least one block")
+            raise ValueError(f"num_blocks={num_blocks} is below 1; use at least one block")
         self.evictions = 0
         self.peak_used = 0
         self._refs: list[int] = []
-        self._free: dict[int, None] = {}  # the last entry is the next to be given out
+        self._free: dict[int, None] = {}  # the last entry is the next to be allocated
         self._cached: OrderedDict[int, None] = OrderedDict()  # the first entry is the next to be evicted
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -46,7 +46,7 @@ class BlockPool:
         self.reset()
 
     def reset(self) -> None:
-        """Free everything and forget all content."""
+        """Free all blocks and forget all content."""
         self._refs = [0] * self.num_blocks
         self._free = dict.fromkeys(range(self.num_blocks - 1, -1, -1))
         self._cached.clear()
@@ -56,26 +56,26 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds and that contain nothing of use."""
+        """Number of blocks without a holder and without useful content."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds and whose content can be found by its hash."""
+        """Number of blocks without a holder whose content can be found by its hash."""
         return len(self._cached)
 
     @property
     def num_available(self) -> int:
-        """Blocks that ``take`` could give."""
+        """Number of blocks that ``take`` can return."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_used(self) -> int:
-        """Blocks that somebody holds."""
+        """Number of blocks with a holder."""
         return self.num_blocks - len(self._free) - len(self._cached)
 
     def refs(self, block: int) -> int:
-        """The number of holders of the block.
+        """Return the number of holders of the block.
 
         Raises:
             ValueError: there is no such block.
@@ -87,7 +87,7 @@ class BlockPool:
         return self._refs[block]
 
     def take(self, count: int) -> list[int]:
-        """Blocks that nobody else holds.
+        """Return ``count`` blocks without another holder.
 
         Raises:
             OutOfBlocks: fewer are available.
@@ -106,7 +106,7 @@ class BlockPool:
         return taken
 
     def take_run(self, count: int) -> list[int] | None:
-        """``count`` neighbouring blocks, ids ascending, or None where no such run is available; O(``num_blocks``)."""
+        """Return ``count`` neighbouring blocks, ids ascending, or None without such a run; O(``num_blocks``)."""
         start = 0
         for block, holders in enumerate(self._refs):
             if holders:
@@ -118,10 +118,10 @@ class BlockPool:
         return None
 
     def take_these(self, blocks: Iterable[int]) -> None:
-        """Take blocks that nobody holds; what they contained is given up."""
+        """Take blocks without a holder; their content is dropped."""
         for block in blocks:
             if self.refs(block):
-                raise ValueError(f"block={block} is held by {self._refs[block]}; take only free ones")
+                raise ValueError(f"block={block} already has holders ({self._refs[block]}); take only free blocks")
             if block in self._cached:
                 del self._cached[block]
                 self._forget_evicted(block)
@@ -131,18 +131,18 @@ class BlockPool:
         self._note_peak()
 
     def retain(self, block: int) -> None:
-        """Hold the block too; a cached one becomes used."""
+        """Add a holder to the block; a cached block becomes used."""
         if not self.refs(block):
             if block not in self._cached:
-                raise ValueError(f"block={block} is free and contains nothing; take one instead")
+                raise ValueError(f"block={block} is free and has no content; use take() instead")
             del self._cached[block]
         self._refs[block] += 1
         self._note_peak()
 
     def release(self, block: int) -> None:
-        """Hold the block no longer; without holders it is cached if its content has a hash, else free."""
+        """Remove a holder of the block; without holders it becomes cached if its content has a hash, else free."""
         if self.refs(block) < 1:
-            raise ValueError(f"block={block} is held by nobody; it was released twice")
+            raise ValueError(f"block={block} has no holder; it was released twice")
         self._refs[block] -= 1
         if self._refs[block]:
             return
@@ -152,12 +152,12 @@ class BlockPool:
             self._free[block] = None
 
     def commit(self, block: int, content: bytes, value: int = 0) -> None:
-        """Let the used block be found by the hash of its content. One block per hash: the first one stays.
+        """Publish the used block under the hash of its content. If a block with that hash exists, that one stays.
 
         Args:
-            block: it.
-            content: its hash.
-            value: of cached blocks those of the lowest value are evicted first.
+            block: block id.
+            content: hash of the content.
+            value: cached blocks of the lowest value are evicted first.
         """
         if content not in self._block_of and block not in self._hash_of:
             self._hash_of[block] = content
@@ -166,11 +166,11 @@ class BlockPool:
                 self._value_of[block] = value
 
     def num_available_for(self, value: int) -> int:
-        """Blocks that ``take`` could give without evicting one of a higher value; O(cached blocks)."""
+        """Return how many blocks ``take`` can return without evicting one of a higher value; O(cached blocks)."""
         return self.num_available - sum(self._value_of.get(block, 0) > value for block in self._cached)
 
     def discard(self, content: bytes) -> None:
-        """Forget the content if nobody holds the block that has it."""
+        """Forget the content if its block has no holder."""
         block = self._block_of.get(content)
         if block is not None and block in self._cached:
             del self._cached[block]
@@ -178,14 +178,14 @@ class BlockPool:
             self._free[block] = None
 
     def forget(self, block: int) -> None:
-        """The content of the used block changes: no hash leads to it any longer."""
+        """Unpublish the used block, because its content changes."""
         content = self._hash_of.pop(block, None)
         if content is not None:
             del self._block_of[content]
             self._value_of.pop(block, None)
 
     def forget_all(self) -> None:
-        """Drop the content of every block; cached ones are free then."""
+        """Drop the content of all blocks; cached ones become free."""
         for block in self._cached:
             self._free[block] = None
         self._cached.clear()
@@ -194,11 +194,11 @@ class BlockPool:
         self._value_of.clear()
 
     def lookup(self, content: bytes) -> int | None:
-        """The used or cached block with that content."""
+        """Return the used or cached block with that content, or None."""
         return self._block_of.get(content)
 
     def num_known(self, contents: Sequence[bytes], most: int) -> int:
-        """The number of the first ``most`` contents, from the first on, are in used or cached blocks."""
+        """Return how many of the first ``most`` contents, counted from the first on, are in used or cached blocks."""
         known = self._block_of
         for i in range(most):
             if contents[i] not in known:
@@ -206,40 +206,40 @@ class BlockPool:
         return most
 
     def num_unheld(self, contents: Sequence[bytes]) -> int:
-        """The number of the contents, all of which are known, that are in blocks that nobody holds."""
+        """Return how many of the contents, all of which are known, are in blocks without a holder."""
         refs, known = self._refs, self._block_of
         return sum([not refs[known[content]] for content in contents])
 
     def hash_of(self, block: int) -> bytes | None:
-        """The hash that leads to the block, if there is one."""
+        """Return the hash that leads to the block, or None."""
         return self._hash_of.get(block)
 
     def is_held(self, block: int) -> bool:
-        """True if it is used."""
+        """Return True if the block is used."""
         return self._refs[block] > 0
 
     def is_private(self, block: int) -> bool:
-        """True if one holds it and no hash leads to it."""
+        """Return True if the block has one holder and no hash leads to it."""
         return self._refs[block] == 1 and block not in self._hash_of
 
     def is_cached(self, block: int) -> bool:
-        """True if it is cached."""
+        """Return True if the block is cached."""
         return block in self._cached
 
     def is_free(self, block: int) -> bool:
-        """True if it is free."""
+        """Return True if the block is free."""
         return block in self._free
 
     def move(self, moves: Mapping[int, int]) -> None:
-        """Let each target, which must be available, stand for its source with its holders and content.
+        """Move each source, with its holders and content, to its target, which must be available.
 
         Args:
-            moves: source → target; no block is both. Cached ones keep their places in the order of eviction.
+            moves: source → target; no block is both. Cached blocks keep their positions in the order of eviction.
         """
         moved = {source: target for source, target in moves.items() if source in self._cached}
         for source, target in moves.items():
             if not self.refs(source) and source not in moved:
-                raise ValueError(f"source={source} contains nothing that could be moved")
+                raise ValueError(f"source={source} has no content to move")
             holders, content, value = self._refs[source], self._hash_of.get(source), self._value_of.get(source)
             self.take_these([target])
             self.forget(source)
@@ -255,13 +255,13 @@ class BlockPool:
             self._free.update(dict.fromkeys(moved))
 
     def resize(self, num_blocks: int) -> None:
-        """Add blocks at the end, or drop them there; cached ones lose their content.
+        """Add or drop blocks at the end; dropped cached blocks lose their content.
 
         Raises:
             ValueError: a block that would be dropped is used; nothing was changed.
         """
         if num_blocks < 1:
-            raise ValueError(f"num_blocks={num_blocks} is below 1; leave the pool at least one block")
+            raise ValueError(f"num_blocks={num_blocks} is below 1; keep at least one block")
         dropped = range(num_blocks, self.num_blocks)
         used = [block for block in dropped if self._refs[block]]
         if used:
@@ -280,17 +280,17 @@ class BlockPool:
         self.num_blocks = num_blocks
 
     def size_for_load(self) -> int:
-        """Blocks that it should have; asked once per step."""
+        """Return the number of blocks it should have; call once per step."""
         return self.num_blocks
 
     def check(self, holders: list[int]) -> None:
         """Verify every invariant, in O(``num_blocks``).
 
         Args:
-            holders: how many tables name each block.
+            holders: for each block, the number of tables that contain it.
 
         Raises:
-            RuntimeError: one is broken; the message says which.
+            RuntimeError: an invariant is broken; the message names it.
         """
         if not len(self._refs) == len(holders) == self.num_blocks:
             raise RuntimeError(f"{len(self._refs)} reference counts for {self.num_blocks} blocks")
@@ -299,9 +299,9 @@ class BlockPool:
             raise RuntimeError(f"reference counts differ from the number of holders for blocks {wrong}")
         unheld = {block for block, count in enumerate(holders) if not count}
         if self._free.keys() & self._cached.keys() or self._free.keys() | self._cached.keys() != unheld:
-            raise RuntimeError("free and cached blocks are not exactly those that nobody holds")
+            raise RuntimeError("free and cached blocks are not exactly the blocks without a holder")
         if {content: block for block, content in self._hash_of.items()} != self._block_of:
-            raise RuntimeError("hashes and blocks do not lead to one another")
+            raise RuntimeError("hashes and blocks do not match")
         if not self._cached.keys() <= self._hash_of.keys() or self._free.keys() & self._hash_of.keys():
             raise RuntimeError("a cached block has no hash, or a free one has")
         if not self._value_of.keys() <= self._hash_of.keys():

@@ -1,4 +1,4 @@
-"""The prefix of a sequence that the cache holds already."""
+"""Looks up the prefix of a sequence that is already in the cache."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .pool import BlockPool
 
 
 class Prefix(NamedTuple):
-    """The part that the cache holds of a sequence that is not running yet.
+    """The cached part of a sequence that is not running yet.
 
     Attributes:
-        num_blocks: leading blocks that need not be computed.
-        revived: for each group, how many of them nobody uses now: they count as available until they are taken.
-        known_blocks: leading blocks whose keys and values are there; more than ``num_blocks`` where there is no
-            snapshot of the state after them.
+        num_blocks: leading blocks that need no computation.
+        revived: for each group, how many of them have no holder now: they count as available until they are taken.
+        known_blocks: leading blocks with cached keys and values; more than ``num_blocks`` if there is no snapshot of
+            the state after them.
     """
 
     num_blocks: int
@@ -27,14 +27,14 @@ class Prefix(NamedTuple):
 def find_prefix(
     groups: Sequence[BlockGroup], pools: Sequence[BlockPool], hashes: Sequence[bytes], block_size: int
 ) -> Prefix:
-    """The longest run of leading blocks that every group can continue from.
+    """Return the longest run of leading blocks that every group can continue from.
 
-    A state is that of one moment: after one of the blocks there must be a snapshot of it.
+    A state is only valid at one token: there must be a snapshot after one of the blocks.
 
     Args:
-        groups: of layers; that of states is the last.
-        pools: of each group.
-        hashes: of the sequence's full blocks.
+        groups: groups of layers; a group of states is the last.
+        pools: pool of each group.
+        hashes: hashes of the sequence's full blocks.
         block_size: tokens per block.
     """
     states = pools[-1] if groups[-1].is_state else None
@@ -60,9 +60,9 @@ def find_prefix(
 def _seen_by_windows(
     windowed: Sequence[tuple[BlockGroup, BlockPool]], hashes: Sequence[bytes], count: int, block_size: int
 ) -> int:
-    """At most ``count`` leading blocks that all groups with a window can continue from.
+    """Return the most leading blocks, up to ``count``, that all groups with a window can continue from.
 
-    Such a group needs the blocks in front of the end alone: they are shortened until all have theirs.
+    Such a group needs only the blocks before the end: the prefix is shortened until every group has its blocks.
     """
     while windowed:
         ends = [

@@ -1,8 +1,8 @@
-"""Slots of recurrent and convolution states: which one a sequence goes on from, and which one a step writes.
+"""Slots of recurrent and convolution states: the slot that a sequence continues from, and the one a step writes.
 
-A state is that of one moment, and a step writes over it. So a slot is written where it lies only if nobody else needs
-what is in it. Else the step reads that slot and writes another, which is the sequence's own from then on: forks and
-snapshots cost no copy.
+A state is valid at one token only, and a step overwrites it. So a step writes a slot in place only if no other
+sequence needs its content. Otherwise it reads that slot and writes another one, which the sequence owns from then on:
+forks and snapshots cost no copy.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from .groups import UNKNOWN, SequenceBlocks
 from .pool import NULL_BLOCK, BlockPool
 
 ZEROS = -1
-"""The slot that a sequence reads at its first token."""
+"""Slot that a sequence reads at its first token."""
 
 
 def num_to_take(pool: BlockPool, sequence: SequenceBlocks | None, start: int) -> int:
-    """Slots, 0 or 1, that ``begin_step`` takes."""
+    """Return the number of slots, 0 or 1, that ``begin_step`` takes."""
     table = sequence.tables[-1] if sequence is not None else []
     if not table:
         return 1
@@ -23,24 +23,24 @@ def num_to_take(pool: BlockPool, sequence: SequenceBlocks | None, start: int) ->
         return 0
     if pool.refs(table[0]) > 1:
         return 1
-    # A snapshot is left behind where there is room, and else written over.
+    # A snapshot is kept if there is room, and otherwise overwritten.
     return int(start > 0 and pool.hash_of(table[0]) is not None and pool.num_available > 0)
 
 
 def begin_step(pool: BlockPool, sequence: SequenceBlocks, start: int) -> list[int]:
-    """Give the sequence a slot that a step may write which begins at token ``start``.
+    """Give the sequence a slot to write for a step that begins at token ``start``.
 
     Args:
-        pool: has as many slots available as ``num_to_take`` says.
+        pool: pool with as many available slots as ``num_to_take`` returns.
         sequence: its state covers ``start`` tokens, unless it begins anew.
-        start: of the step; 0: the state is not needed.
+        start: first token of the step; 0: the state is not needed.
 
     Returns:
-        What was added to its table.
+        The slots added to its table.
 
     Raises:
-        ValueError: its state is not that of ``start`` tokens: the step would be computed from another moment's, or
-            from what an interrupted step left.
+        ValueError: its state does not cover ``start`` tokens: the step would continue from another token's state, or
+            from the remains of an interrupted step.
     """
     table = sequence.tables[-1]
     if start and sequence.state_tokens != start:
@@ -69,7 +69,7 @@ def begin_step(pool: BlockPool, sequence: SequenceBlocks, start: int) -> list[in
 
 
 def begin_step_in_place(pool: BlockPool, sequence: SequenceBlocks, start: int) -> bool:
-    """``begin_step`` for the usual case: the sequence goes on in the slot that it has; returns whether it can."""
+    """Begin a step in the slot that the sequence has, the usual case; returns True if that is possible."""
     table = sequence.tables[-1]
     if sequence.state_tokens != start or not start or sequence.state_target != NULL_BLOCK:
         return False
@@ -80,13 +80,13 @@ def begin_step_in_place(pool: BlockPool, sequence: SequenceBlocks, start: int) -
 
 
 def slots_of_step(sequence: SequenceBlocks, start: int) -> tuple[int, int]:
-    """The slots that the step under way reads and writes, see ``StepMetadata.state_read`` and ``state_write``."""
+    """Return the slots that the current step reads and writes, see ``StepMetadata.state_read``, ``state_write``."""
     slot, target = sequence.tables[-1][0], sequence.state_target
     return slot if start else ZEROS, slot if target == NULL_BLOCK else target
 
 
 def end_step(pool: BlockPool, sequence: SequenceBlocks, num_tokens: int) -> None:
-    """The step is computed: the state covers ``num_tokens`` tokens, and what it was read from is let go."""
+    """Record that the step is computed: the state covers ``num_tokens`` tokens; release the slot that it read."""
     if sequence.state_target != NULL_BLOCK:
         pool.release(sequence.tables[-1][0])
         sequence.tables[-1][0] = sequence.state_target
@@ -95,7 +95,7 @@ def end_step(pool: BlockPool, sequence: SequenceBlocks, num_tokens: int) -> None
 
 
 def drop_target(pool: BlockPool, sequence: SequenceBlocks) -> None:
-    """Nothing will be written to the slot that a step was to write."""
+    """Release the slot that a step was to write, because nothing will be written to it."""
     if sequence.state_target != NULL_BLOCK:
         pool.release(sequence.state_target)
         sequence.state_target = NULL_BLOCK

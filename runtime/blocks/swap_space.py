@@ -1,4 +1,4 @@
-"""Host memory for the keys and values of preempted sequences: who is there, in which blocks."""
+"""Host memory for the keys and values of preempted sequences: the sequences and their blocks."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from .pool import NULL_BLOCK, BlockPool
 @dataclass(slots=True)
 class _Swapped:
     num_tokens: int
-    tables: list[list[int]]  # ids of the host's blocks, for each group
-    is_stale: bool  # its content does not follow from its tokens any more
+    tables: list[list[int]]  # ids of host blocks, per group
+    is_stale: bool  # its content no longer follows from its tokens
 
 
 class SwapSpace:
-    """Sequences in host memory. Blocks with the same content are stored once; a block that is let go keeps its
-    content until it is needed, so that what comes out again soon is not copied again.
+    """Sequences in host memory. Blocks with the same content are stored once; a released block keeps its content
+    until it is reused, so that a sequence that is soon swapped out again is not copied again.
 
     Args:
-        num_blocks: for each group of layers; 0 where nothing can be swapped out.
+        num_blocks: blocks for each group of layers; 0 if nothing can be swapped out.
     """
 
     def __init__(self, num_blocks: Sequence[int]) -> None:
         self.num_blocks = list(num_blocks)
-        # A pool has at least one block; one that must not be used is never taken from.
+        # A pool has at least one block; nothing is ever taken from a pool that must not be used.
         self.pools = [BlockPool(max(1, count)) for count in num_blocks]
         self._swapped: dict[str, _Swapped] = {}
         self._num_out = 0
         self._num_in = 0
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget all sequences and content."""
         for pool in self.pools:
             pool.reset()
         self._swapped.clear()
@@ -45,36 +45,36 @@ class SwapSpace:
         return iter(self._swapped)
 
     def num_tokens(self, request_id: str) -> int:
-        """Tokens of the sequence that are here."""
+        """Return the number of the sequence's tokens in host memory."""
         return self._swapped[request_id].num_tokens
 
     def tables(self, request_id: str) -> list[list[int]]:
-        """The sequence's tables of host blocks; not a copy."""
+        """Return the sequence's tables of host blocks; not a copy."""
         return self._swapped[request_id].tables
 
     def is_stale(self, request_id: str) -> bool:
-        """True if the sequence's content may not be found by others any more."""
+        """Return True if other sequences must not find this sequence's content."""
         return self._swapped[request_id].is_stale
 
     def mark_stale(self) -> None:
-        """Let no content that is here now be found by others ever again."""
+        """Hide all present content from other sequences for good."""
         for swapped in self._swapped.values():
             swapped.is_stale = True
 
     def store(
         self, request_id: str, tables: list[list[int]], device: list[BlockPool], num_tokens: int, *, is_stale: bool
     ) -> list[CacheCopy] | None:
-        """Take a sequence in.
+        """Store a sequence.
 
         Args:
-            request_id: a new one.
-            tables: of the device's blocks that hold its first ``num_tokens`` tokens.
-            device: the pools that these blocks are of.
-            num_tokens: that come along.
-            is_stale: its content may not be found by others.
+            request_id: a new id.
+            tables: tables of the device blocks that hold its first ``num_tokens`` tokens.
+            device: the pools of these blocks.
+            num_tokens: number of tokens to store.
+            is_stale: other sequences must not find its content.
 
         Returns:
-            Copies to make, or None where there is no room; nothing was changed then.
+            Copies to make, or None if there is no room; then nothing was changed.
         """
         found = [self._found(g, table, device[g]) for g, table in enumerate(tables)]
         for g, (table, there) in enumerate(zip(tables, found, strict=True)):
@@ -107,21 +107,21 @@ class SwapSpace:
     def load(
         self, request_id: str, device: list[BlockPool], *, may_share: bool
     ) -> tuple[int, list[list[int]], list[CacheCopy], list[tuple[BlockPool, int]]]:
-        """Give a sequence back; its blocks are taken from the device's pools, which must have so many.
+        """Return a sequence to the device; its blocks are taken from the device's pools, which must have enough.
 
         Args:
-            request_id: it is here.
-            device: the pools that it comes back to.
-            may_share: what the device holds of its content still is not copied.
+            request_id: a stored sequence.
+            device: the pools that it returns to.
+            may_share: do not copy content that the device still holds.
 
         Returns:
-            How many tokens come back, their tables, copies to make, and what to release when these are done.
+            The number of tokens that return, their tables, copies to make, and blocks to release when these are done.
         """
         swapped = self._swapped[request_id]
         copies: list[CacheCopy] = []
         tables: list[list[int]] = []
         for g, (pool, own) in enumerate(zip(device, swapped.tables, strict=True)):
-            # First what is there, so that none of it is evicted for the rest.
+            # First the blocks that are there, so that none of them is evicted for the rest.
             there: dict[int, int] = {}
             for stored in own if may_share else ():
                 content = None if stored == NULL_BLOCK else self.pools[g].hash_of(stored)
@@ -141,7 +141,7 @@ class SwapSpace:
         return swapped.num_tokens, tables, copies, self.forget(request_id)
 
     def forget(self, request_id: str) -> list[tuple[BlockPool, int]]:
-        """The sequence is here no longer; returns what is to be released once no copy needs it."""
+        """Remove the sequence; returns the blocks to release once no copy needs them."""
         swapped = self._swapped.pop(request_id)
         return [
             (pool, block)
@@ -151,7 +151,7 @@ class SwapSpace:
         ]
 
     def stats(self) -> dict[str, int | float]:
-        """Figures of all groups together."""
+        """Return statistics of all groups together."""
         return {
             "blocks_swapped_out": self._num_out,
             "blocks_swapped_in": self._num_in,
@@ -160,7 +160,7 @@ class SwapSpace:
         }
 
     def _found(self, group: int, table: list[int], device: BlockPool) -> dict[int, int]:
-        """Device block → host block of the same content."""
+        """Return device block → host block with the same content."""
         there = {}
         for block in table:
             content = None if block == NULL_BLOCK else device.hash_of(block)

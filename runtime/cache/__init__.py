@@ -1,1 +1,1 @@
-"""The tensors of the KV cache: their sizes, their memory, copies of their blocks."""
+"""Tensors of the KV cache: their sizes, allocation, and copies of their blocks."""

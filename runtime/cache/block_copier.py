@@ -14,16 +14,16 @@ from ..program import KVCache
 
 
 class BlockCopier:
-    """Carries out the copies that the block manager plans.
+    """Makes the copies that the block manager plans.
 
     Args:
-        kv_cache: as ``allocate_kv_cache`` makes it; dim 0 of every tensor counts blocks.
-        host_cache: the same for the blocks in host memory; empty where there are none.
-        group_of_layer: for each entry of the caches which group of layers it belongs to.
+        kv_cache: the result of ``allocate_kv_cache``; dim 0 of every tensor counts blocks.
+        host_cache: the same for the blocks in host memory; empty if there are none.
+        group_of_layer: for each entry of the caches, the index of its group of layers.
 
     Attributes:
-        copied_bytes: to host memory and back so far.
-        seconds: that these copies took.
+        copied_bytes: bytes copied to host memory and back so far.
+        seconds: duration of these copies.
     """
 
     def __init__(self, kv_cache: KVCache, host_cache: KVCache, group_of_layer: Sequence[int]) -> None:
@@ -35,27 +35,27 @@ class BlockCopier:
         self._failure: BaseException | None = None
 
     def run(self, copies: Sequence[CacheCopy]) -> None:
-        """Make the copies as if one after the other."""
+        """Make the copies; the result is as if they were made one after the other."""
         for where, group, sources, targets in _batches(copies):
             self._copy(where, group, sources, targets)
 
     def discard(self, group: int, first: int, end: int) -> None:
-        """Nobody needs blocks ``first`` to ``end - 1`` any more: the system may have a CPU's memory under them."""
+        """Discard unused blocks ``first`` to ``end - 1``, so that the OS may reclaim their memory on a CPU."""
         for tensor in self._device[group]:
             discard_pages(tensor[first:end])
 
     def start(self, copies: Sequence[CacheCopy]) -> None:
-        """Make the copies in a thread of its own, until ``join``; nothing else may touch their blocks meanwhile."""
+        """Make the copies in a separate thread until ``join``; nothing else may use their blocks meanwhile."""
         if copies:
             self._failure = None
             self._thread = threading.Thread(target=self._run_guarded, args=(copies,), name="pagoda-block-copier")
             self._thread.start()
 
     def join(self) -> None:
-        """Wait for what ``start`` began.
+        """Wait for the copies that ``start`` began.
 
         Raises:
-            Exception: whatever the copies raised.
+            Exception: the exception that the copies raised.
         """
         thread = self._thread
         if thread is None:
@@ -90,7 +90,7 @@ class BlockCopier:
 def _by_group(cache: KVCache, group_of_layer: Sequence[int]) -> dict[int, list[torch.Tensor]]:
     tensors: dict[int, list[torch.Tensor]] = {}
     for layer, group in zip(cache, group_of_layer, strict=True):
-        # As they lie in memory: a block of a transposed view is copied element by element.
+        # In memory order: a block of a transposed view would be copied element by element.
         tensors.setdefault(group, []).extend(map(_as_stored, layer))
     return tensors
 
@@ -102,7 +102,7 @@ def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _batches(copies: Sequence[CacheCopy]) -> list[tuple[str, int, list[int], list[int]]]:
-    """Copies that can be made at once, in order: of one kind, none of which reads or writes what another wrote."""
+    """Group copies that can be made at once, in order: of one kind, none reads or writes what another wrote."""
     batches: list[tuple[str, int, list[int], list[int]]] = []
     written: set[int] = set()
     for copy in copies:

@@ -1,4 +1,4 @@
-"""Caches of a program by kind, those that grow with tokens and states of sequences, and their bytes."""
+"""A program's caches by kind, those that grow with tokens and states of sequences, and their sizes in bytes."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ AnySpec = CacheSpec | StateSpec
 
 
 def token_specs(specs: Sequence[AnySpec]) -> list[CacheSpec]:
-    """Those that grow with the tokens of a sequence."""
+    """Return the specs of caches that grow with the tokens of a sequence."""
     return [spec for spec in specs if isinstance(spec, CacheSpec)]
 
 
 def has_state(specs: Sequence[AnySpec]) -> bool:
-    """True if the model keeps state."""
+    """Return True if the model keeps state."""
     return any(isinstance(spec, StateSpec) for spec in specs)
 
 
 def num_token_groups(specs: Sequence[AnySpec]) -> int:
-    """Groups of layers with block tables; one where nothing is stored at all."""
+    """Return the number of groups of layers with block tables; 1 if nothing is stored at all."""
     if not specs:
         return 1
     return max((spec.group for spec in token_specs(specs)), default=-1) + 1
 
 
 def bytes_per_block(specs: Sequence[AnySpec], block_size: int) -> int:
-    """Bytes that one block takes in all layers' caches together, the scales of int8 included; states take none."""
+    """Return the bytes of one block in all layers' caches, including int8 scales; states take none."""
     return block_size * sum(part.unit_bytes for spec in token_specs(specs) for part in spec.parts())
 
 
 def bytes_per_slot(specs: Sequence[AnySpec]) -> int:
-    """Bytes of one sequence's state in all layers together."""
+    """Return the bytes of one sequence's state in all layers."""
     return sum(part.unit_bytes for spec in specs if isinstance(spec, StateSpec) for part in spec.parts())

@@ -1,4 +1,4 @@
-"""The size of the paged KV cache, and its tensors."""
+"""Sizes and allocates the paged KV cache."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .cache_specs import AnySpec, bytes_per_block, bytes_per_slot
 logger = logging.getLogger(__name__)
 
 DEFAULT_CPU_CACHE_BYTES = 4 << 30
-"""A plain CPU's cache is not larger than this unless it is asked for."""
+"""Largest default cache on a plain CPU."""
 
 UNSTATED_MODEL_LEN = 1 << 17
-"""Tokens per sequence that the default cache provides for when the model does not say its own number."""
+"""Tokens per sequence that the default cache provides for if the model does not specify a maximum."""
 
 
 def available_memory() -> int:
-    """Bytes that this process can still take on the host: free memory, or what the control group leaves."""
+    """Return the host memory in bytes that this process can still use, within the limit of its control group."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
@@ -38,7 +38,7 @@ def available_memory() -> int:
         limit = (group / "memory.max").read_text().strip()
         if limit != "max":
             used = int((group / "memory.current").read_text())
-            # The page cache is counted as used but given back under pressure.
+            # The page cache counts as used but is released under pressure.
             cached = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
             free = min(free, int(limit) - used + (int(cached[1]) if cached else 0))
     except (OSError, ValueError):
@@ -47,16 +47,16 @@ def available_memory() -> int:
 
 
 def num_blocks_in(memory: int, specs: Sequence[CacheSpec], block_size: int) -> int:
-    """Blocks that fit in ``memory`` bytes.
+    """Return the number of blocks that fit into ``memory`` bytes.
 
     Raises:
-        ValueError: not even one fits.
+        ValueError: not even one block fits.
     """
     size = bytes_per_block(specs, block_size)
     if size > memory:
         raise ValueError(
-            f"kv_cache_memory={memory} bytes holds no block of {block_size} tokens ({size} bytes); "
-            "give the cache more memory or lower block_size"
+            f"kv_cache_memory={memory} bytes is too small for a block of {block_size} tokens ({size} bytes); "
+            "increase kv_cache_memory or lower block_size"
         )
     return memory // size if size else memory
 
@@ -69,13 +69,13 @@ def default_num_blocks(
     *,
     memory: int | None = None,
 ) -> int:
-    """Blocks of the cache when nobody says: for ``max_num_seqs`` sequences of ``max_model_len`` tokens.
+    """Return the default number of blocks: enough for ``max_num_seqs`` sequences of ``max_model_len`` tokens.
 
     Args:
-        specs: what each layer stores.
+        specs: cache specification of each layer.
         block_size: tokens per block.
         max_num_seqs: most sequences at once.
-        max_model_len: most tokens per sequence; None when the model does not say.
+        max_model_len: most tokens per sequence; None if the model does not specify it.
         memory: most bytes to take. None: 4 GiB or half of the host's free memory, whichever is less.
 
     Raises:
@@ -91,28 +91,28 @@ def default_num_blocks(
 def allocate_kv_cache(
     specs: Sequence[AnySpec], num_blocks: int | Sequence[int], block_size: int, device: torch.device | str = "cpu"
 ) -> KVCache:
-    """The cache tensors of every entry of ``specs``: (key, value), in int8 (key, value, key scale, value scale), and
-    of a state its one tensor.
+    """Allocate the cache tensors of every entry of ``specs``: (key, value), for int8 (key, value, key scale, value
+    scale), and for a state its one tensor.
 
     Args:
-        specs: what each layer stores.
-        num_blocks: of each layer, or of each group of layers; of states the number of slots.
+        specs: cache specification of each layer.
+        num_blocks: blocks of each layer, or of each group of layers; for states the number of slots.
         block_size: tokens per block.
-        device: where they live.
+        device: device of the tensors.
 
     Returns:
-        Keys and values ``[num_blocks, block_size, num_kv_heads, dim]``, scales without the last dim, or where the
-        entry says ``scales_by_head`` ``[num_blocks, num_kv_heads, block_size]``. Unless it says ``by_token`` they are
-        views of ``[num_blocks, num_kv_heads, block_size, ...]``: one head's tokens of a block lie together, as a CPU
-        reads them. States are ``[num_slots, *shape]``.
-        Nothing is written, so that on a CPU a page costs memory only once a token is stored in it.
+        Keys and values ``[num_blocks, block_size, num_kv_heads, dim]``, scales without the last dim, or
+        ``[num_blocks, num_kv_heads, block_size]`` if the entry has ``scales_by_head``. Unless it has ``by_token``,
+        they are views of ``[num_blocks, num_kv_heads, block_size, ...]``: one head's tokens of a block are
+        contiguous, which suits a CPU. States are ``[num_slots, *shape]``.
+        The tensors are uninitialised, so on a CPU a page takes memory only once a token is stored in it.
 
     Raises:
         ValueError: ``num_blocks`` or ``block_size`` is below 1.
         RuntimeError: the device has too little memory.
     """
     fewest = num_blocks if isinstance(num_blocks, int) else min(num_blocks)
-    check_at_least(1, "use a positive one", num_blocks=fewest, block_size=block_size)
+    check_at_least(1, "use a positive value", num_blocks=fewest, block_size=block_size)
     counts = [num_blocks if isinstance(num_blocks, int) else num_blocks[spec.group] for spec in specs]
 
     def pages(spec: CacheSpec, part: CachePart, count: int) -> torch.Tensor:
@@ -141,7 +141,7 @@ def allocate_kv_cache(
         ]
     except RuntimeError as error:
         raise RuntimeError(
-            f"num_blocks={num_blocks} takes {size / 2**30:.2f} GiB on {device}, which is not there; "
+            f"num_blocks={num_blocks} takes {size / 2**30:.2f} GiB on {device}, which is not available; "
             f"lower num_blocks or kv_cache_memory{', or max_num_seqs' if bytes_per_slot(specs) else ''}"
         ) from error
     logger.info("KV cache: %s blocks of %d tokens, %.2f GiB on %s", num_blocks, block_size, size / 2**30, device)

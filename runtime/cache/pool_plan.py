@@ -1,8 +1,7 @@
-"""Shares of the KV cache's memory among layers with and without a sliding window.
+"""Divides the KV cache's memory among layers with and without a sliding window.
 
-Layers that look back equally far form a group with a pool of blocks of its own. A sequence keeps in a group with a
-window only the blocks that the window still touches, so that the pool of such a group need not grow with the length
-of sequences.
+Layers with the same window form a group with its own pool of blocks. In a group with a window, a sequence keeps only
+the blocks that the window still covers, so the pool of such a group need not grow with the length of sequences.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from .state_pool import num_slots_in, num_slots_wanted
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """The blocks of one group of layers.
+    """The pool of blocks of one group of layers.
 
     Attributes:
         window: tokens that its layers look back over, 0 when unlimited.
-        layers: their indices among the specs.
-        block_bytes: of one block in all of its layers.
-        num_blocks: that sequences get.
+        layers: indices of the layers among the specs.
+        block_bytes: bytes of one block in all of its layers.
+        num_blocks: blocks available to sequences.
     """
 
     window: int
@@ -33,7 +32,7 @@ class PoolPlan:
     num_blocks: int
 
     def blocks_of(self, tokens: int, block_size: int) -> int:
-        """Blocks that a decoding sequence of ``tokens`` tokens holds."""
+        """Return the number of blocks that a decoding sequence of ``tokens`` tokens holds."""
         return _held(self.window, tokens, block_size)
 
 
@@ -47,26 +46,26 @@ def plan_pools(
     max_model_len: int,
     by_window: bool = False,
 ) -> tuple[PoolPlan, ...]:
-    """Divide a memory into pools of blocks: one, or one per length of window in the order of the specs.
+    """Divide memory into pools of blocks: one pool, or one per window size in the order of the specs.
 
-    With one pool for layers of different windows, a sequence keeps all of its blocks; where all layers have the same
-    window, those that left it go back to the pool.
+    With one pool for layers of different windows, a sequence keeps all of its blocks; if all layers have the same
+    window, blocks that left it return to the pool.
 
-    A pool with a window gets what ``max_num_seqs`` sequences and one step's prompt chunks can use at most, if that is
-    less than an even share; the blocks so saved go to the others. So no pool has fewer blocks than if all layers had
-    equally many, except where it cannot use them. If no pool can use more, all have equally many.
+    A pool with a window gets the most that ``max_num_seqs`` sequences and one step's prompt chunks can use, if that
+    is less than an even share; the saved blocks go to the other pools. So no pool has fewer blocks than with an even
+    split, unless it cannot use them. If no pool can use more, all have equally many.
 
     Args:
-        specs: what each layer stores.
+        specs: cache specification of each layer.
         memory: bytes of all pools together.
         block_size: tokens per block.
         max_num_seqs: most sequences at once.
         max_num_batched_tokens: most tokens per step.
         max_model_len: most tokens per sequence.
-        by_window: give layers with different windows pools of their own.
+        by_window: give layers with different windows separate pools.
 
     Returns:
-        The pools; with 0 blocks where not even one fits in each.
+        The pools; with 0 blocks if not even one fits into each.
     """
     layers: dict[int, list[int]] = {}
     for i, spec in enumerate(specs):
@@ -105,22 +104,22 @@ def blocks_by_group(
     max_num_batched_tokens: int,
     max_model_len: int | None,
 ) -> list[int]:
-    """Blocks of each group of layers, and slots of the group of states, which is the last.
+    """Return the number of blocks of each group of layers, then of slots if there is a group of states.
 
-    Slots come off the memory first. Where ``num_blocks`` is given they are beside it.
+    Slots are subtracted from the memory first. With ``num_blocks``, they come in addition.
 
     Args:
-        specs: what each layer stores.
+        specs: cache specification of each layer.
         block_size: tokens per block.
-        num_blocks: that layers without a window get; ones with a window get at most as many.
-        memory: bytes of all caches together, where ``num_blocks`` is None.
-        free_memory: most bytes to take where both are None, see ``default_num_blocks``.
+        num_blocks: blocks of layers without a window; layers with a window get at most as many.
+        memory: bytes of all caches together, if ``num_blocks`` is None.
+        free_memory: most bytes to take if both are None, see ``default_num_blocks``.
         max_num_seqs: most sequences at once.
         max_num_batched_tokens: most tokens per step.
-        max_model_len: most tokens per sequence; None when the model does not say.
+        max_model_len: most tokens per sequence; None if the model does not specify it.
 
     Raises:
-        ValueError: not even one block fits, or one sequence's state.
+        ValueError: not even one block, or the state of one sequence, fits.
     """
     if has_state(specs):
         slots = num_slots_wanted(max_num_seqs)
@@ -162,7 +161,7 @@ def blocks_by_group(
     is_limit = memory is not None
     if memory is None:
         memory = _default_memory() if free_memory is None else free_memory
-    num_blocks_in(memory, specs, block_size)  # raises where not even one fits
+    num_blocks_in(memory, specs, block_size)  # raises if none fits even one fits
     pools = plan_pools(
         specs,
         memory,

@@ -1,1 +1,1 @@
-"""Records of where the time of a run went."""
+"""Profiling: records where the time of a run goes."""

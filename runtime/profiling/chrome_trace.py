@@ -1,4 +1,4 @@
-"""A profile in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing show.
+"""Exports a profile in the Trace Event Format, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 Format: *Trace Event Format*, Google, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 "X" is a complete event, "C" a counter, "b", "n" and "e" the parts of an asynchronous one; times are in microseconds.
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from .profile import Profile, RequestRecord, StepRecord
 
 ENGINE, REQUESTS = 1, 2
-"""Processes of the trace: steps with their phases and counters, and the requests."""
+"""Processes of the trace: the engine (steps with their phases and counters) and the requests."""
 
-_STEPS = 1  # thread of ENGINE; work beside the steps gets threads from 2 on
+_STEPS = 1  # thread of ENGINE; background work gets threads from 2 on
 _MICROSECONDS = 1e6
 
 Event = dict[str, Any]
 
 
 def chrome_trace(profile: Profile) -> dict[str, Any]:
-    """The trace as an object, ready for ``json.dump``. Its time 0 is the first thing that is kept."""
+    """Return the trace as an object, ready for ``json.dump``. Its time 0 is the first recorded event."""
     starts = [step.start for step in profile.steps] + [span.start for span in profile.spans]
     origin = min([*starts, *(request.metrics.arrival_time for request in profile.requests)], default=0.0)
     threads = {name: 2 + i for i, name in enumerate(dict.fromkeys(span.name for span in profile.spans))}
@@ -65,7 +65,7 @@ def _complete(
 
 
 def _step(step: StepRecord, origin: float) -> Iterator[Event]:
-    """The step, its phases inside it, and the counters at its end."""
+    """Yield the step, the phases inside it, and the counters at its end."""
     parts = [("prefill", step.num_prefill_tokens), ("decode", step.num_decode_tokens)]
     name = " + ".join(f"{kind} {tokens}" for kind, tokens in parts if tokens) or "no tokens"
     args = {
@@ -92,11 +92,11 @@ def _step(step: StepRecord, origin: float) -> Iterator[Event]:
 
 
 def _request(request: RequestRecord, sampling: dict[str, list[StepRecord]], origin: float) -> Iterator[Event]:
-    """Its time in the queue, in prefill and in decode, and an instant for each token.
+    """Yield the request's time in the queue, in prefill and in decode, and an instant for each token.
 
     Args:
-        request: that has ended.
-        sampling: for each sequence the steps that gave it a token; a later request may have the same id.
+        request: a finished request.
+        sampling: for each sequence, the steps that sampled a token for it; a later request may reuse the id.
         origin: time 0.
     """
     metrics = request.metrics

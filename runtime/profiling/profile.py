@@ -1,4 +1,4 @@
-"""Findings of a profiler: totals, percentiles, and the last steps and requests one by one."""
+"""Results of a profiler: totals, percentiles, and the last steps and requests one by one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .chrome_trace import chrome_trace
 
 SCHEDULE, PACK, MODEL, SAMPLE, DETOKENISE, OTHER = "schedule", "pack", "model", "sample", "detokenise", "other"
 PHASES = (SCHEDULE, PACK, MODEL, SAMPLE, DETOKENISE, OTHER)
-"""The phases of a step in their order; a profile may hold others too."""
+"""The phases of a step in their order; a profile may contain others, too."""
 
 PREFILL, DECODE, MIXED = "prefill", "decode", "mixed"
 """Kinds of steps: prompts only, one token per sequence only, or both."""
@@ -27,11 +27,11 @@ class StepRecord(NamedTuple):
     """One step of the engine; times in seconds of the profiler's clock.
 
     Attributes:
-        start, end: of the step.
-        marks: phase and its end, in order; each begins where the one before ended.
-        num_prefill_tokens, num_decode_tokens: that went through the model.
-        num_running, num_waiting: requests after the step.
-        blocks_used, blocks_cached, blocks_free: of the KV cache after the step.
+        start, end: start and end of the step.
+        marks: phase and its end, in order; each phase begins where the previous one ended.
+        num_prefill_tokens, num_decode_tokens: tokens that went through the model.
+        num_running, num_waiting: number of requests after the step.
+        blocks_used, blocks_cached, blocks_free: blocks of the KV cache after the step.
         sampled: ids of the sequences that got a token, one entry per token.
     """
 
@@ -49,7 +49,7 @@ class StepRecord(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Work beside the steps."""
+    """Background work, outside the steps."""
 
     name: str
     start: float
@@ -57,12 +57,12 @@ class Span(NamedTuple):
 
 
 class RequestRecord(NamedTuple):
-    """A request that has ended.
+    """A finished request.
 
     Attributes:
-        request_id: as the user knows it.
-        metrics: its times and counts.
-        sequence_ids: of its completions, as ``StepRecord.sampled`` names them.
+        request_id: the id that the caller knows.
+        metrics: times and counts of the request.
+        sequence_ids: ids of its completions in ``StepRecord.sampled``.
     """
 
     request_id: str
@@ -82,7 +82,7 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Of durations in seconds, interpolated linearly between neighbours."""
+    """Percentiles of durations in seconds, with linear interpolation."""
 
     count: int
     mean: float
@@ -93,7 +93,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, seconds: Iterable[float | None]) -> Percentiles | None:
-        """Of those that are known; None when none is."""
+        """Return the percentiles of the known values; None if there is none."""
         known = np.array([s for s in seconds if s is not None], np.float64)
         if not len(known):
             return None
@@ -103,24 +103,24 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class Profile:
-    """An account of where an engine's time went.
+    """Statistics of where an engine's time went.
 
-    Totals are over everything since the profiler was reset; percentiles are over the steps and requests that it still
+    Totals cover everything since the profiler was reset; percentiles cover only the steps and requests that it still
     keeps. Durations are in seconds.
 
     Attributes:
         totals: by kind of step ("prefill", "decode", "mixed").
         phases: seconds in each phase of the steps; they add up to ``busy_seconds``.
-        background: seconds of work beside the steps, by name, of the spans that are kept.
+        background: seconds of background work by name, over the kept spans.
         wall_seconds: from the first step's start to the last one's end.
-        num_requests: that have ended.
-        num_generated_tokens: that were sampled.
-        step_time: of steps, by kind.
+        num_requests: number of finished requests.
+        num_generated_tokens: number of sampled tokens.
+        step_time: durations of steps, by kind.
         queue_time: from a request's arrival to its first step.
-        ttft: time to first token.
+        ttft: per request, time to first token.
         tpot: per request, time per generated token after the first.
-        itl: inter-token latency, each gap between two tokens of a sequence, as seen at the ends of steps.
-        steps, requests, spans: those that are kept, the oldest first.
+        itl: inter-token latency, each gap between two tokens of a sequence, measured at the ends of steps.
+        steps, requests, spans: the kept records, oldest first.
     """
 
     totals: Mapping[str, StepTotals]
@@ -140,36 +140,36 @@ class Profile:
 
     @property
     def num_steps(self) -> int:
-        """All steps."""
+        """Number of steps."""
         return sum(total.num_steps for total in self.totals.values())
 
     @property
     def busy_seconds(self) -> float:
-        """Time in steps."""
+        """Seconds in steps."""
         return sum(total.seconds for total in self.totals.values())
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens of prompts that went through the model, recomputed ones included."""
+        """Prompt tokens that went through the model, including recomputed ones."""
         return sum(total.num_prefill_tokens for total in self.totals.values())
 
     @property
     def num_decode_tokens(self) -> int:
-        """Tokens that went through the model one per sequence and step."""
+        """Tokens that went through the model in decoding, one per sequence and step."""
         return sum(total.num_decode_tokens for total in self.totals.values())
 
     @property
     def input_tokens_per_second(self) -> float:
-        """Prefill tokens per second of steps."""
+        """Prefill tokens per second in steps."""
         return self.num_prefill_tokens / self.busy_seconds if self.busy_seconds else 0.0
 
     @property
     def output_tokens_per_second(self) -> float:
-        """Sampled tokens per second of steps."""
+        """Sampled tokens per second in steps."""
         return self.num_generated_tokens / self.busy_seconds if self.busy_seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures without single steps and requests, ready for ``json.dump``."""
+        """Return the statistics without single steps and requests, ready for ``json.dump``."""
 
         def plain(percentiles: Percentiles | None) -> dict[str, Any] | None:
             return None if percentiles is None else asdict(percentiles)
@@ -197,7 +197,7 @@ class Profile:
         }
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """The steps and requests that are kept in the Trace Event Format, for Perfetto and chrome://tracing."""
+        """Return the kept steps and requests in the Trace Event Format, for Perfetto and chrome://tracing."""
         return chrome_trace(self)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
@@ -206,7 +206,7 @@ class Profile:
 
 
 def kind_of(step: StepRecord) -> str:
-    """The kind of a step."""
+    """Return the kind of a step."""
     if not step.num_prefill_tokens:
         return DECODE
     return MIXED if step.num_decode_tokens else PREFILL
@@ -223,7 +223,7 @@ def summarise(
     num_requests: int,
     num_generated_tokens: int,
 ) -> Profile:
-    """A profile from what was recorded; see ``Profile`` for the arguments."""
+    """Compute a profile from the records; see ``Profile`` for the arguments."""
     step_time = {
         kind: found
         for kind in totals
@@ -253,7 +253,7 @@ def summarise(
 
 
 def _gaps(steps: Sequence[StepRecord], requests: Sequence[RequestRecord]) -> list[float]:
-    """Seconds between neighbouring tokens of a sequence. An id may name a sequence again after its request ended."""
+    """Return the seconds between neighbouring tokens of a sequence. A later sequence may reuse an id."""
     arrivals: dict[str, list[float]] = {}
     for request in requests:
         for sequence in request.sequence_ids:

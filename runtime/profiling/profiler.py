@@ -4,13 +4,13 @@ The engine calls it like this:
 
     profiler.begin_step()
     schedule = batcher.schedule()
-    profiler.mark(SCHEDULE)          # what has passed since the last mark was scheduling
+    profiler.mark(SCHEDULE)          # the time since the last mark was scheduling
     step = runner.pack(...)
     profiler.mark(PACK)
     ...
     profiler.end_step(num_prefill_tokens=512, num_decode_tokens=8, sampled=["0", "3"], ...)
 
-A step that raises is not ended; the next ``begin_step`` forgets it.
+A step that raises is not ended; the next ``begin_step`` discards it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .profile import DECODE, MIXED, OTHER, PREFILL, Profile, RequestRecord, Span
 
 
 class Profiler:
-    """Collects steps, requests and work beside the steps.
+    """Records steps, requests and background work.
 
-    Counters are exact since the last ``reset``; steps, requests and spans are kept in rings, the oldest are
-    forgotten. One thread calls it, except ``span``, which any thread may call.
+    Counters are exact since the last ``reset``; steps, requests and spans are kept in ring buffers, which drop the
+    oldest. Only one thread may use it, except for ``span``, which any thread may call.
 
     Args:
-        max_steps: steps that are kept, for percentiles and the trace.
-        max_requests: ended requests that are kept.
-        clock: seconds; the one of ``RequestMetrics``.
+        max_steps: number of steps kept, for percentiles and the trace.
+        max_requests: number of finished requests kept.
+        clock: returns seconds; the clock of ``RequestMetrics``.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Profiler:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Discard all records."""
         self._steps.clear()
         self._requests.clear()
         self._spans.clear()
@@ -61,12 +61,12 @@ class Profiler:
         self._start: float | None = None
 
     def begin_step(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._marks = []
         self._start = self._clock()
 
     def mark(self, phase: str) -> None:
-        """Count the time since the last mark, or the beginning, as ``phase``; a phase may come several times."""
+        """Count the time since the last mark, or the beginning, as ``phase``; a phase may occur several times."""
         self._marks.append((phase, self._clock()))
 
     def end_step(
@@ -81,15 +81,15 @@ class Profiler:
         blocks_free: int = 0,
         sampled: Sequence[str] = (),
     ) -> None:
-        """The step ends; what has passed since the last mark was "other".
+        """End the step; the time since the last mark is counted as "other".
 
         Args:
-            num_prefill_tokens: tokens of prompts (recomputed ones included) that went through the model.
-            num_decode_tokens: sequences that computed the token before.
-            num_running, num_waiting: requests after the step.
-            blocks_used, blocks_cached, blocks_free: of the KV cache after the step.
-            sampled: ids of the sequences that got a token, one entry per token. It is kept, so hand in a list that
-                nobody changes any more.
+            num_prefill_tokens: prompt tokens (including recomputed ones) that went through the model.
+            num_decode_tokens: tokens that went through the model in decoding.
+            num_running, num_waiting: number of requests after the step.
+            blocks_used, blocks_cached, blocks_free: blocks of the KV cache after the step.
+            sampled: ids of the sequences that got a token, one entry per token. The profiler keeps the list, so do
+                not change it afterwards.
         """
         end, start = self._clock(), self._start
         if start is None:
@@ -126,22 +126,22 @@ class Profiler:
         )
 
     def span(self, name: str, start: float, end: float) -> None:
-        """Work beside the steps, in another thread for instance: ``name`` ran from ``start`` to ``end``."""
+        """Record background work, for instance in another thread: ``name`` ran from ``start`` to ``end``."""
         self._spans.append(Span(name, start, end))
 
     def end_request(self, request_id: str, metrics: RequestMetrics, sequence_ids: Sequence[str] = ()) -> None:
-        """A request has ended.
+        """Record a finished request.
 
         Args:
-            request_id: as the user knows it.
-            metrics: its final times and counts.
-            sequence_ids: what its completions are called in ``sampled``; by default like the request.
+            request_id: the id that the caller knows.
+            metrics: final times and counts of the request.
+            sequence_ids: ids of its completions in ``sampled``; by default the id of the request.
         """
         self._num_requests += 1
         self._requests.append(RequestRecord(request_id, metrics, tuple(sequence_ids) or (request_id,)))
 
     def result(self) -> Profile:
-        """Everything that has been recorded up to now; recording goes on."""
+        """Return all records so far; recording continues."""
         return summarise(
             steps=tuple(self._steps),
             requests=tuple(self._requests),

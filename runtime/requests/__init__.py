@@ -1,1 +1,1 @@
-"""Questions to the engine and its answers: parameters, prompts, limits, outputs, text."""
+"""Requests to the engine and its outputs: parameters, prompts, limits, text."""

@@ -1,4 +1,4 @@
-"""Token sequences that may not be generated, and which tokens would complete one of them next."""
+"""Token sequences that may not be generated, and the tokens that would complete one of them next."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _Ids: TypeAlias = "npt.NDArray[np.int64]"
 
 
 class _Node:
-    """Sequences that, read backwards, begin at the end of an output.
+    """A node of the tree of sequences, read backwards from the end of an output.
 
     Attributes:
-        longer: by the token before, what begins with that.
+        longer: child nodes, by the preceding token.
         last: tokens that complete a sequence here.
     """
 
@@ -27,9 +27,9 @@ class _Node:
 
 
 class BadWords:
-    """The sequences as a tree from their ends: a look-up costs as much as what matches, however many there are.
+    """The sequences as a tree from their ends: the cost of a look-up depends on the match, not on their number.
 
-    It never changes and may be shared by requests.
+    Immutable, so requests may share it.
 
     Args:
         sequences: none of them empty.
@@ -51,7 +51,7 @@ class BadWords:
             node.last = np.array(completing, np.int64)
 
     def completing(self, output_token_ids: Sequence[int]) -> list[_Ids]:
-        """The tokens that would complete a sequence after this output, in parts."""
+        """Return the tokens that would complete a sequence after this output, in parts."""
         node, parts = self._root, []
         if node.last is not None:
             parts.append(node.last)

@@ -11,15 +11,15 @@ from .request_limits import MAX_COMPLETIONS
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """How wide to search, how long, and what to prefer.
+    """Width, length and scoring of a beam search.
 
     Attributes:
-        beam_width: beams that are kept, and texts that are returned at most.
+        beam_width: number of beams kept, and the most texts returned.
         max_tokens: most tokens to generate, >= 1; None: until the context is full.
         ignore_eos: go on after the model's end-of-sequence token.
         length_penalty: the sum of a text's log-probabilities is divided by its number of generated tokens to this
             power: 0 compares the sums, 1 the means; larger values favour long texts, negative ones short texts.
-            In [-7, 7], which fp32 scores of 100,000 tokens stand.
+            In [-7, 7], the range in which fp32 scores of 100,000 tokens stay finite.
         early_stopping: when ``beam_width`` texts are finished: True ends the search; False ends it when no live
             beam, had it ended now, would be among them; "never" only when none could be later (this differs from
             False for a positive ``length_penalty``).
@@ -43,7 +43,7 @@ class BeamSearchParams:
             whole_number("beam_width", self.beam_width, 1, "keep at least one beam", highest=MAX_COMPLETIONS),
         )
         if self.max_tokens is not None:
-            remedy = "ask for at least one token, or use None to fill the context"
+            remedy = "generate at least one token, or use None to fill the context"
             put("max_tokens", whole_number("max_tokens", self.max_tokens, 1, remedy))
         check_bool("ignore_eos", self.ignore_eos)
         remedy = "use 0.0 to compare sums of log-probabilities"

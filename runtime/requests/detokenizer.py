@@ -1,4 +1,4 @@
-"""Text of a growing list of tokens, piece by piece, and the stop strings in it."""
+"""Converts a growing list of tokens to text incrementally, and finds stop strings in it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .stop_strings import StopStrings
 
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 6
-"""Tokens before the new ones that are decoded with them, for spacing and for characters in parts."""
+"""Earlier tokens that are decoded with the new ones, for spacing and for characters split over tokens."""
 _WINDOW = 24
-"""Tokens after which the decoded window is cut back to ``_CONTEXT``."""
+"""Number of tokens after which the decoded window is cut back to ``_CONTEXT``."""
 _MAX_CHARACTER_TOKENS = 3
-"""A character whose UTF-8 is incomplete has at most 3 bytes, hence at most so many byte tokens."""
+"""An incomplete UTF-8 character has at most 3 bytes, hence at most this many byte tokens."""
 
 
 class Tokenizer(Protocol):
@@ -26,28 +26,28 @@ class Tokenizer(Protocol):
         """Encode; the result has ``input_ids``, a list of them for a list of texts."""
 
     def decode(self, token_ids: Any, **kwargs: Any) -> Any:
-        """Text of the tokens."""
+        """Return the text of the tokens."""
 
 
 class Detokenizer:
-    """Turns one completion's tokens into text as they come, at a constant cost per token.
+    """Decodes one completion's tokens as they come, at a constant cost per token.
 
-    New tokens are decoded together with a few before them, and what that adds to the text of those is new: so
+    New tokens are decoded together with a few earlier ones; the text that this adds to the earlier ones' is new. So
     spaces come out as they do within a sentence, and a character made of several tokens appears once it is
     complete. (The idea is that of vLLM's ``detokenize_incrementally`` and HuggingFace's ``TextStreamer``.)
 
-    Some decoders (Llama 2's, Gemma's: ``ByteFallback``) read a run of byte tokens as a whole, and make every byte of
-    it U+FFFD where it is not UTF-8. Here the complete characters of such a run stay, for they have been given out
-    already; only what is no character becomes U+FFFD. The text does not depend on how many tokens come together.
+    Some decoders (Llama 2's, Gemma's: ``ByteFallback``) read a run of byte tokens as a whole, and turn every byte of
+    it into U+FFFD if it is not UTF-8. This class keeps the complete characters of such a run, because they have been
+    output already; only invalid bytes become U+FFFD. The text does not depend on how many tokens come together.
 
     Args:
         tokenizer: a HuggingFace tokenizer.
-        prompt_token_ids: the tokens before the completion; the last few are read.
-        stop: strings that end the text; the earliest occurrence counts, the text ends before it.
-        skip_special_tokens: special tokens have no text.
-        kept_special_token_ids: but for these; None: none of them has.
-        include_stop: the text ends after the stop string.
-        marks_ends: note where the text of each token ends, see ``ends``.
+        prompt_token_ids: the tokens before the completion; only the last few are read.
+        stop: strings that end the text; the earliest occurrence counts, and the text ends before it.
+        skip_special_tokens: leave special tokens out of the text.
+        kept_special_token_ids: special tokens that are kept all the same; None: none.
+        include_stop: end the text after the stop string instead of before it.
+        marks_ends: record where the text of each token ends, see ``ends``.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Detokenizer:
         self.num_tokens = 0
         """Tokens taken so far."""
         self.ends: list[int] = []
-        """``length`` behind each token, where that is noted: a character belongs to the token that completes it."""
+        """``length`` after each token, where recorded: a character belongs to the token that completes it."""
         self.stop_string: str | None = None
         """The stop string that ended the text."""
         self._text: list[str] = []
@@ -90,13 +90,13 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """The text up to now: whole characters only, nothing behind a stop string."""
+        """The text so far: complete characters only, nothing after a stop string."""
         if len(self._text) > 1:
             self._text = ["".join(self._text)]
         return self._text[0] if self._text else ""
 
     def text_between(self, start: int, end: int) -> str:
-        """``text[start:end]``, at a cost that grows with what follows ``start`` and not with the whole text."""
+        """Return ``text[start:end]``; the cost grows with the text after ``start``, not with the whole text."""
         first, at = len(self._text), self._length
         while at > start:
             first -= 1
@@ -104,14 +104,14 @@ class Detokenizer:
         return "".join(self._text[first:])[start - at : end - at]
 
     def added_texts(self, first: int, end: int, *, at_end: bool) -> list[str]:
-        """What each token from ``first`` to before ``end`` added to the text, where ends are noted.
+        """Return the text that each token from ``first`` to before ``end`` added, if ends are recorded.
 
-        It is "" for a token that was not taken, and for one whose character a later one completes.
+        The text is "" for a token that was not taken, and for one whose character a later token completes.
 
         Args:
             first: index of a token.
-            end: likewise.
-            at_end: no token follows, so that what no other token has belongs to the last one.
+            end: index after the last token.
+            at_end: no token follows, so the last token gets the text that no other token has.
         """
         known = self.ends[max(first - 1, 0) : end]
         ends = [0] * (not first) + [min(each, self._length) for each in known]
@@ -123,12 +123,12 @@ class Detokenizer:
 
     @property
     def length(self) -> int:
-        """Characters of ``text``."""
+        """Number of characters of ``text``."""
         return self._length
 
     @property
     def stable_length(self) -> int:
-        """Characters of ``text`` that no later token takes back: all but what may begin a stop string."""
+        """Number of final characters of ``text``: all but those that may begin a stop string."""
         if self.stop_string is not None or self._stop is None or self._include_stop:
             return self._length
         return self._length - self._stop.pending(self._stop_state)
@@ -141,7 +141,7 @@ class Detokenizer:
             check_stop: look for stop strings in (or ending in) the text that they add.
 
         Returns:
-            Whether a stop string was found.
+            True if a stop string was found.
         """
         if self._marks_ends:
             for token in token_ids:
@@ -165,13 +165,13 @@ class Detokenizer:
         return self._add(added, check_stop)
 
     def finish(self, check_stop: bool = True) -> bool:
-        """No token follows: an incomplete character at the end becomes U+FFFD. Returns as ``append`` does."""
+        """No token follows: turn an incomplete character at the end into U+FFFD. Returns as ``append`` does."""
         if self.stop_string is not None or not self._held:
             return self.stop_string is not None
         return self._add(self._take(at_end=True), check_stop)
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token by itself, with the space that it begins with; special tokens have their names."""
+        """Return the text of a single token, with its leading space; special tokens have their names."""
         return token_text(self._tokenizer, token_id)
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -185,7 +185,7 @@ class Detokenizer:
         return str(text)
 
     def _context(self, prompt: list[int]) -> list[int]:
-        """The end of the prompt that is decoded with what follows; if it ends within a character, only that.
+        """Return the end of the prompt that is decoded with what follows; if it ends within a character, only that.
 
         Characters before it would be part of a run of bytes that is not UTF-8 yet.
         """
@@ -198,7 +198,7 @@ class Detokenizer:
         return prompt[-_CONTEXT:]
 
     def _take(self, at_end: bool = False) -> str:
-        """Text of the held tokens as far as its characters are complete; of all of them, if none follows."""
+        """Return the text of the held tokens as far as its characters are complete; all of it if no token follows."""
         added = ""
         while self._held:
             may_continue = False
@@ -209,14 +209,14 @@ class Detokenizer:
                 alone = self._decode(self._held[:count])
                 if _REPLACEMENT not in alone:
                     if self._window_text.endswith(_REPLACEMENT) and not decoded.endswith(alone):
-                        # A run of bytes that was cut, or holds what is no character, spoils what follows.
+                        # A run of bytes that was cut, or has an invalid byte, spoils the text that follows.
                         decoded, self._window, self._window_text = alone, [], ""
                     break
                 may_continue |= count == len(self._held) and decoded.endswith(_REPLACEMENT)
             else:
                 if may_continue and len(self._held) <= _MAX_CHARACTER_TOKENS and not at_end:
                     break
-                # What follows the first token does not complete it: it is not the beginning of a character.
+                # The next token does not complete the first one: it does not begin a character.
             added += self._commit(count, decoded)
         return added
 
@@ -226,10 +226,10 @@ class Detokenizer:
         if decoded.startswith(before):
             added = decoded[len(before) :]
         elif before.endswith(_REPLACEMENT):
-            # The prompt ended within a character, which is complete now.
+            # The prompt ended within a character, which is now complete.
             added = decoded[len(before.rstrip(_REPLACEMENT)) :]
         else:
-            # They have spoilt the run of bytes that the window ends in, whose characters have been given out.
+            # They spoilt the run of bytes at the end of the window, whose characters have been output already.
             added = self._decode(self._held[:count])
         self._window += self._held[:count]
         del self._held[:count]
@@ -255,9 +255,9 @@ class Detokenizer:
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """Text of one token by itself, with the space that it begins with; special tokens have their names.
+    """Return the text of a single token, with its leading space; special tokens have their names.
 
-    A decoder may strip that space, because it takes the token for the first of a text.
+    A decoder may strip that space, as it takes the token for the start of a text.
     """
     known = token_bytes(tokenizer)
     found = None if known is None else known.of(token_id)

@@ -1,4 +1,4 @@
-"""The forms that a prompt may have: text, token ids, or vLLM's dicts of these."""
+"""The accepted forms of a prompt: text, token ids, or vLLM's dicts of these."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 import torch
 
 Prompt: TypeAlias = "str | Sequence[int] | np.ndarray[Any, Any] | torch.Tensor | Mapping[str, Any]"
-"""Text; token ids in any 1-D container of whole numbers; or a dict, ``{"prompt": text}`` or
-``{"prompt_token_ids": ids}``. Where a dict has both, the ids run and the text is only carried along."""
+"""Text; token ids in any 1-D container of integers; or a dict, ``{"prompt": text}`` or
+``{"prompt_token_ids": ids}``. If a dict has both, the engine runs the ids and only passes the text on."""
 
 _KEYS = ("prompt", "prompt_token_ids")
 
 
 def open_prompt(prompt: object, name: str) -> tuple[Any, str | None]:
-    """Text or token ids to run of a prompt, and the text that its dict carries beside token ids.
+    """Return the text or token ids to run, and the text that a dict has in addition to token ids.
 
-    Entries of a dict that are None count as absent. What is not a dict is returned as it is, unchecked.
+    Entries of a dict that are None count as absent. Anything but a dict is returned unchanged and unchecked.
 
     Raises:
-        ValueError: a dict with other keys, with neither text nor ids, or with values of other kinds; one line that
-            begins with ``name``.
+        ValueError: a dict has other keys, neither text nor ids, or values of the wrong type; one line that begins
+            with ``name``.
     """
     if not isinstance(prompt, Mapping):
         return prompt, None
@@ -30,18 +30,18 @@ def open_prompt(prompt: object, name: str) -> tuple[Any, str | None]:
     for key in given:
         if key not in _KEYS:
             raise ValueError(
-                f"{name} has the key {key!r}, which is not served; keep 'prompt' (text) or 'prompt_token_ids' only, "
-                "what else is known of a request are arguments of their own"
+                f"{name} has the unsupported key {key!r}; keep only 'prompt' (text) or 'prompt_token_ids', "
+                "and pass everything else as arguments of the call"
             )
     text, token_ids = given.get("prompt"), given.get("prompt_token_ids")
     if text is not None and not isinstance(text, str):
-        raise ValueError(f"{name}['prompt']={text!r} is not text; give token ids as 'prompt_token_ids'")
+        raise ValueError(f"{name}['prompt']={text!r} is not text; pass token ids as 'prompt_token_ids'")
     if token_ids is None:
         if text is None:
-            raise ValueError(f"{name}={prompt!r} holds no prompt; give 'prompt' (text) or 'prompt_token_ids'")
+            raise ValueError(f"{name}={prompt!r} contains no prompt; pass 'prompt' (text) or 'prompt_token_ids'")
         return text, None
     if isinstance(token_ids, str | Mapping):
         raise ValueError(
-            f"{name}['prompt_token_ids']={token_ids!r} is not a list of token ids; give text as 'prompt'"
+            f"{name}['prompt_token_ids']={token_ids!r} is not a list of token ids; pass text as 'prompt'"
         )
     return token_ids, text

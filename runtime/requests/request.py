@@ -1,4 +1,4 @@
-"""One sequence on its way through the engine: what was asked, what is computed, what came out."""
+"""One sequence on its way through the engine: its parameters, progress and output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 
 class RequestStatus(enum.Enum):
-    """The place of a request: in the queue without blocks, running with blocks, or done."""
+    """State of a request: waiting in the queue without blocks, running with blocks, or finished."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -30,32 +30,32 @@ class Request:
     The batcher owns ``arrival``, ``rank``, ``num_computed_tokens``, ``num_cached_tokens``, ``block_hashes``,
     ``status``, ``is_paused``, ``finish_reason``, ``error``, ``num_preemptions`` and ``num_output_placeholders``; the
     runner owns ``row``; the engine appends to ``output_token_ids`` and sets ``stop_reason`` and the times, which are
-    seconds on whatever clock the engine reads.
+    seconds on the engine's clock.
 
     Attributes:
         request_id: unique among the unfinished requests of an engine.
         prompt_token_ids: at least one id.
-        params: how to sample and when to stop; ``n`` is not looked at here.
-        priority: lower comes first where the policy is by priority.
-        client: whose request it is, where the policy is fair between clients.
-        deadline: when it ends with "timeout" if it has not ended before; on the clock that the batcher is given.
+        params: how to sample and when to stop; ``n`` is ignored here.
+        priority: lower comes first under ``policy="priority"``.
+        client: owner of the request, for policies that are fair between clients.
+        deadline: time at which an unfinished request ends with "timeout", on the clock that the batcher gets.
         cache_salt: only requests with the same salt share cached blocks.
-        in_one_run: its blocks are to lie next to one another where that can be had.
+        in_one_run: allocate its blocks next to one another if possible.
         arrival: position in the order of arrival; -1 until the batcher has accepted the request.
-        rank: its place in the order of the policy.
+        rank: its position in the order of the policy.
         output_token_ids: sampled ids, oldest first. They survive preemption.
         num_computed_tokens: leading tokens whose keys and values are in the cache, or in host memory.
-        num_cached_tokens: leading tokens that were found in the prefix cache when it began to run.
-        block_hashes: names of the content of its leading full blocks.
+        num_cached_tokens: leading tokens found in the prefix cache when the request began to run.
+        block_hashes: content hashes of its leading full blocks.
         is_paused: it is not scheduled until it is resumed, see ``Batcher.pause``.
-        finish_reason: why it ended, None before.
+        finish_reason: why it ended, None until then.
         stop_reason: the stop string or stop token id that ended it, None for EOS and other reasons.
-        error: one line, when ``finish_reason`` is "error".
-        num_preemptions: times that it lost its blocks.
-        num_output_placeholders: tokens behind ``output_token_ids`` that launched steps sample and that the host does
+        error: one-line reason when ``finish_reason`` is "error".
+        num_preemptions: number of times that it lost its blocks.
+        num_output_placeholders: tokens after ``output_token_ids`` that launched steps sample and the host does
             not know yet; 0 unless steps are scheduled ahead.
         row: the runner's row while running, else None.
-        grammar: its place in the grammar of ``params.structured_outputs``; the engine moves it on.
+        grammar: its state in the grammar of ``params.structured_outputs``; the engine moves it on.
         max_tokens: most tokens to generate.
     """
 
@@ -94,29 +94,30 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.params.max_tokens is None:
-            raise ValueError(f"max_tokens of request {self.request_id!r} is open; settle it by SamplingParams.within")
+            text = f"max_tokens of request {self.request_id!r} is None; resolve it with SamplingParams.within"
+            raise ValueError(text)
         self.max_tokens = self.params.max_tokens
         self.num_prompt_tokens = len(self.prompt_token_ids)
         if not self.num_prompt_tokens:
-            raise ValueError(f"prompt_token_ids of request {self.request_id!r} is empty; give at least one token")
+            raise ValueError(f"prompt_token_ids of request {self.request_id!r} is empty; pass at least one token")
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens together, computed or not."""
+        """Number of prompt and output tokens, computed or not."""
         return self.num_prompt_tokens + len(self.output_token_ids)
 
     @property
     def num_tokens_with_placeholders(self) -> int:
-        """As ``num_tokens``, and those that launched steps sample."""
+        """``num_tokens`` plus the tokens that launched steps sample."""
         return self.num_prompt_tokens + len(self.output_token_ids) + self.num_output_placeholders
 
     @property
     def longest(self) -> int:
-        """Prompt tokens and the most that may be generated."""
+        """Number of prompt tokens plus the most that may be generated."""
         return self.num_prompt_tokens + self.max_tokens
 
     def tokens(self, first: int, end: int) -> list[int] | npt.NDArray[np.integer]:
-        """The ids at positions ``first .. end - 1`` of prompt + output."""
+        """Return the ids at positions ``first .. end - 1`` of prompt + output."""
         prompt = self.num_prompt_tokens
         if end <= prompt:
             return self.prompt_token_ids[first:end]
@@ -125,10 +126,10 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens sampled so far."""
+        """Number of tokens sampled so far."""
         return len(self.output_token_ids)
 
     @property
     def is_finished(self) -> bool:
-        """It ended, for whatever reason; ``finish_reason`` says which."""
+        """True once the request ended for any reason; ``finish_reason`` says which."""
         return self.status is RequestStatus.FINISHED

@@ -1,4 +1,4 @@
-"""Terms of a request beside what it asks: whose it is, how urgent, how long it may take."""
+"""Scheduling options of a request: its priority, client, deadline and cache salt."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Terms of one request.
+    """Scheduling options of one request.
 
     Attributes:
-        priority: lower comes first under ``policy="priority"``, as in vLLM. Below 0 it also gets neighbouring blocks
-            where that can be had.
-        client: whose request it is, for ``policy="fair"``.
-        deadline: seconds after it was handed in at which it ends with "timeout", whatever it has by then.
-        cache_salt: it shares cached blocks only with requests of the same salt.
+        priority: lower comes first under ``policy="priority"``, as in vLLM. A request below 0 also gets neighbouring
+            blocks if possible.
+        client: owner of the request, for ``policy="fair"``.
+        deadline: seconds from submission after which an unfinished request ends with "timeout"; it keeps its output.
+        cache_salt: the request shares cached blocks only with requests of the same salt.
 
     Raises:
-        ValueError: a value is of the wrong kind or out of range.
+        ValueError: a value has the wrong type or is out of range.
     """
 
     priority: int = 0
@@ -35,11 +35,10 @@ class RequestOptions:
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, Integral):
-            raise ValueError(f"priority={shown(self.priority)} is not a whole number; use one, lower for more urgent")
+            raise ValueError(f"priority={shown(self.priority)} is not an integer; use one (lower is more urgent)")
         if abs(self.priority) > MAX_PRIORITY:
-            raise ValueError(
-                f"priority={shown(self.priority)} is not between {-MAX_PRIORITY} and {MAX_PRIORITY}; use one that is"
-            )
+            limits = f"between {-MAX_PRIORITY} and {MAX_PRIORITY}"
+            raise ValueError(f"priority={shown(self.priority)} is out of range; use an integer {limits}")
         for name in ("client", "cache_salt"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name}={shown(getattr(self, name))} is not text; use a string")
@@ -54,7 +53,7 @@ class RequestOptions:
     def request(
         self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, arrival_time: float
     ) -> Request:
-        """A request on these terms that was handed in at ``arrival_time``."""
+        """Return a request with these options that was submitted at ``arrival_time``."""
         return Request(
             request_id,
             prompt_token_ids,
@@ -69,19 +68,19 @@ class RequestOptions:
 
 
 def options_for(count: int, **values: Any) -> list[RequestOptions]:
-    """The options of ``count`` requests.
+    """Return the options of ``count`` requests.
 
     Args:
-        count: how many.
-        values: each of ``RequestOptions``' attributes as one value for all, or a list or tuple with one for each.
+        count: number of requests.
+        values: each attribute of ``RequestOptions``, one value for all or a list or tuple with one per request.
 
     Raises:
-        ValueError: a list of another length, or a value that ``RequestOptions`` refuses.
+        ValueError: a list of another length, or a value that ``RequestOptions`` rejects.
     """
     columns: dict[str, Sequence[Any]] = {}
     for name, value in values.items():
         each = value if isinstance(value, list | tuple) else [value] * count
         if len(each) != count:
-            raise ValueError(f"{name} has {len(each)} entries for {count} prompts; give one for each, or one for all")
+            raise ValueError(f"{name} has {len(each)} entries for {count} prompts; pass one each, or one for all")
         columns[name] = each
     return [RequestOptions(**{name: column[i] for name, column in columns.items()}) for i in range(count)]

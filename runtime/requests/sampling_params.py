@@ -25,55 +25,56 @@ from .request_limits import (
 from .stop_strings import StopStrings
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this mean argmax: dividing by them would overflow (vLLM uses the same bound)."""
+"""Temperatures below this select the argmax, because dividing by them would overflow (vLLM uses the same bound)."""
 
 SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
-"""The seeds that ``torch.manual_seed`` takes."""
+"""Smallest and largest seed that ``torch.manual_seed`` accepts."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Rules for choosing the tokens of one request, and for stopping.
+    """Sampling and stopping parameters of one request.
 
     Attributes:
-        max_tokens: most tokens to generate; None: until the context is full; 0: none, the prompt is only computed,
-            and scored where ``prompt_logprobs`` asks for it.
-        min_tokens: tokens before EOS (with ``ignore_eos``, too) or ``stop_token_ids`` may be chosen, or a stop string
-            end the request.
+        max_tokens: most tokens to generate; None: until the context is full; 0: none, the engine only computes the
+            prompt and, with ``prompt_logprobs``, scores it.
+        min_tokens: tokens to generate before EOS (even with ``ignore_eos``) or ``stop_token_ids`` may be sampled or a
+            stop string may end the request.
         temperature: divides the logits; 0 (anything below 1e-5) is greedy.
         top_k: keep the k most likely tokens (ties with the k-th stay); 0 or -1 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches this, in (0, 1].
         min_p: drop tokens less likely than this fraction of the most likely one, in [0, 1].
-        seed: makes the draws of this request reproducible, whatever else runs beside it; -1 means None.
-        stop: strings that end the text; they are no part of it unless ``include_stop_str_in_output``. A single
+        seed: makes the draws of this request reproducible, whatever else runs in the batch; -1 means None.
+        stop: strings that end the text; the text excludes them unless ``include_stop_str_in_output``. A single
             string is accepted.
         stop_token_ids: token ids that end the request.
         ignore_eos: keep generating after the model's end-of-sequence token.
-        logprobs: per token, report this many most likely tokens beside the chosen one; None reports nothing.
+        logprobs: most likely tokens to report per token, in addition to the sampled one; None reports nothing.
         n: completions of the same prompt; completion i uses ``seed + i``.
-        best_of: run so many completions, >= n, and return the n whose tokens are the most likely ones together, best
-            first; None runs n and returns them in the order of their seeds.
+        best_of: number of completions to run, >= n; the n with the highest cumulative log-probability are returned,
+            best first. None runs n and returns them in the order of their seeds.
         repetition_penalty: > 1 makes tokens of the prompt and of the output less likely, < 1 more likely
             (arXiv 1909.05858; as in HuggingFace, negative scores are multiplied, others divided).
-        presence_penalty: subtracted from the logit of each token that the output holds, in [-2, 2]. The prompt
-            does not count, here and in the next.
+        presence_penalty: subtracted from the logit of each token that the output contains, in [-2, 2]. Prompt
+            tokens do not count, neither here nor in ``frequency_penalty``.
         frequency_penalty: subtracted once per occurrence in the output, in [-2, 2].
-        logit_bias: token id → what is added to its logit, in [-100, 100].
-        bad_words: text that may not be generated, wherever it begins: each is tokenised with and without a
-            space before it, and the last token of such a sequence is ruled out when the output ends in the rest.
+        logit_bias: token id → value added to its logit, in [-100, 100].
+        bad_words: text that may not be generated, wherever it begins: each word is tokenised with and without a
+            leading space, and the last token of such a sequence is banned when the output ends in the others.
         allowed_token_ids: the only tokens that may be chosen; None allows all.
-        prompt_logprobs: the log-probability of each prompt token but the first, and so many most likely tokens
-            in its place; None reports nothing.
+        prompt_logprobs: number of most likely tokens to report per prompt token but the first, in addition to the
+            prompt token itself; None reports nothing.
         skip_special_tokens: leave special tokens out of the text.
-        kept_special_token_ids: special tokens that are text all the same, as those are that mark a tool call; None:
-            none is.
-        include_stop_str_in_output: the text ends with the stop string that ended it, or with that of the stop or
-            end-of-sequence token, unless that is special and skipped.
+        kept_special_token_ids: special tokens that stay in the text all the same, such as those that mark a tool
+            call; None: none.
+        include_stop_str_in_output: end the text with the stop string, or with the text of the stop or end-of-sequence
+            token unless that is special and skipped.
         structured_outputs: the form of the output, as one of ``{"json": schema}``, ``{"json_object": True}``,
             ``{"regex": text}``, ``{"choice": [text, ...]}``, ``{"grammar": text}`` or ``{"structural_tag": ...}``;
-            ``structured.asked.read_structured_outputs`` describes each, and what may stand beside it. Only tokens
-            that can still lead to it may be chosen; the output ends with "stop" when it is complete and nothing can
-            follow, whatever ``min_tokens`` and ``ignore_eos`` say. Stop strings and ``max_tokens`` may end it before.
+            ``structured.asked.read_structured_outputs`` describes each, and the keys allowed with it. Only
+            tokens that can still complete that form may be sampled; the output ends with "stop" when it is complete
+            and nothing can follow, regardless of ``min_tokens`` and ``ignore_eos``. Stop strings and ``max_tokens``
+            may end it earlier.
 
     Raises:
         ValueError: a value is out of range, or above a limit of ``request_limits``; the message names argument, value
@@ -106,28 +107,28 @@ class SamplingParams:
     structured_outputs: Mapping[str, Any] | None = field(default=None, hash=False)
 
     is_greedy: bool = field(init=False, repr=False, compare=False, default=False)
-    """The most likely token is taken, nothing is drawn."""
+    """True if the most likely token is taken and nothing is sampled."""
     changes_logits: bool = field(init=False, repr=False, compare=False, default=False)
-    """Something is to be done to the logits before the temperature."""
+    """True if the logits are changed before the temperature applies."""
     is_plain: bool = field(init=False, repr=False, compare=False, default=False)
-    """The argmax of the untouched logits is the answer and nothing else is asked."""
+    """True if the argmax of the unchanged logits is the answer and nothing else is requested."""
     asked_output: AskedOutput | None = field(init=False, repr=False, compare=False, default=None)
-    """``structured_outputs``, read."""
+    """``structured_outputs``, parsed."""
 
     stop_automaton: StopStrings | None = field(init=False, repr=False, compare=False, default=None)
-    """Looks for ``stop``; None where there is none."""
+    """Automaton that finds ``stop`` in the text; None without stop strings."""
     stop_id_set: frozenset[int] = field(init=False, repr=False, compare=False, default=frozenset())
     """``stop_token_ids``."""
 
     allowed_ids: npt.NDArray[np.int64] | None = field(init=False, repr=False, compare=False, default=None)
     """``allowed_token_ids`` as an array, shared by all completions."""
     biased_ids: npt.NDArray[np.int64] | None = field(init=False, repr=False, compare=False, default=None)
-    """The keys of ``logit_bias``, likewise; None where it is empty."""
+    """The keys of ``logit_bias`` as an array, shared by all completions; None if it is empty."""
     biases: npt.NDArray[np.float32] | None = field(init=False, repr=False, compare=False, default=None)
-    """Its values."""
+    """The values of ``logit_bias`` as an array, shared likewise."""
 
     has_own_ends: bool = field(init=False, repr=False, compare=False, default=False)
-    """The model's end-of-sequence tokens are tokens like others, even to ``min_tokens``."""
+    """True if the model's end-of-sequence tokens are ordinary tokens, even for ``min_tokens``."""
 
     _bad_words: BadWords | None = field(init=False, repr=False, compare=False, default=None)
 
@@ -163,12 +164,12 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 put(name, whole_number(name, count, 0, "use None for no log-probabilities", highest=MAX_LOGPROBS))
-        put("n", whole_number("n", self.n, 1, "ask for at least one completion", highest=MAX_COMPLETIONS))
+        put("n", whole_number("n", self.n, 1, "request at least one completion", highest=MAX_COMPLETIONS))
         if self.best_of is not None:
-            remedy = "use None to return all that are run"
+            remedy = "use None to return every completion that runs"
             put("best_of", whole_number("best_of", self.best_of, 1, remedy, highest=MAX_COMPLETIONS))
             if self.best_of < self.n:
-                raise ValueError(f"best_of={self.best_of} is below n={self.n}; run at least as many as you want back")
+                raise ValueError(f"best_of={self.best_of} is below n={self.n}; raise best_of or lower n")
             if self.best_of > 1 and self.temperature < GREEDY_BELOW:
                 raise ValueError(
                     f"best_of={self.best_of} with temperature={self.temperature} runs the same completion several "
@@ -197,7 +198,7 @@ class SamplingParams:
             allowed = token_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
                 raise ValueError(
-                    f"allowed_token_ids={shown(self.allowed_token_ids)} allows nothing; use None to allow every token"
+                    f"allowed_token_ids={shown(self.allowed_token_ids)} allows no token; use None to allow all"
                 )
             put("allowed_token_ids", tuple(dict.fromkeys(allowed)))
             put("allowed_ids", np.array(self.allowed_token_ids, np.int64))
@@ -226,12 +227,12 @@ class SamplingParams:
         )
 
     def cuts(self, vocab_size: int) -> bool:
-        """True if ``top_k`` or ``top_p`` leave tokens out."""
+        """Return True if ``top_k`` or ``top_p`` exclude tokens."""
         return 0 < self.top_k < vocab_size or self.top_p < 1.0
 
     @property
     def num_completions(self) -> int:
-        """The number of completions that run: ``best_of``, or ``n``."""
+        """Number of completions that run: ``best_of``, or ``n``."""
         return self.n if self.best_of is None else self.best_of
 
     @property
@@ -246,20 +247,20 @@ class SamplingParams:
 
     @property
     def bad_words_token_ids(self) -> tuple[tuple[int, ...], ...]:
-        """Token sequences that make up ``bad_words``, none of them empty.
+        """Token sequences of ``bad_words``, none of them empty.
 
         Raises:
-            ValueError: nobody has tokenised the words yet.
+            ValueError: the words are not tokenised yet.
         """
         banned = self.banned_sequences
         return () if banned is None else banned.token_ids
 
     @property
     def banned_sequences(self) -> BadWords | None:
-        """``bad_words`` as what to look for in an output; None where there are none.
+        """``bad_words`` as a tree to look up in an output; None without bad words.
 
         Raises:
-            ValueError: nobody has tokenised the words yet.
+            ValueError: the words are not tokenised yet.
         """
         if self._bad_words is None and self.bad_words:
             words = shown(list(self.bad_words))
@@ -267,20 +268,20 @@ class SamplingParams:
         return self._bad_words
 
     def with_bad_words_token_ids(self, sequences: Sequence[Sequence[int]]) -> SamplingParams:
-        """A copy that knows the tokens of its ``bad_words``."""
+        """Return a copy that knows the tokens of its ``bad_words``."""
         other = copy.copy(self)
         object.__setattr__(other, "_bad_words", BadWords(sequences))
         return other
 
     def with_own_ends(self) -> SamplingParams:
-        """A copy whose only ends are ``stop_token_ids``: the model's end-of-sequence tokens mean nothing to it."""
+        """Return a copy that only ``stop_token_ids`` end: the model's end-of-sequence tokens do not end it."""
         other = copy.copy(self)
         for name in ("ignore_eos", "has_own_ends"):
             object.__setattr__(other, name, True)
         return other
 
     def within(self, room: int) -> SamplingParams:
-        """The parameters where ``room`` tokens are left of the context: what ``max_tokens=None`` means there."""
+        """Return the parameters with ``max_tokens=None`` resolved to ``room``, the tokens left of the context."""
         if self.max_tokens is not None:
             return self
         other = copy.copy(self)
@@ -288,10 +289,10 @@ class SamplingParams:
         return other
 
     def completion(self, index: int) -> SamplingParams:
-        """Parameters of completion ``index`` as a request of its own: ``n=1``, ``seed + index``.
+        """Return the parameters of completion ``index`` as a separate request: ``n=1``, ``seed + index``.
 
-        Completions share their prompt, whose log-probabilities only the first one asks for. Where the best ones are
-        to be found, every one asks for those of its tokens.
+        Completions share their prompt; only the first one requests its log-probabilities. With ``best_of``, every
+        completion requests the log-probabilities of its tokens.
         """
         if self.num_completions == 1 and index == 0:
             return self
@@ -305,7 +306,7 @@ class SamplingParams:
             "logprobs": 0 if self.logprobs is None and self.num_completions > self.n else self.logprobs,
             "prompt_logprobs": self.prompt_logprobs if index == 0 else None,
         }
-        # A copy and not ``replace``: what is checked and built already is shared by all completions.
+        # A copy and not ``replace``: all completions share the checked and derived values.
         own = copy.copy(self)
         for name, value in changes.items():
             object.__setattr__(own, name, value)

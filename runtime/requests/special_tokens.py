@@ -1,4 +1,4 @@
-"""A tokenizer's special tokens: those that ``skip_special_tokens`` leaves out of a text."""
+"""Special tokens of a tokenizer: those that ``skip_special_tokens`` leaves out of a text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _known: WeakKeyDictionary[Any, Mapping[int, str]] = WeakKeyDictionary()
 
 
 def special_tokens(tokenizer: Any) -> Mapping[int, str]:
-    """Text of each special token by its id; read from a HuggingFace tokenizer once."""
+    """Return the text of each special token by its id; a HuggingFace tokenizer is read only once."""
     found = _known.get(tokenizer)
     if found is None:
         names = zip(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _CHARACTER_BITS = 21
-"""A code point fits; a state and a character together are one key."""
+"""Large enough for any code point, so that a state and a character fit into one key."""
 
 
 class StopStrings:
-    """Strings to look for, as one automaton: the cost of a character does not depend on how many there are.
+    """Strings to find, as one automaton: the cost of a character does not depend on the number of strings.
 
-    A state stands for the longest end of the text that begins one of the strings; state 0 is the empty end. Whoever
-    reads a text keeps its state and hands it back with the next piece, so that one automaton serves many texts.
+    A state stands for the longest suffix of the text that begins one of the strings; state 0 is the empty suffix. The
+    reader of a text keeps its state and passes it with the next piece, so one automaton serves many texts.
 
     Args:
         strings: none of them empty.
@@ -39,9 +39,9 @@ class StopStrings:
             found[state] = string
         self._shorter = [0] * len(parents)
         self._found = found
-        """By state: the longest string that ends there; empty for none."""
+        """By state: the longest string that ends there; empty if none does."""
         self._pending = [0] * len(parents)
-        """By state: the length of the longest end of the text that begins a string and is not all of it."""
+        """By state: the length of the longest suffix of the text that begins a string without completing it."""
         for state in sorted(range(1, len(parents)), key=depths.__getitem__):
             shorter = self._follow(self._shorter[parents[state]], characters[state]) if parents[state] else 0
             self._shorter[state] = shorter
@@ -52,13 +52,13 @@ class StopStrings:
         """Read the next piece of a text.
 
         Args:
-            state: what the last piece led to; 0 at the beginning.
+            state: the state after the previous piece; 0 at the beginning.
             text: the piece.
-            look: for strings that end in it; else they are passed over.
+            look: find strings that end in this piece; if False, they are passed over.
 
         Returns:
-            The new state; how many characters were read, all unless a string was found; and the string that is
-            complete first, of several that end together the longest, or "".
+            The new state; the number of characters read, which is all unless a string was found; and the string that
+            is complete first (the longest, if several end together), or "".
         """
         for count, character in enumerate(map(ord, text), start=1):
             state = self._follow(state, character)
@@ -67,7 +67,7 @@ class StopStrings:
         return state, len(text), ""
 
     def pending(self, state: int) -> int:
-        """Characters at the end of the text that more text could complete to one of the strings."""
+        """Return the number of final characters of the text that more text could complete to one of the strings."""
         return self._pending[state]
 
     def _follow(self, state: int, character: int) -> int:

@@ -1,4 +1,4 @@
-"""What a chat template takes and writes, found by rendering probes in transformers' sandbox."""
+"""Facts about a chat template, found by rendering probes in transformers' sandbox: its input forms and its output."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ PROBE_TOOL: dict[str, Any] = {
 
 _QUESTION, _DETAIL = "probe question", "probe detail"
 _LISTED = re.compile(r"""['"]text['"]\s*:\s*['"]probe """)
-"""Parts that stand in a prompt as a list, not as their text."""
+"""Matches content parts that the prompt contains as a list instead of as their text."""
 _OTHER_ROLE = "proberole"
-_SHORT_ID = "probe0000"  # nine characters, as Mistral's templates demand
+_SHORT_ID = "probe0000"  # nine characters, which Mistral's templates require
 _OTHER_IDS = ("call_probe0000", "c1")
 
 
 @dataclass(frozen=True)
 class TemplateFacts:
-    """What a chat template takes and writes.
+    """Input forms that a chat template accepts, and the text that it writes.
 
     Attributes:
         takes_parts: roles whose content may be a list of several ``{"type": "text", "text": ...}``.
-        refuses_text: roles whose content has to be a list, of one part unless ``takes_parts`` has them.
-        takes_tools: it shows tools to the model.
-        arguments_as_text: a call's arguments have to be JSON text; else they are an object.
-        knows_developer: it writes messages of the role ``developer`` otherwise than those of any role.
-        hides_calls: it renders a conversation with a call, and leaves the call out.
-        short_ids: ids of calls have to be nine letters and digits.
-        generation_prompt: what it writes where an answer begins.
-        call: how it writes a call of the probe; None where it writes none.
+        refuses_text: roles whose content must be a list, of one part unless ``takes_parts`` has them.
+        takes_tools: the template shows tools to the model.
+        arguments_as_text: a call's arguments must be JSON text; else they are an object.
+        knows_developer: the template has its own form for the role ``developer``.
+        hides_calls: the template renders a conversation with a call, and leaves the call out.
+        short_ids: ids of calls must be nine letters and digits.
+        generation_prompt: text that the template writes where an answer begins.
+        call: text that the template writes for the probe's call; None if it writes none.
     """
 
     takes_parts: frozenset[str] = frozenset()
@@ -66,7 +66,7 @@ def render(
     add_generation_prompt: bool = False,
     **variables: Any,
 ) -> str:
-    """The prompt of a conversation; raises what the template raises."""
+    """Render the prompt of a conversation; exceptions of the template propagate."""
     return str(
         tokenizer.apply_chat_template(
             [dict(message) for message in messages],
@@ -80,7 +80,7 @@ def render(
 
 
 def try_render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str | None:
-    """As ``render``; None where the template refuses the conversation, for whatever reason."""
+    """Render as ``render`` does; None if the template rejects the conversation for any reason."""
     try:
         return render(tokenizer, messages, **options)
     except MemoryError:  # the bound on a request's template
@@ -90,11 +90,11 @@ def try_render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options:
 
 
 def probe_template(tokenizer: Any, chat_template: str | None = None) -> TemplateFacts:
-    """Facts about a chat template; those of one that takes plain text where it can render nothing.
+    """Probe a chat template; the facts are those of a plain-text template if it renders nothing.
 
     Args:
-        tokenizer: whose template it is.
-        chat_template: in place of the tokenizer's.
+        tokenizer: tokenizer with the template.
+        chat_template: used instead of the tokenizer's.
     """
     return _Probe(tokenizer, chat_template).facts()
 
@@ -103,7 +103,7 @@ class _Probe:
     def __init__(self, tokenizer: Any, chat_template: str | None) -> None:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
-        self._question: Any = _QUESTION  # in the form that the template takes, as the others
+        self._question: Any = _QUESTION  # in the form that the template takes, like the others
         self._nothing: Any = ""
 
     def facts(self) -> TemplateFacts:
@@ -135,13 +135,13 @@ class _Probe:
         )
 
     def __call__(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str | None:
-        """The rendered conversation; None where the template refuses it."""
+        """Return the rendered conversation; None if the template rejects it."""
         return try_render(self._tokenizer, messages, chat_template=self._chat_template, **options)
 
     def _find_content(
         self, role: str, takes_parts: set[str], refuses_text: set[str], arguments: Any = PROBE_ARGUMENTS
     ) -> None:
-        """Put a role where its content's forms belong."""
+        """Add a role to the set for the content forms that it accepts."""
         if self._shows(role, _parts(_QUESTION, _DETAIL), arguments):
             takes_parts.add(role)
         if self._shows(role, _QUESTION, arguments):
@@ -150,7 +150,7 @@ class _Probe:
             refuses_text.add(role)
 
     def _shows(self, role: str, content: Any, arguments: Any) -> bool:
-        """Whether the content of a message of this role stands in the prompt."""
+        """Return True if the content of a message with this role appears in the prompt."""
         asked, message = _message("user", self._other_question()), _message(role, content)
         if role == "tool":
             call = self._calls(arguments, _SHORT_ID)
@@ -179,7 +179,7 @@ class _Probe:
         return False
 
     def _call(self) -> tuple[str | None, bool]:
-        """What the template writes for a call, and whether it needs the arguments as text."""
+        """Return the text that the template writes for a call, and True if it needs the arguments as text."""
         for arguments in (PROBE_ARGUMENTS, '{"probe_key": "probe value"}'):
             if (written := self._called(arguments, _SHORT_ID)) is not None:
                 return written, isinstance(arguments, str)
@@ -190,7 +190,7 @@ class _Probe:
         return _message("assistant", self._nothing) | {"tool_calls": [call]}
 
     def _called(self, arguments: Any, call_id: str) -> str | None:
-        """What the template writes for a call; None where it writes none, or not its arguments."""
+        """Return the text that the template writes for a call; None if it omits the call or its arguments."""
         asked, call = _message("user", self._question), self._calls(arguments, call_id)
         result = _message("tool", "probe result") | {"tool_call_id": call_id, "name": PROBE_NAME}
         for messages in ([asked, call], [asked, call, result]):
@@ -198,7 +198,7 @@ class _Probe:
             if rendered is None:
                 continue
             written = rendered[rendered.rfind(_QUESTION) + len(_QUESTION) :]
-            # An object that was put into the text as it is looks like Python.
+            # An object inserted into the text without conversion looks like Python.
             if "probe value" in written and "{'probe_key'" not in written:
                 return written
         return None
@@ -213,6 +213,6 @@ def _parts(*texts: str) -> list[dict[str, str]]:
 
 
 def template_source(tokenizer: Any, chat_template: str | None) -> str:
-    """Text of the template, of all of them where a tokenizer has several."""
+    """Return the text of the template; of all templates if the tokenizer has several."""
     source = chat_template if chat_template is not None else getattr(tokenizer, "chat_template", None)
     return "\n".join(map(str, source.values())) if isinstance(source, Mapping) else str(source or "")

@@ -1,8 +1,8 @@
-"""Messages as a model's chat template takes them.
+"""Converts messages to the form that a model's chat template accepts.
 
-Clients send one form; templates differ in what they take: text or parts, arguments as objects or as JSON text, the
-role ``developer`` or not, ids of any length or of nine characters. What the template does not take is turned into
-what it does.
+Clients send one form; templates differ in what they accept: text or parts, arguments as objects or as JSON text, the
+role ``developer`` or not, ids of any length or of nine characters. This module converts a form that the template does
+not accept to one that it does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_TOOL_CALLS = 512
 MAX_ARGUMENTS_DEPTH = 128
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of parts that are text → the field that holds it."""
+"""Types of text parts → the field with the text."""
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _SHORT_ID = re.compile("[0-9A-Za-z]{9}")
 
@@ -29,8 +29,8 @@ class ConversationError(ValueError):
     """A conversation that cannot be rendered.
 
     Args:
-        field: of the request, as its sender wrote it.
-        text: the field, the value and the remedy.
+        field: field of the request, as the client wrote it.
+        text: error message with the field, the value and the remedy.
     """
 
     def __init__(self, field: str, text: str) -> None:
@@ -39,36 +39,36 @@ class ConversationError(ValueError):
 
 
 def template_messages(messages: Sequence[Any], facts: TemplateFacts, places: Sequence[str]) -> list[dict[str, Any]]:
-    """The messages of a conversation, checked and turned into those that the template takes.
+    """Check the messages of a conversation and convert them to the form that the template accepts.
 
-    Content that is null is an empty text. Several text parts stay parts where the template takes such, and are joined
-    by line breaks elsewhere; a single one is a text. Reasoning is passed under every name that templates read.
-    Arguments of an earlier call that are no JSON object, as a model may have written them, are ``{}``, or stay as
-    they are where the template takes text. A tool's message gets the name of the function that its ``tool_call_id``
-    belongs to. Calls that the template leaves out are a JSON text behind the content. Fields that are null, and empty
-    ``tool_calls``, are left out.
+    Null content becomes an empty text. Several text parts stay parts if the template accepts them; otherwise they are
+    joined by line breaks. A single part becomes a text. Reasoning is passed under every name that templates read.
+    Arguments of an earlier call that are not a JSON object, as a model may have written them, become ``{}``, or stay
+    unchanged if the template takes text. A tool's message gets the name of the function that its ``tool_call_id``
+    belongs to. Calls that the template leaves out are appended to the content as JSON text. Null fields and empty
+    ``tool_calls`` are dropped.
 
     Args:
-        messages: in OpenAI's form.
-        facts: about the template.
-        places: the name of each message, for errors.
+        messages: messages in OpenAI's form.
+        facts: facts about the template.
+        places: names of the messages in errors.
 
     Raises:
-        ConversationError: they are no conversation.
+        ConversationError: ``messages`` are not a valid conversation.
     """
-    names: dict[str, str] = {}  # of functions, by the id of the call
+    names: dict[str, str] = {}  # function names by call id
     return [_message(message, place, facts, names) for message, place in zip(messages, places, strict=True)]
 
 
 def _message(message: Any, place: str, facts: TemplateFacts, names: dict[str, str]) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
-        text = f"{place}={shown(message)} is no message; use {{'role': 'user', 'content': 'Hello'}}"
+        text = f"{place}={shown(message)} is not a message; use {{'role': 'user', 'content': 'Hello'}}"
         raise ConversationError(place, text)
     role = "system" if role == "developer" and not facts.knows_developer else role
     out = {key: value for key, value in message.items() if value is not None}
     content = out.get("content", out.get("refusal"))
     if content is None and role not in ("assistant", "tool"):
-        raise _wrong(f"{place}.content", "is missing; pass text, or parts of type 'text'")
+        raise _wrong(f"{place}.content", "is missing; send text, or parts of type 'text'")
     out |= {"role": role, "content": _content(content, role, f"{place}.content", facts)}
     if role == "assistant":
         out |= _reasoning(out, place)
@@ -78,7 +78,7 @@ def _message(message: Any, place: str, facts: TemplateFacts, names: dict[str, st
     if role == "tool":
         call_id = out.get("tool_call_id", "")
         if not isinstance(call_id, str):
-            raise _wrong(f"{place}.tool_call_id", "is no string; pass the id of the call that this answers")
+            raise _wrong(f"{place}.tool_call_id", "is not a string; send the id of the call that this answers")
         out["tool_call_id"] = _call_id(call_id, facts)
         if call_id in names:
             out.setdefault("name", names[call_id])
@@ -89,7 +89,7 @@ def _reasoning(message: Mapping[str, Any], place: str) -> dict[str, str]:
     for field in _REASONING_FIELDS:
         if (reasoning := message.get(field)) is not None:
             if not isinstance(reasoning, str):
-                raise _wrong(f"{place}.{field}", "is no string")
+                raise _wrong(f"{place}.{field}", "is not a string")
             return dict.fromkeys(_REASONING_FIELDS, reasoning)
     return {}
 
@@ -98,12 +98,12 @@ def _content(content: Any, role: str, place: str, facts: TemplateFacts) -> str |
     if isinstance(content, list | tuple):
         texts = [_part(part, f"{place}[{index}]") for index, part in enumerate(content)]
         if not texts and role not in ("assistant", "tool"):
-            raise _wrong(place, "has no parts; pass text, or parts of type 'text'")
+            raise _wrong(place, "has no parts; send text, or parts of type 'text'")
         if len(texts) > 1 and role in facts.takes_parts:
             return [{"type": "text", "text": text} for text in texts]
         content = "\n".join(texts)
     elif content is not None and not isinstance(content, str):
-        raise ConversationError(place, f"{place}={shown(content)} is neither text nor a list of parts; use a string")
+        raise ConversationError(place, f"{place}={shown(content)} is neither text nor a list of parts; send a string")
     text = content or ""
     return [{"type": "text", "text": text}] if role in facts.refuses_text else text
 
@@ -113,21 +113,22 @@ def _part(part: Any, place: str) -> str:
         return part
     kind = part.get("type") if isinstance(part, Mapping) else part
     if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in _TEXT_PARTS:
-        raise _wrong(place, f"of type {shown(kind)} is not served; leave text parts only")
+        raise _wrong(place, f"has the unsupported type {shown(kind)}; send text parts only")
     text = part.get(_TEXT_PARTS[kind])
     if not isinstance(text, str):
-        raise ConversationError(f"{place}.{_TEXT_PARTS[kind]}", f"{place} has {shown(text)} for a text; use a string")
+        text = f"{place}.{_TEXT_PARTS[kind]}={shown(text)} is not a string; send a string"
+        raise ConversationError(f"{place}.{_TEXT_PARTS[kind]}", text)
     return text
 
 
 def _tool_calls(calls: Any, place: str, facts: TemplateFacts, names: dict[str, str]) -> list[dict[str, Any]]:
     if not isinstance(calls, list | tuple) or len(calls) > MAX_TOOL_CALLS:
-        raise _wrong(place, f"is no list of at most {MAX_TOOL_CALLS} calls")
+        raise _wrong(place, f"is not a list of at most {MAX_TOOL_CALLS} calls")
     return [_tool_call(call, f"{place}[{index}]", facts, names) for index, call in enumerate(calls)]
 
 
 def _with_calls(content: str | list[dict[str, str]], calls: Sequence[Mapping[str, Any]]) -> Any:
-    """Content with its calls behind it."""
+    """Return the content followed by its calls."""
     text = json.dumps([call["function"] for call in calls], ensure_ascii=False)
     if isinstance(content, str):
         return f"{content}\n{text}" if content else text
@@ -137,10 +138,10 @@ def _with_calls(content: str | list[dict[str, str]], calls: Sequence[Mapping[str
 def _tool_call(call: Any, place: str, facts: TemplateFacts, names: dict[str, str]) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise _wrong(place, "is no call; use {'id': ..., 'type': 'function', 'function': {'name': ...}}")
+        raise _wrong(place, "is not a call; use {'id': ..., 'type': 'function', 'function': {'name': ...}}")
     call_id = call.get("id") or ""
     if not isinstance(call_id, str):
-        raise _wrong(f"{place}.id", "is no string")
+        raise _wrong(f"{place}.id", "is not a string")
     names[call_id] = function["name"]
     arguments = _arguments(function.get("arguments"), facts.arguments_as_text)
     return {
@@ -151,14 +152,14 @@ def _tool_call(call: Any, place: str, facts: TemplateFacts, names: dict[str, str
 
 
 def _call_id(call_id: str, facts: TemplateFacts) -> str:
-    """The id, or nine characters made of it where the template takes no others."""
+    """Return the id, or nine characters derived from it if the template accepts no others."""
     if not facts.short_ids or _SHORT_ID.fullmatch(call_id):
         return call_id
     return blake2b(call_id.encode(errors="surrogatepass")).hexdigest()[:9]
 
 
 def _arguments(arguments: Any, as_text: bool) -> Any:
-    """A call's arguments as the template takes them; clients send JSON text, some an object."""
+    """Return a call's arguments in the form that the template takes; clients send JSON text, some an object."""
     if as_text and isinstance(arguments, str) and arguments.strip():
         return arguments
     value = arguments

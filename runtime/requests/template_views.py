@@ -1,8 +1,8 @@
-"""What of a conversation a chat template shows to the model, found by rendering one of the same shape.
+"""Finds parts of a conversation that a chat template does not show to the model.
 
-Templates leave out what they have no place for: tools, a system's message behind the first, a tool's result. Texts of
-the conversation itself do not tell, as templates trim and rewrite them; so a conversation of marked texts is rendered
-in its place, once for each shape.
+Templates silently drop parts that they do not support: tools, a second system message, a tool's result. Searching
+the prompt for the conversation's own texts is unreliable, because templates trim and rewrite them; so a conversation
+of the same shape with marked texts is rendered instead, once for each shape.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from weakref import WeakKeyDictionary
 from .template_facts import PROBE_NAME, PROBE_TOOL, TemplateFacts, probe_template, try_render
 
 _MOST_TEMPLATES = 16
-"""Of a tokenizer that are remembered."""
+"""Most templates remembered for a tokenizer."""
 _MOST_VIEWS = 256
-"""Shapes of conversations that are remembered for a template."""
+"""Most conversation shapes remembered for a template."""
 _LARGEST_SHAPE = 4000
-"""Characters of a shape that is remembered."""
+"""Most characters of a remembered shape."""
 
 
 @dataclass
 class Template:
-    """A tokenizer's chat template, with what was found out about it.
+    """A tokenizer's chat template and the results of probing it.
 
     Attributes:
-        facts: about it.
-        hidden: by the shape of a conversation, what of it is not shown.
+        facts: facts about the template.
+        hidden: by the shape of a conversation, the parts that the template does not show.
     """
 
     facts: TemplateFacts
@@ -39,11 +39,11 @@ _TEMPLATES: WeakKeyDictionary[Any, dict[str, Template]] = WeakKeyDictionary()
 
 
 def known_template(tokenizer: Any, chat_template: str) -> Template:
-    """What is known of a template, probed at the first call.
+    """Return a template with its facts; the first call for a template probes it.
 
     Args:
-        tokenizer: whose template it is.
-        chat_template: its text.
+        tokenizer: tokenizer with the template.
+        chat_template: text of the template.
     """
     known = _TEMPLATES.setdefault(tokenizer, {})
     found = known.get(chat_template)
@@ -56,15 +56,15 @@ def known_template(tokenizer: Any, chat_template: str) -> Template:
 def hidden_parts(
     template: Template, tokenizer: Any, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
 ) -> list[tuple[int, str]]:
-    """What the template leaves out: "content" or "tool_calls" of a message by its index; -1: "tools", "documents".
+    """Return the parts left out: "content" or "tool_calls" by message index; "tools" or "documents" with index -1.
 
-    Content beside calls, and earlier reasoning, are the template's own to leave out.
+    The template is free to leave out content next to calls, and earlier reasoning.
 
     Args:
-        template: see ``known_template``.
-        tokenizer: whose template it is.
-        messages: as the template takes them.
-        arguments: that ``apply_chat_template`` gets.
+        template: the result of ``known_template``.
+        tokenizer: tokenizer with the template.
+        messages: messages in the form that the template takes.
+        arguments: arguments of ``apply_chat_template``.
     """
     ids: dict[str, str] = {}
     marked = [_marked(message, index, ids) for index, message in enumerate(messages)]
@@ -84,7 +84,7 @@ def hidden_parts(
 
 
 def _marked(message: Mapping[str, Any], index: int, ids: dict[str, str]) -> dict[str, Any]:
-    """The message with texts that tell where they come from."""
+    """Return the message with its texts replaced by marks that identify them."""
     marked: dict[str, Any] = {"role": message["role"], "content": _marked_content(message["content"], f"q{index}z")}
     marked |= {name: "thought" for name in ("reasoning_content", "reasoning", "thinking") if message.get(name)}
     if "name" in message:
@@ -130,6 +130,6 @@ def _missing(text: str, marked: Sequence[Mapping[str, Any]], options: Mapping[st
 
 
 def _remember(known: dict[str, Any], key: str, value: Any, most: int) -> None:
-    for oldest in list(known)[: max(0, len(known) - most + 1)]:  # in one step, as a thread renders, too
+    for oldest in list(known)[: max(0, len(known) - most + 1)]:  # in one step, because a thread renders, too
         known.pop(oldest, None)
     known[key] = value

@@ -1,4 +1,4 @@
-"""Tokens of a text, at a cost that is bounded by how many of them can run."""
+"""Tokenises a text at a cost bounded by the number of tokens that can run."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 from .detokenizer import Tokenizer
 
 _CHARACTERS_PER_TOKEN = 10
-"""More than tokenizers make of text on average, so that one piece shows what is too long."""
+"""More characters than tokens of real text have on average, so that one piece shows that a text is too long."""
 
 
 def tokenise(text: str, tokenizer: Tokenizer, limit: int, *, ends: bool = False, **options: Any) -> list[int]:
-    """Token ids of ``text``; of a text that has more than ``cut_above(limit)`` tokens, those of a beginning that has.
+    """Return the token ids of ``text``, or of only its beginning if that has more than ``cut_above(limit)`` tokens.
 
-    A beginning has as many tokens as it has within the whole text, but for the word that it is cut in: twice the
-    limit leaves no doubt.
+    A beginning has the same tokens alone as within the whole text, except for the word that the cut splits, so twice
+    the limit is a safe margin.
 
     Args:
-        text: to tokenise.
-        tokenizer: to ask.
+        text: text to tokenise.
+        tokenizer: a HuggingFace tokenizer.
         limit: most tokens that can be used.
-        ends: of a text that is too long, an end is tokenised instead of a beginning.
-        options: for the tokenizer.
+        ends: tokenise the end of a text that is too long instead of its beginning.
+        options: arguments of the tokenizer.
     """
     size = _CHARACTERS_PER_TOKEN * limit
     while size < len(text):
@@ -34,5 +34,5 @@ def tokenise(text: str, tokenizer: Tokenizer, limit: int, *, ends: bool = False,
 
 
 def cut_above(limit: int) -> int:
-    """Number of tokens above which ``tokenise`` may have left some out."""
+    """Return the number of tokens above which ``tokenise`` may have left some out."""
     return 2 * limit

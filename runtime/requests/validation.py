@@ -1,4 +1,4 @@
-"""Checks what a caller hands to the engine, before anything runs: prompts and their sampling parameters."""
+"""Checks a caller's prompts and sampling parameters before anything runs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class PromptLimits:
     """Limits that a prompt must respect.
 
     Attributes:
-        vocab_size: ids are below it.
-        max_model_len: prompt and generated tokens together.
-        reason: where ``max_model_len`` comes from, with the remedy; ends the message about a long prompt.
+        vocab_size: exclusive upper bound of token ids.
+        max_model_len: most prompt and generated tokens together.
+        reason: origin of ``max_model_len`` with the remedy; ends the message about a long prompt.
     """
 
     vocab_size: int
@@ -35,11 +35,11 @@ class PromptLimits:
 
 @dataclass(frozen=True)
 class CheckedPrompt:
-    """A prompt that can run.
+    """A checked prompt that the engine can run.
 
     Attributes:
-        text: None when token ids were given, unless their dict had it, too.
-        token_ids: at least one, all within the vocabulary, leaving room for what is to be generated.
+        text: None if the caller passed token ids, unless their dict had a text, too.
+        token_ids: at least one, all within the vocabulary, leaving room for the tokens to generate.
     """
 
     text: str | None
@@ -53,10 +53,10 @@ def check_prompt(
 
     Args:
         prompt: text or token ids.
-        tokenizer: of text.
-        limits: of the engine.
-        name: of the prompt in messages.
-        params: its parameters, checked or not: with ``max_tokens=0`` it may fill the context.
+        tokenizer: tokenizer for text prompts.
+        limits: limits of the engine.
+        name: name of the prompt in messages.
+        params: parameters of the prompt, checked or not: with ``max_tokens=0`` it may fill the context.
 
     Raises:
         ValueError: one line with ``name``, the value and the remedy.
@@ -65,7 +65,7 @@ def check_prompt(
     if isinstance(prompt, str):
         text = prompt
         if tokenizer is None:
-            raise ValueError(f"{name}={_short(prompt)} is text; give token ids, or a tokenizer to the engine")
+            raise ValueError(f"{name}={_short(prompt)} is text; pass token ids, or give the engine a tokenizer")
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
@@ -100,11 +100,11 @@ def check_prompt(
 def check_params(
     params: object, tokenizer: Tokenizer | None, limits: PromptLimits, name: str = "sampling_params"
 ) -> SamplingParams:
-    """The parameters, or the default ones for None; their ``bad_words`` are tokenised.
+    """Return the parameters, or the default ones for None; their ``bad_words`` are tokenised.
 
     Raises:
-        ValueError: they are not ``SamplingParams``, ask for what needs a tokenizer where there is none, or name
-            tokens outside the vocabulary.
+        ValueError: they are not ``SamplingParams``, need a tokenizer that the engine does not have, or name tokens
+            outside the vocabulary.
     """
     if params is None:
         return SamplingParams()
@@ -112,7 +112,7 @@ def check_params(
         raise ValueError(f"{name}={_short(params)} is not SamplingParams; use SamplingParams(max_tokens=..., ...)")
     if params.stop_strings and tokenizer is None:
         raise ValueError(
-            f"{name}.stop={_short(list(params.stop_strings))} needs text; use stop_token_ids, or give a tokenizer"
+            f"{name}.stop={_short(list(params.stop_strings))} needs a tokenizer; use stop_token_ids or pass one"
         )
     for field in ("logit_bias", "allowed_token_ids"):
         highest = max(getattr(params, field) or (0,))
@@ -129,13 +129,13 @@ def check_params(
 def _bad_word_sequences(
     words: Sequence[str], tokenizer: Tokenizer | None, limits: PromptLimits, name: str
 ) -> list[tuple[int, ...]]:
-    """The tokens of each word at the beginning of a text and after a space.
+    """Return the tokens of each word, both at the beginning of a text and after a space.
 
-    vLLM leaves the second out where it has another number of tokens than the first; the word could be
-    generated then, so that both are kept here.
+    vLLM drops the second sequence if its number of tokens differs from the first's; the word could then still be
+    generated, so both are kept here.
     """
     if tokenizer is None:
-        raise ValueError(f"{name}.bad_words={_short(words)} needs a tokenizer; use logit_bias, or give one")
+        raise ValueError(f"{name}.bad_words={_short(words)} needs a tokenizer; use logit_bias or pass one")
     texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
     sequences: dict[tuple[int, ...], None] = {}
     for i, entry in enumerate(tokenizer(texts, add_special_tokens=False).input_ids):
@@ -174,7 +174,7 @@ def check_batch(
 def check_beam_batch(
     prompts: object, params: object, tokenizer: Tokenizer | None, limits: PromptLimits
 ) -> list[tuple[CheckedPrompt, BeamSearchParams]]:
-    """As ``check_batch``, with ``BeamSearchParams``.
+    """Check a whole batch as ``check_batch`` does, with ``BeamSearchParams``.
 
     Raises:
         ValueError: the message names the index of the first bad prompt or parameters.
@@ -203,10 +203,10 @@ def _check_count(name: str, count: int, num_prompts: int) -> None:
 
 
 def as_batch(prompts: object) -> list[Any]:
-    """A list of prompts, of one prompt or several; the prompts themselves are not checked.
+    """Return a list of prompts from one prompt or several, without checking the prompts themselves.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: ``prompts`` is neither.
     """
     if isinstance(prompts, str | Mapping):
         return [prompts]
@@ -221,7 +221,7 @@ def as_batch(prompts: object) -> list[Any]:
 
 
 def _whole_numbers(prompt: object, name: str) -> list[int]:
-    """The entries as ints; bools and floats are refused, even 1.0."""
+    """Return the entries as ints; bools and floats are rejected, even 1.0."""
     if isinstance(prompt, torch.Tensor):
         if prompt.dtype.is_floating_point or prompt.dtype.is_complex:
             raise ValueError(f"{name} has dtype {prompt.dtype}; give token ids as integers")
@@ -240,5 +240,5 @@ def _whole_numbers(prompt: object, name: str) -> list[int]:
         return entries
     for i, entry in enumerate(entries):
         if isinstance(entry, (bool, np.bool_)) or not hasattr(entry, "__index__"):
-            raise ValueError(f"{name}[{i}]={_short(entry)} is not a token id; give whole numbers")
+            raise ValueError(f"{name}[{i}]={_short(entry)} is not a token id; use integers")
     return [operator.index(entry) for entry in entries]

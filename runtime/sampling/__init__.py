@@ -1,1 +1,1 @@
-"""Sampling, from logits to tokens: rules, draws, log-probabilities, beams."""
+"""Sampling, from logits to tokens: logits processing, draws, log-probabilities, beam search."""

@@ -1,7 +1,7 @@
-"""Changes of logits that requests ask for, made before the temperature: bans, biases, penalties.
+"""Changes that requests make to logits before the temperature: bans, biases, penalties.
 
-Each rule is one indexed operation on the logits of all requests that use it; what has to be known of a request
-(which tokens it has seen, how often) is kept with it and grows with its output.
+Each rule is one indexed operation on the logits of all requests that use it. The data that a rule needs about a
+request (the tokens seen, and how often) is kept per request and grows with its output.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _Floats: TypeAlias = "npt.NDArray[np.float32]"
 class LogitsProcessor:
     """Applies the rules of ``SamplingParams`` to logits, in vLLM's order.
 
-    1. ``allowed_token_ids``: all others to -inf. 2. ``bad_words``: what would complete one to -inf.
-    3. ``min_tokens``: EOS, ignored or not, and ``stop_token_ids`` to -inf. 4. ``logit_bias`` is added.
-    5. ``repetition_penalty``: tokens of prompt and output divided by it, or multiplied where negative.
+    1. ``allowed_token_ids``: sets all others to -inf. 2. ``bad_words``: sets tokens that would complete one to -inf.
+    3. ``min_tokens``: sets EOS, ignored or not, and ``stop_token_ids`` to -inf. 4. ``logit_bias`` is added.
+    5. ``repetition_penalty``: divides the logits of prompt and output tokens, or multiplies negative ones.
     6. ``frequency_penalty`` times occurrences in the output, then 7. ``presence_penalty`` are subtracted.
 
     Token ids beyond the vocabulary have no effect.
 
     Args:
-        eos_token_ids: the model's end-of-sequence ids, which ``min_tokens`` holds back.
+        eos_token_ids: the model's end-of-sequence ids, which ``min_tokens`` suppresses.
     """
 
     def __init__(self, eos_token_ids: Sequence[int] = ()) -> None:
@@ -47,7 +47,7 @@ class LogitsProcessor:
             if request.params.changes_logits:
                 state = self._states.get(request)
                 if state is None or state.num_output_tokens > request.num_output_tokens:
-                    # None, or outputs were taken back, as after an interrupted step.
+                    # None, or outputs were withdrawn, as after an interrupted step.
                     state = self._states[request] = _State(request, x.shape[1], self._eos_token_ids)
                 state.update(request)
                 rows.append((i, state))
@@ -57,7 +57,7 @@ class LogitsProcessor:
         vocab = x.shape[1]
 
         def gather(ids_of: Callable[[_State], _Ids | None]) -> tuple[Tensor, list[_State], list[int]]:
-            """Places in ``flat`` of each state's ids, those states, and how many places each has."""
+            """Return the positions in ``flat`` of each state's ids, those states, and their numbers of positions."""
             found = [(i, state, ids) for i, state in rows if (ids := ids_of(state)) is not None]
             if not found:
                 return _NOWHERE, [], []
@@ -79,14 +79,14 @@ class LogitsProcessor:
 
         places, states, _ = gather(lambda state: state.biased)
         if states:
-            # A mapping holds each token once.
+            # A mapping contains each token once.
             flat[places] += torch.from_numpy(
                 np.concatenate([state.bias for state in states if state.bias is not None])
             ).to(x.device)
 
         places, states, lengths = gather(_State.seen_ids)
         if states:
-            # A token that is listed twice is read before and written after: it is penalised once.
+            # A token listed twice is read before and written after: it is penalised once.
             factor = spread([state.params.repetition_penalty for state in states], lengths)
             old = flat[places]
             flat[places] = torch.where(old < 0, old * factor, old / factor)
@@ -103,7 +103,7 @@ _NOWHERE = torch.empty(0, dtype=torch.int64)
 
 
 class _State:
-    """State of the rules of one request, up to the output that ``update`` has seen."""
+    """State of one request's rules, up to the output that ``update`` has seen."""
 
     def __init__(self, request: Request, vocab: int, eos_token_ids: tuple[int, ...]) -> None:
         params: SamplingParams = request.params
@@ -112,7 +112,7 @@ class _State:
         self.allowed = None if params.allowed_ids is None else _within(params.allowed_ids, vocab)
         self._vocab = vocab
         self._words = params.banned_sequences
-        # A grammar's mask knows where the end of the sequence may come, and where nothing else can.
+        # A grammar's mask knows where the sequence may end, and where it must end.
         leaves_eos = params.has_own_ends or request.grammar is not None
         ends = params.stop_ids if leaves_eos else params.stop_ids + eos_token_ids
         self._held_back = _within(np.array(ends, np.int64), vocab)
@@ -126,7 +126,7 @@ class _State:
         self.counted = _CountedTokens() if penalised else None
 
     def update(self, request: Request) -> None:
-        """Take the output tokens that are new."""
+        """Add the new output tokens."""
         output = request.output_token_ids
         new = output[self.num_output_tokens :]
         self.num_output_tokens = len(output)
@@ -137,15 +137,15 @@ class _State:
         self._completing = [] if self._words is None else self._words.completing(output)
 
     def seen_ids(self) -> _Ids | None:
-        """Tokens of prompt and output; None without ``repetition_penalty``."""
+        """Return the tokens of prompt and output; None without ``repetition_penalty``."""
         return None if self.seen is None else self.seen.ids
 
     def counted_ids(self) -> _Ids | None:
-        """Distinct output tokens; None without the penalties that count them."""
+        """Return the distinct output tokens; None without the penalties that count them."""
         return None if self.counted is None else self.counted.ids
 
     def banned(self) -> _Ids | None:
-        """Tokens that may not come next; None for no rule of that kind."""
+        """Return the tokens that must not come next; None without such a rule."""
         parts = [ids[ids < self._vocab] for ids in self._completing]
         if self.num_output_tokens < self.params.min_tokens:
             parts.append(self._held_back)
@@ -169,7 +169,7 @@ class _SeenTokens:
 
 
 class _CountedTokens:
-    """Distinct output tokens and how often each has come."""
+    """Distinct output tokens and their counts."""
 
     def __init__(self) -> None:
         self._places: dict[int, int] = {}
@@ -194,7 +194,7 @@ class _CountedTokens:
 
 
 class _GrowingArray:
-    """An array with cheap ``extend``; ``values`` is a view that the next ``extend`` may outdate."""
+    """An array with cheap ``extend``; ``values`` is a view that the next ``extend`` may invalidate."""
 
     def __init__(self, values: npt.ArrayLike, dtype: npt.DTypeLike) -> None:
         first = np.asarray(values, dtype)
@@ -211,5 +211,5 @@ class _GrowingArray:
 
 
 def _within(ids: _Ids, vocab: int) -> _Ids:
-    """Those below ``vocab``: the array itself, where all are, for it may be shared by many."""
+    """Return the ids below ``vocab``; if all are, the array itself, because many requests may share it."""
     return ids[ids < vocab] if len(ids) and ids.max() >= vocab else ids

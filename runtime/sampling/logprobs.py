@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens: of sampled ones, of a prompt's, and the most likely ones of each row."""
+"""Log-probabilities of tokens: sampled tokens, prompt tokens, and the most likely tokens of each row."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ..requests.outputs import Logprob
 
-_WORK_ELEMENTS = 2**23  # logits that are processed at once; bounds the temporary memory
+_WORK_ELEMENTS = 2**23  # logits processed at once; bounds temporary memory
 
 
 def ranked(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` largest of each row with their ids, largest first, among equals the lower id first.
+    """Return the ``count`` largest values of each row and their ids, largest first, equal ones by ascending id.
 
-    Which of the equals at the very end are in is arbitrary, unless the whole row is asked for.
+    If values tie at the very end, it is arbitrary which are included, unless the whole row is requested.
     """
     if count >= x.shape[-1]:
         return x.sort(dim=-1, descending=True, stable=True)
@@ -26,12 +26,12 @@ def ranked(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def report_logprobs(raw: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> Iterator[dict[int, Logprob]]:
-    """One entry per row: the row's token, then its most likely ones, by rank.
+    """Yield one entry per row: the row's token, then its most likely ones, by rank.
 
     Args:
         raw: ``[M, V]`` fp32 log-probabilities.
         tokens: M token ids.
-        counts: how many likely tokens each row reports.
+        counts: number of likely tokens to report for each row.
     """
     vocab = raw.shape[1]
     most = min(max(counts), vocab)
@@ -57,24 +57,24 @@ def report_logprobs(raw: Tensor, tokens: Sequence[int], counts: Sequence[int]) -
 def prompt_logprobs(
     logits: Tensor, prompt_token_ids: Sequence[int], start: int, count: int
 ) -> list[dict[int, Logprob]]:
-    """Log-probabilities of a stretch of a prompt.
+    """Return log-probabilities of a part of a prompt.
 
     Args:
         logits: ``[C, V]``, any float dtype: the rows of prompt positions ``start`` to ``start + C - 1``.
         prompt_token_ids: the whole prompt.
         start: position of the first row.
-        count: how many likely tokens to report beside the prompt's own.
+        count: number of likely tokens to report in addition to the prompt's own.
 
     Returns:
-        The entries of positions ``start + 1`` to ``start + C``, one less where the prompt ends in this stretch.
+        The entries of positions ``start + 1`` to ``start + C``, one less if the prompt ends in this part.
 
     Raises:
-        ValueError: the rows do not lie within the prompt.
+        ValueError: the rows are not within the prompt.
     """
     if logits.dim() != 2 or not 0 <= start <= len(prompt_token_ids) - len(logits):
         raise ValueError(
-            f"logits of shape {tuple(logits.shape)} from position start={start} on are not rows of a prompt of "
-            f"{len(prompt_token_ids)} tokens; give the rows of one chunk of it"
+            f"logits of shape {tuple(logits.shape)} from start={start} on do not match a prompt of "
+            f"{len(prompt_token_ids)} tokens; pass the rows of one chunk of the prompt"
         )
     tokens = [int(token) for token in prompt_token_ids[start + 1 : start + 1 + len(logits)]]
     batch = max(1, _WORK_ELEMENTS // logits.shape[1])
@@ -87,44 +87,44 @@ def prompt_logprobs(
 
 
 class PromptLogprobs:
-    """Collects a prompt's log-probabilities chunk by chunk; positions that are computed again are skipped.
+    """Collects a prompt's log-probabilities chunk by chunk; recomputed positions are skipped.
 
     Args:
         prompt_token_ids: the whole prompt.
-        count: how many likely tokens to report beside the prompt's own.
+        count: number of likely tokens to report in addition to the prompt's own.
     """
 
     def __init__(self, prompt_token_ids: Sequence[int], count: int) -> None:
         self.entries: list[dict[int, Logprob] | None] = [None]
-        """One per position known so far; None for the first, of which nothing is expected."""
+        """One entry per position known so far; None for the first token, which has no predecessor."""
         self._prompt = prompt_token_ids
         self._count = count
 
     @property
     def is_complete(self) -> bool:
-        """Every position of the prompt has its entry."""
+        """True if every position of the prompt has its entry."""
         return len(self.entries) == len(self._prompt)
 
     def add(self, logits: Tensor, start: int) -> None:
-        """Take the rows ``[C, V]`` of prompt positions ``start`` to ``start + C - 1``.
+        """Add the rows ``[C, V]`` of prompt positions ``start`` to ``start + C - 1``.
 
         Raises:
             ValueError: rows before ``start`` are missing.
         """
-        known = len(self.entries) - 1  # rows that were taken
+        known = len(self.entries) - 1  # rows added so far
         if start > known:
-            raise ValueError(f"start={start} leaves out rows from {known} on; give the chunks of a prompt in order")
+            raise ValueError(f"start={start} skips rows from {known} on; pass the chunks of a prompt in order")
         if start + len(logits) > known and not self.is_complete:
             self.entries += prompt_logprobs(logits[known - start :], self._prompt, known, self._count)
 
 
 @torch.inference_mode()
 def top_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The most likely tokens of each row, as beam search wants them.
+    """Return the most likely tokens of each row, for beam search.
 
     Args:
         logits: ``[M, V]``, any float dtype.
-        count: how many; all, where V is smaller.
+        count: number of tokens; all of them if V is smaller.
 
     Returns:
         ``[M, count]`` int64 token ids and ``[M, count]`` fp32 log-probabilities, most likely first.

@@ -1,4 +1,4 @@
-"""Rows of logits whose next token a grammar restricts: their masks, and the choice where nothing else is asked."""
+"""Rows of logits whose next token a grammar restricts: their masks, and the fast path for plain argmax."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..structured.masks import MaskPool
 
 @dataclass(frozen=True, slots=True)
 class MaskedRows:
-    """The requests of a step that have a grammar.
+    """Grammar masks and choices of one step's requests.
 
     Attributes:
-        chosen: tokens of those that take the likeliest one and ask for nothing else, by the request's place; -1 where
-            there is none.
+        chosen: by request index, the token of each request with a grammar that takes the argmax and requests nothing
+            else; -1 for the others.
         masks: ``[S, W]`` int32, see ``MaskPool.fill``.
-        places: the mask of each other request, by the request's place.
+        places: by request index, the mask of each other request with a grammar.
     """
 
     chosen: dict[int, int] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class MaskedRows:
     places: dict[int, int] = field(default_factory=dict)
 
     def of(self, part: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-        """Masks of the requests at these places, and where each of them stands among them; None: nobody has one."""
+        """Return the masks of the requests at these indices, and their positions in ``part``; None without masks."""
         rows = [row for row, i in enumerate(part) if i in self.places]
         if self.masks is None or not rows:
             return None
@@ -43,13 +43,13 @@ NO_MASKS = MaskedRows()
 
 
 def choose_masked(pool: MaskPool, logits: Tensor, requests: Sequence[Request], taken: Sequence[int]) -> MaskedRows:
-    """Make the masks of the requests that have a grammar, and choose where the likeliest token is all that is asked.
+    """Make the masks of requests with a grammar, and choose at once for those that need only the argmax.
 
     Args:
-        pool: room for the masks.
+        pool: buffer for the masks.
         logits: ``[R, V]``.
-        requests: all of the step.
-        taken: the row of each.
+        requests: all requests of the step.
+        taken: row index of each request.
     """
     held = [i for i, r in enumerate(requests) if r.grammar is not None]
     held.sort(key=lambda i: not _takes_likeliest(requests[i].params))

@@ -1,9 +1,9 @@
-"""Choosing tokens from logits for a whole batch: greedy, or drawn under each request's own parameters.
+"""Chooses tokens from logits for a whole batch: greedy, or drawn under each request's own parameters.
 
-A draw inverts the cumulative distribution at one uniform number per row. With a seed that number is a hash of
-the seed and of how many tokens the request has produced (SplitMix64, Steele et al., OOPSLA 2014), so that
-neither batch mates, nor chunking, nor preemption can change a draw, and there is no generator state to lose.
-One number per row is also cheaper than the usual one per vocabulary entry, which a CPU draws serially.
+A draw inverts the cumulative distribution at one uniform number per row. With a seed, that number is a hash of the
+seed and of the number of tokens the request has produced (SplitMix64, Steele et al., OOPSLA 2014). So batch mates,
+chunking and preemption cannot change a draw, and there is no generator state to lose. One number per row is also
+cheaper than the usual one per vocabulary entry, which a CPU draws serially.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .logits_processor import LogitsProcessor
 from .logprobs import ranked, report_logprobs
 from .masked_rows import NO_MASKS, choose_masked
 
-_WORK_ELEMENTS = 2**23  # logits that are processed at once; bounds the temporary memory
-_FIRST_CANDIDATES = 256  # of top-p; most nuclei are smaller, the others look further
-_INVERT_BLOCK = 64  # probabilities that are summed first when a distribution is inverted
+_WORK_ELEMENTS = 2**23  # logits processed at once; bounds temporary memory
+_FIRST_CANDIDATES = 256  # of top-p; most nuclei are smaller; for the others, all tokens are searched
+_INVERT_BLOCK = 64  # probabilities summed first to invert a distribution
 _MASK64 = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
-    """One entry per row.
+    """Sampled tokens, one entry per row.
 
     Attributes:
         token_ids: the chosen tokens, -1 in failed rows.
-        logprobs: where asked for, token id → Logprob: the chosen token first, then the most likely ones.
-        failed: rows whose logits allow no choice: a NaN, +inf, or every token at -inf. Where a grammar says which
-            tokens may come, the others do not count.
+        logprobs: if requested, token id → Logprob: the chosen token first, then the most likely ones.
+        failed: True for rows without a valid choice: a NaN, +inf, or every token at -inf. With a grammar, only the
+            tokens that it allows count.
     """
 
     token_ids: list[int]
@@ -46,15 +46,15 @@ class SampleOutput:
 
 
 class Sampler:
-    """Batched sampler; see ``SamplingParams`` for what each parameter means.
+    """Batched sampler; see ``SamplingParams`` for the meaning of each parameter.
 
-    Order, as in vLLM: on the raw logits the mask of structured_outputs; allowed_token_ids, bad_words, min_tokens,
+    Order, as in vLLM: the mask of structured_outputs on the raw logits; allowed_token_ids, bad_words, min_tokens,
     logit_bias, repetition_penalty, frequency_penalty and presence_penalty (``LogitsProcessor``); then temperature,
     min_p, top_k, top_p. Reported log-probabilities are those of the raw logits.
 
     Args:
-        eos_token_ids: the model's end-of-sequence ids, which ``min_tokens`` holds back.
-        seed: of the generator for requests without a seed; None takes one from torch's global generator.
+        eos_token_ids: the model's end-of-sequence ids, which ``min_tokens`` suppresses.
+        seed: seed of the generator for requests without a seed; None takes one from torch's global generator.
     """
 
     def __init__(self, eos_token_ids: Sequence[int] = (), seed: int | None = None) -> None:
@@ -69,14 +69,14 @@ class Sampler:
 
         Args:
             logits: ``[R, V]``, any float dtype; not modified.
-            requests: whose tokens are chosen.
-            taken: the row of each, the distribution after its last token; by default row i for ``requests[i]``.
+            requests: requests whose next tokens are chosen.
+            taken: row index of each request's last token; by default row i for ``requests[i]``.
         """
         if taken is None and logits.dim() == 2:
             taken = range(logits.shape[0])
         if taken is None or len(taken) != len(requests):
             raise ValueError(
-                f"logits of shape {tuple(logits.shape)} do not fit {len(requests)} requests; give a row each"
+                f"logits of shape {tuple(logits.shape)} do not match {len(requests)} requests; pass one row each"
             )
         masked = NO_MASKS
         if any([r.grammar is not None for r in requests]):
@@ -86,7 +86,7 @@ class Sampler:
                 return SampleOutput(tokens, [None] * len(tokens), [i for i, token in enumerate(tokens) if token < 0])
         batch = max(1, _WORK_ELEMENTS // logits.shape[1])
         best = torch.cat([_argmax(part) for part in logits.split(batch)]) if len(logits) else logits.argmax(-1)
-        # argmax lands on a NaN if there is one, so the peak alone tells whether the row can be used.
+        # argmax returns a NaN if there is one, so the peak alone shows whether the row is usable.
         usable = logits.gather(-1, best[:, None]).isfinite()[:, 0].tolist()
         likeliest = best.tolist()
         finite: list[bool] = [usable[row] for row in taken]
@@ -95,7 +95,7 @@ class Sampler:
         for i, token in masked.chosen.items():
             tokens[i], finite[i] = token, token >= 0
         for i in masked.places:
-            finite[i] = True  # until the tokens that may come are looked at
+            finite[i] = True  # until the allowed tokens are checked
         rows = [i for i, r in enumerate(requests) if finite[i] and not r.params.is_plain and i not in masked.chosen]
         for first in range(0, len(rows), batch):
             part = rows[first : first + batch]
@@ -112,17 +112,17 @@ class Sampler:
 
     @torch.inference_mode()
     def launch(self, logits: Tensor, requests: Sequence[Request], send: Callable[[Tensor], Tensor]) -> Tensor:
-        """As ``sample``, without waiting for the device: what was chosen stays there.
+        """Sample without waiting for the device: the chosen tokens stay there.
 
         Args:
             logits: ``[R, V]``, any float dtype; not modified.
-            requests: whose tokens are chosen, one for each row. None asks for changes of logits, log-probabilities or
-                a grammar. Those with ``num_output_placeholders`` have as many more tokens.
-            send: brings a tensor from the host to the logits' device.
+            requests: requests whose tokens are chosen, one per row. None of them changes logits, requests
+                log-probabilities or has a grammar. ``num_output_placeholders`` counts as further tokens.
+            send: moves a tensor from the host to the logits' device.
 
         Returns:
             ``[3, R]`` int64 on the logits' device: the tokens; 0 in failed rows, see ``SampleOutput``; 0 where the
-            token may be wrong, because ``top_k`` and ``top_p`` reach beyond the candidates that were looked at.
+            token may be wrong, because ``top_k`` and ``top_p`` reach beyond the first candidates.
         """
         batch = max(1, _WORK_ELEMENTS // logits.shape[1])
         best = torch.cat([_argmax(part) for part in logits.split(batch)])
@@ -145,7 +145,7 @@ class Sampler:
     def _sample_rows(
         self, x: Tensor, chosen: Tensor, requests: list[Request], masks: tuple[Tensor, Tensor] | None = None
     ) -> tuple[list[int], list[dict[int, Logprob] | None]]:
-        """``x``: ``[M, V]`` fp32 logits, overwritten; ``chosen``: their argmax. Token -1 where none is left."""
+        """Sample from ``x``, ``[M, V]`` fp32 logits, overwritten; ``chosen``: their argmax; -1 without a choice."""
         params = [r.params for r in requests]
         report = [i for i, p in enumerate(params) if p.logprobs is not None]
         raw = x[torch.tensor(report, device=x.device)].log_softmax(-1) if report else x[:0]
@@ -155,7 +155,7 @@ class Sampler:
             self._processor.apply(x, requests)
             chosen = _argmax(x)
         usable = x.gather(-1, chosen[:, None]).isfinite()
-        x.masked_fill_(~usable, 0.0)  # keeps the arithmetic below defined; the answer is thrown away
+        x.masked_fill_(~usable, 0.0)  # keeps the arithmetic below defined; the result is discarded
         drawn = [i for i, p in enumerate(params) if not p.is_greedy]
         if drawn:
             index = torch.tensor(drawn, device=x.device)
@@ -174,7 +174,7 @@ class Sampler:
     def _draw_once(
         self, x: Tensor, requests: list[Request], send: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """As ``_draw_rows``, looking at the first candidates only; returns, ``[M]`` bool, whose token is certain."""
+        """Draw as ``_draw_rows`` from the first candidates only; also returns, ``[M]`` bool, where that is exact."""
         params, vocab = [r.params for r in requests], x.shape[1]
         probs = _probabilities(x, params, send)
         uniforms = send(self._uniforms(requests))
@@ -197,7 +197,7 @@ class Sampler:
         return torch.where(those, tokens, chosen), settled | ~those
 
     def _draw_rows(self, x: Tensor, requests: list[Request]) -> Tensor:
-        """``x``: ``[M, V]`` penalised logits, overwritten → ``[M]`` int64."""
+        """Draw from ``x``: ``[M, V]`` penalised logits, overwritten → ``[M]`` int64."""
         params = [r.params for r in requests]
         vocab = x.shape[1]
         probs = _probabilities(x, params, lambda values: values.to(x.device))
@@ -221,7 +221,7 @@ class Sampler:
         return chosen
 
     def _uniforms(self, requests: list[Request]) -> Tensor:
-        """One number in [0, 1) per request, ``[M]`` fp64 on the CPU."""
+        """Return one number in [0, 1) per request, ``[M]`` fp64 on the CPU."""
         uniforms = torch.rand(
             sum(r.params.seed is None for r in requests), generator=self._generator, dtype=torch.float64
         )
@@ -240,7 +240,7 @@ class Sampler:
 
 
 def seeded_uniform(seed: int, index: int) -> float:
-    """The number in [0, 1) that decides draw ``index`` of a request with ``seed``; 53 random bits."""
+    """Return the number in [0, 1) that decides draw ``index`` of a request with ``seed``; 53 random bits."""
 
     def mix(z: int) -> int:
         z = (z + 0x9E3779B97F4A7C15) & _MASK64
@@ -252,7 +252,7 @@ def seeded_uniform(seed: int, index: int) -> float:
 
 
 def _probabilities(x: Tensor, params: Sequence[SamplingParams], send: Callable[[Tensor], Tensor]) -> Tensor:
-    """``x``: ``[M, V]`` logits, changed by temperature and min_p in place → ``[M, V]`` probabilities."""
+    """Convert ``[M, V]`` logits, changed by temperature and min_p in place, to ``[M, V]`` probabilities."""
 
     def column(values: list[float]) -> Tensor:
         return send(torch.tensor(values))[:, None]
@@ -261,28 +261,28 @@ def _probabilities(x: Tensor, params: Sequence[SamplingParams], send: Callable[[
     x -= x.amax(-1, keepdim=True)
     x /= column([p.temperature for p in params])
     if any(p.min_p for p in params):
-        # The most likely token stands at 0: exp(x) is the ratio of probabilities that min_p speaks of.
+        # The most likely token is at 0: exp(x) is the probability ratio that min_p refers to.
         x.masked_fill_(x < column([p.min_p for p in params]).log(), -torch.inf)
     return x.softmax(-1)
 
 
 def _limits(params: Sequence[SamplingParams], vocab: int) -> Tensor:
-    """``[M]`` int64: how many of the likeliest tokens top_k leaves."""
+    """Return, ``[M]`` int64, the number of likeliest tokens that top_k keeps."""
     return torch.tensor([p.top_k if 0 < p.top_k < vocab else vocab for p in params])
 
 
 def _nuclei(params: Sequence[SamplingParams]) -> Tensor:
-    """``[M]`` float64: top_p."""
+    """Return top_p, ``[M]`` float64."""
     return torch.tensor([p.top_p for p in params], dtype=torch.float64)
 
 
 def _first_count(params: Sequence[SamplingParams], vocab: int) -> int:
-    """The number of candidates that are looked at first; it may be above ``vocab``."""
+    """Return the number of candidates to search first; it may be above ``vocab``."""
     return max([_FIRST_CANDIDATES, *(p.top_k + 1 for p in params if p.top_k < vocab)])
 
 
 def _argmax(x: Tensor) -> Tensor:
-    """``[M, V]`` → ``[M]`` int64; the first of equals, a NaN before everything else."""
+    """Return the argmax, ``[M, V]`` → ``[M]`` int64; the first of equal values, a NaN before everything else."""
     if x.device.type != "cpu" or type(x) is not Tensor:
         return x.float().argmax(-1)
     # numpy's is vectorised: 10 to 15 times faster than torch's on a row of 150,000.
@@ -290,9 +290,9 @@ def _argmax(x: Tensor) -> Tensor:
 
 
 def _pass_fraction(weights: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
-    """The point where the cumulative weight passes ``fraction`` of its total: ``[M, K]``, ``[M, 1]`` → ``[M, 1]``.
+    """Find where the cumulative weight passes ``fraction`` of its total: ``[M, K]``, ``[M, 1]`` → ``[M, 1]``.
 
-    Never lands on a weight of 0. Also returns, ``[M, 1]`` fp64, how far into that entry the point lies.
+    The result never points to a weight of 0. Also returns, ``[M, 1]`` fp64, how far into that entry the point is.
     """
     cumulative = weights.double().cumsum(-1)
     total = cumulative[:, -1:]
@@ -303,7 +303,7 @@ def _pass_fraction(weights: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The entry that each uniform number in [0, 1) falls on: ``[M, K]``, ``[M]`` → ``[M]`` int64."""
+    """Return the entry that each uniform number in [0, 1) selects: ``[M, K]``, ``[M]`` → ``[M]`` int64."""
     if weights.shape[-1] <= 4 * _INVERT_BLOCK:
         return _pass_fraction(weights, uniforms[:, None])[0][:, 0]
     # First the block, then the entry in it: summing blocks is vectorised, cumsum is not.
@@ -317,13 +317,13 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
 def _choose_from_top(
     x: Tensor, probs: Tensor, top_k: Tensor, top_p: Tensor, uniforms: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Draw under top_k and top_p, looking at the ``count`` most likely tokens of each row only.
+    """Draw under top_k and top_p from only the ``count`` most likely tokens of each row.
 
     Returns:
-        ``[M]`` token ids, and ``[M]`` bool: whether looking further could not have changed the row's answer.
+        ``[M]`` token ids, and ``[M]`` bool: True if searching further could not have changed the row's token.
     """
     values, ids = ranked(x, count)
-    # A token whose probability underflowed cannot be drawn, and must not make us look at the whole row.
+    # A token whose probability underflowed cannot be drawn, and must not force a search of the whole row.
     weights = probs.gather(-1, ids).double()
     keep = (values >= values.gather(-1, top_k.clamp(max=count)[:, None] - 1)) & (weights > 0)
     limited = top_k < probs.shape[-1]
@@ -332,8 +332,8 @@ def _choose_from_top(
     total = cumulative[:, -1].where(limited, 1.0)
     before = torch.nn.functional.pad(cumulative[:, :-1], (1, 0))
     keep &= (before < (top_p * total)[:, None]) | (before == 0)  # the likeliest one also with top_p=0
-    # All that counted must lie above the last candidate, whose equals may have been left out: with top_k the
-    # tokens that it keeps, since top_p is relative to their sum, else those that top_p keeps.
+    # All relevant tokens must be above the last candidate, whose equals may be missing: with top_k the tokens that
+    # it keeps, since top_p is relative to their sum, else those that top_p keeps.
     needed = needed.where(limited, keep.sum(-1))
     if count < x.shape[-1]:
         settled = values.gather(-1, needed[:, None].clamp(min=1) - 1)[:, 0] > values[:, -1]

@@ -107,7 +107,7 @@ def test_a_live_model_has_no_checkpoint_to_load() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"block_size": 0}, "block_size=0 is not a whole number >= 1"),
+        ({"block_size": 0}, "block_size=0 is not an integer >= 1"),
         ({"num_blocks": True}, "num_blocks=True"),
         ({"max_num_seqs": None}, "max_num_seqs=None"),
         ({"max_num_batched_tokens": 1.5}, "max_num_batched_tokens=1.5"),

@@ -35,7 +35,7 @@ def test_a_restarted_request_is_computed_again_in_its_own_blocks():
     request, other = make_request("a", prompt=5, max_tokens=9), make_request("b", prompt=2, max_tokens=9)
     batcher.add(request)
     batcher.add(other)
-    with pytest.raises(ValueError, match="'x' is waiting; only unfinished ones restart"):
+    with pytest.raises(ValueError, match="'x' is waiting; restart only unfinished requests"):
         batcher.restart(make_request("x"))
     for _ in range(4):
         run(batcher, batcher.schedule())
@@ -276,7 +276,7 @@ def test_misuse_is_refused():
         batcher.add(request)
     blocks = BlockManager([BlockGroup(4)], 4)
     for bad in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
-        with pytest.raises(ValueError, match="=0 is not a whole number >= 1"):
+        with pytest.raises(ValueError, match="=0 is not an integer >= 1"):
             Batcher(blocks, *bad)
     with pytest.raises(ValueError, match="max_model_len=17 is above the 16 tokens"):
         Batcher(blocks, 1, 1, 17)

@@ -53,7 +53,7 @@ def test_what_cannot_be_forked_changes_nothing():
     run(other, other.schedule())
     batcher.add(waiting)
     for parent in (foreign, waiting):
-        with pytest.raises(ValueError, match="only a running one"):
+        with pytest.raises(ValueError, match="cannot fork"):
             batcher.fork(parent, make_request("child", prompt=9))
         batcher.check()
     assert batcher.get("child") is None

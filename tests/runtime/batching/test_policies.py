@@ -50,7 +50,7 @@ def test_names() -> None:
         make_policy("lifo")
     for build in (ByPriority, ShortestJobFirst, FairByClient):
         for bad in (0, -1.0, math.inf, math.nan):
-            with pytest.raises(ValueError, match=r"is not a number in \(0, inf\); nobody may wait"):
+            with pytest.raises(ValueError, match=r"is not a number in \(0, inf\); use a positive value"):
                 build(bad)
     with pytest.raises(ValueError, match="lookahead=0"):
         LongestPrefixFirst(0)

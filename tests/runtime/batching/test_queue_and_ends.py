@@ -12,7 +12,7 @@ def test_the_queue_has_a_limit():
     batcher = make_batcher(seqs=1, max_queue=2)
     for name in "ab":
         batcher.add(make_request(name))
-    with pytest.raises(QueueFull, match="1 more requests find 2 waiting, max_queue=2"):
+    with pytest.raises(QueueFull, match="1 new requests, 2 waiting, max_queue=2"):
         batcher.add(make_request("c"))
     assert batcher.get("c") is None
     batcher.check_queue(0)

@@ -179,7 +179,7 @@ def test_rewinding_keeps_the_blocks_unless_the_window_took_some() -> None:
         (lambda b: b.fork("a", "a", 1), "'a' already holds blocks"),
         (lambda b: b.fork("a", "s", 1), "'s' already holds blocks"),
         (lambda b: b.fork("a", "y", 0), "num_tokens=0"),
-        (lambda b: b.fork("a", "y", 7), "num_tokens=7 is not among the 6"),
+        (lambda b: b.fork("a", "y", 7), r"num_tokens=7 is not in 1\.\.6"),
         (lambda b: b.take_prefix("a", [b"x"], 1), "'a' already holds blocks"),
         (lambda b: b.take_prefix("y", [b"x"], 0), "num_blocks=0"),
         (lambda b: b.take_prefix("y", [b"x"], 2), "num_blocks=2"),
@@ -208,7 +208,7 @@ def test_a_fork_behind_the_window_is_refused() -> None:
     blocks = make(8, window=5)
     blocks.allocate("a", 24, 0)
     blocks.remove_skipped_blocks("a", 20)
-    with pytest.raises(ValueError, match="num_tokens=8 lies behind the window"):
+    with pytest.raises(ValueError, match="num_tokens=8 is behind the window"):
         blocks.fork("a", "b", 8)
     blocks.fork("a", "b", 20)
     blocks.check()
@@ -267,7 +267,7 @@ def test_reset_frees_everything_whatever_was_broken() -> None:
     [
         (lambda b: b.sequences["a"].tables[0].append(0), "has 3 blocks for 6 tokens"),
         (lambda b: b.sequences["a"].tables[0].__setitem__(1, 0), "twice"),
-        (lambda b: b.sequences["a"].tables[0].__setitem__(1, 99), "names block 99 of 8"),
+        (lambda b: b.sequences["a"].tables[0].__setitem__(1, 99), "contains block 99 of 8"),
         (lambda b: b.sequences["a"].tables[0].__setitem__(1, 5), "reference counts"),
         (lambda b: b.sequences["a"].tables[0].pop(), "has 1 blocks"),
         (lambda b: b.sequences["a"].num_null.__setitem__(0, 1), "left the window"),

@@ -49,7 +49,7 @@ def test_what_is_not_a_size_is_refused(text: object) -> None:
 def test_bytes_of_a_block() -> None:
     assert bytes_per_block(SPECS, 16) == BLOCK
     assert num_blocks_in(10 * BLOCK + 5, SPECS, 16) == 10
-    with pytest.raises(ValueError, match="kv_cache_memory=100 bytes holds no block of 16 tokens"):
+    with pytest.raises(ValueError, match="kv_cache_memory=100 bytes is too small for a block of 16 tokens"):
         num_blocks_in(100, SPECS, 16)
 
 
@@ -80,7 +80,7 @@ def test_default_is_at_most_half_of_the_free_memory(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kv_cache, "available_memory", lambda: 20 * BLOCK)
     assert default_num_blocks(SPECS, 16, 100, 100) == 10
     monkeypatch.setattr(kv_cache, "available_memory", lambda: BLOCK)
-    with pytest.raises(ValueError, match="holds no block"):
+    with pytest.raises(ValueError, match="too small for a block"):
         default_num_blocks(SPECS, 16, 100, 100)
 
 

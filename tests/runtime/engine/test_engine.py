@@ -568,7 +568,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     (7, "=7 is not a prompt"),
     (b"ab", "=b'ab' is not a prompt"),
     ([1] * 128, " has 128 tokens, which leaves no room .* max_model_len=128; shorten it or use a model"),
-    ("text", ".* is text; give token ids, or a tokenizer"),
+    ("text", ".* is text; pass token ids, or give the engine a tokenizer"),
 ]
 
 
@@ -592,7 +592,7 @@ def test_bad_parameters_are_refused() -> None:
         engine.generate([[1], [2]], [greedy()])
     with pytest.raises(ValueError, match=r"sampling_params\[1\]={'n': 1} is not SamplingParams"):
         engine.generate([[1], [2]], [greedy(), {"n": 1}])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match=r"sampling_params.stop=\['a'\] needs text"):
+    with pytest.raises(ValueError, match=r"sampling_params.stop=\['a'\] needs a tokenizer"):
         engine.submit([1], greedy(stop="a"))
     with pytest.raises(ValueError, match="prompts=None is not a prompt"):
         engine.generate(None)  # type: ignore[arg-type]
@@ -602,7 +602,7 @@ def test_bad_parameters_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"block_size": 0}, "block_size=0 is not a whole number >= 1"),
+        ({"block_size": 0}, "block_size=0 is not an integer >= 1"),
         ({"num_blocks": 1.5}, "num_blocks=1.5"),
         ({"max_num_seqs": True}, "max_num_seqs=True"),
         ({"max_model_len": 129}, "max_model_len=129 is above the model's 128"),

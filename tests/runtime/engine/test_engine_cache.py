@@ -261,9 +261,9 @@ def test_the_pool_grows_with_the_load_and_gives_back() -> None:
 def test_prompts_beyond_the_queue_are_refused() -> None:
     engine = make_engine(max_queue=2, max_num_seqs=1)
     names = [engine.submit([1, 2, 3], greedy(4)) for _ in range(2)]
-    with pytest.raises(QueueFull, match="1 more requests find 2 waiting, max_queue=2; send them again later"):
+    with pytest.raises(QueueFull, match="1 new requests, 2 waiting, max_queue=2; retry later"):
         engine.submit([1], greedy(1))
-    with pytest.raises(QueueFull, match="3 more requests find 2 waiting"):
+    with pytest.raises(QueueFull, match="3 new requests, 2 waiting"):
         engine.generate([[1], [2], [3]], greedy(1))
     engine.step()
     engine.submit([4], greedy(1), request_id="third")

@@ -81,7 +81,7 @@ def test_completions_share_what_was_built_for_their_parameters() -> None:
 def test_every_completion_counts_against_the_queue() -> None:
     engine = Engine(ToyProgram(), num_blocks=64, max_num_seqs=1, max_queue=3)
     engine.submit([1, 2], SamplingParams(n=2, max_tokens=2))
-    with pytest.raises(QueueFull, match="2 more requests find 2 waiting, max_queue=3"):
+    with pytest.raises(QueueFull, match="2 new requests, 2 waiting, max_queue=3"):
         engine.submit([3], SamplingParams(n=2, max_tokens=2))
     engine.submit([3], SamplingParams(max_tokens=2))
     while engine.has_unfinished():

@@ -98,7 +98,7 @@ def test_a_bad_bias_is_refused_with_its_token(bias):
 
 @pytest.mark.parametrize("token", [-1, 1.0, "5", True])
 def test_a_bias_of_no_token_is_refused(token):
-    with pytest.raises(ValueError, match=r"logit_bias=.* holds .*whole numbers"):
+    with pytest.raises(ValueError, match=r"logit_bias=.* holds .*integers"):
         SamplingParams(logit_bias={token: 1.0})
 
 

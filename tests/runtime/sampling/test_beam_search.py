@@ -195,13 +195,13 @@ def test_equals_go_to_the_better_parent_and_the_token_that_is_listed_first():
 def test_misuse_is_refused():
     search = BeamSearch(BeamSearchParams(2, 1))
     for ids, values in (([[1]], [[-1.0], [-2.0]]), ([[1], [2]], [[-1.0], [-2.0]]), ([1], [-1.0])):
-        with pytest.raises(ValueError, match="do not fit 1 beams"):
+        with pytest.raises(ValueError, match="do not match 1 beams"):
             search.advance(ids, values)
     with pytest.raises(ValueError, match="NaN"):
         search.advance([[1, 2]], [[-1.0, np.nan]])
     search.advance([[1, 2]], [[-1.0, -2.0]])
     assert [text.token_ids for text in search.hypotheses] == [(1,), (2,)]
-    with pytest.raises(RuntimeError, match="over"):
+    with pytest.raises(RuntimeError, match="ended"):
         search.advance([[1, 2]], [[-1.0, -2.0]])
 
 

@@ -76,7 +76,7 @@ def test_rows_that_do_not_belong_to_the_prompt_are_refused(prompt_and_logits):
             prompt_logprobs(logits, prompt, start, 0)
     collected = PromptLogprobs(prompt, 0)
     collected.add(logits[:5], 0)
-    with pytest.raises(ValueError, match="start=6 leaves out rows from 5 on"):
+    with pytest.raises(ValueError, match="start=6 skips rows from 5 on"):
         collected.add(logits[6:9], 6)
 
 

@@ -402,7 +402,7 @@ def test_requests_that_take_the_same_row_choose_as_if_each_had_its_own():
 
 
 def test_a_row_for_each_request_unless_rows_are_named():
-    with pytest.raises(ValueError, match=r"\(3, 50\) do not fit 2 requests"):
+    with pytest.raises(ValueError, match=r"\(3, 50\) do not match 2 requests"):
         Sampler().sample(randn(3, 50), [make_request(), make_request()])
 
 

@@ -146,5 +146,5 @@ async def test_tools_that_the_template_does_not_show_are_refused(serve: Any, eng
         response = await client.post(route, json={MOST[route]: 1, **body, "tools": [tools[route]]})
     assert (
         response.status_code == 400
-        and "tools: the chat template shows no tools" in response.json()["error"]["message"]
+        and "tools: the chat template does not show tools" in response.json()["error"]["message"]
     )

@@ -153,7 +153,7 @@ def test_refusals() -> None:
             assert (await refusal([[1]], {}, client="\0" * 4, cache_salt=3))[0] == "invalid"
             assert await refusal([[1]] * 2, {"n": 2}) == (
                 "queue_full",
-                "4 more requests find 0 waiting, max_queue=3; send them again later, or raise max_queue",
+                "the queue is full: 4 new requests, 0 waiting, max_queue=3; retry later, or raise max_queue",
             )
             running = client.submit(Submit("a", [[1]] * 3, {"max_tokens": 100}))
             await running.next()
