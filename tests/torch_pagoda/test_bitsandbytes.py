@@ -127,7 +127,7 @@ def test_a_model_is_unpacked_with_a_warning(
     with caplog.at_level(logging.WARNING, LOGGER):
         model = load_model(quantized, "float32", False, CPU)
     (message,) = [record.getMessage() for record in caplog.records if record.name == LOGGER]
-    assert "(bitsandbytes), in codes that are not multiplied with: 14 weights are unpacked to float32" in message
+    assert "(bitsandbytes), with codes that no kernel multiplies: 14 weights are unpacked to float32" in message
     expected = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).state_dict()
     for key, tensor in model.state_dict().items():
         assert not isinstance(tensor, StoredWeight) and torch.equal(tensor, expected[key]), key
@@ -244,8 +244,8 @@ def test_tensors_that_do_not_fit(case: str, folders: Callable[[str], tuple[Path,
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"bnb_4bit_quant_type": "fp4"}, "it is nf4, its config states 'fp4'"),
-        ({"load_in_4bit": False, "load_in_8bit": True}, "it has 4 bits, its config states 8"),
+        ({"bnb_4bit_quant_type": "fp4"}, "it is nf4, but its config states 'fp4'"),
+        ({"load_in_4bit": False, "load_in_8bit": True}, "it has 4 bits, but its config states 8"),
     ],
 )
 def test_a_config_that_contradicts(

@@ -79,10 +79,10 @@ def test_weights_of_another_shape_are_named(copy: Path, said: Callable[..., str]
 def test_an_adapter_is_named_as_one(tmp_path: Path, said: Callable[..., str]) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
     message = said(check_source, tmp_path)
-    assert "an adapter alone" in message and "'some/base'" in message and "merge_and_unload()" in message
+    assert "only an adapter" in message and "'some/base'" in message and "merge_and_unload()" in message
     for content in ("[]", "{", '{"base_model_name_or_path": ["x"]}'):
         (tmp_path / "adapter_config.json").write_text(content)
-        assert "an adapter alone" in said(check_source, tmp_path)
+        assert "only an adapter" in said(check_source, tmp_path)
 
 
 def test_a_torn_gguf_file_is_named(tmp_path: Path, copy: Path, said: Callable[..., str]) -> None:
@@ -94,7 +94,7 @@ def test_a_torn_gguf_file_is_named(tmp_path: Path, copy: Path, said: Callable[..
         message = said(load_config, source, False)
         assert "model-q4.gguf cannot be read as GGUF" in message and "version 0 of GGUF" in message
     message = said(load_model, copy, "auto", False, CPU)
-    assert "holds no weights but 'model-q4.gguf'" in message and "gguf_file='model-q4.gguf'" in message
+    assert "has no weights but 'model-q4.gguf'" in message and "gguf_file='model-q4.gguf'" in message
     shutil.copy(file, tmp_path / "other.gguf")
     message = said(check_source, tmp_path)
     assert "2 GGUF files (model-q4.gguf, other.gguf)" in message and "pass one of them" in message

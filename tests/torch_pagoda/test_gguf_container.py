@@ -84,25 +84,25 @@ BYTES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "version 1": (put(4, struct.pack("<I", 1)), "version 1 of GGUF"),
     "version 4": (put(4, struct.pack("<I", 4)), "version 4 of GGUF"),
     "big-endian": (put(4, struct.pack(">I", 3)), "big-endian"),
-    "too many tensors": (put(8, HUGE), "tensors follow"),
-    "too many entries": (put(16, HUGE), "entries follow"),
+    "too many tensors": (put(8, HUGE), "4611686018427387904 tensors"),
+    "too many entries": (put(16, HUGE), "4611686018427387904 entries"),
     "one entry more": (put(16, struct.pack("<Q", 10)), "cannot be read as GGUF"),
-    "a long key": (put(24, HUGE), "bytes follow"),
+    "a long key": (put(24, HUGE), "4611686018427387904 bytes"),
     "a type that is not known": (put_after("a.flag", struct.pack("<I", 77)), "'a.flag': its type is number 77"),
     "a bool of 2": (put_after("a.flag", struct.pack("<IB", 7, 2)), "a bool in it is 2"),
-    "a long array": (put_after("a.list", struct.pack("<IIQ", 9, 4, 1 << 62)), "'a.list': it says that"),
-    "a long array of texts": (put_after("a.texts", struct.pack("<IIQ", 9, 8, 1 << 62)), "'a.texts': it says that"),
-    "no UTF-8": (put_after("general.architecture", struct.pack("<IQ", 8, 5) + b"\xff\xfe"), "no UTF-8"),
+    "a long array": (put_after("a.list", struct.pack("<IIQ", 9, 4, 1 << 62)), "'a.list': it announces"),
+    "a long array of texts": (put_after("a.texts", struct.pack("<IIQ", 9, 8, 1 << 62)), "'a.texts': it announces"),
+    "no UTF-8": (put_after("general.architecture", struct.pack("<IQ", 8, 5) + b"\xff\xfe"), "not UTF-8"),
     "5 dims": (put_after("token_embd.weight", struct.pack("<I", 5)), "it has 5 dims"),
     "no dims": (put_after("token_embd.weight", struct.pack("<I", 0)), "it has 0 dims"),
     "huge dims": (put_after("token_embd.weight", struct.pack("<IQQ", 2, 1 << 40, 1 << 40)), "its dims are"),
     "an empty dim": (put_after("token_embd.weight", struct.pack("<IQQ", 2, 32, 0)), "its dims are"),
     "half a block": (put_after("token_embd.weight", struct.pack("<IQQ", 2, 33, 3)), "not whole blocks of 32"),
-    "more rows": (put_after("token_embd.weight", struct.pack("<IQQ", 2, 32, 4)), "lies over 'token_embd.weight'"),
-    "many more rows": (put_after("token_embd.weight", struct.pack("<IQQ", 2, 32, 400)), "is torn"),
+    "more rows": (put_after("token_embd.weight", struct.pack("<IQQ", 2, 32, 4)), "overlaps 'token_embd.weight'"),
+    "many more rows": (put_after("token_embd.weight", struct.pack("<IQQ", 2, 32, 400)), "is truncated"),
     "another type": (put_after("token_embd.weight", struct.pack("<IQQI", 2, 32, 3, 99)), "its type is number 99"),
-    "a byte less": (lambda file: file[:-1], "is torn"),
-    "half of it": (lambda file: file[: len(file) // 2], "get it again"),
+    "a byte less": (lambda file: file[:-1], "is truncated"),
+    "half of it": (lambda file: file[: len(file) // 2], "download it again"),
 }
 
 
@@ -122,16 +122,16 @@ CHANGES: dict[str, tuple[Callable[[Gguf], object], str]] = {
     "alignment of 0": (entry("general.alignment", 0), "no power of two"),
     "alignment in words": (entry("general.alignment", "wide"), "no power of two"),
     "an offset between": (offset("output_norm.weight", 130), "no multiple of 32"),
-    "an offset beyond": (offset("output_norm.weight", 1 << 40), "is torn"),
+    "an offset beyond": (offset("output_norm.weight", 1 << 40), "is truncated"),
     "one over the other": (
         offset("output_norm.weight", 96),
-        "'output_norm.weight': it lies over 'token_embd.weight'",
+        "'output_norm.weight': it overlaps 'token_embd.weight'",
     ),
-    "the same place": (offset("output_norm.weight", 0), "lies over"),
-    "deep arrays": (entry("a.lists", [[[[[[1]]]]]]), "arrays within more than 4 arrays"),
+    "the same place": (offset("output_norm.weight", 0), "overlaps"),
+    "deep arrays": (entry("a.lists", [[[[[[1]]]]]]), "arrays nested more than 4 deep"),
     "a name of nothing": (entry("", 1), "is empty"),
-    "a name with a bell": (entry("a\7", 1), "cannot be printed"),
-    "a tensor twice": (lambda file: file.tensors.append(file.tensors[0]), "it is there twice"),
+    "a name with a bell": (entry("a\7", 1), "not printable"),
+    "a tensor twice": (lambda file: file.tensors.append(file.tensors[0]), "it occurs twice"),
 }
 
 
@@ -149,7 +149,7 @@ def test_a_file_that_is_cut_after_its_head_was_read(tmp_path: Path) -> None:
     file = small().write(tmp_path / "model.gguf")
     found = read_gguf(file)
     file.write_bytes(file.read_bytes()[:-64])
-    with pytest.raises(BadGguf, match="changed its size"):
+    with pytest.raises(BadGguf, match="its size has changed"):
         found.mapped()
 
 

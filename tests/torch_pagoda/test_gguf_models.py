@@ -232,7 +232,7 @@ def test_mutants_of_the_reader_show(
     assert differs(checkpoint, "read_gguf", shifted(checkpoint.read_gguf)) == [
         "model.layers.1.self_attn.q_proj.weight"
     ]
-    with pytest.raises(ValueError, match=r"'blk.0.attn_k.weight' is \[256, 128\] where"):
+    with pytest.raises(ValueError, match=r"'blk.0.attn_k.weight' has shape \[256, 128\], but"):
         differs(checkpoint, "read_gguf", turned(checkpoint.read_gguf))
     nibbles = block_types._nibbles
     assert len(differs(block_types, "_nibbles", lambda data, run: nibbles(data >> 4 | data << 4, run))) == 16
@@ -273,30 +273,33 @@ def as_kind(name: str, kind: str) -> Callable[[Gguf], object]:
 
 
 WRONG: dict[str, tuple[Callable[[Gguf], object], str]] = {
-    "an architecture that is not read": (change("general.architecture", "rwkv7"), "'rwkv7', which is not read"),
+    "an architecture that is not read": (change("general.architecture", "rwkv7"), "'rwkv7' is not supported"),
     "no architecture": (drop("general.architecture"), "'general.architecture' is None"),
     "no width": (drop("llama.embedding_length"), "'llama.embedding_length' is missing"),
-    "another width": (change("llama.embedding_length", 32), "embedding_length is not that of"),
+    "another width": (change("llama.embedding_length", 32), "embedding_length contradicts"),
     "a width in words": (change("llama.embedding_length", "wide"), "'llama.embedding_length' is 'wide'"),
     "more layers": (change("llama.block_count", 3), "block_count is 3"),
-    "other heads": (change("llama.attention.head_count", 2), "'blk.0.attn_q.weight' is [64, 64]"),
-    "odd heads": (change("llama.attention.head_count_kv", 3), "no multiple of its 3"),
-    "heads by layer": (change("llama.attention.head_count", [4, 2]), "differs from layer to layer"),
-    "another vocabulary": (change("llama.vocab_size", 255), "there are 255 tokens"),
-    "an end that is no token": (change("tokenizer.ggml.eos_token_id", 256), "is 256, no token of 256"),
+    "other heads": (change("llama.attention.head_count", 2), "'blk.0.attn_q.weight' has shape [64, 64]"),
+    "odd heads": (change("llama.attention.head_count_kv", 3), "not a multiple of its 3"),
+    "heads by layer": (change("llama.attention.head_count", [4, 2]), "differs between layers"),
+    "another vocabulary": (change("llama.vocab_size", 255), "states 255 tokens"),
+    "an end that is no token": (change("tokenizer.ggml.eos_token_id", 256), "is 256, not an id below 256"),
     "no epsilon": (drop("llama.attention.layer_norm_rms_epsilon"), "is missing"),
-    "an epsilon of 0": (change("llama.attention.layer_norm_rms_epsilon", 0.0), "is 0.0; a finite number above 0"),
-    "a rotation of half a head": (change("llama.rope.dimension_count", 8), "it rotates 8 of 16"),
-    "positions scaled somehow": (change("llama.rope.scaling.type", "warped"), "scales positions by 'warped'"),
-    "what nobody reads": (change("llama.logit_scale", 2.0), "'llama.logit_scale' is 2.0, which is not read"),
+    "an epsilon of 0": (
+        change("llama.attention.layer_norm_rms_epsilon", 0.0),
+        "is 0.0; expected a finite number above 0",
+    ),
+    "a rotation of half a head": (change("llama.rope.dimension_count", 8), "rotating only 8 of 16"),
+    "positions scaled somehow": (change("llama.rope.scaling.type", "warped"), "rope.scaling.type='warped'"),
+    "what nobody reads": (change("llama.logit_scale", 2.0), "'llama.logit_scale' is 2.0, which is not supported"),
     "experts of Mixtral": (change("llama.expert_count", 8), "experts of Mixtral's kind"),
-    "a part of several": (change("split.count", 2), "a part of several"),
-    "a missing weight": (without("blk.1.ffn_up.weight"), "it lacks 'blk.1.ffn_up.weight'"),
+    "a part of several": (change("split.count", 2), "one of several parts"),
+    "a missing weight": (without("blk.1.ffn_up.weight"), "'blk.1.ffn_up.weight' of llama is missing"),
     "a weight of another model": (
         renamed("blk.1.ffn_norm.weight", "blk.1.ssm_norm.weight"),
         "'blk.1.ffn_norm.weight'",
     ),
-    "a scale that is NaN": (with_nan, "a scale in its tensor 'blk.1.ffn_up.weight' is NaN or infinite"),
+    "a scale that is NaN": (with_nan, "a scale in tensor 'blk.1.ffn_up.weight' is NaN or infinite"),
     "a type that is not read": (as_kind("blk.1.ffn_up.weight", "IQ2_XXS"), "not whole blocks"),
 }
 
@@ -327,5 +330,7 @@ def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
     tensor = file.tensor("blk.1.ffn_up.weight")
     tensor.kind, tensor.data = "IQ2_XXS", bytes(256 * 66)
     path = file.write(tmp_path / "model.gguf")
-    with pytest.raises(ValueError, match=r"'blk.1.ffn_up.weight' is IQ2_XXS, which is not read; Q4_0, "):
+    with pytest.raises(
+        ValueError, match=r"'blk.1.ffn_up.weight' has the unsupported type IQ2_XXS; supported: Q4_0, "
+    ):
         load_config(path, False)

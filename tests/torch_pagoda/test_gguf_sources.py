@@ -121,7 +121,7 @@ def test_a_model_in_parts(tmp_path: Path, one_line: Callable[[BaseException], st
     assert all(torch.equal(found[key].clone(), expected[key]) for key in found)
     (tmp_path / "whole.gguf").unlink()
     assert check_source(tmp_path) == str(paths[0])
-    for path, words in ((paths[1], "pass the first, part-00001-of-00003.gguf"),):
+    for path, words in ((paths[1], "pass the first part, part-00001-of-00003.gguf"),):
         with pytest.raises(ValueError) as error:
             open_gguf(path)
         assert words in one_line(error.value)
@@ -208,4 +208,4 @@ def test_rotary_factors_that_the_model_does_not_read(
     file.tensors.append(Stored(f"{name}.weight", (8,), "F32", data))
     with pytest.raises(ValueError) as error:
         open_gguf(file.write(tmp_path / "model.gguf"))
-    assert f"'{name}.weight' has no place in a {model_type}" in one_line(error.value)
+    assert f"'{name}.weight' does not belong to a {model_type}" in one_line(error.value)

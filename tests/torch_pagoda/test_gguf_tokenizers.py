@@ -149,7 +149,7 @@ def test_words_that_are_tokens_are_not_split(pre: str, expected: str, tmp_path: 
         ({"scores": None}, r"model\.gguf holds no 'tokenizer\.ggml\.scores'"),
         ({"scores": [0.0, 1.0]}, rf"holds 2 of {len(PIECES)} 'tokenizer\.ggml\.scores'"),
         ({"tokens": None}, "holds no tokens"),
-        ({"model": "gpt2", "merges": None}, r"holds no 'tokenizer\.ggml\.merges'"),
+        ({"model": "gpt2", "merges": None}, r"has no 'tokenizer\.ggml\.merges'"),
     ],
 )
 def test_what_is_missing_is_named(said: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_masks_and_tables_of_a_float_checkpoint_are_left_alone(copy: Path) -> No
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, ("bitsandbytes",)),
         ({"quantization_config": {"quant_method": "torchao"}}, ("torchao",)),
         ({"quantization_config": {"quant_method": "hqq"}}, ("hqq",)),
-        ({"quantization_config": {"bits": 8}}, ("a method that it does not name",)),
+        ({"quantization_config": {"bits": 8}}, ("an unnamed method",)),
         ({"compression_config": {"format": "pack-quantized"}}, ("compressed-tensors", "a compression_config")),
         (
             {"text_config": {"quantization_config": {"quant_method": "modelopt"}}},

@@ -1,1 +1,1 @@
-"""Reads checkpoints: configs, weights as they are stored, tokenizers; refuses what would be read wrongly."""
+"""Reads checkpoints: configs, weights as stored, tokenizers; rejects checkpoints that it would read wrongly."""

@@ -1,6 +1,6 @@
-"""Writing a model that was calibrated for 4 bits as a compressed-tensors checkpoint (``pack-quantized``, W4A16).
+"""Writes a model calibrated for 4 bits as a compressed-tensors checkpoint (``pack-quantized``, W4A16).
 
-The layout is the one that ``readers/compressed_tensors.py`` reads, and vLLM: for each linear layer ``weight_packed``
+The layout is the one that ``readers/compressed_tensors.py`` and vLLM read: for each linear layer ``weight_packed``
 int32 ``[out, in / 8]``, eight numbers from -8 to 7 in a word, each increased by 8, the first in the lowest four bits;
 ``weight_scale`` ``[out, groups]`` in the model's dtype; ``weight_shape`` int64.
 """
@@ -29,37 +29,37 @@ _PER_WORD = 32 // _BITS
 
 
 def check_writable(model: PreTrainedModel, group_size: int) -> None:
-    """Refuse a model that the format has no place for, before anything is calibrated.
+    """Check that the format can store a model, before calibration starts.
 
     Raises:
-        ValueError: a decoder layer multiplies by something else than ``nn.Linear``, or inputs that the groups or the
-            words do not divide.
+        ValueError: a decoder layer has a weight matrix outside ``nn.Linear``, or a number of inputs that is not a
+            multiple of the group size or of a word's entries.
     """
     for index, layer in enumerate(decoder_layers(model)):
         for name, module in layer.named_modules():
             stacked = [key for key, parameter in module.named_parameters(recurse=False) if parameter.dim() > 2]
             if stacked or type(module).__name__ == "Conv1D":
                 raise ValueError(
-                    f"--format {FORMAT}: {name or 'it'!r} in layer {index} of {type(model).__name__} is a "
-                    f"{type(module).__name__}, and the format stores weights of Linear; leave --format out"
+                    f"--format {FORMAT} stores only Linear weights, but {name or 'it'!r} in layer {index} of "
+                    f"{type(model).__name__} is a {type(module).__name__}; leave --format out"
                 )
             if isinstance(module, nn.Linear) and module.in_features % (group_size or _PER_WORD):
                 raise ValueError(
-                    f"--format {FORMAT}: {name!r} in layer {index} has {module.in_features} inputs, which "
-                    f"--group-size {group_size} does not divide; use another, or 0 for one scale per output"
+                    f"--format {FORMAT}: {name!r} in layer {index} has {module.in_features} inputs, which are not a "
+                    f"multiple of --group-size {group_size}; use another group size, or 0 for one scale per output"
                 )
 
 
 def write_compressed(model: PreTrainedModel, out: Path, weights: Mapping[str, GridWeight]) -> None:
-    """Write a model whose matrices lie on a grid.
+    """Write a model whose weight matrices are on a grid.
 
     Args:
-        model: its matrices hold what ``weights`` mean.
+        model: model with the same matrices as ``weights``.
         out: folder to write.
-        weights: by the qualified name of their modules; scales are numbers of the model's dtype.
+        weights: weights by qualified module name; the model's dtype represents their scales exactly.
 
     Raises:
-        ValueError: transformers writes the weight of one of them under another name.
+        ValueError: transformers saves one of the weights under another name.
     """
     model.save_pretrained(out)
     index_file = out / "model.safetensors.index.json"
@@ -81,7 +81,7 @@ def write_compressed(model: PreTrainedModel, out: Path, weights: Mapping[str, Gr
         total += sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
     if left:
         raise ValueError(
-            f"--format {FORMAT}: transformers writes {min(left) + '.weight'!r} under another name; leave --format out"
+            f"--format {FORMAT}: transformers saves {min(left) + '.weight'!r} under another name; leave --format out"
         )
     if index_file.exists():
         index_file.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n")
@@ -93,11 +93,11 @@ def write_compressed(model: PreTrainedModel, out: Path, weights: Mapping[str, Gr
 
 
 def packed(weight: GridWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The tensors of a matrix by the last part of their names.
+    """Return the tensors of a matrix by the last part of their names.
 
     Args:
         weight: the matrix.
-        dtype: of its scales.
+        dtype: dtype of its scales.
     """
     codes = pack_pairs((weight.whole + 8).to(torch.uint8)).contiguous()
     return {
@@ -108,7 +108,7 @@ def packed(weight: GridWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def quantization_config(group_size: int, ignore: list[str]) -> dict[str, Any]:
-    """The entry in config.json; a ``group_size`` of 0: a scale for each output."""
+    """Return the entry for config.json; a ``group_size`` of 0 means one scale per output."""
     weights = {
         "num_bits": _BITS,
         "type": "int",

@@ -1,4 +1,4 @@
-"""The formats that a quantised checkpoint stores its weights in, layer by layer, and the bytes that they take."""
+"""Storage formats of a quantised checkpoint's weights by layer, and their sizes in bytes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class FormatBytes:
     """The weights of one format in one layer.
 
     Attributes:
-        layer: its number; None: outside of all layers.
-        form: as ``WeightFormat`` spells it, a type of ggml's, or a dtype of floats.
-        served: how they are held: ``"as stored"``, ``"as int8"``, ``"unpacked"``, ``"float"``; a GGUF file's
-            embeddings that are the head, too, ``"twice"``, unpacked and as the head is.
-        weights: how many tensors.
-        stored_bytes: of codes, scales, zeros and orders, as they are read.
-        served_bytes: in the program.
-        float_bytes: as floats of the model's dtype.
+        layer: layer index; None: outside the layers.
+        form: name of a ``WeightFormat``, of a ggml type, or of a float dtype.
+        served: form in the program: ``"as stored"``, ``"as int8"``, ``"unpacked"``, ``"float"``; for a GGUF file's
+            embeddings that are also the head ``"twice"``, unpacked and in the head's form.
+        weights: number of tensors.
+        stored_bytes: bytes of codes, scales, zeros and orders in the checkpoint.
+        served_bytes: bytes in the program.
+        float_bytes: bytes as floats of the model's dtype.
     """
 
     layer: int | None
@@ -53,14 +53,14 @@ def formats_of(
     unpacked: Iterable[str] = (),
     tied: bool = False,
 ) -> list[FormatBytes]:
-    """The formats of a model's weights, in the order of its layers.
+    """Return the formats of a model's weights, in the order of its layers.
 
     Args:
-        tensors: names and weights, of a module or as a reader yields them; none is kept.
-        dtype: of the model.
-        target: that serves them, ``"cpu"`` or ``"npu"``.
-        unpacked: names of weights that are unpacked whatever their format is.
-        tied: the config says that the head is the embeddings, so that a float model has none of its own.
+        tensors: names and weights, of a module or from a reader; none is kept.
+        dtype: dtype of the model.
+        target: device that runs the model, ``"cpu"`` or ``"npu"``.
+        unpacked: names of weights that are unpacked in any format.
+        tied: the config ties the head to the embeddings, so a float model has no separate head.
     """
     unpacked = frozenset(unpacked)
 
@@ -78,7 +78,7 @@ def _layer(name: str) -> int | None:
 
 
 def _by_layer(weights: Iterable[FormatBytes]) -> list[FormatBytes]:
-    """Those of one layer that are stored and served alike, as one."""
+    """Merge the entries of a layer that are stored and served in the same form."""
     found: dict[tuple[int, str, str], FormatBytes] = {}
     for one in weights:
         key = (-1 if one.layer is None else one.layer, one.form, one.served)
@@ -87,12 +87,12 @@ def _by_layer(weights: Iterable[FormatBytes]) -> list[FormatBytes]:
 
 
 def formats_of_gguf(file: GgufCheckpoint, dtype: torch.dtype, *, target: str = "cpu") -> list[FormatBytes]:
-    """The formats of a GGUF file's weights, by the types of its tensors: none of them is read.
+    """Return the formats of a GGUF file's weights from the types of its tensors, without reading these.
 
     Args:
         file: the file.
-        dtype: of the model.
-        target: that serves them, ``"cpu"`` or ``"npu"``.
+        dtype: dtype of the model.
+        target: device that runs the model, ``"cpu"`` or ``"npu"``.
     """
     return _by_layer(
         _of_gguf(name, tensor, dtype, target, tied=file.values["tie_word_embeddings"])
@@ -145,7 +145,7 @@ def _of_weight(
 
 
 def _floats_on_npu(form: WeightFormat, in_experts: bool) -> bool:
-    """As passes/lower/npu takes weights; the limits of operators may leave more of them floats."""
+    """Return True if passes/lower/npu converts the weight to floats; operator limits may add more weights."""
     return form.code != "int" or (in_experts and form.bits == 8 and form.group_size > 0)
 
 
@@ -160,16 +160,16 @@ def _sum(first: FormatBytes, second: FormatBytes) -> FormatBytes:
 
 
 def formats_of_files(name: str, config: Any, dtype: torch.dtype, *, target: str = "cpu") -> list[FormatBytes] | None:
-    """The formats of a quantised checkpoint, whose tensors are read one after the other; None for a float one.
+    """Return the formats of a quantised checkpoint, reading its tensors one by one; None for a float checkpoint.
 
     Args:
         name: folder, hub id or GGUF file.
-        config: the checkpoint's.
-        dtype: of the model.
-        target: "cpu" or "npu", which takes fewer formats as they are stored.
+        config: config of the checkpoint.
+        dtype: dtype of the model.
+        target: "cpu" or "npu"; the NPU keeps fewer formats as stored.
 
     Raises:
-        ValueError: it is quantised, and its weights are not there or cannot be read.
+        ValueError: it is quantised, and its weights are missing or cannot be read.
     """
     if is_gguf(name):
         formats = formats_of_gguf(open_gguf(name), dtype, target=target)
@@ -182,5 +182,5 @@ def formats_of_files(name: str, config: Any, dtype: torch.dtype, *, target: str 
 
 
 def served_change(formats: Iterable[FormatBytes]) -> int:
-    """By how many bytes served weights differ from the same as floats."""
+    """Return the bytes of the served weights minus their bytes as floats."""
     return sum(one.served_bytes - one.float_bytes for one in formats)

@@ -1,4 +1,4 @@
-"""Loading a causal LM and its tokenizer from a folder or the hub, and checking a live module."""
+"""Loads a causal LM and its tokenizer from a folder or the hub, and checks live modules."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
-    """A dtype from its name; None for ``"auto"``.
+    """Return the dtype with that name; None for ``"auto"``.
 
     Raises:
-        ValueError: not one of float32, bfloat16, float16.
+        ValueError: the dtype is not float32, bfloat16 or float16.
     """
     if isinstance(dtype, torch.dtype) and dtype in _DTYPES.values():
         return dtype
@@ -74,18 +74,18 @@ def load_model(
     device: torch.device,
     config: Any = None,
 ) -> PreTrainedModel:
-    """Load a causal LM for inference: eval mode, no parameter asks for gradients.
+    """Load a causal LM for inference: in eval mode, with no parameter requiring gradients.
 
     Args:
         source: a folder written by ``save_pretrained``, a hub id, or a GGUF file.
-        dtype: ``"auto"`` for the checkpoint's own.
+        dtype: ``"auto"`` for the dtype of the checkpoint.
         trust_remote_code: run model code that comes with the checkpoint.
-        device: where the weights go.
-        config: what ``load_config`` found; by default it is read here.
+        device: device of the weights.
+        config: the config that ``load_config`` returned; by default it is read here.
 
     Raises:
-        ValueError: nothing there, not a causal LM, quantised in a way that is not read, or weights that are missing
-            or broken.
+        ValueError: the source does not exist, is not a causal LM, is quantised in an unsupported way, or has missing
+            or broken weights.
     """
     wanted = resolve_dtype(dtype)
     if config is None:
@@ -111,7 +111,7 @@ def load_model(
                 dtype=wanted if wanted is not None else "auto",
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below, where transformers only says that there are some
+                ignore_mismatched_sizes=True,  # reported below by name; transformers only says that there are some
             )
 
         model, report = one_line(could_not, lambda: _made(load, config))
@@ -119,26 +119,26 @@ def load_model(
     else:
         model, report = _load_quantized(name, config, method, files, stored, wanted)
     _check_report(report, model, name)
-    if method is not None and device.type == "cpu":  # to() would look for the memory of stored weights
+    if method is not None and device.type == "cpu":  # to() would access the memory of stored weights
         return model.eval().requires_grad_(False)
     return model.to(device).eval().requires_grad_(False)
 
 
 def _check_report(report: Any, model: Any, name: str) -> None:
-    """Refuse what transformers' report of loading says was missing, or of another shape."""
+    """Check transformers' loading report for missing weights and wrong shapes."""
     mismatched = sorted(report["mismatched_keys"])
     if mismatched:
         key, found, expected = mismatched[0]
         raise ValueError(
-            f"model={name!r} holds {key!r} of shape {list(found)} where its config asks for {list(expected)}"
+            f"model={name!r} holds {key!r} of shape {list(found)}, but its config implies {list(expected)}"
             f"{f', and {len(mismatched) - 1} more such' if len(mismatched) > 1 else ''}; pass a checkpoint whose "
             "config.json and weights belong together"
         )
     missing = sorted(report["missing_keys"])
     if missing:
-        # transformers would initialise them at random and only say so in a report.
+        # transformers would initialise them at random and only mention it in a report.
         raise ValueError(
-            f"model={name!r} lacks {len(missing)} weights of {type(model).__name__}, {missing[0]!r} first; "
+            f"model={name!r} lacks {len(missing)} weights of {type(model).__name__}, for example {missing[0]!r}; "
             "pass a complete causal-LM checkpoint"
         )
 
@@ -154,11 +154,11 @@ def _load_quantized(
     stored: dict[str, StoredTensor],
     wanted: torch.dtype | None,
 ) -> tuple[Any, Any]:
-    """A model over the weights as they are stored, and transformers' report of loading it."""
+    """Load a model over the stored weights; also returns transformers' loading report."""
     plain = without_quantization(config)
     model_class = causal_lm_class(config)
     if model_class is None:
-        raise refusal(name, method.name, f"{method.evidence}, and it brings its own code")
+        raise refusal(name, method.name, f"{method.evidence}, and it needs its own code")
     if getattr(model_class, "config_class", None) is type(plain).sub_configs.get("text_config"):
         plain = plain.get_text_config()
     dtype = wanted or getattr(plain, "dtype", None) or torch.bfloat16
@@ -168,7 +168,7 @@ def _load_quantized(
     if (isinstance(state.get(head), StoredWeight) or head in unpacked) and getattr(
         plain, "tie_word_embeddings", False
     ):
-        plain.tie_word_embeddings = False  # the head is another matrix than the embeddings that it was made from
+        plain.tie_word_embeddings = False  # the quantised head is a separate matrix
     model, report = _made_of(state, model_class, plain, dtype, name)
     made = {key for key, read in state.items() if isinstance(read, StoredWeight)} | unpacked
     check_orientation(made, model, name, method)
@@ -193,7 +193,7 @@ def _load_quantized(
 def _made_of(
     state: dict[str, torch.Tensor], model_class: Any, config: Any, dtype: torch.dtype, name: str
 ) -> tuple[Any, Any]:
-    """A model over these tensors, and transformers' report of loading it."""
+    """Build a model over these tensors; also returns transformers' loading report."""
 
     def load() -> Any:
         return model_class.from_pretrained(
@@ -210,7 +210,7 @@ def _made_of(
 
 
 def _made(load: Callable[[], Any], config: Any) -> Any:
-    """What a loader of transformers makes; a kind of rotary table that it does not know is called one."""
+    """Run a loader of transformers; an unknown kind of rotary table raises an error that names it."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     try:
@@ -218,14 +218,14 @@ def _made(load: Callable[[], Any], config: Any) -> Any:
     except KeyError as error:
         if error.args and error.args[0] in rope_types(config):
             raise ValueError(
-                f"its config's rope_type is {error.args[0]!r}, and transformers knows 'default', "
+                f"its config's rope_type is {error.args[0]!r}, but transformers only knows 'default', "
                 f"{', '.join(map(repr, ROPE_INIT_FUNCTIONS))}; correct rope_scaling in config.json"
             ) from error
         raise
 
 
 def _load_gguf(name: str, config: Any, wanted: torch.dtype | None) -> Any:
-    """A model over the weights of a GGUF file."""
+    """Load a model over the weights of a GGUF file."""
     file = _of_gguf(name)
     dtype = wanted or resolve_dtype(file.values["dtype"]) or torch.bfloat16
     try:
@@ -236,8 +236,8 @@ def _load_gguf(name: str, config: Any, wanted: torch.dtype | None) -> Any:
     model, report = _made_of(state, causal_lm_class(config), config, dtype, name)
     if report["unexpected_keys"]:
         raise ValueError(
-            f"model={name!r} holds {min(report['unexpected_keys'])!r}, for which {type(model).__name__} of this "
-            "version of transformers has no place; pass the float checkpoint"
+            f"model={name!r} holds {min(report['unexpected_keys'])!r}, which {type(model).__name__} of this version "
+            "of transformers does not have; pass the float checkpoint"
         )
     _check_report(report, model, name)
     model.name_or_path = model.config._name_or_path = name
@@ -245,7 +245,7 @@ def _load_gguf(name: str, config: Any, wanted: torch.dtype | None) -> Any:
 
 
 def _of_gguf(name: str) -> GgufCheckpoint:
-    """What a GGUF file holds, its errors named as the argument's."""
+    """Open a GGUF file; errors name the argument."""
     try:
         return open_gguf(name)
     except BadGguf as error:
@@ -253,15 +253,15 @@ def _of_gguf(name: str) -> GgufCheckpoint:
 
 
 def quantized_tensors(name: str, config: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]] | None:
-    """The tensors of a quantised checkpoint, read one after the other; None for a float one.
+    """Iterate over the tensors of a quantised checkpoint, read one by one; None for a float checkpoint.
 
     Args:
         name: folder, hub id or GGUF file.
-        config: the checkpoint's.
-        dtype: that quantised weights are shown in.
+        config: config of the checkpoint.
+        dtype: dtype that quantised weights appear in.
 
     Raises:
-        ValueError: it is quantised, and its weights are not there or cannot be read.
+        ValueError: it is quantised, and its weights are missing or cannot be read.
     """
     if is_gguf(name):
         return _of_gguf(name).tensors(dtype)
@@ -275,7 +275,7 @@ def quantized_tensors(name: str, config: Any, dtype: torch.dtype) -> Iterator[tu
 
 
 def without_quantization(config: Any) -> Any:
-    """A copy of a config that says nothing of quantised weights, nor do those inside it."""
+    """Return a copy of a config without any quantization entries, nested configs included."""
     plain = copy.deepcopy(config)
     for part in (plain, *(getattr(plain, key, None) for key in getattr(plain, "sub_configs", ()))):
         for key in ("quantization_config", "compression_config"):
@@ -285,9 +285,9 @@ def without_quantization(config: Any) -> Any:
 
 
 def checkpoint_files(source: str | os.PathLike[str], dtype: str | torch.dtype) -> CheckpointFiles | None:
-    """The files of a checkpoint whose program may be known by them: safetensors, for a class of transformers' own.
+    """Return the files that can identify a checkpoint's program: safetensors, for a class of transformers itself.
 
-    None for all others, and for those that are not there or not in order: loading them says what is wrong.
+    None for all other checkpoints, and for missing or broken ones: loading these reports the error.
     """
     try:
         name = check_source(source)
@@ -311,7 +311,7 @@ def checkpoint_files(source: str | os.PathLike[str], dtype: str | torch.dtype) -
         return None
     if method is None:
         return CheckpointFiles(weights, texts, resolve_dtype(dtype))
-    if method.unpacks:  # what the program reads is not in the files
+    if method.unpacks:  # the program's weights are not in the files
         return None
     texts["quantised by"] = method.name
 
@@ -333,30 +333,30 @@ def _gguf_files(name: str, wanted: torch.dtype | None) -> CheckpointFiles:
 
 
 def _described_weights(method: Method | None) -> str | None:
-    """The pattern of the names of weight files beside a description of them; None for those of any checkpoint."""
+    """Return the name pattern of weight files next to their description; None for any other checkpoint."""
     return _WEIGHTS_OF_MODELSLIM if method is not None and method.kinds else None
 
 
 def _snapshot(name: str) -> tuple[Path, dict[str, str]]:
-    """The folder of a hub id in the hub's cache, with the files there that say something of the model, downloaded
-    where transformers would; and what tells it from others.
+    """Return the folder of a hub id in the hub's cache with the files that determine the model, downloaded as
+    transformers would; and the texts that identify its version.
 
-    What else the folder holds depends on what was asked for so far; the commit says what it is a part of.
+    The other contents of the folder depend on earlier requests; the commit identifies the version.
 
     Raises:
-        OSError: there is no such id, or nothing of it while the hub is out of reach.
+        OSError: the id does not exist, or nothing of it is cached while the hub is unreachable.
     """
     folder = Path(str(cached_file(name, "config.json"))).parent
-    commit = folder.name  # by which the hub is asked only once
+    commit = folder.name  # so that the hub is queried only once
     cached_file(name, "generation_config.json", revision=commit, _raise_exceptions_for_missing_entries=False)
     return folder, {"hub id": name, "commit": commit}
 
 
 def load_config(source: str | os.PathLike[str], trust_remote_code: bool) -> tuple[str, Any]:
-    """The folder or hub id as a string, and its config, checked by :func:`check_config`.
+    """Return the folder or hub id as a string, and its config, checked by :func:`check_config`.
 
     Raises:
-        ValueError: as ``load_model`` does for what shows without the weights.
+        ValueError: as for ``load_model``, for errors that show without the weights.
     """
     name = check_source(source)
     if is_gguf(name):
@@ -370,7 +370,7 @@ def load_config(source: str | os.PathLike[str], trust_remote_code: bool) -> tupl
 
 
 def causal_lm_class(config: Any) -> type | None:
-    """The class of transformers that makes a config's causal LM; None where the checkpoint's own code does."""
+    """Return transformers' class for a config's causal LM; None if the checkpoint's own code provides it."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     has_own = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -381,7 +381,7 @@ def causal_lm_class(config: Any) -> type | None:
 def load_tokenizer(
     source: str | os.PathLike[str], trust_remote_code: bool, required: bool
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a folder, hub id or GGUF file; None when there is none and it is not ``required``."""
+    """Return the tokenizer of a folder, hub id or GGUF file; None if there is none and it is not ``required``."""
     name = check_source(source, argument="tokenizer")
 
     def load() -> PreTrainedTokenizerBase:
@@ -396,8 +396,8 @@ def load_tokenizer(
     try:
         return load()
     except Exception as error:
-        # Most checkpoints without a tokenizer simply have no such file; one that is there but fails is worth
-        # a word.
+        # Most checkpoints without a tokenizer simply have no such file; a tokenizer that fails to load deserves a
+        # warning.
         is_there = any(Path(name).glob("tokenizer*")) or not Path(name).is_dir()
         level = logging.WARNING if is_there else logging.INFO
         logger.log(level, "no tokenizer from %s (%s): prompts must be token ids", name, first_line(error))
@@ -405,10 +405,10 @@ def load_tokenizer(
 
 
 def _config_without_class(folder: str) -> PreTrainedConfig | None:
-    """The config of a folder whose tokenizer says of which class it is, as an object of the base class; else None.
+    """Return the config of a folder whose tokenizer names its own class, as an object of the base class; else None.
 
-    The tokenizer's class is looked up by the values in it. Its own class is not asked, and importing that takes
-    transformers a second, for it imports the model's activations.
+    The values in it determine the tokenizer's class. Its own class is not needed for that, and importing it takes a
+    second, because it imports the model's activations.
     """
     try:
         stated = json.loads((Path(folder) / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -423,10 +423,10 @@ def _config_without_class(folder: str) -> PreTrainedConfig | None:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase | None:
-    """Return a tokenizer object, or None, as it is.
+    """Return a tokenizer object, or None, unchanged.
 
     Raises:
-        TypeError: neither.
+        TypeError: it is neither.
     """
     if tokenizer is None or (callable(tokenizer) and hasattr(tokenizer, "decode")):
         return tokenizer
@@ -435,7 +435,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedToke
 
 
 def check_config(config: Any, name: str, trust_remote_code: bool) -> None:
-    """Refuse what is not a causal LM that can be read, by its config alone, before any weight is."""
+    """Check by its config alone that a model is a supported causal LM, before any weight is read."""
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"model={name!r} is an encoder-decoder ({config.model_type}), not a causal LM; pass a decoder-only model"
@@ -454,11 +454,11 @@ def check_config(config: Any, name: str, trust_remote_code: bool) -> None:
 
 
 def check_module(model: object, dtype: str | torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Check a live module and return it (a ``torch.compile`` wrapper is taken off).
+    """Check a live module and return it without a ``torch.compile`` wrapper.
 
     Raises:
         TypeError: not a HuggingFace model.
-        ValueError: not a causal LM, in train(), on another device, or of another dtype than asked for.
+        ValueError: not a causal LM, in train() mode, on another device, or not of the requested dtype.
     """
     from transformers import PreTrainedModel
 
@@ -478,21 +478,21 @@ def check_module(model: object, dtype: str | torch.dtype, device: torch.device) 
         raise ValueError(f"model is a quantised {kind}, which is not supported; load it in float")
     if model.training:
         raise ValueError(
-            f"model is a {kind} in train() mode and the engine is for inference; call model.eval() first"
+            f"model is a {kind} in train() mode, but the engine only runs inference; call model.eval() first"
         )
     if model.device.type != device.type:
         raise ValueError(
-            f"model is on {model.device} and device={str(device)!r}; call model.to({device.type!r}) first"
+            f"model is on {model.device}, but device={str(device)!r}; call model.to({device.type!r}) first"
         )
     check_dtype(model, dtype)
     return model
 
 
 def check_dtype(model: PreTrainedModel, dtype: str | torch.dtype) -> None:
-    """Refuse a dtype that is not the live module's own.
+    """Check that the dtype is the live module's own.
 
     Raises:
-        ValueError: it is another, or no float dtype.
+        ValueError: it differs, or is not a float dtype.
     """
     wanted = resolve_dtype(dtype)
     if wanted is not None and wanted != model.dtype:
@@ -503,7 +503,7 @@ def check_dtype(model: PreTrainedModel, dtype: str | torch.dtype) -> None:
 
 
 def is_causal_lm(model: PreTrainedModel) -> bool:
-    """Whether a module's class is a language-model head that predicts the next token."""
+    """Return True if the module's class is a language-model head that predicts the next token."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     names = {base.__name__ for base in type(model).__mro__}

@@ -1,9 +1,9 @@
-"""Finds out how a checkpoint is quantised, and refuses codes that nothing explains.
+"""Detects how a checkpoint is quantised, and rejects codes without a known meaning.
 
-A quantised checkpoint holds codes and, beside them, what turns them into weights. Read as a float checkpoint, its
-codes would be served as weights: transformers casts them to float and only lists what was left over. So whatever
-says that a tensor holds codes is looked for: the config, files beside it, tensors beside a weight, and the dtype of
-what is loaded. Methods that have a reader are read (``quantized_tensors``), all others are refused by name.
+A quantised checkpoint stores codes and the tensors that turn them into weights. Read as a float checkpoint, its codes
+would be served as weights: transformers casts them to float and only lists the leftover tensors. So everything that
+reveals codes is checked: the config, files and tensors next to the weights, and the dtype of loaded tensors. Methods
+with a reader are read (``quantized_tensors``); all others are rejected by name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NAMES = {
     "auto-round": "AutoRound",
     "ascend": "msModelSlim",
 }
-"""Of the methods that a config names otherwise than their users do."""
+"""User-facing names of methods that configs name differently."""
 
 _DESCRIPTIONS = (
     ("quant_model_description*.json", "msModelSlim"),
@@ -46,10 +46,10 @@ _DESCRIPTIONS = (
     ("quantize_config*.json", "GPTQ"),
     ("quant_config*.json", "AWQ"),
 )
-"""Files beside a config that say how the weights were quantised."""
+"""Files next to a config that describe how the weights were quantised."""
 
 _BY_DTYPE = "compressed-tensors or msModelSlim"
-"""Whose codes are bytes; FP8 where they are floats."""
+"""Methods whose codes are bytes; FP8 if they are floats."""
 
 _COMPANIONS = (
     (r"g_idx", "GPTQ"),
@@ -63,21 +63,21 @@ _COMPANIONS = (
     (r"\w+_blocks", "MXFP4"),
     (r"weight_scale", _BY_DTYPE),
 )
-"""Last parts of the names of tensors that stand in for a weight or beside it, and whose they are; surest first."""
+"""Last name parts of tensors that replace or accompany a weight, and their methods; most reliable first."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method of quantisation that is read.
+    """A supported method of quantisation.
 
     Attributes:
-        name: as its users call it.
+        name: name that users know.
         read: its reader.
-        is_companion: tells by the last part of a tensor's name that it belongs to a quantised weight.
-        settings: what the config says of it.
-        evidence: what says that the checkpoint is quantised.
-        kinds: name of a tensor → how it is stored, where a description says so; else empty.
-        unpacks: its reader makes floats of the weights, whose codes nothing multiplies with.
+        is_companion: returns True if the last part of a tensor's name belongs to a quantised weight.
+        settings: the config's settings of the method.
+        evidence: reason to consider the checkpoint quantised.
+        kinds: name of a tensor → its storage, if a description states it; else empty.
+        unpacks: True if the reader converts weights to floats, because no kernel multiplies with their codes.
     """
 
     name: str
@@ -104,24 +104,24 @@ _READERS: dict[str, tuple[str, Read, Callable[[str], object]]] = {
     "ascend": ("msModelSlim", modelslim.read_modelslim, modelslim.LEAVES.__contains__),
 }
 _SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Of old checkpoints whose config says nothing."""
+"""Methods of old checkpoints whose config does not mention them."""
 DESCRIPTIONS = tuple(pattern for pattern, _ in _DESCRIPTIONS)
-"""Patterns of the names of files that say how the weights beside them are quantised."""
+"""Name patterns of files that describe how the weights next to them are quantised."""
 _LARGEST_DESCRIPTION = 64 << 20
 
 
 def quantization_method(config: Any, name: str) -> Method | None:
-    """The method by which a checkpoint is quantised, as its config or a file beside it says.
+    """Return a checkpoint's method of quantisation according to its config or a file next to it.
 
     Args:
-        config: the checkpoint's, an object of transformers or what its file holds.
+        config: config of the checkpoint, an object of transformers or the content of its file.
         name: its folder or hub id.
 
     Returns:
-        None where neither says anything.
+        None if neither mentions a method.
 
     Raises:
-        ValueError: there is no reader for it, or what is said cannot be read; the message names the method.
+        ValueError: there is no reader for it, or its settings cannot be read; the message names the method.
     """
     description = next(iter(sorted(Path(name).glob("quant_model_description*.json"))), None)
     if description is not None:
@@ -133,7 +133,7 @@ def quantization_method(config: Any, name: str) -> Method | None:
         method = said.get("quant_method") if isinstance(said, Mapping) else None
         if method is None and "compression_config" in key:
             method = "compressed-tensors"
-        method = str(getattr(method, "value", method or "a method that it does not name"))[:100]
+        method = str(getattr(method, "value", method or "an unnamed method"))[:100]
         if method not in _READERS or not isinstance(said, Mapping):
             raise refusal(name, _NAMES.get(method, method), f"its config has a {key}")
         return _checked(method, said, name, f"its config has a {key}")
@@ -147,12 +147,12 @@ def quantization_method(config: Any, name: str) -> Method | None:
 
 
 def check_float(config: Any, name: str, purpose: str) -> None:
-    """Refuse a quantised checkpoint where what is wanted of it is told of float ones only.
+    """Reject a quantised checkpoint for a purpose that only supports float checkpoints.
 
     Args:
-        config: the checkpoint's.
+        config: config of the checkpoint.
         name: its folder or hub id.
-        purpose: what is wanted.
+        purpose: the intended use, for the message.
 
     Raises:
         ValueError: it is quantised.
@@ -169,7 +169,7 @@ def check_float(config: Any, name: str, purpose: str) -> None:
 
 
 def _checked(method: str, settings: Mapping[str, Any], name: str, evidence: str) -> Method:
-    """The method, after the checks of its settings as a whole."""
+    """Return the method, after checking its settings as a whole."""
     known, read, is_companion = _READERS[method]
     try:
         if method == "compressed-tensors":
@@ -180,7 +180,7 @@ def _checked(method: str, settings: Mapping[str, Any], name: str, evidence: str)
             if form == "auto_awq":
                 read, is_companion = awq.read_awq, awq.LEAVES.__contains__
             elif form != "auto_gptq":
-                raise BadTensor(f"its config has packing_format={packing!r}; 'auto_gptq' and 'auto_awq' are read")
+                raise BadTensor(f"its config has packing_format={packing!r}; supported: 'auto_gptq', 'auto_awq'")
     except BadTensor as error:
         raise broken(name, known, str(error)) from error
     return Method(known, read, is_companion, settings, evidence, unpacks=method == "bitsandbytes")
@@ -204,19 +204,19 @@ def _read_json(file: Path, name: str) -> Mapping[str, Any]:
             raise ValueError(f"it has more than {_LARGEST_DESCRIPTION} bytes")
         found = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
-        raise ValueError(f"model={name!r}: {file.name} cannot be read: {error}; get the checkpoint again") from error
+        raise ValueError(f"model={name!r}: {file.name} cannot be read: {error}; download it again") from error
     return found
 
 
 def broken(name: str, method: str, what: str) -> ValueError:
-    """The error for a quantised checkpoint that a reader cannot read."""
+    """Return the error for a quantised checkpoint that a reader cannot read."""
     return ValueError(f"model={name!r} is quantised ({method}), and {what}")
 
 
 def _quantization_configs(config: Mapping[str, Any], place: str = "") -> Iterable[tuple[str, Any]]:
-    """The entries of a config and those nested in it that speak of quantised weights, with their dotted names."""
+    """Yield the entries about quantised weights of a config and its nested configs, with their dotted names."""
     for key, value in config.items():
         if key in _CONFIG_KEYS:
             if value is not None:
@@ -226,10 +226,10 @@ def _quantization_configs(config: Mapping[str, Any], place: str = "") -> Iterabl
 
 
 def check_stored(tensors: Mapping[str, StoredTensor], name: str) -> None:
-    """Refuse, before anything is loaded, tensors that are codes by their names or dtypes.
+    """Reject, before anything is loaded, tensors whose names or dtypes show that they are codes.
 
     Raises:
-        ValueError: it names a tensor, and the method where that shows.
+        ValueError: the message names a tensor, and its method if known.
     """
     places: dict[str, tuple[str, str]] = {}
     for key in tensors:
@@ -246,11 +246,11 @@ def check_stored(tensors: Mapping[str, StoredTensor], name: str) -> None:
             raise refusal(name, "FP8" if is_fp8 else method, f"it holds {key!r}")
     for key, tensor in tensors.items():
         if tensor.is_narrow_float or (tensor.is_whole_number and split_name(key)[1] == "weight"):
-            raise refusal(name, "a method that it does not name", f"{key!r} is {tensor.dtype}")
+            raise refusal(name, "an unnamed method", f"{key!r} is {tensor.dtype}")
 
 
 def split_name(key: str) -> tuple[str, str]:
-    """Owner and last part of a tensor's name; what bitsandbytes hangs onto a weight belongs to the weight's owner."""
+    """Split a tensor's name into owner and last part; bitsandbytes' suffixes of a weight belong to its owner."""
     owner, part, leaf = key.rpartition(".weight.")
     if not part:
         owner, _, leaf = key.rpartition(".")
@@ -258,16 +258,16 @@ def split_name(key: str) -> tuple[str, str]:
 
 
 def check_loaded(tensors: Mapping[str, StoredTensor], model: nn.Module, unexpected: Iterable[str], name: str) -> None:
-    """Refuse, once transformers has matched names, what it cast from codes or left over beside a weight that it took.
+    """Reject, after loading, codes that transformers cast to floats, and leftover tensors of a weight that it loaded.
 
     Args:
-        tensors: those of the checkpoint.
-        model: what was loaded from them.
-        unexpected: names that transformers found no place for.
+        tensors: tensors of the checkpoint.
+        model: model loaded from them.
+        unexpected: names that transformers did not use.
         name: the checkpoint's folder or hub id.
 
     Raises:
-        ValueError: it names a tensor.
+        ValueError: the message names a tensor.
     """
     left_over = set(unexpected)
     kept = model.state_dict()
@@ -275,9 +275,9 @@ def check_loaded(tensors: Mapping[str, StoredTensor], model: nn.Module, unexpect
         beside = _beside(key, kept)
         if beside:
             raise ValueError(
-                f"model={name!r} holds {key!r}, and {type(model).__name__} reads {beside!r} without it, so the "
-                "weights would not be the checkpoint's; if they are quantised, pass the float checkpoint that they "
-                "were made from, else one of this architecture"
+                f"model={name!r} holds {key!r}, but {type(model).__name__} reads {beside!r} without it and would "
+                "serve wrong weights; if they are quantised, pass the float checkpoint they come from, else one of "
+                "this architecture"
             )
     # Integers may be masks and tables, which the model keeps as integers too, or leaves alone.
     integers = defaultdict(list)
@@ -290,32 +290,32 @@ def check_loaded(tensors: Mapping[str, StoredTensor], model: nn.Module, unexpect
             continue
         is_left_over = any(key.endswith(other) or other.endswith(key) for other in left_over)
         if not is_left_over and not integers[key.rpartition(".")[2]]:
-            raise refusal(name, "a method that it does not name", f"{key!r} is {tensor.dtype}")
+            raise refusal(name, "an unnamed method", f"{key!r} is {tensor.dtype}")
 
 
 def check_orientation(made: Iterable[str], model: PreTrainedModel, name: str, method: Method) -> None:
-    """Refuse weights ``[out, in]`` that a reader made for modules that hold them ``[in, out]``: of a square one the
-    transpose would be served.
+    """Reject weights ``[out, in]`` from a reader for modules that store them ``[in, out]``: a square weight would be
+    served transposed.
 
     Args:
         made: names of the weights.
-        model: what was loaded with them.
+        model: model loaded with them.
         name: the checkpoint's folder or hub id.
-        method: how it is quantised.
+        method: method of quantisation.
 
     Raises:
-        ValueError: it names a weight.
+        ValueError: the message names a weight.
     """
     turned = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Conv1D)}
     turned |= {key.removeprefix(f"{model.base_model_prefix}.") for key in turned}
     for key in sorted(turned.intersection(made)):
-        raise refusal(name, method.name, f"{key!r} is of a Conv1D, which holds its weight the other way round")
+        raise refusal(name, method.name, f"{key!r} belongs to a Conv1D, which stores its weight transposed")
 
 
 def _beside(key: str, kept: Mapping[str, Any]) -> str:
-    """The weight, of those that the model keeps, that a tensor seems to belong to; "" for none.
+    """Return the loaded weight that a tensor seems to belong to; "" for none.
 
-    It is the one that the tensor's name goes on from, or that of a module which the tensor is a part of.
+    It is the weight whose name the tensor's name extends, or that of a module that contains the tensor.
     """
     for end in range(len(key) - 1, 0, -1):
         if key[end] in "._:" and key[:end] in kept:
@@ -326,8 +326,8 @@ def _beside(key: str, kept: Mapping[str, Any]) -> str:
 
 
 def refusal(name: str, method: str, evidence: str) -> ValueError:
-    """The error for a quantised checkpoint: what shows it, whose method it is, and the remedy."""
+    """Return the error for an unsupported quantised checkpoint: evidence, method and remedy."""
     return ValueError(
         f"model={name!r} is quantised ({method}: {evidence}), which is not supported; pass the float checkpoint that "
-        "it was made from, with quantization='int8' or 'int4' to have its weights rounded here"
+        "it was made from, and quantization='int8' or 'int4' to quantise it at load time"
     )

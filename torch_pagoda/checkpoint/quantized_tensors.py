@@ -1,4 +1,4 @@
-"""The tensors of a quantised checkpoint under the names of a float one, its weights as they are stored."""
+"""Reads the tensors of a quantised checkpoint under the names of a float one, with its weights as stored."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ logger = logging.getLogger(__name__)
 def read_quantized(
     name: str, method: Method, files: list[str], tensors: Mapping[str, StoredTensor], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The checkpoint's tensors behind the names of a state dict: quantised weights are ``StoredWeight``, all others
-    what they are. They are read one after the other.
+    """Yield the checkpoint's tensors under the names of a state dict: quantised weights as ``StoredWeight``, all
+    others unchanged. They are read one by one.
 
     Args:
         name: folder or hub id.
-        method: how it is quantised.
-        files: those of its weights.
-        tensors: what is in them.
-        dtype: that quantised weights are shown in.
+        method: method of quantisation.
+        files: its weight files.
+        tensors: their tensors.
+        dtype: dtype that quantised weights appear in.
 
     Raises:
-        ValueError: a tensor is missing, broken, contradicts the config, or holds codes that nothing explains; it
-            names it.
+        ValueError: a tensor is missing, broken, contradicts the config, or contains codes without a known meaning;
+            the message names it.
     """
     owners: dict[str, dict[str, str]] = defaultdict(dict)
     for key in tensors:
@@ -70,7 +70,7 @@ def read_quantized(
 def unpacked_weights(
     method: Method, state: Mapping[str, torch.Tensor], tensors: Mapping[str, StoredTensor]
 ) -> set[str]:
-    """Names of weights of which a reader has made floats, and whose codes have the same name in the files."""
+    """Yield names of weights that a reader unpacked to floats, and whose codes have the same name in the files."""
     if not method.unpacks:
         return set()
     there = {key: tensor for key, tensor in tensors.items() if key in state}
@@ -83,10 +83,10 @@ def unpacked_weights(
 
 
 def warn_of_unpacked(name: str, method: Method, count: int, dtype: torch.dtype) -> None:
-    """Say that weights are served as floats."""
+    """Warn that weights are served as floats."""
     logger.warning(
-        "model=%r is quantised (%s), in codes that are not multiplied with: %d weights are unpacked to %s and take "
-        "its memory and time; pass the float checkpoint with quantization='int8' or 'int4' for less of both",
+        "model=%r is quantised (%s) with codes that no kernel multiplies: %d weights are unpacked to %s and cost its "
+        "memory and time; pass the float checkpoint with quantization='int8' or 'int4' to save both",
         name,
         method.name,
         count,
@@ -95,7 +95,7 @@ def warn_of_unpacked(name: str, method: Method, count: int, dtype: torch.dtype) 
 
 
 def _drop_copied(found: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], pages: FilePages) -> None:
-    """Take what was read of a file, and is not what the weights are made of, out of memory."""
+    """Release the memory of a file's tensors that no weight uses."""
     parts: list[torch.Tensor] = []
     for weight in weights.values():
         parts += stored_parts(weight) if isinstance(weight, StoredWeight) else [weight]
@@ -107,27 +107,27 @@ def _drop_copied(found: Mapping[str, torch.Tensor], weights: Mapping[str, torch.
 
 
 def _check_plain(name: str, method: Method, key: str, leaf: str, tensor: StoredTensor) -> None:
-    """Refuse codes without what they need beside them, and what is described as codes."""
+    """Reject codes without their companion tensors, and plain tensors described as codes."""
     _check_codes(name, method, key, leaf, tensor)
     if method.kinds.get(key, "FLOAT") != "FLOAT":
         raise refusal(
-            name, method.name, f"{key!r} is described as {method.kinds[key]!r} and stored as {tensor.dtype}"
+            name, method.name, f"{key!r} is described as {method.kinds[key]!r} but stored as {tensor.dtype}"
         )
 
 
 def _check_codes(name: str, method: Method, key: str, leaf: str, tensor: StoredTensor) -> None:
-    """Refuse what is of a dtype of codes."""
+    """Reject tensors with a dtype of codes."""
     if tensor.is_narrow_float or (tensor.is_whole_number and leaf == "weight"):
-        raise refusal(name, method.name, f"{key!r} is {tensor.dtype} and nothing beside it says of what scale")
+        raise refusal(name, method.name, f"{key!r} is {tensor.dtype} without a scale")
 
 
 @contextlib.contextmanager
 def _opened(files: list[str], name: str) -> Iterator[Callable[[str], torch.Tensor]]:
-    """A function of a tensor's name that reads it, from files that stay open meanwhile."""
+    """Yield a function that reads a tensor by its name, from files that stay open meanwhile."""
     torn = [file for file in files if not file.endswith(".safetensors")]
     if torn:
         raise ValueError(
-            f"model={name!r} is quantised and {Path(torn[0]).name} is no safetensors file; pass the checkpoint as "
+            f"model={name!r} is quantised, but {Path(torn[0]).name} is not safetensors; pass the checkpoint as "
             "safetensors"
         )
     with contextlib.ExitStack() as stack:

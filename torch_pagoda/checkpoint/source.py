@@ -1,4 +1,4 @@
-"""What a user names as a model or tokenizer: a folder, a GGUF file or a hub id; and errors as one line."""
+"""Resolves a user's model or tokenizer: a folder, a GGUF file or a hub id; and formats errors as one line."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .gguf.tokenizer import has_tokenizer
 Loaded = TypeVar("Loaded")
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""Of a folder that peft wrote."""
+"""Config file of a peft adapter."""
 
 
 def check_source(source: str | os.PathLike[str], argument: str = "model") -> str:
-    """The folder, GGUF file or hub id as a string, after the checks that need no download. A folder without a
-    config.json stands for the GGUF file in it, and ``FOLDER:FILE.gguf``, as transformers has it, for that one.
+    """Return the folder, GGUF file or hub id as a string, after the checks that need no download. A folder without a
+    config.json means the GGUF file in it; ``FOLDER:FILE.gguf`` names one of several, as in transformers.
 
     Raises:
-        ValueError: a path that does not exist, is neither a folder nor a GGUF file, or holds no config.json.
+        ValueError: the path does not exist, is neither a folder nor a GGUF file, or contains no config.json.
     """
     name = os.path.expanduser(os.fspath(source))
     path = Path(name)
@@ -50,7 +50,7 @@ def check_source(source: str | os.PathLike[str], argument: str = "model") -> str
 
 
 def _without_config(folder: Path) -> str:
-    """What a folder without a config.json is, and the remedy."""
+    """Return the description of a folder without a config.json, with the remedy."""
     if (folder / ADAPTER_CONFIG).is_file():
         try:
             base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
@@ -58,14 +58,14 @@ def _without_config(folder: Path) -> str:
         except (OSError, ValueError, TypeError, KeyError):
             base = "its base model"
         return (
-            f"holds an adapter alone ({ADAPTER_CONFIG}, no config.json); load {base} with transformers, put the "
-            "adapter on it with peft's PeftModel.from_pretrained, and pass what merge_and_unload() returns"
+            f"contains only an adapter ({ADAPTER_CONFIG}, no config.json); load {base} with transformers, apply the "
+            "adapter with peft's PeftModel.from_pretrained, and pass what merge_and_unload() returns"
         )
     return "has no config.json; pass a folder written by save_pretrained"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, with the next one where it only announces that; or its class name."""
+    """Return the first line of an exception's text, with the next one if it ends in a colon; or its class name."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -74,7 +74,7 @@ def first_line(error: BaseException) -> str:
 
 
 def one_line(what: str, load: Callable[[], Loaded]) -> Loaded:
-    """Run a loader of transformers and turn whatever it raises into one line."""
+    """Run a loader of transformers and convert its exceptions to one line."""
     try:
         return load()
     except Exception as error:

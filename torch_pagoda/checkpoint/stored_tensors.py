@@ -1,4 +1,4 @@
-"""What a checkpoint's weight files hold, by their headers alone: names, dtypes and shapes, no numbers."""
+"""Reads the headers of a checkpoint's weight files: names, dtypes and shapes, no numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers.utils import (
 from transformers.utils.hub import get_checkpoint_shard_files
 
 _KINDS = (("BF", "bfloat"), ("F", "float"), ("I", "int"), ("U", "uint"), ("C", "complex"))
-"""How the names of safetensors' dtypes begin, and torch's."""
+"""Prefixes of safetensors' dtype names, and torch's."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class StoredTensor:
     """A tensor as its file describes it.
 
     Attributes:
-        dtype: torch's name of it, "float8_e4m3" and the like without a suffix.
-        shape: its sizes.
+        dtype: torch's name of the dtype, "float8_e4m3" and the like without a suffix.
+        shape: sizes of its dims.
     """
 
     dtype: str
@@ -35,20 +35,20 @@ class StoredTensor:
 
     @property
     def is_whole_number(self) -> bool:
-        """It holds integers."""
+        """True if it contains integers."""
         return self.dtype.startswith(("int", "uint"))
 
     @property
     def is_narrow_float(self) -> bool:
-        """It holds floats of 8 bits or fewer, which mean nothing without a scale."""
+        """True if it contains floats of 8 bits or fewer, which are meaningless without a scale."""
         return self.dtype.startswith(("float8", "float6", "float4"))
 
 
 def of_files(files: list[str]) -> dict[str, StoredTensor]:
-    """The tensors of weight files.
+    """Return the tensors of weight files.
 
     Raises:
-        ValueError: one cannot be read; the message names it.
+        ValueError: a file cannot be read; the message names it.
     """
     found: dict[str, StoredTensor] = {}
     for file in files:
@@ -57,15 +57,15 @@ def of_files(files: list[str]) -> dict[str, StoredTensor]:
 
 
 def weight_files(name: str, explicit: str | None = None, pattern: str | None = None) -> list[str]:
-    """Paths of the weight files of a folder or hub id, in the order in which transformers looks for them.
+    """Return paths of the weight files of a folder or hub id, in the order in which transformers looks for them.
 
     Args:
         name: a folder or hub id.
         explicit: the file that the checkpoint's config names.
-        pattern: of names that are taken before all others, in a folder.
+        pattern: pattern of names that have precedence, in a folder.
 
     Raises:
-        ValueError: there is none; a folder of GGUF files is named as that.
+        ValueError: there is none; the message mentions GGUF files in the folder.
     """
     if pattern is not None and (found := sorted(map(str, Path(name).glob(pattern)))):
         return found
@@ -82,7 +82,7 @@ def weight_files(name: str, explicit: str | None = None, pattern: str | None = N
         return list(get_checkpoint_shard_files(name, path)[0]) if path.endswith(".index.json") else [path]
     ggufs = sorted(Path(name).glob("*.gguf"))
     if ggufs:
-        raise ValueError(f"it holds no weights but {ggufs[0].name!r}; pass that file, or gguf_file={ggufs[0].name!r}")
+        raise ValueError(f"it has no weights but {ggufs[0].name!r}; pass that file, or gguf_file={ggufs[0].name!r}")
     raise ValueError(
         f"it holds none of {', '.join(names)}" if not explicit else f"it holds no {explicit}, which its config names"
     )
@@ -105,16 +105,16 @@ def _dtype(name: str) -> str:
 
 
 def _of_torch(file: str) -> dict[str, StoredTensor]:
-    """Of a file of ``torch.save``. Nothing but tensors is unpickled; on the meta device they hold no numbers."""
+    """Read a file of ``torch.save``. Only tensors are unpickled; on the meta device they have no data."""
     try:
         try:
             loaded = torch.load(file, map_location="meta", mmap=True, weights_only=True)
-        except RuntimeError:  # what old versions of torch wrote cannot be mapped
+        except RuntimeError:  # files of old torch versions cannot be mapped
             loaded = torch.load(file, map_location="meta", weights_only=True)
     except Exception as error:
-        # What torch advises then is to run whatever the file holds.
+        # torch would advise to load it unsafely, which runs any code in the file.
         raise ValueError(
-            f"{os.path.basename(file)} is torn, or holds something else than tensors; get the file again, or the "
+            f"{os.path.basename(file)} is truncated, or contains more than tensors; download it again, or get the "
             "checkpoint as safetensors"
         ) from error
     if not isinstance(loaded, dict):

@@ -1,1 +1,1 @@
-"""Reads GGUF files, llama.cpp's: metadata as a config, blocks as stored weights, under the names of transformers."""
+"""Reads GGUF files (llama.cpp): metadata as a config, blocks as stored weights, under transformers' names."""

@@ -1,7 +1,7 @@
-"""Architectures of GGUF files: which tensors they hold, of what sizes, and where these are in transformers' models.
+"""Architectures of GGUF files: their tensors, the tensors' sizes, and their names in transformers' models.
 
-llama.cpp writes some of them changed: queries and keys of ``llama`` with neighbouring rows to rotate, where
-transformers rotates rows half a head apart; norms of gemma with the 1 that their layers add; experts stacked.
+llama.cpp changes some of them: queries and keys of ``llama`` have neighbouring rows to rotate, while transformers
+rotates rows half a head apart; norms of gemma include the 1 that their layers add; experts are stacked.
 
 Source: https://github.com/ggml-org/llama.cpp, gguf-py/gguf/tensor_mapping.py and convert_hf_to_gguf.py.
 """
@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a file, or of each of its layers.
+    """A tensor outside the layers, or a tensor of each layer.
 
     Attributes:
-        name: in the file.
-        target: in the model.
-        sizes: a letter for each, see ``config.Sizes``.
-        change: what llama.cpp did to it: ``"rotary"``, ``"plus one"``, ``"stacked"`` (one matrix for each expert),
-            ``"flat"`` (the first of two sizes, 1, may be missing); "" for nothing.
-        optional: the file may lack it.
+        name: name in the file.
+        target: name in the model.
+        sizes: one letter per dim, see ``config.Sizes``.
+        change: change that llama.cpp made: ``"rotary"``, ``"plus one"``, ``"stacked"`` (one matrix for each expert),
+            ``"flat"`` (the first of two sizes, 1, may be missing); "" for none.
+        optional: True if files may omit it.
     """
 
     name: str
@@ -33,12 +33,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture that is read.
+    """A supported architecture.
 
     Attributes:
-        model_type: transformers' name of it.
-        outside: tensors beside the layers.
-        layer: those of a layer.
+        model_type: its name in transformers.
+        outside: tensors outside the layers.
+        layer: tensors of each layer.
     """
 
     model_type: str
@@ -103,7 +103,7 @@ def _rotary(parts: tuple[Part, ...]) -> tuple[Part, ...]:
 
 
 def _biases(parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """Those of linear layers: a number for each row of a weight."""
+    """Return the biases of linear layers: one number per row of a weight."""
     return tuple(
         Part(part.name.replace(".weight", ".bias"), part.target.replace(".weight", ".bias"), part.sizes[0])
         for part in parts
@@ -141,4 +141,4 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     ),
 }
-"""By the name that files have for it."""
+"""Architectures by their names in GGUF files."""

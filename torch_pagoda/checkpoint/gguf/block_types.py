@@ -1,8 +1,8 @@
-"""The types that tensors of a GGUF file are stored in, and what the bytes of a block mean.
+"""Storage types of tensors in GGUF files, and the decoding of their blocks.
 
-A block is some weights of a row that lie side by side. Of all types but plain floats a block holds whole numbers, and
-for each group of them a scale and, for some types, an offset: ``w = number * scale - offset``. Scales of the k-quants
-are products of a float and a small whole number, which float32 holds exactly.
+A block is a run of consecutive weights of a row. Except for plain floats, a block contains integers, and a scale and,
+for some types, an offset for each group of them: ``w = number * scale - offset``. Scales of the k-quants are products
+of a float and a small integer, which float32 represents exactly.
 
 Source: https://github.com/ggml-org/ggml, src/ggml-common.h and src/ggml-quants.c (``dequantize_row_*``).
 """
@@ -17,18 +17,18 @@ import torch
 from ...runtime.ops.weight_format import WeightFormat
 
 _IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the codes of IQ4_NL and IQ4_XS stand for."""
+"""Values of the codes of IQ4_NL and IQ4_XS."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Blocks taken apart.
+    """Decoded blocks.
 
     Attributes:
-        codes: uint8 ``[blocks, weights]``: numbers, and 128 more where they are of 8 bits, 8 more where of 4, unless
-            there are offsets.
+        codes: uint8 ``[blocks, weights]``: the numbers, plus 128 for 8 bits or plus 8 for 4 bits unless there are
+            offsets.
         scales: ``[blocks, groups]``, float16 or float32.
-        offsets: float32 ``[blocks, groups]``; None where they are 0.
+        offsets: float32 ``[blocks, groups]``; None if they are 0.
     """
 
     codes: torch.Tensor
@@ -38,19 +38,19 @@ class Numbers:
 
 @dataclass(frozen=True)
 class BlockType:
-    """A type of tensors.
+    """A storage type of tensors.
 
     Attributes:
-        name: ggml's.
-        weights: of a block.
-        nbytes: of a block.
-        dtype: of plain floats and whole numbers; None for all others.
-        bits: that a code takes once a block is taken apart, 4 or 8.
-        group_size: weights that share a scale.
-        keeps_bits: a code takes no fewer bits in the file.
-        scale: dtype of the scales, as ``WeightFormat`` spells it.
-        has_offsets: each group has an offset beside its scale.
-        take_apart: uint8 ``[blocks, nbytes]`` → ``Numbers``; None for plain ones, and types that are not read.
+        name: name in ggml.
+        weights: number of weights in a block.
+        nbytes: number of bytes of a block.
+        dtype: dtype of plain floats and integers; None for all other types.
+        bits: bits of a decoded code, 4 or 8.
+        group_size: number of weights that share a scale.
+        keeps_bits: True if a code takes no fewer bits in the file.
+        scale: dtype of the scales, in the spelling of ``WeightFormat``.
+        has_offsets: True if each group has an offset in addition to its scale.
+        take_apart: uint8 ``[blocks, nbytes]`` → ``Numbers``; None for plain and unsupported types.
     """
 
     name: str
@@ -66,37 +66,37 @@ class BlockType:
 
     @property
     def form(self) -> WeightFormat | None:
-        """The format of a ``StoredWeight`` that holds such blocks; None for floats, and types that are not read."""
+        """The format of a ``StoredWeight`` with such blocks; None for floats and unsupported types."""
         if self.take_apart is None:
             return None
         return WeightFormat("affine" if self.has_offsets else "int", self.bits, self.group_size, self.scale)
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """float16 ``[blocks, 1]`` in two bytes."""
+    """Return the float16 ``[blocks, 1]`` in two bytes."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16)
 
 
 def _nibbles(data: torch.Tensor, run: int) -> torch.Tensor:
-    """uint8 ``[blocks, 2 N]`` of bytes ``[blocks, N]``: of each run of bytes the low halves, then the high ones."""
+    """Split bytes ``[blocks, N]`` to uint8 ``[blocks, 2 N]``: per run of bytes the low halves, then the high ones."""
     runs = data.unflatten(1, (-1, 1, run))
     return torch.cat([runs & 15, runs >> 4], 2).flatten(1)
 
 
 def _pairs(data: torch.Tensor, run: int) -> torch.Tensor:
-    """The same for numbers of 2 bits, ``[blocks, 4 N]``."""
+    """Split bytes likewise to numbers of 2 bits, ``[blocks, 4 N]``."""
     runs = data.unflatten(1, (-1, 1, run))
     return torch.cat([runs >> shift & 3 for shift in (0, 2, 4, 6)], 2).flatten(1)
 
 
 def _bits(data: torch.Tensor, run: int) -> torch.Tensor:
-    """The same for single bits, ``[blocks, 8 N]``."""
+    """Split bytes likewise to single bits, ``[blocks, 8 N]``."""
     runs = data.unflatten(1, (-1, 1, run))
     return torch.cat([runs >> shift & 1 for shift in range(8)], 2).flatten(1)
 
 
 def _bits_of_words(data: torch.Tensor) -> torch.Tensor:
-    """The bits of bytes ``[blocks, N]``, the lowest first: ``[blocks, 8 N]``."""
+    """Return the bits of bytes ``[blocks, N]``, the lowest first: ``[blocks, 8 N]``."""
     return torch.stack([data >> shift & 1 for shift in range(8)], -1).flatten(1)
 
 
@@ -135,8 +135,8 @@ def _q3_k(blocks: torch.Tensor) -> Numbers:
 
 
 def _scales_and_offsets(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those of the eight groups of a block of Q4_K or Q5_K: numbers of 6 bits in 12 bytes, times floats before
-    them."""
+    """Return scales and offsets of the eight groups of a Q4_K or Q5_K block: 6-bit numbers in 12 bytes, times the
+    floats before them."""
     first, second, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([first & 63, rest & 15 | first >> 6 << 4], 1)
     offsets = torch.cat([second & 63, rest >> 4 | second >> 6 << 4], 1)
@@ -159,7 +159,7 @@ def _q6_k(blocks: torch.Tensor) -> Numbers:
 
 
 def _levels(codes: torch.Tensor) -> torch.Tensor:
-    """What codes of IQ4 stand for, and 128 more."""
+    """Return the values of IQ4 codes plus 128."""
     table = torch.tensor([level + 128 for level in _IQ4_LEVELS], dtype=torch.uint8)
     return table[codes.int()]
 
@@ -210,12 +210,12 @@ BLOCK_TYPES = {
     39: BlockType("MXFP4", 32, 17),
     40: BlockType("NVFP4", 64, 36),
 }
-"""By ggml's number; those that are only named are refused by their names."""
+"""Types by ggml's number; unsupported ones have only a name, for the error."""
 
 READ = tuple(kind.name for kind in BLOCK_TYPES.values() if kind.take_apart is not None)
-"""Names of the types of blocks that are read."""
+"""Names of the supported block types."""
 
 
 def packed_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes ``[blocks, N]`` as ``StoredWeight`` holds them: of 4 bits two in a byte, the first in the low half."""
+    """Pack codes ``[blocks, N]`` for ``StoredWeight``: two 4-bit codes in a byte, the first in the low half."""
     return codes if bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4

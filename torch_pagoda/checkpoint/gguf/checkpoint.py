@@ -1,4 +1,4 @@
-"""A model in a GGUF file, or in several that belong together: its config, and its tensors by transformers' names."""
+"""A model in one GGUF file or a set of parts: its config, and its tensors under transformers' names."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from .metadata import Metadata
 
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _MOST_AT_ONCE = 1 << 20
-"""Weights that are taken apart together."""
+"""Number of weights decoded together."""
 
 
 @dataclass(frozen=True)
 class GgufCheckpoint:
-    """A model as its files describe it. Nothing but their heads has been read.
+    """A model as its files describe it. Only the files' headers have been read.
 
     Attributes:
-        path: of the first file.
-        files: all of them.
-        architecture: which tensors there are.
-        values: of the config, ``model_type`` among them.
-        sizes: of the tensors.
-        vectors: names of tensors that the config is made of.
+        path: path of the first file.
+        files: all files.
+        architecture: architecture with its tensors.
+        values: values of the config, including ``model_type``.
+        sizes: sizes of the tensors.
+        vectors: names of tensors that the config is derived from.
     """
 
     path: str
@@ -50,10 +50,10 @@ class GgufCheckpoint:
     vectors: frozenset[str]
 
     def config(self) -> Any:
-        """The config, an object of transformers.
+        """Build the config, an object of transformers.
 
         Raises:
-            BadGguf: transformers refuses its values.
+            BadGguf: transformers rejects the values.
         """
         from transformers import AutoConfig
 
@@ -62,7 +62,7 @@ class GgufCheckpoint:
             config = AutoConfig.for_model(values.pop("model_type"), **values)
         except Exception as error:
             raise BadGguf(
-                f"{Path(self.path).name}: transformers takes no config of its metadata: {error}; pass the float "
+                f"{Path(self.path).name}: transformers rejects the config from its metadata: {error}; pass the float "
                 "checkpoint"
             ) from error
         config.name_or_path = self.path
@@ -70,7 +70,7 @@ class GgufCheckpoint:
 
     @property
     def description(self) -> dict[str, str]:
-        """Texts that tell one model from another, beside its tensors' bytes."""
+        """Texts that distinguish models with equal tensor bytes."""
         heads = repr([(file.version, file.metadata, file.tensors) for file in self.files])
         return {
             "config.json": json.dumps(self.values, sort_keys=True),
@@ -78,7 +78,7 @@ class GgufCheckpoint:
         }
 
     def raw(self) -> dict[str, torch.Tensor]:
-        """The bytes of each tensor by its name in the file, uint8, mapped and not read."""
+        """Return the bytes of each tensor by its name in the file, uint8, memory-mapped and not read."""
         mapped = [(file, file.mapped()) for file in self.files]
         return {
             tensor.name: data[tensor.begin : tensor.begin + tensor.nbytes]
@@ -87,14 +87,14 @@ class GgufCheckpoint:
         }
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors behind the names of transformers' model, read one after the other: matrices of blocks are
-        ``StoredWeight``, plain floats what they are.
+        """Yield the tensors under the names of transformers' model, read one by one: quantised matrices as
+        ``StoredWeight``, plain floats unchanged.
 
         Args:
-            dtype: that weights of blocks are shown in.
+            dtype: dtype that quantised weights appear in.
 
         Raises:
-            BadGguf: a file cannot be mapped, or a scale in it is NaN or infinite; it names the tensor.
+            BadGguf: a file cannot be mapped, or a scale in it is NaN or infinite; the message names the tensor.
         """
         mapped = {file.path: file.mapped() for file in self.files}
         pages = FilePages(mapped.values())
@@ -110,10 +110,10 @@ class GgufCheckpoint:
 
     @cached_property
     def placed(self) -> list[tuple[str, Part, str, GgufTensor]]:
-        """File, part, name in the model, and description of each tensor.
+        """Return file, part, name in the model, and description of each tensor.
 
         Raises:
-            BadGguf: a tensor is missing, of other sizes, of a type that is not read, or has no place in the model.
+            BadGguf: a tensor is missing, unexpected, of the wrong shape, or of an unsupported type.
         """
         known: dict[str, tuple[Part, str]] = {part.name: (part, part.target) for part in self.architecture.outside}
         for layer in range(self.sizes.num_layers):
@@ -122,12 +122,13 @@ class GgufCheckpoint:
         where = {name: (file.path, tensor) for file in self.files for name, tensor in file.tensors.items()}
         for name in known.keys() - where.keys():
             if not known[name][0].optional:
-                raise self._bad(f"it lacks {name!r} of its {self.values['model_type']}", "get the file again")
+                what = f"tensor {name!r} of {self.values['model_type']} is missing"
+                raise self._bad(what, "download the file again")
         found = []
         for name, (path, tensor) in where.items():
             if name not in known:
                 if name not in self.vectors:
-                    raise self._bad(f"its tensor {name!r} has no place in a {self.values['model_type']}", _FLOAT)
+                    raise self._bad(f"tensor {name!r} does not belong to a {self.values['model_type']} model", _FLOAT)
                 continue
             part, target = known[name]
             self._check(part, tensor)
@@ -139,18 +140,18 @@ class GgufCheckpoint:
         flat = part.change == "flat" and tensor.shape == shape[1:]
         if tensor.shape != shape and not flat:
             raise self._bad(
-                f"its tensor {tensor.name!r} is {list(tensor.shape)} where its metadata asks for {list(shape)}",
-                "the file is broken: get it again",
+                f"tensor {tensor.name!r} has shape {list(tensor.shape)}, but its metadata implies {list(shape)}",
+                "the file is broken: download it again",
             )
         dtype = tensor.type.dtype
         if tensor.type.take_apart is None and (dtype is None or not dtype.is_floating_point):
             raise self._bad(
-                f"its tensor {tensor.name!r} is {tensor.type.name}, which is not read; {', '.join(READ)} are",
-                "pass such a file, or the float checkpoint",
+                f"tensor {tensor.name!r} has the unsupported type {tensor.type.name}; supported: {', '.join(READ)}",
+                "pass a file of a supported type, or the float checkpoint",
             )
 
     def _weight(self, part: Part, tensor: GgufTensor, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of the model, what llama.cpp did to it undone."""
+        """Return a tensor of the model, with llama.cpp's changes undone."""
         shape = tuple(self.sizes.of[letter] for letter in part.sizes)
         kind = tensor.type
         rows = data.view(prod(shape[:-1]), -1)
@@ -162,13 +163,13 @@ class GgufCheckpoint:
         else:
             weight = self._of_blocks(tensor, rows, shape, dtype)
         if part.change == "plus one":
-            weight = weight.float() - 1  # still of float32: what it is near 0 would be lost in fewer bits
+            weight = weight.float() - 1  # in float32: fewer bits would lose values near 0
         return weight
 
     def _of_blocks(
         self, tensor: GgufTensor, rows: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """The weight in rows of blocks, some rows at a time."""
+        """Decode a weight from rows of blocks, some rows at a time."""
         kind, (*lead, inputs) = tensor.type, shape
         form = kind.form
         assert form is not None
@@ -194,7 +195,7 @@ class GgufCheckpoint:
         for floats in (numbers.scales, numbers.offsets):
             if floats is not None and not bool(floats.isfinite().all()):
                 raise self._bad(
-                    f"a scale in its tensor {tensor.name!r} is NaN or infinite", "the file is broken: get it again"
+                    f"a scale in tensor {tensor.name!r} is NaN or infinite", "the file is broken: download it again"
                 )
         return numbers
 
@@ -206,21 +207,21 @@ _FLOAT = "pass the float checkpoint"
 
 
 def _apart(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows whose neighbours are rotated together, put half a head apart."""
+    """Reorder rows so that those rotated together are half a head apart instead of neighbours."""
     return rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
 
 def _viewed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes as what they stand for: where they lie, if numbers of the dtype may lie there."""
+    """View bytes as numbers of the dtype, in place if their alignment allows it."""
     flat = data.reshape(-1)
     return (flat.clone() if flat.storage_offset() % dtype.itemsize else flat).view(dtype)
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GgufCheckpoint:
-    """The model of a file, or of all files that the first one belongs to.
+    """Open the model of a file, or of all parts of which it is the first.
 
     Raises:
-        BadGguf: a file is none, is torn, contradicts itself, or holds what is not read; it names the file, the place
+        BadGguf: a file is not GGUF, truncated, inconsistent or unsupported; the message names the file, the position
             in it and the remedy.
     """
     path = os.fspath(path)
@@ -233,7 +234,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufCheckpoint:
 
 @lru_cache(maxsize=2)
 def _opened(path: str, version: tuple[int, ...]) -> GgufCheckpoint:
-    """The model of a file that was last changed then: heads with a vocabulary take a while to read."""
+    """Open a file of this version; cached, because headers with a vocabulary take a while to read."""
     files = _files(path)
     said = Metadata(path, files[0].metadata)
     check_known(said)
@@ -243,7 +244,7 @@ def _opened(path: str, version: tuple[int, ...]) -> GgufCheckpoint:
     floats = Floats(names, _dtype_of(types), vectors.of)
     layers = {int(match[1]) for name in names if (match := re.match(r"blk\.(\d{1,9})\.", name))}
     if not said.whole("block_count") == len(layers) == max(layers, default=-1) + 1:
-        raise said.bad(f"its block_count is {said.whole('block_count')}, and its tensors are of {len(layers)} layers")
+        raise said.bad(f"its block_count is {said.whole('block_count')}, but it has tensors of {len(layers)} layers")
     architecture, values, sizes = read_config(said, floats)
     found = GgufCheckpoint(path, files, architecture, values, sizes, frozenset(vectors.read))
     _ = found.placed
@@ -251,7 +252,7 @@ def _opened(path: str, version: tuple[int, ...]) -> GgufCheckpoint:
 
 
 def _dtype_of(types: set[torch.dtype | None]) -> torch.dtype | None:
-    """The dtype of a model whose matrices are of these; None where one is quantised."""
+    """Return the dtype of a model whose matrices have these; None if any is quantised."""
     if None in types or not types:
         return None
     for dtype in (torch.bfloat16, torch.float16):
@@ -261,10 +262,10 @@ def _dtype_of(types: set[torch.dtype | None]) -> torch.dtype | None:
 
 
 class _Vectors:
-    """Reads small vectors of floats, which a config is made of.
+    """Reads small float vectors from which the config is derived.
 
     Attributes:
-        read: names of those that were asked for.
+        read: names of the vectors read so far.
     """
 
     def __init__(self, files: tuple[GgufFile, ...], said: Metadata) -> None:
@@ -272,14 +273,14 @@ class _Vectors:
         self.read: set[str] = set()
 
     def of(self, name: str) -> list[float] | None:
-        """The floats of a tensor; None where there is none of that name."""
+        """Return the floats of a tensor; None if there is no such tensor."""
         self.read.add(name)
         for file in self._files:
             tensor = file.tensors.get(name)
             if tensor is None:
                 continue
             if tensor.type.dtype is not torch.float32 or len(tensor.shape) != 1 or tensor.nbytes > _MOST_AT_ONCE:
-                raise self._said.bad(f"its tensor {name!r} is {tensor.type.name} {list(tensor.shape)}, no vector")
+                raise self._said.bad(f"tensor {name!r} is {tensor.type.name} {list(tensor.shape)}, not a vector")
             data = file.mapped()[tensor.begin : tensor.begin + tensor.nbytes]
             floats: list[float] = _viewed(data, torch.float32).tolist()
             return floats
@@ -287,7 +288,7 @@ class _Vectors:
 
 
 def _files(path: str) -> tuple[GgufFile, ...]:
-    """A file, and those that it says it belongs to."""
+    """Return a file and its other parts."""
     first = read_gguf(path)
     count = first.metadata.get("split.count", 1)
     file = Path(path)
@@ -296,25 +297,25 @@ def _files(path: str) -> tuple[GgufFile, ...]:
     number, match = first.metadata.get("split.no"), _SPLIT.fullmatch(file.name)
     if match is None or type(count) is not int or match[3] != f"{count:05}" or number != int(match[2]) - 1:
         raise BadGguf(
-            f"{file.name} is a part of several ({number!r:.20} of {count!r:.20}) and not named so; name it "
-            "as llama.cpp did, NAME-00001-of-0000N.gguf"
+            f"{file.name} is one of several parts ({number!r:.20} of {count!r:.20}) but is not named like one; "
+            "rename it as llama.cpp did, NAME-00001-of-0000N.gguf"
         )
     if number != 0:
         raise BadGguf(
-            f"{file.name} is part {match[2]} of {count}; pass the first, {match[1]}-00001-of-{match[3]}.gguf"
+            f"{file.name} is part {match[2]} of {count}; pass the first part, {match[1]}-00001-of-{match[3]}.gguf"
         )
     files = [first]
     for i in range(1, count):
         other = file.with_name(f"{match[1]}-{i + 1:05}-of-{match[3]}.gguf")
         if not other.is_file():
-            raise BadGguf(f"{file.name} is the first of {count} parts, and {other.name} is missing; get it, too")
+            raise BadGguf(f"{file.name} is the first of {count} parts, but {other.name} is missing; download it, too")
         files.append(read_gguf(other))
         if (files[-1].metadata.get("split.no"), files[-1].metadata.get("split.count")) != (i, count):
-            raise BadGguf(f"{other.name} does not say that it is part {i + 1} of {count}; get it again")
+            raise BadGguf(f"{other.name} is not part {i + 1} of {count}; download it again")
     seen: set[str] = set()
     for one in files:
         twice = seen & one.tensors.keys()
         if twice:
-            raise BadGguf(f"{Path(one.path).name}: its tensor {min(twice)!r} is in another part, too; get it again")
+            raise BadGguf(f"{Path(one.path).name}: tensor {min(twice)!r} is in another part, too; download it again")
         seen |= one.tensors.keys()
     return tuple(files)

@@ -1,8 +1,8 @@
-"""The config of a model that a GGUF file describes, as transformers has it.
+"""Converts a GGUF file's metadata to a config of transformers.
 
-transformers reads such files, too, by the package ``gguf``, and leaves out what some say: factors of the rotary
-frequencies (llama 3.1 and later), scaled positions, the width of experts. Here every key of the architecture is read,
-or the file is refused.
+transformers can read such files with the package ``gguf``, but ignores some entries: factors of the rotary
+frequencies (llama 3.1 and later), scaled positions, the width of experts. This module reads every key of the
+architecture, or rejects the file.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the letters of ``Part.sizes`` stand for.
+    """Values of the letters in ``Part.sizes``.
 
     Attributes:
         of: letter → size: ``v`` tokens, ``h`` hidden size, ``d`` of a head, ``q`` of all heads of queries, ``k`` of
             keys, ``p`` of all three, ``f`` inside an MLP, ``g`` twice that, ``e`` experts, ``m`` inside an expert,
             ``s`` inside the shared one, ``1`` one.
-        num_layers: of the model.
-        num_heads: of queries.
-        num_kv_heads: of keys.
+        num_layers: number of layers.
+        num_heads: number of query heads.
+        num_kv_heads: number of key heads.
     """
 
     of: Mapping[str, int]
@@ -41,12 +41,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Floats:
-    """What of the tensors a config is made of.
+    """The information about tensors that a config depends on.
 
     Attributes:
-        names: of all tensors, with their shapes.
-        dtype: of the weights, where the file's are plain floats; None where any is quantised.
-        vector: a function of a tensor's name: its floats, or None where there is none of that name.
+        names: shapes of all tensors, by name.
+        dtype: dtype of the weights if they are plain floats; None if any is quantised.
+        vector: returns the floats of a tensor by its name, or None if there is no such tensor.
     """
 
     names: Mapping[str, tuple[int, ...]]
@@ -55,15 +55,15 @@ class Floats:
 
 
 def read_config(said: Metadata, tensors: Floats) -> tuple[Architecture, Values, Sizes]:
-    """The architecture, the values of its config, ``model_type`` among them, and the sizes of its tensors.
+    """Return the architecture, the values of its config (including ``model_type``), and the sizes of its tensors.
 
     Raises:
-        BadGguf: the architecture is not read, or an entry is missing, wrong, not known or contradicts the tensors.
+        BadGguf: the architecture is not supported, or an entry is missing, wrong, unknown or contradicts the tensors.
     """
     architecture = check_known(said)
     embeddings = tensors.names.get("token_embd.weight", ())
     if len(embeddings) != 2:
-        raise said.bad("it lacks a matrix 'token_embd.weight'", "the file is torn or holds no model: get it again")
+        raise said.bad("matrix 'token_embd.weight' is missing", "download the file again")
     sizes = _sizes(said, architecture, embeddings)
     heads = {"num_attention_heads": sizes.num_heads, "num_key_value_heads": sizes.num_kv_heads}
     values: Values = {
@@ -83,22 +83,22 @@ def read_config(said: Metadata, tensors: Floats) -> tuple[Architecture, Values, 
     values |= _OWN[said.architecture](said, tensors, sizes)
     if (stated := said.get("vocab_size")) is not None and stated != sizes.of["v"]:
         raise said.bad(
-            f"its metadata says that there are {stated!r:.50} tokens, and 'token_embd.weight' is of others"
+            f"its metadata states {stated!r:.50} tokens, which contradicts the shape of 'token_embd.weight'"
         )
     said.check_all_read()
     return architecture, values, sizes
 
 
 def check_known(said: Metadata) -> Architecture:
-    """The architecture of a file.
+    """Return the architecture of a file.
 
     Raises:
-        BadGguf: it is not read.
+        BadGguf: the architecture is not supported.
     """
     architecture = ARCHITECTURES.get(said.architecture)
     if architecture is None:
         raise said.bad(
-            f"it holds a {said.architecture!r:.50}, which is not read; {', '.join(ARCHITECTURES)} are",
+            f"architecture {said.architecture!r:.50} is not supported; supported: {', '.join(ARCHITECTURES)}",
             "pass the float checkpoint",
         )
     return architecture
@@ -114,23 +114,23 @@ def _class_name(model_type: str) -> str:
 def _sizes(said: Metadata, architecture: Architecture, embeddings: tuple[int, ...]) -> Sizes:
     vocab, hidden = embeddings
     if said.whole("embedding_length") != hidden:
-        raise said.bad(f"its embedding_length is not that of 'token_embd.weight', {list(embeddings)}")
+        raise said.bad(f"its embedding_length contradicts the shape of 'token_embd.weight', {list(embeddings)}")
     num_heads = said.whole("attention.head_count")
     num_kv_heads = said.whole("attention.head_count_kv", num_heads)
     if num_heads % num_kv_heads:
-        raise said.bad(f"its {num_heads} heads are no multiple of its {num_kv_heads} heads of keys")
+        raise said.bad(f"its {num_heads} query heads are not a multiple of its {num_kv_heads} key heads")
     partly = said.architecture == "phi3"
     even = max(hidden // num_heads, 1)
     dim = said.whole("attention.key_length", even if partly else said.whole("rope.dimension_count", even))
     rotated = said.whole("rope.dimension_count", dim)
     if said.whole("attention.value_length", dim) != dim:
-        raise said.bad(
-            "its heads of keys and values differ in length, which is not read", "pass the float checkpoint"
-        )
+        raise said.bad("key and value heads of different lengths are not supported", "pass the float checkpoint")
     if rotated != dim and not partly:
-        raise said.bad(f"it rotates {rotated} of {dim} in each head, which is not read", "pass the float checkpoint")
+        what = f"rotating only {rotated} of {dim} dims of each head is not supported"
+        raise said.bad(what, "pass the float checkpoint")
     if not _TAKES_HEAD_DIM.get(architecture.model_type, True) and dim * num_heads != hidden:
-        raise said.bad(f"its {num_heads} heads of {dim} do not make up its {hidden}", "pass the float checkpoint")
+        what = f"its {num_heads} heads of {dim} do not add up to the hidden size {hidden}"
+        raise said.bad(what, "pass the float checkpoint")
     inner = said.whole("feed_forward_length", 1 if "moe" in said.architecture else None)
     of = {
         **{"v": vocab, "h": hidden, "d": dim, "q": num_heads * dim, "k": num_kv_heads * dim, "1": 1},
@@ -144,11 +144,11 @@ def _sizes(said: Metadata, architecture: Architecture, embeddings: tuple[int, ..
 
 
 _TAKES_HEAD_DIM = {"qwen2": False, "qwen2_moe": False, "phi3": False}
-"""Of model types, whether their config may say how long a head is."""
+"""Model types → True if their config may state the length of a head."""
 
 
 def _tokens(said: Metadata, num_tokens: int) -> Values:
-    """Ids that begin, end and pad. Files name one that ends a text and one that ends a turn."""
+    """Return the ids that begin, end and pad. Files name one id that ends a text and one that ends a turn."""
     ends = [said.token(key, num_tokens) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
     found = list(dict.fromkeys(end for end in ends if end is not None))
     return {
@@ -164,7 +164,7 @@ def _has(tensors: Floats, leaf: str) -> bool:
 
 def _llama(said: Metadata, tensors: Floats, sizes: Sizes) -> Values:
     if said.get("expert_count") or said.get("expert_used_count"):
-        raise said.bad("it holds experts of Mixtral's kind, which are not read", "pass the float checkpoint")
+        raise said.bad("experts of Mixtral's kind are not supported", "pass the float checkpoint")
     return {
         "head_dim": sizes.of["d"],
         "attention_bias": _has(tensors, "attn_output.bias"),
@@ -184,7 +184,7 @@ def _qwen3(said: Metadata, tensors: Floats, sizes: Sizes) -> Values:
 def _experts(said: Metadata, sizes: Sizes) -> Values:
     used = said.whole("expert_used_count")
     if used > sizes.of["e"]:
-        raise said.bad(f"it uses {used} of {sizes.of['e']} experts for a token")
+        raise said.bad(f"its expert_used_count is {used}, but it has {sizes.of['e']} experts")
     return {
         "num_experts": sizes.of["e"],
         "num_experts_per_tok": used,
@@ -200,7 +200,7 @@ def _qwen2moe(said: Metadata, tensors: Floats, sizes: Sizes) -> Values:
 
 
 def _qwen3moe(said: Metadata, tensors: Floats, sizes: Sizes) -> Values:
-    # Files do not say it: llama.cpp makes the weights of the chosen experts add up to 1.
+    # Not stated in files: llama.cpp normalises the weights of the chosen experts to a sum of 1.
     return {**_experts(said, sizes), "norm_topk_prob": True, **_qwen3(said, tensors, sizes)}
 
 
@@ -209,7 +209,7 @@ def _gemma(said: Metadata, tensors: Floats, sizes: Sizes) -> Values:
 
 
 def _attention_scale(sizes: Sizes, deepest: int) -> int:
-    """What queries are divided by the root of: files do not say it. The deepest model of a family takes
+    """Return the number whose root divides the queries, which files do not state. The deepest model of a family uses
     ``hidden / heads``, the others the length of a head."""
     return sizes.of["h"] // sizes.num_heads if sizes.num_layers == deepest else sizes.of["d"]
 
@@ -248,7 +248,7 @@ def _phi3(said: Metadata, tensors: Floats, sizes: Sizes) -> Values:
     window = said.get("attention.sliding_window")
     rotated = said.whole("rope.dimension_count", sizes.of["d"])
     if rotated > sizes.of["d"]:
-        raise said.bad(f"it rotates {rotated} of {sizes.of['d']} in each head")
+        raise said.bad(f"its rope.dimension_count is {rotated}, but a head has {sizes.of['d']} dims")
     factors = [tensors.vector(f"rope_factors_{kind}.weight") for kind in ("short", "long")]
     return {
         "sliding_window": said.whole("attention.sliding_window") if window else None,
@@ -267,4 +267,4 @@ _OWN: dict[str, Callable[[Metadata, Floats, Sizes], Values]] = {
     "gemma3": _gemma3,
     "phi3": _phi3,
 }
-"""What each architecture's config says beside what all do."""
+"""Config values of each architecture in addition to the common ones."""

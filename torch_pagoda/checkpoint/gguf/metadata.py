@@ -1,4 +1,4 @@
-"""A file's metadata, read by keys of its architecture: each value is checked, and keys that nobody read are known."""
+"""A file's metadata, read by keys of its architecture: each value is checked, and unread keys are detected."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _HARMLESS = frozenset(
         *("attention.layer_norm_epsilon", "use_parallel_residual"),
     )
 )
-"""Keys of an architecture that say nothing that its tensors do not, or nothing to models that are read."""
+"""Keys of an architecture that repeat what the tensors show, or that do not affect the supported models."""
 
 
 class Metadata:
-    """What a file says of its architecture.
+    """Metadata of a file about its architecture.
 
     Args:
-        path: of the file, for messages.
+        path: path of the file, for messages.
         entries: all of its metadata.
 
     Attributes:
-        architecture: as the file names it.
+        architecture: name of the architecture in the file.
 
     Raises:
-        BadGguf: no architecture is named.
+        BadGguf: the file names no architecture.
     """
 
     def __init__(self, path: str, entries: Mapping[str, Any]) -> None:
@@ -39,40 +39,40 @@ class Metadata:
         self._read: set[str] = set()
         architecture = entries.get("general.architecture")
         if not isinstance(architecture, str) or not architecture:
-            raise self.bad(f"its metadata's 'general.architecture' is {architecture!r:.50}, no name")
+            raise self.bad(f"its metadata's 'general.architecture' is {architecture!r:.50}, not a name")
         self.architecture = architecture
 
-    def bad(self, what: str, remedy: str = "the file is broken: get it again") -> BadGguf:
-        """The error for this file."""
+    def bad(self, what: str, remedy: str = "the file is broken: download it again") -> BadGguf:
+        """Return the error for this file."""
         return BadGguf(f"{self._file}: {what}; {remedy}")
 
     def get(self, key: str) -> Any:
-        """The value of the architecture's key; None where there is none."""
+        """Return the value of the architecture's key; None if there is none."""
         self._read.add(key)
         return self._entries.get(f"{self.architecture}.{key}")
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """A whole number from 1 on, or a list of the same one for each layer.
+        """Return an integer from 1 on, given once or as a list with the same integer for each layer.
 
         Raises:
-            BadGguf: it is missing and there is no default, or is none.
+            BadGguf: it is missing without a default, or is not such an integer.
         """
         found = self.get(key)
         if isinstance(found, list) and found:
             if any(entry != found[0] for entry in found):
                 raise self.bad(
-                    f"its metadata's {self.architecture}.{key} differs from layer to layer, which is not read",
+                    f"its metadata's {self.architecture}.{key} differs between layers, which is not supported",
                     "pass the float checkpoint",
                 )
             found = found[0]
         if found is None and default is not None:
             return default
         if type(found) is not int or not 0 < found < _LARGEST:
-            raise self._wrong(key, found, f"a whole number from 1 to {_LARGEST}")
+            raise self._wrong(key, found, f"an integer from 1 to {_LARGEST}")
         return found
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0.
+        """Return a finite number above 0.
 
         Raises:
             BadGguf: as for ``whole``.
@@ -82,14 +82,14 @@ class Metadata:
             return default
         if type(found) not in (int, float) or not math.isfinite(found) or found <= 0:
             raise self._wrong(key, found, "a finite number above 0")
-        # Files hold float32; the nearest short decimal is what was meant, 1e-5 and not 9.99999974e-06.
+        # Files store float32; the nearest short decimal is what was meant, 1e-5 and not 9.99999974e-06.
         return _shortest(float(found))
 
     def text(self, key: str, default: str) -> str:
-        """A text.
+        """Return a text.
 
         Raises:
-            BadGguf: it is none.
+            BadGguf: it is not a text.
         """
         found = self.get(key)
         if found is None:
@@ -99,40 +99,40 @@ class Metadata:
         return found
 
     def token(self, key: str, num_tokens: int) -> int | None:
-        """A token's id in the tokenizer's part; None where there is none.
+        """Return a token's id from the tokenizer's section; None if there is none.
 
         Raises:
-            BadGguf: it is no token.
+            BadGguf: it is not an id of the vocabulary.
         """
         found = self._entries.get(f"tokenizer.ggml.{key}")
         if found is None or found == 0xFFFFFFFF:
             return None
         if type(found) is not int or not 0 <= found < num_tokens:
-            raise self.bad(f"its metadata's 'tokenizer.ggml.{key}' is {found!r:.50}, no token of {num_tokens}")
+            raise self.bad(f"its metadata's 'tokenizer.ggml.{key}' is {found!r:.50}, not an id below {num_tokens}")
         return found
 
     def check_all_read(self) -> None:
-        """Refuse a file that says of its architecture what nobody asked for.
+        """Check that every entry of the architecture was read.
 
         Raises:
-            BadGguf: it names the first key.
+            BadGguf: one was not; the message names the first key.
         """
         prefix = f"{self.architecture}."
         for key, value in self._entries.items():
             inner = key.removeprefix(prefix)
             if key.startswith(prefix) and inner not in self._read and inner not in _HARMLESS:
                 raise self.bad(
-                    f"its metadata's {key!r} is {value!r:.50}, which is not read, and the model might be another",
+                    f"its metadata's {key!r} is {value!r:.50}, which is not supported and may change the model",
                     "pass the float checkpoint",
                 )
 
     def _wrong(self, key: str, found: Any, needed: str) -> BadGguf:
         what = "is missing" if found is None else f"is {found!r:.50}"
-        return self.bad(f"its metadata's {self.architecture + '.' + key!r} {what}; {needed} is needed")
+        return self.bad(f"its metadata's {self.architecture + '.' + key!r} {what}; expected {needed}")
 
 
 def _shortest(number: float) -> float:
-    """The decimal of at most 8 digits that rounds to the same float32, where there is one."""
+    """Return the decimal of at most 8 digits that rounds to the same float32, if there is one."""
     import numpy as np
 
     single = np.float32(number)

@@ -1,5 +1,5 @@
-"""The tokenizer of a GGUF file: that of the folder it lies in, or what transformers makes of its metadata, corrected
-to what llama.cpp reads there."""
+"""The tokenizer of a GGUF file: the one in its folder, or the one that transformers builds from the metadata, with
+corrections to match llama.cpp."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _BEGUN = _WHOLE_WORDS | {"chameleon"}
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds a tokenizer of its own."""
+    """Return True if the folder contains its own tokenizer."""
     return any((folder / name).is_file() for name in _FILES)
 
 
 def tokenizer_of(file: GgufCheckpoint, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer.
+    """Return the tokenizer of a file.
 
     Args:
-        file: a checkpoint whose head was checked, so that transformers reads nothing broken.
-        trust_remote_code: run code that lies in the folder.
+        file: a checkpoint with a checked header, so that transformers reads nothing broken.
+        trust_remote_code: run code from the folder.
 
     Raises:
-        ValueError: there is none, or transformers makes none of it that does as the file says.
+        ValueError: there is none, or transformers cannot build one that behaves as the file states.
     """
     from transformers import AutoTokenizer
 
@@ -63,12 +63,12 @@ def tokenizer_of(file: GgufCheckpoint, trust_remote_code: bool) -> PreTrainedTok
 
 
 def _check(name: str, metadata: Mapping[str, Any]) -> None:
-    """Check that a vocabulary is there, and what its merges follow from.
+    """Check that the vocabulary is there, and the data that determine its merges.
 
     Raises:
-        BadGguf: something is missing, or no list.
+        BadGguf: a list is missing.
     """
-    remedy = "get a complete file, put its tokenizer.json beside it, or pass tokenizer="
+    remedy = "get a complete file, put its tokenizer.json next to it, or pass tokenizer="
     tokens, scores, merges = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "scores", "merges"))
     if not isinstance(tokens, list) or not tokens:
         raise BadGguf(f"{name} holds no tokens; {remedy}")
@@ -76,22 +76,19 @@ def _check(name: str, metadata: Mapping[str, Any]) -> None:
         return
     kind = metadata.get("tokenizer.ggml.model")
     if kind == _BYTES:
-        raise BadGguf(
-            f"{name} holds no 'tokenizer.ggml.merges', without which its vocabulary splits no text; {remedy}"
-        )
+        raise BadGguf(f"{name} has no 'tokenizer.ggml.merges', which its vocabulary needs to tokenise; {remedy}")
     if kind == _PIECES and (not isinstance(scores, list) or len(scores) != len(tokens)):
         held = f"{len(scores)} of {len(tokens)}" if isinstance(scores, list) else "no"
         raise BadGguf(
-            f"{name} holds {held} 'tokenizer.ggml.scores', from which it follows how its vocabulary splits a text; "
-            f"{remedy}"
+            f"{name} holds {held} 'tokenizer.ggml.scores', which its vocabulary needs to tokenise; {remedy}"
         )
 
 
 def _set_space(name: str, made: PreTrainedTokenizerBase, wanted: object) -> None:
-    """Have a SentencePiece vocabulary put a space before a text, and take it away again, or not.
+    """Make a SentencePiece vocabulary add a space before a text and remove it when decoding, or not.
 
     Raises:
-        BadGguf: it is of a kind that puts none, and the file wants one.
+        BadGguf: the file requires the space, and the tokenizer cannot add it.
     """
     from tokenizers import decoders, normalizers, pre_tokenizers
 
@@ -101,7 +98,7 @@ def _set_space(name: str, made: PreTrainedTokenizerBase, wanted: object) -> None
     if wanted:
         raise BadGguf(
             f"{name}: its metadata's 'tokenizer.ggml.add_space_prefix' is True, which transformers' "
-            f"{type(made).__name__} has no place for; put its tokenizer.json beside it, or pass tokenizer="
+            f"{type(made).__name__} does not support; put its tokenizer.json next to it, or pass tokenizer="
         )
     if isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
         backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="never", split=False)

@@ -1,1 +1,1 @@
-"""Readers of quantised checkpoints, a format in each file."""
+"""Readers of quantised checkpoints, one format per file."""

@@ -1,4 +1,4 @@
-"""compressed-tensors: packed integers, bytes with scales, floats of 8 and 4 bits."""
+"""Reads compressed-tensors: packed integers, bytes with scales, floats of 8 and 4 bits."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ _OF_WEIGHTS = frozenset(
 _OF_INPUTS = frozenset(("input_scale", "input_zero_point", "input_global_scale"))
 _OF_OUTPUTS = frozenset(("output_scale", "output_zero_point", "k_scale", "v_scale"))
 LEAVES = _OF_WEIGHTS | _OF_INPUTS | _OF_OUTPUTS
-"""Scales of outputs and of a cache are left alone, and those of inputs beside floats and packed numbers: all of them
-keep the model's own dtype."""
+"""Ignored tensors: scales of outputs and of a cache, and scales of inputs of float and packed weights. All of these
+values keep the model's own dtype."""
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse what the config says of the weights beside their codes.
+    """Check the config's settings about the weights as a whole.
 
     Raises:
-        BadTensor: they are rotated, pruned into another form, or not compressed.
+        BadTensor: the weights are rotated, sparse, or not compressed.
     """
     if settings.get("transform_config"):
-        raise BadTensor("its config has a transform_config: weights that are rotated are not read")
+        raise BadTensor("its config has a transform_config; rotated weights are not supported")
     sparse = (settings.get("sparsity_config") or {}).get("format", "dense")
     if sparse != "dense":
-        raise BadTensor(f"its config has sparsity_config.format={sparse!r}; 'dense' is read")
+        raise BadTensor(f"its config has sparsity_config.format={sparse!r}; only 'dense' is supported")
     status = settings.get("quantization_status", "compressed")
     if status != "compressed":
-        raise BadTensor(f"its config has quantization_status={status!r}; 'compressed' is read")
+        raise BadTensor(f"its config has quantization_status={status!r}; only 'compressed' is supported")
 
 
 def read_compressed(module: Quantized) -> dict[str, torch.Tensor]:
-    """The weight of a module, whatever of the library's formats its tensors are in.
+    """Return the weight of a module in any of the library's formats.
 
     Raises:
-        BadTensor: a tensor is missing or does not fit, or contradicts the config.
+        BadTensor: a tensor is missing, has a wrong shape, or contradicts the config.
     """
     tensors = module.tensors
     module.ignore(*_OF_OUTPUTS)
@@ -60,7 +60,7 @@ def read_compressed(module: Quantized) -> dict[str, torch.Tensor]:
         module.ignore(*_OF_INPUTS)
         return {f"{module.name}.{leaf}": module.take(leaf) for leaf in tensors if leaf not in LEAVES}
     elif "weight" in tensors:
-        raise module.bad("weight", f"beside a {of_codes[0]}, int8 or float8_e4m3fn is needed")
+        raise module.bad("weight", f"expected int8 or float8_e4m3fn with a {of_codes[0]}")
     else:
         module.take("weight_packed")
         raise AssertionError
@@ -68,39 +68,39 @@ def read_compressed(module: Quantized) -> dict[str, torch.Tensor]:
 
 
 def _packed(module: Quantized) -> torch.Tensor:
-    """``weight_packed`` int32 ``[out, in * bits / 32]``, zeros int32 ``[out * bits / 32, groups]``."""
+    """Read ``weight_packed`` int32 ``[out, in * bits / 32]``, zeros int32 ``[out * bits / 32, groups]``."""
     words, scales = module.take("weight_packed", torch.int32, dim=2), module.scales("weight_scale")
     shape = module.take("weight_shape", torch.int64, torch.int32, dim=1).tolist()
     if len(shape) != 2 or shape[0] != words.shape[0] or shape[1] <= 0:
-        raise module.bad("weight_shape", f"it says {shape} where weight_packed has {words.shape[0]} rows")
+        raise module.bad("weight_shape", f"it says {shape}, but weight_packed has {words.shape[0]} rows")
     outputs, inputs = shape
     stated = {entry.get("num_bits") for entry in _weights(module.settings)}
     if other := sorted(stated - {None, 4, 8}, key=str):
-        raise module.bad("weight_packed", f"its config states {other} bits, and 4 and 8 are read")
+        raise module.bad("weight_packed", f"its config states {other} bits; only 4 and 8 are supported")
     bits = next((b for b in (4, 8) if -(-inputs * b // 32) == words.shape[1]), 0)
     if not bits:
-        raise module.bad("weight_packed", f"{inputs} inputs of 4 or 8 bits are needed")
+        raise module.bad("weight_packed", f"expected {inputs} inputs of 4 or 8 bits")
     if scales.shape[0] != outputs:
-        raise module.bad("weight_scale", f"{outputs} outputs are needed")
+        raise module.bad("weight_scale", f"expected {outputs} outputs")
     groups = scales.shape[1]
     size = group_of(module, inputs, groups)
     _check_stated(module, bits, inputs, size, "weight_packed")
     stream = words.contiguous().view(torch.uint8)
     if bits == 4 and inputs % 2:
-        raise module.bad("weight_packed", "an even number of inputs is needed")
+        raise module.bad("weight_packed", "expected an even number of inputs")
     codes = stream[:, : inputs * bits // 8]
     zeros = None
     if "weight_zero_point" in module.tensors:
         packed = module.take("weight_zero_point", torch.int32, dim=2)
         if list(packed.shape) != [-(-outputs * bits // 32), groups]:
-            raise module.bad("weight_zero_point", f"[{-(-outputs * bits // 32)}, {groups}] is needed")
+            raise module.bad("weight_zero_point", f"expected [{-(-outputs * bits // 32)}, {groups}]")
         zeros = unpack(packed.T, bits, outputs).T.contiguous()
     order = None
     if "weight_g_idx" in module.tensors:
         group = module.take("weight_g_idx", torch.int32, torch.int64, dim=1)
         even = torch.arange(inputs) // (size or inputs)
         if group.shape != even.shape or not torch.equal(group.sort().values.long(), even):
-            raise module.bad("weight_g_idx", f"it does not share {inputs} inputs out to {groups} groups")
+            raise module.bad("weight_g_idx", f"it does not distribute {inputs} inputs evenly to {groups} groups")
         if not torch.equal(group.long(), even):
             order = group.argsort(stable=True).to(torch.int32)
             numbers = unpack(words, bits, inputs)[:, order.long()]
@@ -110,17 +110,17 @@ def _packed(module: Quantized) -> torch.Tensor:
 
 
 def _bytes(module: Quantized) -> torch.Tensor:
-    """``weight`` int8 ``[out, in]`` with a scale for each output or group."""
+    """Read ``weight`` int8 ``[out, in]`` with a scale for each output or group."""
     weight, scales = module.take("weight", torch.int8, dim=2), module.scales("weight_scale", dim=None)
     outputs, inputs = weight.shape
     scales = _of_outputs(scales, outputs)
     if scales.dim() != 2 or scales.shape[0] != outputs:
-        raise module.bad("weight_scale", f"one scale, or some for each of {outputs} outputs are needed")
+        raise module.bad("weight_scale", f"expected one scale, or scales for each of {outputs} outputs")
     zeros = None
     if "weight_zero_point" in module.tensors:
         points = _of_outputs(module.take("weight_zero_point", torch.int8), outputs)
         if points.shape != scales.shape:
-            raise module.bad("weight_zero_point", f"{list(scales.shape)} is needed")
+            raise module.bad("weight_zero_point", f"expected {list(scales.shape)}")
         zeros = unsigned(points)
     size = group_of(module, inputs, scales.shape[1])
     _check_stated(module, 8, inputs, size, "weight")
@@ -133,41 +133,41 @@ def _bytes(module: Quantized) -> torch.Tensor:
 
 
 def _static_inputs(module: Quantized, size: int) -> InputScale | None:
-    """How the inputs of int8 weights are rounded, where the config says that it is settled; None where weights have
-    groups or are experts', whose inputs keep 16 bits.
+    """Return the static scale of the inputs of int8 weights, if the config has one; None for weights in groups and
+    for experts, whose inputs keep 16 bits.
 
     Raises:
-        BadTensor: a tensor is missing or does not fit, or the config does not explain it.
+        BadTensor: a tensor is missing, has a wrong shape, or the config does not explain it.
     """
     stated = _inputs(module.settings)
     entries = [entry for entry in stated if _is_static(entry)]
     if "input_scale" not in module.tensors:
         if "input_zero_point" in module.tensors:
-            raise module.bad("input_zero_point", "there is no input_scale beside it; get the checkpoint again")
+            raise module.bad("input_zero_point", "input_scale is missing; download the checkpoint again")
         if entries and len(entries) == len(stated):
             module.take("input_scale")
         return None
     if not entries:
         kinds = [_kind_of_inputs(entry) for entry in stated]
         raise module.bad(
-            "input_scale", f"its config states inputs {kinds or 'of the model'}, not static ones of 8 bits"
+            "input_scale", f"but its config states inputs {kinds or 'of the model'}, not static ones of 8 bits"
         )
     given = module.input_scale("input_zero_point")
     if given.offset and all(entry.get("symmetric", True) is True for entry in entries):
-        raise module.bad("input_zero_point", f"it is {given.offset}, and its config states symmetric inputs")
+        raise module.bad("input_zero_point", f"it is {given.offset}, but its config states symmetric inputs")
     if "input_zero_point" not in module.tensors and not any(entry.get("symmetric", True) for entry in entries):
         module.take("input_zero_point")
     return None if size or is_expert(module.name) else given
 
 
 def _of_outputs(table: torch.Tensor, outputs: int) -> torch.Tensor:
-    """A number for all outputs as one for each, ``[out, 1]``; other tables as they are."""
+    """Expand one number for all outputs to one for each, ``[out, 1]``; return other tables unchanged."""
     return table.reshape(1, 1).expand(outputs, 1).contiguous() if table.numel() == 1 else table
 
 
 def _floats_of_8_bits(module: Quantized) -> torch.Tensor:
-    """``weight`` e4m3 ``[out, in]`` with one scale, one for each output, or one for each block of both; or powers of
-    two for groups (MXFP8)."""
+    """Read ``weight`` e4m3 ``[out, in]`` with one scale, one per output, or one per block of both; or powers of two
+    for groups (MXFP8)."""
     weight = module.take("weight", torch.float8_e4m3fn, dim=2)
     _check_no_offsets(module)
     if "weight_scale" in module.tensors and module.tensors["weight_scale"].dtype is torch.uint8:
@@ -183,7 +183,7 @@ def _floats_of_8_bits(module: Quantized) -> torch.Tensor:
 
 
 def _floats_of_4_bits(module: Quantized) -> torch.Tensor:
-    """``weight_packed`` uint8 ``[out, in / 2]`` of e2m1 with scales for 16 (NVFP4) or 32 inputs (MXFP4)."""
+    """Read ``weight_packed`` uint8 ``[out, in / 2]`` of e2m1 with scales for 16 (NVFP4) or 32 inputs (MXFP4)."""
     _check_no_offsets(module)
     module.ignore("weight_shape")
     codes = module.take("weight_packed", torch.uint8, dim=2)
@@ -191,7 +191,7 @@ def _floats_of_4_bits(module: Quantized) -> torch.Tensor:
         narrow = module.take("weight_scale", torch.float8_e4m3fn, dim=2)
         whole = module.take("weight_global_scale", torch.float32)
         if whole.numel() != 1:
-            raise module.bad("weight_global_scale", "one number is needed")
+            raise module.bad("weight_global_scale", "expected one number")
         module.check_scales("weight_global_scale", whole)
         scales = narrow.float() / whole.reshape(())
     else:
@@ -202,27 +202,27 @@ def _floats_of_4_bits(module: Quantized) -> torch.Tensor:
 
 
 def _check_no_offsets(module: Quantized) -> None:
-    """Refuse floats around something else than 0."""
+    """Reject floats with a zero point other than 0."""
     if "weight_zero_point" in module.tensors and bool((module.take("weight_zero_point").float() != 0).any()):
-        raise module.bad("weight_zero_point", "floats have no zero point other than 0; get the checkpoint again")
+        raise module.bad("weight_zero_point", "floats have no zero point other than 0; download the checkpoint again")
 
 
 def unsigned(numbers: torch.Tensor) -> torch.Tensor:
-    """Signed bytes as unsigned ones around 128."""
+    """Convert signed bytes to unsigned ones around 128."""
     return numbers.view(torch.uint8) ^ 128
 
 
 def in_blocks(
     module: Quantized, weight: torch.Tensor, scales: torch.Tensor, leaf: str, block: Any = None
 ) -> torch.Tensor:
-    """An e4m3 weight whose scales are one, one for each output, or one for each block of outputs and inputs.
+    """Return an e4m3 weight with one scale, one per output, or one per block of outputs and inputs.
 
     Args:
-        module: whose weight it is.
+        module: module of the weight.
         weight: float8_e4m3fn ``[out, in]``.
         scales: one number, ``[out]``, ``[out, 1]``, or a grid.
-        leaf: of their name.
-        block: sizes of the grid's blocks, as the config states them.
+        leaf: last name part of the scales.
+        block: sizes of the grid's blocks stated in the config.
 
     Raises:
         BadTensor: the grid does not cover the weight.
@@ -237,17 +237,17 @@ def in_blocks(
     elif scales.dim() == 2:
         high, wide = block if isinstance(block, list | tuple) and len(block) == 2 else (128, 128)
         if list(scales.shape) != [-(-outputs // high), -(-inputs // wide)]:
-            raise module.bad(leaf, f"blocks of {high} × {wide} of [{outputs}, {inputs}] are needed")
+            raise module.bad(leaf, f"expected blocks of {high} × {wide} of [{outputs}, {inputs}]")
         rows = scales.repeat_interleave(high, 0)[:outputs].contiguous()
         return module.stored(WeightFormat("e4m3", 8, wide, name), codes, rows)
     else:
-        raise module.bad(leaf, f"one scale, {outputs} or a grid are needed")
+        raise module.bad(leaf, f"expected one scale, {outputs} scales or a grid")
     return module.stored(WeightFormat("e4m3", 8, 0, name), codes, scales)
 
 
 def _check_numbers(module: Quantized, weight: torch.Tensor) -> None:
     if bool(weight.view(torch.uint8).bitwise_and(127).eq(127).any()):
-        raise module.bad("weight", "it holds NaN; the file is broken, get it again")
+        raise module.bad("weight", "it contains NaN; the file is broken, download it again")
 
 
 def _weights(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -258,7 +258,7 @@ def _weights(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _rounds_rows(settings: Mapping[str, Any]) -> bool:
-    """Tell whether all groups of the config ask for inputs of 8 bits, each row with the scale that it comes to."""
+    """Return True if all groups of the config request inputs of 8 bits with a dynamic scale for each row."""
     inputs = _inputs(settings)
     return bool(inputs) and all(
         isinstance(entry, Mapping)
@@ -270,7 +270,7 @@ def _rounds_rows(settings: Mapping[str, Any]) -> bool:
 
 
 def _is_static(entry: Any) -> bool:
-    """Tell whether inputs of 8 bits have a scale that is settled for all of them."""
+    """Return True if 8-bit inputs share one static scale."""
     stated = isinstance(entry, Mapping) and (entry.get("num_bits"), entry.get("type"), entry.get("strategy"))
     return stated == (8, "int", "tensor") and not entry.get("dynamic")
 
@@ -281,27 +281,27 @@ def _kind_of_inputs(entry: Any) -> Any:
 
 
 def _inputs(settings: Mapping[str, Any]) -> list[Any]:
-    """What each group of the config says of inputs."""
+    """Return the input settings of each group of the config."""
     groups = settings.get("config_groups")
     found = list(groups.values()) if isinstance(groups, Mapping) else []
     return [group.get("input_activations") for group in found if isinstance(group, Mapping)]
 
 
 def _check_stated(module: Quantized, bits: int, inputs: int, size: int, leaf: str) -> None:
-    """Refuse codes that none of the config's groups describes, and those that lack what all groups of their bits say.
+    """Reject codes that no group of the config describes, and codes that lack what all groups of their bits require.
 
     Args:
-        module: whose they are.
-        bits: of a code.
-        inputs: of the weight.
-        size: of them that share a scale, 0 for all.
-        leaf: of the codes' name.
+        module: module of the codes.
+        bits: bits of a code.
+        inputs: number of inputs of the weight.
+        size: number of inputs that share a scale, 0 for all.
+        leaf: last name part of the codes.
     """
     stated = _weights(module.settings)
     own = [entry for entry in stated if entry.get("num_bits") == bits]
     if stated and not any(_has_groups(entry, inputs, size) for entry in own):
         kinds = [(entry.get("num_bits"), entry.get("group_size")) for entry in stated]
-        raise module.bad(leaf, f"it has {bits} bits in groups of {size or 'all'}, its config states {kinds}")
+        raise module.bad(leaf, f"it has {bits} bits in groups of {size or 'all'}, but its config states {kinds}")
     if own and all(entry.get("symmetric", True) is False for entry in own):
         module.take("weight_zero_point")
     if own and size and all(entry.get("actorder") in ("group", "dynamic", True) for entry in own):
@@ -309,7 +309,7 @@ def _check_stated(module: Quantized, bits: int, inputs: int, size: int, leaf: st
 
 
 def _has_groups(entry: Mapping[str, Any], inputs: int, size: int) -> bool:
-    """Tell whether so many inputs share a scale by what a group of the config says of weights."""
+    """Return True if that many inputs share a scale according to a group of the config."""
     stated = entry.get("group_size")
     if stated in (None, 0, -1):
         return size == 0

@@ -1,4 +1,4 @@
-"""FP8 with scales for blocks, as DeepSeek and Qwen store it."""
+"""Reads FP8 with scales per block, as DeepSeek and Qwen store it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .parts import Quantized
 _OF_INPUTS = frozenset(("activation_scale", "activation_scale_inv", "input_scale"))
 _UNREAD = _OF_INPUTS | {"output_scale", "k_scale", "v_scale"}
 LEAVES = _OF_INPUTS | {"weight_scale_inv", "weight_scale"}
-"""``weight_scale_inv`` multiplies, in spite of its name. Activations and caches stay in the model's own dtype."""
+"""``weight_scale_inv`` multiplies, despite its name. Activations and caches stay in the model's own dtype."""
 
 
 def read_fp8(module: Quantized) -> dict[str, torch.Tensor]:
-    """The weight of ``weight`` e4m3 ``[out, in]`` and ``weight_scale_inv``.
+    """Return the weight of ``weight`` e4m3 ``[out, in]`` and ``weight_scale_inv``.
 
     Raises:
-        BadTensor: a tensor is missing or does not fit.
+        BadTensor: a tensor is missing or has a wrong shape.
     """
     weight = module.take("weight")
     module.ignore(*_UNREAD)

@@ -1,4 +1,4 @@
-"""GPTQ, and AutoRound in its form: codes packed along inputs, zeros along outputs, a group for each input."""
+"""Reads GPTQ, and AutoRound in its form: codes packed along inputs, zeros along outputs, a group index per input."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _BITS = (2, 3, 4, 8)
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 """A word of ones, by the bits of each."""
 _OF_3_BITS = 7
-"""The release of GPTQModel from which on it takes 1 off each zero of 3 bits; before, off other bits of the words."""
+"""First GPTQModel release that subtracts 1 from each 3-bit zero; earlier ones subtract from other bits."""
 _OF_3_BITS_AGAIN = f"quantise it again with GPTQModel {_OF_3_BITS} or later, or pass the float checkpoint"
 
 
 def read_gptq(module: Quantized) -> dict[str, torch.Tensor]:
-    """The weight of ``qweight`` int32 ``[in * bits / 32, out]``, ``qzeros`` int32 ``[groups, out * bits / 32]``,
-    ``scales`` ``[groups, out]`` and ``g_idx`` int32 ``[in]``.
+    """Return the weight of ``qweight`` int32 ``[in * bits / 32, out]``, ``qzeros`` int32 ``[groups, out * bits /
+    32]``, ``scales`` ``[groups, out]`` and ``g_idx`` int32 ``[in]``.
 
     Raises:
-        BadTensor: a tensor is missing, does not fit, or contradicts the config.
+        BadTensor: a tensor is missing, has a wrong shape, or contradicts the config.
     """
     words, scales = module.take("qweight", torch.int32, dim=2), module.scales("scales")
     groups, outputs = scales.shape
@@ -52,7 +52,7 @@ def _bits(module: Quantized) -> int:
     bits = module.settings.get("bits", 4)
     words, zeros = module.tensors["qweight"], module.take("qzeros", torch.int32, dim=2)
     outputs = module.tensors["scales"].shape[1]
-    # A config may override the bits of single modules; the zeros of a group say how many they are.
+    # A config may override the bits of single modules; the zeros of a group reveal them.
     found = [b for b in _BITS if -(-outputs * b // 32) == zeros.shape[1]]
     if bits not in found and len(found) == 1:
         bits = found[0]
@@ -62,25 +62,25 @@ def _bits(module: Quantized) -> int:
 
 
 def _zeros(module: Quantized, bits: int, groups: int, outputs: int) -> torch.Tensor:
-    """uint8 ``[groups, outputs]``: the codes that stand for zero."""
+    """Return the codes of zero, uint8 ``[groups, outputs]``."""
     words = module.take("qzeros", torch.int32, dim=2)
     if words.shape[0] != groups:
         raise module.bad("qzeros", f"scales are for {groups} groups")
     version = one_of(module.settings, "checkpoint_format", "format", default="gptq")
     if version not in ("gptq", "gptq_v2"):
-        raise BadTensor(f"its config has checkpoint_format={version!r}; 'gptq' and 'gptq_v2' are read")
+        raise BadTensor(f"its config has checkpoint_format={version!r}; only 'gptq' and 'gptq_v2' are supported")
     symmetric = module.settings.get("sym") is True
     if version == "gptq_v2":
         zeros = unpack(words, bits, outputs)
     elif bits in _ONES:
-        # 1 was taken off every number of a word at once: a 0 borrowed from the numbers above it.
+        # 1 was subtracted from the whole word: a 0 borrowed from the numbers above it.
         zeros = unpack(words + _ONES[bits], bits, outputs)
     elif symmetric or _takes_1_off_each_of_3_bits(module.settings):
         zeros = (unpack(words, bits, outputs) + 1) & 7
     else:
         raise module.bad(
             "qzeros",
-            f"zeros of 3 bits have been stored in two ways, and its config does not say in which; {_OF_3_BITS_AGAIN}",
+            f"zeros of 3 bits have been stored in two ways, and its config does not state which; {_OF_3_BITS_AGAIN}",
         )
     if symmetric:
         _check_symmetric(module, zeros, 1 << (bits - 1), version)
@@ -88,13 +88,13 @@ def _zeros(module: Quantized, bits: int, groups: int, outputs: int) -> torch.Ten
 
 
 def _meta(settings: Mapping[str, Any], key: str) -> Any:
-    """What GPTQModel noted down of the making of a checkpoint."""
+    """Return an entry that GPTQModel recorded when it quantised the checkpoint."""
     meta = settings.get("meta")
     return meta.get(key) if isinstance(meta, Mapping) else None
 
 
 def _takes_1_off_each_of_3_bits(settings: Mapping[str, Any]) -> bool:
-    """Tell, of zeros of 3 bits, whether what packed them took 1 off each, as AutoRound does."""
+    """Return True if the packer of 3-bit zeros subtracted 1 from each, as AutoRound does."""
     if settings.get("quant_method") == "auto-round":
         return True
     said = _meta(settings, "quantizer")
@@ -103,11 +103,11 @@ def _takes_1_off_each_of_3_bits(settings: Mapping[str, Any]) -> bool:
 
 
 def _check_symmetric(module: Quantized, zeros: torch.Tensor, middle: int, version: str) -> None:
-    """Refuse zeros that are not in the middle, but for those of modules that GPTQModel saw too little of, where its
-    ``fallback`` has zeros of its own.
+    """Reject zeros that are not in the middle, except in modules with too few samples, where GPTQModel's ``fallback``
+    chooses its own zeros.
 
     Raises:
-        BadTensor: it says, where it shows, which version they are of.
+        BadTensor: the message names the version that the zeros match, if any.
     """
     low, high = int(zeros.min()), int(zeros.max())
     if low == high == middle:
@@ -120,18 +120,18 @@ def _check_symmetric(module: Quantized, zeros: torch.Tensor, middle: int, versio
         if any(isinstance(one, Mapping) and one.get("strategy") not in (None, "rtn") for one in fallbacks):
             return
         remedy = (
-            _OF_3_BITS_AGAIN if middle == 4 else "get it again, or set sym=false in the config if it is asymmetric"
+            _OF_3_BITS_AGAIN if middle == 4 else "download it again, or set sym=false in config if it is asymmetric"
         )
     raise module.bad(
-        "qzeros", f"sym=true in its config makes every zero {middle}, and they are {low} to {high}; {remedy}"
+        "qzeros", f"sym=true in its config makes every zero {middle}, but they are {low} to {high}; {remedy}"
     )
 
 
 def _order(module: Quantized, inputs: int, groups: int) -> tuple[torch.Tensor | None, int]:
-    """The columns in the order of their groups, None where they are, and the inputs in a group; 0: all.
+    """Return the columns sorted by group (None if they are) and the number of inputs in a group; 0: all.
 
     Raises:
-        BadTensor: the inputs are not shared out evenly, or without ``g_idx`` not as the config says.
+        BadTensor: the inputs are unevenly distributed, or without ``g_idx`` not as the config states.
     """
     if "g_idx" not in module.tensors:
         size = group_of(module, inputs, groups)
@@ -145,7 +145,7 @@ def _order(module: Quantized, inputs: int, groups: int) -> tuple[torch.Tensor | 
     group = module.take("g_idx", torch.int32, dim=1)
     even = torch.arange(inputs) // (size or inputs)
     if group.shape != even.shape or not torch.equal(group.sort().values.long(), even):
-        raise module.bad("g_idx", f"it does not share {inputs} inputs out to {groups} groups of {size or inputs}")
+        raise module.bad("g_idx", f"it does not distribute {inputs} inputs to {groups} groups of {size or inputs}")
     if torch.equal(group.long(), even):
         return None, size
     return group.argsort(stable=True).to(torch.int32), size

@@ -1,4 +1,4 @@
-"""msModelSlim, whose description says of every tensor how it is stored."""
+"""Reads msModelSlim, whose description states the storage of every tensor."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ LEAVES = frozenset(
     )
 )
 KINDS = frozenset(("W8A8_DYNAMIC", "W8A16", "W8A8", "W4A8_DYNAMIC"))
-"""Kinds of weight that are read."""
+"""Supported kinds of weights."""
 
 _SCALES = ("weight_scale", "weight_scale_second")
 _OF_GROUPS = ("weight_scale_second", "weight_offset_second")
 _SUM_ERROR = 1e-3
-"""Of the sum of the absolute numbers of an output, what float32 may lose while it adds them."""
+"""Relative rounding error that float32 may accumulate in the sum of an output's absolute numbers."""
 
 
 def read_modelslim(module: Quantized) -> dict[str, torch.Tensor]:
-    """The weight of ``weight`` int8 ``[out, in]``, of 4 bits also ``[out / 2, in]``, and with static inputs its bias.
+    """Return the weight of ``weight`` int8 ``[out, in]``, or 4 bits ``[out / 2, in]``; with static inputs also its
+    bias.
 
     Raises:
-        BadTensor: a tensor is missing or does not fit, or it is of another kind.
+        BadTensor: a tensor is missing, has a wrong shape, or is of another kind.
     """
     if module.kind not in KINDS:
         kinds = ", ".join(sorted(KINDS))
-        raise BadTensor(f"{module.name + '.weight'!r} is described as {module.kind!r}; {kinds} and FLOAT are read")
+        raise BadTensor(f"{module.name + '.weight'!r} is described as {module.kind!r}; supported: {kinds}, FLOAT")
     weight = module.take("weight", torch.int8, dim=2)
     for leaf in _OF_GROUPS:
         if leaf in module.tensors and module.kind != "W4A8_DYNAMIC":
-            raise module.bad(leaf, f"groups are read in W4A8_DYNAMIC, and this weight is {module.kind}")
+            raise module.bad(leaf, f"groups are supported in W4A8_DYNAMIC only, not in {module.kind}")
     module.ignore("kv_cache_scale", "kv_cache_offset")
     if module.kind == "W8A8":
         return _static(module, weight)
@@ -51,29 +52,29 @@ def read_modelslim(module: Quantized) -> dict[str, torch.Tensor]:
 
 def _weight(module: Quantized, weight: torch.Tensor, scales: torch.Tensor) -> dict[str, torch.Tensor]:
     if scales.shape[0] != weight.shape[0]:
-        raise BadTensor(f"{module.name!r} has scales for {scales.shape[0]} outputs of {weight.shape[0]}")
+        raise BadTensor(f"{module.name!r} has scales for {scales.shape[0]} of {weight.shape[0]} outputs")
     input_bits = 8 if module.kind == "W8A8_DYNAMIC" else 0
     form = WeightFormat("int", 8, 0, scale_name(scales.dtype), input_bits=input_bits)
     return {f"{module.name}.weight": module.stored(form, unsigned(weight), scales.contiguous())}
 
 
 def _of_4_bits(module: Quantized, weight: torch.Tensor, scales: torch.Tensor) -> dict[str, torch.Tensor]:
-    """``weight`` of numbers from -8 to 7: bytes with two outputs, the first in the low half, or, of files without a
-    version, with one. ``weight_scale_second`` holds what the scale of an output is multiplied with in each group."""
+    """Read ``weight``, numbers from -8 to 7: bytes with two outputs, the first in the low half, or with one in files
+    without a version. ``weight_scale_second`` multiplies the scale of an output in each group."""
     outputs, inputs = len(scales), weight.shape[1]
     if module.tensors["weight_scale"].shape not in ((outputs,), (outputs, 1)):
-        raise module.bad("weight_scale", "one for each output is needed, of which a byte holds two; get it again")
+        raise module.bad("weight_scale", "expected one per output, two outputs to a byte; download it again")
     if not inputs or inputs % 2:
-        raise module.bad("weight", "an even number of inputs is needed; get the checkpoint again")
+        raise module.bad("weight", "expected an even number of inputs; download the checkpoint again")
     if len(weight) == outputs:
         if bool(((weight < -8) | (weight > 7)).any()):
-            raise module.bad("weight", "a byte holds numbers of two outputs, or one from -8 to 7; get it again")
+            raise module.bad("weight", "expected two outputs to a byte, or one from -8 to 7; download it again")
         codes = (weight + 8).view(torch.uint8)
     else:
         halves = weight.view(torch.uint8) ^ 0x88  # numbers around 8
         codes = torch.stack([halves & 15, halves >> 4], 1).flatten(0, 1)
         if len(codes) != outputs:
-            raise module.bad("weight_scale", f"one for each of {len(codes)} outputs is needed; get the file again")
+            raise module.bad("weight_scale", f"expected one for each of {len(codes)} outputs; download it again")
     table, size = _scales_of_groups(module, scales, inputs)
     with_sums = len(weight) != outputs or module.settings.get("version") is not None
     if with_sums or "scale_bias" in module.tensors:
@@ -83,14 +84,14 @@ def _of_4_bits(module: Quantized, weight: torch.Tensor, scales: torch.Tensor) ->
 
 
 def _scales_of_groups(module: Quantized, scales: torch.Tensor, inputs: int) -> tuple[torch.Tensor, int]:
-    """The scales ``[out, groups]``, and how many inputs share one, 0 for all.
+    """Return the scales ``[out, groups]``, and the number of inputs that share one, 0 for all.
 
     Raises:
-        BadTensor: those of the groups are missing, do not fit, or contradict the description.
+        BadTensor: the groups' scales are missing, have a wrong shape, or contradict the description.
     """
     stated = module.settings.get("group_size")
     if stated is not None and type(stated) is not int:
-        raise BadTensor(f"the description says group_size={stated!r}; a whole number is needed")
+        raise BadTensor(f"the description says group_size={stated!r}; expected an integer")
     leaf = "weight_scale_second"
     if not (stated or 0) > 0 and not any(name in module.tensors for name in _OF_GROUPS):
         return scales, 0
@@ -98,10 +99,10 @@ def _scales_of_groups(module: Quantized, scales: torch.Tensor, inputs: int) -> t
     outputs, groups = second.shape
     if outputs != len(scales) or not groups or inputs % groups:
         raise module.bad(
-            leaf, f"{len(scales)} outputs are needed, and groups that divide {inputs} inputs; get it again"
+            leaf, f"expected {len(scales)} outputs, and groups that divide {inputs} inputs; download it again"
         )
     if stated is not None and stated != inputs // groups:
-        raise module.bad(leaf, f"groups of {inputs // groups}, and the description says group_size={stated}")
+        raise module.bad(leaf, f"groups of {inputs // groups}, but the description says group_size={stated}")
     _check_offsets(module, "weight_offset_second")
     table = scales.float() * second.float()
     module.check_scales(leaf, table)
@@ -109,16 +110,17 @@ def _scales_of_groups(module: Quantized, scales: torch.Tensor, inputs: int) -> t
 
 
 def _check_sums(module: Quantized, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """Compare ``scale_bias``, 8 times the sum of the weights of each output, in equal parts of its inputs, with them.
+    """Check ``scale_bias``, 8 times the sum of each output's weights in equal parts of its inputs, against the
+    weights.
 
     Raises:
-        BadTensor: it is missing or says something else: the numbers lie otherwise, or the scales are of others.
+        BadTensor: it is missing or differs: the numbers are in another order, or the scales belong to others.
     """
     stated = module.take("scale_bias", torch.float32, torch.bfloat16, torch.float16, dim=2)
     (outputs, inputs), parts = codes.shape, stated.shape[1]
     if len(stated) != outputs or not parts or inputs % parts:
         raise module.bad(
-            "scale_bias", f"{outputs} outputs are needed, and parts that divide {inputs} inputs; get it again"
+            "scale_bias", f"expected {outputs} outputs, and parts that divide {inputs} inputs; download it again"
         )
     piece = math.gcd(inputs // parts, inputs // scales.shape[1])  # inputs of one part that share a scale
     numbers = (codes.to(torch.int8) - 8).unflatten(1, (-1, piece))
@@ -132,21 +134,21 @@ def _check_sums(module: Quantized, codes: torch.Tensor, scales: torch.Tensor) ->
     error = _SUM_ERROR + max(torch.finfo(tensor.dtype).eps for tensor in stored)
     most = error * of_parts(numbers.abs().sum(-1, dtype=torch.int32).clamp_min(1) * unit.abs())
     if not bool((off <= most).all()):
-        raise module.bad("scale_bias", "it is not 8 times the sum of the weights; the file is broken, get it again")
+        raise module.bad("scale_bias", "it is not 8 times the sum of the weights; the file is broken: download it")
 
 
 def _static(module: Quantized, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What ``(q @ W + quant_bias) * deq_scale`` says, ``q = round(x / input_scale + input_offset)``. A layer without
-    a bias of its own has one in ``quant_bias`` that the offset explains. Experts' inputs keep 16 bits."""
+    """Read ``(q @ W + quant_bias) * deq_scale``, ``q = round(x / input_scale + input_offset)``. A layer without a
+    bias has a ``quant_bias`` that only compensates the offset. Experts' inputs keep 16 bits."""
     outputs = len(weight)
     if "bias" in module.tensors:
-        raise module.bad("bias", "beside a quant_bias, none is needed")
+        raise module.bad("bias", "unexpected in addition to quant_bias")
     module.take("input_offset")
     given = module.input_scale("input_offset")
     unit = _unit(module, outputs)
     whole = module.take("quant_bias", torch.int32, dim=1).double()
     if len(whole) != outputs:
-        raise module.bad("quant_bias", f"{outputs} outputs are needed")
+        raise module.bad("quant_bias", f"expected {outputs} outputs")
     whole += given.offset * weight.sum(1, dtype=torch.int64)
     static = not is_expert(module.name)
     form = WeightFormat("int", 8, 0, "f32", input_bits=8 * static, static_inputs=static)
@@ -160,34 +162,34 @@ def _static(module: Quantized, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _unit(module: Quantized, outputs: int) -> torch.Tensor:
-    """``deq_scale``, float32 ``[out]`` or its bits in int64, which is ``weight_scale * input_scale`` where the former
-    is there.
+    """Return ``deq_scale``, float32 ``[out]`` or its bits in int64, which is ``weight_scale * input_scale`` if
+    ``weight_scale`` is there.
 
     Raises:
-        BadTensor: it is missing, does not fit or contradicts them.
+        BadTensor: it is missing, has a wrong shape, or contradicts them.
     """
     unit = module.take("deq_scale", torch.float32, torch.int64, dim=1)
     if len(unit) != outputs:
-        raise module.bad("deq_scale", f"{outputs} outputs are needed")
+        raise module.bad("deq_scale", f"expected {outputs} outputs")
     if unit.dtype is torch.int64:
         if bool(((unit >> 32) != 0).any()):
-            raise module.bad("deq_scale", "the bits of a float32 are needed in each; get the checkpoint again")
+            raise module.bad("deq_scale", "expected the bits of a float32 in each; download the checkpoint again")
         unit = unit.to(torch.int32).view(torch.float32)
     module.check_scales("deq_scale", unit)
     if bool((unit < 0).any()):
-        raise module.bad("deq_scale", "a scale in it is negative; the file is broken, get it again")
+        raise module.bad("deq_scale", "a scale in it is negative; the file is broken, download it again")
     _check_offsets(module)
     if "weight_scale" in module.tensors:
         of_weight, step = module.scales("weight_scale", dim=None), module.scales("input_scale", dim=None)
         if of_weight.numel() != outputs:
-            raise module.bad("weight_scale", f"{outputs} outputs are needed")
+            raise module.bad("weight_scale", f"expected {outputs} outputs")
         error = _SUM_ERROR + sum(torch.finfo(dtype).eps for dtype in (of_weight.dtype, step.dtype))
         product = of_weight.double().flatten() * step.double().flatten()
         if not bool(((unit.double() - product).abs() <= error * product.abs()).all()):
-            raise module.bad("deq_scale", "it is not weight_scale times input_scale; get the file again")
+            raise module.bad("deq_scale", "it is not weight_scale times input_scale; download the file again")
     return unit
 
 
 def _check_offsets(module: Quantized, leaf: str = "weight_offset") -> None:
     if leaf in module.tensors and bool((module.take(leaf) != 0).any()):
-        raise module.bad(leaf, "offsets other than 0 are not read")
+        raise module.bad(leaf, "offsets other than 0 are not supported")

@@ -1,4 +1,4 @@
-"""What a config says of a single module, where it says something else of that than of all."""
+"""Settings of single modules in a config that override the settings of all."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 from .parts import BadTensor
 
 _OF_PATTERNS = frozenset("*+?^$()[]{}|\\")
-"""What tells a pattern of ``extra_config`` from a name, whose dots stand for themselves."""
+"""Characters that mark a pattern in ``extra_config``; in a plain name, dots are literal."""
 
 
 def settings_of(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The settings of a module: what ``dynamic`` (GPTQModel) or ``extra_config`` (AutoRound) says of it goes before
-    what is said of all.
+    """Return the settings of a module: entries of ``dynamic`` (GPTQModel) or ``extra_config`` (AutoRound) override
+    the common ones.
 
     Args:
-        settings: what the config says of the method.
-        name: of the module.
+        settings: the config's settings of the method.
+        name: name of the module.
 
     Raises:
-        BadTensor: a pattern in them is none.
+        BadTensor: a pattern in them is not a regular expression.
     """
     own = _of_dynamic(settings.get("dynamic"), name) or _of_extra_config(settings.get("extra_config"), name)
     return {**settings, **own} if own else settings
 
 
 def _of_dynamic(said: Any, name: str) -> Mapping[str, Any]:
-    """Of the first pattern that the name begins with; ``-:`` leaves modules out, ``+:`` says the same as nothing."""
+    """Return the entry of the first pattern that the name begins with; ``-:`` excludes modules, ``+:`` does not."""
     for pattern, own in said.items() if isinstance(said, Mapping) else ():
         if _pattern("dynamic", pattern.removeprefix("-:").removeprefix("+:")).match(name):
             return own if isinstance(own, Mapping) and not pattern.startswith("-:") else {}
@@ -36,7 +36,7 @@ def _of_dynamic(said: Any, name: str) -> Mapping[str, Any]:
 
 
 def _of_extra_config(said: Any, name: str) -> Mapping[str, Any]:
-    """Of the name or the end of it, else of the first pattern that is found in it; 16 bits leave modules out."""
+    """Return the entry of the name or its end, else of the first matching pattern; 16 bits exclude modules."""
     if not isinstance(said, Mapping):
         return {}
     found = said.get(name)
@@ -52,19 +52,17 @@ def _pattern(entry: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise BadTensor(f"its config has the pattern {pattern!r} in {entry}, which is none: {error}") from error
+        raise BadTensor(f"its config has an invalid pattern {pattern!r} in {entry}: {error}") from error
 
 
 def one_of(settings: Mapping[str, Any], *keys: str, default: str) -> str:
-    """What a config says by any of several names of an entry, in lower case.
+    """Return a config value that may have any of several names, in lower case.
 
     Raises:
-        BadTensor: two of them say something else.
+        BadTensor: two of them have different values.
     """
     said = {key: str(settings[key]).lower() for key in keys if settings.get(key)}
     if len(set(said.values())) > 1:
         entries = " and ".join(f"{key}={value!r}" for key, value in said.items())
-        raise BadTensor(
-            f"its config has {entries}; set the one that the weights are stored as, and take the other out"
-        )
+        raise BadTensor(f"its config has {entries}; set the one that matches the weights, and remove the other")
     return next(iter(said.values()), default)

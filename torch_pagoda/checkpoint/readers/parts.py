@@ -1,4 +1,4 @@
-"""Steps that several readers of quantised tensors share: unpacking, packing, and the checks of what was read."""
+"""Helpers that several readers of quantised tensors share: unpacking, packing, and checks of tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...runtime.ops.stored_weight import StoredWeight
 from ...runtime.ops.weight_format import SCALE_DTYPES, InputScale, WeightFormat
 
 Read: TypeAlias = "Callable[[Quantized], dict[str, torch.Tensor]]"
-"""A reader: from the tensors beside a module to those that a float checkpoint would have there."""
+"""A reader: from the tensors of a quantised module to those of a float checkpoint."""
 
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -29,13 +29,13 @@ class Quantized:
     """A module of a checkpoint whose weight is stored in several tensors.
 
     Attributes:
-        name: of the module.
+        name: name of the module.
         tensors: last part of the name → tensor.
-        settings: what the config says of the method and of this module.
-        dtype: that the weight is to be shown in.
-        kind: what a description says of the weight, where there is one.
-        keys: last part of the name → the whole of it, where that is not the module's and the last part.
-        seen: last parts of the names of what was read, or is known to change nothing.
+        settings: the config's settings of the method for this module.
+        dtype: dtype that the weight appears in.
+        kind: kind of the weight in a description, if there is one.
+        keys: last part of the name → whole name, if that is not the module's name plus the last part.
+        seen: last name parts of the tensors that were read, or are known to have no effect.
     """
 
     name: str
@@ -47,85 +47,83 @@ class Quantized:
     seen: set[str] = field(default_factory=set, repr=False, compare=False)
 
     def key(self, leaf: str) -> str:
-        """The whole name of a tensor."""
+        """Return the whole name of a tensor."""
         return self.keys.get(leaf, f"{self.name}.{leaf}")
 
     def take(self, leaf: str, *dtypes: torch.dtype, dim: int | None = None) -> torch.Tensor:
-        """A tensor of the module.
+        """Return a tensor of the module and mark it as read.
 
         Raises:
-            BadTensor: it is missing, or of another dtype or number of dims.
+            BadTensor: it is missing, or has another dtype or number of dims.
         """
         tensor = self.tensors.get(leaf)
         self.seen.add(leaf)
         if tensor is None:
             there = ", ".join(sorted(self.tensors))
-            raise BadTensor(f"it lacks {self.key(leaf)!r} beside {there}; get the checkpoint again")
+            raise BadTensor(f"it has {there} but lacks {self.key(leaf)!r}; download the checkpoint again")
         if (dtypes and tensor.dtype not in dtypes) or (dim is not None and tensor.dim() != dim):
             wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise self.bad(leaf, f"{wanted}{f' with {dim} dims' if dim is not None else ''} is needed")
+            raise self.bad(leaf, f"expected {wanted}{f' with {dim} dims' if dim is not None else ''}")
         return tensor
 
     def ignore(self, *leaves: str) -> None:
-        """Say of tensors, which need not be there, that the weight is the same without them."""
+        """Mark tensors, which may be missing, as having no effect on the weight."""
         self.seen.update(leaves)
 
     def check_all_read(self) -> None:
-        """Refuse a module with tensors that nobody read.
+        """Check that every tensor of the module was read.
 
         Raises:
-            BadTensor: it names the first.
+            BadTensor: one was not; the message names the first.
         """
         for leaf in self.tensors:
             if leaf not in self.seen:
-                raise self.bad(
-                    leaf, "it is not read, and the weight beside it might be another; pass the float checkpoint"
-                )
+                raise self.bad(leaf, "it is not supported and may change the weight; pass the float checkpoint")
 
     def bad(self, leaf: str, what: str) -> BadTensor:
-        """The error for a tensor, with what it is and what is needed."""
+        """Return the error for a tensor, with its dtype and shape and the reason."""
         tensor = self.tensors[leaf]
         dtype = str(tensor.dtype).removeprefix("torch.")
         return BadTensor(f"{self.key(leaf)!r} is {dtype} {list(tensor.shape)}; {what}")
 
     def scales(self, leaf: str, dim: int | None = 2) -> torch.Tensor:
-        """The scales in that tensor, of a dtype that is kept.
+        """Return the scales in a tensor, checked, in their own dtype.
 
         Raises:
-            BadTensor: it is missing, no float, or holds a NaN, an infinity or a zero.
+            BadTensor: it is missing, not of a float dtype, or contains a NaN, an infinity or a zero.
         """
         scales = self.take(leaf, *SCALE_DTYPES.values(), dim=dim)
         self.check_scales(leaf, scales)
         return scales
 
     def check_scales(self, leaf: str, scales: torch.Tensor) -> None:
-        """Refuse scales that make no weight.
+        """Check that scales are finite and not 0.
 
         Raises:
-            BadTensor: one is NaN, infinite or 0.
+            BadTensor: a scale is NaN, infinite or 0.
         """
         if not bool(scales.isfinite().all()) or bool((scales == 0).any()):
-            raise self.bad(leaf, "a scale in it is NaN, infinite or 0; the file is broken, get it again")
+            raise self.bad(leaf, "a scale in it is NaN, infinite or 0; the file is broken, download it again")
 
     def input_scale(self, offset: str) -> InputScale:
-        """The scale and the offset of its inputs, ``input_scale`` and what that leaf holds; without that 0.
+        """Return the input scale and offset: ``input_scale``, and the tensor named ``offset``, or 0 without it.
 
         Raises:
-            BadTensor: one is missing, not one number, or none that inputs of 8 bits are rounded by.
+            BadTensor: one is missing, not a single number, or not valid for 8-bit inputs.
         """
         scale = self.scales("input_scale", dim=None)
         if scale.numel() != 1:
-            raise self.bad("input_scale", "one number is needed, for all inputs")
+            raise self.bad("input_scale", "expected one number for all inputs")
         if float(scale) < 0:
-            raise self.bad("input_scale", f"it is {float(scale):.3g}, and scales are positive; get the file again")
+            raise self.bad("input_scale", f"it is {float(scale):.3g}, not positive; download the file again")
         if offset not in self.tensors:
             return InputScale(float(scale))
         found = self.take(offset)
         if found.numel() != 1 or found.dtype is torch.bool or found.is_complex():
-            raise self.bad(offset, "one number is needed, for all inputs")
+            raise self.bad(offset, "expected one number for all inputs")
         number = found.double().item()
         if number not in range(-128, 128):
-            raise self.bad(offset, f"it is {number:.6g}; a whole number from -128 to 127 is needed")
+            raise self.bad(offset, f"it is {number:.6g}; expected an integer from -128 to 127")
         return InputScale(float(scale), int(number))
 
     def stored(
@@ -137,10 +135,10 @@ class Quantized:
         order: torch.Tensor | None = None,
         **more: Any,
     ) -> StoredWeight:
-        """The weight of these parts.
+        """Build the weight from these parts.
 
         Raises:
-            BadTensor: they do not fit each other.
+            BadTensor: the parts do not match.
         """
         try:
             return StoredWeight(form, codes, scales, zeros, order, dtype=self.dtype, **more)
@@ -149,58 +147,58 @@ class Quantized:
 
     @property
     def rest(self) -> dict[str, torch.Tensor]:
-        """Its bias, where it has one, under its full name."""
+        """Return the module's bias under its full name, if it has one."""
         return {f"{self.name}.bias": self.take("bias")} if "bias" in self.tensors else {}
 
 
 def is_expert(name: str) -> bool:
-    """Tell whether a module is one of several experts, by its name."""
+    """Return True if the name is that of one of several experts."""
     return _EXPERT.search(name) is not None
 
 
 def scale_name(dtype: torch.dtype) -> str:
-    """The name of a dtype of scales in a ``WeightFormat``."""
+    """Return the name of a dtype of scales in a ``WeightFormat``."""
     return next(name for name, known in SCALE_DTYPES.items() if known is dtype)
 
 
 def group_of(module: Quantized, inputs: int, groups: int) -> int:
-    """Inputs that share a scale, of so many groups; 0: all.
+    """Return the number of inputs that share one of ``groups`` scales; 0: all.
 
     Raises:
-        BadTensor: they are not those of the group size in the settings, or without one do not divide the inputs.
+        BadTensor: it differs from the group size in the settings, or the groups do not divide the inputs.
     """
     stated = next((module.settings[key] for key in ("group_size", "q_group_size") if key in module.settings), None)
     if isinstance(stated, int) and stated:
         size = stated if 0 < stated < inputs else inputs
         if math.ceil(inputs / size) != groups:
             raise BadTensor(
-                f"{module.name!r} has {groups} groups of scales for {inputs} inputs, and its config states "
-                f"group_size={stated}; get the checkpoint again"
+                f"{module.name!r} has {groups} groups of scales for {inputs} inputs, but its config states "
+                f"group_size={stated}; download the checkpoint again"
             )
         return size if groups > 1 else 0
     if groups == 1:
         return 0
     if inputs % groups == 0:
         return inputs // groups
-    raise BadTensor(f"{module.name!r} has {groups} groups of scales for {inputs} inputs, which they do not divide")
+    raise BadTensor(f"the {inputs} inputs of {module.name!r} are not a multiple of its {groups} groups of scales")
 
 
 def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Unsigned numbers of ``bits`` bits from the stream of bits in int32 words along the last dim, lowest first.
+    """Unpack unsigned numbers of ``bits`` bits from the bits of int32 words along the last dim, lowest first.
 
     Args:
         words: int32 ``[..., W]``.
-        bits: of a number, at most 8.
-        count: of the numbers that are wanted.
+        bits: bits of a number, at most 8.
+        count: how many numbers to return.
 
     Returns:
         uint8 ``[..., count]``.
 
     Raises:
-        ValueError: there are fewer.
+        ValueError: the words contain fewer.
     """
     if words.shape[-1] * 32 // bits < count:
-        raise ValueError(f"{words.shape[-1]} words of 32 bits hold no {count} numbers of {bits} bits")
+        raise ValueError(f"{words.shape[-1]} words of 32 bits do not hold {count} numbers of {bits} bits")
     stream = words.contiguous().view(torch.uint8)
     if bits == 8:
         return stream[..., :count]
@@ -213,11 +211,11 @@ def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 
 def pack_pairs(numbers: torch.Tensor) -> torch.Tensor:
-    """Numbers of 4 bits, uint8 ``[..., N]`` with an even N, two in a byte, the first in its low half."""
+    """Pack numbers of 4 bits, uint8 ``[..., N]`` with an even N, two in a byte, the first in its low half."""
     return numbers[..., ::2] | numbers[..., 1::2] << 4
 
 
 def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """The scales that e8m0 bytes stand for, bfloat16: ``2^(byte - 127)``; NaN for 255."""
+    """Return the scales of e8m0 bytes, bfloat16: ``2^(byte - 127)``; NaN for 255."""
     scales = torch.exp2(exponents.float() - 127)
     return torch.where(exponents == 255, torch.nan, scales).to(torch.bfloat16)
