@@ -60,11 +60,6 @@ class Scales:
         )
 
 
-def scales(argument: str, scale: torch.Tensor | None, offset: torch.Tensor | None, mode: int) -> Scales | None:
-    """:class:`Scales`, or None without a scale."""
-    return None if scale is None else Scales(argument, scale, offset, mode)
-
-
 def check_paged_cache(name: str, cache: torch.Tensor, layout: str, kv_heads: int, block_size: int, nz: bool) -> None:
     """Raise ``ValueError`` unless the device reads this paged cache as its writer meant it.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from .attention_caches import Scales, check_paged_cache, read_paged
 from .attention_layouts import Layout, batch_lengths, packed_bounds, parse_layout
 from .attention_limits import LATENT_DIM, AttentionSizes, blocks, extents, head_dims
-from .attention_masks import check_compressed_mask, check_full_mask, visible_pairs
+from .attention_masks import NO_LIMIT, check_compressed_mask, check_full_mask, visible_pairs
 from .numerics import widened
 
 _MAX_GROUP = 64
@@ -24,10 +25,11 @@ _SINK_MAX_VALUE_DIM = 128
 class AttentionCall:
     """Arguments of one attention operator under common names; see :mod:`.attention` for their meaning.
 
-    ``fused`` is whether the limits of npu_fused_infer_attention_score hold.
-    ``query_lengths`` and ``kv_lengths`` are pairs of the operator's own argument name and the list given.
+    ``names`` has the operator's own names of those that it spells otherwise; ``stacked_scale`` and so on are of keys
+    and values together.
     """
 
+    names: Mapping[str, str]
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
@@ -35,26 +37,62 @@ class AttentionCall:
     heads: int
     kv_heads: int
     scale: float
-    query_lengths: tuple[str, Sequence[int] | None]
-    kv_lengths: tuple[str, Sequence[int] | None]
+    query_lengths: Sequence[int] | None = None
+    kv_lengths: Sequence[int] | None = None
     atten_mask: torch.Tensor | None = None
     pse_shift: torch.Tensor | None = None
     sparse_mode: int = 0
-    pre_tokens: int = 2147483647
-    next_tokens: int = 2147483647
+    pre_tokens: int = NO_LIMIT
+    next_tokens: int = NO_LIMIT
+    inner_precise: int = 0
     block_table: torch.Tensor | None = None
     block_size: int = 0
     query_rope: torch.Tensor | None = None
     key_rope: torch.Tensor | None = None
-    key_scales: Scales | None = None
-    value_scales: Scales | None = None
+    key_scale: torch.Tensor | None = None
+    key_offset: torch.Tensor | None = None
+    key_mode: int = 0
+    value_scale: torch.Tensor | None = None
+    value_offset: torch.Tensor | None = None
+    value_mode: int = 0
+    stacked_scale: torch.Tensor | None = None
+    stacked_offset: torch.Tensor | None = None
+    stacked_mode: int = 0
     sinks: torch.Tensor | None = None
     want_lse: bool = False
-    fused: bool = False
+
+    @cached_property
+    def key_scales(self) -> Scales | None:
+        return self._scales("key", 0)
+
+    @cached_property
+    def value_scales(self) -> Scales | None:
+        return self._scales("value", 1)
+
+    def _scales(self, part: str, place: int) -> Scales | None:
+        """Those of its own win over the stacked ones."""
+        name = f"{part}_scale"
+        scale, offset, mode = (getattr(self, f"{part}_{what}") for what in ("scale", "offset", "mode"))
+        if self.key_scale is None and self.stacked_offset is not None:
+            offset = _of_stack(self.stacked_offset, place)
+        if self.key_scale is None and self.stacked_scale is not None:
+            name, mode = "stacked_scale", self.stacked_mode
+            scale = _of_stack(self.stacked_scale, place)
+        return None if scale is None else Scales(self.names[name], scale, offset, mode)
 
 
-def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_stack(stacked: torch.Tensor, place: int) -> torch.Tensor:
+    if stacked.shape[:1] != (2,):
+        raise ValueError(f"antiquant scales or offsets have shape {tuple(stacked.shape)}; keys' and values' are 2")
+    return stacked[place : place + 1]
+
+
+def attend(call: AttentionCall, *, fused: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """``softmax(scale · q kᵀ [+ pse_shift], hidden pairs left out) v`` for every sequence of ``call``.
+
+    Args:
+        call: of an operator.
+        fused: whether the limits of npu_fused_infer_attention_score hold.
 
     Returns:
         The result in the output layout and the dtype of ``query``, contiguous, and ``log Σ exp`` of the scores in
@@ -67,20 +105,19 @@ def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """
     layout = parse_layout(call.input_layout, call.query)
     kv_heads = call.kv_heads or call.heads
-    _check(call, layout, kv_heads)
+    _check(call, layout, kv_heads, fused)
     query = layout.heads_first(call.query, call.heads)
     if call.query_rope is not None:
         query = torch.cat([query, layout.heads_first(call.query_rope, call.heads)], -1)
     tokens = query.shape[-2]
     if layout.packed:
-        bounds = packed_bounds(*call.query_lengths, tokens)
+        bounds = packed_bounds(call.names["query_lengths"], call.query_lengths, tokens)
         spans = list(pairwise(bounds))
     else:
         # With one query per sequence the operator ignores the list.
-        name, given = call.query_lengths
-        spans = [
-            (0, length) for length in batch_lengths(name, None if tokens == 1 else given, query.shape[0], tokens)
-        ]
+        given = None if tokens == 1 else call.query_lengths
+        name = call.names.get("query_lengths", "query")
+        spans = [(0, length) for length in batch_lengths(name, given, query.shape[0], tokens)]
     sequences = len(spans)
     reader = _Reader(call, layout, kv_heads, sequences)
     hidden = _hidden_pairs(call, layout, sequences, tokens, reader.capacity)
@@ -105,13 +142,6 @@ def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     return returned, (lse.transpose(0, 1) if layout.packed else lse).contiguous()
 
 
-def check_precision(inner_precise: int, input_layout: str, query: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless ``inner_precise`` is 0 to 3, with one query per sequence 0 or 1."""
-    highest = 1 if parse_layout(input_layout, query).single(query) else 3
-    if not 0 <= inner_precise <= highest:
-        raise ValueError(f"inner_precise is {inner_precise}; it must be between 0 and {highest} for this query")
-
-
 def result_dtype(query: torch.Tensor, query_rope: torch.Tensor | None, quantized: bool) -> torch.dtype:
     """Dtype of an attention result: int8 where it is ``quantized``, and no int8 query gives itself back."""
     if quantized:
@@ -126,7 +156,7 @@ class _Reader:
 
     def __init__(self, call: AttentionCall, layout: Layout, kv_heads: int, sequences: int) -> None:
         self._call, self._layout, self._kv_heads = call, layout, kv_heads
-        name, given = call.kv_lengths
+        name, given = call.names["kv_lengths"], call.kv_lengths
         if call.block_table is not None:
             table = call.block_table
             if table.dtype is not torch.int32 or table.dim() != 2 or table.shape[0] != sequences:
@@ -179,7 +209,7 @@ class _Reader:
         self._bounds = packed_bounds(name, given, self.capacity)
         if len(self._bounds) != sequences + 1:
             raise ValueError(
-                f"{name} has {len(self._bounds) - 1} entries and {call.query_lengths[0]} {sequences}; "
+                f"{name} has {len(self._bounds) - 1} entries and {call.names['query_lengths']} {sequences}; "
                 "give both for the same sequences"
             )
         self.lengths = [end - start for start, end in pairwise(self._bounds)]
@@ -294,7 +324,10 @@ def _paged_dim(cache: torch.Tensor, kv_heads: int) -> int:
     return cache.shape[3] if cache.dim() == 4 else cache.shape[2] * cache.shape[4]
 
 
-def _check(call: AttentionCall, layout: Layout, kv_heads: int) -> None:
+def _check(call: AttentionCall, layout: Layout, kv_heads: int, fused: bool) -> None:
+    highest = 1 if layout.single(call.query) else 3
+    if not 0 <= call.inner_precise <= highest:
+        raise ValueError(f"inner_precise is {call.inner_precise}; it must be between 0 and {highest} for this query")
     query, key = call.query, call.key
     latent = call.query_rope is not None and call.heads > 0 and _query_dim(call) == LATENT_DIM
     group = _MAX_LATENT_GROUP if latent else _MAX_GROUP
@@ -369,10 +402,10 @@ def _check(call: AttentionCall, layout: Layout, kv_heads: int) -> None:
             )
     if call.sinks is not None:
         _check_sinks(call)
-    _check_sizes(call, layout, kv_heads)
+    _check_sizes(call, layout, kv_heads, fused)
 
 
-def _check_sizes(call: AttentionCall, layout: Layout, kv_heads: int) -> None:
+def _check_sizes(call: AttentionCall, layout: Layout, kv_heads: int, fused: bool) -> None:
     query, paged, quantized = call.query, call.block_table is not None, call.key.dtype is torch.int8
     dim = _query_dim(call)
     if not paged and call.key.dim() != query.dim():
@@ -385,10 +418,10 @@ def _check_sizes(call: AttentionCall, layout: Layout, kv_heads: int) -> None:
 
     if dims_of(call.key) != dim:
         raise ValueError(f"heads of {dim} dims in query, {dims_of(call.key)} in key")
-    if not call.fused:
+    if not fused:
         return
     batch, queries, _ = (None, None, None) if layout.packed else layout.batch_length_heads(query, call.heads)
-    lengths = call.query_lengths[1]
+    lengths = call.query_lengths
     keys = None
     if call.block_table is not None:
         keys = call.block_table.shape[-1] * call.block_size

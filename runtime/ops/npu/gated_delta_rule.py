@@ -27,12 +27,11 @@ def npu_chunk_gated_delta_rule(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *,
-    beta: torch.Tensor | None = None,
-    initial_state: torch.Tensor | None = None,
-    actual_seq_lengths: torch.Tensor | None = None,
-    scale: float | None = None,
-    g: torch.Tensor | None = None,
+    beta: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    actual_seq_lengths: torch.Tensor | None,
+    scale: float | None,
+    g: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rule over the tokens of sequences, one after the other, each from a state of its own.
 
@@ -72,14 +71,7 @@ def npu_chunk_gated_delta_rule(
     return result, final
 
 
-def _chunk_fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    initial_state: torch.Tensor | None = None,
-    **_: object,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _chunk_fake(value: torch.Tensor, initial_state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     assert initial_state is not None
     return torch.empty_like(value), torch.empty_like(initial_state)
 
@@ -89,14 +81,13 @@ def npu_recurrent_gated_delta_rule(
     key: torch.Tensor,
     value: torch.Tensor,
     state: torch.Tensor,
-    *,
-    beta: torch.Tensor | None = None,
-    scale: float | None = None,
-    actual_seq_lengths: torch.Tensor | None = None,
-    ssm_state_indices: torch.Tensor | None = None,
-    num_accepted_tokens: torch.Tensor | None = None,
-    g: torch.Tensor | None = None,
-    gk: torch.Tensor | None = None,
+    beta: torch.Tensor | None,
+    scale: float | None,
+    actual_seq_lengths: torch.Tensor | None,
+    ssm_state_indices: torch.Tensor | None,
+    num_accepted_tokens: torch.Tensor | None,
+    g: torch.Tensor | None,
+    gk: torch.Tensor | None,
 ) -> torch.Tensor:
     """The rule over a few tokens of each sequence, with the state after every token kept in a slot of its own.
 
@@ -147,9 +138,7 @@ def npu_recurrent_gated_delta_rule(
     return result
 
 
-def _recurrent_fake(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **__: object
-) -> torch.Tensor:
+def _recurrent_fake(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(value)
 
 

@@ -11,7 +11,6 @@ import torch
 
 from .grouped_matmul import group_ends
 from .grouped_quant_matmul import RoundedMatrices, multiply_int8
-from .numerics import refuse_given
 from .quant_matmul import INT4_GROUP
 from .quantize import rows_to_int8
 from .registration import Operator
@@ -24,7 +23,6 @@ MAX_GATED_INPUTS, MAX_GATED_INT4_INPUTS = 65535, 19999
 """Of K, beside matrices of 8 and of 4 bits."""
 GATED_TILE = (16, 32)
 """What divides K and N of matrices of int8, which the operator reads in FRACTAL_NZ."""
-_FLOAT32, _INT8 = 6, 1
 _SCALES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -34,15 +32,9 @@ def npu_grouped_matmul_swiglu_quant_v2(
     weight_scale: Sequence[torch.Tensor],
     x_scale: torch.Tensor,
     group_list: torch.Tensor,
-    *,
-    weight_assist_matrix: Sequence[torch.Tensor] | None = None,
-    dequant_mode: int | None = 0,
-    dequant_dtype: int | None = _FLOAT32,
-    quant_mode: int | None = 0,
-    quant_dtype: int | None = _INT8,
-    group_list_type: int | None = 0,
-    tuning_config: Sequence[int] | None = None,
-    **others: object,
+    weight_assist_matrix: Sequence[torch.Tensor] | None,
+    dequant_mode: int | None,
+    group_list_type: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``silu(a) · b`` of the halves of ``(x[rows of group g] @ weight[g]) · weight_scale[g] · x_scale``, rounded to
     int8 with a scale per row. Sums are exact in int32; all else is float32, and only the result is rounded.
@@ -68,15 +60,6 @@ def npu_grouped_matmul_swiglu_quant_v2(
         ValueError: shapes, dtypes or groups that do not fit.
         NotImplementedError: floats of 8 and 4 bits, smoothing, biases.
     """
-    refuse_given(
-        "npu_grouped_matmul_swiglu_quant_v2",
-        dequant_mode=None if dequant_mode in (0, 1) else dequant_mode,
-        dequant_dtype=None if dequant_dtype == _FLOAT32 else dequant_dtype,
-        quant_mode=quant_mode or None,
-        quant_dtype=None if quant_dtype == _INT8 else quant_dtype,
-        group_list_type=None if group_list_type in (0, 1) else group_list_type,
-        **others,
-    )
     if len(weight) != 1 or len(weight_scale) != 1:
         raise ValueError(f"weight holds {len(weight)} tensors and weight_scale {len(weight_scale)}; one of each")
     (matrix,), (scales,) = weight, weight_scale
@@ -107,11 +90,17 @@ def npu_grouped_matmul_swiglu_quant_v2(
     return rows_to_int8(aten.silu(gate) * up)
 
 
-def _fake(
-    x: torch.Tensor, weight: Sequence[torch.Tensor], weight_scale: Sequence[torch.Tensor], *_: object, **__: object
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(x: torch.Tensor, weight_scale: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     outputs = weight_scale[0].shape[-1]
     return x.new_empty((x.shape[0], outputs // 2), dtype=torch.int8), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 
-OPERATORS = (Operator("npu_grouped_matmul_swiglu_quant_v2", npu_grouped_matmul_swiglu_quant_v2, _fake),)
+OPERATORS = (
+    Operator(
+        "npu_grouped_matmul_swiglu_quant_v2",
+        npu_grouped_matmul_swiglu_quant_v2,
+        _fake,
+        takes={"dequant_mode": (0, 1), "group_list_type": (0, 1)},
+        ignores=["tuning_config"],
+    ),
+)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .numerics import check_floating, refuse_given, widened
+from .numerics import check_floating, widened
 from .registration import Operator
 
 aten = torch.ops.aten
@@ -20,7 +20,7 @@ PRODUCT_MULTIPLE, MAX_PRODUCT_DIM = 16, 65535
 _AS_STORED, _ROWS_FIRST = (0, 1, 2), (1, 0, 2)
 
 
-def npu_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def npu_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``input @ weightᵀ + bias``.
 
     Args:
@@ -45,20 +45,17 @@ def npu_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return aten.linear(input, weight, bias)
 
 
-def _fake(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _fake(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return input.new_empty(input.shape[0], weight.shape[0])
 
 
 def npu_transpose_batchmatmul(
     input: torch.Tensor,
     weight: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
-    perm_x1: Sequence[int] | None = None,
-    perm_x2: Sequence[int] | None = None,
-    perm_y: Sequence[int] | None = None,
-    batch_split_factor: int | None = 1,
+    perm_x1: Sequence[int] | None,
+    perm_x2: Sequence[int] | None,
+    perm_y: Sequence[int] | None,
+    batch_split_factor: int | None,
 ) -> torch.Tensor:
     """One matrix product for each entry of a batch, and the turns before and behind it, in one launch.
 
@@ -79,7 +76,6 @@ def npu_transpose_batchmatmul(
         ValueError: tensors of another rank, sizes that do not fit, other permutations.
         NotImplementedError: a bias, a scale (whose result is int8).
     """
-    refuse_given("npu_transpose_batchmatmul", bias=bias, scale=scale)
     turn = _turn_of_input(perm_x1, perm_x2, perm_y)
     if input.dim() != 3 or weight.dim() != 3 or input.dtype is not weight.dtype:
         raise ValueError(
@@ -125,15 +121,11 @@ def _turn_of_input(
 def _transpose_batchmatmul_fake(
     input: torch.Tensor,
     weight: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
-    perm_x1: Sequence[int] | None = None,
-    perm_x2: Sequence[int] | None = None,
-    perm_y: Sequence[int] | None = None,
-    batch_split_factor: int | None = 1,
+    perm_x1: Sequence[int] | None,
+    perm_x2: Sequence[int] | None,
+    perm_y: Sequence[int] | None,
+    batch_split_factor: int | None,
 ) -> torch.Tensor:
-    refuse_given("npu_transpose_batchmatmul", bias=bias, scale=scale)
     turn = _turn_of_input(perm_x1, perm_x2, perm_y)
     batch, rows = (input.shape[turn[i]] for i in (0, 1))
     parts = batch_split_factor or 1

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from .numerics import refuse_given
 from .registration import Operator
 
 MAX_CHOSEN_EXPERTS = 1024
@@ -19,18 +18,15 @@ MAX_GATED_EXPERTS = 2048
 def npu_moe_gating_top_k(
     x: torch.Tensor,
     k: int,
-    *,
-    bias: torch.Tensor | None = None,
-    input_ids: torch.Tensor | None = None,
-    tid2eid: torch.Tensor | None = None,
-    k_group: int = 1,
-    group_count: int = 1,
-    group_select_mode: int = 0,
-    renorm: int = 0,
-    norm_type: int = 0,
-    out_flag: bool = False,
-    routed_scaling_factor: float = 1.0,
-    eps: float = 1e-20,
+    bias: torch.Tensor | None,
+    k_group: int,
+    group_count: int,
+    group_select_mode: int,
+    renorm: int,
+    norm_type: int,
+    out_flag: bool,
+    routed_scaling_factor: float,
+    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scores, groups and picks experts (DeepSeek-V3).
 
@@ -51,7 +47,6 @@ def npu_moe_gating_top_k(
         ValueError: arguments that the document forbids.
         NotImplementedError: hash routing.
     """
-    refuse_given("npu_moe_gating_top_k", input_ids=input_ids, tid2eid=tid2eid)
     if x.dim() != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be [tokens, experts]")
     experts = x.shape[1]
@@ -91,9 +86,7 @@ def npu_moe_gating_top_k(
     return weights, chosen.int(), scores if out_flag else torch.full_like(scores, float("nan"))
 
 
-def npu_moe_gating_top_k_softmax(
-    x: torch.Tensor, finished: torch.Tensor | None = None, k: int = 1
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def npu_moe_gating_top_k_softmax(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The ``k`` largest of ``softmax(x)``, not normalised again; equal ones go to the lower expert.
 
     Experts are ranked by the fp32 softmax. Of fp16 logits a device ranks it rounded to fp16 (so that near-equal
@@ -111,7 +104,6 @@ def npu_moe_gating_top_k_softmax(
         ValueError: ``x`` or ``k`` out of range.
         NotImplementedError: finished rows.
     """
-    refuse_given("npu_moe_gating_top_k_softmax", finished=finished)
     if x.dim() not in (2, 3) or not 0 < k <= min(x.shape[-1], MAX_CHOSEN_EXPERTS):
         raise ValueError(
             f"x has shape {tuple(x.shape)} and k is {k}; give 2 or 3 dims and k of "
@@ -132,14 +124,12 @@ def _best(values: torch.Tensor, count: int) -> torch.Tensor:
     return values.sort(stable=True, dim=-1, descending=True).indices[..., :count]
 
 
-def _gating_fake(x: torch.Tensor, k: int, **_: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _gating_fake(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shape = (x.shape[0], k)
     return x.new_empty(shape), x.new_empty(shape, dtype=torch.int32), x.new_empty(x.shape, dtype=torch.float32)
 
 
-def _gating_softmax_fake(
-    x: torch.Tensor, finished: torch.Tensor | None = None, k: int = 1
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _gating_softmax_fake(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shape = (*x.shape[:-1], k)
     return x.new_empty(shape), x.new_empty(shape, dtype=torch.int32), x.new_empty(shape, dtype=torch.int32)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .numerics import refuse_given, widened
+from .numerics import widened
 from .quantize import rows_to_int8
 from .registration import Operator
 
@@ -27,19 +27,14 @@ MAX_UNPERMUTED_CHOICES = 512
 def npu_moe_init_routing_v2(
     x: torch.Tensor,
     expert_idx: torch.Tensor,
-    *,
-    scale: torch.Tensor | None = None,
-    offset: torch.Tensor | None = None,
-    active_num: int = -1,
-    expert_capacity: int = -1,
-    expert_num: int = -1,
-    drop_pad_mode: int = 0,
-    expert_tokens_num_type: int = 0,
-    expert_tokens_num_flag: bool = False,
-    quant_mode: int = -1,
-    active_expert_range: Sequence[int] = (),
-    row_idx_type: int = 0,
-    x_dtype: int | None = None,
+    scale: torch.Tensor | None,
+    active_num: int,
+    expert_num: int,
+    expert_tokens_num_type: int,
+    expert_tokens_num_flag: bool,
+    quant_mode: int,
+    active_expert_range: Sequence[int],
+    row_idx_type: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sorts the tokens' choices by expert (stable) and copies each token to the places of its experts.
 
@@ -66,15 +61,11 @@ def npu_moe_init_routing_v2(
         ValueError: shapes, dtypes or ranges that do not fit.
         NotImplementedError: drop_pad_mode 1, other quantizations, fewer active rows than there are.
     """
-    refuse_given(
-        "npu_moe_init_routing_v2",
-        offset=offset,
-        drop_pad_mode=drop_pad_mode or None,
-        quant_mode=None if quant_mode in (-1, 1) else quant_mode,
-        scale=scale if quant_mode == 1 else None,
-        active_num=active_num if 0 < active_num < expert_idx.numel() else None,
-        x_dtype=x_dtype,
-    )
+    if (quant_mode == 1 and scale is not None) or 0 < active_num < expert_idx.numel():
+        raise NotImplementedError(
+            "the CPU kernel of npu::npu_moe_init_routing_v2 does not implement scale with quant_mode 1, nor an "
+            f"active_num below {expert_idx.numel()}; leave them at their defaults"
+        )
     if x.dim() != 2 or expert_idx.dim() != 2 or len(x) != len(expert_idx) or expert_idx.dtype is not torch.int32:
         raise ValueError(
             f"x has shape {tuple(x.shape)}, expert_idx {tuple(expert_idx.shape)} and dtype {expert_idx.dtype}; they "
@@ -144,8 +135,8 @@ def npu_moe_finalize_routing(
     scales: torch.Tensor | None,
     expanded_src_to_dst_row: torch.Tensor,
     export_for_source_row: torch.Tensor | None,
-    drop_pad_mode: int | None = 0,
-    k: int | None = 1,
+    drop_pad_mode: int | None,
+    k: int | None,
 ) -> torch.Tensor:
     """``out[i] = skip1[i] + skip2[i] + Σ_k scales[i, k] · (rows[map(i, k)] + bias[expert(i, k)])``.
 
@@ -207,11 +198,7 @@ def npu_moe_finalize_routing(
 
 
 def npu_moe_token_unpermute(
-    permuted_tokens: torch.Tensor,
-    sorted_indices: torch.Tensor,
-    probs: torch.Tensor | None = None,
-    padded_mode: bool = False,
-    restore_shape: Sequence[int] | None = None,
+    permuted_tokens: torch.Tensor, sorted_indices: torch.Tensor, probs: torch.Tensor | None
 ) -> torch.Tensor:
     """``out[i] = Σ_k probs[i, k] · permuted_tokens[sorted_indices[i · K + k]]``.
 
@@ -228,7 +215,6 @@ def npu_moe_token_unpermute(
         ValueError: arguments that do not fit.
         NotImplementedError: ``padded_mode``, and ``restore_shape``, which only that mode reads.
     """
-    refuse_given("npu_moe_token_unpermute", padded_mode=padded_mode or None, restore_shape=restore_shape)
     rows, places = permuted_tokens, sorted_indices
     if rows.dim() != 2 or places.shape != rows.shape[:1] or places.dtype is not torch.int32:
         raise ValueError(
@@ -262,21 +248,13 @@ def npu_moe_compute_expert_tokens(sorted_expert_for_source_row: torch.Tensor, nu
 def _init_routing_fake(
     x: torch.Tensor,
     expert_idx: torch.Tensor,
-    *,
-    active_num: int = -1,
-    expert_num: int = -1,
-    expert_tokens_num_type: int = 0,
-    expert_tokens_num_flag: bool = False,
-    quant_mode: int = -1,
-    drop_pad_mode: int = 0,
-    active_expert_range: Sequence[int] = (),
-    **_: object,
+    active_num: int,
+    expert_num: int,
+    expert_tokens_num_type: int,
+    expert_tokens_num_flag: bool,
+    quant_mode: int,
+    active_expert_range: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    refuse_given(
-        "npu_moe_init_routing_v2",
-        drop_pad_mode=drop_pad_mode or None,
-        quant_mode=None if quant_mode in (-1, 1) else quant_mode,
-    )
     choices = expert_idx.shape[0] * expert_idx.shape[1]
     rows = choices if active_num <= 0 else min(active_num, choices)
     counts: list[int] = []
@@ -294,27 +272,15 @@ def _init_routing_fake(
 
 def _finalize_fake(
     expanded_permuted_rows: torch.Tensor,
-    skip1: torch.Tensor | None,
-    skip2: torch.Tensor | None,
-    bias: torch.Tensor | None,
     scales: torch.Tensor | None,
     expanded_src_to_dst_row: torch.Tensor,
-    export_for_source_row: torch.Tensor | None,
-    drop_pad_mode: int | None = 0,
-    k: int | None = 1,
+    k: int | None,
 ) -> torch.Tensor:
     tokens = scales.shape[0] if scales is not None else expanded_src_to_dst_row.shape[0] // (k or 1)
     return expanded_permuted_rows.new_empty((tokens, expanded_permuted_rows.shape[-1]))
 
 
-def _unpermute_fake(
-    permuted_tokens: torch.Tensor,
-    sorted_indices: torch.Tensor,
-    probs: torch.Tensor | None = None,
-    padded_mode: bool = False,
-    restore_shape: Sequence[int] | None = None,
-) -> torch.Tensor:
-    refuse_given("npu_moe_token_unpermute", padded_mode=padded_mode or None, restore_shape=restore_shape)
+def _unpermute_fake(permuted_tokens: torch.Tensor, probs: torch.Tensor | None) -> torch.Tensor:
     tokens = permuted_tokens.shape[0] if probs is None else probs.shape[0]
     return permuted_tokens.new_empty((tokens, permuted_tokens.shape[1]))
 
@@ -324,7 +290,13 @@ def _expert_tokens_fake(sorted_expert_for_source_row: torch.Tensor, num_expert: 
 
 
 OPERATORS = (
-    Operator("npu_moe_init_routing_v2", npu_moe_init_routing_v2, _init_routing_fake),
+    Operator(
+        "npu_moe_init_routing_v2",
+        npu_moe_init_routing_v2,
+        _init_routing_fake,
+        takes={"quant_mode": (-1, 1)},
+        ignores=["expert_capacity"],
+    ),
     Operator("npu_moe_finalize_routing", npu_moe_finalize_routing, _finalize_fake),
     Operator("npu_moe_token_unpermute", npu_moe_token_unpermute, _unpermute_fake),
     Operator("npu_moe_compute_expert_tokens", npu_moe_compute_expert_tokens, _expert_tokens_fake),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from .int4 import PER_INT32, unpack_int4
-from .numerics import DTYPES_BY_CODE, float_of_bits, refuse_given, rounded_to_int8
+from .numerics import DTYPES_BY_CODE, float_of_bits, rounded_to_int8
 from .registration import Operator
 
 MAX_QUANT_DIM = 65535
@@ -30,13 +30,11 @@ def npu_quant_matmul(
     x1: torch.Tensor,
     x2: torch.Tensor,
     scale: torch.Tensor,
-    *,
-    offset: torch.Tensor | None = None,
-    pertoken_scale: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    output_dtype: int | None = None,
-    group_sizes: Sequence[int] | None = None,
-    **others: object,
+    offset: torch.Tensor | None,
+    pertoken_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    output_dtype: int | None,
+    group_sizes: Sequence[int] | None,
 ) -> torch.Tensor:
     """``(x1 @ x2 [+ bias]) · scale [· pertoken_scale] [+ bias or offset]``: sums of int8 products, exact in int32,
     then float32, rounded once.
@@ -63,10 +61,9 @@ def npu_quant_matmul(
         ValueError: shapes, dtypes or sizes that do not fit.
         NotImplementedError: int4 by int4, groups of other sizes, other result dtypes.
     """
-    refuse_given("npu_quant_matmul", **others)
     by_4_bits = x1.dtype is torch.int8 and x2.dtype is torch.int32
-    if not by_4_bits:
-        refuse_given("npu_quant_matmul", group_sizes=group_sizes)
+    if not by_4_bits and group_sizes is not None:
+        raise NotImplementedError(f"group_sizes is {group_sizes}; the CPU kernel takes it beside 4 bits alone")
     result = torch.int8 if output_dtype is None else DTYPES_BY_CODE.get(output_dtype)
     if by_4_bits:
         if group_sizes is None or tuple(group_sizes) != INT4_GROUP_SIZES:
@@ -181,9 +178,7 @@ def _check_quant_matmul(
         )
 
 
-def _quant_matmul_fake(
-    x1: torch.Tensor, x2: torch.Tensor, scale: torch.Tensor, *, output_dtype: int | None = None, **_: object
-) -> torch.Tensor:
+def _quant_matmul_fake(x1: torch.Tensor, x2: torch.Tensor, output_dtype: int | None) -> torch.Tensor:
     dtype = torch.int8 if output_dtype is None else DTYPES_BY_CODE[output_dtype]
     outputs = x2.shape[-1] * (PER_INT32 if x2.dtype is torch.int32 else 1)
     return x1.new_empty((*x1.shape[:-1], outputs), dtype=dtype)

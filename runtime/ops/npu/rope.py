@@ -34,11 +34,7 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def npu_rotary_mul(
-    input: torch.Tensor,
-    r1: torch.Tensor,
-    r2: torch.Tensor,
-    rotary_mode: str = "half",
-    rotate: torch.Tensor | None = None,
+    input: torch.Tensor, r1: torch.Tensor, r2: torch.Tensor, rotary_mode: str, rotate: torch.Tensor | None
 ) -> torch.Tensor:
     """``input · r1 + rot(input) · r2``.
 
@@ -60,10 +56,6 @@ def npu_rotary_mul(
         ValueError: shapes or dtypes that do not fit.
         NotImplementedError: the modes of the 950 only.
     """
-    if rotary_mode in ("quarter", "interleave-half"):
-        raise NotImplementedError(f"rotary_mode is {rotary_mode!r}; it has no CPU kernel")
-    if rotary_mode not in ("half", "interleave"):
-        raise ValueError(f"rotary_mode is {rotary_mode!r}; it must be 'half' or 'interleave'")
     if input.dim() not in (3, 4) or input.shape[-1] % 2:
         raise ValueError(f"input has shape {tuple(input.shape)}; it must have 3 or 4 dims, the last one even")
     if input.shape[-1] >= MAX_ROTARY_DIM:
@@ -114,21 +106,15 @@ def _check_table(name: str, table: torch.Tensor, input: torch.Tensor) -> None:
         )
 
 
-def _rotary_mul_fake(
-    input: torch.Tensor,
-    r1: torch.Tensor,
-    r2: torch.Tensor,
-    rotary_mode: str = "half",
-    rotate: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _rotary_mul_fake(input: torch.Tensor) -> torch.Tensor:
     return input.new_empty(input.shape)
 
 
-def _interleave_rope_fake(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _interleave_rope_fake(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
 OPERATORS = (
-    Operator("npu_rotary_mul", npu_rotary_mul, _rotary_mul_fake),
+    Operator("npu_rotary_mul", npu_rotary_mul, _rotary_mul_fake, takes={"rotary_mode": ("half", "interleave")}),
     Operator("npu_interleave_rope", npu_interleave_rope, _interleave_rope_fake),
 )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .numerics import check_floating, refuse_given, widened
+from .numerics import check_floating, widened
 from .registration import Operator
 
 INDEXER_DIM = 128
@@ -32,17 +32,15 @@ def npu_lightning_indexer(
     query: torch.Tensor,
     key: torch.Tensor,
     weights: torch.Tensor,
-    *,
-    actual_seq_lengths_query: torch.Tensor | None = None,
-    actual_seq_lengths_key: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    layout_query: str = "BSND",
-    layout_key: str = "BSND",
-    sparse_count: int = 2048,
-    sparse_mode: int = 3,
-    pre_tokens: int = UNLIMITED_TOKENS,
-    next_tokens: int = UNLIMITED_TOKENS,
-    return_value: bool = False,
+    actual_seq_lengths_query: torch.Tensor | None,
+    actual_seq_lengths_key: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    layout_query: str,
+    layout_key: str,
+    sparse_count: int,
+    sparse_mode: int,
+    pre_tokens: int,
+    next_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For each query the keys with the highest scores; key j scores ``sum over h of weights[h] · relu(q[h] · k[j])``.
 
@@ -65,7 +63,6 @@ def npu_lightning_indexer(
         ValueError: shapes, dtypes, layouts or lengths that do not fit.
         NotImplementedError: ``return_value``.
     """
-    refuse_given("npu_lightning_indexer", return_value=return_value or None)
     check_floating(query=query, key=key, weights=weights)
     _check_modes(sparse_mode, pre_tokens, next_tokens)
     alike = key.dtype is query.dtype and weights.dtype in (query.dtype, torch.float32)
@@ -98,9 +95,7 @@ def npu_lightning_indexer(
     return chosen.unflatten(0, query.shape[:-2]), query.new_empty(0)
 
 
-def _indexer_fake(
-    query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor, *, sparse_count: int = 2048, **_: object
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _indexer_fake(query: torch.Tensor, sparse_count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return query.new_empty((*query.shape[:-2], 1, sparse_count), dtype=torch.int32), query.new_empty(0)
 
 
@@ -110,21 +105,18 @@ def npu_sparse_flash_attention(
     value: torch.Tensor | None,
     sparse_indices: torch.Tensor,
     scale_value: float,
-    *,
-    block_table: torch.Tensor | None = None,
-    actual_seq_lengths_query: torch.Tensor | None = None,
-    actual_seq_lengths_kv: torch.Tensor | None = None,
-    query_rope: torch.Tensor | None = None,
-    key_rope: torch.Tensor | None = None,
-    sparse_block_size: int = 1,
-    layout_query: str = "BSND",
-    layout_kv: str = "BSND",
-    sparse_mode: int = 3,
-    pre_tokens: int = UNLIMITED_TOKENS,
-    next_tokens: int = UNLIMITED_TOKENS,
-    attention_mode: int = 0,
-    return_softmax_lse: bool = False,
-    sinks: torch.Tensor | None = None,
+    block_table: torch.Tensor | None,
+    actual_seq_lengths_query: torch.Tensor | None,
+    actual_seq_lengths_kv: torch.Tensor | None,
+    query_rope: torch.Tensor | None,
+    key_rope: torch.Tensor | None,
+    layout_query: str,
+    layout_kv: str,
+    sparse_mode: int,
+    pre_tokens: int,
+    next_tokens: int,
+    attention_mode: int,
+    sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Latent attention over chosen keys: scores of ``[query, query_rope]`` and ``[key, key_rope]``, sums of ``key``.
 
@@ -148,11 +140,6 @@ def npu_sparse_flash_attention(
         ValueError: shapes, dtypes, layouts, places or lengths that do not fit.
         NotImplementedError: blocks of several tokens, ``return_softmax_lse``.
     """
-    refuse_given(
-        "npu_sparse_flash_attention",
-        return_softmax_lse=return_softmax_lse or None,
-        sparse_block_size=None if sparse_block_size == 1 else sparse_block_size,
-    )
     if query_rope is None or key_rope is None or attention_mode != SPARSE_ABSORBED:
         raise ValueError(
             f"attention_mode is {attention_mode}; it must be {SPARSE_ABSORBED}, with query_rope and key_rope"
@@ -226,9 +213,7 @@ def _attended(
     return exponentials @ chosen[..., :dims] / sums.where(sums > 0, 1.0)
 
 
-def _attention_fake(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, *_: object, **__: object
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _attention_fake(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return (
         query.new_empty(query.shape),
         query.new_empty(0, dtype=torch.float32),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from .numerics import refuse_given
 from .quantize import rows_to_int8
 from .registration import Operator
 
@@ -20,17 +19,10 @@ _UNDEFINED = 77
 
 def npu_dequant_swiglu_quant(
     x: torch.Tensor,
-    *,
-    weight_scale: torch.Tensor | None = None,
-    activation_scale: torch.Tensor | None = None,
-    group_index: torch.Tensor | None = None,
-    activate_left: bool = False,
-    quant_mode: int = 0,
-    swiglu_mode: int = 0,
-    clamp_limit: float = 7.0,
-    glu_alpha: float = 1.702,
-    glu_bias: float = 1.0,
-    **others: object,
+    weight_scale: torch.Tensor | None,
+    activation_scale: torch.Tensor | None,
+    group_index: torch.Tensor | None,
+    activate_left: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``silu(a) · b`` of the halves of ``x``, rounded to int8 with a scale per row.
 
@@ -51,12 +43,6 @@ def npu_dequant_swiglu_quant(
         ValueError: shapes or dtypes that do not fit.
         NotImplementedError: static scales, smoothing, biases, the clipped forms.
     """
-    refuse_given(
-        "npu_dequant_swiglu_quant",
-        quant_mode=None if quant_mode == 1 else quant_mode,
-        swiglu_mode=swiglu_mode or None,
-        **others,
-    )
     if x.dim() != 2 or x.shape[1] % 2:
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be [T, 2 H]")
     rows, half = len(x), x.shape[1] // 2
@@ -95,11 +81,19 @@ def _counts(group_index: torch.Tensor, rows: int) -> list[int]:
     return counts
 
 
-def _fake(x: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (
         x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.int8),
         x.new_empty(x.shape[:-1], dtype=torch.float32),
     )
 
 
-OPERATORS = (Operator("npu_dequant_swiglu_quant", npu_dequant_swiglu_quant, _fake),)
+OPERATORS = (
+    Operator(
+        "npu_dequant_swiglu_quant",
+        npu_dequant_swiglu_quant,
+        _fake,
+        takes={"quant_mode": (1,)},
+        ignores=["clamp_limit", "glu_alpha", "glu_bias"],
+    ),
+)

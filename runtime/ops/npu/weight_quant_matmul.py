@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from .int4 import PER_INT32, unpack_int4
-from .numerics import refuse_given, widened
+from .numerics import widened
 from .registration import Operator
 
 MAX_WEIGHT_DIM = 65535
@@ -21,13 +21,9 @@ def npu_weight_quant_batchmatmul(
     x: torch.Tensor,
     weight: torch.Tensor,
     antiquant_scale: torch.Tensor,
-    antiquant_offset: torch.Tensor | None = None,
-    quant_scale: torch.Tensor | None = None,
-    quant_offset: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    antiquant_group_size: int = 0,
-    inner_precise: int = 0,
-    weight_dtype: int | None = None,
+    antiquant_offset: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    antiquant_group_size: int,
 ) -> torch.Tensor:
     """``x @ ((weight + antiquant_offset) · antiquant_scale) + bias``, in fp32, rounded once.
 
@@ -47,13 +43,6 @@ def npu_weight_quant_batchmatmul(
         ValueError: shapes, dtypes or groups that do not fit.
         NotImplementedError: a quantised result, scales as int64, other weight dtypes.
     """
-    refuse_given(
-        "npu_weight_quant_batchmatmul",
-        quant_scale=quant_scale,
-        quant_offset=quant_offset,
-        inner_precise=inner_precise or None,
-        weight_dtype=weight_dtype,
-    )
     if weight.dtype not in (torch.int8, torch.int32) or antiquant_scale.dtype is torch.int64:
         raise NotImplementedError(
             f"weight is {weight.dtype} and antiquant_scale {antiquant_scale.dtype}; the CPU kernel takes int8, or "
@@ -96,15 +85,7 @@ def _of_inputs(table: torch.Tensor, group: int, inputs: int) -> torch.Tensor:
     return table.repeat_interleave(group, 0)[:inputs] if group else table.reshape(1, -1)
 
 
-def _weight_quant_fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    antiquant_scale: torch.Tensor,
-    antiquant_offset: torch.Tensor | None = None,
-    quant_scale: torch.Tensor | None = None,
-    *_: object,
-    **__: object,
-) -> torch.Tensor:
+def _weight_quant_fake(x: torch.Tensor, weight: torch.Tensor, quant_scale: torch.Tensor | None) -> torch.Tensor:
     packed = weight.dtype is torch.int32 and weight.is_contiguous()
     outputs = weight.shape[1] * (PER_INT32 if packed else 1)
     return x.new_empty((x.shape[0], outputs), dtype=x.dtype if quant_scale is None else torch.int8)
