@@ -48,7 +48,7 @@ FLOORS = {
         ),
         *(
             "__init__ autocast blocks memory phases private_folder processors shown step_metadata token_bytes",
-            "control_group state_tables window_blocks",
+            "control_group npu_target state_tables window_blocks",
         ),
     ),
     "serving": (

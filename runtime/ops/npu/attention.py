@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .attention_core import AttentionCall, attend, result_dtype
+from .attention_core import NO_KERNEL, AttentionCall, attend, result_dtype
 from .attention_layouts import parse_layout
 from .numerics import DTYPES_BY_CODE
 from .registration import Operator
@@ -48,7 +48,7 @@ def fused_infer_attention_score(call: AttentionCall) -> tuple[torch.Tensor, torc
         ValueError: what the vendor's documents forbid.
         NotImplementedError: quantized queries or results, int4, left padding, shared prefixes, tree masks.
     """
-    return attend(call, fused=True)
+    return attend(call)
 
 
 def _fused_fake(
@@ -80,44 +80,7 @@ def _fused_fake(
     return output, query.new_empty(layout.lse_shape(query, heads) if want_lse else [0], dtype=torch.float32)
 
 
-_NAMES = {
-    "num_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "actual_seq_lengths": "query_lengths",
-    "actual_seq_lengths_kv": "kv_lengths",
-    "antiquant_scale": "stacked_scale",
-    "antiquant_offset": "stacked_offset",
-    "antiquant_mode": "stacked_mode",
-    "key_antiquant_scale": "key_scale",
-    "key_antiquant_offset": "key_offset",
-    "key_antiquant_mode": "key_mode",
-    "value_antiquant_scale": "value_scale",
-    "value_antiquant_offset": "value_offset",
-    "value_antiquant_mode": "value_mode",
-    "quant_scale2": "quant_scale",
-    "softmax_lse_flag": "want_lse",
-}
-_NAMES_V2 = {
-    "num_query_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "softmax_scale": "scale",
-    "actual_seq_qlen": "query_lengths",
-    "actual_seq_kvlen": "kv_lengths",
-    "dequant_scale_key": "key_scale",
-    "dequant_offset_key": "key_offset",
-    "key_quant_mode": "key_mode",
-    "dequant_scale_value": "value_scale",
-    "dequant_offset_value": "value_offset",
-    "value_quant_mode": "value_mode",
-    "quant_scale_out": "quant_scale",
-    "learnable_sink": "sinks",
-    "return_softmax_lse": "want_lse",
-}
-
 OPERATORS = tuple(
-    Operator(name, fused_infer_attention_score, _fused_fake, rename=rename, record=AttentionCall)
-    for name, rename in (
-        ("npu_fused_infer_attention_score", _NAMES),
-        ("npu_fused_infer_attention_score_v2", _NAMES_V2),
-    )
+    Operator(name, fused_infer_attention_score, _fused_fake, record=AttentionCall, lacks=NO_KERNEL)
+    for name in ("npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2")
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .attention_core import AttentionCall, attend, result_dtype
+from .attention_core import NO_KERNEL, AttentionCall, attend, result_dtype
 from .attention_layouts import parse_layout
 from .numerics import stored_like
 from .registration import Operator
@@ -22,8 +22,6 @@ def npu_prompt_flash_attention(call: AttentionCall) -> torch.Tensor:
     Returns:
         In the dtype of ``query`` and the shape of ``query`` (BNSD_BSND: transposed; TND: head size of ``value``).
     """
-    if call.input_layout not in ("BSH", "BSND", "BNSD", "BNSD_BSND", "TND"):
-        raise ValueError(f"input_layout is {call.input_layout!r}; it must be BSH, BSND, BNSD, BNSD_BSND or TND")
     output, _ = attend(call)
     return output if call.input_layout in ("TND", "BNSD_BSND") else stored_like(output, call.query)
 
@@ -39,8 +37,6 @@ def npu_incre_flash_attention(call: AttentionCall) -> torch.Tensor:
     Returns:
         The dtype and shape of ``query``.
     """
-    if call.input_layout not in ("BSH", "BSND", "BNSD"):
-        raise ValueError(f"input_layout is {call.input_layout!r}; it must be BSH, BSND or BNSD")
     if not parse_layout(call.input_layout, call.query).single(call.query):
         raise ValueError(
             f"query has shape {tuple(call.query.shape)}; npu_incre_flash_attention takes one query a sequence"
@@ -65,26 +61,7 @@ def _incre_fake(query: torch.Tensor, quant_scale2: torch.Tensor | None) -> torch
     return torch.empty_like(query, dtype=result_dtype(query, None, quant_scale2 is not None))
 
 
-_NAMES = {"num_heads": "heads", "num_key_value_heads": "kv_heads", "scale_value": "scale"}
-
-OPERATORS = (
-    Operator(
-        "npu_prompt_flash_attention",
-        npu_prompt_flash_attention,
-        _prompt_fake,
-        rename={**_NAMES, "actual_seq_lengths": "query_lengths", "actual_seq_lengths_kv": "kv_lengths"},
-        record=AttentionCall,
-    ),
-    Operator(
-        "npu_incre_flash_attention",
-        npu_incre_flash_attention,
-        _incre_fake,
-        rename={
-            **_NAMES,
-            "actual_seq_lengths": "kv_lengths",
-            "antiquant_scale": "stacked_scale",
-            "antiquant_offset": "stacked_offset",
-        },
-        record=AttentionCall,
-    ),
+OPERATORS = tuple(
+    Operator(kernel.__name__, kernel, fake, record=AttentionCall, lacks=NO_KERNEL)
+    for kernel, fake in ((npu_prompt_flash_attention, _prompt_fake), (npu_incre_flash_attention, _incre_fake))
 )

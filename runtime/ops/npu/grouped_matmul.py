@@ -65,15 +65,11 @@ def npu_grouped_matmul(
     is_int8 = rows.dtype is torch.int8
     whole = is_int8 or (bool(weight) and weight[0].dtype in _WHOLE)
     if whole:
-        if len(weight) != 1 or weight[0].dim() != 3 or rows.dim() != 2 or weight[0].shape[1] != rows.shape[1]:
-            raise ValueError(
-                f"x is {tuple(rows.shape)} and weight {[tuple(w.shape) for w in weight]}; [M, K], [E, K, N]"
-            )
         rounded = RoundedMatrices(weight[0], group_ends(group_list, group_list_type, len(weight[0]), len(rows)))
         dtype = rows.dtype if not output_dtype else DTYPES_BY_CODE.get(output_dtype)
         if is_int8:
             return [multiply_int8(rows, rounded, scale, per_token_scale, bias, dtype)]
-        return [multiply_rounded(rows, rounded, antiquant_scale, antiquant_offset, bias, dtype)]
+        return [multiply_rounded(rows, rounded, antiquant_scale, antiquant_offset, bias)]
     matrices = list(weight[0]) if len(weight) == 1 and weight[0].dim() == 3 else list(weight)
     if rows.dim() != 2 or any(w.dim() != 2 or w.shape != (rows.shape[1], matrices[0].shape[1]) for w in matrices):
         raise ValueError(

@@ -34,13 +34,6 @@ def npu_scatter_pa_kv_cache(
         ValueError: shapes or dtypes that do not fit, a slot behind the cache, a slot twice.
         NotImplementedError: the compressed write.
     """
-    if cache_mode not in (None, "Norm", "PA_NZ"):
-        raise ValueError(f"cache_mode is {cache_mode!r}; it must be 'Norm' or 'PA_NZ'")
-    if key.shape[:2] != value.shape[:2] or key.dtype is not value.dtype:
-        raise ValueError(
-            f"key has shape {tuple(key.shape)} and dtype {key.dtype}, value {tuple(value.shape)} and {value.dtype}; "
-            "they must be [T, heads, D] of the same dtype, as many tokens and as many heads"
-        )
     for name, tokens, cache in (("key", key, key_cache), ("value", value, value_cache)):
         write_slots(name, tokens, cache, slot_mapping, cache_mode == "PA_NZ")
 

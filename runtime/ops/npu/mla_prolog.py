@@ -68,12 +68,7 @@ def npu_mla_prolog_v3(
     heads, _, latent_dim = weight_uk.shape
     rope_dim = rope_sin.shape[-1]
     leading = token_x.shape[:-1]
-    _check_mla(token_x, weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr, rope_sin, rope_cos, kv_cache, kr_cache)
-    if cache_index is None or cache_index.shape != leading:
-        raise ValueError(
-            f"cache_index has shape {None if cache_index is None else tuple(cache_index.shape)}; with cache_mode "
-            f"{cache_mode!r} there is one slot for each token, {tuple(leading)}"
-        )
+    assert cache_index is not None
     dtype, tokens = token_x.dtype, token_x.flatten(0, -2)
     sin, cos = rope_sin.reshape(-1, rope_dim), rope_cos.reshape(-1, rope_dim)
 
@@ -103,35 +98,6 @@ def npu_mla_prolog_v3(
         normed,
         torch.zeros(unused),
     )
-
-
-def _check_mla(token_x: torch.Tensor, *others: torch.Tensor) -> None:
-    weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr, rope_sin, rope_cos, kv_cache, kr_cache = others
-    dtypes = {tensor.dtype for tensor in (token_x, *others)}
-    if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float32, torch.float64}:
-        raise ValueError(
-            "token_x, the weights, the tables and the caches must all be bfloat16 (or, for comparisons, all fp32 or "
-            "fp64); quantized ones have no CPU kernel"
-        )
-    heads, content_dim, latent_dim = weight_uk.shape
-    rope_dim = rope_sin.shape[-1]
-    hidden, compressed = weight_dq.shape
-    fits = (
-        token_x.dim() in (2, 3)
-        and token_x.shape[-1] == hidden
-        and weight_uq_qr.shape == (compressed, heads * (content_dim + rope_dim))
-        and weight_dkv_kr.shape == (hidden, latent_dim + rope_dim)
-        and rope_sin.shape == rope_cos.shape == (*token_x.shape[:-1], rope_dim)
-        and kv_cache.shape[2:] == (1, latent_dim)
-        and kr_cache.shape == (*kv_cache.shape[:3], rope_dim)
-    )
-    if not fits:
-        raise ValueError(
-            f"shapes do not fit: token_x {tuple(token_x.shape)}, weight_dq {tuple(weight_dq.shape)}, weight_uq_qr "
-            f"{tuple(weight_uq_qr.shape)}, weight_uk {tuple(weight_uk.shape)}, weight_dkv_kr "
-            f"{tuple(weight_dkv_kr.shape)}, rope_sin {tuple(rope_sin.shape)}, rope_cos {tuple(rope_cos.shape)}, "
-            f"kv_cache {tuple(kv_cache.shape)}, kr_cache {tuple(kr_cache.shape)}"
-        )
 
 
 def _unused_size() -> int:

@@ -60,15 +60,6 @@ def npu_kv_rmsnorm_rope_cache_v2(
     """
     normalised = gamma.shape[0]
     rope_dim = cos.shape[-1]
-    if kv.dim() != 4 or kv.shape[1] != 1 or kv.shape[3] != (normalised if v is not None else normalised + rope_dim):
-        raise ValueError(
-            f"kv has shape {tuple(kv.shape)}; with gamma of {normalised} and cos of {rope_dim} it must be [B, 1, S, "
-            f"{normalised if v is not None else normalised + rope_dim}]"
-        )
-    if cos.shape != (kv.shape[0], 1, kv.shape[2], rope_dim) or sin.shape != cos.shape:
-        raise ValueError(
-            f"cos and sin have shapes {tuple(cos.shape)} and {tuple(sin.shape)}; they must be [B, 1, S, R]"
-        )
     wide = widened(kv)
     if v is None:
         latent = rms_normed(wide[..., :normalised], gamma, epsilon)

@@ -10,8 +10,6 @@ import torch
 from .numerics import DTYPES_BY_CODE, stored_like, widened
 from .registration import Operator
 
-QINT8 = 12
-"""As ``dtype`` of npu_quantize spells it."""
 _QUINT4X2 = 16
 _ND, _FRACTAL_NZ = 2, 29
 _QUANTISED = (torch.int8, torch.uint8, torch.int32)
@@ -33,12 +31,8 @@ def npu_dynamic_quant(input: torch.Tensor, smooth_scales: torch.Tensor | None) -
     Raises:
         NotImplementedError: groups, other modes and dtypes.
     """
-    if input.dim() < 2:
-        raise ValueError(f"input has shape {tuple(input.shape)}; it must have 2 dims or more")
     wide = input.float()
     if smooth_scales is not None:
-        if smooth_scales.shape != input.shape[-1:]:
-            raise ValueError(f"smooth_scales has shape {tuple(smooth_scales.shape)}; it must be {input.shape[-1:]}")
         wide = wide * smooth_scales.float()
     quantized, scale = rows_to_int8(wide)
     return stored_like(quantized, input, torch.int8), scale

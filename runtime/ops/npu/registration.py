@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from .schemas import SCHEMAS
+from .limits import violations
+from .limits.call import Call
+from .schemas import COMMON_NAMES, SCHEMAS
 
 _NAMESPACE = "npu"
 _log = logging.getLogger(__name__)
@@ -25,8 +27,9 @@ _registered: set[str] = set()
 class Operator:
     """CPU semantics of one `npu::` operator.
 
-    Kernel and fake name the arguments that they read, as the schema names them, and get its defaults. An argument
-    that is not read keeps its default: other values are refused with ``NotImplementedError``.
+    Kernel and fake name the arguments that they read, as the schema or ``COMMON_NAMES`` does, and get its defaults.
+    An argument that is not read keeps its default: other values are refused with ``NotImplementedError``, and what
+    the operator's limits forbid with ``ValueError``.
 
     Attributes:
         name: operator name without the namespace.
@@ -37,9 +40,9 @@ class Operator:
             after the other results. Its kernel and fake are derived from the two above.
         takes: argument → the values that the kernel knows, whether it reads them or not.
         ignores: arguments that may have any value, and change nothing here.
-        rename: name of an argument in the schema → its name in kernel and fake.
+        lacks: tensor argument → dtypes that the documents have for it, and the kernel has not.
         record: a dataclass that takes the arguments of the kernel, which then takes this; ``names`` becomes what the
-            schema calls those that were renamed.
+            schema calls those that have a common name.
     """
 
     name: str
@@ -48,7 +51,7 @@ class Operator:
     functional: str | None = None
     takes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     ignores: Sequence[str] = ()
-    rename: Mapping[str, str] = field(default_factory=dict)
+    lacks: Mapping[str, Sequence[torch.dtype]] = field(default_factory=dict)
     record: type | None = None
 
 
@@ -85,21 +88,20 @@ def register(operators: Iterable[Operator]) -> None:
 
 def by_schema(operator: Operator, function: Callable[..., Any], schema: torch.FunctionSchema) -> Callable[..., Any]:
     """The kernel or the fake of ``operator`` as torch calls it, with all arguments of the schema or some."""
+    common = COMMON_NAMES.get(operator.name, {})
+    own_names = {known: name for name, known in common.items()}
     of_kernel = _parameters(operator.record or operator.kernel)
     is_kernel = function is operator.kernel
     reads = of_kernel if is_kernel else _parameters(function)
-    own_names = {known: name for name, known in operator.rename.items()}
-    names = [argument.name for argument in schema.arguments]
-    read = {name: known for name in names if (known := operator.rename.get(name, name)) in reads}
+    names = {argument.name: common.get(argument.name, argument.name) for argument in schema.arguments}
     defaults = {
         argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()
     }
     takes = {}
-    for name in names:
-        known_to_kernel = operator.rename.get(name, name) in of_kernel
-        if name in operator.ignores or (name in read and not known_to_kernel):
+    for name, known in names.items():
+        if name in operator.ignores or (known in reads and known not in of_kernel):
             continue  # what the fake alone reads is the fake's to judge
-        if name in operator.takes or not known_to_kernel:
+        if name in operator.takes or known not in of_kernel:
             takes[name] = operator.takes.get(name, (defaults.get(name),))
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -112,12 +114,25 @@ def by_schema(operator: Operator, function: Callable[..., Any], schema: torch.Fu
                     f"the CPU kernel of npu::{operator.name} does not implement {shown}; it takes "
                     f"{' or '.join(map(repr, values))}"
                 )
-        arguments = {known: given[name] for name, known in read.items()}
+        arguments = {known: given[name] for name, known in names.items()}
+        if is_kernel:
+            _refuse(operator, Call(operator.name, arguments, is_reference=True))
+        read = {known: value for known, value in arguments.items() if known in reads}
         if is_kernel and operator.record is not None:
-            return function(operator.record(names=own_names, **arguments))
-        return function(**arguments)
+            return function(operator.record(names=own_names, **read))
+        return function(**read)
 
     return run
+
+
+def _refuse(operator: Operator, call: Call) -> None:
+    """Raise for what the kernel does not implement, and for what the documents forbid."""
+    for name, dtypes in operator.lacks.items():
+        tensor = call.tensor(name)
+        if tensor is not None and tensor.dtype in dtypes:
+            raise NotImplementedError(f"the CPU kernel of npu::{operator.name} takes no {name} of {tensor.dtype}")
+    if reasons := violations(call):
+        raise ValueError(f"npu::{operator.name}: {'; '.join(reasons)}")
 
 
 def _parameters(function: Callable[..., Any]) -> set[str]:

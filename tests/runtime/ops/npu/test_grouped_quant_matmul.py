@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
-from torch_pagoda.runtime.ops.npu.grouped_quant_matmul import MAX_INT4_INPUTS
 from torch_pagoda.runtime.ops.npu.int4 import pack_int4
+from torch_pagoda.runtime.ops.npu.limits.moe import MAX_INT4_INPUTS
 from torch_pagoda.runtime.ops.npu.numerics import bits_of_float, float_of_bits
 
 npu = torch.ops.npu

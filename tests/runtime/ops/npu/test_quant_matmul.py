@@ -7,8 +7,8 @@ import torch
 
 import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
 from torch_pagoda.runtime.ops.npu.int4 import pack_int4, unpack_int4
+from torch_pagoda.runtime.ops.npu.limits.quantized import INT4_INPUTS_BELOW
 from torch_pagoda.runtime.ops.npu.numerics import bits_of_float
-from torch_pagoda.runtime.ops.npu.quant_matmul import INT4_INPUTS_BELOW
 
 npu = torch.ops.npu
 

@@ -81,7 +81,7 @@ def test_quantize_rounds_half_to_even_and_clamps():
 def test_quantize_has_a_scale_per_channel(div_mode, axis):
     x = torch.randn(3, 4, 5)
     scales = torch.rand(x.shape[axis]) + 0.1
-    zeros = torch.randint(-5, 5, scales.shape)
+    zeros = torch.randint(-5, 5, scales.shape, dtype=torch.int32)
     shape = [1, -1, 1] if axis == 1 else [1, 1, -1]
     wide = scales.double().reshape(shape)
     wanted = (x.double() / wide if div_mode else x.double() * wide) + zeros.reshape(shape)
